@@ -1,0 +1,32 @@
+"""Online dynamic batching for LLM and VLM fine-tuning. The public names, nothing else.
+
+Names are loaded on first use: this package is on the path of every `import torch` (see
+`odb_factory.llamafactory.activation`), so importing it must cost nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "ConfigError": "odb_factory.errors",
+    "DataError": "odb_factory.errors",
+    "ODBConfig": "odb_factory.config",
+    "ODBError": "odb_factory.errors",
+    "enable_odb": "odb_factory.training.enable",
+}
+
+__all__ = ["__version__", *_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,1 @@
+"""The `odb-factory` command."""

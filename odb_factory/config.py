@@ -1,0 +1,138 @@
+"""`ODBConfig`: every key of the `odb:` block, its default, its check and its meaning.
+
+Standard library only: the block is checked before anything heavy is imported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from odb_factory.errors import ConfigError
+
+
+def _key(meaning: str, *, choices: tuple = (), minimum: int | None = None, **kwargs: Any) -> Any:
+    """A dataclass field with what the checks and the docs need to know about it."""
+    return field(metadata={"meaning": meaning, "choices": choices, "minimum": minimum}, **kwargs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ODBConfig:
+    """The `odb:` block of a training YAML.
+
+    Tokens are counted after expansion, truncation and padding; patches are vision-tower input
+    patches. Raises `ConfigError` (a `ValueError`) with a one-line message for a bad value.
+    """
+
+    token_budget: int = _key(
+        "rows x padded row length of one micro-batch on one rank, at most (tokens); "
+        "larger fills the accelerator better and needs more memory",
+        minimum=1,
+    )
+    max_patches: int | None = _key(
+        "vision patches of one micro-batch on one rank, at most; none: not limited",
+        minimum=1,
+        default=None,
+    )
+    buffer_size: int = _key(
+        "samples a rank may hold and group at a time; larger groups better and uses more host memory",
+        minimum=1,
+        default=1024,
+    )
+    collate_workers: int | None = _key(
+        "worker processes that collate groups (pixels are processed there); "
+        "none: as many as dataloader_num_workers, 0: in the training process (slow)",
+        minimum=0,
+        default=None,
+    )
+    loss_scaling: str = _key(
+        "exact: every supervised token of an optimizer step weighs the same; "
+        "approx: every input token does; none: every micro-batch does, as stock",
+        choices=("exact", "approx", "none"),
+        default="exact",
+    )
+    join: bool = _key(
+        "true: ranks that ran dry take idle steps until all samples are done; "
+        "false: the epoch ends for all when one rank runs short",
+        default=True,
+    )
+    overlong: str = _key(
+        "a sample that breaks a budget alone: singleton (a group of its own), drop or error",
+        choices=("singleton", "drop", "error"),
+        default="singleton",
+    )
+    on_error: str = _key(
+        "a row that cannot be read: raise, or skip (counted; images are then decoded once more, "
+        "at observation, so that a bad one is known before the plan is made)",
+        choices=("raise", "skip"),
+        default="raise",
+    )
+    audit: bool = _key(
+        "write odb_audit_rank{r}.jsonl to output_dir, one line per step",
+        default=False,
+    )
+    seed: int | None = _key(
+        "seed of the sample order and of the plan; none: data_seed or seed of the training arguments",
+        minimum=0,
+        default=None,
+    )
+
+    def __post_init__(self) -> None:
+        for item in dataclasses.fields(self):
+            _check(item, getattr(self, item.name))
+
+    @classmethod
+    def from_block(cls, block: Any) -> ODBConfig:
+        """Make a config from what stands under `odb:` in the YAML (a mapping of keys to values)."""
+        if not isinstance(block, Mapping):
+            raise ConfigError(
+                f"odb: {block!r} is not a block of keys; write `odb:` with at least `token_budget: 8192` under it."
+            )
+        known = {item.name: item for item in dataclasses.fields(cls)}
+        for name in block:
+            if name not in known:
+                near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.4)
+                hint = f"did you mean `{near[0]}`?" if near else f"known keys: {', '.join(known)}."
+                raise ConfigError(f"odb.{name}: {block[name]!r} is set, but there is no such key; {hint}")
+        if "token_budget" not in block:
+            raise ConfigError(
+                "odb.token_budget: missing; set it to the tokens one micro-batch may hold, padding included, "
+                "for example `token_budget: 8192`."
+            )
+        # YAML's own word for nothing is `null`; people write the word.
+        values = {
+            name: None if value == "none" and _optional(known[name]) else value for name, value in block.items()
+        }
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def _optional(item: dataclasses.Field) -> bool:
+    return item.type.endswith("| None")
+
+
+def _check(item: dataclasses.Field, value: Any) -> None:
+    """Check one key by its declared type, range and choices; raise a one-line `ConfigError`."""
+    choices, minimum = item.metadata["choices"], item.metadata["minimum"]
+    optional = _optional(item)
+    if value is None and optional:
+        return
+    if choices:
+        if value not in choices:
+            raise ConfigError(f"odb.{item.name}: {value!r} is not one of {', '.join(choices)}.")
+    elif item.type == "bool":
+        if not isinstance(value, bool):
+            raise ConfigError(f"odb.{item.name}: {value!r} is not true or false.")
+    elif isinstance(value, bool) or not isinstance(value, int):
+        also = ", or none" if optional else ""
+        raise ConfigError(
+            f"odb.{item.name}: {value!r} is not a whole number; write one of at least {minimum}{also}, without quotes."
+        )
+    elif value < minimum:
+        also = ", or leave the key out" if optional else ""
+        raise ConfigError(f"odb.{item.name}: {value!r} is too small; the least is {minimum}{also}.")

@@ -1,0 +1,1 @@
+"""The running loader: observe, window, plan, collate."""

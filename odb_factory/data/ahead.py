@@ -1,0 +1,73 @@
+"""Run a generator ahead of its consumer, in one background thread that is always joined."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+POLL_S = 0.02
+JOIN_S = 30.0
+
+
+class Ahead:
+    """The items of `source`, produced one ahead by a daemon thread; its exception is raised in `poll`.
+
+    The thread runs from `start` on, so that a caller can fork what it needs before.
+    """
+
+    def __init__(self, source: Iterator[Any]):
+        self._items: queue.Queue = queue.Queue(maxsize=1)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(source,), name="odb-planner", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def poll(self, timeout: float | None = POLL_S) -> Any:
+        """The next item. Raises `queue.Empty` if there is none within `timeout` seconds, StopIteration at the end."""
+        item, error = self._items.get(timeout=timeout)
+        if error is not None:
+            raise error
+        return item
+
+    def close(self) -> None:
+        """End the thread; at most `JOIN_S` seconds, should the source be stuck in a worker."""
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join(JOIN_S)
+
+    def _run(self, source: Iterator[Any]) -> None:
+        try:
+            for item in source:
+                if not self._put((item, None)):
+                    return
+            self._put((None, StopIteration()))
+        except BaseException as error:
+            self._put((None, error))
+
+    def _put(self, pair: tuple[Any, BaseException | None]) -> bool:
+        while not self._stop.is_set():
+            try:
+                self._items.put(pair, timeout=POLL_S)
+                return True
+            except queue.Full:
+                continue
+        return False
+
+
+class Direct:
+    """The same interface in the caller's own thread, for a loader without worker processes."""
+
+    def __init__(self, source: Iterator[Any]):
+        self._source = source
+
+    def start(self) -> None:
+        pass
+
+    def poll(self, timeout: float | None = POLL_S) -> Any:
+        return next(self._source)
+
+    def close(self) -> None:
+        self._source = iter(())

@@ -1,0 +1,184 @@
+"""`ODBLoader`: two ordinary torch DataLoaders with the planner between them.
+
+The first observes: rows become light samples in its workers. The second collates: its sampler
+yields whole groups, its workers run the framework's collator. Between them one background thread
+fills the window and plans, a round ahead of what is being collated.
+
+Two traps of torch shape this module. A DataLoader asks its sampler for the next index before it
+hands over a batch that is ready; so the sampler here never waits, it yields None while no group
+is planned, and the worker's answer to None is passed over. And processes must not be forked while
+a thread may hold a lock; so both loaders start their workers first, in the caller's thread, and
+keep them for the run.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import queue
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from odb_factory.batching import Budget, Collation
+from odb_factory.config import ODBConfig
+from odb_factory.data.ahead import Ahead, Direct
+from odb_factory.data.collate import Collated, Failure, GroupDataset
+from odb_factory.data.measure import DEFAULT_PATCH_SIZE
+from odb_factory.data.observe import ObservedDataset, Observer, ShardSampler
+from odb_factory.data.rounds import EpochRounds, Exchange, Report, Task
+from odb_factory.data.samples import Rejection
+from odb_factory.errors import DataError
+from odb_factory.log import get_logger
+
+OBSERVE_CHUNK = 8
+"""Samples an observe worker hands over at a time: fewer messages, still a short first wait."""
+MAX_REJECTIONS_LOGGED = 10
+
+logger = get_logger(__name__)
+
+
+def _alone(report: Report) -> list[Report]:
+    return [report]
+
+
+def _identity(item: Any) -> Any:
+    return item
+
+
+class ODBLoader:
+    """Iterate over the collated steps of one epoch on this rank: (`Step`, `Measured`, batch).
+
+    dataset: what `observer` reads rows from; sampler: row indices of one epoch over all ranks, with
+    `set_epoch` if the order changes; collate_fn: the framework's collator, unchanged.
+    accumulation: an epoch has a multiple of this many steps. num_workers: observe workers.
+    Call `close` when done; it ends the worker processes.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        sampler: Any,
+        observer: Observer,
+        collate_fn: Callable,
+        config: ODBConfig,
+        collation: Collation = Collation(),
+        patch_size: int = DEFAULT_PATCH_SIZE,
+        accumulation: int = 1,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        exchange: Exchange = _alone,
+        num_workers: int = 0,
+        prefetch_factor: int = 2,
+        pin_memory: bool = False,
+        multiprocessing_context: str | None = None,
+    ):
+        self.dataset, self.config = dataset, config
+        self.num_samples = len(sampler)
+        self.epoch = 0
+        self.rejected: Counter[str] = Counter()
+        budget = Budget(config.token_budget, config.max_patches, collation)
+        self._sampler = ShardSampler(sampler, rank, world_size)
+        self._plan = functools.partial(
+            EpochRounds,
+            budget=budget,
+            buffer_size=config.buffer_size,
+            num_samples=self.num_samples,
+            accumulation=accumulation,
+            seed=seed,
+            rank=rank,
+            exchange=exchange,
+            on_reject=self._on_reject,
+        )
+        self._feed = _TaskFeed()
+        self._batches: Iterator | None = None
+        collate_workers = num_workers if config.collate_workers is None else config.collate_workers
+        self._threaded = collate_workers > 0
+
+        def loader(source: Any, workers: int, **kwargs: Any) -> DataLoader:
+            if workers:
+                kwargs |= {
+                    "persistent_workers": True,
+                    "prefetch_factor": prefetch_factor,
+                    "multiprocessing_context": multiprocessing_context,
+                }
+            # A generator of its own: stock training draws nothing from the global one for us.
+            generator = torch.Generator().manual_seed(seed)
+            return DataLoader(source, num_workers=workers, collate_fn=_identity, generator=generator, **kwargs)
+
+        observed = ObservedDataset(dataset, observer, config, budget)
+        groups = GroupDataset(collate_fn, patch_size, functools.partial(observer.describe, dataset))
+        self._observing = loader(observed, num_workers, sampler=self._sampler, batch_size=OBSERVE_CHUNK)
+        self._collating = loader(groups, collate_workers, sampler=self._feed, batch_size=None, pin_memory=pin_memory)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next iteration; a new order every epoch."""
+        if epoch != self.epoch:
+            self._leave_epoch()
+            self.epoch = epoch
+
+    def start(self) -> int:
+        """Begin the epoch, unless begun, and wait for its first round. Returns the estimated steps of the epoch."""
+        if self._batches is None:
+            self._sampler.set_epoch(self.epoch)
+            observed = itertools.chain.from_iterable(iter(self._observing))
+            rounds = iter(self._plan(observed, epoch=self.epoch))
+            self._feed.rounds = Ahead(rounds) if self._threaded else Direct(rounds)
+            self._batches = iter(self._collating)
+            self._feed.rounds.start()
+        while not self._feed.tasks:
+            self._feed.tasks.extend(self._feed.rounds.poll(timeout=None))
+        return self._feed.tasks[0][0].epoch_steps
+
+    def __iter__(self) -> Iterator[Collated]:
+        self.start()
+        try:
+            for item in self._batches:
+                if isinstance(item, Failure):
+                    raise DataError(item.message)
+                if item is not None:
+                    yield item
+        finally:
+            self._leave_epoch()
+
+    def close(self) -> None:
+        """Leave the epoch and end the worker processes."""
+        self._leave_epoch()
+        self._observing = self._collating = None
+
+    def _leave_epoch(self) -> None:
+        if self._feed.rounds is not None:
+            self._feed.rounds.close()
+        self._feed.rounds = self._batches = None
+        self._feed.tasks.clear()
+
+    def _on_reject(self, rejection: Rejection) -> None:
+        self.rejected[rejection.reason] += 1
+        if self.rejected.total() <= MAX_REJECTIONS_LOGGED:
+            logger.warning("left out (%s): %s", rejection.reason, rejection.message)
+        if self.rejected.total() == MAX_REJECTIONS_LOGGED:
+            logger.warning("further rows that are left out are counted, not logged")
+
+
+class _TaskFeed:
+    """The sampler of the collating loader: planned tasks, and None while there is none yet."""
+
+    def __init__(self) -> None:
+        self.rounds: Ahead | Direct | None = None
+        self.tasks: deque[Task] = deque()
+
+    def __iter__(self) -> Iterator[Task | None]:
+        while True:
+            while self.tasks:
+                yield self.tasks.popleft()
+            try:
+                self.tasks.extend(self.rounds.poll())
+            except queue.Empty:
+                yield None
+            except StopIteration:
+                return

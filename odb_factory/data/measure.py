@@ -1,0 +1,52 @@
+"""Count what a mapping of model inputs costs: one processed sample or one collated batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from odb_factory.data.samples import Measured
+
+IGNORE_INDEX = -100
+GRID_KEYS = ("image_grid_thw", "video_grid_thw", "image_grid_hws", "spatial_shapes")
+PIXEL_KEYS = ("pixel_values", "pixel_values_videos", "pixel_values_images")
+DEFAULT_PATCH_SIZE = 14
+
+
+def count_patches(inputs: Mapping[str, Any], patch_size: int = DEFAULT_PATCH_SIZE) -> int:
+    """Vision-tower input patches in `inputs`.
+
+    From the patch grids where there are any ([media, 2 or 3], their products); else from the size
+    of the pixel tensors, one patch being 3 x patch_size x patch_size values.
+    """
+    grids = [inputs[key] for key in GRID_KEYS if inputs.get(key) is not None]
+    if grids:
+        return sum(int(np.asarray(grid).reshape(-1, np.shape(grid)[-1]).prod(-1).sum()) for grid in grids if len(grid))
+    values = sum(_numel(inputs[key]) for key in PIXEL_KEYS if inputs.get(key) is not None)
+    return values // (3 * patch_size * patch_size)
+
+
+def count_supervised(labels: Any) -> int:
+    """Labels that carry loss in `labels` ([length] or [rows, length]): the first of a row predicts nothing."""
+    array = np.asarray(labels)
+    return int((array[..., 1:] != IGNORE_INDEX).sum())
+
+
+def measure_batch(batch: Mapping[str, Any], patch_size: int = DEFAULT_PATCH_SIZE) -> Measured:
+    """Measure a collated batch with `input_ids` [rows, length] and, if any, `labels` of the same shape."""
+    rows, length = batch["input_ids"].shape[:2]
+    labels = batch.get("labels")
+    return Measured(
+        rows=rows,
+        length=length,
+        patches=count_patches(batch, patch_size),
+        supervised_tokens=0 if labels is None else count_supervised(labels),
+    )
+
+
+def _numel(value: Any) -> int:
+    if isinstance(value, list | tuple):
+        return sum(map(_numel, value))
+    return int(np.prod(value.shape))

@@ -1,0 +1,95 @@
+"""Observe: turn dataset rows into light samples with a known cost, in worker processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from torch.utils.data import Dataset, Sampler
+
+from odb_factory.batching import Budget, Cost
+from odb_factory.config import ODBConfig
+from odb_factory.data.samples import Rejection, Sample, pack
+
+
+class RowDropped(Exception):
+    """The framework itself would drop this row; `reason` is the word it is counted under."""
+
+    def __init__(self, reason: str, message: str):
+        super().__init__(message)
+        self.reason = reason
+
+
+class MediaCut(Exception):
+    """Truncation cut visual placeholders, so the sample cannot be trained on in any group."""
+
+
+class Observer(Protocol):
+    """Runs the framework's template, tokenizer and multimodal plugin on one row."""
+
+    def __call__(self, dataset: Any, index: int) -> tuple[dict[str, Any], Cost]:
+        """The light features of a row and its cost. May raise `RowDropped`, `MediaCut` or anything else."""
+
+    def describe(self, dataset: Any, index: int) -> str:
+        """Where the row comes from, for messages: dataset, row, files."""
+
+
+class ObservedDataset(Dataset):
+    """`dataset[i]` as `Sample`, or as `Rejection` where the row cannot be used. Never raises for a row."""
+
+    def __init__(self, dataset: Any, observer: Observer, config: ODBConfig, budget: Budget):
+        self.dataset, self.observer, self.config, self.budget = dataset, observer, config, budget
+
+    def __getitem__(self, index: int) -> Sample | Rejection:
+        try:
+            features, cost = self.observer(self.dataset, index)
+        except RowDropped as error:
+            return Rejection(index, error.reason, f"{self._where(index)}: {error}")
+        except MediaCut as error:
+            return Rejection(
+                index,
+                "overlong",
+                f"{self._where(index)}: {error} Such a sample cannot travel as a singleton either: "
+                "raise cutoff_len, shrink the media (image_max_pixels, video_maxlen), or set `overlong: drop`.",
+                fatal=self.config.overlong != "drop",
+            )
+        except Exception as error:
+            return Rejection(
+                index,
+                "unreadable",
+                f"{self._where(index)}: {type(error).__name__}: {error} "
+                "Mend or remove the row, or set `on_error: skip` to go on without such rows.",
+                fatal=self.config.on_error == "raise",
+            )
+        if cost.supervised_tokens == 0:
+            return Rejection(index, "unsupervised", f"{self._where(index)}: no label carries loss.")
+        if self.config.overlong != "singleton" and self.budget.overlong(cost):
+            return Rejection(
+                index,
+                "overlong",
+                f"{self._where(index)}: {cost.tokens} tokens and {cost.patches} patches break the budget of "
+                f"{self.budget.token_budget} tokens and {self.budget.max_patches} patches alone; "
+                "raise the budget, or set `overlong: singleton` or `drop`.",
+                fatal=self.config.overlong == "error",
+            )
+        return Sample(index, cost, pack(features))
+
+    def _where(self, index: int) -> str:
+        return self.observer.describe(self.dataset, index)
+
+
+class ShardSampler(Sampler[int]):
+    """Every `world_size`-th index of `sampler`, from `rank` on: no padding, no index twice (I2)."""
+
+    def __init__(self, sampler: Any, rank: int, world_size: int):
+        self.sampler, self.rank, self.world_size = sampler, rank, world_size
+
+    def __iter__(self) -> Iterator[int]:
+        for position, index in enumerate(self.sampler):
+            if position % self.world_size == self.rank:
+                yield int(index)
+
+    def set_epoch(self, epoch: int) -> None:
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
+

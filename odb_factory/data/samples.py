@@ -1,0 +1,95 @@
+"""What travels through the loader: light samples in, steps out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from odb_factory.batching import Cost, StepTotals
+
+
+@dataclass(slots=True)
+class Sample:
+    """One observed row: its index in the training dataset, its cost and its light features."""
+
+    id: int
+    cost: Cost
+    features: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Rejection:
+    """One row that will not be trained on. `fatal`: the policy says to stop with `message`."""
+
+    id: int
+    reason: str
+    message: str
+    fatal: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One micro-batch of this rank and what all ranks know about it before the first forward.
+
+    epoch, index: position; index counts the steps of the epoch from 0.
+    ids: rows of the training dataset, in batch order; empty on an idle step.
+    tokens, supervised_tokens: of this rank's group (0 on an idle step).
+    totals: the step over all ranks.
+    done: samples of the epoch emitted or rejected on all ranks once this step is taken.
+    epoch_steps: steps of the whole epoch; an estimate until the last round is planned.
+    last: no step follows in this epoch.
+    """
+
+    epoch: int
+    index: int
+    ids: tuple[int, ...]
+    tokens: int
+    supervised_tokens: int
+    totals: StepTotals
+    done: int
+    epoch_steps: int
+    last: bool
+
+    @property
+    def idle(self) -> bool:
+        return not self.ids
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The collated tensors of a step: rows, padded row length (tokens), patches, supervised tokens."""
+
+    rows: int
+    length: int
+    patches: int
+    supervised_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class PackedInts:
+    """A list of ints as the smallest integer array that holds it: a tenth of the memory in the window."""
+
+    array: np.ndarray
+
+
+def pack(features: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace lists of ints (token ids, labels, masks) by compact arrays; leave the rest as it is."""
+    return {key: _pack_list(value) for key, value in features.items()}
+
+
+def unpack(features: Mapping[str, Any]) -> dict[str, Any]:
+    """Undo `pack`: the lists that the framework's collator expects, in a fresh dict it may change."""
+    return {key: value.array.tolist() if isinstance(value, PackedInts) else value for key, value in features.items()}
+
+
+def _pack_list(value: Any) -> Any:
+    if not (isinstance(value, list) and value and type(value[0]) is int):
+        return value
+    array = np.asarray(value)
+    if array.ndim != 1 or array.dtype.kind != "i":
+        return value
+    dtype = np.result_type(np.min_scalar_type(array.min()), np.min_scalar_type(array.max()))
+    return PackedInts(array.astype(dtype))

@@ -1,0 +1,13 @@
+"""The errors a user can meet. Each message says what, where, and what to do, in one line."""
+
+
+class ODBError(Exception):
+    """Base of every error odb_factory raises on purpose."""
+
+
+class ConfigError(ODBError, ValueError):
+    """A key of the `odb:` block, or its combination with another setting, cannot work."""
+
+
+class DataError(ODBError, RuntimeError):
+    """A row of the dataset cannot be used and the policy says to stop."""

@@ -1,0 +1,1 @@
+"""The LLaMA-Factory plugin: activation, the odb: block, its datasets and media."""

@@ -1,0 +1,115 @@
+"""Connect LLaMA-Factory's dataset, collator and trainer to `enable_odb`."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+from llamafactory.data.loader import _get_dataset_processor
+from llamafactory.train.callbacks import LogCallback
+from transformers import TrainerCallback
+
+from odb_factory.batching import Collation
+from odb_factory.config import ODBConfig
+from odb_factory.data.measure import IGNORE_INDEX, count_patches
+from odb_factory.data.observe import RowDropped
+from odb_factory.errors import DataError
+from odb_factory.llamafactory.dataset import SOURCE, SOURCE_ROW, OnlineDataset, OpenMedia, RowObserver
+from odb_factory.llamafactory.hooks import seams
+from odb_factory.llamafactory.media import MediaObserver
+from odb_factory.log import get_logger
+from odb_factory.training.enable import enable_odb
+
+logger = get_logger(__name__)
+
+PROBE_TOKENS = 8
+_sources: list[str] = []
+
+
+def mark_source(dataset: Any, name: str) -> Any:
+    """Add two integer columns that say which dataset a row comes from, for messages."""
+    if name not in _sources:
+        _sources.append(name)
+    rows = len(dataset)
+    dataset = dataset.add_column(SOURCE, np.full(rows, _sources.index(name), dtype=np.int16))
+    return dataset.add_column(SOURCE_ROW, np.arange(rows, dtype=np.int32))
+
+
+def online_dataset(
+    dataset: Any,
+    data_args: Any,
+    training_args: Any,
+    stage: str,
+    template: Any,
+    tokenizer: Any,
+    processor: Any = None,
+    is_eval: bool = False,
+) -> OnlineDataset:
+    """In place of LLaMA-Factory's preprocessing pass: rows are preprocessed when they are needed."""
+    dataset_processor = _get_dataset_processor(data_args, stage, template, tokenizer, processor)
+    media = MediaObserver(template.mm_plugin, tokenizer, processor)
+    online = OnlineDataset(dataset, dataset_processor, media, _sources)
+    if training_args.should_log:
+        print("training example:")
+        dataset_processor.print_data_example(_first_valid(online))
+    return online
+
+
+def attach(trainer: Any, config: ODBConfig) -> None:
+    """Call `enable_odb` on LLaMA-Factory's trainer with its own collator and an observer for its dataset."""
+    collator = trainer.data_collator
+    collation = probe_collation(collator)
+    if isinstance(trainer.train_dataset, OnlineDataset):
+        media = trainer.train_dataset.media
+    else:
+        media = MediaObserver(collator.template.mm_plugin, collator.tokenizer, collator.processor)
+    trainer.data_collator = OpenMedia(collator)
+    enable_odb(
+        trainer,
+        config,
+        observer=RowObserver(media, decode=config.on_error == "skip"),
+        collation=collation,
+        patch_size=media.patch_size,
+    )
+    trainer.add_callback(_MirrorMaxSteps(trainer))
+    logger.info("online dynamic batching is on; hooked: %s", ", ".join(seams()))
+
+
+def probe_collation(collator: Any) -> Collation:
+    """Learn what this collator adds to a group without media, by collating one short text sample."""
+    unpadded = copy.copy(collator)
+    unpadded.pad_to_multiple_of = None
+    token = collator.tokenizer.pad_token_id
+    sample = {
+        "input_ids": [token] * PROBE_TOKENS,
+        "attention_mask": [1] * PROBE_TOKENS,
+        "labels": [IGNORE_INDEX] * PROBE_TOKENS,
+    }
+    batch = unpadded([sample])
+    return Collation(
+        pad_to_multiple_of=collator.pad_to_multiple_of or 1,
+        filler_tokens=batch["input_ids"].shape[1] - PROBE_TOKENS,
+        filler_patches=count_patches(batch),
+    )
+
+
+def _first_valid(dataset: OnlineDataset) -> dict[str, Any]:
+    for index in range(len(dataset)):
+        try:
+            return dataset[index]
+        except RowDropped:
+            continue
+    raise DataError("no row of the training dataset is valid; check its format and tags in dataset_info.json.")
+
+
+class _MirrorMaxSteps(TrainerCallback):
+    """LLaMA-Factory's log callback reads the number of steps once; keep its copy up to date."""
+
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for callback in self.trainer.callback_handler.callbacks:
+            if isinstance(callback, LogCallback):
+                callback.max_steps = state.max_steps

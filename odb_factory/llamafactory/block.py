@@ -1,0 +1,63 @@
+"""What the `odb:` block cannot be combined with, checked before a model is loaded."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from odb_factory.errors import ConfigError
+from odb_factory.training.enable import check_training_arguments
+
+STAGES = ("sft",)
+
+
+def check_environment() -> None:
+    """Refuse back-ends that are chosen by an environment variable."""
+    for name, what in (("USE_MCA", "use_mca (Megatron)"), ("USE_MEGATRON_BRIDGE", "the Megatron bridge")):
+        if os.environ.get(name, "").lower() in ("true", "y", "1"):
+            raise ConfigError(
+                f"{name}: {os.environ[name]!r} selects {what}, which has a trainer of its own that odb cannot drive; "
+                f"unset {name} or remove the odb: block."
+            )
+
+
+def check_combination(
+    model_args: Any, data_args: Any, training_args: Any, finetuning_args: Any, generating_args: Any
+) -> None:
+    """Raise a one-line `ConfigError` naming key, value and way out for what cannot work with odb."""
+    if not training_args.do_train:
+        return
+    if finetuning_args.stage not in STAGES:
+        _refuse("stage", finetuning_args.stage, f"odb trains stage {', '.join(STAGES)}; remove the odb: block")
+    for owner, key, why in (
+        (data_args, "packing", "odb groups whole samples instead of cutting them into packs; remove the key"),
+        (data_args, "neat_packing", "odb groups whole samples instead of packing them; remove the key"),
+        (data_args, "streaming", "odb reads rows by index; set `streaming: false` (rows are preprocessed online anyway)"),
+        (training_args, "predict_with_generate", "it cannot be used while training; evaluate in a run of its own"),
+        (finetuning_args, "use_mca", "the Megatron trainer has a data path of its own; remove the key"),
+        (finetuning_args, "use_hyper_parallel", "that trainer has a data path of its own; remove the key"),
+        (
+            finetuning_args,
+            "include_effective_tokens_per_second",
+            "it would preprocess the whole dataset once more; read odb/tokens_per_step instead and remove the key",
+        ),
+    ):
+        if getattr(owner, key, None):
+            _refuse(key, getattr(owner, key), why)
+    if not data_args.ignore_pad_token_for_loss:
+        _refuse(
+            "ignore_pad_token_for_loss",
+            False,
+            "padding would carry loss and its amount depends on the grouping; set it to true",
+        )
+    if training_args.resume_from_checkpoint:
+        _refuse(
+            "resume_from_checkpoint",
+            training_args.resume_from_checkpoint,
+            "resuming is not supported yet; choose another output_dir or set `overwrite_output_dir: true`",
+        )
+    check_training_arguments(training_args)
+
+
+def _refuse(key: str, value: Any, why: str) -> None:
+    raise ConfigError(f"{key}: {value!r} does not go with odb: {why}.")

@@ -1,0 +1,130 @@
+"""The seams: the four functions of LLaMA-Factory that are wrapped, and what each wrapper does.
+
+| module | name | what happens with an `odb:` block (without one, the original is called as it is) |
+|---|---|---|
+| hparams.parser | get_train_args | the block is taken out of the arguments, checked and kept |
+| data.loader | _load_single_dataset | rows are marked with the dataset they come from |
+| data.loader | _get_preprocessed_dataset | training rows are preprocessed one at a time, when they are needed |
+| train.sft.trainer | CustomSeq2SeqTrainer.train | `enable_odb` is called on the trainer first |
+
+The same names and meanings in LLaMA-Factory 0.9.4 and 0.9.5. This module is imported whenever
+LLaMA-Factory is, also for runs without odb, so it imports nothing heavy by itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from odb_factory.config import ODBConfig
+from odb_factory.errors import ConfigError
+
+_active: ODBConfig | None = None
+"""The `odb:` block of the training that this process runs; LLaMA-Factory runs one at a time."""
+_originals: dict[tuple[Any, str], Callable] = {}
+_missing: list[str] = []
+
+
+def hook(module: ModuleType) -> None:
+    """Wrap the seams of one LLaMA-Factory module, once."""
+    for path, wrapper in _WRAPPERS[module.__name__].items():
+        owner: Any = module
+        *owners, name = path.split(".")
+        for part in owners:
+            owner = getattr(owner, part, None)
+        original = getattr(owner, name, None)
+        if original is None:
+            _missing.append(f"{module.__name__}.{path}")
+        elif (owner, name) not in _originals:
+            _originals[owner, name] = original
+            setattr(owner, name, _wrapped(wrapper, original))
+
+
+def unhook() -> None:
+    """Put every original back and forget the block."""
+    global _active
+    _active = None
+    for (owner, name), original in _originals.items():
+        setattr(owner, name, original)
+    _originals.clear()
+    _missing.clear()
+
+
+def seams() -> list[str]:
+    """All seams, as `module.name`."""
+    return [f"{module}.{path}" for module, paths in _WRAPPERS.items() for path in paths]
+
+
+def missing() -> list[str]:
+    """Seams that a hooked module turned out not to have."""
+    return list(_missing)
+
+
+def _wrapped(wrapper: Callable, original: Callable) -> Callable:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    return call
+
+
+def _get_train_args(original: Callable, args: Any = None) -> Any:
+    global _active
+    _active = None
+    from llamafactory.hparams.parser import read_args
+
+    args = read_args(args)
+    if not isinstance(args, dict) or "odb" not in args:
+        return original(args)
+    from odb_factory.llamafactory import block
+
+    if _missing:
+        raise ConfigError(
+            f"odb: this LLaMA-Factory release does not have {', '.join(_missing)}, where odb_factory comes in; "
+            "install a supported release (`odb-factory doctor` names them)."
+        )
+    config = ODBConfig.from_block(args["odb"])
+    block.check_environment()
+    parsed = original({key: value for key, value in args.items() if key != "odb"})
+    block.check_combination(*parsed)
+    _active = config
+    return parsed
+
+
+def _load_single_dataset(original: Callable, dataset_attr: Any, *args: Any, **kwargs: Any) -> Any:
+    dataset = original(dataset_attr, *args, **kwargs)
+    if _active is None:
+        return dataset
+    from odb_factory.llamafactory import attach
+
+    return attach.mark_source(dataset, str(dataset_attr))
+
+
+def _get_preprocessed_dataset(original: Callable, dataset: Any, data_args: Any, *args: Any, **kwargs: Any) -> Any:
+    # Data that is to be stored at tokenized_path is preprocessed in full, as stock does, and then used as it is.
+    if _active is None or dataset is None or kwargs.get("is_eval") or data_args.tokenized_path is not None:
+        return original(dataset, data_args, *args, **kwargs)
+    from odb_factory.llamafactory import attach
+
+    return attach.online_dataset(dataset, data_args, *args, **kwargs)
+
+
+def _train(original: Callable, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    if _active is None or getattr(trainer, "odb_settings", None) is not None:
+        return original(trainer, *args, **kwargs)
+    from odb_factory.llamafactory import attach
+
+    attach.attach(trainer, _active)
+    return trainer.train(*args, **kwargs)
+
+
+_WRAPPERS: dict[str, dict[str, Callable]] = {
+    "llamafactory.hparams.parser": {"get_train_args": _get_train_args},
+    "llamafactory.data.loader": {
+        "_load_single_dataset": _load_single_dataset,
+        "_get_preprocessed_dataset": _get_preprocessed_dataset,
+    },
+    "llamafactory.train.sft.trainer": {"CustomSeq2SeqTrainer.train": _train},
+}

@@ -1,0 +1,198 @@
+"""Learn what media cost without processing their pixels.
+
+A copy of LLaMA-Factory's multimodal plugin is used for observation. Its call of the image
+processor is answered from image sizes where that is known to be exact (Qwen2-VL, Qwen2.5-VL and
+Qwen3-VL; checked against the real processor at start), and by the real processor, its pixels
+thrown away, everywhere else. The plugin that collates is never touched.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from io import BytesIO
+from typing import Any
+
+import datasets
+import torch
+from PIL import Image
+
+from odb_factory.data.measure import DEFAULT_PATCH_SIZE, count_patches
+from odb_factory.log import get_logger
+
+logger = get_logger(__name__)
+
+SIZE_IS_ENOUGH = ("Qwen2VLPlugin", "Qwen3VLPlugin")
+CHECK_SIZES = ((37, 211), (640, 480), (1500, 90), (64, 64))
+EXIF_ORIENTATION, EXIF_ROTATED = 0x0112, (5, 6, 7, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedImage:
+    """An image cell of a dataset with an `Image` column, as stored: the file's bytes, or its path."""
+
+    bytes: bytes | None
+    path: str | None
+
+    def open(self) -> Image.Image:
+        """The decoded image, as `datasets` would have given it."""
+        return datasets.Image().decode_example({"bytes": self.bytes, "path": self.path})
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(width, height) after the rotation its EXIF data asks for; reads the header only."""
+        with Image.open(BytesIO(self.bytes) if self.bytes is not None else self.path) as image:
+            turned = image.getexif().get(EXIF_ORIENTATION) in EXIF_ROTATED
+            return image.size[::-1] if turned else image.size
+
+
+class SizeOnlyImage(Image.Image):
+    """An image without pixels: LLaMA-Factory's own resizing rules can be run on its size."""
+
+    def __init__(self, size: tuple[int, int], mode: str = "RGB"):
+        super().__init__()
+        self._size, self._mode = size, mode
+
+    def resize(self, size: tuple[int, int], *args: Any, **kwargs: Any) -> SizeOnlyImage:
+        return SizeOnlyImage(size, self.mode)
+
+    def convert(self, mode: str | None = None, *args: Any, **kwargs: Any) -> SizeOnlyImage:
+        return SizeOnlyImage(self.size, mode or self.mode)
+
+
+def decoded(images: Sequence[Any] | None) -> list[Any]:
+    """The images as LLaMA-Factory takes them: encoded cells are opened, all else stays."""
+    return [image.open() if isinstance(image, EncodedImage) else image for image in images or []]
+
+
+def check_decodable(images: Sequence[Any] | None) -> None:
+    """Decode every image once; raises what the decoder raises."""
+    for image in images or []:
+        with _opened(image) as opened:
+            opened.load()
+
+
+class MediaObserver:
+    """Observes the media of one row at a time. `plugin` stands in for the template's mm plugin.
+
+    The stand-in keeps what it learnt about the current row, so that token expansion and patch
+    count share one look at each file; call `begin_row` between rows.
+    """
+
+    def __init__(self, plugin: Any, tokenizer: Any, processor: Any):
+        self.original, self.processor = plugin, processor
+        names = {name for name in (plugin.image_token, plugin.video_token, plugin.audio_token) if name is not None}
+        self._token_ids = {name: tokenizer.convert_tokens_to_ids(name) for name in names}
+        self._by_size = _size_is_exact(plugin, processor)
+        self._answers: dict[Any, dict[str, Any]] = {}
+        self._placeholders: Counter[str] = Counter()
+        self.plugin = copy.copy(plugin)
+        self.plugin._get_mm_inputs = self._get_mm_inputs
+        self.plugin.process_messages = self._process_messages
+
+    def begin_row(self) -> None:
+        self._answers.clear()
+        self._placeholders.clear()
+
+    def placeholders_cut(self, input_ids: Sequence[int]) -> bool:
+        """Whether `input_ids` hold fewer visual or audio placeholders than the row's messages did."""
+        return any(
+            input_ids.count(self._token_ids[name]) < expected for name, expected in self._placeholders.items()
+        )
+
+    def has_media(self, images: Any, videos: Any, audios: Any) -> bool:
+        """Whether the collator injects no fake media beside this row."""
+        visual = self.original.image_token is None or bool(images or videos)
+        return visual and (self.original.audio_token is None or bool(audios))
+
+    def count_patches(self, images: Any, videos: Any, audios: Any, input_ids: list[int]) -> int:
+        """Vision patches of one row, as the collator would make them."""
+        images, videos, audios = images or [], videos or [], audios or []
+        if not (images or videos):
+            return 0
+        if not self._by_size:
+            inputs = self.plugin.get_mm_inputs(
+                images, videos, audios, [len(images)], [len(videos)], [len(audios)], [input_ids], self.processor
+            )
+            return count_patches(inputs, self.patch_size)
+        total = count_patches(self._get_mm_inputs(images, [], [], self.processor)) if images else 0
+        if videos:
+            # Newer releases know the grid of a video from its metadata.
+            from_metadata = getattr(self.plugin, "_get_video_token_metadata", lambda *_: None)(videos, self.processor)
+            total += count_patches(from_metadata or self._get_mm_inputs([], videos, [], self.processor))
+        return total
+
+    @property
+    def patch_size(self) -> int:
+        """Side of a vision patch, in pixels."""
+        image_processor = getattr(self.processor, "image_processor", None)
+        size = getattr(image_processor, "patch_size", None) or getattr(self.processor, "patch_size", None)
+        return size if isinstance(size, int) else DEFAULT_PATCH_SIZE
+
+    def _get_mm_inputs(self, images: Any, videos: Any, audios: Any, processor: Any, *args: Any, **kwargs: Any) -> dict:
+        key = tuple(id(item) for item in (*images, None, *videos, None, *audios)), repr((args, kwargs))
+        if key not in self._answers:
+            inputs: dict[str, Any] = {}
+            if images and self._by_size:
+                inputs["image_grid_thw"] = _grid_from_size(self.original, processor, images)
+                images = []
+            if images or videos or audios:
+                inputs |= self.original._get_mm_inputs(decoded(images), videos, audios, processor, *args, **kwargs)
+            self._answers[key] = inputs
+        return dict(self._answers[key])
+
+    def _process_messages(self, *args: Any, **kwargs: Any) -> list[dict[str, str]]:
+        messages = type(self.plugin).process_messages(self.plugin, *args, **kwargs)
+        for name in self._token_ids:
+            self._placeholders[name] += sum(message["content"].count(name) for message in messages)
+        return messages
+
+
+def _grid_from_size(plugin: Any, processor: Any, images: Sequence[Any]) -> torch.Tensor:
+    """[images, 3] whose rows multiply to the patches of each image (their own shape does not matter here)."""
+    sizes = [_size_of(image) for image in images]
+    regular = plugin._regularize_images(
+        [SizeOnlyImage(size) for size in sizes],
+        image_max_pixels=getattr(processor, "image_max_pixels", 768 * 768),
+        image_min_pixels=getattr(processor, "image_min_pixels", 32 * 32),
+    )["images"]
+    count = processor.image_processor.get_number_of_image_patches
+    return torch.tensor([[1, 1, count(image.height, image.width, {})] for image in regular])
+
+
+def _size_is_exact(plugin: Any, processor: Any) -> bool:
+    """Whether sizes alone give the real processor's patch counts; tried on a few blank images."""
+    if type(plugin).__name__ not in SIZE_IS_ENOUGH:
+        return False
+    blanks = [Image.new("RGB", size, "white") for size in CHECK_SIZES]
+    try:
+        real = plugin._get_mm_inputs(blanks, [], [], processor)["image_grid_thw"].prod(-1)
+        by_size = _grid_from_size(plugin, processor, blanks).prod(-1)
+    except (AttributeError, KeyError, TypeError) as error:
+        logger.info("images are observed through the real processor (%s: %s)", type(error).__name__, error)
+        return False
+    if not torch.equal(real, by_size):
+        logger.info("images are observed through the real processor: sizes alone give other patch counts")
+        return False
+    return True
+
+
+def _size_of(image: Any) -> tuple[int, int]:
+    if isinstance(image, Image.Image | EncodedImage):
+        return image.size
+    with _opened(image) as opened:
+        return opened.size
+
+
+def _opened(image: Any) -> AbstractContextManager[Image.Image]:
+    """An image in any form LLaMA-Factory takes: path, bytes, file, {bytes, path}, PIL image, encoded cell."""
+    if isinstance(image, EncodedImage):
+        return image.open()
+    if isinstance(image, Image.Image):
+        return nullcontext(image)
+    if isinstance(image, dict):
+        image = image["bytes"] if image["bytes"] is not None else image["path"]
+    return Image.open(BytesIO(image) if isinstance(image, bytes) else image)

@@ -1,0 +1,1 @@
+"""What a trainer needs: enable_odb, loss weights, progress, metrics."""

@@ -1,0 +1,29 @@
+"""The weight of each micro-batch's mean loss within its optimizer step (I8)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from odb_factory.data.samples import Step
+
+
+def loss_weights(steps: Sequence[Step], loss_scaling: str, world_size: int) -> list[float]:
+    """The factor on this rank's mean loss in each of the `steps` of one optimizer step.
+
+    The engine sums the gradients of an optimizer step over micro-batches and averages them over
+    ranks. With n the supervised tokens of this rank's micro-batch and N those of the whole
+    optimizer step on all ranks, the factor n x world_size / N makes that the gradient of the mean
+    over all N tokens: sum over ranks and steps of (n / N) x (its mean over n tokens).
+    `approx` counts input tokens instead, `none` counts every micro-batch as one (mean of means).
+    Idle steps weigh 0. N comes from the plan, so no communication is needed.
+    """
+    if loss_scaling == "exact":
+        mine = [step.supervised_tokens for step in steps]
+        total = sum(step.totals.supervised_tokens for step in steps)
+    elif loss_scaling == "approx":
+        mine = [step.tokens for step in steps]
+        total = sum(step.totals.tokens for step in steps)
+    else:
+        mine = [0 if step.idle else 1 for step in steps]
+        total = sum(step.totals.busy_ranks for step in steps)
+    return [count * world_size / total for count in mine]

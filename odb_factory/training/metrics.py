@@ -1,0 +1,103 @@
+"""Count what was trained on: per log entry, for the whole run, and line by line in the audit."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from odb_factory.data.samples import Measured, Step
+
+SUMMARY_FILE = "odb_summary.json"
+AUDIT_FILE = "odb_audit_rank{rank}.jsonl"
+
+
+@dataclass
+class Tally:
+    """Sums over steps, all ranks together; tokens are real, padded_tokens as collated."""
+
+    steps: int = 0
+    idle: int = 0
+    samples: int = 0
+    tokens: int = 0
+    padded_tokens: int = 0
+    supervised_tokens: int = 0
+    data_wait_s: float = 0.0
+    started: float = field(default_factory=time.perf_counter)
+
+    def add(self, step: Step, world_size: int) -> None:
+        self.steps += 1
+        self.idle += world_size - step.totals.busy_ranks
+        self.samples += step.totals.samples
+        self.tokens += step.totals.tokens
+        self.padded_tokens += step.totals.padded_tokens
+        self.supervised_tokens += step.totals.supervised_tokens
+
+    @property
+    def padding_ratio(self) -> float:
+        """Share of the collated tokens that is padding (or filler), 0 to 1."""
+        return 1 - self.tokens / self.padded_tokens if self.padded_tokens else 0.0
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.started
+
+    def metrics(self, token_budget: int, world_size: int) -> dict[str, float]:
+        """The `odb/...` entries of a log line. These names are public."""
+        steps = max(self.steps, 1)
+        return {
+            "odb/samples_per_step": round(self.samples / steps, 2),
+            "odb/tokens_per_step": round(self.tokens / steps, 1),
+            "odb/padding_ratio": round(self.padding_ratio, 4),
+            "odb/budget_use": round(self.padded_tokens / (steps * world_size * token_budget), 4),
+            "odb/samples_per_second": round(self.samples / self.seconds, 3),
+            "odb/data_wait_s": round(self.data_wait_s, 4),
+        }
+
+
+class Audit:
+    """`odb_audit_rank{r}.jsonl`: one line per step that this rank has taken. The key names are public."""
+
+    def __init__(self, folder: Path, rank: int):
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = (folder / AUDIT_FILE.format(rank=rank)).open("w", encoding="utf-8")
+
+    def write(self, step: Step, measured: Measured, weight: float, run_step: int, optimizer_step: int) -> None:
+        """run_step: micro-step of the run, from 0; optimizer_step: the one it belongs to, from 1."""
+        line = {
+            "epoch": step.epoch,
+            "step": run_step,
+            "optimizer_step": optimizer_step,
+            "ids": list(step.ids),
+            "rows": measured.rows,
+            "length": measured.length,
+            "patches": measured.patches,
+            "supervised_tokens": step.supervised_tokens,
+            "weight": weight,
+            "idle": step.idle,
+        }
+        self._file.write(json.dumps(line) + "\n")
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / SUMMARY_FILE).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+
+
+def summary_line(summary: Mapping[str, Any]) -> str:
+    """The one line at the end of a run."""
+    dropped = ", ".join(f"{count} {reason}" for reason, count in summary["dropped"].items()) or "none"
+    return (
+        f"done: {summary['emitted']} samples emitted, dropped: {dropped}; {summary['steps']} steps "
+        f"({summary['idle_steps']} idle) in {summary['optimizer_steps']} optimizer steps; "
+        f"padding {summary['padding_ratio']:.1%} of {summary['padded_tokens']} tokens"
+    )

@@ -1,0 +1,94 @@
+"""`ODBTrainerMixin`: the few Trainer methods that online dynamic batching changes.
+
+Only methods with the same meaning in transformers 4.55 to 5.x are overridden, and each calls
+`super()`. The Trainer keeps its loop; its figures are set right by `ProgressCallback`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from odb_factory.errors import ConfigError
+from odb_factory.training.progress import ODBCallback
+from odb_factory.training.run import ODBRun, TrainLoader
+from odb_factory.training.schedule import ScheduleClock, follow_clock
+from odb_factory.log import get_logger
+
+logger = get_logger(__name__)
+
+
+class ODBTrainerMixin:
+    """Goes before a `transformers.Trainer` class in the bases; `enable_odb` puts it there.
+
+    odb_settings: makes the run, given the trainer; None: stock behaviour.
+    """
+
+    odb_settings: Any = None
+    odb_run: ODBRun | None = None
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if resume_from_checkpoint:
+            raise ConfigError(
+                f"resume_from_checkpoint: {resume_from_checkpoint!r} cannot be combined with odb yet; choose another "
+                "output_dir, set `overwrite_output_dir: true` to start anew, or resume without odb."
+            )
+        callback = ODBCallback(self)
+        # First, so that every other callback reads the step count and epoch already set right.
+        self.callback_handler.callbacks.insert(0, callback)
+        try:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            self.callback_handler.callbacks.remove(callback)
+            if self.odb_run is not None:
+                self.odb_run.close()
+                self.odb_run = None
+
+    def get_train_dataloader(self) -> TrainLoader:
+        self.odb_run = self.odb_settings.make_run(self)
+        args, loader = self.args, self.odb_run.loader
+        self.odb_run.loader.start()
+        if args.max_steps > 0:
+            return TrainLoader(loader, None)
+        accumulation = args.gradient_accumulation_steps
+        return TrainLoader(loader, -(-loader.num_samples // accumulation) * accumulation)
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, *args: Any, **kwargs: Any) -> tuple[list, None]:
+        # None instead of num_items_in_batch: every model then returns its mean loss, which is weighed below.
+        return self.odb_run.take(epoch_iterator, num_batches), None
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self.odb_run.begin_step()
+        loss = super().training_step(*args, **kwargs)
+        self.odb_run.end_step()
+        return loss
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        result = super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
+        weight = self.odb_run.weight if self.odb_run is not None else None
+        if weight is None:  # evaluation
+            return result
+        if self.compute_loss_func is None:
+            # The Trainer divides by this afterwards, unless a loss function of the user's own took the loss over.
+            weight *= self.current_gradient_accumulation_steps
+        return (result[0] * weight, *result[1:]) if return_outputs else result * weight
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        run = self.odb_run
+        if run is None or self.lr_scheduler is not None:
+            return super().create_scheduler(num_training_steps, optimizer)
+        steps = run.estimated_optimizer_steps()
+        scheduler = super().create_scheduler(steps, optimizer)
+        if run.max_steps is None:
+            warmup_steps = int(self.args.warmup_steps) if self.args.warmup_steps >= 1 else 0
+            run.clock = ScheduleClock(steps, warmup_steps)
+            follow_clock(scheduler, run.clock)
+        return scheduler
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        run = self.odb_run
+        if run is not None and "loss" in logs:
+            logs.update(run.interval_metrics())
+        elif run is not None and "train_runtime" in logs:
+            logs.update(run.run_metrics())
+            logs["train_samples_per_second"] = round(run.total.samples / logs["train_runtime"], 3)
+        super().log(logs, *args, **kwargs)

@@ -1,0 +1,46 @@
+"""Keep the Trainer's own figures right: step count, epoch, end of epoch, progress bar."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from transformers import TrainerCallback
+
+from odb_factory.log import get_logger
+
+logger = get_logger(__name__)
+
+
+class ODBCallback(TrainerCallback):
+    """Runs before the other callbacks. The Trainer's loop is sized by an upper bound; this one ends it in time."""
+
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        run = self.trainer.odb_run
+        epoch_steps = run.loader.start() / run.accumulation
+        state.max_steps = run.estimated_optimizer_steps()
+        state.num_train_epochs = math.ceil(run.target_epochs or run.max_steps / epoch_steps)
+        state.compute_steps(args, state.max_steps)
+        logger.info(
+            "%d samples in about %d optimizer steps an epoch (the figures above are upper bounds): "
+            "token_budget %d, max_patches %s, buffer_size %d, loss_scaling %s",
+            run.loader.num_samples, round(epoch_steps), run.config.token_budget, run.config.max_patches,
+            run.config.buffer_size, run.config.loss_scaling,
+        )
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        run = self.trainer.odb_run
+        state.epoch = run.epoch
+        run.end_optimizer_step()
+        state.max_steps = run.expected_optimizer_steps()
+        control.should_epoch_stop = control.should_epoch_stop or run.epoch_ended
+        for callback in self.trainer.callback_handler.callbacks:
+            bar = getattr(callback, "training_bar", None)
+            if bar is not None:
+                bar.total = state.max_steps
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.odb_run.finish()

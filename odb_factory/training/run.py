@@ -1,0 +1,207 @@
+"""One training run under online dynamic batching: its loader, its weights, its progress, its counts."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from odb_factory.config import ODBConfig
+from odb_factory.data.loader import ODBLoader
+from odb_factory.data.samples import Measured, Step
+from odb_factory.errors import DataError
+from odb_factory.log import get_logger
+from odb_factory.training.loss import loss_weights
+from odb_factory.training.metrics import Audit, Tally, summary_line, write_summary
+from odb_factory.training.schedule import ScheduleClock
+
+logger = get_logger(__name__)
+
+
+class TrainLoader:
+    """What the Trainer sees as its train dataloader: batches alone, the steps going to the run.
+
+    num_steps: the most steps an epoch can have, None if the Trainer counts by `max_steps` alone.
+    The Trainer sizes its loops by it and would cut an epoch short at a lower figure.
+    """
+
+    def __init__(self, loader: ODBLoader, num_steps: int | None):
+        self.loader, self.num_steps = loader, num_steps
+        self.dataset = loader.dataset
+
+    def __len__(self) -> int:
+        if self.num_steps is None:
+            raise TypeError("the number of steps of an epoch is not known ahead")
+        return self.num_steps
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.loader.set_epoch(epoch)
+
+
+class ODBRun:
+    """Accounting of one call of `train()`. Optimizer steps count from 1, micro-steps from 0.
+
+    target_epochs: what the run shall do; None if it counts `max_steps`.
+    """
+
+    def __init__(
+        self,
+        loader: ODBLoader,
+        config: ODBConfig,
+        *,
+        accumulation: int,
+        target_epochs: float | None,
+        max_steps: int | None,
+        output_dir: str | Path,
+        rank: int = 0,
+        world_size: int = 1,
+    ):
+        self.loader, self.config = loader, config
+        self.accumulation, self.target_epochs, self.max_steps = accumulation, target_epochs, max_steps
+        self.output_dir, self.rank, self.world_size = Path(output_dir), rank, world_size
+        self.clock: ScheduleClock | None = None
+        self.total, self.interval = Tally(), Tally()
+        self.over_budget = 0
+        self.optimizer_steps = 0
+        self.weight: float | None = None
+        self._pending: deque[tuple[Step, Measured, float]] = deque()
+        self._step: Step | None = None
+        self._steps_before_epoch = 0
+        self._audit = Audit(self.output_dir, rank) if config.audit else None
+
+    def estimated_optimizer_steps(self) -> int:
+        """Optimizer steps of the run, estimated from the first round (waits for it)."""
+        if self.max_steps is not None:
+            return self.max_steps
+        return math.ceil(self.target_epochs * self.loader.start() / self.accumulation)
+
+    def take(self, steps: Iterator[Any], count: int) -> list[Any]:
+        """The batches of the next optimizer step, [] at the end of an epoch."""
+        asked = time.perf_counter()
+        items = list(islice(steps, count))
+        waited = time.perf_counter() - asked
+        self.total.data_wait_s += waited
+        self.interval.data_wait_s += waited
+        if not items:
+            return []
+        weights = loss_weights([step for step, _, _ in items], self.config.loss_scaling, self.world_size)
+        self._pending = deque((step, measured, weight) for (step, measured, _), weight in zip(items, weights))
+        self._step = items[-1][0]
+        if self.clock is not None:
+            self.clock.advance(self.optimizer_steps + 1, self.share)
+        return [batch for _, _, batch in items]
+
+    def begin_step(self) -> float:
+        """The loss weight of the next micro-batch."""
+        step, measured, self.weight = self._pending[0]
+        if self.config.loss_scaling == "exact" and not step.idle and measured.supervised_tokens != step.supervised_tokens:
+            raise DataError(
+                f"rows {list(step.ids)}: the collator left {measured.supervised_tokens} supervised tokens of "
+                f"{step.supervised_tokens} observed, so the loss cannot be weighed exactly; use a collator that keeps "
+                "labels as they are (and `ignore_pad_token_for_loss: true`), or set `loss_scaling: approx`."
+            )
+        return self.weight
+
+    def end_step(self) -> None:
+        """Count the micro-batch whose backward is done."""
+        step, measured, weight = self._pending.popleft()
+        self.weight = None
+        if self._audit is not None:
+            self._audit.write(step, measured, weight, self.total.steps, self.optimizer_steps + 1)
+        if measured.rows > 1:
+            self._check_budgets(step, measured)
+        self.total.add(step, self.world_size)
+        self.interval.add(step, self.world_size)
+
+    def end_optimizer_step(self) -> None:
+        self.optimizer_steps += 1
+        if self._audit is not None:
+            self._audit.flush()
+        if self._step.last:
+            self._steps_before_epoch = self.optimizer_steps
+
+    @property
+    def epoch(self) -> float:
+        """Epochs done once the current optimizer step is taken, by samples."""
+        return self._step.epoch + self._step.done / self.loader.num_samples
+
+    @property
+    def share(self) -> float:
+        """Share of the samples of `target_epochs` done once the current optimizer step is taken."""
+        return min(self.epoch / self.target_epochs, 1.0)
+
+    @property
+    def epoch_ended(self) -> bool:
+        return self._step.last
+
+    def expected_optimizer_steps(self) -> int:
+        """Optimizer steps of the whole run as it looks now; equals those taken when and only when it is done."""
+        if self.max_steps is not None:
+            return self.max_steps
+        if self.share >= 1.0:
+            return self.optimizer_steps
+        epochs_begun = self._step.epoch + (1 if self._step.last else 0)
+        epoch_steps = self._step.epoch_steps / self.accumulation
+        expected = self._steps_before_epoch + (self.target_epochs - epochs_begun) * epoch_steps
+        return max(math.ceil(expected), self.optimizer_steps + 1)
+
+    def interval_metrics(self) -> dict[str, float]:
+        """The `odb/...` entries since the last call."""
+        metrics = self.interval.metrics(self.config.token_budget, self.world_size)
+        self.interval = Tally()
+        return metrics
+
+    def run_metrics(self) -> dict[str, float]:
+        return self.total.metrics(self.config.token_budget, self.world_size)
+
+    def finish(self) -> None:
+        """Write the summary, say the one line."""
+        if self.rank != 0:
+            return
+        summary = {
+            "samples": self.loader.num_samples,
+            "epochs": round(self.epoch, 4) if self._step else 0,
+            "emitted": self.total.samples,
+            "dropped": dict(self.loader.rejected),
+            "left_out": 0,
+            "steps": self.total.steps,
+            "idle_steps": self.total.idle,
+            "optimizer_steps": self.optimizer_steps,
+            "tokens": self.total.tokens,
+            "padded_tokens": self.total.padded_tokens,
+            "supervised_tokens": self.total.supervised_tokens,
+            "padding_ratio": self.total.padding_ratio,
+            "over_budget": self.over_budget,
+            "data_wait_s": self.total.data_wait_s,
+            "seconds": self.total.seconds,
+            "world_size": self.world_size,
+            "config": self.config.to_dict(),
+        }
+        write_summary(self.output_dir, summary)
+        logger.info(summary_line(summary))
+
+    def close(self) -> None:
+        """End worker processes and files; safe to call twice."""
+        self.loader.close()
+        if self._audit is not None:
+            self._audit.close()
+
+    def _check_budgets(self, step: Step, measured: Measured) -> None:
+        """Budgets are planned exactly; a collator that pads more than it declared is reported, not hidden."""
+        tokens, limit = measured.rows * measured.length, self.config.max_patches
+        if tokens <= self.config.token_budget and (limit is None or measured.patches <= limit):
+            return
+        self.over_budget += 1
+        if self.over_budget == 1:
+            logger.warning(
+                "rows %s were collated to %d tokens and %d patches, above the budget of %d tokens and %s patches: "
+                "this model's collator pads media beyond their own size; lower the budget if memory is short",
+                list(step.ids), tokens, measured.patches, self.config.token_budget, limit,
+            )
