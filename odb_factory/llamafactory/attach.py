@@ -13,8 +13,6 @@ from transformers import TrainerCallback
 from odb_factory.batching import Collation
 from odb_factory.config import ODBConfig
 from odb_factory.data.measure import IGNORE_INDEX, count_patches
-from odb_factory.data.observe import RowDropped
-from odb_factory.errors import DataError
 from odb_factory.llamafactory.dataset import SOURCE, SOURCE_ROW, OnlineDataset, OpenMedia, RowObserver
 from odb_factory.llamafactory.hooks import seams
 from odb_factory.llamafactory.media import MediaObserver
@@ -24,6 +22,7 @@ from odb_factory.training.enable import enable_odb
 logger = get_logger(__name__)
 
 PROBE_TOKENS = 8
+ROWS_TRIED_FOR_EXAMPLE = 16
 _sources: list[str] = []
 
 
@@ -51,8 +50,7 @@ def online_dataset(
     media = MediaObserver(template.mm_plugin, tokenizer, processor)
     online = OnlineDataset(dataset, dataset_processor, media, _sources)
     if training_args.should_log:
-        print("training example:")
-        dataset_processor.print_data_example(_first_valid(online))
+        _print_example(online)
     return online
 
 
@@ -94,13 +92,16 @@ def probe_collation(collator: Any) -> Collation:
     )
 
 
-def _first_valid(dataset: OnlineDataset) -> dict[str, Any]:
-    for index in range(len(dataset)):
+def _print_example(dataset: OnlineDataset) -> None:
+    """Show one training row, as LLaMA-Factory does; rows that fail are the loader's to report."""
+    for index in range(min(len(dataset), ROWS_TRIED_FOR_EXAMPLE)):
         try:
-            return dataset[index]
-        except RowDropped:
+            example = dataset[index]
+        except Exception:
             continue
-    raise DataError("no row of the training dataset is valid; check its format and tags in dataset_info.json.")
+        print("training example:")
+        dataset.processor.print_data_example(example)
+        return
 
 
 class _MirrorMaxSteps(TrainerCallback):

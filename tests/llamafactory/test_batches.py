@@ -1,0 +1,198 @@
+"""The online path gives what stock LLaMA-Factory gives, bit for bit, without its preprocessing pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import training_config, write_dataset
+from llamafactory.data import SFTDataCollatorWith4DAttentionMask, get_dataset, get_template_and_fix_tokenizer
+from llamafactory.hparams import get_train_args
+from llamafactory.model import load_model, load_tokenizer
+
+from odb_factory.batching import Budget
+from odb_factory.config import ODBConfig
+from odb_factory.data.loader import ODBLoader
+from odb_factory.data.samples import Rejection
+from odb_factory.data.observe import ObservedDataset
+from odb_factory.llamafactory.attach import probe_collation
+from odb_factory.llamafactory.dataset import OnlineDataset, OpenMedia, RowObserver
+
+BLOCK = {"token_budget": 1024, "max_patches": 900, "buffer_size": 24}
+
+
+class Setting:
+    """One configuration loaded twice with real LLaMA-Factory: preprocessed by stock, and online."""
+
+    def __init__(self, config: dict[str, Any], block: dict[str, Any] = BLOCK):
+        self.config = ODBConfig.from_block(block)
+        stock_args = get_train_args(dict(config))
+        model_args, data_args, training_args, finetuning_args, _ = stock_args
+        tokenizer_module = load_tokenizer(model_args)
+        template = get_template_and_fix_tokenizer(tokenizer_module["tokenizer"], data_args)
+        self.stock = get_dataset(template, model_args, data_args, training_args, stage="sft", **tokenizer_module)
+        model = load_model(tokenizer_module["tokenizer"], model_args, finetuning_args, is_trainable=True)
+        self.collator = SFTDataCollatorWith4DAttentionMask(
+            template=template,
+            model=model,
+            pad_to_multiple_of=8,
+            label_pad_token_id=-100,
+            attn_implementation=getattr(model.config, "_attn_implementation", None),
+            compute_dtype=model_args.compute_dtype,
+            **tokenizer_module,
+        )
+        model_args, data_args, training_args, _, _ = get_train_args({**config, "odb": block})
+        self.online = get_dataset(template, model_args, data_args, training_args, stage="sft", **tokenizer_module)
+        self.dataset: OnlineDataset = self.online["train_dataset"]
+        self.observer = RowObserver(self.dataset.media, decode=self.config.on_error == "skip")
+        self.collation = probe_collation(self.collator)
+        get_train_args(dict(config))  # leaves the plugin inactive for the next test
+
+    def observe(self, index: int) -> Any:
+        budget = Budget(self.config.token_budget, self.config.max_patches, self.collation)
+        return ObservedDataset(self.dataset, self.observer, self.config, budget)[index]
+
+
+@pytest.fixture(scope="module")
+def vl(tiny_vl, data_dir, tmp_path_factory) -> Setting:
+    return Setting(training_config(tiny_vl, data_dir, tmp_path_factory.mktemp("out"), dataset="texts,pictures"))
+
+
+@pytest.fixture(scope="module")
+def text(tiny_text, data_dir, tmp_path_factory) -> Setting:
+    return Setting(training_config(tiny_text, data_dir, tmp_path_factory.mktemp("out")))
+
+
+def assert_same_batch(ours: Any, stock: Any) -> None:
+    assert set(ours) == set(stock)
+    for key, value in stock.items():
+        assert torch.equal(ours[key], value) if isinstance(value, torch.Tensor) else ours[key] == value, key
+        if isinstance(value, torch.Tensor):
+            assert ours[key].dtype == value.dtype, key
+
+
+@pytest.mark.parametrize("name", ["vl", "text"])
+def test_rows_equal_stock_preprocessing(name: str, request: pytest.FixtureRequest) -> None:
+    setting = request.getfixturevalue(name)
+    assert isinstance(setting.dataset, OnlineDataset)
+    assert len(setting.dataset) == len(setting.stock["train_dataset"])
+    for index, stock in enumerate(setting.stock["train_dataset"]):
+        ours = setting.dataset[index]
+        assert {key: value or None for key, value in ours.items()} == {key: value or None for key, value in stock.items()}
+
+
+@pytest.mark.parametrize("name", ["vl", "text"])
+def test_batches_equal_stock_bit_for_bit_and_keep_both_budgets(name: str, request: pytest.FixtureRequest) -> None:
+    """I2, I4 on collated tensors; every group is collated again by stock from stock's own rows."""
+    setting = request.getfixturevalue(name)
+    loader = ODBLoader(
+        setting.dataset,
+        sampler=range(len(setting.dataset)),
+        observer=setting.observer,
+        collate_fn=OpenMedia(setting.collator),
+        config=setting.config,
+        collation=setting.collation,
+        patch_size=setting.dataset.media.patch_size,
+        num_workers=1,
+        multiprocessing_context="fork",
+    )
+    stock_rows = setting.stock["train_dataset"]
+    seen: list[int] = []
+    kinds = set()
+    for step, measured, batch in loader:
+        seen += step.ids
+        assert_same_batch(batch, setting.collator([dict(stock_rows[i]) for i in step.ids]))
+        if len(step.ids) > 1:
+            assert batch["input_ids"].numel() <= setting.config.token_budget
+            assert measured.patches <= setting.config.max_patches
+        if "image_grid_thw" in batch:
+            assert measured.patches == int(batch["image_grid_thw"].prod(-1).sum())
+        assert measured.supervised_tokens == step.supervised_tokens
+        kinds.add(tuple(sorted({bool(stock_rows[i]["images"]) for i in step.ids})))
+    loader.close()
+    assert sorted(seen) == list(range(len(setting.dataset)))
+    if name == "vl":
+        assert kinds >= {(False,), (False, True)}, "the data should make text-only and mixed groups"
+
+
+def test_window_holds_no_pixels(vl: Setting) -> None:
+    """A waiting image sample is its ids, its labels and paths: kilobytes, not its pixels."""
+    import pickle
+
+    sizes, pixels = [], []
+    for index in range(48, 72):
+        sample = vl.observe(index)
+        sizes.append(len(pickle.dumps(sample)))
+        pixels.append(sample.cost.patches * 3 * 2 * 16 * 16 * 4)
+    assert max(sizes) < 8_000
+    assert sum(sizes) < sum(pixels) / 100
+
+
+def test_images_are_not_opened_for_pixels_at_observation(vl: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    from PIL import ImageFile
+
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda *_: pytest.fail("an image was decoded"))
+    for index in range(48, 72):
+        vl.observe(index)
+
+
+def test_filler_of_a_text_only_group_is_known(vl: Setting, text: Setting) -> None:
+    assert vl.collation.pad_to_multiple_of == 8
+    assert vl.collation.filler_tokens > 0 and vl.collation.filler_patches > 0
+    assert (text.collation.filler_tokens, text.collation.filler_patches) == (0, 0)
+
+
+def test_cut_placeholders_are_caught_at_observation(tiny_vl, data_dir, tmp_path) -> None:
+    config = training_config(tiny_vl, data_dir, tmp_path, dataset="pictures", cutoff_len=48)
+    sample = Setting(config).observe(1)
+    assert isinstance(sample, Rejection) and sample.fatal and sample.reason == "overlong"
+    for word in ("cutoff_len 48", "row 1 of pictures.json", "picture_1_0.png", "singleton", "overlong: drop"):
+        assert word in sample.message
+    assert "\n" not in sample.message
+    assert not Setting(config, BLOCK | {"overlong": "drop"}).observe(1).fatal
+
+
+def test_rows_that_stock_drops_are_dropped_and_counted(tiny_text, tmp_path) -> None:
+    good = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    rows = [{"messages": good}, {"messages": good[:1]}, {"messages": good}]
+    setting = Setting(training_config(tiny_text, write_dataset(tmp_path, {"texts": rows}), tmp_path / "out"))
+    assert len(setting.stock["train_dataset"]) == 2
+    rejection = setting.observe(1)
+    assert (rejection.reason, rejection.fatal) == ("invalid", False)
+    assert not isinstance(setting.observe(2), Rejection)
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_unreadable_image_names_dataset_row_and_file(tiny_vl, tmp_path, on_error: str) -> None:
+    from PIL import Image
+
+    Image.new("RGB", (90, 60), "red").save(tmp_path / "good.png")
+    (tmp_path / "not_an_image.png").write_bytes(b"plain text")
+    whole = (tmp_path / "good.png").read_bytes()
+    (tmp_path / "cut_off.png").write_bytes(whole[: len(whole) // 2])
+    turns = [{"role": "user", "content": "<image>what?"}, {"role": "assistant", "content": "red"}]
+    rows = [{"messages": turns, "images": [name]} for name in ("good.png", "not_an_image.png", "cut_off.png")]
+    config = training_config(tiny_vl, write_dataset(tmp_path, {"pictures": rows}), tmp_path / "out", dataset="pictures")
+    get_train_args({**config, "odb": BLOCK})
+    # Stock preprocessing would fail on these rows, so the online path is built alone.
+    from odb_factory.llamafactory import hooks
+
+    setting = Setting.__new__(Setting)
+    model_args, data_args, training_args, _, _ = get_train_args({**config, "odb": BLOCK})
+    tokenizer_module = load_tokenizer(model_args)
+    template = get_template_and_fix_tokenizer(tokenizer_module["tokenizer"], data_args)
+    module = get_dataset(template, model_args, data_args, training_args, stage="sft", **tokenizer_module)
+    setting.config = ODBConfig.from_block(BLOCK | {"on_error": on_error})
+    setting.dataset = module["train_dataset"]
+    setting.observer = RowObserver(setting.dataset.media, decode=on_error == "skip")
+    setting.collation = Budget(1).collation
+    assert not isinstance(setting.observe(0), Rejection)
+    bad = setting.observe(1)
+    assert (bad.reason, bad.fatal) == ("unreadable", on_error == "raise")
+    for word in ("row 1 of pictures.json", "not_an_image.png", "on_error: skip"):
+        assert word in bad.message
+    # A file that breaks off only shows when it is decoded: in a collate worker, or here if bad rows are skipped.
+    assert isinstance(setting.observe(2), Rejection) == (on_error == "skip")
+    assert hooks._active is not None
+    get_train_args(dict(config))

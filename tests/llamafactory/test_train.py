@@ -1,0 +1,264 @@
+"""Whole trainings through the real LLaMA-Factory: coverage, exact loss, honest progress."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import read_jsonl, read_log, run_llamafactory, training_config
+from llamafactory.data import SFTDataCollatorWith4DAttentionMask, get_dataset, get_template_and_fix_tokenizer
+from llamafactory.hparams import get_train_args
+from llamafactory.model import load_model, load_tokenizer
+from llamafactory.train.tuner import run_exp
+
+from odb_factory.errors import DataError
+
+BLOCK = {"token_budget": 1024, "buffer_size": 24, "audit": True}
+
+
+def audit_of(output_dir: Path) -> list[dict[str, Any]]:
+    return read_jsonl(output_dir / "odb_audit_rank0.jsonl")
+
+
+def ids_by_epoch(audit: list[dict[str, Any]]) -> dict[int, Counter]:
+    epochs: dict[int, Counter] = {}
+    for line in audit:
+        epochs.setdefault(line["epoch"], Counter()).update(line["ids"])
+    return epochs
+
+
+def test_command_line_trains_images_and_text_every_row_once(tiny_vl, data_dir, tmp_path) -> None:
+    """I1, I2, I4 by the audit of plain `llamafactory-cli train`, with a dotted override of the block."""
+    config = training_config(
+        tiny_vl,
+        data_dir,
+        tmp_path / "out",
+        dataset="texts,pictures",
+        num_train_epochs=2,
+        gradient_accumulation_steps=2,
+        odb=BLOCK | {"max_patches": 900},
+    )
+    done = run_llamafactory(config, "odb.token_budget=1536")
+    assert done.returncode == 0, done.stdout[-3000:]
+    audit = audit_of(tmp_path / "out")
+    assert ids_by_epoch(audit) == {0: Counter(range(72)), 1: Counter(range(72))}
+    orders = [[line["ids"] for line in audit if line["epoch"] == epoch] for epoch in (0, 1)]
+    assert orders[0] != orders[1], "a new order every epoch"
+    assert [line["step"] for line in audit] == list(range(len(audit)))
+    assert all(count % 2 == 0 for count in Counter(line["epoch"] for line in audit).values())
+    for line in audit:
+        if line["rows"] > 1:
+            assert line["rows"] * line["length"] <= 1536 and line["patches"] <= 900
+    summary = json.loads((tmp_path / "out" / "odb_summary.json").read_text())
+    assert (summary["emitted"], summary["dropped"], summary["steps"]) == (144, {}, len(audit))
+    assert summary["config"]["token_budget"] == 1536
+    assert "[odb] done: 144 samples emitted" in done.stdout
+    assert "Running tokenizer on dataset" not in done.stdout, "there must be no offline tokenization pass"
+
+
+def test_without_a_block_stock_is_untouched(tiny_vl, data_dir, tmp_path) -> None:
+    """The same YAML and seed give the same losses to the last digit, with the plugin and without."""
+    losses = []
+    for name, env in (("with", {}), ("without", {"ODB_FACTORY_DISABLE": "1"})):
+        config = training_config(tiny_vl, data_dir, tmp_path / name, dataset="texts,pictures", max_steps=6)
+        done = run_llamafactory(config, env=env)
+        assert done.returncode == 0, done.stdout[-3000:]
+        losses.append([(entry.get("loss"), entry.get("grad_norm")) for entry in read_log(tmp_path / name)])
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 7
+
+
+@pytest.mark.parametrize("model", ["tiny_text", "tiny_vl"])
+def test_gradient_and_loss_are_those_of_one_batch(model, data_dir, tmp_path, request) -> None:
+    """I8: with groups of unequal size and an idle step, norm and loss are those of all samples as one batch."""
+    model = request.getfixturevalue(model)
+    dataset = "texts,pictures" if "vl" in model.name else "texts"
+    accumulation = 4
+    config = training_config(
+        model,
+        data_dir,
+        tmp_path / "out",
+        dataset=dataset,
+        gradient_accumulation_steps=accumulation,
+        learning_rate=0.0,
+        max_grad_norm=1e9,
+        odb=BLOCK | {"token_budget": 2048},
+    )
+    run_exp(dict(config))
+    audit, log = audit_of(tmp_path / "out"), [entry for entry in read_log(tmp_path / "out") if "loss" in entry]
+    assert any(line["idle"] for line in audit), "the data should make an idle step"
+    assert all(line["weight"] == 0 for line in audit if line["idle"])
+
+    model_args, data_args, training_args, finetuning_args, _ = get_train_args(
+        {key: value for key, value in config.items() if key != "odb"}
+    )
+    tokenizer_module = load_tokenizer(model_args)
+    template = get_template_and_fix_tokenizer(tokenizer_module["tokenizer"], data_args)
+    rows = get_dataset(template, model_args, data_args, training_args, stage="sft", **tokenizer_module)["train_dataset"]
+    net = load_model(tokenizer_module["tokenizer"], model_args, finetuning_args, is_trainable=True).train()
+    collate = SFTDataCollatorWith4DAttentionMask(
+        template=template, model=net, pad_to_multiple_of=8, label_pad_token_id=-100, **tokenizer_module
+    )
+    for number, entry in enumerate(log, start=1):
+        lines = [line for line in audit if line["optimizer_step"] == number]
+        assert len(lines) == accumulation
+        net.zero_grad()
+        loss = net(**collate([dict(rows[i]) for line in lines for i in line["ids"]])).loss
+        loss.backward()
+        norm = torch.sqrt(sum(p.grad.square().sum() for p in net.parameters() if p.grad is not None))
+        assert entry["loss"] == pytest.approx(loss.item(), rel=1e-5)
+        assert entry["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+
+
+def test_progress_schedule_saving_and_evaluation_mean_what_they_say(tiny_text, data_dir, tmp_path) -> None:
+    """Epoch, percentage and learning rate follow the share of samples; eval and save go by real steps."""
+    out = tmp_path / "out"
+    config = training_config(
+        tiny_text,
+        data_dir,
+        out,
+        num_train_epochs=2.5,
+        gradient_accumulation_steps=2,
+        lr_scheduler_type="cosine",
+        warmup_ratio=0.2,
+        val_size=8,
+        eval_strategy="steps",
+        eval_steps=5,
+        save_strategy="steps",
+        save_steps=5,
+        odb=BLOCK | {"token_budget": 768},
+    )
+    run_exp(dict(config))
+    audit, log = audit_of(out), read_log(out)
+    rows = 40
+    epochs = ids_by_epoch(audit)
+    assert epochs[0] == epochs[1] == Counter(range(rows))
+    assert rows / 2 <= epochs[2].total() < rows, "half an epoch, to within one step"
+    state = json.loads((out / "trainer_state.json").read_text())
+    steps = audit[-1]["optimizer_step"]
+    assert state["global_step"] == state["max_steps"] == steps
+    assert state["num_train_epochs"] == 3
+
+    def share_after(optimizer_step: int) -> float:
+        return min(sum(len(line["ids"]) for line in audit if line["optimizer_step"] <= optimizer_step) / (2.5 * rows), 1)
+
+    # Not known ahead, so within one step of the run: the curve is drawn over an estimated number of steps.
+    for entry in (entry for entry in log if "loss" in entry):
+        assert entry["epoch"] == pytest.approx(2.5 * share_after(entry["step"]), abs=0.5 / rows + 0.3 * (entry["step"] == steps))
+        share = share_after(entry["step"] - 1)
+        expected = share / 0.2 if share < 0.2 else 0.5 * (1 + math.cos(math.pi * (share - 0.2) / 0.8))
+        assert entry["learning_rate"] == pytest.approx(1e-3 * expected, abs=1e-3 * 0.6 / 0.2 / 20)
+        assert set(entry) >= {
+            "odb/samples_per_step",
+            "odb/tokens_per_step",
+            "odb/padding_ratio",
+            "odb/budget_use",
+            "odb/samples_per_second",
+            "odb/data_wait_s",
+        }
+    evaluations = [entry["step"] for entry in log if "eval_loss" in entry]
+    assert evaluations == [step for step in range(5, steps + 1, 5)]
+    saved = sorted(int(path.name.split("-")[1]) for path in out.glob("checkpoint-*"))
+    assert set(saved) >= set(evaluations)
+    lines = read_jsonl(out / "trainer_log.jsonl")
+    assert lines[-1]["percentage"] == 100 and lines[-1]["total_steps"] == steps
+    for line in lines:
+        assert abs(line["percentage"] / 100 - share_after(line["current_steps"])) < 0.12
+    assert log[-1]["train_samples_per_second"] == pytest.approx(
+        sum(epoch.total() for epoch in epochs.values()) / log[-1]["train_runtime"], rel=1e-3
+    )
+
+
+def test_max_steps_goes_over_as_many_epochs_as_it_takes(tiny_text, data_dir, tmp_path) -> None:
+    config = training_config(
+        tiny_text,
+        data_dir,
+        tmp_path / "out",
+        max_steps=31,
+        max_samples=24,
+        warmup_steps=4,
+        lr_scheduler_type="linear",
+        save_strategy="epoch",
+        odb=BLOCK | {"token_budget": 256, "buffer_size": 12},
+    )
+    run_exp(dict(config))
+    audit, log = audit_of(tmp_path / "out"), read_log(tmp_path / "out")
+    assert len(audit) == 31
+    epochs = ids_by_epoch(audit)
+    assert len(epochs) > 2
+    assert all(epochs[epoch] == Counter(range(24)) for epoch in list(epochs)[:-1])
+    rates = [entry["learning_rate"] for entry in log if "loss" in entry]
+    assert rates == pytest.approx([1e-3 * (k / 4 if k < 4 else (31 - k) / 27) for k in range(31)])
+    ends = [max(line["optimizer_step"] for line in audit if line["epoch"] == epoch) for epoch in epochs]
+    saved = {int(path.name.split("-")[1]) for path in (tmp_path / "out").glob("checkpoint-*")}
+    assert saved == set(ends)
+
+
+def test_early_stopping_and_best_model(tiny_text, data_dir, tmp_path) -> None:
+    """Other callbacks keep their say; a run that is stopped ends cleanly with a summary of what it did."""
+    config = training_config(
+        tiny_text,
+        data_dir,
+        tmp_path / "out",
+        num_train_epochs=50,
+        learning_rate=0.0,
+        val_size=8,
+        eval_strategy="epoch",
+        save_strategy="epoch",
+        load_best_model_at_end=True,
+        early_stopping_steps=2,
+        odb=BLOCK,
+    )
+    run_exp(dict(config))
+    audit = audit_of(tmp_path / "out")
+    assert sorted(ids_by_epoch(audit)) == [0, 1, 2]
+    assert json.loads((tmp_path / "out" / "odb_summary.json").read_text())["epochs"] == 3
+
+
+def test_in_process_loading_gives_the_same_steps(tiny_vl, data_dir, tmp_path) -> None:
+    """I6: `dataloader_num_workers: 0` works and plans as two workers do; tokenized data is used as it is."""
+    steps = []
+    for name, changes in (
+        ("none", {"dataloader_num_workers": 0}),
+        ("two", {"dataloader_num_workers": 2}),
+        ("tokenized", {"dataloader_num_workers": 1, "tokenized_path": str(tmp_path / "tokens")}),
+    ):
+        config = training_config(tiny_vl, data_dir, tmp_path / name, dataset="texts,pictures", odb=BLOCK, **changes)
+        run_exp(dict(config))
+        steps.append([(line["ids"], line["length"], line["patches"]) for line in audit_of(tmp_path / name)])
+    assert steps[0] == steps[1] == steps[2]
+    assert (tmp_path / "tokens").is_dir()
+
+
+def test_disable_shuffling_draws_rows_in_order(tiny_text, data_dir, tmp_path) -> None:
+    config = training_config(
+        tiny_text, data_dir, tmp_path / "out", disable_shuffling=True, odb=BLOCK | {"buffer_size": 6}
+    )
+    run_exp(dict(config))
+    first_ids = [i for line in audit_of(tmp_path / "out") for i in line["ids"]][:6]
+    assert max(first_ids) < 12, "the first window holds the first rows"
+
+
+def test_unreadable_image_stops_or_is_skipped(tiny_vl, tmp_path) -> None:
+    from conftest import write_dataset
+    from PIL import Image
+
+    Image.effect_noise((90, 60), 50).convert("RGB").save(tmp_path / "good.png")
+    whole = (tmp_path / "good.png").read_bytes()
+    (tmp_path / "cut_off.png").write_bytes(whole[: len(whole) // 2])
+    turns = [{"role": "user", "content": "<image>what?"}, {"role": "assistant", "content": "red and green"}]
+    rows = [{"messages": turns, "images": ["cut_off.png" if k == 5 else "good.png"]} for k in range(9)]
+    write_dataset(tmp_path, {"pictures": rows})
+    config = training_config(tiny_vl, tmp_path, tmp_path / "out", dataset="pictures", odb=BLOCK)
+    with pytest.raises(DataError, match=r"row 5 of pictures\.json.*cut_off\.png.*on_error: skip") as caught:
+        run_exp(dict(config))
+    assert "\n" not in str(caught.value)
+    run_exp({**config, "odb": BLOCK | {"on_error": "skip"}})
+    assert ids_by_epoch(audit_of(tmp_path / "out"))[0] == Counter(k for k in range(9) if k != 5)
+    summary = json.loads((tmp_path / "out" / "odb_summary.json").read_text())
+    assert summary["dropped"] == {"unreadable": 1}
