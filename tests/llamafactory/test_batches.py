@@ -14,8 +14,8 @@ from llamafactory.model import load_model, load_tokenizer
 from odb_factory.batching import Budget
 from odb_factory.config import ODBConfig
 from odb_factory.data.loader import ODBLoader
-from odb_factory.data.samples import Rejection
 from odb_factory.data.observe import ObservedDataset
+from odb_factory.data.samples import Rejection
 from odb_factory.llamafactory.attach import probe_collation
 from odb_factory.llamafactory.dataset import OnlineDataset, OpenMedia, RowObserver
 

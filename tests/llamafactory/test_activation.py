@@ -1,0 +1,82 @@
+"""Activation: in every process that imports torch, at no cost, never in the way."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+ACTIVE = "import torch, sys; print(any(type(f).__name__ == 'SeamFinder' for f in sys.meta_path))"
+
+
+def run(code: str, **env: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | env, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_import_torch_activates_unless_disabled() -> None:
+    assert run(ACTIVE).stdout.strip() == "True"
+    assert run(ACTIVE, ODB_FACTORY_DISABLE="1").stdout.strip() == "False"
+
+
+def test_only_the_standard_library_is_imported() -> None:
+    code = (
+        "import sys; before = set(sys.modules); from odb_factory.llamafactory.activation import activate; activate();"
+        "print(sorted({m.split('.')[0] for m in set(sys.modules) - before} - set(sys.stdlib_module_names)))"
+    )
+    assert run(code).stdout.strip() == "['odb_factory']"
+
+
+def test_a_failure_warns_and_never_reaches_import_torch() -> None:
+    code = (
+        "import sys, odb_factory.llamafactory.activation as a\n"
+        "def fail(): raise RuntimeError('broken on purpose')\n"
+        "a.is_active = fail\n"
+        "a.activate(); print('torch goes on')"
+    )
+    done = run(code)
+    assert "torch goes on" in done.stdout
+    assert "broken on purpose" in done.stderr and "odb-factory doctor" in done.stderr
+
+
+def test_hooks_are_placed_once_and_reversible() -> None:
+    import llamafactory.hparams.parser as parser
+
+    from odb_factory.llamafactory import hooks
+    from odb_factory.llamafactory.activation import SEAMS, activate
+
+    wrapped = parser.get_train_args
+    assert wrapped.__wrapped__ is not wrapped
+    activate()
+    assert parser.get_train_args is wrapped, "a second activation changes nothing"
+    hooks.unhook()
+    try:
+        assert parser.get_train_args is wrapped.__wrapped__
+    finally:
+        activate()
+    assert parser.get_train_args.__wrapped__ is wrapped.__wrapped__
+    assert {seam.rsplit(".", 1)[0].removesuffix(".CustomSeq2SeqTrainer") for seam in hooks.seams()} == set(SEAMS)
+
+
+def test_a_release_without_a_seam_is_named_only_when_odb_is_used() -> None:
+    code = (
+        "import types, llamafactory.hparams.parser as parser\n"
+        "from odb_factory.llamafactory import hooks\n"
+        "hooks.hook(types.SimpleNamespace(__name__='llamafactory.data.loader'))\n"
+        "print(hooks.missing())\n"
+        "from llamafactory.hparams import get_train_args\n"
+        "get_train_args({'odb': {'token_budget': 8}})"
+    )
+    done = run(code, HF_HUB_OFFLINE="1")
+    assert "llamafactory.data.loader._get_preprocessed_dataset" in done.stdout
+    assert "odb-factory doctor" in done.stderr.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", ["ODBConfig", "enable_odb", "ODBError", "ConfigError", "DataError"])
+def test_public_names_load_on_first_use(name: str) -> None:
+    import odb_factory
+
+    assert getattr(odb_factory, name).__name__ == name

@@ -1,0 +1,96 @@
+"""What a user can get wrong ends in one line that names key, value and way out, before a model is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import run_llamafactory, training_config
+from llamafactory.hparams import get_train_args
+
+from odb_factory.errors import ConfigError
+from odb_factory.llamafactory import hooks
+
+BLOCK = {"token_budget": 1024}
+
+
+@pytest.fixture
+def config(tiny_text: Path, data_dir: Path, tmp_path: Path) -> dict[str, Any]:
+    return training_config(tiny_text, data_dir, tmp_path / "out", odb=BLOCK)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"odb": {"token_budgte": 1024}}, ("odb.token_budgte", "1024", "token_budget")),
+        ({"odb": {"token_budget": "many"}}, ("odb.token_budget", "many")),
+        ({"odb": None}, ("odb:", "token_budget")),
+        ({"per_device_train_batch_size": 4}, ("per_device_train_batch_size", "4", "token_budget")),
+        ({"packing": True}, ("packing", "True", "remove")),
+        ({"neat_packing": True}, ("acking",)),
+        ({"predict_with_generate": True, "val_size": 4}, ("predict_with_generate", "True")),
+        ({"use_hyper_parallel": True}, ("use_hyper_parallel", "True", "remove")),
+        ({"auto_find_batch_size": True}, ("auto_find_batch_size", "True", "token_budget")),
+        ({"accelerator_config": {"dispatch_batches": True}}, ("dispatch_batches", "True", "false")),
+        ({"include_effective_tokens_per_second": True}, ("include_effective_tokens_per_second", "odb/tokens_per_step")),
+        ({"streaming": True, "max_steps": 2}, ("streaming", "True", "false")),
+        ({"ignore_pad_token_for_loss": False}, ("ignore_pad_token_for_loss", "False", "true")),
+        ({"stage": "pt"}, ("stage", "pt", "sft")),
+        ({"stage": "ppo", "reward_model": "x", "reward_model_type": "full"}, ("stage", "ppo", "sft")),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_mistakes_are_named_in_one_line(config, changes, words) -> None:
+    if "use_hyper_parallel" in changes:
+        from llamafactory.hparams import FinetuningArguments
+
+        if not hasattr(FinetuningArguments, "use_hyper_parallel"):
+            pytest.skip("this LLaMA-Factory release has no use_hyper_parallel")
+    with pytest.raises(ValueError) as caught:
+        get_train_args(config | changes)
+    # LLaMA-Factory 0.9.4 refuses neat_packing itself.
+    assert isinstance(caught.value, ConfigError) or "neat_packing" in changes
+    message = str(caught.value)
+    assert all(word in message for word in words), message
+    assert "\n" not in message
+    assert hooks._active is None
+
+
+def test_group_by_length_is_refused_under_both_its_names(config) -> None:
+    from transformers import TrainingArguments
+
+    old = "group_by_length" in TrainingArguments.__dataclass_fields__
+    changes = {"group_by_length": True} if old else {"train_sampling_strategy": "group_by_length"}
+    with pytest.raises(ConfigError, match="group_by_length"):
+        get_train_args(config | changes)
+
+
+def test_megatron_is_refused(config, monkeypatch) -> None:
+    monkeypatch.setenv("USE_MCA", "1")
+    with pytest.raises(ConfigError, match="USE_MCA.*use_mca"):
+        get_train_args(config)
+
+
+def test_a_checkpoint_in_output_dir_is_not_resumed_silently(config, tmp_path) -> None:
+    checkpoint = tmp_path / "out" / "checkpoint-3"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "trainer_state.json").write_text("{}")
+    with pytest.raises(ConfigError, match="resume_from_checkpoint.*checkpoint-3.*overwrite_output_dir"):
+        get_train_args(config | {"overwrite_output_dir": False})
+
+
+def test_a_block_is_kept_for_one_training_only(config) -> None:
+    get_train_args(dict(config))
+    assert hooks._active is not None and hooks._active.token_budget == 1024
+    get_train_args({key: value for key, value in config.items() if key != "odb"})
+    assert hooks._active is None
+
+
+def test_the_command_line_stops_before_the_model_is_loaded(config) -> None:
+    done = run_llamafactory(config, "odb.overlong=sometimes")
+    assert done.returncode != 0
+    assert done.stdout.rstrip().splitlines()[-1].endswith(
+        "odb.overlong: 'sometimes' is not one of singleton, drop, error."
+    )
+    assert "Loading dataset" not in done.stdout and "loading weights" not in done.stdout
