@@ -1,0 +1,100 @@
+"""`odb-factory doctor`: says whether activation will work here, and how to mend what is in the way."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from odb_factory.cli.doctor_checks import CHECKS, ENTRY_POINT, OPTIONAL, RIVAL, SUPPORTED, Check, Facts
+from odb_factory.cli.doctor_probe import Probe
+
+PROBE_TIMEOUT_S = 300
+_COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print every check and one verdict. Returns 0 if `llamafactory-cli train` will be activated, 1 if not."""
+    argparse.ArgumentParser(prog="odb-factory doctor", description=__doc__).parse_args(argv)
+    console = Console()
+    with console.status("importing torch and LLaMA-Factory"):
+        facts = gather()
+    checks = [check for examine in CHECKS for check in examine(facts)]
+    if console.is_terminal:
+        console.print(_table(checks))
+    else:
+        _print_plain(checks)
+    num_problems = sum(check.status == "problem" for check in checks)
+    console.print(_verdict(facts, num_problems), markup=False, highlight=False, soft_wrap=True)
+    return 1 if num_problems else 0
+
+
+def gather() -> Facts:
+    """Look at this Python: installed packages, the entry point, the environment, and the imports of a training."""
+    packages = [*SUPPORTED, *OPTIONAL, RIVAL, "torchvision", "torchaudio"]
+    versions = {name: _version(name) for name in packages} | {"python": platform.python_version()}
+    declared = [point.value for point in metadata.entry_points(group="torch.backends", name="odb_factory")]
+    return Facts(
+        versions=versions,
+        entry_point=next((value for value in declared if value != ENTRY_POINT), next(iter(declared), None)),
+        environment=dict(os.environ),
+        probe=_probe(),
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _probe() -> Probe:
+    """Run `doctor_probe` as a new process would run a training: nothing imported yet, no folder shadowing a package."""
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder, "probe.json")
+        command = [sys.executable, "-P", "-m", "odb_factory.cli.doctor_probe", str(answer)]
+        try:
+            ended = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return Probe(crash=f"no end within {PROBE_TIMEOUT_S} s")
+        if answer.exists():
+            return Probe(**json.loads(answer.read_text(encoding="utf-8")))
+    last_line = (ended.stderr.strip().splitlines() or ["no message"])[-1]
+    return Probe(crash=f"exit code {ended.returncode}: {last_line}")
+
+
+def _table(checks: list[Check]) -> Table:
+    table = Table("", "what", title="odb-factory doctor")
+    for check in checks:
+        way_out = Text(f"\n-> {check.way_out}", "bold") if check.way_out else ""
+        table.add_row(Text(check.status, _COLOURS[check.status]), Text(check.what).append_text(Text.assemble(way_out)))
+    return table
+
+
+def _print_plain(checks: list[Check]) -> None:
+    for check in checks:
+        print(f"{check.status:8} {check.what}")
+        if check.way_out:
+            print(f"{'':8} -> {check.way_out}")
+
+
+def _verdict(facts: Facts, num_problems: int) -> str:
+    if not num_problems:
+        return "Ready: `llamafactory-cli train` forms batches online for every YAML with an odb: block."
+    verdict = f"Not ready: {num_problems} problem{'s' if num_problems > 1 else ''} to mend."
+    probe = facts.probe
+    if num_problems == 1 and probe.hooked and not (probe.active or probe.unhooked or probe.switched_off):
+        verdict += " Until then, `odb-factory train my.yaml` activates odb_factory by itself."
+    return verdict

@@ -1,0 +1,197 @@
+"""The checks of `odb-factory doctor`: small functions of what was found, each returning `Check`s."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from packaging.specifiers import SpecifierSet
+
+from odb_factory.cli.doctor_probe import Probe
+from odb_factory.llamafactory.activation import DISABLE, SEAMS
+
+ENTRY_POINT = "odb_factory.llamafactory.activation:activate"
+AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+RIVAL = "online-dynamic-batching"
+TORCH_SET = 'pip install --upgrade "torch>=2.5,<2.13" torchvision torchaudio'  # setup.cfg says why below 2.13
+
+SUPPORTED = {
+    "python": ">=3.11",
+    "odb_factory": "",
+    "llamafactory": ">=0.9.4,<0.9.6",
+    "transformers": ">=4.55",
+    "torch": ">=2.5",
+    "accelerate": "",
+    "datasets": "",
+    "torchdata": "",
+}
+"""What must be installed, and which versions odb_factory supports (all, where LLaMA-Factory itself sets them)."""
+_WAYS_OUT = {"python": "make an environment with a Python of 3.11 or newer", "torch": TORCH_SET}
+OPTIONAL = {"deepspeed": 'only ZeRO needs it: pip install "odb_factory[deepspeed]"'}
+
+
+@dataclass(frozen=True)
+class Check:
+    """ok; warning: activation works, something else may not; problem: activation does not work."""
+
+    status: Literal["ok", "warning", "problem"]
+    what: str
+    way_out: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What the machine looks like: versions by package (None: not installed), the entry point, environment, imports."""
+
+    versions: Mapping[str, str | None]
+    entry_point: str | None = ENTRY_POINT
+    environment: Mapping[str, str] = field(default_factory=dict)
+    probe: Probe = field(default_factory=Probe)
+
+
+def versions(facts: Facts) -> list[Check]:
+    checks = []
+    for name, supported in SUPPORTED.items():
+        version, way_out = facts.versions.get(name), _WAYS_OUT.get(name, f'pip install "{name}{supported}"')
+        if version is None:
+            checks.append(Check("problem", f"{name} is not installed", way_out))
+        elif not SpecifierSet(supported).contains(version, prereleases=True):
+            checks.append(Check("problem", f"{name} {version} is not supported, {supported} is", way_out))
+        else:
+            checks.append(Check("ok", f"{name} {version}" + (f" (supported: {supported})" if supported else "")))
+    for name, hint in OPTIONAL.items():
+        version = facts.versions.get(name)
+        checks.append(Check("ok", f"{name} {version}" if version else f"{name} is not installed; {hint}"))
+    return checks
+
+
+def entry_point(facts: Facts) -> list[Check]:
+    if facts.entry_point == ENTRY_POINT:
+        return [Check("ok", "the entry point that activates odb_factory is declared")]
+    how = "is not declared" if facts.entry_point is None else f"names {facts.entry_point}"
+    return [
+        Check(
+            "problem",
+            f"the entry point that activates odb_factory {how}: its metadata is missing or old",
+            "install it again: pip install odb_factory (in a checkout: pip install -e .)",
+        )
+    ]
+
+
+def activation(facts: Facts) -> list[Check]:
+    probe = facts.probe
+    if "torch" in probe.errors:
+        return [Check("problem", f"torch cannot be imported: {probe.errors['torch']}", "mend torch first")]
+    if probe.crash:
+        return [
+            Check(
+                "problem",
+                f"importing torch and LLaMA-Factory ended the process: {probe.crash}",
+                f'see it in full with: python -c "import torch, {SEAMS[-1]}"',
+            )
+        ]
+    if probe.switched_off:
+        value = facts.environment.get(DISABLE)
+        return [Check("problem", f"{DISABLE}={value} switches odb_factory off", f"unset {DISABLE}")]
+    if probe.active:
+        return [Check("ok", "`import torch` activates odb_factory")]
+    if (value := facts.environment.get(AUTOLOAD, "1")) != "1":
+        return [Check("problem", f"{AUTOLOAD}={value} stops torch from calling entry points", f"unset {AUTOLOAD}")]
+    if facts.entry_point != ENTRY_POINT:  # which has been said
+        return []
+    return [Check("problem", "torch does not call the entry point", TORCH_SET)]
+
+
+def seams(facts: Facts) -> list[Check]:
+    probe = facts.probe
+    failed = [name for name in SEAMS if name in probe.errors]
+    if failed:
+        return [
+            Check(
+                "problem",
+                f"{failed[0]} cannot be imported: {probe.errors[failed[0]]}",
+                "mend what the message names; `llamafactory-cli version` shows it in full",
+            )
+        ]
+    if probe.unhooked:
+        return [
+            Check(
+                "problem",
+                f"not found in this LLaMA-Factory, or not hooked: {', '.join(probe.unhooked)}",
+                f'install a supported release: pip install "llamafactory{SUPPORTED["llamafactory"]}"',
+            )
+        ]
+    if not probe.hooked:  # torch failed, which has been said
+        return []
+    return [Check("ok", f"all {len(probe.hooked)} places in LLaMA-Factory where odb_factory comes in are hooked")]
+
+
+def launcher(facts: Facts) -> list[Check]:
+    value = facts.environment.get("USE_V1", "")
+    if value.lower() not in ("true", "y", "1"):
+        return []
+    return [
+        Check("problem", f"USE_V1={value} selects LLaMA-Factory's v1 trainer, which odb does not drive", "unset USE_V1")
+    ]
+
+
+def rivals(facts: Facts) -> list[Check]:
+    checks = []
+    if version := facts.versions.get(RIVAL):
+        checks.append(
+            Check(
+                "warning",
+                f"{RIVAL} {version} is installed, which groups batches too",
+                f"use one of the two in a run: take its calls (`import odb`) out, or pip uninstall {RIVAL}",
+            )
+        )
+    if facts.probe.own_keys:
+        checks.append(
+            Check(
+                "warning",
+                f"this LLaMA-Factory has odb keys of its own: {', '.join(facts.probe.own_keys)}",
+                "use one way in: install LLaMA-Factory without that patch, odb_factory does not need it",
+            )
+        )
+    return checks or [Check("ok", "no other package or patch for online batching is in the way")]
+
+
+def media_libraries(facts: Facts) -> list[Check]:
+    checks = []
+    for name, media in (("torchvision", "images and videos"), ("torchaudio", "audio")):
+        if error := facts.probe.errors.get(name):
+            way_out = f"models with {media} need it; install a set that works together: {TORCH_SET}"
+            checks.append(Check("warning", f"{name} cannot be loaded beside torch: {error}", way_out))
+        elif version := facts.versions.get(name):
+            checks.append(Check("ok", f"{name} {version} loads beside torch"))
+    return checks
+
+
+def devices(facts: Facts) -> list[Check]:
+    gpus = facts.probe.gpus
+    if not gpus:
+        return [Check("ok", f"no CUDA GPU seen; {os.cpu_count()} CPU cores")]
+    names = ", ".join(dict.fromkeys(gpus))
+    if len(gpus) == 1:
+        return [Check("ok", f"1 GPU: {names}; {os.cpu_count()} CPU cores")]
+    return [
+        Check(
+            "warning",
+            f"{len(gpus)} GPUs: {names}; LLaMA-Factory starts a process on each, and this release trains in one",
+            "show it one: CUDA_VISIBLE_DEVICES=0",
+        )
+    ]
+
+
+CHECKS: tuple[Callable[[Facts], list[Check]], ...] = (
+    versions,
+    entry_point,
+    activation,
+    launcher,
+    seams,
+    rivals,
+    media_libraries,
+    devices,
+)

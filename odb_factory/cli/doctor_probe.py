@@ -1,0 +1,90 @@
+"""What `odb-factory doctor` runs in a process of its own: the imports of a training, and what came of them.
+
+Writes a JSON object (see `Probe`) to the file named as its only argument.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from odb_factory.llamafactory import activation
+
+
+@dataclass(kw_only=True)
+class Probe:
+    """What the imports showed.
+
+    active: `import torch` placed the hook. switched_off: `ODB_FACTORY_DISABLE` forbids it.
+    errors: what a module raised when imported, by module. hooked, unhooked: seams by their full name.
+    own_keys: odb keys that this LLaMA-Factory has of its own. gpus: names of the CUDA devices.
+    crash: how the process ended, if it wrote nothing.
+    """
+
+    active: bool = False
+    switched_off: bool = False
+    errors: dict[str, str] = field(default_factory=dict)
+    hooked: list[str] = field(default_factory=list)
+    unhooked: list[str] = field(default_factory=list)
+    own_keys: list[str] = field(default_factory=list)
+    gpus: list[str] = field(default_factory=list)
+    crash: str | None = None
+
+
+def run() -> Probe:
+    """Import as `llamafactory-cli train` does, torch first, and look at what has been hooked."""
+    probe = Probe()
+    if not _imports("torch", probe):
+        return probe
+    probe.active = activation.is_active()
+    _activate_anyway(probe)
+    import torch
+
+    probe.gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    for name in ("torchvision", "torchaudio"):
+        _imports(name, probe)
+    if all([_imports(name, probe) for name in activation.SEAMS]):
+        _look_at_seams(probe)
+        data_arguments = sys.modules["llamafactory.hparams.parser"].DataArguments
+        names = [item.name for item in dataclasses.fields(data_arguments)]
+        probe.own_keys = [name for name in names if name in ("odb", "use_odb") or name.startswith("odb_")]
+    return probe
+
+
+def _activate_anyway(probe: Probe) -> None:
+    """Activate as `odb-factory train` would, so that the seams can be judged whatever is switched off."""
+    activation.activate()
+    probe.switched_off = not activation.is_active()
+    os.environ.pop(activation.DISABLE, None)
+    activation.activate()
+
+
+def _look_at_seams(probe: Probe) -> None:
+    from odb_factory.llamafactory import hooks
+
+    for seam in hooks.seams():
+        home = next(name for name in activation.SEAMS if seam.startswith(f"{name}."))
+        target = sys.modules[home]
+        for part in seam.removeprefix(f"{home}.").split("."):
+            target = getattr(target, part, None)
+        # A wrapper takes the name and module of what it wraps; its code tells where it comes from.
+        code = getattr(target, "__code__", None)
+        is_hooked = code is not None and code.co_filename == hooks.__file__
+        (probe.hooked if is_hooked else probe.unhooked).append(seam)
+
+
+def _imports(name: str, probe: Probe) -> bool:
+    try:
+        importlib.import_module(name)
+    except Exception as error:  # a broken installation can raise anything
+        probe.errors[name] = " ".join(f"{type(error).__name__}: {error}".split())
+    return name not in probe.errors
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(json.dumps(dataclasses.asdict(run())), encoding="utf-8")

@@ -1,0 +1,106 @@
+"""`odb-factory doctor` tells the truth about this environment and says how to mend what it finds."""
+
+from __future__ import annotations
+
+import dataclasses
+from subprocess import CompletedProcess
+
+import pytest
+
+from odb_factory.cli.doctor_checks import CHECKS, SUPPORTED, Check, Facts
+from odb_factory.cli.doctor_probe import Probe
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(scope="module")
+def doctors(odb_factory, tmp_path_factory: pytest.TempPathFactory) -> dict[str, CompletedProcess]:
+    """The real command, side by side, in environments of different health."""
+    rival = tmp_path_factory.mktemp("rival") / "online_dynamic_batching-0.1.2.dist-info"
+    rival.mkdir()
+    (rival / "METADATA").write_text("Metadata-Version: 2.1\nName: online-dynamic-batching\nVersion: 0.1.2\n")
+    # A checkout of LLaMA-Factory holds folders such as `data`; a file named `torch.py` makes the point.
+    checkout = tmp_path_factory.mktemp("checkout")
+    (checkout / "torch.py").write_text("raise RuntimeError('the wrong torch')")
+    started = {
+        "sound": odb_factory("doctor", cwd=checkout, PYTHONPATH=str(rival.parent)),
+        "autoload off": odb_factory("doctor", TORCH_DEVICE_BACKEND_AUTOLOAD="0"),
+        "disabled": odb_factory("doctor", ODB_FACTORY_DISABLE="1"),
+    }
+    return {name: command.end() for name, command in started.items()}
+
+
+def test_sound_environment_is_ready(doctors: dict[str, CompletedProcess]) -> None:
+    """Also where the working folder has files named like packages."""
+    ended = doctors["sound"]
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    lines = ended.stdout.splitlines()
+    assert lines[-1].startswith("Ready:")
+    assert "ok       `import torch` activates odb_factory" in lines
+    assert "ok       all 4 places in LLaMA-Factory where odb_factory comes in are hooked" in lines
+    for package in SUPPORTED:
+        assert any(line.startswith(f"ok       {package} ") for line in lines), package
+
+
+def test_a_second_way_of_batching_is_a_warning_not_a_problem(doctors: dict[str, CompletedProcess]) -> None:
+    assert "warning  online-dynamic-batching 0.1.2 is installed" in doctors["sound"].stdout
+
+
+def test_autoload_off_is_said_with_the_way_out(doctors: dict[str, CompletedProcess]) -> None:
+    ended = doctors["autoload off"]
+    assert ended.returncode == 1
+    assert "problem  TORCH_DEVICE_BACKEND_AUTOLOAD=0" in ended.stdout
+    assert "-> unset TORCH_DEVICE_BACKEND_AUTOLOAD" in ended.stdout
+    assert "are hooked" in ended.stdout  # the seams are sound all the same
+    verdict = ended.stdout.splitlines()[-1]
+    assert verdict.startswith("Not ready: 1 problem") and "odb-factory train my.yaml" in verdict
+
+
+def test_disabled_is_said_and_no_other_command_promised(doctors: dict[str, CompletedProcess]) -> None:
+    ended = doctors["disabled"]
+    assert ended.returncode == 1
+    assert "problem  ODB_FACTORY_DISABLE=1" in ended.stdout
+    assert ended.stdout.splitlines()[-1] == "Not ready: 1 problem to mend."
+
+
+SOUND = Facts(
+    versions={name: "0.9.5" if name == "llamafactory" else "99" for name in SUPPORTED},
+    probe=Probe(active=True, hooked=["llamafactory.hparams.parser.get_train_args"]),
+)
+
+
+def problems(facts: Facts) -> list[Check]:
+    return [check for examine in CHECKS for check in examine(facts) if check.status != "ok"]
+
+
+def test_sound_facts_give_no_problem() -> None:
+    assert problems(SOUND) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"versions": SOUND.versions | {"llamafactory": "0.9.3"}}, "llamafactory 0.9.3 is not supported"),
+        ({"versions": SOUND.versions | {"llamafactory": "0.9.6"}}, "llamafactory 0.9.6 is not supported"),
+        ({"versions": SOUND.versions | {"torchdata": None}}, "torchdata is not installed"),
+        ({"versions": SOUND.versions | {"transformers": "4.51.3"}}, "transformers 4.51.3 is not supported"),
+        ({"entry_point": None, "probe": Probe(hooked=["x"])}, "is not declared"),
+        ({"entry_point": "odb_factory.old:go", "probe": Probe(hooked=["x"])}, "names odb_factory.old:go"),
+        ({"environment": {"USE_V1": "1"}}, "USE_V1=1"),
+        ({"probe": Probe(hooked=["x"])}, "torch does not call the entry point"),
+        ({"probe": Probe(crash="exit code -11: no message")}, "exit code -11"),
+        ({"probe": Probe(errors={"torch": "OSError: libfoo"})}, "torch cannot be imported: OSError: libfoo"),
+        ({"probe": Probe(active=True, errors={"llamafactory.data.loader": "ImportError: x"})}, "ImportError: x"),
+        ({"probe": Probe(active=True, hooked=["x"], unhooked=["llamafactory.y"])}, "llamafactory.y"),
+        (
+            {"probe": Probe(active=True, hooked=["x"], errors={"torchaudio": "OSError: y"})},
+            "torchaudio cannot be loaded",
+        ),
+        ({"probe": Probe(active=True, hooked=["x"], own_keys=["odb"])}, "odb keys of its own: odb"),
+        ({"probe": Probe(active=True, hooked=["x"], gpus=["H200", "H200"])}, "2 GPUs: H200"),
+    ],
+)
+def test_every_defect_is_said_once_with_a_way_out(change: dict, said: str) -> None:
+    (check,) = problems(dataclasses.replace(SOUND, **change))
+    assert said in check.what
+    assert check.way_out
