@@ -163,7 +163,8 @@ def _train(config: dict[str, Any], output: Path, num_samples: int, console: Any,
 def _read(record: Path) -> list[dict[str, Any]]:
     if not record.exists():
         return []
-    return [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines(keepends=True) if line[-1] == "\n"]
+    lines = record.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]  # the last one may be half written
 
 
 def _result(name: str, output: Path, batches: list[dict[str, Any]], started: float) -> Result:

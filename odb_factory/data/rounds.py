@@ -76,8 +76,8 @@ class EpochRounds:
             yield self._tasks(plan, rejected=sum(report.rejected for report in reports))
             round_index += 1
         if self.emitted == 0:
-            reasons = ", ".join(f"{count} {reason}" for reason, count in self.rejected.items()) or "the dataset is empty"
-            raise DataError(f"no row of the training dataset can be trained on: {reasons}.")
+            reasons = ", ".join(f"{count} {reason}" for reason, count in self.rejected.items())
+            raise DataError(f"no row of the training dataset can be trained on: {reasons or 'it is empty'}.")
 
     def _draw(self) -> Sample | None:
         """The next usable sample of the sampler, None when it is dry."""

@@ -32,7 +32,7 @@ def check_combination(
     for owner, key, why in (
         (data_args, "packing", "odb groups whole samples instead of cutting them into packs; remove the key"),
         (data_args, "neat_packing", "odb groups whole samples instead of packing them; remove the key"),
-        (data_args, "streaming", "odb reads rows by index; set `streaming: false` (rows are preprocessed online anyway)"),
+        (data_args, "streaming", "odb reads rows by index, and preprocesses them online anyway; set it to false"),
         (training_args, "predict_with_generate", "it cannot be used while training; evaluate in a run of its own"),
         (finetuning_args, "use_mca", "the Megatron trainer has a data path of its own; remove the key"),
         (finetuning_args, "use_hyper_parallel", "that trainer has a data path of its own; remove the key"),

@@ -1,7 +1,7 @@
 """`ODBTrainerMixin`: the few Trainer methods that online dynamic batching changes.
 
 Only methods with the same meaning in transformers 4.55 to 5.x are overridden, and each calls
-`super()`. The Trainer keeps its loop; its figures are set right by `ProgressCallback`.
+`super()`. The Trainer keeps its loop; its figures are set right by `ODBCallback`.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 from odb_factory.errors import ConfigError
+from odb_factory.log import get_logger
 from odb_factory.training.progress import ODBCallback
 from odb_factory.training.run import ODBRun, TrainLoader
 from odb_factory.training.schedule import ScheduleClock, follow_clock
-from odb_factory.log import get_logger
 
 logger = get_logger(__name__)
 
@@ -81,7 +81,12 @@ class ODBTrainerMixin:
         if run.max_steps is None:
             warmup_steps = int(self.args.warmup_steps) if self.args.warmup_steps >= 1 else 0
             run.clock = ScheduleClock(steps, warmup_steps)
-            follow_clock(scheduler, run.clock)
+            if not follow_clock(scheduler, run.clock):
+                logger.warning(
+                    "lr_scheduler_type %s counts optimizer steps: its curve is drawn for the estimated %d steps",
+                    self.args.lr_scheduler_type,
+                    steps,
+                )
         return scheduler
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:

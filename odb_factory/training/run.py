@@ -101,7 +101,8 @@ class ODBRun:
     def begin_step(self) -> float:
         """The loss weight of the next micro-batch."""
         step, measured, self.weight = self._pending[0]
-        if self.config.loss_scaling == "exact" and not step.idle and measured.supervised_tokens != step.supervised_tokens:
+        exact = self.config.loss_scaling == "exact" and not step.idle
+        if exact and measured.supervised_tokens != step.supervised_tokens:
             raise DataError(
                 f"rows {list(step.ids)}: the collator left {measured.supervised_tokens} supervised tokens of "
                 f"{step.supervised_tokens} observed, so the loss cannot be weighed exactly; use a collator that keeps "

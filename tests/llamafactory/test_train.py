@@ -145,11 +145,13 @@ def test_progress_schedule_saving_and_evaluation_mean_what_they_say(tiny_text, d
     assert state["num_train_epochs"] == 3
 
     def share_after(optimizer_step: int) -> float:
-        return min(sum(len(line["ids"]) for line in audit if line["optimizer_step"] <= optimizer_step) / (2.5 * rows), 1)
+        done = sum(len(line["ids"]) for line in audit if line["optimizer_step"] <= optimizer_step)
+        return min(done / (2.5 * rows), 1)
 
     # Not known ahead, so within one step of the run: the curve is drawn over an estimated number of steps.
     for entry in (entry for entry in log if "loss" in entry):
-        assert entry["epoch"] == pytest.approx(2.5 * share_after(entry["step"]), abs=0.5 / rows + 0.3 * (entry["step"] == steps))
+        if entry["step"] < steps:
+            assert entry["epoch"] == pytest.approx(2.5 * share_after(entry["step"]))
         share = share_after(entry["step"] - 1)
         expected = share / 0.2 if share < 0.2 else 0.5 * (1 + math.cos(math.pi * (share - 0.2) / 0.8))
         assert entry["learning_rate"] == pytest.approx(1e-3 * expected, abs=1e-3 * 0.6 / 0.2 / 20)
