@@ -14,6 +14,10 @@ from typing import Any
 from odb_factory.errors import ConfigError
 
 
+LARGEST = 2**32 - 1
+"""The largest number a key takes; what random number generators accept as a seed."""
+
+
 def _key(meaning: str, *, choices: tuple = (), minimum: int | None = None, **kwargs: Any) -> Any:
     """A dataclass field with what the checks and the docs need to know about it."""
     return field(metadata={"meaning": meaning, "choices": choices, "minimum": minimum}, **kwargs)
@@ -96,7 +100,8 @@ class ODBConfig:
             if name not in known:
                 near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.4)
                 hint = f"did you mean `{near[0]}`?" if near else f"known keys: {', '.join(known)}."
-                raise ConfigError(f"odb.{name}: {block[name]!r} is set, but there is no such key; {hint}")
+                name_shown = " ".join(str(name).split())
+                raise ConfigError(f"odb.{name_shown}: {block[name]!r} is set, but there is no such key; {hint}")
         if "token_budget" not in block:
             raise ConfigError(
                 "odb.token_budget: missing; set it to the tokens one micro-batch may hold, padding included, "
@@ -136,3 +141,5 @@ def _check(item: dataclasses.Field, value: Any) -> None:
     elif value < minimum:
         also = ", or leave the key out" if optional else ""
         raise ConfigError(f"odb.{item.name}: {value!r} is too small; the least is {minimum}{also}.")
+    elif value > LARGEST:
+        raise ConfigError(f"odb.{item.name}: {value!r} is too large; the most is {LARGEST}.")

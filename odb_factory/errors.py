@@ -11,3 +11,8 @@ class ConfigError(ODBError, ValueError):
 
 class DataError(ODBError, RuntimeError):
     """A row of the dataset cannot be used and the policy says to stop."""
+
+
+def one_line(error: BaseException) -> str:
+    """The type and message of any error on one line; those of tokenizers, PIL and torch often have several."""
+    return " ".join(f"{type(error).__name__}: {error}".split())

@@ -28,9 +28,12 @@ class Ahead:
     def poll(self, timeout: float | None = POLL_S) -> Any:
         """The next item. Raises `queue.Empty` if there is none within `timeout` seconds, StopIteration at the end."""
         item, error = self._items.get(timeout=timeout)
-        if error is not None:
+        if error is None:
+            return item
+        try:
             raise error
-        return item
+        finally:
+            del error  # a frame that holds the error it raised would keep both alive, and the workers with them
 
     def close(self) -> None:
         """End the thread; at most `JOIN_S` seconds, should the source be stuck in a worker."""

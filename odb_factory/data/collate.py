@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 from odb_factory.data.measure import measure_batch
 from odb_factory.data.rounds import Task
 from odb_factory.data.samples import Measured, Sample, Step, unpack
+from odb_factory.errors import one_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +50,8 @@ class GroupDataset(Dataset):
                 self._collate([sample])
             except Exception as alone:
                 return (
-                    f"{self.describe(sample.id)}: {type(alone).__name__} while collating: {alone} "
-                    "Mend or remove the row, or set `on_error: skip` to go on without rows that cannot be decoded."
+                    f"{self.describe(sample.id)}: cannot be collated: {one_line(alone)}; "
+                    "mend or remove the row, or set `on_error: skip` to go on without rows that cannot be decoded."
                 )
         ids = ", ".join(str(sample.id) for sample in samples)
-        return f"rows {ids} cannot be collated together (each can alone): {type(error).__name__}: {error}"
+        return f"rows {ids} cannot be collated together (each can alone): {one_line(error)}"

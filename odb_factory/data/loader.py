@@ -28,7 +28,7 @@ from odb_factory.config import ODBConfig
 from odb_factory.data.ahead import Ahead, Direct
 from odb_factory.data.collate import Collated, Failure, GroupDataset
 from odb_factory.data.measure import DEFAULT_PATCH_SIZE
-from odb_factory.data.observe import ObservedDataset, Observer, ShardSampler
+from odb_factory.data.observe import ObservedDataset, Observer, ShardSampler, where
 from odb_factory.data.rounds import EpochRounds, Exchange, Report, Task
 from odb_factory.data.samples import Rejection
 from odb_factory.errors import DataError
@@ -96,7 +96,7 @@ class ODBLoader:
             on_reject=self._on_reject,
         )
         self._feed = _TaskFeed()
-        self._batches: Iterator | None = None
+        self._pass: _Pass | None = None
         collate_workers = num_workers if config.collate_workers is None else config.collate_workers
         self._threaded = collate_workers > 0
 
@@ -112,50 +112,74 @@ class ODBLoader:
             return DataLoader(source, num_workers=workers, collate_fn=_identity, generator=generator, **kwargs)
 
         observed = ObservedDataset(dataset, observer, config, budget)
-        groups = GroupDataset(collate_fn, patch_size, functools.partial(observer.describe, dataset))
+        groups = GroupDataset(collate_fn, patch_size, functools.partial(where, observer, dataset))
         self._observing = loader(observed, num_workers, sampler=self._sampler, batch_size=OBSERVE_CHUNK)
         self._collating = loader(groups, collate_workers, sampler=self._feed, batch_size=None, pin_memory=pin_memory)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration; a new order every epoch."""
         if epoch != self.epoch:
-            self._leave_epoch()
+            self._leave()
             self.epoch = epoch
 
     def start(self) -> int:
         """Begin the epoch, unless begun, and wait for its first round. Returns the estimated steps of the epoch."""
-        if self._batches is None:
-            self._sampler.set_epoch(self.epoch)
-            observed = itertools.chain.from_iterable(iter(self._observing))
-            rounds = iter(self._plan(observed, epoch=self.epoch))
-            self._feed.rounds = Ahead(rounds) if self._threaded else Direct(rounds)
-            self._batches = iter(self._collating)
-            self._feed.rounds.start()
-        while not self._feed.tasks:
-            self._feed.tasks.extend(self._feed.rounds.poll(timeout=None))
-        return self._feed.tasks[0][0].epoch_steps
+        if self._pass is None:
+            try:
+                self._begin()
+            except BaseException:
+                self._leave()
+                raise
+        return self._pass.epoch_steps
 
     def __iter__(self) -> Iterator[Collated]:
+        """Begin the epoch, or go on with one that `start` has begun; an iterator handed out before is over."""
+        if self._pass is not None and self._pass.taken:
+            self._leave()
         self.start()
+        self._pass.taken = True
+        return self._steps(self._pass)
+
+    def close(self) -> None:
+        """Leave the epoch and end the worker processes."""
+        self._leave()
+        self._observing = self._collating = None
+
+    def _begin(self) -> None:
+        self._sampler.set_epoch(self.epoch)
+        rounds = iter(self._plan(itertools.chain.from_iterable(iter(self._observing)), epoch=self.epoch))
+        self._pass = self._feed.current = _Pass(Ahead(rounds) if self._threaded else Direct(rounds))
+        self._pass.batches = iter(self._collating)
+        self._pass.rounds.start()
+        while not self._pass.tasks:
+            self._pass.tasks.extend(self._pass.rounds.poll(timeout=None))
+        self._pass.epoch_steps = self._pass.tasks[0][0].epoch_steps
+
+    def _steps(self, current: _Pass) -> Iterator[Collated]:
         try:
-            for item in self._batches:
+            # No reference to the iterator but the pass's own: leaving must end the worker processes.
+            while current.batches is not None:
+                item = next(current.batches, _END)
+                if item is _END:
+                    break
                 if isinstance(item, Failure):
                     raise DataError(item.message)
                 if item is not None:
                     yield item
+            if current.error is not None:
+                error, current.error = current.error, None
+                try:
+                    raise error
+                finally:
+                    del error
         finally:
-            self._leave_epoch()
+            if self._pass is current:
+                self._leave()
 
-    def close(self) -> None:
-        """Leave the epoch and end the worker processes."""
-        self._leave_epoch()
-        self._observing = self._collating = None
-
-    def _leave_epoch(self) -> None:
-        if self._feed.rounds is not None:
-            self._feed.rounds.close()
-        self._feed.rounds = self._batches = None
-        self._feed.tasks.clear()
+    def _leave(self) -> None:
+        current, self._pass = self._pass, None
+        if current is not None:
+            current.close()
 
     def _on_reject(self, rejection: Rejection) -> None:
         self.rejected[rejection.reason] += 1
@@ -165,20 +189,43 @@ class ODBLoader:
             logger.warning("further rows that are left out are counted, not logged")
 
 
+_END = object()
+
+
+class _Pass:
+    """One pass over an epoch: its rounds, the tasks planned and not yet handed on, its batches, how it failed."""
+
+    def __init__(self, rounds: Ahead | Direct):
+        self.rounds = rounds
+        self.tasks: deque[Task] = deque()
+        self.batches: Iterator | None = None
+        self.error: Exception | None = None
+        self.epoch_steps = 0
+        self.taken = False
+
+    def close(self) -> None:
+        self.rounds.close()
+        self.batches = None
+        self.tasks.clear()
+
+
 class _TaskFeed:
     """The sampler of the collating loader: planned tasks, and None while there is none yet."""
 
-    def __init__(self) -> None:
-        self.rounds: Ahead | Direct | None = None
-        self.tasks: deque[Task] = deque()
+    current: _Pass
 
     def __iter__(self) -> Iterator[Task | None]:
+        current = self.current
         while True:
-            while self.tasks:
-                yield self.tasks.popleft()
+            while current.tasks:
+                yield current.tasks.popleft()
             try:
-                self.tasks.extend(self.rounds.poll())
+                current.tasks.extend(current.rounds.poll())
             except queue.Empty:
                 yield None
             except StopIteration:
+                return
+            except Exception as error:
+                # Not through torch's frames, which would keep its workers alive with the traceback.
+                current.error = error
                 return

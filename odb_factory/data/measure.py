@@ -49,4 +49,4 @@ def measure_batch(batch: Mapping[str, Any], patch_size: int = DEFAULT_PATCH_SIZE
 def _numel(value: Any) -> int:
     if isinstance(value, list | tuple):
         return sum(map(_numel, value))
-    return int(np.prod(value.shape))
+    return int(np.prod(np.shape(value)))

@@ -10,6 +10,7 @@ from torch.utils.data import Dataset, Sampler
 from odb_factory.batching import Budget, Cost
 from odb_factory.config import ODBConfig
 from odb_factory.data.samples import Rejection, Sample, pack
+from odb_factory.errors import one_line
 
 
 class RowDropped(Exception):
@@ -32,6 +33,14 @@ class Observer(Protocol):
 
     def describe(self, dataset: Any, index: int) -> str:
         """Where the row comes from, for messages: dataset, row, files."""
+
+
+def where(observer: Observer, dataset: Any, index: int) -> str:
+    """Where a row comes from; its number alone if even that cannot be read."""
+    try:
+        return observer.describe(dataset, index)
+    except Exception:
+        return f"row {index} of the training dataset"
 
 
 class ObservedDataset(Dataset):
@@ -57,8 +66,8 @@ class ObservedDataset(Dataset):
             return Rejection(
                 index,
                 "unreadable",
-                f"{self._where(index)}: {type(error).__name__}: {error} "
-                "Mend or remove the row, or set `on_error: skip` to go on without such rows.",
+                f"{self._where(index)}: {one_line(error)}; "
+                "mend or remove the row, or set `on_error: skip` to go on without such rows.",
                 fatal=self.config.on_error == "raise",
             )
         if cost.supervised_tokens == 0:
@@ -75,7 +84,7 @@ class ObservedDataset(Dataset):
         return Sample(index, cost, pack(features))
 
     def _where(self, index: int) -> str:
-        return self.observer.describe(self.dataset, index)
+        return where(self.observer, self.dataset, index)
 
 
 class ShardSampler(Sampler[int]):

@@ -57,6 +57,12 @@ class EpochRounds:
         self.steps = self.emitted = 0
 
     def __iter__(self) -> Iterator[list[Task]]:
+        try:
+            yield from self._rounds()
+        finally:
+            self.observed = iter(())  # lets its worker processes go, whoever still holds this object
+
+    def _rounds(self) -> Iterator[list[Task]]:
         round_index, final = 0, False
         self.next_sample = self._draw()
         while not final:

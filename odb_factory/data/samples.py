@@ -86,10 +86,10 @@ def unpack(features: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _pack_list(value: Any) -> Any:
-    if not (isinstance(value, list) and value and type(value[0]) is int):
+    if not isinstance(value, list) or not value or set(map(type, value)) != {int}:
         return value
-    array = np.asarray(value)
-    if array.ndim != 1 or array.dtype.kind != "i":
-        return value
-    dtype = np.result_type(np.min_scalar_type(array.min()), np.min_scalar_type(array.max()))
-    return PackedInts(array.astype(dtype))
+    least, greatest = min(value), max(value)
+    for dtype in (np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64):
+        if np.iinfo(dtype).min <= least and greatest <= np.iinfo(dtype).max:
+            return PackedInts(np.array(value, dtype=dtype))
+    return value

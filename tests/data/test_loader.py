@@ -1,0 +1,573 @@
+"""The running loader with real worker processes: every row once (I2), the same groups whatever the workers (I6),
+any way to leave, nothing left behind, and an error rather than a hang."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import get_worker_info
+
+from odb_factory.batching import Collation, Cost
+from odb_factory.config import ODBConfig
+from odb_factory.data.loader import ODBLoader
+from odb_factory.data.observe import MediaCut, RowDropped
+from odb_factory.data.rounds import Report
+from odb_factory.errors import DataError
+
+pytestmark = pytest.mark.timeout(60)
+
+PAD, IGNORE = 0, -100
+COLLATION = Collation(pad_to_multiple_of=4)
+WORKERS = [(0, 0), (1, 1), (2, 2), (2, 0), (0, 1)]
+"""(observe workers, collate workers)."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """tokens: its length. fate: what happens to it on the way, nothing as a rule."""
+
+    tokens: int
+    fate: str = ""
+
+
+class ToyObserver:
+    """Reads a `Row`; its ids are all the row's own index + 1, so that a batch tells what it is made of."""
+
+    def __call__(self, dataset: list[Row], index: int) -> tuple[dict[str, Any], Cost]:
+        row = dataset[index]
+        match row.fate:
+            case "raise":
+                raise OSError("image file is truncated")
+            case "two lines":
+                raise OSError("image file is truncated\nat byte 17")
+            case "dropped":
+                raise RowDropped("invalid", "the framework drops it.")
+            case "cut":
+                raise MediaCut("cutoff_len 8 cuts its visual placeholders.")
+            case "kill observer":
+                kill_worker()
+            case "slow":
+                time.sleep(0.02)
+        ids = [index + 1] * row.tokens
+        supervised = 0 if row.fate == "unsupervised" else row.tokens - 1
+        labels = [IGNORE] * (row.tokens - supervised) + ids[:supervised]
+        return {"input_ids": ids, "labels": labels, "fate": row.fate}, Cost(row.tokens, 0, supervised)
+
+    def describe(self, dataset: list[Row], index: int) -> str:
+        return f"row {index} of the toy data"
+
+
+class ForgetfulObserver(ToyObserver):
+    def describe(self, dataset: list[Row], index: int) -> str:
+        raise OSError("cannot read the row again either")
+
+
+def kill_worker() -> None:
+    """Kill this process, if it is a worker, once all workers have been started."""
+    if get_worker_info() is not None:
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def pad(features: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """A padding collator, as a framework has one."""
+    fates = {feature["fate"] for feature in features}
+    if "uncollatable" in fates:
+        raise ValueError("cannot decode its image")
+    if "uncollatable, two lines" in fates:
+        raise ValueError("cannot decode its image\nat byte 17")
+    if "loner" in fates and len(features) > 1:
+        raise ValueError("sizes differ")
+    if "kill collator" in fates:
+        kill_worker()
+    length = max(len(feature["input_ids"]) for feature in features)
+    length = -(-length // COLLATION.pad_to_multiple_of) * COLLATION.pad_to_multiple_of
+
+    def rows(key: str, filler: int) -> torch.Tensor:
+        return torch.tensor([feature[key] + [filler] * (length - len(feature[key])) for feature in features])
+
+    return {"input_ids": rows("input_ids", PAD), "labels": rows("labels", IGNORE)}
+
+
+class EpochOrder:
+    """A seeded sampler: another order every epoch, the same for the same epoch."""
+
+    def __init__(self, num_rows: int):
+        self.num_rows, self.epoch = num_rows, 0
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self.epoch)
+        return iter(torch.randperm(self.num_rows, generator=generator).tolist())
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+def toy_rows(num_rows: int = 60, **fates: str) -> list[Row]:
+    """Rows of 2 to 40 tokens; `r7="raise"` gives row 7 that fate."""
+    return [Row(2 + (i * 7) % 39, fates.get(f"r{i}", "")) for i in range(num_rows)]
+
+
+@contextmanager
+def open_loader(rows: list[Row], workers: tuple[int, int] = (0, 0), **options: Any) -> Iterator[ODBLoader]:
+    """A loader that is closed at the end; `options` go to the loader or to the config, wherever they belong."""
+    config = {"token_budget": 100, "buffer_size": 16, "collate_workers": workers[1]}
+    for key in ("token_budget", "buffer_size", "overlong", "on_error"):
+        if key in options:
+            config[key] = options.pop(key)
+    loader = ODBLoader(
+        rows,
+        config=ODBConfig(**config),
+        num_workers=workers[0],
+        multiprocessing_context="fork" if any(workers) else None,
+        **{"sampler": EpochOrder(len(rows)), "observer": ToyObserver(), "collate_fn": pad, "collation": COLLATION}
+        | options,
+    )
+    try:
+        yield loader
+    finally:
+        loader.close()
+
+
+def run(loader: ODBLoader, epoch: int = 0) -> list[Any]:
+    loader.set_epoch(epoch)
+    return list(loader)
+
+
+def groups(items: list[Any]) -> list[tuple[int, ...]]:
+    return [step.ids for step, _, _ in items]
+
+
+def all_ids(items: list[Any]) -> list[int]:
+    return [id for group in groups(items) for id in group]
+
+
+def failure(loader: ODBLoader) -> str:
+    """The message of the error that one epoch ends with; one line."""
+    try:
+        for _ in loader:
+            pass
+    except DataError as error:
+        message = str(error)
+        assert len(message.splitlines()) == 1, message
+        return message
+    raise AssertionError("the epoch ended without an error")
+
+
+@contextmanager
+def within(seconds: int) -> Iterator[None]:
+    """Turn a hang of the main thread into a failure, long before the timeout of the test does."""
+
+    def ring(*_: Any) -> None:
+        raise TimeoutError(f"no answer within {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    remaining = signal.alarm(seconds)
+    started = time.monotonic()
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGALRM, before)
+        signal.alarm(max(1, remaining - int(time.monotonic() - started)) if remaining else 0)
+
+
+def holding() -> dict[str, int]:
+    """What this process has open."""
+    return {
+        "child processes": len(multiprocessing.active_children()),
+        "threads": threading.active_count(),
+        "file descriptors": len(os.listdir("/proc/self/fd")),
+    }
+
+
+def end_workers() -> None:
+    """Torch's workers end quietly on their parent's SIGTERM; the garbage collector would wait 5 s for each."""
+    for process in multiprocessing.active_children():
+        process.terminate()
+        process.join(5)
+
+
+def workers_and_threads(held: dict[str, int] | None = None) -> tuple[int, int]:
+    """File descriptors apart: a batch that somebody still has in hand is shared memory."""
+    held = held or holding()
+    return held["child processes"], held["threads"]
+
+
+def assert_soon(condition: Callable[[], bool], seconds: float = 2.0) -> None:
+    """Threads of multiprocessing's queues end a moment after the queues are closed."""
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert condition(), holding()
+
+
+@pytest.fixture(autouse=True)
+def no_workers_of_another_test() -> Iterator[None]:
+    """A test that fails leaves its workers to nobody."""
+    yield
+    end_workers()
+
+
+@pytest.fixture
+def before() -> dict[str, int]:
+    """What is open before a test; what torch and multiprocessing open once and keep is open by then."""
+    with open_loader(toy_rows(), (2, 2)) as loader:
+        run(loader)
+    gc.collect()
+    held = [holding()]
+    while len(held) < 10 or held[-10:] != [held[-1]] * 10:
+        time.sleep(0.02)
+        held.append(holding())
+    return held[-1]
+
+
+# An epoch
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_every_row_once_an_epoch_in_another_order(workers: tuple[int, int]) -> None:
+    """I2, with a seeded sampler: the epochs differ, and each is complete."""
+    rows = toy_rows()
+    with open_loader(rows, workers) as loader:
+        epochs = [run(loader, epoch) for epoch in range(3)]
+    assert all(sorted(all_ids(items)) == list(range(len(rows))) for items in epochs)
+    assert len({str(groups(items)) for items in epochs}) == 3
+    assert len({str([sorted(group) for group in sorted(groups(items))]) for items in epochs}) == 3, "other groups, too"
+
+
+def test_the_same_groups_in_the_same_order_whatever_the_workers() -> None:
+    """I6: for no worker, one or two, with rows that take their time, and when run again."""
+    rows = toy_rows(r3="slow", r20="slow", r41="slow", r42="slow", r7="raise", r30="unsupervised")
+    runs = []
+    for workers in [*WORKERS, (2, 2)]:
+        with open_loader(rows, workers, on_error="skip", accumulation=2) as loader:
+            runs.append([[(step, measured) for step, measured, _ in run(loader, epoch)] for epoch in range(2)])
+    assert all(epochs == runs[0] for epochs in runs)
+
+
+@pytest.mark.parametrize("workers", [(0, 0), (2, 2)])
+def test_a_batch_is_what_its_step_and_its_measure_say(workers: tuple[int, int]) -> None:
+    """I4, I8: the collator got exactly the rows of the step, unpacked; the budget holds for the collated tensors."""
+    rows = toy_rows()
+    with open_loader(rows, workers, accumulation=4) as loader:
+        items = run(loader)
+    assert len(items) % 4 == 0, "I1"
+    for step, measured, batch in items:
+        num_rows, length = batch["input_ids"].shape
+        assert (measured.rows, measured.length) == (num_rows, length)
+        assert batch["input_ids"].dtype == batch["labels"].dtype == torch.int64
+        if num_rows > 1:
+            assert num_rows * length <= 100
+        if step.idle:
+            assert num_rows == 1 and measured.supervised_tokens > 0, "a loss over no label is NaN, and NaN x 0 is NaN"
+            continue
+        assert [row[0].item() - 1 for row in batch["input_ids"]] == list(step.ids)
+        assert (batch["input_ids"] != PAD).sum().item() == step.tokens
+        assert (batch["labels"][:, 1:] != IGNORE).sum().item() == step.supervised_tokens == measured.supervised_tokens
+        assert step.totals.padded_tokens == num_rows * length
+    assert [step.index for step, _, _ in items] == list(range(len(items)))
+    assert [step.last for step, _, _ in items] == [False] * (len(items) - 1) + [True]
+    assert items[-1][0].done == len(rows)
+
+
+@pytest.mark.parametrize("workers", [(0, 0), (1, 1)])
+def test_start_tells_the_steps_of_the_epoch_and_loses_none(workers: tuple[int, int]) -> None:
+    """The Trainer asks for the estimate before it iterates, and more than once."""
+    with open_loader(toy_rows(), workers, buffer_size=100) as loader:
+        estimate = loader.start()
+        assert loader.start() == estimate
+        assert len(run(loader)) == estimate, "all rows are in the first round, so the estimate is exact"
+
+
+def test_two_ranks_take_the_same_steps_and_share_the_rows() -> None:
+    """I1, I2: two loaders in lockstep, each with its shard of one sampler."""
+    rows = toy_rows(61, r5="raise")
+    turn = threading.Barrier(2, timeout=20)
+    told: dict[int, Report] = {}
+    taken: dict[int, list[Any]] = {}
+
+    def drive(rank: int) -> None:
+        def exchange(report: Report) -> list[Report]:
+            told[rank] = report
+            turn.wait()
+            reports = [told[0], told[1]]
+            turn.wait()
+            return reports
+
+        options = {"rank": rank, "world_size": 2, "exchange": exchange, "accumulation": 2, "on_error": "skip"}
+        with open_loader(rows, **options) as loader:
+            taken[rank] = [run(loader, epoch) for epoch in range(2)]
+
+    threads = [threading.Thread(target=drive, args=(rank,), daemon=True) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    for mine, theirs in zip(taken[0], taken[1]):
+        assert [step.totals for step, _, _ in mine] == [step.totals for step, _, _ in theirs]
+        assert len(mine) % 2 == 0
+        assert sorted(all_ids(mine) + all_ids(theirs)) == [i for i in range(61) if i != 5]
+
+
+# Leaving
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+def test_an_epoch_may_be_left_half_way_and_begun_again(workers: tuple[int, int]) -> None:
+    """Nothing of the epoch that was left turns up in the one after it."""
+    with open_loader(toy_rows(), workers) as loader, within(20):
+        first = run(loader)
+        for count in (1, 5):
+            left = []
+            for item in loader:
+                left.append(item)
+                if len(left) == count:
+                    break
+            assert groups(left) == groups(first)[:count]
+        assert groups(run(loader)) == groups(first), "the same epoch from its beginning"
+        loader.start()
+        assert groups(run(loader, 1)) != groups(first), "begun and not even looked at"
+        assert sorted(all_ids(run(loader, 2))) == list(range(60))
+
+
+@pytest.mark.parametrize("workers", [(0, 0), (2, 2)])
+def test_an_iterator_left_behind_does_not_end_the_next_epoch(workers: tuple[int, int]) -> None:
+    """A Trainer rebinds its iterator: the old one is dropped after the new epoch has begun."""
+    with open_loader(toy_rows(), workers) as loader, within(20):
+        old = iter(loader)
+        next(old)
+        loader.set_epoch(1)
+        new = iter(loader)
+        taken = [next(new)]
+        del old
+        taken += new
+        assert sorted(all_ids(taken)) == list(range(60))
+
+
+@pytest.mark.parametrize("workers", [(0, 0), (2, 2)])
+def test_a_second_iterator_begins_the_epoch_anew(workers: tuple[int, int]) -> None:
+    """As a DataLoader does; the first one is then over."""
+    with open_loader(toy_rows(), workers) as loader, within(20):
+        first = iter(loader)
+        next(first)
+        assert sorted(all_ids(list(loader))) == list(range(60))
+
+
+@pytest.mark.parametrize("workers", [(0, 0), (2, 2)])
+def test_start_after_the_last_step_does_not_hang(workers: tuple[int, int]) -> None:
+    """The iterator of an epoch that is taken to its last step, and no further, is still open."""
+    with open_loader(toy_rows(), workers) as loader, within(3):
+        items = iter(loader)
+        while not next(items)[0].last:
+            pass
+        loader.start()
+
+
+@pytest.mark.parametrize("leave", [False, True])
+def test_nothing_is_left_after_close(before: dict[str, int], leave: bool) -> None:
+    """No process, thread or file descriptor after five epochs, complete or left half way."""
+    with open_loader(toy_rows(), (2, 2)) as loader:
+        descriptors = []
+        for epoch in range(5):
+            loader.set_epoch(epoch)
+            for step, _, _ in loader:
+                if leave and step.index == 2:
+                    break
+            del step, _
+            descriptors.append(holding()["file descriptors"])
+        assert descriptors[-1] <= descriptors[0] + 4, "they do not grow with the epochs"
+    assert_soon(lambda: holding() == before)
+
+
+def test_close_ends_the_workers_while_an_iterator_is_alive(before: dict[str, int]) -> None:
+    """A Trainer that raises closes the loader with its own iterator still on the stack."""
+    with open_loader(toy_rows(), (2, 2)) as loader:
+        items = iter(loader)
+        next(items)
+    assert_soon(lambda: workers_and_threads() == workers_and_threads(before))
+    assert next(items, None) is None, "it is over, and says so"
+
+
+@pytest.mark.parametrize("workers", [(2, 2), (2, 0)])
+def test_close_ends_the_workers_after_an_error(before: dict[str, int], workers: tuple[int, int]) -> None:
+    """After a bad row, too, and without the garbage collector: in its hands torch waits 5 s for every worker."""
+    gc.disable()
+    try:
+        with open_loader(toy_rows(r33="raise"), workers) as loader:
+            failure(loader)
+        assert_soon(lambda: workers_and_threads() == workers_and_threads(before))
+    finally:
+        end_workers()
+        gc.enable()
+    gc.collect()
+    assert holding() == before, "nor a file descriptor"
+
+
+def test_close_ends_the_workers_after_an_error_that_is_kept(before: dict[str, int]) -> None:
+    """A notebook keeps the last traceback, and with it every frame that the error passed."""
+    with open_loader(toy_rows(r33="raise"), (2, 2)) as loader:
+        with pytest.raises(DataError) as caught:
+            list(loader)
+    assert_soon(lambda: workers_and_threads() == workers_and_threads(before))
+    assert caught.value is not None
+
+
+def test_close_may_come_first_or_twice() -> None:
+    with open_loader(toy_rows(), (2, 2)) as loader:
+        loader.close()
+    with open_loader(toy_rows(), (1, 1)) as loader:
+        loader.start()
+
+
+# Rows that cannot be used
+
+
+@pytest.mark.parametrize("workers", [(0, 0), (2, 2)])
+def test_an_unreadable_row_stops_the_run_and_is_named(workers: tuple[int, int]) -> None:
+    """`on_error: raise`, the default: what, where and what to do, in one line."""
+    with open_loader(toy_rows(r33="raise"), workers) as loader, within(20):
+        message = failure(loader)
+    assert message.startswith("row 33 of the toy data: OSError: image file is truncated")
+    assert "on_error: skip" in message
+
+
+@pytest.mark.parametrize("workers", [(0, 0), (2, 2)])
+def test_an_unreadable_row_is_skipped_and_counted(workers: tuple[int, int]) -> None:
+    """`on_error: skip`: I2 for all other rows; the epoch ends with all of them done."""
+    with open_loader(toy_rows(r33="raise", r34="raise", r50="dropped"), workers, on_error="skip") as loader:
+        items = run(loader)
+        assert loader.rejected == {"unreadable": 2, "invalid": 1}
+    assert sorted(all_ids(items)) == [i for i in range(60) if i not in (33, 34, 50)]
+    assert items[-1][0].done == 60
+
+
+@pytest.mark.parametrize("workers", [(0, 0), (1, 1)])
+def test_rows_without_a_supervised_token_are_left_out_and_counted(workers: tuple[int, int]) -> None:
+    with open_loader(toy_rows(r33="unsupervised"), workers) as loader:
+        items = run(loader)
+        assert loader.rejected == {"unsupervised": 1}
+    assert 33 not in all_ids(items)
+
+
+@pytest.mark.parametrize("workers", [(0, 0), (2, 2)])
+def test_rows_that_are_all_unusable_are_an_error(workers: tuple[int, int]) -> None:
+    rows = [Row(5, "raise"), Row(5, "unsupervised"), Row(5, "dropped")]
+    with open_loader(rows, workers, on_error="skip") as loader, within(20):
+        message = failure(loader)
+    assert message.startswith("no row of the training dataset can be trained on")
+    assert all(part in message for part in ("1 unreadable", "1 unsupervised", "1 invalid"))
+
+
+def test_an_empty_dataset_is_an_error() -> None:
+    with open_loader([]) as loader, within(20):
+        assert "empty" in failure(loader)
+
+
+@pytest.mark.parametrize("workers", [(0, 0), (1, 1)])
+@pytest.mark.parametrize("overlong", ["singleton", "drop", "error"])
+def test_an_overlong_row_meets_its_policy(workers: tuple[int, int], overlong: str) -> None:
+    """100 tokens fill the budget, 101 are padded beyond it."""
+    rows = [Row(10), Row(100), Row(101), Row(10), Row(500), Row(10)]
+    with open_loader(rows, workers, overlong=overlong) as loader, within(20):
+        if overlong == "error":
+            message = failure(loader)
+            assert "101 tokens" in message or "500 tokens" in message
+            assert "row 2 of the toy data" in message or "row 4 of the toy data" in message
+            return
+        items = run(loader)
+        if overlong == "drop":
+            assert loader.rejected == {"overlong": 2}
+            assert sorted(all_ids(items)) == [0, 1, 3, 5]
+        else:
+            assert (2,) in groups(items) and (4,) in groups(items)
+            assert sorted(all_ids(items)) == list(range(6))
+
+
+@pytest.mark.parametrize(("overlong", "stops"), [("singleton", True), ("error", True), ("drop", False)])
+def test_a_row_whose_media_are_cut_cannot_even_travel_alone(overlong: str, stops: bool) -> None:
+    with open_loader(toy_rows(r33="cut"), overlong=overlong) as loader:
+        if stops:
+            message = failure(loader)
+            assert message.startswith("row 33 of the toy data: cutoff_len 8 cuts")
+            assert "overlong: drop" in message
+        else:
+            assert 33 not in all_ids(run(loader))
+            assert loader.rejected == {"overlong": 1}
+
+
+@pytest.mark.parametrize("workers", [(0, 0), (2, 2)])
+def test_a_row_that_cannot_be_collated_is_named(workers: tuple[int, int]) -> None:
+    """It is found in its group, which it shares with others."""
+    with open_loader(toy_rows(r33="uncollatable"), workers) as loader, within(20):
+        message = failure(loader)
+    assert message.startswith("row 33 of the toy data: cannot be collated: ValueError: cannot decode its image;")
+
+
+def test_rows_that_cannot_be_collated_together_are_named() -> None:
+    rows = [Row(10), Row(10, "loner"), Row(10)]
+    with open_loader(rows) as loader:
+        message = failure(loader)
+    assert message.startswith("rows ")
+    assert all(str(i) in message.split("cannot")[0] for i in range(3))
+    assert "ValueError: sizes differ" in message
+
+
+@pytest.mark.parametrize("fate", ["two lines", "uncollatable, two lines"])
+def test_an_error_of_two_lines_is_told_in_one(fate: str) -> None:
+    """Errors of tokenizers, PIL and torch often have several."""
+    with open_loader(toy_rows(r33=fate)) as loader:
+        message = failure(loader)
+    assert "image" in message and "at byte 17" in message
+
+
+def test_a_row_that_cannot_be_described_either_is_skipped() -> None:
+    """`ObservedDataset` never raises for a row: to say where it comes from, the row must be read once more."""
+    with open_loader(toy_rows(r33="raise"), observer=ForgetfulObserver(), on_error="skip") as loader:
+        assert 33 not in all_ids(run(loader))
+        assert loader.rejected == {"unreadable": 1}
+
+
+@pytest.mark.parametrize("fate", ["raise", "uncollatable"])
+@pytest.mark.parametrize("workers", [(0, 0), (2, 2)])
+def test_an_error_is_the_same_error_again(workers: tuple[int, int], fate: str) -> None:
+    """Never hang: an epoch that failed may be tried again, and fails again. Row 3 fails in the first round."""
+    with open_loader(toy_rows(r3=fate), workers, buffer_size=100) as loader, within(3):
+        assert failure(loader) == failure(loader)
+
+
+@pytest.mark.parametrize("workers", [(0, 0), (2, 2)])
+def test_an_error_in_start_is_the_same_error_again(workers: tuple[int, int]) -> None:
+    with open_loader(toy_rows(r3="raise"), workers, buffer_size=100) as loader, within(3):
+        for _ in range(2):
+            with pytest.raises(DataError, match="^row 3 of the toy data"):
+                loader.start()
+
+
+# Workers that die
+
+
+@pytest.mark.timeout(40)
+@pytest.mark.parametrize(("row", "fate"), [(0, "kill observer"), (55, "kill observer"), (55, "kill collator")])
+def test_a_killed_worker_ends_in_an_error_and_not_in_a_hang(row: int, fate: str) -> None:
+    """Killed in the first round or later; the error and the end of the other workers come within 30 s."""
+    rows = toy_rows(200, **{f"r{row}": fate})
+    started = time.monotonic()
+    with open_loader(rows, (2, 2), sampler=torch.utils.data.SequentialSampler(rows)) as loader:
+        with pytest.raises(Exception, match="killed|exited unexpectedly"):
+            run(loader)
+    assert time.monotonic() - started < 30
+    assert_soon(lambda: not multiprocessing.active_children(), 30 - (time.monotonic() - started))

@@ -1,0 +1,147 @@
+"""What is counted is what the model sees: patches of the vision tower, labels behind the causal shift."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from odb_factory.data.measure import IGNORE_INDEX, count_patches, count_supervised, measure_batch
+from odb_factory.data.samples import Measured
+
+GRIDS = [[1, 4, 6], [2, 4, 4]]  # 24 + 32 patches
+
+
+@pytest.mark.parametrize(
+    ("inputs", "patches"),
+    [
+        ({}, 0),
+        ({"image_grid_thw": None}, 0),
+        ({"image_grid_thw": []}, 0),
+        ({"image_grid_thw": torch.empty(0, 3, dtype=torch.long)}, 0),
+        ({"image_grid_thw": GRIDS}, 56),
+        ({"image_grid_thw": torch.tensor(GRIDS)}, 56),
+        ({"image_grid_thw": np.array(GRIDS)}, 56),
+        ({"image_grid_thw": [torch.tensor(grid) for grid in GRIDS]}, 56),
+        ({"image_grid_thw": [np.array(grid) for grid in GRIDS]}, 56),
+        ({"image_grid_thw": torch.tensor(GRIDS[0])}, 24),
+        ({"video_grid_thw": torch.tensor(GRIDS)}, 56),
+        ({"image_grid_thw": torch.tensor(GRIDS), "video_grid_thw": torch.tensor([[8, 2, 2]])}, 88),
+        ({"image_grid_thw": None, "video_grid_thw": torch.tensor([[8, 2, 2]])}, 32),
+        ({"image_grid_thw": torch.empty(0, 3, dtype=torch.long), "video_grid_thw": [[8, 2, 2]]}, 32),
+        ({"image_grid_hws": torch.tensor([[4, 6], [2, 2]])}, 28),
+        ({"spatial_shapes": torch.tensor([[4, 6], [2, 2]])}, 28),
+        ({"input_ids": torch.ones(2, 3), "labels": torch.ones(2, 3)}, 0),
+    ],
+)
+def test_patches_from_grids(inputs: dict[str, Any], patches: int) -> None:
+    """The patches of a medium are the product of its grid, whatever holds the grids."""
+    count = count_patches(inputs)
+    assert count == patches
+    assert type(count) is int
+
+
+@given(st.lists(st.lists(st.integers(1, 50), min_size=3, max_size=3), min_size=1, max_size=6))
+def test_patches_of_many_grids_are_the_sum_of_their_products(grids: list[list[int]]) -> None:
+    expected = sum(t * h * w for t, h, w in grids)
+    assert count_patches({"image_grid_thw": grids}) == expected
+    assert count_patches({"image_grid_thw": torch.tensor(grids)}) == expected
+
+
+@pytest.mark.parametrize(
+    "pixels",
+    [
+        torch.zeros(2, 3, 28, 42),
+        np.zeros((2, 3, 28, 42)),
+        torch.zeros(1, 2, 3, 28, 42),
+        [torch.zeros(3, 28, 42), torch.zeros(3, 28, 42)],
+        [np.zeros((3, 28, 42)), np.zeros((3, 28, 42))],
+        [[np.zeros((3, 28, 42))], [np.zeros((3, 28, 42))]],
+        (torch.zeros(3, 28, 14), torch.zeros(3, 28, 70)),
+    ],
+)
+@pytest.mark.parametrize("key", ["pixel_values", "pixel_values_videos", "pixel_values_images"])
+def test_patches_from_pixels(key: str, pixels: Any) -> None:
+    """2 images of 28 x 42 pixels are 2 x 2 x 3 patches of 14 x 14, in any nesting."""
+    assert count_patches({key: pixels}) == 12
+    assert count_patches({key: pixels}, patch_size=7) == 48
+
+
+@pytest.mark.parametrize("pixels", [None, [], [[]], (), torch.zeros(0, 3, 28, 42)])
+def test_no_pixels_are_no_patches(pixels: Any) -> None:
+    assert count_patches({"pixel_values": pixels}) == 0
+
+
+def test_grids_are_believed_before_pixels() -> None:
+    """Flattened pixels carry a temporal axis twice; the grid is exact."""
+    inputs = {"image_grid_thw": torch.tensor([[1, 4, 6]]), "pixel_values": torch.zeros(24, 3 * 2 * 14 * 14)}
+    assert count_patches(inputs) == 24
+
+
+def test_pixels_of_images_and_videos_add_up() -> None:
+    inputs = {"pixel_values": torch.zeros(1, 3, 14, 14), "pixel_values_videos": torch.zeros(1, 4, 3, 14, 14)}
+    assert count_patches(inputs) == 5
+
+
+@pytest.mark.parametrize(
+    ("labels", "supervised"),
+    [
+        ([], 0),
+        ([5], 0),
+        ([5, 6], 1),
+        ([-100, 6], 1),
+        ([5, -100], 0),
+        ([-100, -100], 0),
+        ([-100, 5, 6, -100, 7], 3),
+        ([0, 0], 1),
+        ([[5, 6, 7], [5, -100, -100]], 2),
+        ([[5], [6]], 0),
+    ],
+)
+@pytest.mark.parametrize("make", [list, np.array, lambda labels: torch.tensor(labels, dtype=torch.long)])
+def test_the_first_label_of_a_row_predicts_nothing(labels: list, supervised: int, make: Any) -> None:
+    """I8: as many tokens as the model's loss is averaged over; id 0 is a token."""
+    assert count_supervised(make(labels)) == supervised
+
+
+@given(st.lists(st.sampled_from([IGNORE_INDEX, 0, 7]), min_size=1, max_size=12))
+def test_supervised_tokens_are_those_the_loss_is_averaged_over(labels: list[int]) -> None:
+    """I8, against torch's own cross entropy: the sum of the losses over the mean is the count."""
+    logits = torch.randn(len(labels), 8, generator=torch.Generator().manual_seed(0))
+    losses = [
+        torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(labels)[1:], reduction=reduction).item()
+        for reduction in ("sum", "mean")
+    ]
+    count = count_supervised(labels)
+    assert losses[0] == pytest.approx(count * losses[1]) if count else losses[0] == 0
+
+
+@given(st.lists(st.lists(st.sampled_from([IGNORE_INDEX, 7]), min_size=1, max_size=8), min_size=1, max_size=5))
+def test_padding_adds_no_supervised_token(rows: list[list[int]]) -> None:
+    """What was counted at observation is found again in the collated batch, padded on either side."""
+    longest = max(map(len, rows))
+    alone = sum(map(count_supervised, rows))
+    assert count_supervised([row + [IGNORE_INDEX] * (longest - len(row)) for row in rows]) == alone
+
+
+def test_a_collated_batch_is_measured_as_it_is() -> None:
+    batch = {
+        "input_ids": torch.ones(2, 5, dtype=torch.long),
+        "labels": torch.tensor([[1, 1, 1, -100, -100], [-100, 1, 1, 1, 1]]),
+        "image_grid_thw": torch.tensor([[1, 4, 6]]),
+    }
+    assert measure_batch(batch) == Measured(rows=2, length=5, patches=24, supervised_tokens=6)
+
+
+def test_a_batch_without_labels_has_no_supervised_token() -> None:
+    batch = {"input_ids": torch.ones(1, 5), "pixel_values": torch.zeros(1, 3, 16, 16)}
+    assert measure_batch(batch, patch_size=8) == Measured(rows=1, length=5, patches=4, supervised_tokens=0)
+
+
+def test_patches_from_nested_lists_of_numbers() -> None:
+    """What an image processor gives without `return_tensors`, after `tolist()`."""
+    assert count_patches({"pixel_values": torch.zeros(1, 3, 14, 14).tolist()}) == 1

@@ -1,0 +1,255 @@
+"""Every way to get the `odb:` block wrong ends in one line that names key, value and way out."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from odb_factory.config import ODBConfig
+from odb_factory.errors import ConfigError
+
+KEYS = [item.name for item in dataclasses.fields(ODBConfig)]
+WHOLE_NUMBERS = ["token_budget", "max_patches", "buffer_size", "collate_workers", "seed"]
+OPTIONAL = ["max_patches", "collate_workers", "seed"]
+WORDS = {
+    "loss_scaling": ["exact", "approx", "none"],
+    "overlong": ["singleton", "drop", "error"],
+    "on_error": ["raise", "skip"],
+}
+SWITCHES = ["join", "audit"]
+MINIMUM = {"token_budget": 1, "max_patches": 1, "buffer_size": 1, "collate_workers": 0, "seed": 0}
+
+yaml_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def block(**keys: Any) -> dict[str, Any]:
+    return {"token_budget": 8192} | keys
+
+
+def refusal(content: Any) -> str:
+    """The message `content` is refused with; one line."""
+    with pytest.raises(ConfigError) as caught:
+        ODBConfig.from_block(content)
+    message = str(caught.value)
+    assert message.startswith("odb")
+    assert len(message.splitlines()) == 1, message
+    return message
+
+
+def test_defaults() -> None:
+    """A block with nothing but `token_budget` means what the documentation says."""
+    assert ODBConfig.from_block(block()).to_dict() == {
+        "token_budget": 8192,
+        "max_patches": None,
+        "buffer_size": 1024,
+        "collate_workers": None,
+        "loss_scaling": "exact",
+        "join": True,
+        "overlong": "singleton",
+        "on_error": "raise",
+        "audit": False,
+        "seed": None,
+    }
+
+
+def test_every_key_is_explained() -> None:
+    assert all(item.metadata["meaning"] for item in dataclasses.fields(ODBConfig))
+    assert sorted(KEYS) == sorted([*WHOLE_NUMBERS, *WORDS, *SWITCHES])
+
+
+@pytest.mark.parametrize("content", [None, 8192, "token_budget: 8192", True, [], ["token_budget"], [("a", 1)]])
+def test_what_is_not_a_block_of_keys_is_refused(content: Any) -> None:
+    message = refusal(content)
+    assert repr(content) in message
+    assert "token_budget: 8192" in message
+
+
+@pytest.mark.parametrize("content", [{}, {"max_patches": 100}])
+def test_a_missing_token_budget_is_refused(content: dict[str, Any]) -> None:
+    message = refusal(content)
+    assert message.startswith("odb.token_budget: missing")
+    assert "`token_budget: 8192`" in message
+
+
+@pytest.mark.parametrize(
+    ("typo", "meant"),
+    [
+        ("token_buget", "token_budget"),
+        ("tokens_budget", "token_budget"),
+        ("maxpatches", "max_patches"),
+        ("buffersize", "buffer_size"),
+        ("collate_worker", "collate_workers"),
+        ("loss-scaling", "loss_scaling"),
+        ("Join", "join"),
+        ("overlength", "overlong"),
+        ("on_errors", "on_error"),
+        ("audits", "audit"),
+        ("seeds", "seed"),
+    ],
+)
+def test_a_typo_is_answered_with_the_nearest_key(typo: str, meant: str) -> None:
+    message = refusal(block(**{typo: 17}))
+    assert message.startswith(f"odb.{typo}: 17 ")
+    assert f"did you mean `{meant}`?" in message
+
+
+@pytest.mark.parametrize("name", ["zzz", "", 1, ("x", "y"), 2.5])
+def test_a_key_like_no_other_is_answered_with_all_keys(name: Any) -> None:
+    message = refusal(block() | {name: 17})
+    assert message.startswith(f"odb.{name}: 17 ")
+    assert all(key in message for key in KEYS)
+
+
+def test_an_unknown_key_is_named_before_a_missing_token_budget() -> None:
+    """`tokenbudget: 8192` is one mistake, and it is the one that is named."""
+    assert refusal({"tokenbudget": 8192}).startswith("odb.tokenbudget: 8192 ")
+
+
+@pytest.mark.parametrize("key", WHOLE_NUMBERS)
+@pytest.mark.parametrize("value", [True, False, "8192", "1e4", "auto", "", 8192.0, 0.5, float("nan"), [8], {"a": 1}])
+def test_what_is_not_a_whole_number_is_refused(key: str, value: Any) -> None:
+    message = refusal(block(**{key: value}))
+    assert message.startswith(f"odb.{key}: {value!r} is not a whole number; ")
+    assert f"at least {MINIMUM[key]}" in message
+    assert ("or none" in message) is (key in OPTIONAL)
+
+
+@pytest.mark.parametrize("key", WHOLE_NUMBERS)
+@pytest.mark.parametrize("below", [1, 2, 10**30])
+def test_what_is_too_small_is_refused(key: str, below: int) -> None:
+    value = MINIMUM[key] - below
+    message = refusal(block(**{key: value}))
+    assert message.startswith(f"odb.{key}: {value} is too small; the least is {MINIMUM[key]}")
+    assert ("leave the key out" in message) is (key in OPTIONAL)
+
+
+@pytest.mark.parametrize("key", WHOLE_NUMBERS)
+def test_the_least_is_allowed(key: str) -> None:
+    assert getattr(ODBConfig.from_block(block(**{key: MINIMUM[key]})), key) == MINIMUM[key]
+
+
+@pytest.mark.parametrize("key", WORDS)
+@pytest.mark.parametrize("value", ["Exact", "", "exact ", True, False, None, 0, 1.5, ["drop"], {"a": 1}])
+def test_a_word_that_is_no_choice_is_refused(key: str, value: Any) -> None:
+    message = refusal(block(**{key: value}))
+    assert message.startswith(f"odb.{key}: {value!r} is not one of ")
+    assert all(word in message for word in WORDS[key])
+
+
+@pytest.mark.parametrize(("key", "word"), [(key, word) for key, words in WORDS.items() for word in words])
+def test_every_choice_is_allowed(key: str, word: str) -> None:
+    """`loss_scaling: none` is a choice, not an absent value."""
+    assert getattr(ODBConfig.from_block(block(**{key: word})), key) == word
+
+
+@pytest.mark.parametrize("key", SWITCHES)
+@pytest.mark.parametrize("value", ["true", "yes", "none", None, 0, 1, 1.0, [True]])
+def test_what_is_not_true_or_false_is_refused(key: str, value: Any) -> None:
+    assert refusal(block(**{key: value})).startswith(f"odb.{key}: {value!r} is not true or false")
+
+
+@pytest.mark.parametrize("key", SWITCHES)
+@pytest.mark.parametrize("value", [True, False])
+def test_true_and_false_are_allowed(key: str, value: bool) -> None:
+    assert getattr(ODBConfig.from_block(block(**{key: value})), key) is value
+
+
+@pytest.mark.parametrize("nothing", [None, "none"])
+@pytest.mark.parametrize("key", OPTIONAL)
+def test_none_is_understood_where_a_key_may_be_absent(key: str, nothing: Any) -> None:
+    """YAML's own word is null, people write none; both mean the default."""
+    assert getattr(ODBConfig.from_block(block(**{key: nothing})), key) is None
+
+
+@pytest.mark.parametrize("nothing", [None, "none"])
+@pytest.mark.parametrize("key", ["token_budget", "buffer_size", *SWITCHES, "overlong", "on_error"])
+def test_none_is_refused_where_a_key_needs_a_value(key: str, nothing: Any) -> None:
+    assert f"odb.{key}: {nothing!r} is not " in refusal(block(**{key: nothing}))
+
+
+@given(key=st.sampled_from(KEYS), value=yaml_values)
+def test_any_value_is_taken_as_it_is_or_refused_in_one_line(key: str, value: Any) -> None:
+    """No value ends in another exception, and none is bent into shape silently."""
+    content = block(**{key: value})
+    try:
+        config = ODBConfig.from_block(content)
+    except ConfigError as error:
+        assert str(error).startswith(f"odb.{key}: {value!r} is ")
+        assert len(str(error).splitlines()) == 1
+    else:
+        taken = getattr(config, key)
+        assert taken is value or (value == "none" and key in OPTIONAL and taken is None)
+
+
+@given(st.dictionaries(st.text(st.characters(min_codepoint=32, max_codepoint=126)), yaml_values, max_size=4))
+def test_any_block_of_keys_is_taken_or_refused_in_one_line(content: dict[str, Any]) -> None:
+    try:
+        config = ODBConfig.from_block(content)
+    except ConfigError as error:
+        assert str(error).startswith("odb.")
+        assert len(str(error).splitlines()) == 1
+    else:
+        assert set(content) <= set(config.to_dict())
+
+
+def test_an_unknown_key_of_two_lines_is_refused_in_one() -> None:
+    refusal(block(**{"two\nlines": 1}))
+
+
+def test_a_seed_beyond_64_bits_is_refused() -> None:
+    """Such a seed would end in an error of torch, far from the YAML."""
+    refusal(block(seed=2**64))
+
+
+def test_a_block_may_be_any_mapping_and_is_not_changed() -> None:
+    class Block(Mapping):
+        def __getitem__(self, key: str) -> Any:
+            return {"token_budget": 4, "seed": "none"}[key]
+
+        def __iter__(self) -> Any:
+            return iter(("token_budget", "seed"))
+
+        def __len__(self) -> int:
+            return 2
+
+    assert ODBConfig.from_block(Block()) == ODBConfig(token_budget=4)
+    content = block(max_patches="none")
+    ODBConfig.from_block(content)
+    assert content == {"token_budget": 8192, "max_patches": "none"}
+
+
+def test_to_dict_makes_the_same_config_again() -> None:
+    config = ODBConfig.from_block(block(max_patches=7, collate_workers=0, overlong="drop", audit=True, seed=3))
+    assert ODBConfig.from_block(config.to_dict()) == config
+
+
+def test_a_config_made_in_python_is_checked_as_well_and_cannot_change() -> None:
+    with pytest.raises(ConfigError, match=r"^odb\.buffer_size: 0 is too small"):
+        ODBConfig(token_budget=1, buffer_size=0)
+    with pytest.raises(ConfigError):
+        dataclasses.replace(ODBConfig(token_budget=1), overlong="keep")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        ODBConfig(token_budget=1).token_budget = 2
+    with pytest.raises(ValueError):
+        ODBConfig(token_budget="many")
+
+
+def test_the_block_is_checked_before_anything_heavy_is_imported() -> None:
+    """A typo is answered at once: neither the package nor the config brings in torch or numpy."""
+    code = (
+        "import sys, odb_factory; odb_factory.ODBConfig.from_block({'token_budget': 1});"
+        "print(sorted({'torch', 'numpy', 'transformers', 'llamafactory'} & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

@@ -1,0 +1,93 @@
+"""The public surface is short and frozen: a change here is a change for every user."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import odb_factory
+from odb_factory.batching import StepTotals
+from odb_factory.data.samples import Measured, Step
+from odb_factory.training.metrics import AUDIT_FILE, SUMMARY_FILE, Audit, Tally
+
+
+def a_step() -> Step:
+    totals = StepTotals(samples=2, tokens=5, padded_tokens=6, supervised_tokens=3, busy_ranks=1)
+    return Step(
+        epoch=0, index=0, ids=(4, 7), tokens=5, supervised_tokens=3, totals=totals, done=2, epoch_steps=1, last=True
+    )
+
+
+def test_names_of_the_package() -> None:
+    assert sorted(odb_factory.__all__) == [
+        "ConfigError",
+        "DataError",
+        "ODBConfig",
+        "ODBError",
+        "__version__",
+        "enable_odb",
+    ]
+    assert all(getattr(odb_factory, name) is not None for name in odb_factory.__all__)
+    assert sorted(dir(odb_factory)) == sorted(odb_factory.__all__)
+
+
+def test_errors_a_caller_may_catch() -> None:
+    """A bad setting is a ValueError, a bad row a RuntimeError, and one name catches both."""
+    assert issubclass(odb_factory.ConfigError, odb_factory.ODBError)
+    assert issubclass(odb_factory.ConfigError, ValueError)
+    assert issubclass(odb_factory.DataError, odb_factory.ODBError)
+    assert issubclass(odb_factory.DataError, RuntimeError)
+
+
+def test_keys_of_the_block() -> None:
+    assert [item.name for item in dataclasses.fields(odb_factory.ODBConfig)] == [
+        "token_budget",
+        "max_patches",
+        "buffer_size",
+        "collate_workers",
+        "loss_scaling",
+        "join",
+        "overlong",
+        "on_error",
+        "audit",
+        "seed",
+    ]
+
+
+def test_metric_names() -> None:
+    names = {
+        "odb/samples_per_step",
+        "odb/tokens_per_step",
+        "odb/padding_ratio",
+        "odb/budget_use",
+        "odb/samples_per_second",
+        "odb/data_wait_s",
+    }
+    assert set(Tally().metrics(token_budget=8, world_size=1)) == names, "also before the first step"
+    tally = Tally()
+    tally.add(a_step(), world_size=1)
+    assert set(tally.metrics(token_budget=8, world_size=1)) == names
+
+
+def test_audit_keys(tmp_path: Path) -> None:
+    audit = Audit(tmp_path, rank=3)
+    audit.write(a_step(), Measured(rows=2, length=3, patches=0, supervised_tokens=3), 1.0, 5, 2)
+    audit.close()
+    (line,) = (tmp_path / "odb_audit_rank3.jsonl").read_text().splitlines()
+    assert json.loads(line) == {
+        "epoch": 0,
+        "step": 5,
+        "optimizer_step": 2,
+        "ids": [4, 7],
+        "rows": 2,
+        "length": 3,
+        "patches": 0,
+        "supervised_tokens": 3,
+        "weight": 1.0,
+        "idle": False,
+    }
+
+
+def test_file_names() -> None:
+    assert (AUDIT_FILE, SUMMARY_FILE) == ("odb_audit_rank{rank}.jsonl", "odb_summary.json")
