@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
+from batching_strategies import budgets, collated, costs, within
 from hypothesis import example, given
 from hypothesis import strategies as st
-from test_cost import budgets, collated, costs, within
 
 from odb_factory.batching import Budget, Collation, Cost
 from odb_factory.batching.grouping import form_groups

@@ -11,9 +11,9 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from batching_strategies import budgets, collated, costs, within
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_cost import budgets, collated, costs, within
 
 from odb_factory.batching import Budget, Collation, Cost, Plan, Window, plan_round
 from odb_factory.batching.grouping import form_groups

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import training_config, write_dataset
 from llamafactory.data import SFTDataCollatorWith4DAttentionMask, get_dataset, get_template_and_fix_tokenizer
 from llamafactory.hparams import get_train_args
 from llamafactory.model import load_model, load_tokenizer
+from support import training_config, write_dataset
 
 from odb_factory.batching import Budget
 from odb_factory.config import ODBConfig

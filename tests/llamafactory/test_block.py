@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import run_llamafactory, training_config
 from llamafactory.hparams import get_train_args
+from support import run_llamafactory, training_config
 
 from odb_factory.errors import ConfigError
 from odb_factory.llamafactory import hooks

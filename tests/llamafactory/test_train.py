@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import read_jsonl, read_log, run_llamafactory, training_config
 from llamafactory.data import SFTDataCollatorWith4DAttentionMask, get_dataset, get_template_and_fix_tokenizer
 from llamafactory.hparams import get_train_args
 from llamafactory.model import load_model, load_tokenizer
 from llamafactory.train.tuner import run_exp
+from support import read_jsonl, read_log, run_llamafactory, training_config
 
 from odb_factory.errors import DataError
 
@@ -247,8 +247,8 @@ def test_disable_shuffling_draws_rows_in_order(tiny_text, data_dir, tmp_path) ->
 
 
 def test_unreadable_image_stops_or_is_skipped(tiny_vl, tmp_path) -> None:
-    from conftest import write_dataset
     from PIL import Image
+    from support import write_dataset
 
     Image.effect_noise((90, 60), 50).convert("RGB").save(tmp_path / "good.png")
     whole = (tmp_path / "good.png").read_bytes()
