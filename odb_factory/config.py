@@ -74,6 +74,11 @@ class ODBConfig:
         choices=("raise", "skip"),
         default="raise",
     )
+    exchange_timeout_s: int | None = _key(
+        "seconds a rank waits for the others when they plan a round; none: ddp_timeout, as the training itself",
+        minimum=1,
+        default=None,
+    )
     audit: bool = _key(
         "write odb_audit_rank{r}.jsonl to output_dir, one line per step",
         default=False,

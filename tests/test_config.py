@@ -16,15 +16,15 @@ from odb_factory.config import ODBConfig
 from odb_factory.errors import ConfigError
 
 KEYS = [item.name for item in dataclasses.fields(ODBConfig)]
-WHOLE_NUMBERS = ["token_budget", "max_patches", "buffer_size", "collate_workers", "seed"]
-OPTIONAL = ["max_patches", "collate_workers", "seed"]
+WHOLE_NUMBERS = ["token_budget", "max_patches", "buffer_size", "collate_workers", "exchange_timeout_s", "seed"]
+OPTIONAL = ["max_patches", "collate_workers", "exchange_timeout_s", "seed"]
 WORDS = {
     "loss_scaling": ["exact", "approx", "none"],
     "overlong": ["singleton", "drop", "error"],
     "on_error": ["raise", "skip"],
 }
 SWITCHES = ["join", "audit"]
-MINIMUM = {"token_budget": 1, "max_patches": 1, "buffer_size": 1, "collate_workers": 0, "seed": 0}
+MINIMUM = dict.fromkeys(WHOLE_NUMBERS, 1) | {"collate_workers": 0, "seed": 0}
 
 yaml_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
@@ -58,6 +58,7 @@ def test_defaults() -> None:
         "join": True,
         "overlong": "singleton",
         "on_error": "raise",
+        "exchange_timeout_s": None,
         "audit": False,
         "seed": None,
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import Counter
 from pathlib import Path
 
 import odb_factory
@@ -15,7 +16,17 @@ from odb_factory.training.metrics import AUDIT_FILE, SUMMARY_FILE, Audit, Tally
 def a_step() -> Step:
     totals = StepTotals(samples=2, tokens=5, padded_tokens=6, supervised_tokens=3, busy_ranks=1)
     return Step(
-        epoch=0, index=0, ids=(4, 7), tokens=5, supervised_tokens=3, totals=totals, done=2, epoch_steps=1, last=True
+        epoch=0,
+        index=0,
+        ids=(4, 7),
+        tokens=5,
+        supervised_tokens=3,
+        totals=totals,
+        done=2,
+        rejected=Counter(),
+        left_out=0,
+        epoch_steps=1,
+        last=True,
     )
 
 
@@ -50,6 +61,7 @@ def test_keys_of_the_block() -> None:
         "join",
         "overlong",
         "on_error",
+        "exchange_timeout_s",
         "audit",
         "seed",
     ]

@@ -1,9 +1,10 @@
-"""Plan one round: every rank's window in, the same number of groups for every rank out (DGAP).
+"""Plan one round: what every rank can send out in, the same number of steps for every rank out (DGAP).
 
-A pure function of integers that all ranks know, so each rank computes the whole plan alone and
-all agree: no clock, no communication, no I/O. Alignment by carry-over: a round emits as many steps
-as every rank that still draws samples can fill; a rank with more groups keeps the surplus in its
-window. Only when every sampler is dry are the counts evened out, with idle steps.
+Two pure functions. `make_offer` forms the groups of one rank's window; its `Offer` is a few integers a
+group. `align` takes the offers of all ranks and is computed by each of them alone, with the same
+result: no clock, no communication, no I/O. Alignment is by carry-over: a round emits as many steps
+as every rank that still draws samples can fill, and a rank with more groups keeps the surplus in
+its window. No group is ever cut down for the sake of another rank.
 """
 
 from __future__ import annotations
@@ -21,15 +22,27 @@ MAX_WAIT_ROUNDS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
-    """The samples one rank may group in this round.
+class GroupCost:
+    """What the other ranks need to know of a group: its collated shape and the real tokens in it."""
 
-    costs, ages: one entry a sample; an age counts the rounds the sample has been kept back.
-    dry: the rank's sampler has no further sample.
+    rows: int
+    length: int
+    tokens: int
+    supervised_tokens: int
+
+    @property
+    def padded_tokens(self) -> int:
+        return self.rows * self.length
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """The groups one rank may send out in a round, those with the longest-waiting samples first.
+
+    dry: the rank's sampler has no further sample, and all it holds is on offer.
     """
 
-    costs: Sequence[Cost]
-    ages: Sequence[int]
+    groups: Sequence[GroupCost]
     dry: bool
 
 
@@ -46,60 +59,82 @@ class StepTotals:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One round. `groups[rank][step]` lists window positions, empty on an idle step.
+    """One round. `groups[rank][step]` is a position in that rank's offer, None on an idle step.
 
-    final: no sample is left on any rank after this round.
+    final: the epoch ends with this round.
     """
 
-    groups: list[list[list[int]]]
+    groups: list[list[int | None]]
     totals: list[StepTotals]
     final: bool
 
 
-def plan_round(
-    windows: Sequence[Window],
-    budget: Budget,
+def make_offer(
+    costs: Sequence[Cost], ages: Sequence[int], dry: bool, budget: Budget, num_groups: int = 1
+) -> tuple[list[list[int]], Offer]:
+    """Form the groups that a rank may send out from its window. Returns their window positions and the offer.
+
+    costs, ages: one entry a sample; an age counts the rounds a sample has been kept back.
+    A part-filled group of the shortest samples waits for the next window, unless the sampler is dry, a
+    sample in it has waited `MAX_WAIT_ROUNDS`, or there would be less than `num_groups` without it. Where
+    even that is not enough, the largest groups are halved until it is.
+    """
+    groups, rest = form_groups(costs, budget)
+    if rest and (dry or len(groups) < num_groups or max(ages[i] for i in rest) >= MAX_WAIT_ROUNDS):
+        groups.append(rest)
+    while len(groups) < num_groups and len(largest := max(groups, key=len, default=[])) > 1:
+        groups.remove(largest)
+        middle = len(largest) // 2
+        for half in (largest[:middle], largest[middle:]):
+            # Grouped anew: a half without the media of the whole gets a filler, which may be too much for it.
+            full, rest = form_groups([costs[i] for i in half], budget)
+            groups += [[half[i] for i in group] for group in (*full, rest) if group]
+    groups.sort(key=lambda group: -max(ages[i] for i in group))
+    return groups, Offer([_group_cost([costs[i] for i in group], budget) for group in groups], dry)
+
+
+def align(
+    offers: Sequence[Offer],
     *,
     seed: int,
     epoch: int,
     round_index: int,
     steps_before: int = 0,
     accumulation: int = 1,
+    join: bool = True,
 ) -> Plan:
-    """Plan the groups of one round for all ranks (`join: true`).
+    """Choose the steps of one round for all ranks.
 
-    windows: one a rank; a rank that is not dry holds at least one sample.
-    steps_before: steps of this epoch already planned; the epoch's total is filled up to a multiple
-        of `accumulation` with idle steps (I1).
-    Emits at least one sample on every rank that holds one (I5).
+    offers: one a rank; a rank that is not dry offers at least one group (`accumulation` groups
+    without join). steps_before: steps of this epoch already planned.
+    join: once all samplers are dry everything goes out, ranks with less taking idle steps, and the
+    epoch is filled up to a multiple of `accumulation` with them (I1, I2). Without join the epoch
+    ends, on a whole optimizer step, when a dry rank has nothing left; there are no idle steps (I3).
+    Emits at least one sample on every rank that holds one, but for the end without join (I5).
     """
-    ready = [_ready_groups(window, budget) for window in windows]
-    waiting = [len(groups) for groups, window in zip(ready, windows) if not window.dry]
-    num_steps = min(waiting) if waiting else max(len(groups) for groups in ready)
-    ready = [groups[:num_steps] for groups in ready]
-    final = not waiting
-    if final:
-        num_steps += -(steps_before + num_steps) % accumulation
+    counts = [len(offer.groups) for offer in offers]
+    if join:
+        waiting = [count for count, offer in zip(counts, offers) if not offer.dry]
+        num_steps = min(waiting) if waiting else max(counts)
+        final = not waiting
+        num_groups = [min(count, num_steps) for count in counts]
+        if final:
+            num_steps += -(steps_before + num_steps) % accumulation
+    else:
+        num_steps = min(counts) - min(counts) % accumulation
+        final = any(offer.dry and count - num_steps < accumulation for count, offer in zip(counts, offers))
+        num_groups = [num_steps] * len(offers)
 
-    rng = np.random.default_rng([seed, epoch, round_index])
-    slots = _slots([len(groups) for groups in ready], num_steps, rng)
-    placed: list[list[list[int]]] = []
-    for groups, window in zip(ready, windows):
-        steps: list[list[int]] = [[] for _ in range(num_steps)]
-        by_cost = sorted(groups, key=lambda group: -_padded_tokens(window, group, budget))
-        for slot, group in zip(slots, by_cost):
-            steps[slot] = group
-        placed.append(steps)
-    totals = [_totals(windows, [steps[k] for steps in placed], budget) for k in range(num_steps)]
-    return Plan(placed, totals, final)
-
-
-def _ready_groups(window: Window, budget: Budget) -> list[list[int]]:
-    """The groups a rank may emit now, those with the longest-waiting samples first."""
-    full, rest = form_groups(window.costs, budget)
-    if rest and (window.dry or not full or max(window.ages[i] for i in rest) >= MAX_WAIT_ROUNDS):
-        full.append(rest)
-    return sorted(full, key=lambda group: -max(window.ages[i] for i in group))
+    slots = _slots(num_groups, num_steps, np.random.default_rng([seed % 2**64, epoch, round_index]))
+    groups: list[list[int | None]] = []
+    for offered, count in zip(offers, num_groups):
+        by_cost = sorted(range(count), key=lambda i: -offered.groups[i].padded_tokens)
+        steps: list[int | None] = [None] * num_steps
+        for slot, i in zip(slots, by_cost):
+            steps[slot] = i
+        groups.append(steps)
+    totals = [_totals(offers, [steps[k] for steps in groups]) for k in range(num_steps)]
+    return Plan(groups, totals, final)
 
 
 def _slots(counts: Sequence[int], num_steps: int, rng: np.random.Generator) -> list[int]:
@@ -114,18 +149,22 @@ def _slots(counts: Sequence[int], num_steps: int, rng: np.random.Generator) -> l
     return slots
 
 
-def _padded_tokens(window: Window, group: Sequence[int], budget: Budget) -> int:
-    rows, length, _ = budget.collation.shape([window.costs[i] for i in group])
-    return rows * length
+def _group_cost(group: Sequence[Cost], budget: Budget) -> GroupCost:
+    rows, length, _ = budget.collation.shape(group)
+    return GroupCost(
+        rows=rows,
+        length=length,
+        tokens=sum(cost.tokens for cost in group),
+        supervised_tokens=sum(cost.supervised_tokens for cost in group),
+    )
 
 
-def _totals(windows: Sequence[Window], groups: Sequence[Sequence[int]], budget: Budget) -> StepTotals:
-    busy = [(window, group) for window, group in zip(windows, groups) if group]
-    costs = [window.costs[i] for window, group in busy for i in group]
+def _totals(offers: Sequence[Offer], chosen: Sequence[int | None]) -> StepTotals:
+    busy = [offer.groups[i] for offer, i in zip(offers, chosen) if i is not None]
     return StepTotals(
-        samples=len(costs),
-        tokens=sum(cost.tokens for cost in costs),
-        padded_tokens=sum(_padded_tokens(window, group, budget) for window, group in busy),
-        supervised_tokens=sum(cost.supervised_tokens for cost in costs),
+        samples=sum(group.rows for group in busy),
+        tokens=sum(group.tokens for group in busy),
+        padded_tokens=sum(group.padded_tokens for group in busy),
+        supervised_tokens=sum(group.supervised_tokens for group in busy),
         busy_ranks=len(busy),
     )

@@ -174,15 +174,7 @@ def devices(facts: Facts) -> list[Check]:
     if not gpus:
         return [Check("ok", f"no CUDA GPU seen; {os.cpu_count()} CPU cores")]
     names = ", ".join(dict.fromkeys(gpus))
-    if len(gpus) == 1:
-        return [Check("ok", f"1 GPU: {names}; {os.cpu_count()} CPU cores")]
-    return [
-        Check(
-            "warning",
-            f"{len(gpus)} GPUs: {names}; LLaMA-Factory starts a process on each, and this release trains in one",
-            "show it one: CUDA_VISIBLE_DEVICES=0",
-        )
-    ]
+    return [Check("ok", f"{len(gpus)} GPU{'s' if len(gpus) > 1 else ''}: {names}; {os.cpu_count()} CPU cores")]
 
 
 CHECKS: tuple[Callable[[Facts], list[Check]], ...] = (

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 POLL_S = 0.02
-JOIN_S = 30.0
 
 
 class Ahead:
@@ -17,7 +16,7 @@ class Ahead:
     The thread runs from `start` on, so that a caller can fork what it needs before.
     """
 
-    def __init__(self, source: Iterator[Any]):
+    def __init__(self, source: Generator[Any, None, None]):
         self._items: queue.Queue = queue.Queue(maxsize=1)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(source,), name="odb-planner", daemon=True)
@@ -27,6 +26,8 @@ class Ahead:
 
     def poll(self, timeout: float | None = POLL_S) -> Any:
         """The next item. Raises `queue.Empty` if there is none within `timeout` seconds, StopIteration at the end."""
+        if self._thread.ident is None:
+            raise queue.Empty
         item, error = self._items.get(timeout=timeout)
         if error is None:
             return item
@@ -35,16 +36,17 @@ class Ahead:
         finally:
             del error  # a frame that holds the error it raised would keep both alive, and the workers with them
 
-    def close(self) -> None:
-        """End the thread; at most `JOIN_S` seconds, should the source be stuck in a worker."""
+    def close(self, timeout_s: float) -> None:
+        """Close the source and end the thread, within `timeout_s` if it is stuck in a worker or a peer."""
         self._stop.set()
         if self._thread.ident is not None:
-            self._thread.join(JOIN_S)
+            self._thread.join(timeout_s)
 
-    def _run(self, source: Iterator[Any]) -> None:
+    def _run(self, source: Generator[Any, None, None]) -> None:
         try:
             for item in source:
                 if not self._put((item, None)):
+                    source.close()
                     return
             self._put((None, StopIteration()))
         except BaseException as error:
@@ -63,7 +65,7 @@ class Ahead:
 class Direct:
     """The same interface in the caller's own thread, for a loader without worker processes."""
 
-    def __init__(self, source: Iterator[Any]):
+    def __init__(self, source: Generator[Any, None, None]):
         self._source = source
 
     def start(self) -> None:
@@ -72,5 +74,5 @@ class Direct:
     def poll(self, timeout: float | None = POLL_S) -> Any:
         return next(self._source)
 
-    def close(self) -> None:
-        self._source = iter(())
+    def close(self, timeout_s: float) -> None:
+        self._source.close()

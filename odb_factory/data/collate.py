@@ -36,9 +36,9 @@ class GroupDataset(Dataset):
         step, samples = task
         try:
             batch = self._collate(samples)
+            return step, measure_batch(batch, self.patch_size), batch
         except Exception as error:
             return Failure(self._blame(samples, error))
-        return step, measure_batch(batch, self.patch_size), batch
 
     def _collate(self, samples: list[Sample]) -> Mapping[str, Any]:
         return self.collate_fn([unpack(sample.features) for sample in samples])
@@ -50,8 +50,8 @@ class GroupDataset(Dataset):
                 self._collate([sample])
             except Exception as alone:
                 return (
-                    f"{self.describe(sample.id)}: cannot be collated: {one_line(alone)}; "
-                    "mend or remove the row, or set `on_error: skip` to go on without rows that cannot be decoded."
+                    f"{self.describe(sample.id)}: cannot be collated: {one_line(alone)}; mend or remove the row "
+                    "(`on_error: skip` finds images that cannot be decoded beforehand)."
                 )
         ids = ", ".join(str(sample.id) for sample in samples)
         return f"rows {ids} cannot be collated together (each can alone): {one_line(error)}"

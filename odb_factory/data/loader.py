@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import itertools
 import queue
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -29,20 +29,17 @@ from odb_factory.data.ahead import Ahead, Direct
 from odb_factory.data.collate import Collated, Failure, GroupDataset
 from odb_factory.data.measure import DEFAULT_PATCH_SIZE
 from odb_factory.data.observe import ObservedDataset, Observer, ShardSampler, where
-from odb_factory.data.rounds import EpochRounds, Exchange, Report, Task
-from odb_factory.data.samples import Rejection
+from odb_factory.data.rounds import Alone, EpochRounds, Exchange, Task
+from odb_factory.data.samples import Rejection, Sample
 from odb_factory.errors import DataError
 from odb_factory.log import get_logger
 
 OBSERVE_CHUNK = 8
 """Samples an observe worker hands over at a time: fewer messages, still a short first wait."""
 MAX_REJECTIONS_LOGGED = 10
+ABORT_S = 1.0
 
 logger = get_logger(__name__)
-
-
-def _alone(report: Report) -> list[Report]:
-    return [report]
 
 
 def _identity(item: Any) -> Any:
@@ -72,7 +69,7 @@ class ODBLoader:
         seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
-        exchange: Exchange = _alone,
+        exchange: Exchange | None = None,
         num_workers: int = 0,
         prefetch_factor: int = 2,
         pin_memory: bool = False,
@@ -81,7 +78,8 @@ class ODBLoader:
         self.dataset, self.config = dataset, config
         self.num_samples = len(sampler)
         self.epoch = 0
-        self.rejected: Counter[str] = Counter()
+        self._num_rejected = 0
+        self._exchange = exchange or Alone()
         budget = Budget(config.token_budget, config.max_patches, collation)
         self._sampler = ShardSampler(sampler, rank, world_size)
         self._plan = functools.partial(
@@ -90,9 +88,11 @@ class ODBLoader:
             buffer_size=config.buffer_size,
             num_samples=self.num_samples,
             accumulation=accumulation,
+            join=config.join,
             seed=seed,
             rank=rank,
-            exchange=exchange,
+            exchange=self._exchange,
+            find_spare=self._find_spare,
             on_reject=self._on_reject,
         )
         self._feed = _TaskFeed()
@@ -111,9 +111,9 @@ class ODBLoader:
             generator = torch.Generator().manual_seed(seed)
             return DataLoader(source, num_workers=workers, collate_fn=_identity, generator=generator, **kwargs)
 
-        observed = ObservedDataset(dataset, observer, config, budget)
+        self._observed = ObservedDataset(dataset, observer, config, budget)
         groups = GroupDataset(collate_fn, patch_size, functools.partial(where, observer, dataset))
-        self._observing = loader(observed, num_workers, sampler=self._sampler, batch_size=OBSERVE_CHUNK)
+        self._observing = loader(self._observed, num_workers, sampler=self._sampler, batch_size=OBSERVE_CHUNK)
         self._collating = loader(groups, collate_workers, sampler=self._feed, batch_size=None, pin_memory=pin_memory)
 
     def set_epoch(self, epoch: int) -> None:
@@ -141,9 +141,18 @@ class ODBLoader:
         return self._steps(self._pass)
 
     def close(self) -> None:
-        """Leave the epoch and end the worker processes."""
+        """Leave the epoch, end the worker processes, give the exchange back."""
         self._leave()
         self._observing = self._collating = None
+        self._exchange.close()
+
+    def abort(self, message: str) -> None:
+        """Tell the other ranks why this one ends, then end as `close` does."""
+        self._exchange.farewell(message)
+        if self._pass is not None:
+            self._pass.close(ABORT_S)
+            self._pass = None
+        self.close()
 
     def _begin(self) -> None:
         self._sampler.set_epoch(self.epoch)
@@ -179,14 +188,20 @@ class ODBLoader:
     def _leave(self) -> None:
         current, self._pass = self._pass, None
         if current is not None:
-            current.close()
+            current.close(self._exchange.timeout_s)
 
     def _on_reject(self, rejection: Rejection) -> None:
-        self.rejected[rejection.reason] += 1
-        if self.rejected.total() <= MAX_REJECTIONS_LOGGED:
+        self._num_rejected += 1
+        if self._num_rejected <= MAX_REJECTIONS_LOGGED:
             logger.warning("left out (%s): %s", rejection.reason, rejection.message)
-        if self.rejected.total() == MAX_REJECTIONS_LOGGED:
+        if self._num_rejected == MAX_REJECTIONS_LOGGED:
             logger.warning("further rows that are left out are counted, not logged")
+
+
+    def _find_spare(self) -> Sample:
+        """The first usable row of the dataset, for idle steps of a rank whose shard had none."""
+        rows = (self._observed[index] for index in range(len(self.dataset)))
+        return next(row for row in rows if isinstance(row, Sample))
 
 
 _END = object()
@@ -203,8 +218,8 @@ class _Pass:
         self.epoch_steps = 0
         self.taken = False
 
-    def close(self) -> None:
-        self.rounds.close()
+    def close(self, timeout_s: float) -> None:
+        self.rounds.close(timeout_s)
         self.batches = None
         self.tasks.clear()
 

@@ -52,6 +52,7 @@ class ObservedDataset(Dataset):
     def __getitem__(self, index: int) -> Sample | Rejection:
         try:
             features, cost = self.observer(self.dataset, index)
+            sample = Sample(index, cost, pack(features))
         except RowDropped as error:
             return Rejection(index, error.reason, f"{self._where(index)}: {error}")
         except MediaCut as error:
@@ -81,7 +82,7 @@ class ObservedDataset(Dataset):
                 "raise the budget, or set `overlong: singleton` or `drop`.",
                 fatal=self.config.overlong == "error",
             )
-        return Sample(index, cost, pack(features))
+        return sample
 
     def _where(self, index: int) -> str:
         return where(self.observer, self.dataset, index)

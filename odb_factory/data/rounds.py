@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
 
-from odb_factory.batching import Budget, Plan, Window, plan_round
+from odb_factory.batching import Budget, Offer, Plan, align, make_offer
 from odb_factory.data.samples import Rejection, Sample, Step
-from odb_factory.errors import DataError
+from odb_factory.errors import DataError, one_line
+from odb_factory.log import get_logger
+
+logger = get_logger(__name__)
 
 Task = tuple[Step, list[Sample]]
 """A step and the samples to collate for it; on an idle step the sample that is run with weight 0."""
@@ -16,18 +20,60 @@ Task = tuple[Step, list[Sample]]
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a rank tells the others in a round: its window and the rows it has rejected so far this epoch."""
+    """What a rank tells the others in a round: what it can send out, and what it has rejected this epoch."""
 
-    window: Window
-    rejected: int
+    offer: Offer
+    rejected: Counter[str]
 
 
-Exchange = Callable[[Report], list[Report]]
-"""This rank's report in, the reports of all ranks out, in rank order."""
+class Exchange(Protocol):
+    """How ranks agree: everybody's report to everybody, once a round, by the planning threads."""
+
+    timeout_s: float
+    """How long a rank may have to wait for the others (seconds)."""
+
+    def __call__(self, report: Report, round_index: int) -> list[Report]:
+        """The reports of all ranks in rank order. Raises `AgreedError` if there is none of some rank."""
+
+    def leave(self) -> None:
+        """Tell the others, in place of the next report, that this rank leaves the epoch."""
+
+    def fail(self, message: str) -> None:
+        """Tell the others, in place of the next report, why this rank cannot go on."""
+
+    def farewell(self, message: str) -> None:
+        """Tell the others that the training itself has failed here (main thread)."""
+
+    def close(self) -> None:
+        """No more rounds."""
+
+
+class Alone:
+    """The exchange of a single rank: nobody to wait for, nobody to tell."""
+
+    timeout_s = 30.0
+
+    def __call__(self, report: Report, round_index: int) -> list[Report]:
+        return [report]
+
+    def leave(self) -> None: ...
+
+    def fail(self, message: str) -> None: ...
+
+    def farewell(self, message: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class AgreedError(DataError):
+    """An error of the planning, which every rank knows of and raises: nobody is left waiting."""
 
 
 class EpochRounds:
-    """Iterate over the rounds of one epoch, each a list of tasks; deterministic for its arguments (I6)."""
+    """Iterate over the rounds of one epoch, each a list of tasks; deterministic for its arguments (I6).
+
+    find_spare: a usable sample of the dataset, for the idle steps of a rank that never held one.
+    """
 
     def __init__(
         self,
@@ -37,17 +83,21 @@ class EpochRounds:
         buffer_size: int,
         num_samples: int,
         accumulation: int,
+        join: bool,
         seed: int,
         epoch: int,
         rank: int,
         exchange: Exchange,
+        find_spare: Callable[[], Sample],
         on_reject: Callable[[Rejection], None],
     ):
         self.observed = observed
-        self.budget, self.buffer_size = budget, buffer_size
-        self.num_samples, self.accumulation = num_samples, accumulation
+        self.budget = budget
+        # Without join a window must be able to fill a whole optimizer step.
+        self.buffer_size = buffer_size if join else max(buffer_size, accumulation)
+        self.num_samples, self.accumulation, self.join = num_samples, accumulation, join
         self.seed, self.epoch, self.rank = seed, epoch, rank
-        self.exchange, self.on_reject = exchange, on_reject
+        self.exchange, self.find_spare, self.on_reject = exchange, find_spare, on_reject
 
         self.rejected: Counter[str] = Counter()
         self.held: list[Sample] = []
@@ -55,35 +105,69 @@ class EpochRounds:
         self.spare: Sample | None = None
         self.next_sample: Sample | None = None
         self.steps = self.emitted = 0
+        self.final = False
 
-    def __iter__(self) -> Iterator[list[Task]]:
+    def __iter__(self) -> Generator[list[Task], None, None]:
+        """Raises `AgreedError` on all ranks where one cannot go on; `DataError` if the others cannot be told."""
         try:
             yield from self._rounds()
+            return
+        except GeneratorExit:
+            if not self.final:
+                self.exchange.leave()
+            raise
+        except AgreedError:
+            raise
+        except DataError as error:
+            message = str(error)
+        except Exception as error:
+            # Logged here and not chained: its traceback would keep the worker processes alive.
+            logger.error("planning failed", exc_info=error)
+            message = one_line(error)
         finally:
             self.observed = iter(())  # lets its worker processes go, whoever still holds this object
+        if self.final:
+            raise DataError(message)
+        self.exchange.fail(message)
+        raise AgreedError(message)
 
     def _rounds(self) -> Iterator[list[Task]]:
-        round_index, final = 0, False
+        round_index = 0
+        tasks: list[Task] = []
         self.next_sample = self._draw()
-        while not final:
+        while not self.final:
             self._fill()
-            window = Window([sample.cost for sample in self.held], self.ages, dry=self.next_sample is None)
-            reports = self.exchange(Report(window, self.rejected.total()))
-            plan = plan_round(
-                [report.window for report in reports],
-                self.budget,
+            groups, offer = make_offer(
+                [sample.cost for sample in self.held],
+                self.ages,
+                dry=self.next_sample is None,
+                budget=self.budget,
+                num_groups=1 if self.join else self.accumulation,
+            )
+            reports = self.exchange(Report(offer, self.rejected), round_index)
+            rejected = sum((report.rejected for report in reports), Counter())
+            plan = align(
+                [report.offer for report in reports],
                 seed=self.seed,
                 epoch=self.epoch,
                 round_index=round_index,
                 steps_before=self.steps,
                 accumulation=self.accumulation,
+                join=self.join,
             )
-            final = plan.final
-            yield self._tasks(plan, rejected=sum(report.rejected for report in reports))
-            round_index += 1
-        if self.emitted == 0:
-            reasons = ", ".join(f"{count} {reason}" for reason, count in self.rejected.items())
-            raise DataError(f"no row of the training dataset can be trained on: {reasons or 'it is empty'}.")
+            round_index, self.final = round_index + 1, plan.final
+            tasks += self._tasks(groups, plan, rejected)
+            if self.final and self.emitted == 0:
+                raise AgreedError(_nothing_left(rejected, self.num_samples))
+            # Without join, the end may turn out to have been the step before: one is kept until the next plan.
+            kept = 1 if not (self.final or self.join) else 0
+            if self.final:
+                step, samples = tasks[-1]
+                left_out = self.num_samples - self.emitted - rejected.total()
+                end = {"done": self.num_samples, "rejected": rejected, "left_out": left_out, "epoch_steps": self.steps}
+                tasks[-1] = replace(step, last=True, **end), samples
+            yield tasks[: len(tasks) - kept]
+            tasks = tasks[len(tasks) - kept :]
 
     def _draw(self) -> Sample | None:
         """The next usable sample of the sampler, None when it is dry."""
@@ -106,39 +190,53 @@ class EpochRounds:
             self.ages.append(0)
             self.next_sample = self._draw()
 
-    def _tasks(self, plan: Plan, rejected: int) -> list[Task]:
+    def _tasks(self, groups: Sequence[Sequence[int]], plan: Plan, rejected: Counter[str]) -> list[Task]:
         """This rank's tasks of a planned round; what was not planned stays in the window, one round older."""
-        first, total = self.steps, len(plan.totals)
-        self.steps += total
+        first = self.steps
+        self.steps += len(plan.totals)
         planned = self.emitted + sum(totals.samples for totals in plan.totals)
-        epoch_steps = self._epoch_steps(plan.final, planned, rejected)
+        epoch_steps = self._epoch_steps(plan.final, planned, self.num_samples - planned - rejected.total())
         tasks: list[Task] = []
-        for offset, (group, totals) in enumerate(zip(plan.groups[self.rank], plan.totals)):
-            samples = [self.held[i] for i in group]
+        gone: set[int] = set()
+        for index, (chosen, totals) in enumerate(zip(plan.groups[self.rank], plan.totals), start=first):
+            positions = groups[chosen] if chosen is not None else []
+            samples = [self.held[i] for i in positions]
+            gone.update(positions)
             self.emitted += totals.samples
-            last = plan.final and offset == total - 1
             step = Step(
                 epoch=self.epoch,
-                index=first + offset,
+                index=index,
                 ids=tuple(sample.id for sample in samples),
                 tokens=sum(sample.cost.tokens for sample in samples),
                 supervised_tokens=sum(sample.cost.supervised_tokens for sample in samples),
                 totals=totals,
-                done=self.num_samples if last else self.emitted + rejected,
+                done=self.emitted + rejected.total(),
+                rejected=rejected,
+                left_out=0,
                 epoch_steps=epoch_steps,
-                last=last,
+                last=False,
             )
-            tasks.append((step, samples or [self.spare]))
-        gone = {i for group in plan.groups[self.rank] for i in group}
+            tasks.append((step, samples or [self._idle_sample()]))
         kept = [i for i in range(len(self.held)) if i not in gone]
         self.held = [self.held[i] for i in kept]
         self.ages = [self.ages[i] + 1 for i in kept]
         return tasks
 
-    def _epoch_steps(self, final: bool, planned: int, rejected: int) -> int:
-        """Steps of the whole epoch if the samples to come fill steps as those planned so far did."""
+    def _idle_sample(self) -> Sample:
+        if self.spare is None:
+            self.spare = self.find_spare()
+        return self.spare
+
+    def _epoch_steps(self, final: bool, planned: int, left: int) -> int:
+        """Steps of the whole epoch if the `left` samples to come fill steps as the `planned` ones did."""
         if final:
             return self.steps
-        left = max(self.num_samples - planned - rejected, 0)
-        steps = self.steps + round(left * self.steps / max(planned, 1))
+        steps = self.steps + round(max(left, 0) * self.steps / max(planned, 1))
         return -(-steps // self.accumulation) * self.accumulation
+
+
+def _nothing_left(rejected: Counter[str], num_samples: int) -> str:
+    reasons = ", ".join(f"{count} {reason}" for reason, count in rejected.items())
+    if rejected.total() < num_samples:
+        reasons += f"{', ' if reasons else ''}{num_samples - rejected.total()} left out because a rank ran short"
+    return f"no row of the training dataset can be trained on: {reasons or 'it is empty'}."

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,11 +15,11 @@ from odb_factory.batching import Cost, StepTotals
 
 @dataclass(slots=True)
 class Sample:
-    """One observed row: its index in the training dataset, its cost and its light features."""
+    """One observed row: its index in the training dataset, its cost and its light features (see `pack`)."""
 
     id: int
     cost: Cost
-    features: dict[str, Any]
+    features: bytes
 
 
 @dataclass(slots=True)
@@ -39,6 +41,8 @@ class Step:
     tokens, supervised_tokens: of this rank's group (0 on an idle step).
     totals: the step over all ranks.
     done: samples of the epoch emitted or rejected on all ranks once this step is taken.
+    rejected: rows of the epoch rejected on all ranks, by reason, when the step was planned.
+    left_out: on the last step, rows neither emitted nor rejected (`join: false` only); 0 before.
     epoch_steps: steps of the whole epoch; an estimate until the last round is planned.
     last: no step follows in this epoch.
     """
@@ -50,6 +54,8 @@ class Step:
     supervised_tokens: int
     totals: StepTotals
     done: int
+    rejected: Counter[str]
+    left_out: int
     epoch_steps: int
     last: bool
 
@@ -75,13 +81,17 @@ class PackedInts:
     array: np.ndarray
 
 
-def pack(features: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace lists of ints (token ids, labels, masks) by compact arrays; leave the rest as it is."""
-    return {key: _pack_list(value) for key, value in features.items()}
+def pack(features: Mapping[str, Any]) -> bytes:
+    """Features as they wait and travel: pickled, with lists of ints (ids, labels, masks) as compact arrays.
+
+    Raises what pickle raises; here, in the worker that made them, rather than in a queue where nobody sees it.
+    """
+    return pickle.dumps({key: _pack_list(value) for key, value in features.items()}, pickle.HIGHEST_PROTOCOL)
 
 
-def unpack(features: Mapping[str, Any]) -> dict[str, Any]:
+def unpack(packed: bytes) -> dict[str, Any]:
     """Undo `pack`: the lists that the framework's collator expects, in a fresh dict it may change."""
+    features = pickle.loads(packed)
     return {key: value.array.tolist() if isinstance(value, PackedInts) else value for key, value in features.items()}
 
 

@@ -21,9 +21,7 @@ def check_environment() -> None:
             )
 
 
-def check_combination(
-    model_args: Any, data_args: Any, training_args: Any, finetuning_args: Any, generating_args: Any
-) -> None:
+def check_combination(data_args: Any, training_args: Any, finetuning_args: Any) -> None:
     """Raise a one-line `ConfigError` naming key, value and way out for what cannot work with odb."""
     if not training_args.do_train:
         return

@@ -88,7 +88,8 @@ def _get_train_args(original: Callable, args: Any = None) -> Any:
     config = ODBConfig.from_block(args["odb"])
     block.check_environment()
     parsed = original({key: value for key, value in args.items() if key != "odb"})
-    block.check_combination(*parsed)
+    _, data_args, training_args, finetuning_args, _ = parsed
+    block.check_combination(data_args, training_args, finetuning_args)
     _active = config
     return parsed
 

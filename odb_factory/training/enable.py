@@ -12,6 +12,7 @@ from torch.utils.data import RandomSampler
 
 from odb_factory.batching import Collation
 from odb_factory.config import ODBConfig
+from odb_factory.data.exchange import GroupExchange
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.measure import DEFAULT_PATCH_SIZE
 from odb_factory.data.observe import Observer
@@ -42,6 +43,9 @@ class ODBSettings:
             patch_size=self.patch_size,
             accumulation=args.gradient_accumulation_steps,
             seed=seed,
+            rank=args.process_index,
+            world_size=args.world_size,
+            exchange=self._exchange(args),
             num_workers=args.dataloader_num_workers,
             prefetch_factor=args.dataloader_prefetch_factor or 2,
             pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
@@ -55,7 +59,15 @@ class ODBSettings:
             target_epochs=None if args.max_steps > 0 else args.num_train_epochs,
             max_steps=args.max_steps if args.max_steps > 0 else None,
             output_dir=args.output_dir,
+            rank=args.process_index,
+            world_size=args.world_size,
         )
+
+    def _exchange(self, args: Any) -> GroupExchange | None:
+        """None for one rank alone. All ranks make theirs at the same place of the program."""
+        if args.world_size == 1:
+            return None
+        return GroupExchange(self.config.exchange_timeout_s or args.ddp_timeout)
 
 
 def enable_odb(
@@ -76,6 +88,11 @@ def enable_odb(
     if isinstance(trainer, ODBTrainerMixin):
         raise ConfigError("enable_odb: this trainer has it already; call it once.")
     check_training_arguments(trainer.args)
+    if config.max_patches is not None and config.max_patches < collation.filler_patches:
+        raise ConfigError(
+            f"odb.max_patches: {config.max_patches} is less than the {collation.filler_patches} patches of the fake "
+            "image that the collator adds to every group without media; raise it."
+        )
     stock = type(trainer)
     trainer.__class__ = type(stock.__name__, (ODBTrainerMixin, stock), {"__module__": stock.__module__})
     trainer.odb_settings = ODBSettings(config=config, observer=observer, collation=collation, patch_size=patch_size)
@@ -84,6 +101,11 @@ def enable_odb(
 
 def check_training_arguments(args: Any) -> None:
     """Refuse what cannot work together, naming key, value and way out."""
+    if args.n_gpu > 1:
+        raise ConfigError(
+            f"n_gpu: {args.n_gpu} devices in one process (DataParallel) would cut every batch apart; start one "
+            "process a device with torchrun (FORCE_TORCHRUN=1), or show it one device."
+        )
     if args.per_device_train_batch_size != 1:
         raise ConfigError(
             f"per_device_train_batch_size: {args.per_device_train_batch_size} does not go with odb, which sizes "
@@ -103,11 +125,6 @@ def check_training_arguments(args: Any) -> None:
         raise ConfigError(
             "group_by_length (train_sampling_strategy): it needs all lengths before training, and odb groups online; "
             "remove the key."
-        )
-    if args.world_size > 1:
-        raise ConfigError(
-            f"world size {args.world_size}: this version of odb_factory trains in one process; "
-            "start it without torchrun, on one device."
         )
 
 

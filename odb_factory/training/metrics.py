@@ -96,8 +96,9 @@ def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
 def summary_line(summary: Mapping[str, Any]) -> str:
     """The one line at the end of a run."""
     dropped = ", ".join(f"{count} {reason}" for reason, count in summary["dropped"].items()) or "none"
+    left_out = f", left out: {summary['left_out']}" if summary["left_out"] else ""
     return (
-        f"done: {summary['emitted']} samples emitted, dropped: {dropped}; {summary['steps']} steps "
+        f"done: {summary['emitted']} samples emitted, dropped: {dropped}{left_out}; {summary['steps']} steps "
         f"({summary['idle_steps']} idle) in {summary['optimizer_steps']} optimizer steps; "
         f"padding {summary['padding_ratio']:.1%} of {summary['padded_tokens']} tokens"
     )

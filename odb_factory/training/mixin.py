@@ -37,6 +37,10 @@ class ODBTrainerMixin:
         self.callback_handler.callbacks.insert(0, callback)
         try:
             return super().train(resume_from_checkpoint, *args, **kwargs)
+        except BaseException as error:
+            if self.odb_run is not None:
+                self.odb_run.abort(error)
+            raise
         finally:
             self.callback_handler.callbacks.remove(callback)
             if self.odb_run is not None:
@@ -49,6 +53,7 @@ class ODBTrainerMixin:
         self.odb_run.loader.start()
         if args.max_steps > 0:
             return TrainLoader(loader, None)
+        # A step emits a sample on some rank, but for the idle steps that fill the last optimizer step.
         accumulation = args.gradient_accumulation_steps
         return TrainLoader(loader, -(-loader.num_samples // accumulation) * accumulation)
 

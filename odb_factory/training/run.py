@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -12,8 +12,9 @@ from typing import Any
 
 from odb_factory.config import ODBConfig
 from odb_factory.data.loader import ODBLoader
+from odb_factory.data.rounds import AgreedError
 from odb_factory.data.samples import Measured, Step
-from odb_factory.errors import DataError
+from odb_factory.errors import DataError, one_line
 from odb_factory.log import get_logger
 from odb_factory.training.loss import loss_weights
 from odb_factory.training.metrics import Audit, Tally, summary_line, write_summary
@@ -74,6 +75,8 @@ class ODBRun:
         self._pending: deque[tuple[Step, Measured, float]] = deque()
         self._step: Step | None = None
         self._steps_before_epoch = 0
+        self._dropped: Counter[str] = Counter()
+        self._left_out = 0
         self._audit = Audit(self.output_dir, rank) if config.audit else None
 
     def estimated_optimizer_steps(self) -> int:
@@ -127,6 +130,8 @@ class ODBRun:
             self._audit.flush()
         if self._step.last:
             self._steps_before_epoch = self.optimizer_steps
+            self._dropped += self._step.rejected
+            self._left_out += self._step.left_out
 
     @property
     def epoch(self) -> float:
@@ -164,14 +169,14 @@ class ODBRun:
 
     def finish(self) -> None:
         """Write the summary, say the one line."""
-        if self.rank != 0:
+        if self.rank != 0 or self._step is None:
             return
         summary = {
             "samples": self.loader.num_samples,
-            "epochs": round(self.epoch, 4) if self._step else 0,
+            "epochs": round(self.epoch, 4),
             "emitted": self.total.samples,
-            "dropped": dict(self.loader.rejected),
-            "left_out": 0,
+            "dropped": dict(self._dropped if self._step.last else self._dropped + self._step.rejected),
+            "left_out": self._left_out,
             "steps": self.total.steps,
             "idle_steps": self.total.idle,
             "optimizer_steps": self.optimizer_steps,
@@ -187,6 +192,14 @@ class ODBRun:
         }
         write_summary(self.output_dir, summary)
         logger.info(summary_line(summary))
+
+    def abort(self, error: BaseException) -> None:
+        """The training has failed on this rank: tell the others, unless they know, and end everything here."""
+        if isinstance(error, AgreedError):
+            self.close()
+            return
+        self.loader.abort(one_line(error))
+        self.close()
 
     def close(self) -> None:
         """End worker processes and files; safe to call twice."""

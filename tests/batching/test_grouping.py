@@ -25,6 +25,7 @@ def test_every_index_stands_in_exactly_one_group(window: list[Cost], budget: Bud
 @given(windows, budgets)
 @example([Cost(10), Cost(9), Cost(1)], Budget(33, collation=Collation(filler_tokens=10)))
 @example([Cost(8)] * 3, Budget(24, collation=Collation(pad_to_multiple_of=8, filler_tokens=1)))
+@example([Cost(3), Cost(3)], Budget(9, 3, Collation(filler_patches=4)))
 @example([Cost(3, 1, has_media=True), Cost(3), Cost(2)], Budget(9, 3, Collation(filler_tokens=2, filler_patches=3)))
 def test_every_group_of_two_or_more_is_within_both_budgets(window: list[Cost], budget: Budget) -> None:
     """I4, measured on rows built one token at a time."""

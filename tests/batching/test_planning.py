@@ -8,16 +8,49 @@ import random
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
 from batching_strategies import budgets, collated, costs, within
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from odb_factory.batching import Budget, Collation, Cost, Plan, Window, plan_round
+from odb_factory.batching import Budget, Collation, Cost, GroupCost, Offer, StepTotals, align, make_offer
 from odb_factory.batching.grouping import form_groups
 from odb_factory.batching.planning import MAX_WAIT_ROUNDS
+
+
+@dataclass(frozen=True)
+class Window:
+    """The samples a rank holds: costs, ages in rounds, and whether its sampler is dry."""
+
+    costs: Sequence[Cost]
+    ages: Sequence[int]
+    dry: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A round in window positions: `groups[rank][step]`, empty on an idle step."""
+
+    groups: list[list[list[int]]]
+    totals: list[StepTotals]
+    final: bool
+
+
+def plan_round(world: Sequence[Window], budget: Budget, **options: Any) -> Plan:
+    """A round as ranks go through it: each makes its offer, all align the offers."""
+    num_groups = 1 if options.get("join", True) else options["accumulation"]
+    formed = [make_offer(window.costs, window.ages, window.dry, budget, num_groups) for window in world]
+    plan = align([offer for _, offer in formed], **options)
+    groups = [
+        [[] if chosen is None else groups[chosen] for chosen in steps]
+        for (groups, _), steps in zip(formed, plan.groups)
+    ]
+    return Plan(groups, plan.totals, plan.final)
 
 
 @st.composite
@@ -182,8 +215,11 @@ def test_the_order_is_another_one_for_another_seed_epoch_or_round(key: str) -> N
 
 
 def test_like_groups_meet_on_the_same_step() -> None:
-    """Ranks wait for the slowest one in every step, so their k-th largest groups go out together."""
-    world = [Window([Cost(tokens) for tokens in range(start, start + 50, 5)], [0] * 10, dry=True) for start in (51, 53)]
+    """Ranks wait for the slowest one in every step, so their k-th largest groups go out together, old or new."""
+    world = [
+        Window([Cost(tokens) for tokens in range(51, 100, 5)], list(range(10)), dry=True),
+        Window([Cost(tokens) for tokens in range(53, 102, 5)], [0, 3] * 5, dry=True),
+    ]
     plan = plan_round(world, Budget(100), seed=0, epoch=0, round_index=0)
     for mine, theirs in zip(*plan.groups):
         difference = world[0].costs[mine[0]].tokens - world[1].costs[theirs[0]].tokens
@@ -253,6 +289,67 @@ def test_a_filler_larger_than_the_budget_still_makes_progress(window: Window, ac
     budget = Budget(8, 1, Collation(filler_tokens=50, filler_patches=9))
     plan = plan_round([window], budget, seed=0, epoch=0, round_index=0, accumulation=accumulation)
     check_round([window], budget, plan, 0, accumulation)
+
+
+# Quota closure
+
+
+@given(a_window(), budgets, st.integers(1, 6))
+@example(
+    Window([Cost(10, 1, 5, True)] * 2 + [Cost(10, 0, 5)] * 2, [0] * 4, dry=False),
+    Budget(40, collation=Collation(filler_tokens=20)),
+    2,
+)
+@example(
+    Window([Cost(1), Cost(10), Cost(10)], [0] * 3, dry=False),
+    Budget(33, collation=Collation(filler_tokens=10)),
+    2,
+)
+def test_an_offer_is_made_of_what_is_held(window: Window, budget: Budget, num_groups: int) -> None:
+    """I2, I4, I5: nothing twice, within both budgets, all of it when dry, and as many groups as asked for if it can."""
+    groups, offer = make_offer(window.costs, window.ages, window.dry, budget, num_groups)
+    offered = Counter(i for group in groups for i in group)
+    assert all(groups) and all(count == 1 for count in offered.values())
+    assert len(offered) == len(window.costs) or not window.dry
+    assert window.dry or len(groups) >= min(num_groups, len(window.costs))
+    assert offer.dry is window.dry
+    for group, cost in zip(groups, offer.groups, strict=True):
+        rows = [window.costs[i] for i in group]
+        assert len(group) == 1 or within(rows, budget), "I4"
+        assert (cost.rows, cost.length) == collated(rows, budget.collation)[:2]
+        assert cost.tokens == sum(row.tokens for row in rows)
+        assert cost.supervised_tokens == sum(row.supervised_tokens for row in rows)
+
+
+@given(worlds, budgets, positions())
+def test_a_round_without_join_has_no_idle_step(world: list[Window], budget: Budget, position: dict[str, int]) -> None:
+    """I1, I3, I4: whole optimizer steps, every rank busy in every one, no sample twice."""
+    position["steps_before"] = 0
+    plan = plan_round(world, budget, join=False, **position)
+    assert len(plan.totals) % position["accumulation"] == 0
+    assert all(totals.busy_ranks == len(world) for totals in plan.totals)
+    for rank, window in enumerate(world):
+        assert len(plan.groups[rank]) == len(plan.totals)
+        assert all(plan.groups[rank])
+        assert all(count == 1 for count in Counter(emitted(plan, rank)).values())
+        assert all(len(group) == 1 or within([window.costs[i] for i in group], budget) for group in plan.groups[rank])
+
+
+group_costs = st.builds(GroupCost, *[st.integers(1, 9)] * 4)
+offers = st.lists(st.builds(Offer, st.lists(group_costs, max_size=9), st.booleans()), min_size=1, max_size=4)
+
+
+@given(offers, st.integers(1, 3))
+def test_an_epoch_without_join_ends_when_a_dry_rank_runs_short(world: list[Offer], accumulation: int) -> None:
+    """I3, I5: not before, and every round until then takes an optimizer step."""
+    world = [Offer(offer.groups, offer.dry or len(offer.groups) < accumulation) for offer in world]
+    plan = align(world, seed=0, epoch=0, round_index=0, accumulation=accumulation, join=False)
+    left = [len(offer.groups) - len(plan.totals) for offer in world]
+    assert plan.final is any(offer.dry and count < accumulation for offer, count in zip(world, left))
+    assert plan.final or plan.totals
+    assert all(count >= 0 for count in left)
+    if plan.final:
+        assert min(left) < accumulation, "no optimizer step that all could have taken is left out"
 
 
 def test_planning_needs_no_torch() -> None:

@@ -97,7 +97,6 @@ def test_sound_facts_give_no_problem() -> None:
             "torchaudio cannot be loaded",
         ),
         ({"probe": Probe(active=True, hooked=["x"], own_keys=["odb"])}, "odb keys of its own: odb"),
-        ({"probe": Probe(active=True, hooked=["x"], gpus=["H200", "H200"])}, "2 GPUs: H200"),
     ],
 )
 def test_every_defect_is_said_once_with_a_way_out(change: dict, said: str) -> None:

@@ -4,6 +4,7 @@ any way to leave, nothing left behind, and an error rather than a hang."""
 from __future__ import annotations
 
 import gc
+import logging
 import multiprocessing
 import os
 import signal
@@ -22,7 +23,7 @@ from odb_factory.batching import Collation, Cost
 from odb_factory.config import ODBConfig
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.observe import MediaCut, RowDropped
-from odb_factory.data.rounds import Report
+from odb_factory.data.rounds import Alone, Report
 from odb_factory.errors import DataError
 
 pytestmark = pytest.mark.timeout(60)
@@ -223,6 +224,14 @@ def no_workers_of_another_test() -> Iterator[None]:
 
 
 @pytest.fixture
+def silence() -> Iterator[None]:
+    """Nothing is logged: pytest keeps the records of a test, and with a traceback the workers it has passed."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.fixture
 def before() -> dict[str, int]:
     """What is open before a test; what torch and multiprocessing open once and keep is open by then."""
     with open_loader(toy_rows(), (2, 2)) as loader:
@@ -300,15 +309,19 @@ def test_two_ranks_take_the_same_steps_and_share_the_rows() -> None:
     told: dict[int, Report] = {}
     taken: dict[int, list[Any]] = {}
 
-    def drive(rank: int) -> None:
-        def exchange(report: Report) -> list[Report]:
-            told[rank] = report
+    class Exchange(Alone):
+        def __init__(self, rank: int):
+            self.rank = rank
+
+        def __call__(self, report: Report, round_index: int) -> list[Report]:
+            told[self.rank] = report
             turn.wait()
             reports = [told[0], told[1]]
             turn.wait()
             return reports
 
-        options = {"rank": rank, "world_size": 2, "exchange": exchange, "accumulation": 2, "on_error": "skip"}
+    def drive(rank: int) -> None:
+        options = {"rank": rank, "world_size": 2, "exchange": Exchange(rank), "accumulation": 2, "on_error": "skip"}
         with open_loader(rows, **options) as loader:
             taken[rank] = [run(loader, epoch) for epoch in range(2)]
 
@@ -450,7 +463,7 @@ def test_an_unreadable_row_is_skipped_and_counted(workers: tuple[int, int]) -> N
     """`on_error: skip`: I2 for all other rows; the epoch ends with all of them done."""
     with open_loader(toy_rows(r33="raise", r34="raise", r50="dropped"), workers, on_error="skip") as loader:
         items = run(loader)
-        assert loader.rejected == {"unreadable": 2, "invalid": 1}
+        assert items[-1][0].rejected == {"unreadable": 2, "invalid": 1}
     assert sorted(all_ids(items)) == [i for i in range(60) if i not in (33, 34, 50)]
     assert items[-1][0].done == 60
 
@@ -459,7 +472,7 @@ def test_an_unreadable_row_is_skipped_and_counted(workers: tuple[int, int]) -> N
 def test_rows_without_a_supervised_token_are_left_out_and_counted(workers: tuple[int, int]) -> None:
     with open_loader(toy_rows(r33="unsupervised"), workers) as loader:
         items = run(loader)
-        assert loader.rejected == {"unsupervised": 1}
+        assert items[-1][0].rejected == {"unsupervised": 1}
     assert 33 not in all_ids(items)
 
 
@@ -490,7 +503,7 @@ def test_an_overlong_row_meets_its_policy(workers: tuple[int, int], overlong: st
             return
         items = run(loader)
         if overlong == "drop":
-            assert loader.rejected == {"overlong": 2}
+            assert items[-1][0].rejected == {"overlong": 2}
             assert sorted(all_ids(items)) == [0, 1, 3, 5]
         else:
             assert (2,) in groups(items) and (4,) in groups(items)
@@ -505,8 +518,9 @@ def test_a_row_whose_media_are_cut_cannot_even_travel_alone(overlong: str, stops
             assert message.startswith("row 33 of the toy data: cutoff_len 8 cuts")
             assert "overlong: drop" in message
         else:
-            assert 33 not in all_ids(run(loader))
-            assert loader.rejected == {"overlong": 1}
+            items = run(loader)
+            assert 33 not in all_ids(items)
+            assert items[-1][0].rejected == {"overlong": 1}
 
 
 @pytest.mark.parametrize("workers", [(0, 0), (2, 2)])
@@ -537,8 +551,9 @@ def test_an_error_of_two_lines_is_told_in_one(fate: str) -> None:
 def test_a_row_that_cannot_be_described_either_is_skipped() -> None:
     """`ObservedDataset` never raises for a row: to say where it comes from, the row must be read once more."""
     with open_loader(toy_rows(r33="raise"), observer=ForgetfulObserver(), on_error="skip") as loader:
-        assert 33 not in all_ids(run(loader))
-        assert loader.rejected == {"unreadable": 1}
+        items = run(loader)
+        assert 33 not in all_ids(items)
+        assert items[-1][0].rejected == {"unreadable": 1}
 
 
 @pytest.mark.parametrize("fate", ["raise", "uncollatable"])
@@ -562,12 +577,33 @@ def test_an_error_in_start_is_the_same_error_again(workers: tuple[int, int]) -> 
 
 @pytest.mark.timeout(40)
 @pytest.mark.parametrize(("row", "fate"), [(0, "kill observer"), (55, "kill observer"), (55, "kill collator")])
-def test_a_killed_worker_ends_in_an_error_and_not_in_a_hang(row: int, fate: str) -> None:
+def test_a_killed_worker_ends_in_an_error_and_not_in_a_hang(silence: None, row: int, fate: str) -> None:
     """Killed in the first round or later; the error and the end of the other workers come within 30 s."""
     rows = toy_rows(200, **{f"r{row}": fate})
     started = time.monotonic()
     with open_loader(rows, (2, 2), sampler=torch.utils.data.SequentialSampler(rows)) as loader:
         with pytest.raises(Exception, match="killed|exited unexpectedly"):
             run(loader)
+    assert_soon(lambda: not multiprocessing.active_children())
     assert time.monotonic() - started < 30
-    assert_soon(lambda: not multiprocessing.active_children(), 30 - (time.monotonic() - started))
+
+
+@pytest.mark.xfail(strict=True, reason="a loader whose collation fails leaves, and leaving waits for all other ranks")
+@pytest.mark.parametrize("workers", [(0, 0), (1, 1)])
+def test_a_rank_that_fails_does_not_wait_until_the_others_leave(workers: tuple[int, int]) -> None:
+    """Never hang: in the training they wait for it, and so do not leave. It tells them in `abort`, and goes."""
+    said: list[str] = []
+
+    class Exchange(Alone):
+        def leave(self) -> None:
+            said.append("leave")
+
+        def farewell(self, message: str) -> None:
+            said.append("farewell")
+
+    rows = toy_rows(200, r3="uncollatable")
+    options = {"exchange": Exchange(), "sampler": torch.utils.data.SequentialSampler(rows), "buffer_size": 8}
+    with open_loader(rows, workers, **options) as loader, within(20):
+        message = failure(loader)
+        loader.abort(message)
+    assert said[0] == "farewell"

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from llamafactory.data import SFTDataCollatorWith4DAttentionMask, get_dataset, get_template_and_fix_tokenizer
 from llamafactory.hparams import get_train_args
 from llamafactory.model import load_model, load_tokenizer
+from PIL import Image
 from support import training_config, write_dataset
 
 from odb_factory.batching import Budget
 from odb_factory.config import ODBConfig
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.observe import ObservedDataset
-from odb_factory.data.samples import Rejection
+from odb_factory.data.samples import Rejection, unpack
 from odb_factory.llamafactory.attach import probe_collation
 from odb_factory.llamafactory.dataset import OnlineDataset, OpenMedia, RowObserver
+from odb_factory.llamafactory.media import EncodedImage
 
 BLOCK = {"token_budget": 1024, "max_patches": 900, "buffer_size": 24}
 PATCH_BYTES = 3 * 2 * 16 * 16 * 4
@@ -150,6 +154,34 @@ def test_filler_of_a_text_only_group_is_known(vl: Setting, text: Setting) -> Non
     assert (text.collation.filler_tokens, text.collation.filler_patches) == (0, 0)
 
 
+def test_images_inside_the_dataset_stay_encoded_until_collation(tiny_vl, tmp_path) -> None:
+    """A parquet file with an image column, one picture turned by its EXIF data: batches still equal stock's."""
+    picture = Image.effect_noise((120, 70), 60).convert("RGB")
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by 90 degrees
+    picture.save(tmp_path / "turned.jpg", exif=exif)
+    picture.save(tmp_path / "plain.png")
+    turns = [{"role": "user", "content": "<image>what?"}, {"role": "assistant", "content": "noise"}]
+    features = datasets.Features(
+        {
+            "messages": [{"role": datasets.Value("string"), "content": datasets.Value("string")}],
+            "images": datasets.Sequence(datasets.Image()),
+        }
+    )
+    rows = {"messages": [turns] * 2, "images": [[str(tmp_path / name)] for name in ("turned.jpg", "plain.png")]}
+    write_dataset(tmp_path, {"pictures": [{"messages": turns, "images": ["plain.png"]}]})
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "pictures.parquet")
+    info = json.loads((tmp_path / "dataset_info.json").read_text().replace("pictures.json", "pictures.parquet"))
+    (tmp_path / "dataset_info.json").write_text(json.dumps(info))
+    setting = Setting(training_config(tiny_vl, tmp_path, tmp_path / "out", dataset="pictures"))
+    samples = [setting.observe(index) for index in range(2)]
+    assert all(isinstance(unpack(sample.features)["images"][0], EncodedImage) for sample in samples)
+    ours = OpenMedia(setting.collator)([unpack(sample.features) for sample in samples])
+    assert_same_batch(ours, setting.collator([dict(setting.stock["train_dataset"][index]) for index in range(2)]))
+    grids = ours["image_grid_thw"].tolist()
+    assert grids[0][1:] == grids[1][:0:-1], "one lies, one stands"
+
+
 def test_cut_placeholders_are_caught_at_observation(tiny_vl, data_dir, tmp_path) -> None:
     config = training_config(tiny_vl, data_dir, tmp_path, dataset="pictures", cutoff_len=48)
     sample = Setting(config).observe(1)
@@ -172,8 +204,6 @@ def test_rows_that_stock_drops_are_dropped_and_counted(tiny_text, tmp_path) -> N
 
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
 def test_unreadable_image_names_dataset_row_and_file(tiny_vl, tmp_path, on_error: str) -> None:
-    from PIL import Image
-
     Image.new("RGB", (90, 60), "red").save(tmp_path / "good.png")
     (tmp_path / "not_an_image.png").write_bytes(b"plain text")
     whole = (tmp_path / "good.png").read_bytes()

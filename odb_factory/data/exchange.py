@@ -1,0 +1,169 @@
+"""How the ranks of a training agree: one small message from each to all, once a round.
+
+The messages travel over a gloo group of their own, so they never meet the collectives of the
+training. Beside it runs a small key-value store in which each rank leaves its last word: when a
+rank is missed, the others can say who it is and what it was doing.
+
+The group is made in the main thread of all ranks, in the same order; after that it is used by the
+planning thread alone. The store may be used by any thread.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from collections import Counter
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from odb_factory.batching import GroupCost, Offer
+from odb_factory.data.rounds import AgreedError, Report
+from odb_factory.log import get_logger
+
+logger = get_logger(__name__)
+
+WATCH_S = 0.5
+FAREWELL_S = 5.0
+"""A failing rank waits this long, at most, for the others to have read why."""
+
+
+class GroupExchange:
+    """The `Exchange` of all ranks of the default process group (see `odb_factory.data.rounds`).
+
+    timeout_s: how long a rank waits for the others in a round. A message has 16 bytes a group and some
+    hundred more: nothing grows with tokens or pixels.
+    """
+
+    def __init__(self, timeout_s: float):
+        self.timeout_s = timeout_s
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s), group_desc="odb")
+        self._store = self._open_store()
+        self._failed = False
+        self._closed = threading.Event()
+        self._watcher: threading.Thread | None = None
+
+    def __call__(self, report: Report, round_index: int) -> list[Report]:
+        """The reports of all ranks, in rank order. Raises `AgreedError` if one failed, left or is missing."""
+        if self._watcher is None:  # not before, so that worker processes have been started
+            self._watcher = threading.Thread(target=self._watch, name="odb-watch", daemon=True)
+            self._watcher.start()
+        answers = self._gather(encode(report), f"round {round_index}")
+        for rank, answer in enumerate(answers):
+            if isinstance(answer, str):
+                raise AgreedError(f"rank {rank} stopped: {answer}" if rank != self.rank else answer)
+        return answers
+
+    def leave(self) -> None:
+        if not self._failed:
+            self._gather(encode("it left the epoch before its end; all ranks must take the same steps."), "leaving")
+
+    def fail(self, message: str) -> None:
+        if not self._failed:
+            self._gather(encode(message), f"failed: {message}")
+
+    def farewell(self, message: str) -> None:
+        """Say why this rank ends outside of planning (main thread); wait a little until the others have read it."""
+        self._failed = True
+        try:
+            self._store.set("left", f"rank {self.rank} left the training: {message}")
+            until = time.monotonic() + FAREWELL_S
+            while time.monotonic() < until and self._store.add("heard", 0) < self.world_size - 1:
+                time.sleep(WATCH_S / 5)
+        except RuntimeError:
+            pass  # the store is gone, and with it somebody to tell
+
+    def close(self) -> None:
+        """Give the group back; the planning thread has ended."""
+        self._closed.set()
+        if self._watcher is not None:
+            self._watcher.join()
+        if self._group is not None and not self._failed and dist.is_initialized():
+            dist.destroy_process_group(self._group)
+        self._group = self._store = None
+
+    def _open_store(self) -> dist.TCPStore:
+        """A store that rank 0 serves on a free port of the address where the others have found it before."""
+        place: list[Any] = [None]
+        timeout = timedelta(seconds=min(self.timeout_s, 300))
+        if self.rank == 0:
+            host = os.environ.get("MASTER_ADDR") or socket.gethostname()
+            store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+            place = [(host, store.port)]
+        dist.broadcast_object_list(place, src=0, group=self._group)
+        return store if self.rank == 0 else dist.TCPStore(*place[0], is_master=False, timeout=timeout)
+
+    def _gather(self, message: bytes, word: str) -> list[Report | str]:
+        """Everybody's message, decoded. Sizes travel first, then messages padded to the longest."""
+        try:
+            self._store.set(f"word/{self.rank}", word)
+            size = torch.tensor([len(message)])
+            sizes = [torch.zeros_like(size) for _ in range(self.world_size)]
+            dist.all_gather(sizes, size, group=self._group)
+            mine = torch.zeros(max(map(int, sizes)), dtype=torch.uint8)
+            mine[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+            messages = [torch.empty_like(mine) for _ in range(self.world_size)]
+            dist.all_gather(messages, mine, group=self._group)
+        except RuntimeError as error:
+            failure = AgreedError(self._missing(word, error))
+            logger.error("%s", failure)  # the training may be waiting in a collective of its own, and never ask
+            raise failure from None
+        return [decode(text.numpy().tobytes()[: int(size)]) for text, size in zip(messages, sizes)]
+
+    def _missing(self, word: str, error: RuntimeError) -> str:
+        """Who did not answer, and what it said last."""
+        try:
+            if self._store.check(["left"]):
+                return self._store.get("left").decode()
+            keys = {rank: f"word/{rank}" for rank in range(self.world_size)}
+            words = {r: self._store.get(key).decode() if self._store.check([key]) else "" for r, key in keys.items()}
+        except RuntimeError:
+            return f"rank {self.rank} lost rank 0, which has ended, in {word}; look for its own last message."
+        behind = [f"rank {r} (last word: {said or 'none'})" for r, said in words.items() if said != word]
+        cause = " ".join(str(error).split())[:200]
+        return (
+            f"rank {self.rank} had no answer in {word} within {self.timeout_s:g} s from "
+            f"{', '.join(behind) or 'a rank that has ended'}; look for its own last message, or raise "
+            f"exchange_timeout_s if it was only slow ({cause})"
+        )
+
+    def _watch(self) -> None:
+        """Read the farewell of a failing rank, whatever this rank is waiting in."""
+        while not self._closed.wait(WATCH_S):
+            try:
+                if self._store.check(["left"]):
+                    if not self._failed:
+                        logger.error("%s", self._store.get("left").decode())
+                        self._store.add("heard", 1)
+                    return
+            except RuntimeError:
+                return
+
+
+def encode(content: Report | str) -> bytes:
+    """A report, or the reason why there is none: length of a JSON header, the header, four int32 a group."""
+    if isinstance(content, str):
+        head, groups = {"stopped": content}, np.empty((0, 4), np.int32)
+    else:
+        head = {"dry": content.offer.dry, "rejected": content.rejected}
+        rows = [(g.rows, g.length, g.tokens, g.supervised_tokens) for g in content.offer.groups]
+        groups = np.array(rows, dtype=np.int32).reshape(-1, 4)
+    text = json.dumps(head).encode()
+    return len(text).to_bytes(4, "little") + text + groups.tobytes()
+
+
+def decode(message: bytes) -> Report | str:
+    """Undo `encode`."""
+    end = 4 + int.from_bytes(message[:4], "little")
+    head = json.loads(message[4:end])
+    if "stopped" in head:
+        return head["stopped"]
+    groups = np.frombuffer(message[end:], dtype=np.int32).reshape(-1, 4).tolist()
+    return Report(Offer([GroupCost(*group) for group in groups], head["dry"]), Counter(head["rejected"]))

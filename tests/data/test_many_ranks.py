@@ -1,0 +1,199 @@
+"""Epochs of up to 16 ranks with little in common: skewed and empty shards, overlong and rejected rows, odd budgets.
+
+And every way in which some of the ranks do not reach the end: none of the others is left waiting.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from batching_strategies import budgets, costs
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from lockstep import Epoch, Row, check_promises, rejection, run_shards, sample, usable
+
+from odb_factory.batching import Budget, Cost
+from odb_factory.data.rounds import AgreedError
+from odb_factory.data.samples import Rejection, Sample
+
+Case = tuple[list[list[Row]], dict[str, Any]]
+REASONS = ("overlong", "unreadable", "unsupervised")
+REJECTED = {"none": lambda i: False, "some": lambda i: i % 3 == 1, "all": lambda i: True}
+
+
+def a_row(id: int, cost: Cost, rejected: bool) -> Row:
+    return Rejection(id, REASONS[id % 3], "") if rejected else Sample(id, cost, {})
+
+
+@st.composite
+def shards(draw: st.DrawFn, sizes: tuple[int, ...], rejected: tuple[str, ...], max_ranks: int = 16) -> list[list[Row]]:
+    """Shards that need not be alike; the samples of one may be 300 times as long as those of another."""
+    ids = itertools.count()
+    world = []
+    for _ in range(draw(st.integers(1, max_ranks))):
+        size, rejects = draw(st.sampled_from(sizes)), REJECTED[draw(st.sampled_from(rejected))]
+        if draw(st.booleans()):
+            longest = draw(st.sampled_from([1, 10, 300]))
+            kinds = [Cost(longest - i % longest, 0, 1) for i in range(size)]
+        else:
+            kinds = draw(st.lists(costs(), min_size=size, max_size=size))
+        world.append([a_row(next(ids), cost, rejects(i)) for i, cost in enumerate(kinds)])
+    return world
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Shards and options. Without join a nearly empty shard ends the epoch at once, so there are few of them."""
+    accumulation, join = draw(st.integers(1, 5)), draw(st.sampled_from([True, True, False]))
+    options = {
+        "budget": draw(budgets),
+        "buffer_size": draw(st.integers(1 if join else accumulation, 16)),
+        "accumulation": accumulation,
+        "join": join,
+        "seed": draw(st.integers(0, 3)),
+        "epoch": draw(st.integers(0, 3)),
+    }
+    if join or draw(st.integers(0, 5)) == 0:
+        return draw(shards((0, 1, 2, 5, 9, 30), ("none", "none", "some", "all"))), options
+    return draw(shards((9, 16, 30), ("none", "some"))), options
+
+
+@st.composite
+def orders(draw: st.DrawFn, world: list[list[Row]]) -> list[int]:
+    return draw(st.permutations(range(len(world))))
+
+
+def endings(epochs: list[Epoch]) -> list[str | None]:
+    return [epoch.error and f"{type(epoch.error).__name__}: {epoch.error}" for epoch in epochs]
+
+
+@settings(deadline=None, max_examples=150)
+@given(cases())
+def test_any_number_of_ranks_keeps_its_promises(case: Case) -> None:
+    """I1 to I5, I7."""
+    world, options = case
+    check_promises(world, run_shards(world, **options), **options)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.data(), cases())
+def test_it_does_not_matter_which_rank_is_first(data: Any, case: Case) -> None:
+    """I6: the same epoch whatever rank runs ahead, and again."""
+    world, options = case
+    first = run_shards(world, **options)
+    again = run_shards(world, order=data.draw(orders(world)), **options)
+    assert [epoch.rounds for epoch in again] == [epoch.rounds for epoch in first]
+    assert endings(again) == endings(first)
+
+
+@settings(deadline=None, max_examples=50)
+@given(cases())
+def test_what_all_ranks_are_told_is_the_same(case: Case) -> None:
+    """I8, progress and the summary rest on it."""
+    world, options = case
+    epochs = run_shards(world, **options)
+    for steps in zip(*(epoch.steps for epoch in epochs)):
+        told = [(s.index, s.totals, s.done, s.rejected, s.left_out, s.epoch_steps, s.last) for s in steps]
+        assert told == [told[0]] * len(told)
+        assert steps[0].totals.samples == sum(len(step.ids) for step in steps)
+        assert steps[0].totals.tokens == sum(step.tokens for step in steps)
+        assert steps[0].totals.supervised_tokens == sum(step.supervised_tokens for step in steps)
+    if epochs[0].steps:
+        assert epochs[0].steps[-1].rejected.total() == sum(len(epoch.rejected) for epoch in epochs)
+
+
+@settings(deadline=None, max_examples=50)
+@given(cases())
+def test_all_rejected_on_one_rank_is_no_end_for_the_others(case: Case) -> None:
+    """That rank ends with them, having idled from the first step to the last (I1, I2)."""
+    world, options = case
+    options["join"] = True
+    rows = [*world, [rejection(10_000 + i) for i in range(9)]]
+    assume(any(map(usable, world)))
+    epochs = run_shards(rows, **options)
+    check_promises(rows, epochs, **options)
+    assert all(step.idle for step in epochs[-1].steps)
+    assert len(epochs[-1].rejected) == 9
+
+
+def test_a_rank_with_many_more_groups_than_the_others_keeps_none_for_ever() -> None:
+    """I5: one group a round goes out, the oldest. Were it the longest, rows of 17 would wait while rows of 30 come."""
+    few = [sample(i, 4) for i in range(400)]
+    many = [sample(1000 + i, 17 if i < 8 else 30) for i in range(50)]
+    _, epoch = run_shards([few, many], budget=Budget(32), buffer_size=8)
+    first_out = [id for groups in epoch.groups[:8] for group in groups for id in group]
+    assert sorted(first_out) == [row.id for row in many[:8]]
+    check_promises([few, many], run_shards([few, many], budget=Budget(32), buffer_size=8))
+
+
+# Ranks that do not reach the end
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.data(), cases(), st.integers(1, 3))
+def test_fatal_rows_end_all_ranks_alike(data: Any, case: Case, num_fatal: int) -> None:
+    """Also in the first round, and on several ranks in the same round: each names a row, its own if it has one."""
+    world, options = case
+    rows = [(rank, i) for rank, shard in enumerate(world) for i in range(len(shard))]
+    assume(rows)
+    for rank, i in data.draw(st.lists(st.sampled_from(rows), min_size=1, max_size=num_fatal)):
+        world[rank][i] = rejection(world[rank][i].id, fatal=True)
+    epochs = run_shards(world, order=data.draw(orders(world)), **options)
+    if not options["join"] and epochs[0].error is None:
+        check_promises(world, epochs, **options)  # it ended before any was drawn
+        return
+    assert all(isinstance(epoch.error, AgreedError) for epoch in epochs)
+    assert not any(step.last for epoch in epochs for step in epoch.steps)
+    assert len({len(epoch.rounds) for epoch in epochs}) == 1, "all take the same steps until then"
+    if "no row of the training dataset" in str(epochs[0].error):
+        return
+    assert all("cannot be read" in str(epoch.error) for epoch in epochs)
+    for rank, epoch in enumerate(epochs):
+        fatal = next((row for row in world[rank] if isinstance(row, Rejection) and row.fatal), None)
+        if not str(epoch.error).startswith("rank "):
+            assert str(epoch.error) == fatal.message
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.data(), cases())
+def test_ranks_that_leave_keep_nobody_waiting(data: Any, case: Case) -> None:
+    """Some are closed at a yield while the others go on to the next exchange: these end with an error at once."""
+    world, options = case
+    whole = run_shards(world, **options)
+    assume(whole[0].error is None)
+    after = data.draw(st.integers(1, len(whole[0].rounds)))
+    leavers = data.draw(st.sets(st.sampled_from(range(len(world))), min_size=1))
+    epochs = run_shards(world, order=data.draw(orders(world)), leave_after=dict.fromkeys(leavers, after), **options)
+    for rank, (epoch, complete) in enumerate(zip(epochs, whole)):
+        assert epoch.rounds == complete.rounds[:after]
+        if rank in leavers or after == len(complete.rounds):
+            assert epoch.error is None
+        else:
+            assert isinstance(epoch.error, AgreedError)
+            assert f"rank {min(leavers)} stopped: it left" in str(epoch.error)
+
+
+@pytest.mark.parametrize("join", [True, False])
+def test_an_error_that_nobody_foresaw_ends_all_ranks(join: bool) -> None:
+    """A worker that is killed, say: torch raises from within the observing loader."""
+    killed = OSError("DataLoader worker is\nkilled")
+    world = [[sample(i, 8) for i in range(60)], [*(sample(100 + i, 8) for i in range(20)), killed]]
+    well, broken = run_shards(world, join=join)
+    assert isinstance(well.error, AgreedError) and isinstance(broken.error, AgreedError)
+    assert str(broken.error) == "OSError: DataLoader worker is killed"
+    assert str(well.error) == "rank 1 stopped: OSError: DataLoader worker is killed"
+    assert len(well.rounds) == len(broken.rounds) > 0
+
+
+@pytest.mark.parametrize("size", [1, 30], ids=["in the only round", "in the first of several rounds"])
+def test_an_error_that_others_do_not_know_of_is_no_agreed_one(size: int) -> None:
+    """Whoever raises `AgreedError` need not tell the others; so they must know."""
+
+    def no_spare() -> Sample:
+        raise OSError("the file is gone")
+
+    epochs = run_shards([[sample(i, 8) for i in range(size)], []], find_spare=no_spare)
+    assert "the file is gone" in str(epochs[1].error)
+    assert isinstance(epochs[0].error, AgreedError) or not isinstance(epochs[1].error, AgreedError)

@@ -1,0 +1,298 @@
+"""Whole epochs of many ranks in one thread: the production `EpochRounds` of each, and an exchange between them.
+
+A rank that calls its exchange waits for the others; here the call itself runs them, each to its own
+exchange, one inside the other. Once the last has told its report, all are there, and the calls
+return one by one, each rank going on to its round. So nothing depends on threads or on time, a
+rank that would wait for ever is seen at once (`Hang`), and any order of the ranks can be played.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from odb_factory.batching import Budget, Cost
+from odb_factory.batching.grouping import form_groups
+from odb_factory.batching.planning import MAX_WAIT_ROUNDS
+from odb_factory.data.exchange import decode, encode
+from odb_factory.data.observe import ShardSampler
+from odb_factory.data.rounds import AgreedError, EpochRounds, Report, Task
+from odb_factory.data.samples import Rejection, Sample, Step
+
+Row = Sample | Rejection | Exception
+"""What a sampler hands out; an exception is raised when it is its turn."""
+
+
+class Hang(BaseException):
+    """A rank waits for another one that will never answer. Nothing in the package may catch it."""
+
+
+@dataclass
+class Epoch:
+    """What one rank saw: its rounds, the ids in its window and its offer in each, what it rejected, its error."""
+
+    rounds: list[list[Task]] = field(default_factory=list)
+    windows: list[list[int]] = field(default_factory=list)
+    reports: list[Report] = field(default_factory=list)
+    rejected: list[int] = field(default_factory=list)
+    undrawn: int = 0
+    error: BaseException | None = None
+
+    @property
+    def steps(self) -> list[Step]:
+        return [step for tasks in self.rounds for step, _ in tasks]
+
+    @property
+    def ids(self) -> list[int]:
+        return [id for step in self.steps for id in step.ids]
+
+    @property
+    def groups(self) -> list[list[tuple[int, ...]]]:
+        """The groups that each round has taken out of its window, in step order."""
+        last_seen = {id: k for k, window in enumerate(self.windows) for id in window}
+        groups: list[list[tuple[int, ...]]] = [[] for _ in self.windows]
+        for step in self.steps:
+            if not step.idle:
+                groups[last_seen[step.ids[0]]].append(step.ids)
+        return groups
+
+
+class Lockstep:
+    """The exchange of all ranks. `order`: who is run first in a round, as threads would race."""
+
+    def __init__(self, world_size: int, order: Sequence[int] | None = None):
+        self.order = list(order or range(world_size))
+        self.sources: dict[int, Generator[list[Task], None, None]] = {}
+        self.told: dict[int, Any] = {}
+        self.told_ahead: dict[int, Any] = {}
+        self.running: set[int] = set()
+        self.leaving: set[int] = set()
+        self.on_round: Callable[[int, list[Task]], None] = lambda rank, tasks: None
+        self.errors: dict[int, BaseException] = {}
+
+    def round(self) -> bool:
+        """Run every rank that has not ended for one round; whether one is left."""
+        self.told, self.told_ahead = self.told_ahead, {}
+        for rank in self.order:
+            if rank in self.sources and rank not in self.told:
+                self._advance(rank)
+        return bool(self.sources)
+
+    def tell(self, rank: int, message: Any) -> list[Any]:
+        """What all ranks tell in this round, in rank order. Runs those that have not told yet."""
+        if rank in self.told:  # last words after its report, while others have not returned with this round
+            self.told_ahead[rank] = message
+            return []
+        self.told[rank] = message
+        for other in self.order:
+            if other not in self.told and other not in self.running:
+                if other in self.sources:
+                    self._advance(other)
+                if other not in self.told:
+                    raise Hang(f"rank {rank} waits for rank {other}, which has ended")
+        return [self.told[rank] for rank in range(len(self.order))]
+
+    def _advance(self, rank: int) -> None:
+        source = self.sources[rank]
+        self.running.add(rank)
+        try:
+            if rank in self.leaving:
+                del self.sources[rank]
+                source.close()
+            else:
+                self.on_round(rank, next(source))
+        except StopIteration:
+            del self.sources[rank]
+        except Exception as error:
+            self.errors[rank] = error
+            self.sources.pop(rank, None)
+        finally:
+            self.running.discard(rank)
+
+
+class Seat:
+    """One rank's `Exchange`. on_wire: its messages travel encoded, as between processes."""
+
+    timeout_s = 0.0
+
+    def __init__(self, lockstep: Lockstep, rank: int, on_wire: bool):
+        self.lockstep, self.rank, self.on_wire = lockstep, rank, on_wire
+
+    def __call__(self, report: Report, round_index: int) -> list[Report]:
+        # What a rank goes on changing is never shared.
+        told = encode(report) if self.on_wire else Report(report.offer, report.rejected.copy())
+        answers = self._tell(told)
+        for rank, answer in enumerate(answers):
+            if isinstance(answer, str):
+                raise AgreedError(f"rank {rank} stopped: {answer}")
+        return answers
+
+    def leave(self) -> None:
+        self.fail("it left the epoch")
+
+    def fail(self, message: str) -> None:
+        self._tell(encode(message) if self.on_wire else message)
+
+    def farewell(self, message: str) -> None: ...
+
+    def close(self) -> None: ...
+
+    def _tell(self, message: Any) -> list[Any]:
+        answers = self.lockstep.tell(self.rank, message)
+        return [decode(answer) for answer in answers] if self.on_wire else answers
+
+
+def run_shards(
+    shards: Sequence[Sequence[Row]],
+    *,
+    order: Sequence[int] | None = None,
+    leave_after: dict[int, int] | None = None,
+    on_wire: bool = True,
+    **options: Any,
+) -> list[Epoch]:
+    """One epoch of one rank a shard; the `Epoch` of each.
+
+    leave_after: {rank: rounds after which it is closed}. options: of `EpochRounds`.
+    """
+    epochs = [Epoch(undrawn=len(shard)) for shard in shards]
+    lockstep = Lockstep(len(shards), order)
+    lockstep.on_round = lambda rank, tasks: epochs[rank].rounds.append(tasks)
+    everything = [row for shard in shards for row in shard]
+
+    class Recorded(Seat):
+        def __call__(self, report: Report, round_index: int) -> list[Report]:
+            epoch = epochs[self.rank]
+            assert round_index == len(epoch.windows)
+            epoch.windows.append([held.id for held in ranks[self.rank].held])
+            epoch.reports.append(Report(report.offer, report.rejected.copy()))
+            return super().__call__(report, round_index)
+
+    def draw(rank: int) -> Iterator[Row]:
+        for row in shards[rank]:
+            epochs[rank].undrawn -= 1
+            if isinstance(row, Exception):
+                raise row
+            yield row
+
+    defaults = {"budget": Budget(32), "buffer_size": 8, "accumulation": 1, "join": True, "seed": 0, "epoch": 0}
+    defaults["find_spare"] = lambda: next(row for row in everything if isinstance(row, Sample))
+    ranks = [
+        EpochRounds(
+            draw(rank),
+            rank=rank,
+            exchange=Recorded(lockstep, rank, on_wire),
+            on_reject=lambda rejection, rank=rank: epochs[rank].rejected.append(rejection.id),
+            num_samples=len(everything),
+            **defaults | options,
+        )
+        for rank in range(len(shards))
+    ]
+    lockstep.sources = {rank: iter(rounds) for rank, rounds in enumerate(ranks)}
+    num_rounds = 0
+    while lockstep.round():
+        num_rounds += 1
+        lockstep.leaving = {rank for rank, after in (leave_after or {}).items() if after <= num_rounds}
+        if num_rounds > 2 * len(everything) + 10:
+            raise Hang("rounds without end")
+    for rank, error in lockstep.errors.items():
+        epochs[rank].error = error
+    return epochs
+
+
+def run_epoch(rows: Sequence[Row], *, world_size: int = 1, **options: Any) -> list[Epoch]:
+    """One epoch over `rows`, sharded over `world_size` ranks as the loader does it."""
+    shards = [[rows[i] for i in ShardSampler(range(len(rows)), rank, world_size)] for rank in range(world_size)]
+    return run_shards(shards, **options)
+
+
+def sample(id: int, tokens: int, patches: int = 0) -> Sample:
+    return Sample(id, Cost(tokens, patches, max(tokens - 1, 1), patches > 0), {})
+
+
+def rejection(id: int, *, fatal: bool = False) -> Rejection:
+    return Rejection(id, "unreadable", f"row {id}: cannot be read", fatal)
+
+
+def usable(rows: Iterable[Row]) -> list[Sample]:
+    return [row for row in rows if isinstance(row, Sample)]
+
+
+def check_promises(
+    shards: Sequence[Sequence[Row]],
+    epochs: Sequence[Epoch],
+    *,
+    budget: Budget = Budget(32),
+    buffer_size: int = 8,
+    accumulation: int = 1,
+    join: bool = True,
+    **_: Any,
+) -> None:
+    """I1 to I5 and I7, and of I6 that all ranks planned the same, for an epoch without fatal rows."""
+    num_rows = sum(map(len, shards))
+    held = [{row.id: row.cost for row in usable(shard)} for shard in shards]
+    num_rejected = sum(len(epoch.rejected) for epoch in epochs)
+    if epochs[0].error is not None:
+        assert all(isinstance(epoch.error, AgreedError) for epoch in epochs), "all ranks end alike"
+        assert not any(epoch.ids for epoch in epochs)
+        assert not any(held) or not join and any(_ran_short(*rank, budget, accumulation) for rank in zip(held, epochs))
+        return
+    assert [epoch.error for epoch in epochs] == [None] * len(epochs)
+
+    rounds = [len(tasks) for tasks in epochs[0].rounds]
+    steps = epochs[0].steps
+    totals = [step.totals for step in steps]
+    assert all([len(tasks) for tasks in epoch.rounds] == rounds for epoch in epochs), "I1"
+    assert len(steps) % accumulation == 0, "I1"
+    assert [step.last for step in steps] == [False] * (len(steps) - 1) + [True]
+    assert all([step.totals for step in epoch.steps] == totals for epoch in epochs), "I6: all ranks plan the same"
+
+    num_emitted = 0
+    for costs, epoch in zip(held, epochs):
+        ids = epoch.ids
+        num_emitted += len(ids)
+        assert len(set(ids)) == len(ids) and costs.keys() >= set(ids), "I2, I3: no id twice"
+        idle = [step.idle for step in epoch.steps]
+        if join:
+            assert len(ids) == len(costs), "I2"
+            assert idle == sorted(idle), "I7: a rank idles behind its last sample"
+        else:
+            assert not any(idle), "I3"
+    assert steps[-1].left_out == num_rows - num_emitted - num_rejected
+    if join:
+        assert steps[-1].left_out == 0, "I2"
+        assert sum(not step.busy_ranks for step in totals) < accumulation, "I7: filled up, and no further"
+    else:
+        assert any(_ran_short(*rank, budget, accumulation) for rank in zip(held, epochs)), "I3"
+
+    assert len(epochs[0].windows) <= max(map(len, held)), "I5"
+    # Once it may wait no longer, a sample is kept back only by older ones, and one of these goes out every round.
+    longest_wait = MAX_WAIT_ROUNDS + (0 if join and len(shards) == 1 else buffer_size - 1)
+    for costs, epoch in zip(held, epochs):
+        num_rounds_held = Counter(id for window in epoch.windows for id in window)
+        assert all(count <= 1 + longest_wait for count in num_rounds_held.values()), "I5: a bounded wait"
+        for k, (window, groups) in enumerate(zip(epoch.windows, epoch.groups), start=1):
+            assert len(window) <= buffer_size
+            closing = not join and k == len(epoch.windows)
+            assert groups or not window or closing, "I5: progress on every rank that holds a sample"
+            alone = formed(tuple(costs[id] for id in window), budget)
+            for group in groups:
+                assert len(group) == 1 or budget.fits([costs[id] for id in group]), "I4"
+                if tuple(map(window.index, group)) not in alone:
+                    assert not join and len(alone) < accumulation, "I7: cut down"
+
+
+@functools.lru_cache(maxsize=100_000)
+def formed(costs: tuple[Cost, ...], budget: Budget) -> frozenset[tuple[int, ...]]:
+    """The groups that a window makes by itself."""
+    full, rest = form_groups(costs, budget)
+    return frozenset(tuple(group) for group in [*full, rest] if group)
+
+
+def _ran_short(costs: dict[int, Cost], epoch: Epoch, budget: Budget, accumulation: int) -> bool:
+    """Whether a rank has drawn all its samples, and those it has left make no whole optimizer step."""
+    gone = set(epoch.ids)
+    left = tuple(cost for id, cost in costs.items() if id not in gone)
+    return epoch.undrawn == 0 and len(formed(left, budget)) < accumulation
