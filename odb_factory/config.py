@@ -69,7 +69,7 @@ class ODBConfig:
         default="singleton",
     )
     on_error: str = _key(
-        "a row that cannot be read: raise, or skip (counted; images are then decoded once more, "
+        "a row that cannot be read: raise, or skip (counted; media are then decoded once more, "
         "at observation, so that a bad one is known before the plan is made)",
         choices=("raise", "skip"),
         default="raise",

@@ -13,6 +13,13 @@ class DataError(ODBError, RuntimeError):
     """A row of the dataset cannot be used and the policy says to stop."""
 
 
+LONGEST = 300
+
+
 def one_line(error: BaseException) -> str:
-    """The type and message of any error on one line; those of tokenizers, PIL and torch often have several."""
-    return " ".join(f"{type(error).__name__}: {error}".split())
+    """The type and message of any error on one line, its middle left out if it is long.
+
+    Messages of tokenizers, PIL and torch often have several lines; LLaMA-Factory's quote whole conversations.
+    """
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"

@@ -40,10 +40,12 @@ class Offer:
     """The groups one rank may send out in a round, those with the longest-waiting samples first.
 
     dry: the rank's sampler has no further sample, and all it holds is on offer.
+    kept_back: samples of a part-filled group that waits for the next window.
     """
 
     groups: Sequence[GroupCost]
     dry: bool
+    kept_back: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +84,16 @@ def make_offer(
     groups, rest = form_groups(costs, budget)
     if rest and (dry or len(groups) < num_groups or max(ages[i] for i in rest) >= MAX_WAIT_ROUNDS):
         groups.append(rest)
+        rest = []
     while len(groups) < num_groups and len(largest := max(groups, key=len, default=[])) > 1:
         groups.remove(largest)
         middle = len(largest) // 2
         for half in (largest[:middle], largest[middle:]):
             # Grouped anew: a half without the media of the whole gets a filler, which may be too much for it.
-            full, rest = form_groups([costs[i] for i in half], budget)
-            groups += [[half[i] for i in group] for group in (*full, rest) if group]
+            full, last = form_groups([costs[i] for i in half], budget)
+            groups += [[half[i] for i in group] for group in (*full, last) if group]
     groups.sort(key=lambda group: -max(ages[i] for i in group))
-    return groups, Offer([_group_cost([costs[i] for i in group], budget) for group in groups], dry)
+    return groups, Offer([_group_cost([costs[i] for i in group], budget) for group in groups], dry, len(rest))
 
 
 def align(

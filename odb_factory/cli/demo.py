@@ -24,6 +24,8 @@ CUTOFF_LEN = 2048
 TOKEN_BUDGET = 2 * (CUTOFF_LEN + 8)
 """The peak of fixed batches of two: rows of CUTOFF_LEN tokens and the 8 of a fake image in a text-only batch."""
 POLL_S = 0.5
+LAUNCHES_ELSEWHERE = ("FORCE_TORCHRUN", "NNODES", "NPROC_PER_NODE", "USE_MCA", "USE_RAY", "USE_V1", "ODB_FACTORY_DISABLE")
+"""Settings of LLaMA-Factory's launcher that would take the training out of the process that is recorded."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,11 @@ def _train(config: dict[str, Any], output: Path, num_samples: int, console: Any,
     output.mkdir(parents=True)
     settings, record, log = output / "train.yaml", output / "batches.jsonl", output / "train.log"
     settings.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
-    environment = os.environ | {
+    kept = {key: value for key, value in os.environ.items() if key not in LAUNCHES_ELSEWHERE}
+    environment = kept | {
+        # One CPU process, whatever the machine has: with several devices LLaMA-Factory would start torchrun.
+        "CUDA_VISIBLE_DEVICES": "",
+        "ASCEND_RT_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
         "DISABLE_VERSION_CHECK": "1",
         # Each run preprocesses from scratch, as with new data; nobody profits from the run before.
@@ -161,7 +167,9 @@ def _train(config: dict[str, Any], output: Path, num_samples: int, console: Any,
     if process.returncode != 0:
         tail = log.read_text(errors="replace").rstrip().splitlines()[-1:]
         raise ODBError(f"the {name} run ended with exit code {process.returncode}: {' '.join(tail)} (all of it: {log})")
-    return _read(record)
+    if not (batches := _read(record)):
+        raise ODBError(f"the {name} run trained on no batch; see {log}")
+    return batches
 
 
 def _read(record: Path) -> list[dict[str, Any]]:

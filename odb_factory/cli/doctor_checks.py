@@ -22,7 +22,7 @@ SUPPORTED = {
     "odb_factory": "",
     "llamafactory": ">=0.9.4,<0.9.6",
     "transformers": ">=4.55",
-    "torch": ">=2.5",
+    "torch": ">=2.5,<2.13",
     "accelerate": "",
     "datasets": "",
     "torchdata": "",

@@ -51,7 +51,7 @@ class GroupDataset(Dataset):
             except Exception as alone:
                 return (
                     f"{self.describe(sample.id)}: cannot be collated: {one_line(alone)}; mend or remove the row "
-                    "(`on_error: skip` finds images that cannot be decoded beforehand)."
+                    "(`on_error: skip` finds media that cannot be decoded beforehand)."
                 )
         ids = ", ".join(str(sample.id) for sample in samples)
         return f"rows {ids} cannot be collated together (each can alone): {one_line(error)}"

@@ -152,7 +152,12 @@ def encode(content: Report | str) -> bytes:
     if isinstance(content, str):
         head, groups = {"stopped": content}, np.empty((0, 4), np.int32)
     else:
-        head = {"dry": content.offer.dry, "rejected": content.rejected}
+        head = {
+            "dry": content.offer.dry,
+            "kept_back": content.offer.kept_back,
+            "rejected": content.rejected,
+            "overlong": content.overlong,
+        }
         rows = [(g.rows, g.length, g.tokens, g.supervised_tokens) for g in content.offer.groups]
         groups = np.array(rows, dtype=np.int32).reshape(-1, 4)
     text = json.dumps(head).encode()
@@ -166,4 +171,5 @@ def decode(message: bytes) -> Report | str:
     if "stopped" in head:
         return head["stopped"]
     groups = np.frombuffer(message[end:], dtype=np.int32).reshape(-1, 4).tolist()
-    return Report(Offer([GroupCost(*group) for group in groups], head["dry"]), Counter(head["rejected"]))
+    offer = Offer([GroupCost(*group) for group in groups], head["dry"], head["kept_back"])
+    return Report(offer, Counter(head["rejected"]), head["overlong"])

@@ -20,10 +20,14 @@ Task = tuple[Step, list[Sample]]
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a rank tells the others in a round: what it can send out, and what it has rejected this epoch."""
+    """What a rank tells the others in a round: what it can send out, and counts of this epoch.
+
+    rejected: rows that are not trained on, by reason. overlong: samples that break a budget alone and are.
+    """
 
     offer: Offer
     rejected: Counter[str]
+    overlong: int = 0
 
 
 class Exchange(Protocol):
@@ -104,7 +108,7 @@ class EpochRounds:
         self.ages: list[int] = []
         self.spare: Sample | None = None
         self.next_sample: Sample | None = None
-        self.steps = self.emitted = 0
+        self.steps = self.emitted = self.groups_emitted = self.overlong = 0
         self.final = False
 
     def __iter__(self) -> Generator[list[Task], None, None]:
@@ -144,10 +148,12 @@ class EpochRounds:
                 budget=self.budget,
                 num_groups=1 if self.join else self.accumulation,
             )
-            reports = self.exchange(Report(offer, self.rejected), round_index)
+            reports = self.exchange(Report(offer, self.rejected, self.overlong), round_index)
             rejected = sum((report.rejected for report in reports), Counter())
+            overlong = sum(report.overlong for report in reports)
+            offers = [report.offer for report in reports]
             plan = align(
-                [report.offer for report in reports],
+                offers,
                 seed=self.seed,
                 epoch=self.epoch,
                 round_index=round_index,
@@ -156,7 +162,9 @@ class EpochRounds:
                 join=self.join,
             )
             round_index, self.final = round_index + 1, plan.final
-            tasks += self._tasks(groups, plan, rejected)
+            known = self.steps + len(plan.totals)
+            epoch_steps = known if plan.final else self._epoch_steps(offers, rejected.total())
+            tasks += self._tasks(groups, plan, rejected=rejected, overlong=overlong, epoch_steps=epoch_steps)
             if self.final and self.emitted == 0:
                 raise AgreedError(_nothing_left(rejected, self.num_samples))
             # Without join, the end may turn out to have been the step before: one is kept until the next plan.
@@ -164,8 +172,8 @@ class EpochRounds:
             if self.final:
                 step, samples = tasks[-1]
                 left_out = self.num_samples - self.emitted - rejected.total()
-                end = {"done": self.num_samples, "rejected": rejected, "left_out": left_out, "epoch_steps": self.steps}
-                tasks[-1] = replace(step, last=True, **end), samples
+                end = {"rejected": rejected, "overlong": overlong, "left_out": left_out, "epoch_steps": epoch_steps}
+                tasks[-1] = replace(step, last=True, done=self.num_samples, **end), samples
             yield tasks[: len(tasks) - kept]
             tasks = tasks[len(tasks) - kept :]
 
@@ -186,23 +194,29 @@ class EpochRounds:
             sample = self.next_sample
             if self.spare is None or sample.cost.tokens < self.spare.cost.tokens:
                 self.spare = sample
+            self.overlong += self.budget.overlong(sample.cost)
             self.held.append(sample)
             self.ages.append(0)
             self.next_sample = self._draw()
 
-    def _tasks(self, groups: Sequence[Sequence[int]], plan: Plan, rejected: Counter[str]) -> list[Task]:
+    def _tasks(
+        self,
+        groups: Sequence[Sequence[int]],
+        plan: Plan,
+        *,
+        rejected: Counter[str],
+        overlong: int,
+        epoch_steps: int,
+    ) -> list[Task]:
         """This rank's tasks of a planned round; what was not planned stays in the window, one round older."""
-        first = self.steps
-        self.steps += len(plan.totals)
-        planned = self.emitted + sum(totals.samples for totals in plan.totals)
-        epoch_steps = self._epoch_steps(plan.final, planned, self.num_samples - planned - rejected.total())
         tasks: list[Task] = []
         gone: set[int] = set()
-        for index, (chosen, totals) in enumerate(zip(plan.groups[self.rank], plan.totals), start=first):
+        for index, (chosen, totals) in enumerate(zip(plan.groups[self.rank], plan.totals), start=self.steps):
             positions = groups[chosen] if chosen is not None else []
             samples = [self.held[i] for i in positions]
             gone.update(positions)
             self.emitted += totals.samples
+            self.groups_emitted += totals.busy_ranks
             step = Step(
                 epoch=self.epoch,
                 index=index,
@@ -212,11 +226,13 @@ class EpochRounds:
                 totals=totals,
                 done=self.emitted + rejected.total(),
                 rejected=rejected,
+                overlong=overlong,
                 left_out=0,
                 epoch_steps=epoch_steps,
                 last=False,
             )
             tasks.append((step, samples or [self._idle_sample()]))
+        self.steps += len(plan.totals)
         kept = [i for i in range(len(self.held)) if i not in gone]
         self.held = [self.held[i] for i in kept]
         self.ages = [self.ages[i] + 1 for i in kept]
@@ -227,12 +243,13 @@ class EpochRounds:
             self.spare = self.find_spare()
         return self.spare
 
-    def _epoch_steps(self, final: bool, planned: int, left: int) -> int:
-        """Steps of the whole epoch if the `left` samples to come fill steps as the `planned` ones did."""
-        if final:
-            return self.steps
-        steps = self.steps + round(max(left, 0) * self.steps / max(planned, 1))
-        return -(-steps // self.accumulation) * self.accumulation
+    def _epoch_steps(self, offers: Sequence[Offer], rejected: int) -> int:
+        """Steps of the whole epoch if the samples to come form groups as those seen so far did, on all ranks."""
+        groups = self.groups_emitted + sum(len(offer.groups) + bool(offer.kept_back) for offer in offers)
+        held = sum(offer.kept_back + sum(group.rows for group in offer.groups) for offer in offers)
+        samples = max(self.emitted + held, 1)
+        steps = round((self.num_samples - rejected) * groups / samples / len(offers))
+        return -(-max(steps, 1) // self.accumulation) * self.accumulation
 
 
 def _nothing_left(rejected: Counter[str], num_samples: int) -> str:

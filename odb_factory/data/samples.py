@@ -42,8 +42,9 @@ class Step:
     totals: the step over all ranks.
     done: samples of the epoch emitted or rejected on all ranks once this step is taken.
     rejected: rows of the epoch rejected on all ranks, by reason, when the step was planned.
+    overlong: samples of the epoch that break a budget alone, on all ranks, seen when the step was planned.
     left_out: on the last step, rows neither emitted nor rejected (`join: false` only); 0 before.
-    epoch_steps: steps of the whole epoch; an estimate until the last round is planned.
+    epoch_steps: steps of the whole epoch, estimated when the step was planned; exact in the last round.
     last: no step follows in this epoch.
     """
 
@@ -55,6 +56,7 @@ class Step:
     totals: StepTotals
     done: int
     rejected: Counter[str]
+    overlong: int
     left_out: int
     epoch_steps: int
     last: bool

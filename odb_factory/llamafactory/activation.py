@@ -9,7 +9,6 @@ finder on `sys.meta_path`; everything else happens when a module of `SEAMS` is i
 from __future__ import annotations
 
 import importlib
-import importlib.machinery
 import os
 import sys
 import warnings
@@ -45,7 +44,8 @@ class SeamFinder:
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> Any:
         if name not in SEAMS:
             return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next((spec for spec in others if spec is not None), None)
         if spec is not None and spec.loader is not None:
             spec.loader = _HookingLoader(spec.loader)
         return spec

@@ -13,13 +13,9 @@ from transformers import TrainerCallback
 from odb_factory.batching import Collation
 from odb_factory.config import ODBConfig
 from odb_factory.data.measure import IGNORE_INDEX, count_patches
-from odb_factory.llamafactory.dataset import SOURCE, SOURCE_ROW, OnlineDataset, OpenMedia, RowObserver
-from odb_factory.llamafactory.hooks import seams
+from odb_factory.llamafactory.dataset import SOURCE, SOURCE_ROW, OnlineDataset, OpenMedia, RowObserver, TokenizedDataset
 from odb_factory.llamafactory.media import MediaObserver
-from odb_factory.log import get_logger
 from odb_factory.training.enable import enable_odb
-
-logger = get_logger(__name__)
 
 PROBE_TOKENS = 8
 ROWS_TRIED_FOR_EXAMPLE = 16
@@ -62,6 +58,7 @@ def attach(trainer: Any, config: ODBConfig) -> None:
         media = trainer.train_dataset.media
     else:
         media = MediaObserver(collator.template.mm_plugin, collator.tokenizer, collator.processor)
+        trainer.train_dataset = TokenizedDataset(trainer.train_dataset, media)
     trainer.data_collator = OpenMedia(collator)
     enable_odb(
         trainer,
@@ -71,7 +68,6 @@ def attach(trainer: Any, config: ODBConfig) -> None:
         patch_size=media.patch_size,
     )
     trainer.add_callback(_MirrorMaxSteps(trainer))
-    logger.info("online dynamic batching is on; hooked: %s", ", ".join(seams()))
 
 
 def probe_collation(collator: Any) -> Collation:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from odb_factory.errors import ConfigError
@@ -11,8 +12,10 @@ from odb_factory.training.enable import check_training_arguments
 STAGES = ("sft",)
 
 
-def check_environment() -> None:
-    """Refuse back-ends that are chosen by an environment variable."""
+def check_backend(args: Mapping[str, Any]) -> None:
+    """Refuse trainers other than LLaMA-Factory's own before it reads its arguments, where they are chosen so early."""
+    if args.get("use_mca"):
+        _refuse("use_mca", args["use_mca"], "the Megatron trainer has a data path of its own; remove the key")
     for name, what in (("USE_MCA", "use_mca (Megatron)"), ("USE_MEGATRON_BRIDGE", "the Megatron bridge")):
         if os.environ.get(name, "").lower() in ("true", "y", "1"):
             raise ConfigError(
@@ -21,18 +24,18 @@ def check_environment() -> None:
             )
 
 
-def check_combination(data_args: Any, training_args: Any, finetuning_args: Any) -> None:
+def check_combination(model_args: Any, data_args: Any, training_args: Any, finetuning_args: Any) -> None:
     """Raise a one-line `ConfigError` naming key, value and way out for what cannot work with odb."""
     if not training_args.do_train:
         return
     if finetuning_args.stage not in STAGES:
         _refuse("stage", finetuning_args.stage, f"odb trains stage {', '.join(STAGES)}; remove the odb: block")
     for owner, key, why in (
-        (data_args, "packing", "odb groups whole samples instead of cutting them into packs; remove the key"),
         (data_args, "neat_packing", "odb groups whole samples instead of packing them; remove the key"),
+        (data_args, "packing", "odb groups whole samples instead of cutting them into packs; remove the key"),
         (data_args, "streaming", "odb reads rows by index, and preprocesses them online anyway; set it to false"),
         (training_args, "predict_with_generate", "it cannot be used while training; evaluate in a run of its own"),
-        (finetuning_args, "use_mca", "the Megatron trainer has a data path of its own; remove the key"),
+        (model_args, "use_kt", "the KTransformers trainer has a data path of its own; remove the key"),
         (finetuning_args, "use_hyper_parallel", "that trainer has a data path of its own; remove the key"),
         (
             finetuning_args,

@@ -11,11 +11,37 @@ from torch.utils.data import Dataset
 from odb_factory.batching import Cost
 from odb_factory.data.measure import count_supervised
 from odb_factory.data.observe import MediaCut, RowDropped
-from odb_factory.llamafactory.media import EncodedImage, MediaObserver, check_decodable, decoded
+from odb_factory.llamafactory.media import EncodedImage, MediaObserver, decoded
 
 SOURCE, SOURCE_ROW = "_odb_source", "_odb_row"
 """Columns with the number of the dataset a row came from (in the order loaded) and its row there."""
+MEDIA_COLUMNS = ("_images", "_videos", "_audios", "images", "videos", "audios")
 MAX_FILES_NAMED = 3
+
+
+class StoredRows:
+    """Rows of a `datasets.Dataset` as stored: images stay encoded, other media are paths.
+
+    Other decoded media (audio and video columns) are rare, and read as stock does.
+    """
+
+    def __init__(self, rows: datasets.Dataset, images: str):
+        self._images = images if _holds(rows.features.get(images), datasets.Image) else None
+        decoders = (datasets.Audio, getattr(datasets, "Video", datasets.Audio))
+        stored = not any(_holds(feature, decoders) for feature in rows.features.values())
+        self._rows = rows.with_format("arrow") if stored else rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = self._rows[index]
+        if isinstance(row, dict):
+            return row
+        row = {name: column[0] for name, column in row.to_pydict().items()}
+        if self._images and row[self._images]:
+            row[self._images] = [EncodedImage(image["bytes"], image["path"]) for image in row[self._images]]
+        return row
 
 
 class OnlineDataset(Dataset):
@@ -27,23 +53,18 @@ class OnlineDataset(Dataset):
     """
 
     def __init__(self, rows: datasets.Dataset, dataset_processor: Any, media: MediaObserver, sources: list[str]):
-        self.rows, self.media, self.sources = rows, media, sources
+        self.rows, self.media, self.sources = StoredRows(rows, "_images"), media, sources
         template = copy.copy(dataset_processor.template)
         template.mm_plugin = media.plugin
         self.processor = copy.copy(dataset_processor)
         self.processor.template = template
-        images = rows.features.get("_images")
-        self._images_encoded = _holds(images, datasets.Image)
-        # Rows are read as stored, so that images stay encoded; other decoded media are rare, and read as stock does.
-        stored = not any(_holds(rows.features.get(name), datasets.Audio) for name in ("_videos", "_audios"))
-        self._reader = rows.with_format("arrow") if stored else rows
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         self.media.begin_row()
-        row = self.row(index)
+        row = self.rows[index]
         encoded = self.processor.preprocess_dataset({key: [value] for key, value in row.items()})
         if not encoded.get("input_ids"):
             raise RowDropped("invalid", "LLaMA-Factory drops it: the turns do not end in one answer to a prompt.")
@@ -53,32 +74,41 @@ class OnlineDataset(Dataset):
             raise MediaCut(f"cutoff_len {cutoff_len} cuts its visual placeholders, which the model cannot take.")
         return features
 
-    def row(self, index: int) -> dict[str, Any]:
-        """The converted row (`_prompt`, `_response`, ...), its images still encoded."""
-        row = self._reader[index]
-        if not isinstance(row, dict):
-            row = {name: column[0] for name, column in row.to_pydict().items()}
-            if self._images_encoded and row["_images"]:
-                row["_images"] = [EncodedImage(image["bytes"], image["path"]) for image in row["_images"]]
-        return row
+
+class TokenizedDataset(Dataset):
+    """`dataset[i]`: one row of data that LLaMA-Factory tokenized beforehand, used as it is.
+
+    Raises `MediaCut` where it holds fewer placeholders than its media have tokens, if that can be known.
+    """
+
+    def __init__(self, rows: datasets.Dataset, media: MediaObserver):
+        self.rows, self.media = StoredRows(rows, "images"), media
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self.media.begin_row()
+        features = self.rows[index]
+        if self.media.placeholders_missing(features["images"], features["videos"], features["input_ids"]):
+            raise MediaCut("it was tokenized with a cutoff_len that cuts its visual placeholders.")
+        return features
 
 
 class RowObserver:
-    """The observer of LLaMA-Factory's datasets, online or tokenized beforehand.
+    """The observer of both.
 
-    decode: also decode every image once, so that unreadable ones are known at observation.
+    decode: also decode all media once, so that unreadable ones are known at observation.
     """
 
     def __init__(self, media: MediaObserver, *, decode: bool):
         self.media, self.decode = media, decode
 
-    def __call__(self, dataset: Any, index: int) -> tuple[dict[str, Any], Cost]:
+    def __call__(self, dataset: OnlineDataset | TokenizedDataset, index: int) -> tuple[dict[str, Any], Cost]:
         features = dataset[index]
-        if not isinstance(dataset, OnlineDataset):
-            self.media.begin_row()
         images, videos, audios = (features.get(key) for key in ("images", "videos", "audios"))
         if self.decode:
-            check_decodable(images)
+            self.media.check_decodable(images, videos, audios)
         cost = Cost(
             tokens=len(features["input_ids"]),
             patches=self.media.count_patches(images, videos, audios, features["input_ids"]),
@@ -87,14 +117,12 @@ class RowObserver:
         )
         return features, cost
 
-    def describe(self, dataset: Any, index: int) -> str:
-        where = f"row {index} of the training dataset"
-        if not isinstance(dataset, OnlineDataset):
-            return where
-        row = dataset.row(index)
+    def describe(self, dataset: OnlineDataset | TokenizedDataset, index: int) -> str:
+        where, row = f"row {index} of the training dataset", dataset.rows[index]
         if SOURCE in row:
             where += f" (row {row[SOURCE_ROW]} of {dataset.sources[row[SOURCE]]})"
-        files = [item for key in ("_images", "_videos", "_audios") for item in row[key] or [] if isinstance(item, str)]
+        media = [item for key in MEDIA_COLUMNS for item in row.get(key) or []]
+        files = [item for item in media if isinstance(item, str)]
         if files:
             more = f" and {len(files) - MAX_FILES_NAMED} more" if len(files) > MAX_FILES_NAMED else ""
             where += f", files {', '.join(files[:MAX_FILES_NAMED])}{more}"
@@ -114,7 +142,7 @@ class OpenMedia:
         return self.collator(features)
 
 
-def _holds(feature: Any, kind: type) -> bool:
+def _holds(feature: Any, kind: type | tuple[type, ...]) -> bool:
     """Whether a column's type is `kind` or a list of it."""
     if isinstance(feature, list):
         return any(_holds(item, kind) for item in feature)

@@ -20,6 +20,9 @@ from typing import Any
 
 from odb_factory.config import ODBConfig
 from odb_factory.errors import ConfigError
+from odb_factory.log import get_logger
+
+logger = get_logger(__name__)
 
 _active: ODBConfig | None = None
 """The `odb:` block of the training that this process runs; LLaMA-Factory runs one at a time."""
@@ -86,10 +89,10 @@ def _get_train_args(original: Callable, args: Any = None) -> Any:
             "install a supported release (`odb-factory doctor` names them)."
         )
     config = ODBConfig.from_block(args["odb"])
-    block.check_environment()
+    block.check_backend(args)
     parsed = original({key: value for key, value in args.items() if key != "odb"})
-    _, data_args, training_args, finetuning_args, _ = parsed
-    block.check_combination(data_args, training_args, finetuning_args)
+    model_args, data_args, training_args, finetuning_args, _ = parsed
+    block.check_combination(model_args, data_args, training_args, finetuning_args)
     _active = config
     return parsed
 
@@ -100,7 +103,8 @@ def _load_single_dataset(original: Callable, dataset_attr: Any, *args: Any, **kw
         return dataset
     from odb_factory.llamafactory import attach
 
-    return attach.mark_source(dataset, str(dataset_attr))
+    sampled = " as sampled by num_samples" if dataset_attr.num_samples is not None else ""
+    return attach.mark_source(dataset, f"{dataset_attr}{sampled}")
 
 
 def _get_preprocessed_dataset(original: Callable, dataset: Any, data_args: Any, *args: Any, **kwargs: Any) -> Any:
@@ -118,6 +122,7 @@ def _train(original: Callable, trainer: Any, *args: Any, **kwargs: Any) -> Any:
     from odb_factory.llamafactory import attach
 
     attach.attach(trainer, _active)
+    logger.info("online dynamic batching is on; hooked: %s", ", ".join(seams()))
     return trainer.train(*args, **kwargs)
 
 

@@ -68,13 +68,6 @@ def decoded(images: Sequence[Any] | None) -> list[Any]:
     return [image.open() if isinstance(image, EncodedImage) else image for image in images or []]
 
 
-def check_decodable(images: Sequence[Any] | None) -> None:
-    """Decode every image once; raises what the decoder raises."""
-    for image in images or []:
-        with _opened(image) as opened:
-            opened.load()
-
-
 class MediaObserver:
     """Observes the media of one row at a time. `plugin` stands in for the template's mm plugin.
 
@@ -102,6 +95,22 @@ class MediaObserver:
         return any(
             input_ids.count(self._token_ids[name]) < expected for name, expected in self._placeholders.items()
         )
+
+    def placeholders_missing(self, images: Any, videos: Any, input_ids: Sequence[int]) -> bool:
+        """Whether `input_ids` hold fewer placeholders than the media need; known where sizes tell the cost."""
+        if not self._by_size or not (images or videos):
+            return False
+        merged = self.processor.image_processor.merge_size**2
+        needed = self.count_patches(images, videos, None, []) // merged
+        return sum(input_ids.count(token_id) for token_id in self._token_ids.values()) < needed
+
+    def check_decodable(self, images: Any, videos: Any, audios: Any) -> None:
+        """Decode all media once; raises what their decoders raise."""
+        for image in images or []:
+            with _opened(image) as opened:
+                opened.load()
+        if videos or audios:
+            self.original._get_mm_inputs([], videos or [], audios or [], self.processor)
 
     def has_media(self, images: Any, videos: Any, audios: Any) -> bool:
         """Whether the collator injects no fake media beside this row."""

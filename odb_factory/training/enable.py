@@ -17,8 +17,11 @@ from odb_factory.data.loader import ODBLoader
 from odb_factory.data.measure import DEFAULT_PATCH_SIZE
 from odb_factory.data.observe import Observer
 from odb_factory.errors import ConfigError
+from odb_factory.log import get_logger
 from odb_factory.training.mixin import ODBTrainerMixin
 from odb_factory.training.run import ODBRun
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +124,23 @@ def check_training_arguments(args: Any) -> None:
             "accelerator_config.dispatch_batches: True does not go with odb, where every rank forms its own batches; "
             "remove the key or set it to false."
         )
+    if getattr(args, "include_tokens_per_second", False):
+        raise ConfigError(
+            "include_tokens_per_second: True would go through the data once more to count tokens; remove the key and "
+            "read odb/tokens_per_step."
+        )
+    deepspeed = getattr(args, "hf_deepspeed_config", None)
+    if deepspeed is not None and deepspeed.config.get("scheduler"):
+        raise ConfigError(
+            f"deepspeed: the scheduler {deepspeed.config['scheduler'].get('type')!r} in its config counts steps that "
+            "are not known ahead; remove `scheduler` there and use lr_scheduler_type."
+        )
+    for key, value in (
+        ("dataloader_drop_last", args.dataloader_drop_last),
+        ("accelerator_config.split_batches", getattr(args.accelerator_config, "split_batches", False)),
+    ):
+        if value:
+            logger.warning("%s: True has no effect with odb, where no batch is left part-filled or cut apart", key)
     if getattr(args, "group_by_length", False) or getattr(args, "train_sampling_strategy", None) == "group_by_length":
         raise ConfigError(
             "group_by_length (train_sampling_strategy): it needs all lengths before training, and odb groups online; "

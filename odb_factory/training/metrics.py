@@ -96,9 +96,10 @@ def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
 def summary_line(summary: Mapping[str, Any]) -> str:
     """The one line at the end of a run."""
     dropped = ", ".join(f"{count} {reason}" for reason, count in summary["dropped"].items()) or "none"
+    overlong = f", {summary['overlong']} overlong ones alone" if summary["overlong"] else ""
     left_out = f", left out: {summary['left_out']}" if summary["left_out"] else ""
     return (
-        f"done: {summary['emitted']} samples emitted, dropped: {dropped}{left_out}; {summary['steps']} steps "
+        f"done: {summary['emitted']} samples emitted{overlong}, dropped: {dropped}{left_out}; {summary['steps']} steps "
         f"({summary['idle_steps']} idle) in {summary['optimizer_steps']} optimizer steps; "
         f"padding {summary['padding_ratio']:.1%} of {summary['padded_tokens']} tokens"
     )

@@ -1,12 +1,14 @@
 """`ODBTrainerMixin`: the few Trainer methods that online dynamic batching changes.
 
-Only methods with the same meaning in transformers 4.55 to 5.x are overridden, and each calls
-`super()`. The Trainer keeps its loop; its figures are set right by `ODBCallback`.
+Only methods with the same meaning in transformers 4.55 to 5.x are overridden, and all but the two
+that bring the batches call `super()`. The Trainer keeps its loop; `ODBCallback` sets its figures right.
 """
 
 from __future__ import annotations
 
 from typing import Any
+
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from odb_factory.errors import ConfigError
 from odb_factory.log import get_logger
@@ -36,7 +38,9 @@ class ODBTrainerMixin:
         # First, so that every other callback reads the step count and epoch already set right.
         self.callback_handler.callbacks.insert(0, callback)
         try:
-            return super().train(resume_from_checkpoint, *args, **kwargs)
+            result = super().train(resume_from_checkpoint, *args, **kwargs)
+            self.odb_run.finish()
+            return result
         except BaseException as error:
             if self.odb_run is not None:
                 self.odb_run.abort(error)
@@ -86,12 +90,9 @@ class ODBTrainerMixin:
         if run.max_steps is None:
             warmup_steps = int(self.args.warmup_steps) if self.args.warmup_steps >= 1 else 0
             run.clock = ScheduleClock(steps, warmup_steps)
-            if not follow_clock(scheduler, run.clock):
-                logger.warning(
-                    "lr_scheduler_type %s counts optimizer steps: its curve is drawn for the estimated %d steps",
-                    self.args.lr_scheduler_type,
-                    steps,
-                )
+            follows = follow_clock(scheduler, run.clock)
+            if not follows and not isinstance(scheduler, ReduceLROnPlateau):
+                logger.warning("%s counts optimizer steps, which are estimated as %d", type(scheduler).__name__, steps)
         return scheduler
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:

@@ -25,7 +25,7 @@ class ODBCallback(TrainerCallback):
         state.num_train_epochs = math.ceil(run.target_epochs or run.max_steps / epoch_steps)
         state.compute_steps(args, state.max_steps)
         logger.info(
-            "%d samples in about %d optimizer steps an epoch (the figures above are upper bounds): "
+            "%d samples in about %d optimizer steps an epoch (figures of the Trainer above are bounds): "
             "token_budget %d, max_patches %s, buffer_size %d, loss_scaling %s",
             run.loader.num_samples, round(epoch_steps), run.config.token_budget, run.config.max_patches,
             run.config.buffer_size, run.config.loss_scaling,
@@ -41,6 +41,3 @@ class ODBCallback(TrainerCallback):
             bar = getattr(callback, "training_bar", None)
             if bar is not None:
                 bar.total = state.max_steps
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.odb_run.finish()

@@ -24,7 +24,7 @@ logger = get_logger(__name__)
 
 
 class TrainLoader:
-    """What the Trainer sees as its train dataloader: batches alone, the steps going to the run.
+    """What the Trainer sees as its train dataloader. Its items, (`Step`, `Measured`, batch), are taken by the run.
 
     num_steps: the most steps an epoch can have, None if the Trainer counts by `max_steps` alone.
     The Trainer sizes its loops by it and would cut an epoch short at a lower figure.
@@ -70,13 +70,13 @@ class ODBRun:
         self.clock: ScheduleClock | None = None
         self.total, self.interval = Tally(), Tally()
         self.over_budget = 0
+        self._overlong_said = False
         self.optimizer_steps = 0
         self.weight: float | None = None
         self._pending: deque[tuple[Step, Measured, float]] = deque()
         self._step: Step | None = None
-        self._steps_before_epoch = 0
         self._dropped: Counter[str] = Counter()
-        self._left_out = 0
+        self._left_out = self._overlong = 0
         self._audit = Audit(self.output_dir, rank) if config.audit else None
 
     def estimated_optimizer_steps(self) -> int:
@@ -88,6 +88,8 @@ class ODBRun:
     def take(self, steps: Iterator[Any], count: int) -> list[Any]:
         """The batches of the next optimizer step, [] at the end of an epoch."""
         asked = time.perf_counter()
+        if self.total.steps == 0:
+            self.total.started = self.interval.started = asked
         items = list(islice(steps, count))
         waited = time.perf_counter() - asked
         self.total.data_wait_s += waited
@@ -119,8 +121,7 @@ class ODBRun:
         self.weight = None
         if self._audit is not None:
             self._audit.write(step, measured, weight, self.total.steps, self.optimizer_steps + 1)
-        if measured.rows > 1:
-            self._check_budgets(step, measured)
+        self._check_budgets(step, measured)
         self.total.add(step, self.world_size)
         self.interval.add(step, self.world_size)
 
@@ -129,9 +130,9 @@ class ODBRun:
         if self._audit is not None:
             self._audit.flush()
         if self._step.last:
-            self._steps_before_epoch = self.optimizer_steps
             self._dropped += self._step.rejected
             self._left_out += self._step.left_out
+            self._overlong += self._step.overlong
 
     @property
     def epoch(self) -> float:
@@ -153,10 +154,7 @@ class ODBRun:
             return self.max_steps
         if self.share >= 1.0:
             return self.optimizer_steps
-        epochs_begun = self._step.epoch + (1 if self._step.last else 0)
-        epoch_steps = self._step.epoch_steps / self.accumulation
-        expected = self._steps_before_epoch + (self.target_epochs - epochs_begun) * epoch_steps
-        return max(math.ceil(expected), self.optimizer_steps + 1)
+        return max(round(self.optimizer_steps / self.share), self.optimizer_steps + 1)
 
     def interval_metrics(self) -> dict[str, float]:
         """The `odb/...` entries since the last call."""
@@ -177,6 +175,7 @@ class ODBRun:
             "emitted": self.total.samples,
             "dropped": dict(self._dropped if self._step.last else self._dropped + self._step.rejected),
             "left_out": self._left_out,
+            "overlong": self._overlong + (0 if self._step.last else self._step.overlong),
             "steps": self.total.steps,
             "idle_steps": self.total.idle,
             "optimizer_steps": self.optimizer_steps,
@@ -208,14 +207,21 @@ class ODBRun:
             self._audit.close()
 
     def _check_budgets(self, step: Step, measured: Measured) -> None:
-        """Budgets are planned exactly; a collator that pads more than it declared is reported, not hidden."""
+        """Say what goes beyond a budget, once of each kind: a sample alone, or a group that grew in the collator."""
         tokens, limit = measured.rows * measured.length, self.config.max_patches
         if tokens <= self.config.token_budget and (limit is None or measured.patches <= limit):
+            return
+        shape = f"{tokens} tokens and {measured.patches} patches", f"{self.config.token_budget} tokens and {limit} patches"
+        if measured.rows == 1:
+            if not self._overlong_said:
+                logger.warning("overlong samples travel alone: row %s has %s, the budget is %s", step.ids or "-", *shape)
+            self._overlong_said = True
             return
         self.over_budget += 1
         if self.over_budget == 1:
             logger.warning(
-                "rows %s were collated to %d tokens and %d patches, above the budget of %d tokens and %s patches: "
-                "this model's collator pads media beyond their own size; lower the budget if memory is short",
-                list(step.ids), tokens, measured.patches, self.config.token_budget, limit,
+                "rows %s were collated to %s, above the budget of %s: this model's collator pads media beyond their "
+                "own size; lower the budget if memory is short",
+                list(step.ids),
+                *shape,
             )

@@ -64,7 +64,7 @@ def test_disabled_is_said_and_no_other_command_promised(doctors: dict[str, Compl
 
 
 SOUND = Facts(
-    versions={name: "0.9.5" if name == "llamafactory" else "99" for name in SUPPORTED},
+    versions={name: {"llamafactory": "0.9.5", "torch": "2.12.1"}.get(name, "99") for name in SUPPORTED},
     probe=Probe(active=True, hooked=["llamafactory.hparams.parser.get_train_args"]),
 )
 

@@ -161,6 +161,7 @@ def test_a_step_without_samples_is_idle(ids: tuple[int, ...], idle: bool) -> Non
         totals=totals,
         done=0,
         rejected=Counter(),
+        overlong=0,
         left_out=0,
         epoch_steps=1,
         last=False,

@@ -21,7 +21,7 @@ from odb_factory.data.loader import ODBLoader
 from odb_factory.data.observe import ObservedDataset
 from odb_factory.data.samples import Rejection, unpack
 from odb_factory.llamafactory.attach import probe_collation
-from odb_factory.llamafactory.dataset import OnlineDataset, OpenMedia, RowObserver
+from odb_factory.llamafactory.dataset import OnlineDataset, OpenMedia, RowObserver, TokenizedDataset
 from odb_factory.llamafactory.media import EncodedImage
 
 BLOCK = {"token_budget": 1024, "max_patches": 900, "buffer_size": 24}
@@ -190,6 +190,19 @@ def test_cut_placeholders_are_caught_at_observation(tiny_vl, data_dir, tmp_path)
         assert word in sample.message
     assert "\n" not in sample.message
     assert not Setting(config, BLOCK | {"overlong": "drop"}).observe(1).fatal
+
+
+def test_cut_placeholders_of_tokenized_data_are_caught_too(vl: Setting) -> None:
+    """`tokenized_path`: rows are used as they are, but not one that the model cannot take."""
+    cut = {"input_ids": 20, "attention_mask": 20, "labels": 20}
+    rows = [dict(vl.stock["train_dataset"][index]) for index in (49, 49)]
+    rows[1] = {key: value[: cut[key]] if key in cut else value for key, value in rows[1].items()}
+    tokenized = TokenizedDataset(datasets.Dataset.from_list(rows), vl.dataset.media)
+    budget = Budget(vl.config.token_budget, vl.config.max_patches, vl.collation)
+    whole, part = (ObservedDataset(tokenized, vl.observer, vl.config, budget)[index] for index in range(2))
+    assert whole.cost == vl.observe(49).cost
+    assert isinstance(part, Rejection) and part.fatal and part.reason == "overlong"
+    assert "picture_1_0.png" in part.message and "\n" not in part.message
 
 
 def test_rows_that_stock_drops_are_dropped_and_counted(tiny_text, tmp_path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llamafactory.hparams import get_train_args
+from llamafactory.hparams import FinetuningArguments, TrainingArguments, get_train_args
 from support import run_llamafactory, training_config
 
 from odb_factory.errors import ConfigError
@@ -28,8 +28,10 @@ def config(tiny_text: Path, data_dir: Path, tmp_path: Path) -> dict[str, Any]:
         ({"odb": None}, ("odb:", "token_budget")),
         ({"per_device_train_batch_size": 4}, ("per_device_train_batch_size", "4", "token_budget")),
         ({"packing": True}, ("packing", "True", "remove")),
-        ({"neat_packing": True}, ("acking",)),
+        ({"neat_packing": True}, ("eat", "packing")),
         ({"predict_with_generate": True, "val_size": 4}, ("predict_with_generate", "True")),
+        ({"use_mca": True}, ("use_mca", "True", "remove")),
+        ({"include_tokens_per_second": True}, ("include_tokens_per_second", "True", "remove")),
         ({"use_hyper_parallel": True}, ("use_hyper_parallel", "True", "remove")),
         ({"auto_find_batch_size": True}, ("auto_find_batch_size", "True", "token_budget")),
         ({"accelerator_config": {"dispatch_batches": True}}, ("dispatch_batches", "True", "false")),
@@ -42,11 +44,9 @@ def config(tiny_text: Path, data_dir: Path, tmp_path: Path) -> dict[str, Any]:
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_mistakes_are_named_in_one_line(config, changes, words) -> None:
-    if "use_hyper_parallel" in changes:
-        from llamafactory.hparams import FinetuningArguments
-
-        if not hasattr(FinetuningArguments, "use_hyper_parallel"):
-            pytest.skip("this LLaMA-Factory release has no use_hyper_parallel")
+    for key in ("use_hyper_parallel", "include_tokens_per_second"):
+        if key in changes and not any(hasattr(arguments, key) for arguments in (FinetuningArguments, TrainingArguments)):
+            pytest.skip(f"this release has no {key}")
     with pytest.raises(ValueError) as caught:
         get_train_args(config | changes)
     # LLaMA-Factory 0.9.4 refuses neat_packing itself.

@@ -148,13 +148,13 @@ def test_progress_schedule_saving_and_evaluation_mean_what_they_say(tiny_text, d
         done = sum(len(line["ids"]) for line in audit if line["optimizer_step"] <= optimizer_step)
         return min(done / (2.5 * rows), 1)
 
-    # Not known ahead, so within one step of the run: the curve is drawn over an estimated number of steps.
+    # Within one step of the warm-up: the curve is drawn over an estimated number of steps, the warm-up rounded to one.
     for entry in (entry for entry in log if "loss" in entry):
         if entry["step"] < steps:
             assert entry["epoch"] == pytest.approx(2.5 * share_after(entry["step"]))
         share = share_after(entry["step"] - 1)
         expected = share / 0.2 if share < 0.2 else 0.5 * (1 + math.cos(math.pi * (share - 0.2) / 0.8))
-        assert entry["learning_rate"] == pytest.approx(1e-3 * expected, abs=1e-3 * 0.6 / 0.2 / 20)
+        assert entry["learning_rate"] == pytest.approx(1e-3 * expected, abs=1e-3 / (0.2 * steps))
         assert set(entry) >= {
             "odb/samples_per_step",
             "odb/tokens_per_step",
@@ -170,7 +170,7 @@ def test_progress_schedule_saving_and_evaluation_mean_what_they_say(tiny_text, d
     lines = read_jsonl(out / "trainer_log.jsonl")
     assert lines[-1]["percentage"] == 100 and lines[-1]["total_steps"] == steps
     for line in lines:
-        assert abs(line["percentage"] / 100 - share_after(line["current_steps"])) < 0.12
+        assert abs(line["percentage"] / 100 - share_after(line["current_steps"])) < 1 / steps
     assert log[-1]["train_samples_per_second"] == pytest.approx(
         sum(epoch.total() for epoch in epochs.values()) / log[-1]["train_runtime"], rel=1e-3
     )
