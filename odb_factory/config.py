@@ -13,7 +13,6 @@ from typing import Any
 
 from odb_factory.errors import ConfigError
 
-
 LARGEST = 2**32 - 1
 """The largest number a key takes; what random number generators accept as a seed."""
 

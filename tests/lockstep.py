@@ -17,9 +17,10 @@ from typing import Any
 from odb_factory.batching import Budget, Cost
 from odb_factory.batching.grouping import form_groups
 from odb_factory.batching.planning import MAX_WAIT_ROUNDS
+from odb_factory.data.agreement import AgreedError, Report
 from odb_factory.data.exchange import decode, encode
 from odb_factory.data.observe import ShardSampler
-from odb_factory.data.rounds import AgreedError, EpochRounds, Report, Task
+from odb_factory.data.rounds import EpochRounds, Task
 from odb_factory.data.samples import Rejection, Sample, Step
 
 Row = Sample | Rejection | Exception

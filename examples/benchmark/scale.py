@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from odb_factory.batching import Budget, Cost, Offer, align, make_offer
+from odb_factory.data.agreement import Report
 from odb_factory.data.exchange import decode, encode
-from odb_factory.data.rounds import Report
 
 SHORTEST, LONGEST = 16, 16384
 """Lengths are lognormal, around 500 tokens, between these."""

@@ -24,7 +24,7 @@ CUTOFF_LEN = 2048
 TOKEN_BUDGET = 2 * (CUTOFF_LEN + 8)
 """The peak of fixed batches of two: rows of CUTOFF_LEN tokens and the 8 of a fake image in a text-only batch."""
 POLL_S = 0.5
-LAUNCHES_ELSEWHERE = ("FORCE_TORCHRUN", "NNODES", "NPROC_PER_NODE", "USE_MCA", "USE_RAY", "USE_V1", "ODB_FACTORY_DISABLE")
+LAUNCHES_ELSEWHERE = ("FORCE_TORCHRUN", "NNODES", "NPROC_PER_NODE", "USE_MCA", "USE_RAY", "USE_V1")
 """Settings of LLaMA-Factory's launcher that would take the training out of the process that is recorded."""
 
 

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from odb_factory.batching import GroupCost, Offer
-from odb_factory.data.rounds import AgreedError, Report
+from odb_factory.data.agreement import AgreedError, Report
 from odb_factory.log import get_logger
 
 logger = get_logger(__name__)
@@ -35,7 +35,7 @@ FAREWELL_S = 5.0
 
 
 class GroupExchange:
-    """The `Exchange` of all ranks of the default process group (see `odb_factory.data.rounds`).
+    """The `Exchange` of all ranks of the default process group (see `odb_factory.data.agreement`).
 
     timeout_s: how long a rank waits for the others in a round. A message has 16 bytes a group and some
     hundred more: nothing grows with tokens or pixels.

@@ -25,11 +25,12 @@ from torch.utils.data import DataLoader
 
 from odb_factory.batching import Budget, Collation
 from odb_factory.config import ODBConfig
+from odb_factory.data.agreement import Alone, Exchange
 from odb_factory.data.ahead import Ahead, Direct
 from odb_factory.data.collate import Collated, Failure, GroupDataset
 from odb_factory.data.measure import DEFAULT_PATCH_SIZE
 from odb_factory.data.observe import ObservedDataset, Observer, ShardSampler, where
-from odb_factory.data.rounds import Alone, EpochRounds, Exchange, Task
+from odb_factory.data.rounds import EpochRounds, Task
 from odb_factory.data.samples import Rejection, Sample
 from odb_factory.errors import DataError
 from odb_factory.log import get_logger

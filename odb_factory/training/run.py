@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from odb_factory.config import ODBConfig
+from odb_factory.data.agreement import AgreedError
 from odb_factory.data.loader import ODBLoader
-from odb_factory.data.rounds import AgreedError
 from odb_factory.data.samples import Measured, Step
 from odb_factory.errors import DataError, one_line
 from odb_factory.log import get_logger
@@ -211,10 +211,11 @@ class ODBRun:
         tokens, limit = measured.rows * measured.length, self.config.max_patches
         if tokens <= self.config.token_budget and (limit is None or measured.patches <= limit):
             return
-        shape = f"{tokens} tokens and {measured.patches} patches", f"{self.config.token_budget} tokens and {limit} patches"
+        shape = f"{tokens} tokens and {measured.patches} patches"
+        budget = f"{self.config.token_budget} tokens and {limit} patches"
         if measured.rows == 1:
             if not self._overlong_said:
-                logger.warning("overlong samples travel alone: row %s has %s, the budget is %s", step.ids or "-", *shape)
+                logger.warning("overlong samples travel alone: row %s has %s, the budget is %s", step.ids, shape, budget)
             self._overlong_said = True
             return
         self.over_budget += 1
@@ -223,5 +224,6 @@ class ODBRun:
                 "rows %s were collated to %s, above the budget of %s: this model's collator pads media beyond their "
                 "own size; lower the budget if memory is short",
                 list(step.ids),
-                *shape,
+                shape,
+                budget,
             )

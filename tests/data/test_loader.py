@@ -21,9 +21,9 @@ from torch.utils.data import get_worker_info
 
 from odb_factory.batching import Collation, Cost
 from odb_factory.config import ODBConfig
+from odb_factory.data.agreement import Alone, Report
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.observe import MediaCut, RowDropped
-from odb_factory.data.rounds import Alone, Report
 from odb_factory.errors import DataError
 
 pytestmark = pytest.mark.timeout(60)

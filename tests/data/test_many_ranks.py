@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from lockstep import Epoch, Row, check_promises, rejection, run_shards, sample, usable
 
 from odb_factory.batching import Budget, Cost
-from odb_factory.data.rounds import AgreedError
+from odb_factory.data.agreement import AgreedError
 from odb_factory.data.samples import Rejection, Sample
 
 Case = tuple[list[list[Row]], dict[str, Any]]

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from odb_factory.batching import Budget, Cost, GroupCost, Offer, make_offer
+from odb_factory.data.agreement import Report
 from odb_factory.data.exchange import decode, encode
-from odb_factory.data.rounds import Report
 
 INT32 = 2**31 - 1
 GROUP_BYTES, HEADER_BYTES = 16, 120

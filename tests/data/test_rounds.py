@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 
 from odb_factory.batching import Budget, Collation, Cost
 from odb_factory.batching.planning import MAX_WAIT_ROUNDS
+from odb_factory.data.agreement import AgreedError, Alone, Report
 from odb_factory.data.observe import ShardSampler
-from odb_factory.data.rounds import AgreedError, Alone, EpochRounds, Report, Task
+from odb_factory.data.rounds import EpochRounds, Task
 from odb_factory.data.samples import Rejection, Sample, Step
 from odb_factory.errors import DataError
 
