@@ -71,6 +71,8 @@ class GroupExchange:
 
     def farewell(self, message: str) -> None:
         """Say why this rank ends outside of planning (main thread); wait a little until the others have read it."""
+        if self._failed:
+            return
         self._failed = True
         try:
             self._store.set("left", f"rank {self.rank} left the training: {message}")

@@ -25,14 +25,14 @@ from torch.utils.data import DataLoader
 
 from odb_factory.batching import Budget, Collation
 from odb_factory.config import ODBConfig
-from odb_factory.data.agreement import Alone, Exchange
+from odb_factory.data.agreement import AgreedError, Alone, Exchange
 from odb_factory.data.ahead import Ahead, Direct
 from odb_factory.data.collate import Collated, Failure, GroupDataset
 from odb_factory.data.measure import DEFAULT_PATCH_SIZE
 from odb_factory.data.observe import ObservedDataset, Observer, ShardSampler, where
 from odb_factory.data.rounds import EpochRounds, Task
 from odb_factory.data.samples import Rejection, Sample
-from odb_factory.errors import DataError
+from odb_factory.errors import DataError, one_line
 from odb_factory.log import get_logger
 
 OBSERVE_CHUNK = 8
@@ -128,8 +128,8 @@ class ODBLoader:
         if self._pass is None:
             try:
                 self._begin()
-            except BaseException:
-                self._leave()
+            except BaseException as error:
+                self._abandon(error)
                 raise
         return self._pass.epoch_steps
 
@@ -148,11 +148,9 @@ class ODBLoader:
         self._exchange.close()
 
     def abort(self, message: str) -> None:
-        """Tell the other ranks why this one ends, then end as `close` does."""
+        """Tell the other ranks why this one ends, then end as `close` does, without waiting for them."""
         self._exchange.farewell(message)
-        if self._pass is not None:
-            self._pass.close(ABORT_S)
-            self._pass = None
+        self._leave(ABORT_S)
         self.close()
 
     def _begin(self) -> None:
@@ -182,14 +180,27 @@ class ODBLoader:
                     raise error
                 finally:
                     del error
-        finally:
+        except GeneratorExit:
             if self._pass is current:
                 self._leave()
+            raise
+        except BaseException as error:
+            self._abandon(error)
+            raise
+        if self._pass is current:
+            self._leave()
 
-    def _leave(self) -> None:
+    def _abandon(self, error: BaseException) -> None:
+        """Leave after an error. The others know of an agreed one; of any other they are told, for they do not leave."""
+        if not isinstance(error, AgreedError):
+            self._exchange.farewell(str(error) if isinstance(error, DataError) else one_line(error))
+        self._leave(ABORT_S)
+
+    def _leave(self, timeout_s: float | None = None) -> None:
+        """End the pass; within `timeout_s` (default: that of the exchange) if the planning is stuck."""
         current, self._pass = self._pass, None
         if current is not None:
-            current.close(self._exchange.timeout_s)
+            current.close(self._exchange.timeout_s if timeout_s is None else timeout_s)
 
     def _on_reject(self, rejection: Rejection) -> None:
         self._num_rejected += 1

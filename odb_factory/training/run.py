@@ -215,7 +215,7 @@ class ODBRun:
         budget = f"{self.config.token_budget} tokens and {limit} patches"
         if measured.rows == 1:
             if not self._overlong_said:
-                logger.warning("overlong samples travel alone: row %s has %s, the budget is %s", step.ids, shape, budget)
+                logger.warning("overlong samples travel alone: row %s has %s, the budget %s", step.ids, shape, budget)
             self._overlong_said = True
             return
         self.over_budget += 1

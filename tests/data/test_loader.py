@@ -588,7 +588,6 @@ def test_a_killed_worker_ends_in_an_error_and_not_in_a_hang(silence: None, row: 
     assert time.monotonic() - started < 30
 
 
-@pytest.mark.xfail(strict=True, reason="a loader whose collation fails leaves, and leaving waits for all other ranks")
 @pytest.mark.parametrize("workers", [(0, 0), (1, 1)])
 def test_a_rank_that_fails_does_not_wait_until_the_others_leave(workers: tuple[int, int]) -> None:
     """Never hang: in the training they wait for it, and so do not leave. It tells them in `abort`, and goes."""
