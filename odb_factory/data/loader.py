@@ -38,7 +38,8 @@ from odb_factory.log import get_logger
 OBSERVE_CHUNK = 8
 """Samples an observe worker hands over at a time: fewer messages, still a short first wait."""
 MAX_REJECTIONS_LOGGED = 10
-ABORT_S = 1.0
+ABORT_S = 7.0
+"""After a failure planning is given this long to end; a DataLoader looks for dead workers every 5 s."""
 
 logger = get_logger(__name__)
 
@@ -192,9 +193,11 @@ class ODBLoader:
 
     def _abandon(self, error: BaseException) -> None:
         """Leave after an error. The others know of an agreed one; of any other they are told, for they do not leave."""
-        if not isinstance(error, AgreedError):
+        if isinstance(error, AgreedError):
+            self._leave()
+        else:
             self._exchange.farewell(str(error) if isinstance(error, DataError) else one_line(error))
-        self._leave(ABORT_S)
+            self._leave(ABORT_S)
 
     def _leave(self, timeout_s: float | None = None) -> None:
         """End the pass; within `timeout_s` (default: that of the exchange) if the planning is stuck."""
