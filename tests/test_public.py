@@ -24,6 +24,7 @@ def a_step() -> Step:
         totals=totals,
         done=2,
         rejected=Counter(),
+        overlong=0,
         left_out=0,
         epoch_steps=1,
         last=True,

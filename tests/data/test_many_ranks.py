@@ -95,13 +95,17 @@ def test_what_all_ranks_are_told_is_the_same(case: Case) -> None:
     world, options = case
     epochs = run_shards(world, **options)
     for steps in zip(*(epoch.steps for epoch in epochs)):
-        told = [(s.index, s.totals, s.done, s.rejected, s.left_out, s.epoch_steps, s.last) for s in steps]
+        told = [(s.index, s.totals, s.done, s.rejected, s.overlong, s.left_out, s.last, s.epoch_steps) for s in steps]
         assert told == [told[0]] * len(told)
         assert steps[0].totals.samples == sum(len(step.ids) for step in steps)
         assert steps[0].totals.tokens == sum(step.tokens for step in steps)
         assert steps[0].totals.supervised_tokens == sum(step.supervised_tokens for step in steps)
     if epochs[0].steps:
-        assert epochs[0].steps[-1].rejected.total() == sum(len(epoch.rejected) for epoch in epochs)
+        last = epochs[0].steps[-1]
+        assert last.rejected.total() == sum(len(epoch.rejected) for epoch in epochs)
+        seen = {id for epoch in epochs for window in epoch.windows for id in window}
+        overlong = [row.id for shard in world for row in usable(shard) if options["budget"].overlong(row.cost)]
+        assert last.overlong == len(seen.intersection(overlong))
 
 
 @settings(deadline=None, max_examples=50)

@@ -19,7 +19,7 @@ group_costs = st.builds(GroupCost, *[st.integers(0, INT32)] * 4)
 reasons = st.dictionaries(st.text(max_size=20), st.integers(1, 2**40), max_size=5).map(Counter)
 fields = {"groups": st.lists(group_costs, max_size=50), "dry": st.booleans()}
 others = {item.name: st.integers(0, INT32) for item in dataclasses.fields(Offer) if item.name not in fields}
-reports = st.builds(Report, st.builds(Offer, **fields, **others), reasons)
+reports = st.builds(Report, st.builds(Offer, **fields, **others), reasons, overlong=st.integers(0, INT32))
 
 
 @given(reports)
