@@ -28,6 +28,12 @@ class Exchange(Protocol):
     timeout_s: float
     """How long a rank may have to wait for the others (seconds)."""
 
+    def start(self) -> None:
+        """The worker processes of the loader have been started: threads may be."""
+
+    def check(self) -> None:
+        """Raises `AgreedError` if a rank has said farewell; for the main thread while it waits for a plan."""
+
     def __call__(self, report: Report, round_index: int) -> list[Report]:
         """The reports of all ranks in rank order. Raises `AgreedError` if there is none of some rank."""
 
@@ -48,6 +54,10 @@ class Alone:
     """The exchange of a single rank: nobody to wait for, nobody to tell."""
 
     timeout_s = 30.0
+
+    def start(self) -> None: ...
+
+    def check(self) -> None: ...
 
     def __call__(self, report: Report, round_index: int) -> list[Report]:
         return [report]

@@ -30,6 +30,8 @@ from odb_factory.log import get_logger
 logger = get_logger(__name__)
 
 WATCH_S = 0.5
+LEFT = "it left the epoch before its end; all ranks must take the same steps."
+LONGEST_REASON = 2000
 FAREWELL_S = 5.0
 """A failing rank waits this long, at most, for the others to have read why."""
 
@@ -46,38 +48,52 @@ class GroupExchange:
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s), group_desc="odb")
         self._store = self._open_store()
+        self._count = 0
         self._failed = False
+        self._heard: str | None = None
         self._closed = threading.Event()
         self._watcher: threading.Thread | None = None
 
-    def __call__(self, report: Report, round_index: int) -> list[Report]:
-        """The reports of all ranks, in rank order. Raises `AgreedError` if one failed, left or is missing."""
-        if self._watcher is None:  # not before, so that worker processes have been started
+    def start(self) -> None:
+        if self._watcher is None:
             self._watcher = threading.Thread(target=self._watch, name="odb-watch", daemon=True)
             self._watcher.start()
-        answers = self._gather(encode(report), f"round {round_index}")
-        for rank, answer in enumerate(answers):
-            if isinstance(answer, str):
-                raise AgreedError(f"rank {rank} stopped: {answer}" if rank != self.rank else answer)
+
+    def check(self) -> None:
+        if self._heard is not None:
+            raise AgreedError(self._heard)
+
+    def __call__(self, report: Report, round_index: int) -> list[Report]:
+        """The reports of all ranks, in rank order. Raises `AgreedError` if one failed, left or is missing."""
+        try:
+            answers = self._gather(encode(report), f"round {round_index}")
+        except AgreedError as error:
+            if not self._closed.is_set():
+                logger.error("%s", error)  # the training may be waiting in a collective of its own, and never ask
+                self.farewell(str(error))
+            raise
+        stopped = {rank: answer for rank, answer in enumerate(answers) if isinstance(answer, str)}
+        if stopped:
+            rank = min(stopped, key=lambda rank: (stopped[rank] == LEFT, rank))  # a failure says more
+            raise AgreedError(f"rank {rank} stopped: {stopped[rank]}")
         return answers
 
     def leave(self) -> None:
-        if not self._failed:
-            self._gather(encode("it left the epoch before its end; all ranks must take the same steps."), "leaving")
+        self._say_last(LEFT)
 
     def fail(self, message: str) -> None:
-        if not self._failed:
-            self._gather(encode(message), f"failed: {message}")
+        self._say_last(message)
 
     def farewell(self, message: str) -> None:
         """Say why this rank ends outside of planning (main thread); wait a little until the others have read it."""
-        if self._failed:
+        store = self._store
+        if self._failed or store is None:
             return
         self._failed = True
         try:
-            self._store.set("left", f"rank {self.rank} left the training: {message}")
+            store.set("left", f"rank {self.rank} left the training: {message}")
             until = time.monotonic() + FAREWELL_S
-            while time.monotonic() < until and self._store.add("heard", 0) < self.world_size - 1:
+            while time.monotonic() < until and store.add("heard", 0) < self.world_size - 1:
                 time.sleep(WATCH_S / 5)
         except RuntimeError:
             pass  # the store is gone, and with it somebody to tell
@@ -104,28 +120,37 @@ class GroupExchange:
 
     def _gather(self, message: bytes, word: str) -> list[Report | str]:
         """Everybody's message, decoded. Sizes travel first, then messages padded to the longest."""
+        group, store = self._group, self._store
+        if self._failed or group is None:
+            raise AgreedError(self._heard or f"rank {self.rank} has left the exchange.")
+        self._count += 1
+        word = f"{word} (message {self._count})"
         try:
-            self._store.set(f"word/{self.rank}", word)
+            store.set(f"word/{self.rank}", word)
             size = torch.tensor([len(message)])
             sizes = [torch.zeros_like(size) for _ in range(self.world_size)]
-            dist.all_gather(sizes, size, group=self._group)
+            dist.all_gather(sizes, size, group=group)
             mine = torch.zeros(max(map(int, sizes)), dtype=torch.uint8)
             mine[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
             messages = [torch.empty_like(mine) for _ in range(self.world_size)]
-            dist.all_gather(messages, mine, group=self._group)
+            dist.all_gather(messages, mine, group=group)
         except RuntimeError as error:
-            failure = AgreedError(self._missing(word, error))
-            logger.error("%s", failure)  # the training may be waiting in a collective of its own, and never ask
-            raise failure from None
+            raise AgreedError(self._missing(store, word, error)) from None
         return [decode(text.numpy().tobytes()[: int(size)]) for text, size in zip(messages, sizes)]
 
-    def _missing(self, word: str, error: RuntimeError) -> str:
+    def _say_last(self, message: str) -> None:
+        try:
+            self._gather(encode(message), "the end")
+        except AgreedError:
+            pass  # the others have ended before this one
+
+    def _missing(self, store: dist.TCPStore, word: str, error: RuntimeError) -> str:
         """Who did not answer, and what it said last."""
         try:
-            if self._store.check(["left"]):
-                return self._store.get("left").decode()
+            if store.check(["left"]):
+                return store.get("left").decode()
             keys = {rank: f"word/{rank}" for rank in range(self.world_size)}
-            words = {r: self._store.get(key).decode() if self._store.check([key]) else "" for r, key in keys.items()}
+            words = {r: store.get(key).decode() if store.check([key]) else "" for r, key in keys.items()}
         except RuntimeError:
             return f"rank {self.rank} lost rank 0, which has ended, in {word}; look for its own last message."
         behind = [f"rank {r} (last word: {said or 'none'})" for r, said in words.items() if said != word]
@@ -142,7 +167,8 @@ class GroupExchange:
             try:
                 if self._store.check(["left"]):
                     if not self._failed:
-                        logger.error("%s", self._store.get("left").decode())
+                        self._heard = self._store.get("left").decode()
+                        logger.error("%s", self._heard)
                         self._store.add("heard", 1)
                     return
             except RuntimeError:
@@ -152,7 +178,7 @@ class GroupExchange:
 def encode(content: Report | str) -> bytes:
     """A report, or the reason why there is none: length of a JSON header, the header, four int32 a group."""
     if isinstance(content, str):
-        head, groups = {"stopped": content}, np.empty((0, 4), np.int32)
+        head, groups = {"stopped": content[:LONGEST_REASON]}, np.empty((0, 4), np.int32)
     else:
         head = {
             "dry": content.offer.dry,

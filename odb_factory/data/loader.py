@@ -159,9 +159,13 @@ class ODBLoader:
         rounds = iter(self._plan(itertools.chain.from_iterable(iter(self._observing)), epoch=self.epoch))
         self._pass = self._feed.current = _Pass(Ahead(rounds) if self._threaded else Direct(rounds))
         self._pass.batches = iter(self._collating)
+        self._exchange.start()
         self._pass.rounds.start()
         while not self._pass.tasks:
-            self._pass.tasks.extend(self._pass.rounds.poll(timeout=None))
+            try:
+                self._pass.tasks.extend(self._pass.rounds.poll())
+            except queue.Empty:
+                self._exchange.check()
         self._pass.epoch_steps = self._pass.tasks[0][0].epoch_steps
 
     def _steps(self, current: _Pass) -> Iterator[Collated]:
@@ -175,6 +179,8 @@ class ODBLoader:
                     raise DataError(item.message)
                 if item is not None:
                     yield item
+                else:
+                    self._exchange.check()
             if current.error is not None:
                 error, current.error = current.error, None
                 try:
@@ -193,11 +199,9 @@ class ODBLoader:
 
     def _abandon(self, error: BaseException) -> None:
         """Leave after an error. The others know of an agreed one; of any other they are told, for they do not leave."""
-        if isinstance(error, AgreedError):
-            self._leave()
-        else:
+        if not isinstance(error, AgreedError):
             self._exchange.farewell(str(error) if isinstance(error, DataError) else one_line(error))
-            self._leave(ABORT_S)
+        self._leave(ABORT_S)
 
     def _leave(self, timeout_s: float | None = None) -> None:
         """End the pass; within `timeout_s` (default: that of the exchange) if the planning is stuck."""
@@ -216,7 +220,10 @@ class ODBLoader:
     def _find_spare(self) -> Sample:
         """The first usable row of the dataset, for idle steps of a rank whose shard had none."""
         rows = (self._observed[index] for index in range(len(self.dataset)))
-        return next(row for row in rows if isinstance(row, Sample))
+        spare = next((row for row in rows if isinstance(row, Sample)), None)
+        if spare is None:
+            raise DataError("no row of the dataset can be read here to take idle steps with; other ranks could.")
+        return spare
 
 
 _END = object()

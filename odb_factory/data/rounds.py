@@ -108,7 +108,7 @@ class EpochRounds:
             )
             round_index, self.final = round_index + 1, plan.final
             known = self.steps + len(plan.totals)
-            epoch_steps = known if plan.final else self._epoch_steps(offers, rejected.total())
+            epoch_steps = known if plan.final else max(known, self._epoch_steps(offers, rejected.total()))
             tasks += self._tasks(groups, plan, rejected=rejected, overlong=overlong, epoch_steps=epoch_steps)
             if self.final and self.emitted == 0:
                 raise AgreedError(_nothing_left(rejected, self.num_samples))
