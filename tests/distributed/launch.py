@@ -1,0 +1,206 @@
+"""Runs of the real `llamafactory-cli train` with several ranks, from one or more launchers ("nodes").
+
+Every process of a run carries a mark in its environment, its ranks and their workers included: torchrun
+puts each rank into a session of its own, so a process group would not find them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import pytest
+import yaml
+
+BIN = Path(sys.executable).parent
+SHIMS = Path(__file__).parent / "shims"
+"""Folders to put on PYTHONPATH: each holds a `sitecustomize.py`, which every rank runs first."""
+TIMEOUT_S = 150
+MARK = "ODB_TEST_RUN"
+POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class Node:
+    """Where one launcher runs: a command in front of it, and its environment."""
+
+    prefix: tuple[str, ...] = ()
+    env: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run ended. `ranks[r]`: what rank r wrote; `launchers[n]`: what node n's launcher wrote itself."""
+
+    returncodes: list[int]
+    ranks: list[str]
+    launchers: list[str]
+    seconds: float
+
+    def __str__(self) -> str:
+        parts = [f"return codes {self.returncodes} after {self.seconds:.1f} s"]
+        parts += [f"--- rank {rank} ---\n{text[-3000:]}" for rank, text in enumerate(self.ranks)]
+        parts += [f"--- launcher {node} ---\n{text[-2000:]}" for node, text in enumerate(self.launchers)]
+        return "\n".join(parts)
+
+
+class Run:
+    """A training of `num_ranks` ranks, started at once; a context manager that leaves no process behind."""
+
+    def __init__(
+        self,
+        config: dict[str, Any],
+        *,
+        num_ranks: int = 2,
+        nodes: Sequence[Node] = (Node(),),
+        env: dict[str, str] | None = None,
+        master: str = "127.0.0.1",
+    ):
+        self.num_ranks, self.output_dir = num_ranks, Path(config["output_dir"])
+        self.mark = uuid.uuid4().hex
+        self.folder = self.output_dir.with_name(f"{self.output_dir.name}_logs")
+        self.folder.mkdir(parents=True)
+        path = self.folder / "config.yaml"
+        path.write_text(yaml.safe_dump(config), encoding="utf-8")
+        per_node = num_ranks // len(nodes)
+        common = {
+            MARK: self.mark,
+            "FORCE_TORCHRUN": "1",
+            "NPROC_PER_NODE": str(per_node),
+            "NNODES": str(len(nodes)),
+            "MASTER_ADDR": master,
+            "MASTER_PORT": str(free_port()),
+            # torchrun is looked up on PATH, and writes what each rank says to files of its own.
+            "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+            "PET_REDIRECTS": "3",
+        }
+        self.started = time.monotonic()
+        self.launchers: list[subprocess.Popen] = []
+        try:
+            for number, node in enumerate(nodes):
+                mine = {"NODE_RANK": str(number), "PET_LOG_DIR": str(self.folder / f"node{number}")}
+                self.launchers.append(
+                    subprocess.Popen(
+                        [*node.prefix, str(BIN / "llamafactory-cli"), "train", str(path)],
+                        stdout=(self.folder / f"launcher{number}.log").open("w"),
+                        stderr=subprocess.STDOUT,
+                        env=os.environ | common | mine | node.env | (env or {}),
+                        start_new_session=True,
+                    )
+                )
+        except BaseException:
+            self.kill()
+            raise
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.kill()
+
+    def end(self, timeout_s: float = TIMEOUT_S) -> Ended:
+        """Wait for the end of all launchers; kills the run and fails the test after `timeout_s` seconds."""
+        until = time.monotonic() + timeout_s
+        for launcher in self.launchers:
+            try:
+                launcher.wait(max(until - time.monotonic(), 0))
+            except subprocess.TimeoutExpired:
+                hung = "\n".join(f"{pid}: {' '.join(words[:6])}" for pid, words in self.processes().items())
+                self.kill()
+                pytest.fail(f"no end within {timeout_s} s; alive until killed:\n{hung}\n{self.so_far()}")
+        return self.so_far()
+
+    def so_far(self) -> Ended:
+        launchers = [(self.folder / f"launcher{n}.log").read_text() for n in range(len(self.launchers))]
+        codes = [launcher.poll() for launcher in self.launchers]
+        ranks = [self.said(rank) for rank in range(self.num_ranks)]
+        return Ended(codes, ranks, launchers, time.monotonic() - self.started)
+
+    def said(self, rank: int) -> str:
+        """What a rank has written until now, stdout and then stderr."""
+        per_node = self.num_ranks // len(self.launchers)
+        node, local = divmod(rank, per_node)
+        files = sorted((self.folder / f"node{node}").glob(f"*/attempt_0/{local}/std*.log"), reverse=True)
+        return "\n".join(path.read_text(errors="replace") for path in files)
+
+    def processes(self) -> dict[int, list[str]]:
+        """Every living process of the run: its command line by its id."""
+        found = {}
+        for folder in Path("/proc").iterdir():
+            if folder.name.isdigit() and f"{MARK}={self.mark}" in _words(folder / "environ"):
+                words = _words(folder / "cmdline")
+                if words:  # a zombie has none
+                    found[int(folder.name)] = words
+        return found
+
+    def rank_pid(self, rank: int) -> int:
+        """The main process of a rank; there must be one."""
+        ranks = {pid for pid in self.processes() if f"RANK={rank}" in _words(Path(f"/proc/{pid}/environ"))}
+        return next(pid for pid in ranks if parent(pid) not in ranks)
+
+    def workers(self, rank: int) -> list[int]:
+        """The data workers of a rank in the order of their start: those that observe, then those that collate."""
+        return sorted(pid for pid in self.processes() if parent(pid) == self.rank_pid(rank))
+
+    def wait_for(self, text: str, rank: int = 0, timeout_s: float = TIMEOUT_S) -> None:
+        """Return once a rank has written `text`."""
+        self.wait_until(lambda: text in self.said(rank), f"rank {rank} never wrote {text!r}", timeout_s)
+
+    def wait_until(self, condition: Callable[[], bool], otherwise: str, timeout_s: float = TIMEOUT_S) -> None:
+        until = time.monotonic() + timeout_s
+        while not condition():
+            if time.monotonic() > until or any(launcher.poll() is not None for launcher in self.launchers):
+                pytest.fail(f"{otherwise}\n{self.so_far()}")
+            time.sleep(POLL_S)
+
+    def left_behind(self, patience_s: float = 5.0) -> dict[int, list[str]]:
+        """Processes of the run still alive `patience_s` seconds after its end (torch's own helpers need a moment)."""
+        until = time.monotonic() + patience_s
+        while (alive := self.processes()) and time.monotonic() < until:
+            time.sleep(POLL_S)
+        return alive
+
+    def kill(self) -> None:
+        """End every process of the run, stopped ones too; by their ids."""
+        for _ in range(100):
+            alive = self.processes()
+            if not alive:
+                break
+            for pid in alive:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    pass
+            time.sleep(POLL_S)
+        for launcher in self.launchers:
+            launcher.wait(10)
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+
+
+def _words(path: Path) -> list[str]:
+    try:
+        return path.read_bytes().decode(errors="replace").split("\0")[:-1]
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return []

@@ -1,0 +1,185 @@
+"""Ranks without a training: processes that each run one function, with a toy loader to run in it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed.launch import free_port
+
+from odb_factory.batching import Cost
+from odb_factory.config import ODBConfig
+from odb_factory.data.exchange import GroupExchange
+from odb_factory.data.loader import ODBLoader
+
+TESTS = Path(__file__).parents[1]
+IGNORE = -100
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one rank ended: what its function returned (None if it raised), and what it wrote."""
+
+    returncode: int
+    value: Any
+    said: str
+
+
+def run_ranks(
+    function: str, folder: Path, *, world_size: int = 2, limit_s: float = 60, **kwargs: Any
+) -> list[Outcome]:
+    """Run `module:function(rank, **kwargs)` in one process a rank, with gloo between them.
+
+    kwargs and the returned value are made of what JSON knows. Fails the test if a rank has not ended in time.
+    """
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(TESTS)]),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": str(world_size),
+    }
+    logs = [folder / f"rank{rank}.log" for rank in range(world_size)]
+    results = [folder / f"rank{rank}.json" for rank in range(world_size)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-X", "faulthandler", __file__, function, json.dumps(kwargs), str(results[rank])],
+            stdout=logs[rank].open("w"),
+            stderr=subprocess.STDOUT,
+            env=env | {"RANK": str(rank)},
+            start_new_session=True,
+        )
+        for rank in range(world_size)
+    ]
+    hung = []
+    try:
+        for rank, process in enumerate(processes):
+            try:
+                process.wait(limit_s)
+            except subprocess.TimeoutExpired:
+                hung.append(rank)
+                process.send_signal(signal.SIGABRT)  # faulthandler writes where it stands
+    finally:
+        for process in processes:
+            _kill_group(process)
+    said = [log.read_text(errors="replace") for log in logs]
+    if hung:
+        pytest.fail(f"ranks {hung} did not end within {limit_s} s:\n" + "\n".join(text[-4000:] for text in said))
+    values = [json.loads(path.read_text()) if path.exists() else None for path in results]
+    return [Outcome(process.returncode, *rest) for process, *rest in zip(processes, values, said)]
+
+
+def _kill_group(process: subprocess.Popen) -> None:
+    """End a rank and its workers, which share its process group."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait(10)
+
+
+# In a rank
+
+
+class Observer:
+    """A row is its length. Every id of row k is k + 1, so that a batch tells what it is made of.
+
+    hangs: (row, epoch) that is never done.
+    """
+
+    def __init__(self, hangs: tuple[int, int] | None = None):
+        self.hangs, self.seen = hangs, Counter()
+
+    def __call__(self, dataset: list[int], index: int) -> tuple[dict[str, Any], Cost]:
+        if self.hangs and index == self.hangs[0] and self.seen[index] == self.hangs[1]:
+            time.sleep(3600)
+        self.seen[index] += 1
+        ids = [index + 1] * dataset[index]
+        return {"input_ids": ids, "labels": ids}, Cost(len(ids), 0, len(ids) - 1)
+
+    def describe(self, dataset: list[int], index: int) -> str:
+        return f"row {index}"
+
+
+class Collator:
+    """Pads; refuses row `bad`."""
+
+    def __init__(self, bad: int | None = None):
+        self.bad = bad
+
+    def __call__(self, features: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        if any(feature["input_ids"][0] - 1 == self.bad for feature in features):
+            raise OSError("image file is truncated")
+        length = max(len(feature["input_ids"]) for feature in features)
+
+        def pad(key: str, filler: int) -> torch.Tensor:
+            return torch.tensor([feature[key] + [filler] * (length - len(feature[key])) for feature in features])
+
+        return {"input_ids": pad("input_ids", 0), "labels": pad("labels", IGNORE)}
+
+
+@contextmanager
+def toy_loader(
+    num_rows: int,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    workers: tuple[int, int] = (1, 1),
+    timeout_s: float = 30,
+    bad: int | None = None,
+    hangs: tuple[int, int] | None = None,
+    start_method: str = "fork",
+    **config: Any,
+) -> Iterator[ODBLoader]:
+    """Rows of 2 to 40 tokens, dealt out in turn. workers: those that observe and those that collate."""
+    loader = ODBLoader(
+        [2 + k * 7 % 39 for k in range(num_rows)],
+        sampler=range(num_rows),
+        observer=Observer(hangs),
+        collate_fn=Collator(bad),
+        config=ODBConfig(**{"token_budget": 100, "buffer_size": 8, "collate_workers": workers[1]} | config),
+        accumulation=2,
+        rank=rank,
+        world_size=world_size,
+        exchange=GroupExchange(timeout_s) if world_size > 1 else None,
+        num_workers=workers[0],
+        multiprocessing_context=start_method if any(workers) else None,
+    )
+    try:
+        yield loader
+    finally:
+        loader.close()
+
+
+def main() -> None:
+    module, name = sys.argv[1].split(":")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=300))
+    try:
+        value = getattr(importlib.import_module(module), name)(dist.get_rank(), **json.loads(sys.argv[2]))
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # a peer may hold this one's threads
+    Path(sys.argv[3]).write_text(json.dumps(value))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.path.remove(str(Path(__file__).parent))  # its modules are known as distributed.*
+    main()

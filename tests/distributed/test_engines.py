@@ -1,0 +1,270 @@
+"""Full fine-tuning by several ranks, real `llamafactory-cli train`: every engine, shards of any size."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributed.invariants import Audits, check_audits, check_books, losses, read_audits
+from distributed.launch import SHIMS, Run
+from distributed.rows import INVALID, row
+from PIL import Image
+from support import training_config, write_dataset
+
+# Real runs of minutes; not yet part of the default selection.
+pytestmark = pytest.mark.full_grid
+
+ACCUMULATION = 2
+TOKEN_BUDGET, MAX_PATCHES = 512, 220
+LAYERS = ["Qwen3VLTextDecoderLayer", "Qwen3VLVisionBlock"]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What selects an engine, and a file of its checkpoint which shows that the model or optimizer was cut up."""
+
+    changes: dict[str, Any]
+    evidence: str = "checkpoint-*/optimizer.pt"
+    env: dict[str, str] = field(default_factory=dict)
+    deepspeed_stage: int = 0
+
+
+def zero(stage: int) -> Engine:
+    states = "zero_pp_rank_1_mp_rank_00_model_states.pt" if stage == 3 else "*zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    # Not `use_cpu`: with it transformers leaves DeepSpeed out of the process group. There is no other device here.
+    return Engine({"use_cpu": False}, f"checkpoint-*/global_step*/{states}", deepspeed_stage=stage)
+
+
+def fsdp(version: int) -> Engine:
+    config = {"version": version, "sync_module_states": False, "transformer_layer_cls_to_wrap": LAYERS}
+    env = {
+        "PYTHONPATH": str(SHIMS / "fsdp_on_cpu"),
+        "ACCELERATE_TORCH_DEVICE": "cpu",  # not cpu:0, which FSDP takes for another device
+        "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",  # FSDP1 crashes when it gathers the whole model on CPU
+    }
+    evidence = "checkpoint-*/pytorch_model_fsdp_0/__1_0.distcp"
+    return Engine({"fsdp": "full_shard auto_wrap", "fsdp_config": config}, evidence, env)
+
+
+ENGINES = {
+    "ddp": Engine({}),
+    "zero1": zero(1),
+    "zero2": zero(2),
+    "zero3": zero(3),
+    "fsdp": fsdp(1),
+    "fsdp2": fsdp(2),
+}
+DEFAULT = ["zero2", "zero3", "fsdp", "fsdp2"]
+GRID = [(name, 2) for name in ENGINES if name not in [*DEFAULT, "ddp"]] + [(name, 4) for name in ENGINES]
+
+
+@pytest.fixture(scope="module")
+def mix(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """30 rows: 3 to 70 words, with none, one or two small pictures."""
+    folder = tmp_path_factory.mktemp("mix")
+    for name, size in (("wide", (128, 64)), ("tall", (64, 160))):
+        Image.effect_noise(size, 60).convert("RGB").save(folder / f"{name}.png")
+    pictures = [[], ["wide.png"], ["tall.png"], [], ["wide.png", "tall.png"]]
+    write_dataset(folder, {"mix": [row(3 + (k * 13) % 67, pictures[k % 5]) for k in range(30)]})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def train(tiny_vl: Path, mix: Path, tmp_path_factory: pytest.TempPathFactory, request) -> Callable[[str, int], Path]:
+    """`train("zero3", 2)` is the output of that training, which has ended well; each is run once."""
+    done: dict[tuple[str, int], Path] = {}
+
+    def train(name: str, num_ranks: int) -> Path:
+        if (name, num_ranks) not in done:
+            done[name, num_ranks] = _train(ENGINES[name], num_ranks, tmp_path_factory.mktemp(name))
+        return done[name, num_ranks]
+
+    def _train(engine: Engine, num_ranks: int, folder: Path) -> Path:
+        changes = dict(engine.changes)
+        if engine.deepspeed_stage:
+            request.getfixturevalue("deepspeed_op")
+            changes["deepspeed"] = deepspeed_config(engine.deepspeed_stage, folder)
+        odb = {"token_budget": TOKEN_BUDGET, "max_patches": MAX_PATCHES, "buffer_size": 8, "audit": True}
+        config = training_config(
+            tiny_vl,
+            mix,
+            folder / "out",
+            dataset="mix",
+            ddp_backend="gloo",
+            gradient_accumulation_steps=ACCUMULATION,
+            freeze_vision_tower=False,
+            num_train_epochs=2,
+            save_strategy="epoch",
+            save_total_limit=1,
+            odb=odb,
+        )
+        run_to_end(config | changes, num_ranks, engine.env)
+        return folder / "out"
+
+    return train
+
+
+def deepspeed_config(stage: int, folder: Path) -> str:
+    """LLaMA-Factory's own configuration of a ZeRO stage, as `examples/deepspeed` has it."""
+    config = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "zero_allow_untested_optimizer": True,
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": {"stage": stage, "overlap_comm": False, "contiguous_gradients": True}
+        | ({"stage3_gather_16bit_weights_on_model_save": True} if stage == 3 else {}),
+    }
+    path = folder / f"ds_z{stage}.json"
+    path.write_text(json.dumps(config), encoding="utf-8")
+    return str(path)
+
+
+def run_to_end(config: dict[str, Any], num_ranks: int = 2, env: dict[str, str] | None = None) -> None:
+    with Run(config, num_ranks=num_ranks, env=env) as run:
+        ended = run.end()
+        assert ended.returncodes == [0], ended
+        assert not run.left_behind()
+
+
+def check_engine(train: Callable[[str, int], Path], name: str, num_ranks: int) -> None:
+    out = train(name, num_ranks)
+    audits = read_audits(out, num_ranks)
+    check_audits(
+        audits,
+        ids=range(30),
+        accumulation=ACCUMULATION,
+        token_budget=TOKEN_BUDGET,
+        max_patches=MAX_PATCHES,
+        epochs=2,
+    )
+    check_books(out, audits, dropped={})
+    assert any(line["idle"] for audit in audits for line in audit), "the data should make an idle step"
+    assert list(out.glob(ENGINES[name].evidence)), f"{name} was not in use: {[str(p) for p in out.rglob('*')]}"
+
+
+def test_ddp(train) -> None:
+    check_engine(train, "ddp", 2)
+
+
+@pytest.mark.parametrize("name", DEFAULT)
+def test_engine_trains_as_ddp_does(train, name: str) -> None:
+    """I1, I2, I4, I7, I8: same groups, same loss, same gradient, step by step, idle steps included."""
+    check_engine(train, name, 2)
+    assert read_audits(train(name, 2), 2) == read_audits(train("ddp", 2), 2), "I6"
+    for (loss, norm), (loss_ddp, norm_ddp) in zip(losses(train(name, 2)), losses(train("ddp", 2)), strict=True):
+        assert loss == pytest.approx(loss_ddp, rel=1e-3)
+        assert norm == pytest.approx(norm_ddp, rel=1e-2)
+
+
+@pytest.mark.full_grid
+@pytest.mark.parametrize(("name", "num_ranks"), GRID)
+def test_engine_grid(train, name: str, num_ranks: int) -> None:
+    check_engine(train, name, num_ranks)
+
+
+# Shards of unequal size. With `disable_shuffling` row i goes to rank i % 2.
+
+
+@dataclass(frozen=True)
+class World:
+    """Words of the answer of each row of either rank's shard; 0: a row that LLaMA-Factory drops."""
+
+    shards: tuple[list[int], list[int]]
+    token_budget: int = 256
+    changes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return [row(words) if words else INVALID for pair in zip(*self.shards, strict=True) for words in pair]
+
+    @property
+    def usable(self) -> list[int]:
+        return [i for i, item in enumerate(self.rows) if item is not INVALID]
+
+
+def cycle(number: int, of: int) -> list[int]:
+    """`of` rows, `number` of them usable and spread evenly, of 3 to 40 words."""
+    usable = {k * of // number for k in range(number)} if number else set()
+    assert len(usable) == number
+    return [3 + (k * 11) % 38 if k in usable else 0 for k in range(of)]
+
+
+WORLDS = {
+    "16 and 9": World((cycle(16, 16), cycle(9, 16))),
+    "200 and 161": World((cycle(200, 200), cycle(161, 200)), token_budget=1024),
+    "30 times longer": World(([5] * 14, [150] * 14), token_budget=512),
+}
+
+
+def run_world(world: World, model: Path, folder: Path, **changes: Any) -> tuple[Path, Audits]:
+    write_dataset(folder, {"rows": world.rows})
+    odb = {"token_budget": world.token_budget, "buffer_size": 16, "audit": True} | changes.pop("odb", {})
+    config = training_config(
+        model,
+        folder,
+        folder / "out",
+        dataset="rows",
+        ddp_backend="gloo",
+        disable_shuffling=True,
+        gradient_accumulation_steps=ACCUMULATION,
+        odb=odb,
+    )
+    run_to_end(config | changes)
+    audits = read_audits(folder / "out", 2)
+    for rank, audit in enumerate(audits):
+        assert all(id % 2 == rank for line in audit for id in line["ids"]), "the rows should be dealt out in turn"
+    return folder / "out", audits
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_unequal_shards(tiny_text, tmp_path, name: str) -> None:
+    """I1, I2, I4, I7 with `join: true`: all rows of both, whatever their number and length."""
+    world = WORLDS[name]
+    out, audits = run_world(world, tiny_text, tmp_path)
+    check_audits(audits, ids=world.usable, accumulation=ACCUMULATION, token_budget=world.token_budget)
+    missing = len(world.rows) - len(world.usable)
+    check_books(out, audits, dropped={"invalid": missing} if missing else {})
+    if name == "30 times longer":
+        assert sum(line["idle"] for line in audits[0]) > 0 == sum(line["idle"] for line in audits[1])
+
+
+def test_a_rank_whose_rows_are_all_dropped_idles_to_the_end(tiny_vl, tmp_path, deepspeed_op) -> None:
+    """I2 with an empty shard, where it is hardest: ZeRO-3 gathers parameters in every forward, pictures or not."""
+    Image.effect_noise((96, 64), 60).convert("RGB").save(tmp_path / "picture.png")
+    world = World((cycle(12, 12), cycle(0, 12)))
+    rows = [row(words, ["picture.png"] * (k % 2)) for k, words in enumerate(world.shards[0])]
+    write_dataset(tmp_path, {"rows": [item for one in rows for item in (one, INVALID)]})
+    config = training_config(
+        tiny_vl,
+        tmp_path,
+        tmp_path / "out",
+        dataset="rows",
+        disable_shuffling=True,
+        gradient_accumulation_steps=ACCUMULATION,
+        deepspeed=deepspeed_config(3, tmp_path),
+        use_cpu=False,
+        odb={"token_budget": 256, "buffer_size": 16, "audit": True},
+    )
+    run_to_end(config)
+    audits = read_audits(tmp_path / "out", 2)
+    check_audits(audits, ids=world.usable, accumulation=ACCUMULATION, token_budget=256)
+    assert all(line["idle"] for line in audits[1])
+    check_books(tmp_path / "out", audits, dropped={"invalid": 12})
+
+
+def test_without_join_the_epoch_ends_when_a_rank_runs_short(tiny_text, tmp_path) -> None:
+    """I1, I3: no idle step, nothing twice, and the rest is counted."""
+    world = WORLDS["16 and 9"]
+    out, audits = run_world(world, tiny_text, tmp_path, odb={"join": False})
+    check_audits(
+        audits, ids=world.usable, accumulation=ACCUMULATION, token_budget=world.token_budget, join=False
+    )
+    emitted = sum(len(line["ids"]) for audit in audits for line in audit)
+    summary = check_books(out, audits, dropped={"invalid": 7}, left_out=len(world.usable) - emitted)
+    assert summary["left_out"] > 0 == summary["idle_steps"]

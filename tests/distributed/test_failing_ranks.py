@@ -1,0 +1,84 @@
+"""Ranks that fail in a toy training of gloo processes: nobody is left waiting, everybody learns the first cause."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed.ranks import Outcome, run_ranks, toy_loader
+
+NUM_ROWS = 400
+FAILS_AT = 20
+LIMIT_S = 30
+
+
+def train(
+    rank: int, *, failing: tuple[int, ...] = (), fails_at: int = FAILS_AT, timeout_s: float = 300, **rows: Any
+) -> str:
+    """Optimizer steps that end in a collective of all ranks, as those of a training do; how it ended for this rank."""
+    with toy_loader(NUM_ROWS, rank=rank, world_size=dist.get_world_size(), timeout_s=timeout_s, **rows) as loader:
+        try:
+            for epoch in range(2):
+                loader.set_epoch(epoch)
+                for number, _ in enumerate(loader):
+                    if number == fails_at and rank in failing:
+                        raise ValueError(f"rank {rank} cannot go on")
+                    if number % 2:
+                        dist.all_reduce(torch.ones(1))
+        except Exception as error:
+            loader.abort(f"{type(error).__name__}: {error}")
+            return str(error)
+    return "done"
+
+
+def run(folder: Path, **kwargs: Any) -> list[Outcome]:
+    ended = run_ranks("distributed.test_failing_ranks:train", folder, limit_s=LIMIT_S, **kwargs)
+    assert all(outcome.value and outcome.value != "done" for outcome in ended), ended
+    return ended
+
+
+@pytest.mark.parametrize("bad", [61, 201])
+def test_a_row_that_cannot_be_collated(tmp_path, bad: int) -> None:
+    """The other rank waits in a collective of the training meanwhile, its planner with nothing to plan."""
+    first, second = run(tmp_path, bad=bad)
+    assert f"row {bad}" in second.value and "truncated" in second.value
+    assert f"rank 1 left the training: row {bad}" in first.said
+
+
+def test_a_row_that_never_comes(tmp_path) -> None:
+    """A rank that hangs in its own data is missed by the others; it hears of it, and ends as well."""
+    first, second = run(tmp_path, hangs=(201, 0), timeout_s=3)
+    for outcome in (first, second):
+        assert "within 3 s" in outcome.said and "rank 1 (last word" in outcome.said, outcome
+
+
+def test_a_row_that_never_comes_in_the_first_round(tmp_path) -> None:
+    first, second = run(tmp_path, hangs=(1, 0), timeout_s=3)
+    for outcome in (first, second):
+        assert "within 3 s" in outcome.said and "rank 1" in outcome.said, outcome
+
+
+def test_a_row_that_never_comes_when_every_epoch_has_one_round(tmp_path) -> None:
+    """The rank is named although all are in round 0, of different epochs."""
+    first, second = run(tmp_path, hangs=(201, 1), timeout_s=3, buffer_size=NUM_ROWS)
+    for outcome in (first, second):
+        assert "within 3 s" in outcome.said and "rank 1" in outcome.said, outcome
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_one_of_three_fails(tmp_path, failing: int) -> None:
+    """The last one to look still finds the cause, not the errors that followed from it."""
+    ended = run(tmp_path, world_size=3, failing=[failing])
+    for rank, outcome in enumerate(ended):
+        assert f"rank {failing} cannot go on" in outcome.said + outcome.value, (rank, outcome)
+
+
+def test_all_fail_at_once(tmp_path) -> None:
+    """Nobody listens to the others; nobody waits long for it."""
+    started = time.monotonic()
+    run(tmp_path, failing=[0, 1])
+    assert time.monotonic() - started < 20

@@ -1,0 +1,154 @@
+"""What can go wrong in one of two ranks: both end within a minute, and say why.
+
+Each rank has a launcher of its own, as on two nodes: under a single one torchrun ends the other ranks
+itself as soon as one has failed, and nothing would be learned of them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+from distributed.invariants import check_audits, check_books, read_audits
+from distributed.launch import SHIMS, Ended, Node, Run
+from distributed.rows import row
+from PIL import Image
+from support import training_config, write_dataset
+
+# Real runs of minutes; not yet part of the default selection.
+pytestmark = pytest.mark.full_grid
+
+LIMIT_S = 60
+"""From the fault to the end of the last launcher."""
+NODES = (Node(), Node())
+BAD_ROW = 37
+"""Odd, so that rank 1 draws it."""
+
+
+@pytest.fixture
+def config(tiny_text, tmp_path) -> dict[str, Any]:
+    """A training of many small rounds; `num_train_epochs` makes it as long as a fault takes to come."""
+    write_dataset(tmp_path, {"rows": [row(3 + (k * 11) % 38) for k in range(60)]})
+    return training_config(
+        tiny_text,
+        tmp_path,
+        tmp_path / "out",
+        dataset="rows",
+        ddp_backend="gloo",
+        disable_shuffling=True,
+        gradient_accumulation_steps=2,
+        num_train_epochs=1000,
+        odb={"token_budget": 128, "buffer_size": 8, "audit": True},
+    )
+
+
+@pytest.fixture
+def with_an_unreadable_picture(config, tiny_vl, tmp_path) -> dict[str, Any]:
+    Image.effect_noise((90, 60), 50).convert("RGB").save(tmp_path / "good.png")
+    whole = (tmp_path / "good.png").read_bytes()
+    (tmp_path / "cut_off.png").write_bytes(whole[: len(whole) // 2])
+    pictures = {k: ["cut_off.png" if k == BAD_ROW else "good.png"] for k in range(1, 60, 4)}
+    write_dataset(tmp_path, {"rows": [row(3 + (k * 11) % 38, pictures.get(k)) for k in range(60)]})
+    return config | {"model_name_or_path": str(tiny_vl), "template": "qwen3_vl", "num_train_epochs": 1}
+
+
+def under_way(run: Run) -> None:
+    """Return once rank 1 has taken some steps."""
+    audit = run.output_dir / "odb_audit_rank1.jsonl"
+    run.wait_until(lambda: audit.exists() and audit.read_text().count("\n") > 8, "no step was taken")
+
+
+def both_fail(run: Run) -> Ended:
+    ended = run.end(LIMIT_S)
+    assert all(ended.returncodes), ended
+    left = run.left_behind()
+    assert not left, f"{left}\n{ended}"
+    return ended
+
+
+def said_by(ended: Ended, rank: int, *texts: str) -> str:
+    """The one line of a rank that has all the texts."""
+    lines = [line for line in ended.ranks[rank].splitlines() if all(text in line for text in texts)]
+    assert lines, f"rank {rank} did not say {texts}\n{ended}"
+    return lines[0]
+
+
+def test_unreadable_picture_ends_the_run(with_an_unreadable_picture) -> None:
+    with Run(with_an_unreadable_picture, nodes=NODES) as run:
+        run.wait_for("Running training")
+        ended = both_fail(run)
+    cause = (f"row {BAD_ROW} of rows.json", "cut_off.png", "truncated", "on_error: skip")
+    said_by(ended, 1, *cause)
+    said_by(ended, 0, "rank 1", *cause)
+
+
+def test_unreadable_picture_is_skipped_and_counted(with_an_unreadable_picture) -> None:
+    with_an_unreadable_picture["odb"]["on_error"] = "skip"
+    with Run(with_an_unreadable_picture, nodes=NODES) as run:
+        ended = run.end()
+        assert ended.returncodes == [0, 0], ended
+        assert not run.left_behind()
+    audits = read_audits(run.output_dir, 2)
+    check_audits(audits, ids=set(range(60)) - {BAD_ROW}, accumulation=2, token_budget=128)
+    check_books(run.output_dir, audits, dropped={"unreadable": 1})
+    said_by(ended, 1, "left out (unreadable)", f"row {BAD_ROW} of rows.json", "cut_off.png")
+
+
+@pytest.mark.parametrize("kind", ["observes", "collates"])
+def test_data_worker_killed(config, kind: str) -> None:
+    with Run(config, nodes=NODES) as run:
+        under_way(run)
+        observes, collates = run.workers(1)
+        os.kill(observes if kind == "observes" else collates, signal.SIGKILL)
+        ended = both_fail(run)
+    said_by(ended, 1, "DataLoader worker")
+    said_by(ended, 0, "rank 1", "DataLoader worker")
+
+
+@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.full_grid)])
+def test_rank_killed(config, victim: int) -> None:
+    """Rank 0 serves the store in which last words are kept, so its end is another case."""
+    with Run(config, nodes=NODES) as run:
+        under_way(run)
+        os.kill(run.rank_pid(victim), signal.SIGKILL)
+        ended = both_fail(run)
+    line = said_by(ended, 1 - victim, "[odb]", f"rank {victim}")
+    assert "1800 s" not in line, "nobody has waited that long"
+    assert "SIGKILL" in ended.launchers[victim]
+
+
+def test_rank_killed_under_one_launcher(config) -> None:
+    """torchrun ends the other rank at once, and names the one that was killed."""
+    with Run(config) as run:
+        under_way(run)
+        os.kill(run.rank_pid(1), signal.SIGKILL)
+        ended = both_fail(run)
+    assert "SIGKILL" in ended.launchers[0]
+
+
+def test_forward_raises_on_one_rank(config) -> None:
+    with Run(config, nodes=NODES, env={"PYTHONPATH": str(SHIMS / "failing_forward")}) as run:
+        run.wait_for("Running training")
+        ended = both_fail(run)
+    said_by(ended, 1, "RuntimeError: out of memory, the test pretends")
+    said_by(ended, 0, "[odb]", "rank 1", "out of memory, the test pretends")
+
+
+def test_exchange_times_out(config) -> None:
+    """The data of rank 1 stand still, as on a network drive that hangs: rank 0 says who did not answer."""
+    config["odb"]["exchange_timeout_s"] = 5
+    with Run(config, nodes=NODES) as run:
+        under_way(run)
+        observes, _ = run.workers(1)
+        os.kill(observes, signal.SIGSTOP)
+        try:
+            ended = run.end(LIMIT_S)
+        finally:
+            os.kill(observes, signal.SIGCONT)
+        assert all(ended.returncodes), ended
+        assert not run.left_behind(10), "a stopped worker ends once it goes on"
+    line = said_by(ended, 0, "[odb]", "within 5 s", "rank 1", "exchange_timeout_s")
+    assert "last word" in line and "round" in line
+    said_by(ended, 1, "rank 1", "within 5 s")
