@@ -25,7 +25,7 @@ import yaml
 BIN = Path(sys.executable).parent
 SHIMS = Path(__file__).parent / "shims"
 """Folders to put on PYTHONPATH: each holds a `sitecustomize.py`, which every rank runs first."""
-TIMEOUT_S = 150
+TIMEOUT_S = 200
 MARK = "ODB_TEST_RUN"
 POLL_S = 0.05
 

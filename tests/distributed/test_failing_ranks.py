@@ -69,6 +69,17 @@ def test_a_row_that_never_comes_when_every_epoch_has_one_round(tmp_path) -> None
         assert "within 3 s" in outcome.said and "rank 1" in outcome.said, outcome
 
 
+@pytest.mark.full_grid
+@pytest.mark.parametrize("fails_at", range(20, 28))
+def test_a_step_that_raises(tmp_path, fails_at: int) -> None:
+    """Whatever the planners are about at that step."""
+    started = time.monotonic()
+    first, second = run(tmp_path, failing=[1], fails_at=fails_at, timeout_s=20)
+    assert time.monotonic() - started < 15
+    assert second.value == "rank 1 cannot go on"
+    assert "rank 1 left the training: ValueError: rank 1 cannot go on" in first.said
+
+
 @pytest.mark.parametrize("failing", [0, 1, 2])
 def test_one_of_three_fails(tmp_path, failing: int) -> None:
     """The last one to look still finds the cause, not the errors that followed from it."""
