@@ -14,12 +14,16 @@ class Cost:
     patches: vision-tower input patches.
     supervised_tokens: labels that carry loss, after the causal shift.
     has_media: the sample brings media of its own, so the collator injects none beside it.
+    family: only samples of one family share a group. Videos are one: a model runs its vision tower once for
+        the images of a batch and once for its videos, and engines that shard parameters hang unless every
+        rank runs it equally often.
     """
 
     tokens: int
     patches: int = 0
     supervised_tokens: int = 0
     has_media: bool = False
+    family: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from odb_factory.batching.cost import Budget, Cost
 
 
 def form_groups(costs: Sequence[Cost], budget: Budget) -> tuple[list[list[int]], list[int]]:
-    """Split `range(len(costs))` into groups under `budget`.
+    """Split `range(len(costs))`, samples of one family, into groups under `budget`.
 
     Returns (full, rest): `full` are groups to which the next sample did not fit, longest rows
     first; `rest` is the part-filled last group (may be empty). Within a group the shortest row

@@ -40,7 +40,7 @@ class Offer:
     """The groups one rank may send out in a round, those with the longest-waiting samples first.
 
     dry: the rank's sampler has no further sample, and all it holds is on offer.
-    kept_back: samples of a part-filled group that waits for the next window.
+    kept_back: samples of part-filled groups that wait for the next window.
     """
 
     groups: Sequence[GroupCost]
@@ -77,14 +77,24 @@ def make_offer(
     """Form the groups that a rank may send out from its window. Returns their window positions and the offer.
 
     costs, ages: one entry a sample; an age counts the rounds a sample has been kept back.
-    A part-filled group of the shortest samples waits for the next window, unless the sampler is dry, a
-    sample in it has waited `MAX_WAIT_ROUNDS`, or there would be less than `num_groups` without it. Where
-    even that is not enough, the largest groups are halved until it is.
+    In each family a part-filled group of the shortest samples waits for the next window, unless the sampler
+    is dry, a sample in it has waited `MAX_WAIT_ROUNDS`, or there would be less than `num_groups` without it.
+    Where even that is not enough, the largest groups are halved until it is.
     """
-    groups, rest = form_groups(costs, budget)
-    if rest and (dry or len(groups) < num_groups or max(ages[i] for i in rest) >= MAX_WAIT_ROUNDS):
-        groups.append(rest)
-        rest = []
+    groups: list[list[int]] = []
+    rests: list[list[int]] = []
+    for family in sorted({cost.family for cost in costs}):
+        members = [i for i, cost in enumerate(costs) if cost.family == family]
+        full, rest = form_groups([costs[i] for i in members], budget)
+        groups += [[members[i] for i in group] for group in full]
+        if rest:
+            rests.append([members[i] for i in rest])
+    kept_back = 0
+    for rest in rests:
+        if dry or len(groups) < num_groups or max(ages[i] for i in rest) >= MAX_WAIT_ROUNDS:
+            groups.append(rest)
+        else:
+            kept_back += len(rest)
     while len(groups) < num_groups and len(largest := max(groups, key=len, default=[])) > 1:
         groups.remove(largest)
         middle = len(largest) // 2
@@ -93,7 +103,7 @@ def make_offer(
             full, last = form_groups([costs[i] for i in half], budget)
             groups += [[half[i] for i in group] for group in (*full, last) if group]
     groups.sort(key=lambda group: -max(ages[i] for i in group))
-    return groups, Offer([_group_cost([costs[i] for i in group], budget) for group in groups], dry, len(rest))
+    return groups, Offer([_group_cost([costs[i] for i in group], budget) for group in groups], dry, kept_back)
 
 
 def align(

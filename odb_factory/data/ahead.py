@@ -36,9 +36,13 @@ class Ahead:
         finally:
             del error  # a frame that holds the error it raised would keep both alive, and the workers with them
 
+    def stop(self) -> None:
+        """Let the thread end when it can."""
+        self._stop.set()
+
     def close(self, timeout_s: float) -> None:
         """Close the source and end the thread, within `timeout_s` if it is stuck in a worker or a peer."""
-        self._stop.set()
+        self.stop()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
 
@@ -73,6 +77,9 @@ class Direct:
 
     def poll(self, timeout: float | None = POLL_S) -> Any:
         return next(self._source)
+
+    def stop(self) -> None:
+        pass
 
     def close(self, timeout_s: float) -> None:
         self._source.close()

@@ -34,6 +34,8 @@ LEFT = "it left the epoch before its end; all ranks must take the same steps."
 LONGEST_REASON = 2000
 FAREWELL_S = 5.0
 """A failing rank waits this long, at most, for the others to have read why."""
+GRACE_S = 600.0
+"""Once another rank has failed, a rank that is still at it after this time is ended: long enough to finish a checkpoint."""
 
 
 class GroupExchange:
@@ -51,6 +53,7 @@ class GroupExchange:
         self._count = 0
         self._failed = False
         self._heard: str | None = None
+        self._hearing = threading.Lock()
         self._closed = threading.Event()
         self._watcher: threading.Thread | None = None
 
@@ -85,18 +88,32 @@ class GroupExchange:
         self._say_last(message)
 
     def farewell(self, message: str) -> None:
-        """Say why this rank ends outside of planning (main thread); wait a little until the others have read it."""
+        """Say why this rank ends outside of planning (main thread); wait a little until the others have read it.
+
+        The first farewell of all ranks stands. Ranks that show no sign of having read it are named.
+        """
         store = self._store
         if self._failed or store is None:
             return
         self._failed = True
+        words = f"rank {self.rank} left the training: {message}"
+        others = {rank: f"heard/{rank}" for rank in range(self.world_size) if rank != self.rank}
         try:
-            store.set("left", f"rank {self.rank} left the training: {message}")
+            first = store.compare_set("left", "", words).decode()
+            if first != words:
+                self._hear(first)
             until = time.monotonic() + FAREWELL_S
-            while time.monotonic() < until and store.add("heard", 0) < self.world_size - 1:
+            while not store.check(list(others.values())) and time.monotonic() < until:
                 time.sleep(WATCH_S / 5)
+            silent = [f"rank {rank}" for rank, key in others.items() if not store.check([key])]
         except RuntimeError:
-            pass  # the store is gone, and with it somebody to tell
+            silent = ["rank 0"]  # it serves the store
+        if silent:
+            logger.error(
+                "no sign of life from %s: it may have ended before rank %d; look for its own last message",
+                ", ".join(silent),
+                self.rank,
+            )
 
     def close(self) -> None:
         """Give the group back; the planning thread has ended."""
@@ -165,14 +182,22 @@ class GroupExchange:
         """Read the farewell of a failing rank, whatever this rank is waiting in."""
         while not self._closed.wait(WATCH_S):
             try:
-                if self._store.check(["left"]):
-                    if not self._failed:
-                        self._heard = self._store.get("left").decode()
-                        logger.error("%s", self._heard)
-                        self._store.add("heard", 1)
-                    return
+                if not self._store.check(["left"]):
+                    continue
+                self._hear(self._store.get("left").decode())
+                self._store.set(f"heard/{self.rank}", "")
             except RuntimeError:
                 return
+            if not self._closed.wait(GRACE_S):
+                logger.error("rank %d is ended: for %g s it has been waiting for ranks that left", self.rank, GRACE_S)
+                os._exit(1)
+
+    def _hear(self, words: str) -> None:
+        """Note and log, once, why another rank has left."""
+        with self._hearing:
+            if self._heard is None and not words.startswith(f"rank {self.rank} "):
+                self._heard = words
+                logger.error("%s", words)
 
 
 def encode(content: Report | str) -> bytes:

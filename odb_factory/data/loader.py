@@ -188,8 +188,8 @@ class ODBLoader:
                 finally:
                     del error
         except GeneratorExit:
-            if self._pass is current:
-                self._leave()
+            # Not waited for: the loop may have ended by an exception, of which the others must hear first.
+            current.rounds.stop()
             raise
         except BaseException as error:
             self._abandon(error)

@@ -9,6 +9,7 @@ import numpy as np
 from llamafactory.data.loader import _get_dataset_processor
 from llamafactory.train.callbacks import LogCallback
 from transformers import TrainerCallback
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 from odb_factory.batching import Collation
 from odb_factory.config import ODBConfig
@@ -63,7 +64,11 @@ def attach(trainer: Any, config: ODBConfig) -> None:
     enable_odb(
         trainer,
         config,
-        observer=RowObserver(media, decode=config.on_error == "skip"),
+        observer=RowObserver(
+            media,
+            decode=config.on_error == "skip",
+            shards_parameters=trainer.args.world_size > 1 and (is_deepspeed_zero3_enabled() or trainer.is_fsdp_enabled),
+        ),
         collation=collation,
         patch_size=media.patch_size,
     )

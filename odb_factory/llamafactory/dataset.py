@@ -17,6 +17,8 @@ SOURCE, SOURCE_ROW = "_odb_source", "_odb_row"
 """Columns with the number of the dataset a row came from (in the order loaded) and its row there."""
 MEDIA_COLUMNS = ("_images", "_videos", "_audios", "images", "videos", "audios")
 MAX_FILES_NAMED = 3
+VIDEO = 1
+"""The family of samples with videos (see `Cost`)."""
 
 
 class StoredRows:
@@ -99,14 +101,20 @@ class RowObserver:
     """The observer of both.
 
     decode: also decode all media once, so that unreadable ones are known at observation.
+    shards_parameters: ranks gather parameters in each run of a module, so that all must run it equally often.
     """
 
-    def __init__(self, media: MediaObserver, *, decode: bool):
-        self.media, self.decode = media, decode
+    def __init__(self, media: MediaObserver, *, decode: bool, shards_parameters: bool = False):
+        self.media, self.decode, self.shards_parameters = media, decode, shards_parameters
 
     def __call__(self, dataset: OnlineDataset | TokenizedDataset, index: int) -> tuple[dict[str, Any], Cost]:
         features = dataset[index]
         images, videos, audios = (features.get(key) for key in ("images", "videos", "audios"))
+        if self.shards_parameters and images and videos:
+            raise ValueError(
+                "it has both images and videos, for which its rank would run the vision tower twice, and under ZeRO-3 "
+                "and FSDP all ranks must run it equally often (ZeRO-2 and DDP can train on it)"
+            )
         if self.decode:
             self.media.check_decodable(images, videos, audios)
         cost = Cost(
@@ -114,6 +122,7 @@ class RowObserver:
             patches=self.media.count_patches(images, videos, audios, features["input_ids"]),
             supervised_tokens=count_supervised(features["labels"]),
             has_media=self.media.has_media(images, videos, audios),
+            family=VIDEO if videos else 0,
         )
         return features, cost
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import random
 import subprocess
@@ -319,6 +320,23 @@ def test_an_offer_is_made_of_what_is_held(window: Window, budget: Budget, num_gr
         assert (cost.rows, cost.length) == collated(rows, budget.collation)[:2]
         assert cost.tokens == sum(row.tokens for row in rows)
         assert cost.supervised_tokens == sum(row.supervised_tokens for row in rows)
+
+
+@given(a_window(), budgets, st.integers(1, 3), st.data())
+def test_families_never_share_a_group(window: Window, budget: Budget, num_groups: int, data: st.DataObject) -> None:
+    """Each family of a dry window forms the groups it would form alone; nothing is lost between them."""
+    costs = [dataclasses.replace(cost, family=data.draw(st.integers(0, 2))) for cost in window.costs]
+    groups, offer = make_offer(costs, window.ages, window.dry, budget, num_groups)
+    assert all(len({costs[i].family for i in group}) == 1 for group in groups)
+    offered = Counter(i for group in groups for i in group)
+    assert len(offered) + offer.kept_back == len(costs) and all(count == 1 for count in offered.values())
+    alone = []
+    for family in range(3):
+        members = [i for i, cost in enumerate(costs) if cost.family == family]
+        formed, _ = make_offer([costs[i] for i in members], [0] * len(members), True, budget)
+        alone += [[members[i] for i in group] for group in formed]
+    together, _ = make_offer(costs, window.ages, True, budget)
+    assert sorted(together) == sorted(alone)
 
 
 @given(worlds, budgets, positions())

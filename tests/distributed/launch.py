@@ -159,7 +159,7 @@ class Run:
     def wait_until(self, condition: Callable[[], bool], otherwise: str, timeout_s: float = TIMEOUT_S) -> None:
         until = time.monotonic() + timeout_s
         while not condition():
-            if time.monotonic() > until or any(launcher.poll() is not None for launcher in self.launchers):
+            if time.monotonic() > until or all(launcher.poll() is not None for launcher in self.launchers):
                 pytest.fail(f"{otherwise}\n{self.so_far()}")
             time.sleep(POLL_S)
 

@@ -15,9 +15,6 @@ from distributed.rows import INVALID, row
 from PIL import Image
 from support import training_config, write_dataset
 
-# Real runs of minutes; not yet part of the default selection.
-pytestmark = pytest.mark.full_grid
-
 ACCUMULATION = 2
 TOKEN_BUDGET, MAX_PATCHES = 512, 220
 LAYERS = ["Qwen3VLTextDecoderLayer", "Qwen3VLVisionBlock"]

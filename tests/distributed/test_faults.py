@@ -17,8 +17,6 @@ from distributed.rows import row
 from PIL import Image
 from support import training_config, write_dataset
 
-# Real runs of minutes; not yet part of the default selection.
-pytestmark = pytest.mark.full_grid
 
 LIMIT_S = 60
 """From the fault to the end of the last launcher."""
@@ -29,8 +27,8 @@ BAD_ROW = 37
 
 @pytest.fixture
 def config(tiny_text, tmp_path) -> dict[str, Any]:
-    """A training of many small rounds; `num_train_epochs` makes it as long as a fault takes to come."""
-    write_dataset(tmp_path, {"rows": [row(3 + (k * 11) % 38) for k in range(60)]})
+    """A training of many small rounds in one epoch, as long as a fault takes to come."""
+    write_dataset(tmp_path, {"rows": [row(3 + (k * 11) % 38) for k in range(6000)]})
     return training_config(
         tiny_text,
         tmp_path,
@@ -39,7 +37,6 @@ def config(tiny_text, tmp_path) -> dict[str, Any]:
         ddp_backend="gloo",
         disable_shuffling=True,
         gradient_accumulation_steps=2,
-        num_train_epochs=1000,
         odb={"token_budget": 128, "buffer_size": 8, "audit": True},
     )
 
@@ -51,7 +48,7 @@ def with_an_unreadable_picture(config, tiny_vl, tmp_path) -> dict[str, Any]:
     (tmp_path / "cut_off.png").write_bytes(whole[: len(whole) // 2])
     pictures = {k: ["cut_off.png" if k == BAD_ROW else "good.png"] for k in range(1, 60, 4)}
     write_dataset(tmp_path, {"rows": [row(3 + (k * 11) % 38, pictures.get(k)) for k in range(60)]})
-    return config | {"model_name_or_path": str(tiny_vl), "template": "qwen3_vl", "num_train_epochs": 1}
+    return config | {"model_name_or_path": str(tiny_vl), "template": "qwen3_vl"}
 
 
 def under_way(run: Run) -> None:
@@ -107,7 +104,7 @@ def test_data_worker_killed(config, kind: str) -> None:
     said_by(ended, 0, "rank 1", "DataLoader worker")
 
 
-@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.full_grid)])
+@pytest.mark.parametrize("victim", [1, 0])
 def test_rank_killed(config, victim: int) -> None:
     """Rank 0 serves the store in which last words are kept, so its end is another case."""
     with Run(config, nodes=NODES) as run:
@@ -144,11 +141,10 @@ def test_exchange_times_out(config) -> None:
         observes, _ = run.workers(1)
         os.kill(observes, signal.SIGSTOP)
         try:
-            ended = run.end(LIMIT_S)
+            run.wait_for("left the training", rank=1, timeout_s=LIMIT_S)
         finally:
-            os.kill(observes, signal.SIGCONT)
-        assert all(ended.returncodes), ended
-        assert not run.left_behind(10), "a stopped worker ends once it goes on"
+            os.kill(observes, signal.SIGCONT)  # a stopped process does not even end
+        ended = both_fail(run)
     line = said_by(ended, 0, "[odb]", "within 5 s", "rank 1", "exchange_timeout_s")
     assert "last word" in line and "round" in line
     said_by(ended, 1, "rank 1", "within 5 s")

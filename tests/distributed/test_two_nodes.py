@@ -16,8 +16,6 @@ from support import training_config
 
 from odb_factory.cli.mm_mix_builtin import build_builtin_mix
 
-# Real runs of minutes; not yet part of the default selection.
-pytestmark = pytest.mark.full_grid
 
 ADDRESSES = ("10.211.57.1", "10.211.57.2")
 """Of a private network that only the two namespaces see."""

@@ -246,3 +246,11 @@ def test_unreadable_image_names_dataset_row_and_file(tiny_vl, tmp_path, on_error
     assert isinstance(setting.observe(2), Rejection) == (on_error == "skip")
     assert hooks._active is not None
     get_train_args(dict(config))
+
+
+def test_a_row_with_images_and_videos_is_refused_where_ranks_share_parameters(vl: Setting) -> None:
+    """Its rank would run the vision tower twice, the others once, and all would hang."""
+    features = {"input_ids": [1, 2], "labels": [1, 2], "images": ["one.png"], "videos": ["one.mp4"]}
+    observer = RowObserver(vl.dataset.media, decode=False, shards_parameters=True)
+    with pytest.raises(ValueError, match="both images and videos.*ZeRO-2 and DDP"):
+        observer([features], 0)
