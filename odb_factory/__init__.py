@@ -13,10 +13,18 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "ConfigError": "odb_factory.errors",
+    "Cost": "odb_factory.batching",
     "DataError": "odb_factory.errors",
     "ODBConfig": "odb_factory.config",
+    "ODBDataLoader": "odb_factory.dataloader",
     "ODBError": "odb_factory.errors",
+    "ODBHandle": "odb_factory.dataloader",
+    "ODBStepInfo": "odb_factory.step_info",
+    "ODBTrainer": "odb_factory.training.enable",
+    "ODBTrainerMixin": "odb_factory.training.mixin",
+    "apply": "odb_factory.dataloader",
     "enable_odb": "odb_factory.training.enable",
+    "pop_step_info": "odb_factory.step_info",
 }
 
 __all__ = ["__version__", *_HOMES]

@@ -34,11 +34,19 @@ def a_step() -> Step:
 def test_names_of_the_package() -> None:
     assert sorted(odb_factory.__all__) == [
         "ConfigError",
+        "Cost",
         "DataError",
         "ODBConfig",
+        "ODBDataLoader",
         "ODBError",
+        "ODBHandle",
+        "ODBStepInfo",
+        "ODBTrainer",
+        "ODBTrainerMixin",
         "__version__",
+        "apply",
         "enable_odb",
+        "pop_step_info",
     ]
     assert all(getattr(odb_factory, name) is not None for name in odb_factory.__all__)
     assert sorted(dir(odb_factory)) == sorted(odb_factory.__all__)

@@ -15,11 +15,13 @@ class Report:
     """What a rank tells the others in a round: what it can send out, and counts of this epoch.
 
     rejected: rows that are not trained on, by reason. overlong: samples that break a budget alone and are.
+    order: a checksum of the order in which all ranks together draw, to be sure that it is the same order.
     """
 
     offer: Offer
     rejected: Counter[str]
     overlong: int = 0
+    order: int = 0
 
 
 class Exchange(Protocol):

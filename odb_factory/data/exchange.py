@@ -35,7 +35,7 @@ LONGEST_REASON = 2000
 FAREWELL_S = 5.0
 """A failing rank waits this long, at most, for the others to have read why."""
 GRACE_S = 600.0
-"""Once another rank has failed, a rank that is still at it after this time is ended: long enough to finish a checkpoint."""
+"""A rank that is still at it this long after another has failed is ended: time enough to finish a checkpoint."""
 
 
 class GroupExchange:
@@ -142,6 +142,7 @@ class GroupExchange:
             raise AgreedError(self._heard or f"rank {self.rank} has left the exchange.")
         self._count += 1
         word = f"{word} (message {self._count})"
+        started = time.monotonic()
         try:
             store.set(f"word/{self.rank}", word)
             size = torch.tensor([len(message)])
@@ -152,7 +153,8 @@ class GroupExchange:
             messages = [torch.empty_like(mine) for _ in range(self.world_size)]
             dist.all_gather(messages, mine, group=group)
         except RuntimeError as error:
-            raise AgreedError(self._missing(store, word, error)) from None
+            timed_out = time.monotonic() - started >= 0.9 * self.timeout_s
+            raise AgreedError(self._missing(store, word, timed_out, error)) from None
         return [decode(text.numpy().tobytes()[: int(size)]) for text, size in zip(messages, sizes)]
 
     def _say_last(self, message: str) -> None:
@@ -161,7 +163,7 @@ class GroupExchange:
         except AgreedError:
             pass  # the others have ended before this one
 
-    def _missing(self, store: dist.TCPStore, word: str, error: RuntimeError) -> str:
+    def _missing(self, store: dist.TCPStore, word: str, timed_out: bool, error: RuntimeError) -> str:
         """Who did not answer, and what it said last."""
         try:
             if store.check(["left"]):
@@ -171,11 +173,13 @@ class GroupExchange:
         except RuntimeError:
             return f"rank {self.rank} lost rank 0, which has ended, in {word}; look for its own last message."
         behind = [f"rank {r} (last word: {said or 'none'})" for r, said in words.items() if said != word]
+        names = ", ".join(behind) or "a rank that has ended"
         cause = " ".join(str(error).split())[:200]
+        if not timed_out:
+            return f"rank {self.rank} lost {names} in {word}; look for its own last message ({cause})"
         return (
-            f"rank {self.rank} had no answer in {word} within {self.timeout_s:g} s from "
-            f"{', '.join(behind) or 'a rank that has ended'}; look for its own last message, or raise "
-            f"exchange_timeout_s if it was only slow ({cause})"
+            f"rank {self.rank} had no answer in {word} within {self.timeout_s:g} s from {names}; look for its own last "
+            f"message, or raise exchange_timeout_s if it was only slow ({cause})"
         )
 
     def _watch(self) -> None:
@@ -210,6 +214,7 @@ def encode(content: Report | str) -> bytes:
             "kept_back": content.offer.kept_back,
             "rejected": content.rejected,
             "overlong": content.overlong,
+            "order": content.order,
         }
         rows = [(g.rows, g.length, g.tokens, g.supervised_tokens) for g in content.offer.groups]
         groups = np.array(rows, dtype=np.int32).reshape(-1, 4)
@@ -225,4 +230,4 @@ def decode(message: bytes) -> Report | str:
         return head["stopped"]
     groups = np.frombuffer(message[end:], dtype=np.int32).reshape(-1, 4).tolist()
     offer = Offer([GroupCost(*group) for group in groups], head["dry"], head["kept_back"])
-    return Report(offer, Counter(head["rejected"]), head["overlong"])
+    return Report(offer, Counter(head["rejected"]), head["overlong"], head["order"])

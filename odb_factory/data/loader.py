@@ -17,7 +17,7 @@ import functools
 import itertools
 import queue
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from odb_factory.data.agreement import AgreedError, Alone, Exchange
 from odb_factory.data.ahead import Ahead, Direct
 from odb_factory.data.collate import Collated, Failure, GroupDataset
 from odb_factory.data.measure import DEFAULT_PATCH_SIZE
-from odb_factory.data.observe import ObservedDataset, Observer, ShardSampler, where
+from odb_factory.data.observe import ObservedDataset, ObservedStream, Observer, ShardSampler, where
 from odb_factory.data.rounds import EpochRounds, Task
 from odb_factory.data.samples import Rejection, Sample
 from odb_factory.errors import DataError, one_line
@@ -52,8 +52,9 @@ class ODBLoader:
     """Iterate over the collated steps of one epoch on this rank: (`Step`, `Measured`, batch).
 
     dataset: what `observer` reads rows from; sampler: row indices of one epoch over all ranks, with
-    `set_epoch` if the order changes; collate_fn: the framework's collator, unchanged.
-    accumulation: an epoch has a multiple of this many steps. num_workers: observe workers.
+    `set_epoch` if the order changes, None for a dataset that is iterated; collate_fn: the framework's
+    collator, unchanged. accumulation: an epoch has a multiple of this many steps. num_workers: observe
+    workers (one at most for a dataset that is iterated, which several would each iterate as a whole).
     Call `close` when done; it ends the worker processes.
     """
 
@@ -75,15 +76,21 @@ class ODBLoader:
         num_workers: int = 0,
         prefetch_factor: int = 2,
         pin_memory: bool = False,
-        multiprocessing_context: str | None = None,
+        multiprocessing_context: Any = None,
+        worker_init_fn: Callable | None = None,
     ):
         self.dataset, self.config = dataset, config
-        self.num_samples = len(sampler)
+        self.num_samples: int | None = _length(dataset if sampler is None else sampler)
         self.epoch = 0
         self._num_rejected = 0
         self._exchange = exchange or Alone()
         budget = Budget(config.token_budget, config.max_patches, collation)
-        self._sampler = ShardSampler(sampler, rank, world_size)
+        if sampler is None:
+            self._observed: Any = ObservedStream(dataset, observer, config, budget, rank, world_size)
+            self._order: Any = self._observed
+        else:
+            self._observed = ObservedDataset(dataset, observer, config, budget)
+            self._order = ShardSampler(sampler, rank, world_size)
         self._plan = functools.partial(
             EpochRounds,
             budget=budget,
@@ -94,6 +101,7 @@ class ODBLoader:
             seed=seed,
             rank=rank,
             exchange=self._exchange,
+            order=lambda: getattr(self._order, "fingerprint", 0),
             find_spare=self._find_spare,
             on_reject=self._on_reject,
         )
@@ -113,9 +121,12 @@ class ODBLoader:
             generator = torch.Generator().manual_seed(seed)
             return DataLoader(source, num_workers=workers, collate_fn=_identity, generator=generator, **kwargs)
 
-        self._observed = ObservedDataset(dataset, observer, config, budget)
         groups = GroupDataset(collate_fn, patch_size, functools.partial(where, observer, dataset))
-        self._observing = loader(self._observed, num_workers, sampler=self._sampler, batch_size=OBSERVE_CHUNK)
+        order = {"sampler": self._order} if sampler is not None else {}
+        observe_workers = num_workers if sampler is not None else min(num_workers, 1)
+        self._observing = loader(
+            self._observed, observe_workers, batch_size=OBSERVE_CHUNK, worker_init_fn=worker_init_fn, **order
+        )
         self._collating = loader(groups, collate_workers, sampler=self._feed, batch_size=None, pin_memory=pin_memory)
 
     def set_epoch(self, epoch: int) -> None:
@@ -142,20 +153,19 @@ class ODBLoader:
         self._pass.taken = True
         return self._steps(self._pass)
 
-    def close(self) -> None:
-        """Leave the epoch, end the worker processes, give the exchange back."""
-        self._leave()
+    def close(self, timeout_s: float | None = None) -> None:
+        """Leave the epoch (see `_leave`), end the worker processes, give the exchange back."""
+        self._leave(timeout_s)
         self._observing = self._collating = None
         self._exchange.close()
 
     def abort(self, message: str) -> None:
         """Tell the other ranks why this one ends, then end as `close` does, without waiting for them."""
         self._exchange.farewell(message)
-        self._leave(ABORT_S)
-        self.close()
+        self.close(ABORT_S)
 
     def _begin(self) -> None:
-        self._sampler.set_epoch(self.epoch)
+        self._order.set_epoch(self.epoch)
         rounds = iter(self._plan(itertools.chain.from_iterable(iter(self._observing)), epoch=self.epoch))
         self._pass = self._feed.current = _Pass(Ahead(rounds) if self._threaded else Direct(rounds))
         self._pass.batches = iter(self._collating)
@@ -216,14 +226,22 @@ class ODBLoader:
         if self._num_rejected == MAX_REJECTIONS_LOGGED:
             logger.warning("further rows that are left out are counted, not logged")
 
-
     def _find_spare(self) -> Sample:
         """The first usable row of the dataset, for idle steps of a rank whose shard had none."""
-        rows = (self._observed[index] for index in range(len(self.dataset)))
+        rows: Iterable = self._observed
+        if isinstance(rows, ObservedDataset):
+            rows = (self._observed[index] for index in range(len(self.dataset)))
         spare = next((row for row in rows if isinstance(row, Sample)), None)
         if spare is None:
             raise DataError("no row of the dataset can be read here to take idle steps with; other ranks could.")
         return spare
+
+
+def _length(source: Any) -> int | None:
+    try:
+        return len(source)
+    except TypeError:
+        return None
 
 
 _END = object()

@@ -36,6 +36,9 @@ def count_supervised(labels: Any) -> int:
 
 def measure_batch(batch: Mapping[str, Any], patch_size: int = DEFAULT_PATCH_SIZE) -> Measured:
     """Measure a collated batch with `input_ids` [rows, length] and, if any, `labels` of the same shape."""
+    if not isinstance(batch, Mapping) or "input_ids" not in batch:
+        found = f"the keys {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else type(batch).__name__
+        raise TypeError(f"collate_fn must return a mapping with `input_ids` [rows, length], it returned {found}")
     rows, length = batch["input_ids"].shape[:2]
     labels = batch.get("labels")
     return Measured(

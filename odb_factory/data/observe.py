@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+import zlib
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from odb_factory.batching import Budget, Cost
 from odb_factory.config import ODBConfig
 from odb_factory.data.samples import Rejection, Sample, pack
 from odb_factory.errors import one_line
+
+FINGERPRINTED = 64
 
 
 class RowDropped(Exception):
@@ -88,18 +92,59 @@ class ObservedDataset(Dataset):
         return where(self.observer, self.dataset, index)
 
 
+class ObservedStream(IterableDataset):
+    """The share of a rank of a dataset that is iterated: every `world_size`-th item, observed.
+
+    The id of a sample is its position in the stream. All ranks iterate the same stream, unless the dataset
+    is known to have been split between them (`datasets.distributed.split_dataset_by_node`).
+    """
+
+    def __init__(
+        self, dataset: Any, observer: Observer, config: ODBConfig, budget: Budget, rank: int, world_size: int
+    ):
+        self.dataset = dataset
+        self._observed = ObservedDataset(self, observer, config, budget)
+        self._current: Any = None
+        self.rank, self.world_size = rank, world_size
+        self.is_split = getattr(dataset, "_distributed", None) is not None
+
+    def __getitem__(self, index: int) -> Any:
+        return self._current
+
+    def __iter__(self) -> Iterator[Sample | Rejection]:
+        for position, item in enumerate(self.dataset):
+            self._current = item
+            if self.is_split:
+                yield self._observed[position * self.world_size + self.rank]
+            elif position % self.world_size == self.rank:
+                yield self._observed[position]
+
+    def set_epoch(self, epoch: int) -> None:
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+
 class ShardSampler(Sampler[int]):
-    """Every `world_size`-th index of `sampler`, from `rank` on: no padding, no index twice (I2)."""
+    """Every `world_size`-th index of `sampler`, from `rank` on: no padding, no index twice (I2).
+
+    fingerprint: a checksum of the first indices of the order that was begun last, to compare between ranks.
+    """
 
     def __init__(self, sampler: Any, rank: int, world_size: int):
         self.sampler, self.rank, self.world_size = sampler, rank, world_size
+        self.fingerprint = 0
 
     def __iter__(self) -> Iterator[int]:
-        for position, index in enumerate(self.sampler):
+        order = iter(self.sampler)
+        first = [int(index) for index in itertools.islice(order, FINGERPRINTED)]
+        self.fingerprint = zlib.crc32(repr((len(self.sampler), first)).encode())
+        return self._mine(itertools.chain(first, order))
+
+    def _mine(self, order: Iterable[int]) -> Iterator[int]:
+        for position, index in enumerate(order):
             if position % self.world_size == self.rank:
                 yield int(index)
 
     def set_epoch(self, epoch: int) -> None:
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
-

@@ -16,11 +16,17 @@ logger = get_logger(__name__)
 
 Task = tuple[Step, list[Sample]]
 """A step and the samples to collate for it; on an idle step the sample that is run with weight 0."""
+DIFFERENT_ORDERS = (
+    "the ranks draw their samples in different orders, so some would be lost and others trained on twice; give every "
+    "rank the same whole sampler, seeded alike (each takes its own share of it), not a share or an order of its own."
+)
 
 
 class EpochRounds:
     """Iterate over the rounds of one epoch, each a list of tasks; deterministic for its arguments (I6).
 
+    num_samples: of the epoch on all ranks; None if nobody knows (a stream).
+    order: gives the checksum of the order of draws, once the first sample is drawn.
     find_spare: a usable sample of the dataset, for the idle steps of a rank that never held one.
     """
 
@@ -30,7 +36,7 @@ class EpochRounds:
         *,
         budget: Budget,
         buffer_size: int,
-        num_samples: int,
+        num_samples: int | None,
         accumulation: int,
         join: bool,
         seed: int,
@@ -39,6 +45,7 @@ class EpochRounds:
         exchange: Exchange,
         find_spare: Callable[[], Sample],
         on_reject: Callable[[Rejection], None],
+        order: Callable[[], int] = int,
     ):
         self.observed = observed
         self.budget = budget
@@ -46,7 +53,7 @@ class EpochRounds:
         self.buffer_size = buffer_size if join else max(buffer_size, accumulation)
         self.num_samples, self.accumulation, self.join = num_samples, accumulation, join
         self.seed, self.epoch, self.rank = seed, epoch, rank
-        self.exchange, self.find_spare, self.on_reject = exchange, find_spare, on_reject
+        self.exchange, self.order, self.find_spare, self.on_reject = exchange, order, find_spare, on_reject
 
         self.rejected: Counter[str] = Counter()
         self.held: list[Sample] = []
@@ -93,7 +100,9 @@ class EpochRounds:
                 budget=self.budget,
                 num_groups=1 if self.join else self.accumulation,
             )
-            reports = self.exchange(Report(offer, self.rejected, self.overlong), round_index)
+            reports = self.exchange(Report(offer, self.rejected, self.overlong, self.order()), round_index)
+            if len({report.order for report in reports}) > 1:
+                raise AgreedError(DIFFERENT_ORDERS)
             rejected = sum((report.rejected for report in reports), Counter())
             overlong = sum(report.overlong for report in reports)
             offers = [report.offer for report in reports]
@@ -116,9 +125,12 @@ class EpochRounds:
             kept = 1 if not (self.final or self.join) else 0
             if self.final:
                 step, samples = tasks[-1]
-                left_out = self.num_samples - self.emitted - rejected.total()
+                done = self.emitted + rejected.total()
+                if self.num_samples is not None:
+                    done = self.num_samples
+                left_out = done - self.emitted - rejected.total()
                 end = {"rejected": rejected, "overlong": overlong, "left_out": left_out, "epoch_steps": epoch_steps}
-                tasks[-1] = replace(step, last=True, done=self.num_samples, **end), samples
+                tasks[-1] = replace(step, last=True, done=done, **end), samples
             yield tasks[: len(tasks) - kept]
             tasks = tasks[len(tasks) - kept :]
 
@@ -190,6 +202,8 @@ class EpochRounds:
 
     def _epoch_steps(self, offers: Sequence[Offer], rejected: int) -> int:
         """Steps of the whole epoch if the samples to come form groups as those seen so far did, on all ranks."""
+        if self.num_samples is None:
+            return 0
         groups = self.groups_emitted + sum(len(offer.groups) + bool(offer.kept_back) for offer in offers)
         held = sum(offer.kept_back + sum(group.rows for group in offer.groups) for offer in offers)
         samples = max(self.emitted + held, 1)
@@ -197,8 +211,8 @@ class EpochRounds:
         return -(-max(steps, 1) // self.accumulation) * self.accumulation
 
 
-def _nothing_left(rejected: Counter[str], num_samples: int) -> str:
+def _nothing_left(rejected: Counter[str], num_samples: int | None) -> str:
     reasons = ", ".join(f"{count} {reason}" for reason, count in rejected.items())
-    if rejected.total() < num_samples:
+    if num_samples is not None and rejected.total() < num_samples:
         reasons += f"{', ' if reasons else ''}{num_samples - rejected.total()} left out because a rank ran short"
     return f"no row of the training dataset can be trained on: {reasons or 'it is empty'}."

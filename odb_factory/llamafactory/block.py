@@ -1,4 +1,7 @@
-"""What the `odb:` block cannot be combined with, checked before a model is loaded."""
+"""The `odb:` block and what it cannot be combined with, checked before a model is loaded.
+
+`check_block` and `check_combination` are called by the plugin's hooks and by patched forks (`odb_factory/patches`).
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,21 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from odb_factory.config import ODBConfig
 from odb_factory.errors import ConfigError
 from odb_factory.training.enable import check_training_arguments
 
 STAGES = ("sft",)
 
 
-def check_backend(args: Mapping[str, Any]) -> None:
+def check_block(args: Mapping[str, Any]) -> ODBConfig:
+    """Check arguments that hold an `odb:` block before LLaMA-Factory reads them; returns what the block says."""
+    config = ODBConfig.from_block(args["odb"])
+    _check_backend(args)
+    return config
+
+
+def _check_backend(args: Mapping[str, Any]) -> None:
     """Refuse trainers other than LLaMA-Factory's own before it reads its arguments, where they are chosen so early."""
     if args.get("use_mca"):
         _refuse("use_mca", args["use_mca"], "the Megatron trainer has a data path of its own; remove the key")
@@ -56,6 +67,12 @@ def check_combination(model_args: Any, data_args: Any, training_args: Any, finet
             "resume_from_checkpoint",
             training_args.resume_from_checkpoint,
             "resuming is not supported yet; choose another output_dir or set `overwrite_output_dir: true`",
+        )
+    if training_args.per_device_train_batch_size != 1:
+        _refuse(
+            "per_device_train_batch_size",
+            training_args.per_device_train_batch_size,
+            "it sizes batches by tokens; set it to 1 and choose `token_budget` in the odb: block",
         )
     check_training_arguments(training_args)
 

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import multiprocessing
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from accelerate.data_loader import SeedableRandomSampler
-from torch.utils.data import RandomSampler
+from transformers import Trainer
 
 from odb_factory.batching import Collation
 from odb_factory.config import ODBConfig
 from odb_factory.data.exchange import GroupExchange
-from odb_factory.data.loader import ODBLoader
+from odb_factory.data.make_loader import make_config, make_loader
 from odb_factory.data.measure import DEFAULT_PATCH_SIZE
 from odb_factory.data.observe import Observer
+from odb_factory.data.take_apart import take_apart
 from odb_factory.errors import ConfigError
 from odb_factory.log import get_logger
 from odb_factory.training.mixin import ODBTrainerMixin
@@ -29,31 +28,27 @@ class ODBSettings:
     """What a run is made from, apart from the trainer."""
 
     config: ODBConfig
-    observer: Observer
-    collation: Collation
+    observer: Observer | None
+    collation: Collation | None
     patch_size: int
+    cost_fn: Callable | None
 
-    def make_run(self, trainer: Any) -> ODBRun:
+    def make_run(self, trainer: Any, stock: Any) -> ODBRun:
+        """stock: the train dataloader that the trainer would use."""
         args = trainer.args
         seed = next(seed for seed in (self.config.seed, args.data_seed, args.seed) if seed is not None)
-        loader = ODBLoader(
-            trainer.train_dataset,
-            sampler=_seeded(trainer._get_train_sampler(), seed),
+        loader = make_loader(
+            take_apart(stock, seed),
+            self.config,
             observer=self.observer,
-            collate_fn=trainer.data_collator,
-            config=self.config,
             collation=self.collation,
             patch_size=self.patch_size,
+            cost_fn=self.cost_fn,
             accumulation=args.gradient_accumulation_steps,
             seed=seed,
             rank=args.process_index,
             world_size=args.world_size,
             exchange=self._exchange(args),
-            num_workers=args.dataloader_num_workers,
-            prefetch_factor=args.dataloader_prefetch_factor or 2,
-            pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
-            # The collator may hold the model, which other start methods would pickle.
-            multiprocessing_context="fork" if "fork" in multiprocessing.get_all_start_methods() else None,
         )
         return ODBRun(
             loader,
@@ -75,31 +70,49 @@ class ODBSettings:
 
 def enable_odb(
     trainer: Any,
-    config: ODBConfig,
+    config: ODBConfig | None = None,
     *,
-    observer: Observer,
-    collation: Collation = Collation(),
+    observer: Observer | None = None,
+    collation: Collation | None = None,
     patch_size: int = DEFAULT_PATCH_SIZE,
+    cost_fn: Callable | None = None,
+    **block: Any,
 ) -> Any:
     """Make `trainer.train()` form its batches online. Changes this one object; returns it.
 
-    trainer: a `transformers.Trainer` that has not begun. observer: reads a row of its train dataset
-    as light features and a cost. collation: what its data collator adds to a group. patch_size: side
-    of a vision patch (pixels), to count patches where the model takes no patch grid.
+    trainer: a `transformers.Trainer` (or of a subclass) that has not begun. Its dataset yields processed samples
+    (see `odb_factory.data.items.ItemObserver`), unless an observer is given.
+    config, or its keys one by one: `enable_odb(trainer, token_budget=8192, max_patches=16384)`.
+    cost_fn: item -> `Cost` or tokens, where items tell their cost in their own way.
+    observer: reads a row of the dataset as light features and a cost. collation: what the data collator adds to
+    a group (default: its `pad_to_multiple_of`). patch_size: side of a vision patch (pixels), to count patches
+    where the model takes no patch grid.
     Raises `ConfigError` where a training argument cannot work with it. A second call is an error.
     """
-    if isinstance(trainer, ODBTrainerMixin):
+    if getattr(trainer, "odb_settings", None) is not None:
         raise ConfigError("enable_odb: this trainer has it already; call it once.")
+    config = make_config(config, block)
     check_training_arguments(trainer.args)
-    if config.max_patches is not None and config.max_patches < collation.filler_patches:
+    if collation is not None and config.max_patches is not None and config.max_patches < collation.filler_patches:
         raise ConfigError(
             f"odb.max_patches: {config.max_patches} is less than the {collation.filler_patches} patches of the fake "
             "image that the collator adds to every group without media; raise it."
         )
-    stock = type(trainer)
-    trainer.__class__ = type(stock.__name__, (ODBTrainerMixin, stock), {"__module__": stock.__module__})
-    trainer.odb_settings = ODBSettings(config=config, observer=observer, collation=collation, patch_size=patch_size)
+    if not isinstance(trainer, ODBTrainerMixin):
+        stock = type(trainer)
+        trainer.__class__ = type(stock.__name__, (ODBTrainerMixin, stock), {"__module__": stock.__module__})
+    trainer.odb_settings = ODBSettings(
+        config=config, observer=observer, collation=collation, patch_size=patch_size, cost_fn=cost_fn
+    )
     return trainer
+
+
+class ODBTrainer(ODBTrainerMixin, Trainer):
+    """A `transformers.Trainer` with online dynamic batching: `ODBTrainer(..., odb={"token_budget": 8192})`."""
+
+    def __init__(self, *args: Any, odb: ODBConfig | Mapping[str, Any], **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        enable_odb(self, odb if isinstance(odb, ODBConfig) else ODBConfig.from_block(odb))
 
 
 def check_training_arguments(args: Any) -> None:
@@ -108,11 +121,6 @@ def check_training_arguments(args: Any) -> None:
         raise ConfigError(
             f"n_gpu: {args.n_gpu} devices in one process (DataParallel) would cut every batch apart; start one "
             "process a device with torchrun (FORCE_TORCHRUN=1), or show it one device."
-        )
-    if args.per_device_train_batch_size != 1:
-        raise ConfigError(
-            f"per_device_train_batch_size: {args.per_device_train_batch_size} does not go with odb, which sizes "
-            "batches by tokens; set `per_device_train_batch_size: 1` and choose `token_budget` in the odb: block."
         )
     if args.auto_find_batch_size:
         raise ConfigError(
@@ -146,16 +154,3 @@ def check_training_arguments(args: Any) -> None:
             "group_by_length (train_sampling_strategy): it needs all lengths before training, and odb groups online; "
             "remove the key."
         )
-
-
-def _seeded(sampler: Any, seed: int) -> Any:
-    """The trainer's own sampler; a random one gets its order from the seed and the epoch, as under accelerate."""
-    if not isinstance(sampler, RandomSampler):
-        return sampler
-    return SeedableRandomSampler(
-        sampler.data_source,
-        replacement=sampler.replacement,
-        num_samples=sampler.num_samples,
-        generator=torch.Generator(),
-        data_seed=seed,
-    )

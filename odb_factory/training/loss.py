@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from odb_factory.data.samples import Step
+from odb_factory.data.samples import Measured, Step
+from odb_factory.errors import DataError
 
 
 def loss_weights(steps: Sequence[Step], loss_scaling: str, world_size: int) -> list[float]:
@@ -27,3 +28,13 @@ def loss_weights(steps: Sequence[Step], loss_scaling: str, world_size: int) -> l
         mine = [0 if step.idle else 1 for step in steps]
         total = sum(step.totals.busy_ranks for step in steps)
     return [count * world_size / total for count in mine]
+
+
+def check_supervised(step: Step, measured: Measured) -> None:
+    """Raise `DataError` where a collated step does not hold the supervised tokens that the plan counted."""
+    if not step.idle and measured.supervised_tokens != step.supervised_tokens:
+        raise DataError(
+            f"rows {list(step.ids)}: the collator left {measured.supervised_tokens} supervised tokens of "
+            f"{step.supervised_tokens} observed, so the loss cannot be weighed exactly; use a collator that keeps "
+            "labels as they are (and `ignore_pad_token_for_loss: true`), or set `loss_scaling: approx`."
+        )

@@ -20,15 +20,18 @@ logger = get_logger(__name__)
 
 
 class ODBTrainerMixin:
-    """Goes before a `transformers.Trainer` class in the bases; `enable_odb` puts it there.
+    """Goes before a `transformers.Trainer` class in the bases: `class MyTrainer(ODBTrainerMixin, Trainer)`.
 
-    odb_settings: makes the run, given the trainer; None: stock behaviour.
+    Then `enable_odb(trainer, ...)` switches it on (it also does so for a trainer without the mixin).
+    odb_settings: makes the run, given the trainer and its stock train dataloader; None: stock behaviour.
     """
 
     odb_settings: Any = None
     odb_run: ODBRun | None = None
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if self.odb_settings is None:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
         if resume_from_checkpoint:
             raise ConfigError(
                 f"resume_from_checkpoint: {resume_from_checkpoint!r} cannot be combined with odb yet; choose another "
@@ -51,8 +54,11 @@ class ODBTrainerMixin:
                 self.odb_run.close()
                 self.odb_run = None
 
-    def get_train_dataloader(self) -> TrainLoader:
-        self.odb_run = self.odb_settings.make_run(self)
+    def get_train_dataloader(self) -> Any:
+        stock = super().get_train_dataloader()
+        if self.odb_settings is None:
+            return stock
+        self.odb_run = self.odb_settings.make_run(self, stock)
         args, loader = self.args, self.odb_run.loader
         self.odb_run.loader.start()
         if args.max_steps > 0:
@@ -61,11 +67,15 @@ class ODBTrainerMixin:
         accumulation = args.gradient_accumulation_steps
         return TrainLoader(loader, -(-loader.num_samples // accumulation) * accumulation)
 
-    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, *args: Any, **kwargs: Any) -> tuple[list, None]:
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, *args: Any, **kwargs: Any) -> tuple:
+        if self.odb_run is None:
+            return super().get_batch_samples(epoch_iterator, num_batches, *args, **kwargs)
         # None instead of num_items_in_batch: every model then returns its mean loss, which is weighed below.
         return self.odb_run.take(epoch_iterator, num_batches), None
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self.odb_run is None:
+            return super().training_step(*args, **kwargs)
         self.odb_run.begin_step()
         loss = super().training_step(*args, **kwargs)
         self.odb_run.end_step()

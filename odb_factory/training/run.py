@@ -14,9 +14,9 @@ from odb_factory.config import ODBConfig
 from odb_factory.data.agreement import AgreedError
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.samples import Measured, Step
-from odb_factory.errors import DataError, one_line
+from odb_factory.errors import one_line
 from odb_factory.log import get_logger
-from odb_factory.training.loss import loss_weights
+from odb_factory.training.loss import check_supervised, loss_weights
 from odb_factory.training.metrics import Audit, Tally, summary_line, write_summary
 from odb_factory.training.schedule import ScheduleClock
 
@@ -106,13 +106,8 @@ class ODBRun:
     def begin_step(self) -> float:
         """The loss weight of the next micro-batch."""
         step, measured, self.weight = self._pending[0]
-        exact = self.config.loss_scaling == "exact" and not step.idle
-        if exact and measured.supervised_tokens != step.supervised_tokens:
-            raise DataError(
-                f"rows {list(step.ids)}: the collator left {measured.supervised_tokens} supervised tokens of "
-                f"{step.supervised_tokens} observed, so the loss cannot be weighed exactly; use a collator that keeps "
-                "labels as they are (and `ignore_pad_token_for_loss: true`), or set `loss_scaling: approx`."
-            )
+        if self.config.loss_scaling == "exact":
+            check_supervised(step, measured)
         return self.weight
 
     def end_step(self) -> None:
@@ -136,7 +131,9 @@ class ODBRun:
 
     @property
     def epoch(self) -> float:
-        """Epochs done once the current optimizer step is taken, by samples."""
+        """Epochs done once the current optimizer step is taken, by samples; whole ones where nobody knows how many."""
+        if self.loader.num_samples is None:
+            return float(self._step.epoch + self._step.last)
         return self._step.epoch + self._step.done / self.loader.num_samples
 
     @property

@@ -1,0 +1,85 @@
+"""Observe processed samples: datasets whose items already are model inputs, of any kind and origin."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from odb_factory.batching import Cost
+from odb_factory.data.measure import DEFAULT_PATCH_SIZE, count_patches, count_supervised
+from odb_factory.errors import DataError
+
+PATCHES_KEY = "odb_n_patches"
+"""An item may bring its vision patches under this key; the collator does not see it."""
+
+
+class ItemObserver:
+    """The `Observer` of a dataset whose items are mappings with `input_ids`.
+
+    `input_ids` and `labels`: list, array or tensor of shape [length] or [1, length]. Patches are taken from
+    `odb_n_patches`, or counted from the patch grids or pixel tensors. Where an item has no `labels`, it is
+    collated alone and the labels of that batch are counted.
+
+    cost_fn: item -> `Cost` (or int, tokens), in place of all this.
+    needs_supervised: supervised tokens must be known (`loss_scaling: exact`); else they may be 0 for want of labels.
+    """
+
+    def __init__(
+        self,
+        collate_fn: Callable,
+        *,
+        cost_fn: Callable[[Mapping[str, Any]], Cost | int] | None = None,
+        patch_size: int = DEFAULT_PATCH_SIZE,
+        needs_supervised: bool = True,
+    ):
+        self.collate_fn, self.cost_fn, self.patch_size = collate_fn, cost_fn, patch_size
+        self.needs_supervised = needs_supervised
+
+    def __call__(self, dataset: Any, index: int) -> tuple[Mapping[str, Any], Cost]:
+        item = dataset[index]
+        cost = self.cost_fn(item) if self.cost_fn is not None else self._cost(item)
+        if not isinstance(cost, Cost):
+            cost = Cost(tokens=int(cost), supervised_tokens=self._supervised(item, int(cost)))
+        features = {key: value for key, value in item.items() if key != PATCHES_KEY}
+        return features, cost
+
+    def describe(self, dataset: Any, index: int) -> str:
+        return f"row {index} of the training dataset"
+
+    def _cost(self, item: Any) -> Cost:
+        tokens = _length(item)
+        patches = item.get(PATCHES_KEY)
+        patches = count_patches(item, self.patch_size) if patches is None else int(patches)
+        # Videos are a family: a model runs its vision tower once for images and once for videos.
+        video = any(item.get(key) is not None for key in ("video_grid_thw", "pixel_values_videos"))
+        return Cost(tokens, patches, self._supervised(item, tokens), has_media=patches > 0, family=int(video))
+
+    def _supervised(self, item: Mapping[str, Any], tokens: int) -> int:
+        labels = item.get("labels")
+        if labels is None:
+            alone = {key: value for key, value in item.items() if key != PATCHES_KEY}
+            labels = self.collate_fn([alone]).get("labels")
+        if labels is not None:
+            return count_supervised(labels)
+        if self.needs_supervised:
+            raise DataError(
+                "loss_scaling 'exact' weighs by supervised tokens, and neither the item nor its collated batch has "
+                "`labels`; add them (-100 where no loss is wanted), give cost_fn=... returning "
+                "odb_factory.Cost(tokens, patches, supervised_tokens), or choose loss_scaling 'approx' or 'none'"
+            )
+        return tokens
+
+
+def _length(item: Any) -> int:
+    """Tokens of an item; says what was found where it is not what was expected."""
+    expected = "expected a mapping with `input_ids` of shape [length] or [1, length] (list, array or tensor)"
+    if not isinstance(item, Mapping):
+        raise DataError(f"{expected}, found {type(item).__name__}; give cost_fn=... for items of another kind")
+    if item.get("input_ids") is None:
+        raise DataError(f"{expected}, found the keys {', '.join(map(str, item)) or 'none'}")
+    shape = np.shape(item["input_ids"])
+    if len(shape) == 0 or len(shape) > 2 or (len(shape) == 2 and shape[0] != 1):
+        raise DataError(f"{expected}, found shape {list(shape)}")
+    return int(shape[-1])

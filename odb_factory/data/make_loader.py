@@ -1,0 +1,62 @@
+"""Make an `ODBLoader` for a DataLoader's parts: what a trainer's and a user's own loop have in common."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from odb_factory.batching import Collation
+from odb_factory.config import ODBConfig
+from odb_factory.data.items import ItemObserver
+from odb_factory.data.loader import ODBLoader
+from odb_factory.data.measure import DEFAULT_PATCH_SIZE
+from odb_factory.data.observe import Observer
+from odb_factory.data.take_apart import Parts
+from odb_factory.errors import ConfigError
+
+
+def make_config(config: ODBConfig | None, block: Mapping[str, Any]) -> ODBConfig:
+    """The config given whole, or made of its keys."""
+    if config is None:
+        return ODBConfig.from_block(block)
+    if block:
+        raise ConfigError(f"odb: give config= or its keys ({', '.join(block)}), not both.")
+    return config
+
+
+def make_loader(
+    parts: Parts,
+    config: ODBConfig,
+    *,
+    observer: Observer | None = None,
+    collation: Collation | None = None,
+    patch_size: int = DEFAULT_PATCH_SIZE,
+    cost_fn: Callable | None = None,
+    **kwargs: Any,
+) -> ODBLoader:
+    """observer None: the items are processed samples. collation None: the collator's `pad_to_multiple_of`."""
+    context = parts.multiprocessing_context
+    if context is None and "fork" in multiprocessing.get_all_start_methods():
+        context = "fork"  # a collator may hold the model, which other start methods would pickle
+    return ODBLoader(
+        parts.dataset,
+        sampler=parts.sampler,
+        observer=observer
+        or ItemObserver(
+            parts.collate_fn,
+            cost_fn=cost_fn,
+            patch_size=patch_size,
+            needs_supervised=config.loss_scaling == "exact",
+        ),
+        collate_fn=parts.collate_fn,
+        config=config,
+        collation=collation or Collation(pad_to_multiple_of=getattr(parts.collate_fn, "pad_to_multiple_of", None) or 1),
+        patch_size=patch_size,
+        num_workers=parts.num_workers,
+        prefetch_factor=parts.prefetch_factor,
+        pin_memory=parts.pin_memory,
+        multiprocessing_context=context,
+        worker_init_fn=parts.worker_init_fn,
+        **kwargs,
+    )

@@ -1,0 +1,95 @@
+"""Take a DataLoader apart that somebody else has built: what it reads, in which order, and with how many workers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate.data_loader import IterableDatasetShard, SeedableRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from odb_factory.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Parts:
+    """sampler: indices of the whole epoch, the same on all ranks; None for a dataset that is iterated."""
+
+    dataset: Any
+    sampler: Any
+    collate_fn: Callable
+    num_workers: int
+    prefetch_factor: int
+    pin_memory: bool
+    multiprocessing_context: Any
+    worker_init_fn: Callable | None
+
+
+def innermost(dataloader: Any) -> DataLoader:
+    """The torch DataLoader inside what accelerate has prepared, or `dataloader` itself."""
+    while not isinstance(dataloader, DataLoader) or hasattr(dataloader, "base_dataloader"):
+        inner = getattr(dataloader, "base_dataloader", None)
+        if inner is None:
+            raise ConfigError(f"odb: expected a torch DataLoader, found {type(dataloader).__name__}.")
+        dataloader = inner
+    return dataloader
+
+
+def take_apart(dataloader: Any, seed: int) -> Parts:
+    """What an online loader needs of `dataloader` (torch's, or one that accelerate has prepared).
+
+    Shares of a rank (`DistributedSampler`, accelerate's shards) are undone: shards without padding are
+    made later. A random sampler gets its order from `seed` and the epoch. Raises `ConfigError` where the
+    order cannot be told.
+    """
+    loader = innermost(dataloader)
+    dataset = loader.dataset
+    while isinstance(dataset, IterableDatasetShard):
+        dataset = dataset.dataset
+    return Parts(
+        dataset=dataset,
+        sampler=None if isinstance(dataset, IterableDataset) else _whole(_sampler(loader), seed),
+        collate_fn=loader.collate_fn,
+        num_workers=loader.num_workers,
+        prefetch_factor=loader.prefetch_factor or 2,
+        pin_memory=loader.pin_memory and torch.cuda.is_available(),
+        multiprocessing_context=loader.multiprocessing_context,
+        worker_init_fn=loader.worker_init_fn,
+    )
+
+
+def _sampler(loader: DataLoader) -> Any:
+    if loader.batch_sampler is None:
+        raise ConfigError(
+            "odb: a DataLoader with batch_size=None yields batches of its dataset's own making; give one whose dataset "
+            "yields single samples."
+        )
+    batches = loader.batch_sampler
+    while hasattr(batches, "batch_sampler"):  # accelerate's share of a rank
+        batches = batches.batch_sampler
+    sampler = getattr(batches, "sampler", None)
+    if sampler is None:
+        raise ConfigError(
+            f"odb: {type(batches).__name__} decides which samples meet in a batch, and does not tell its sampler; "
+            "build the DataLoader with `sampler=` or `shuffle=`, for odb forms the batches."
+        )
+    return sampler
+
+
+def _whole(sampler: Any, seed: int) -> Any:
+    """The order of all ranks together, the same on each."""
+    if isinstance(sampler, DistributedSampler):
+        return DistributedSampler(sampler.dataset, 1, 0, shuffle=sampler.shuffle, seed=sampler.seed)
+    if type(sampler) in (RandomSampler, SeedableRandomSampler):
+        return SeedableRandomSampler(
+            sampler.data_source,
+            replacement=sampler.replacement,
+            num_samples=sampler.num_samples,
+            generator=torch.Generator(),
+            data_seed=seed,
+        )
+    return copy.copy(sampler)

@@ -1,0 +1,248 @@
+"""`ODBDataLoader` and `apply`: online dynamic batching for people with a training loop of their own."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import default_pg_timeout
+from torch.utils.data import DataLoader
+
+from odb_factory.config import ODBConfig
+from odb_factory.data.exchange import GroupExchange
+from odb_factory.data.loader import ABORT_S, ODBLoader
+from odb_factory.data.make_loader import make_config, make_loader
+from odb_factory.data.measure import DEFAULT_PATCH_SIZE
+from odb_factory.data.take_apart import innermost, take_apart
+from odb_factory.errors import ConfigError, one_line
+from odb_factory.step_info import STEP_INFO_KEY, make_records
+from odb_factory.training.loss import check_supervised
+from odb_factory.training.metrics import Audit
+
+
+class _Online:
+    """Goes before a `DataLoader` class: the same object, iterated online."""
+
+    _is_accelerate_prepared = True
+    """`accelerator.prepare` would build another DataLoader, without this class; it leaves prepared ones alone."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._odb.batches()
+
+    def __len__(self) -> int:
+        return self._odb.num_batches()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next iteration. Without it every iteration is the epoch after the last one."""
+        self._odb.set_epoch(epoch)
+
+    def close(self) -> None:
+        """End the worker processes and give the process group of the planning back (on all ranks)."""
+        self._odb.close()
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
+        """After an error the other ranks are told why this one leaves."""
+        if error is not None:
+            self._odb.loader.abort(one_line(error))
+        self.close()
+
+
+class ODBDataLoader(_Online, DataLoader):
+    """A DataLoader that forms its batches online, under budgets; yields what `collate_fn` returns.
+
+    dataset: map-style or iterable; an item is a mapping with `input_ids` (list, array or tensor of shape [length]
+    or [1, length]), `labels`, and what else the model takes. Patches are read from `odb_n_patches`, or counted from
+    `image_grid_thw`, `pixel_values` and their video twins; `cost_fn` (item -> `Cost` or tokens) may say it instead.
+    token_budget, max_patches, loss_scaling, join, buffer_size and every other key of `ODBConfig`: see there.
+    shuffle, sampler: an order over the *whole* dataset, the same on every rank; each rank takes its own share, without
+    padding. `generator`: its seed is that of the order.
+    gradient_accumulation_steps: micro-batches of an optimizer step; an epoch has a multiple of them.
+    audit_dir: write `odb_audit_rank{r}.jsonl` there.
+
+    With torch.distributed initialised, make it on all ranks at the same place of the program: they agree over a gloo
+    group of their own. Every batch is a mapping with one key more than the collator's; take it out with
+    `pop_step_info(batch)` before `model(**batch)`. Use it as a context manager, or call `close()`.
+    Raises `ConfigError` for a bad value.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        batch_size: int = 1,
+        shuffle: bool | None = None,
+        sampler: Any = None,
+        num_workers: int = 0,
+        prefetch_factor: int | None = None,
+        collate_fn: Callable | None = None,
+        pin_memory: bool = False,
+        persistent_workers: bool = True,
+        multiprocessing_context: Any = None,
+        worker_init_fn: Callable | None = None,
+        generator: Any = None,
+        audit_dir: str | Path | None = None,
+        gradient_accumulation_steps: int = 1,
+        cost_fn: Callable | None = None,
+        config: ODBConfig | None = None,
+        **block: Any,
+    ):
+        if batch_size != 1:
+            raise ConfigError(f"batch_size: {batch_size!r} has no meaning here; leave it at 1 and choose token_budget.")
+        if collate_fn is None:
+            raise ConfigError("collate_fn: missing; samples of one batch have different lengths, so it must pad them.")
+        super().__init__(
+            dataset,
+            shuffle=shuffle,
+            sampler=sampler,
+            num_workers=num_workers,
+            prefetch_factor=prefetch_factor,
+            collate_fn=collate_fn,
+            pin_memory=pin_memory,
+            persistent_workers=persistent_workers and num_workers > 0,
+            multiprocessing_context=multiprocessing_context,
+            worker_init_fn=worker_init_fn,
+            generator=generator,
+        )
+        self._odb = _Iteration(
+            self, make_config(config, block), gradient_accumulation_steps, cost_fn=cost_fn, audit_dir=audit_dir
+        )
+
+
+class ODBHandle:
+    """What `apply` has done to a DataLoader; `remove()` undoes it."""
+
+    def __init__(self, dataloader: DataLoader, stock: type):
+        self.dataloader, self._stock = dataloader, stock
+
+    def set_epoch(self, epoch: int) -> None:
+        """See `ODBDataLoader.set_epoch`."""
+        self.dataloader.set_epoch(epoch)
+
+    def remove(self) -> None:
+        """End the worker processes and let the DataLoader form its batches as before (on all ranks)."""
+        self.dataloader.close()
+        self.dataloader.__class__ = self._stock
+        del self.dataloader.__dict__["_odb"]
+
+
+def apply(
+    dataloader: Any,
+    *,
+    gradient_accumulation_steps: int = 1,
+    cost_fn: Callable | None = None,
+    audit_dir: str | Path | None = None,
+    config: ODBConfig | None = None,
+    **block: Any,
+) -> ODBHandle:
+    """Let a DataLoader that a framework has built form its batches online: in place, this one object only.
+
+    dataloader: torch's, or one that accelerate has prepared. Its dataset, order, collator and workers are kept, its
+    batch size is not. The other arguments are those of `ODBDataLoader`. Raises `ConfigError` where its order cannot
+    be told, or if it was applied before.
+    """
+    loader = innermost(dataloader)
+    if hasattr(loader, "_odb"):
+        raise ConfigError("apply: this DataLoader forms its batches online already; call it once.")
+    iteration = _Iteration(
+        loader, make_config(config, block), gradient_accumulation_steps, cost_fn=cost_fn, audit_dir=audit_dir
+    )
+    stock = type(loader)
+    # Not `_Online` as a second base: Python lets an object change its class only to one of the same layout.
+    online = {name: value for name, value in vars(_Online).items() if name not in ("__dict__", "__weakref__")}
+    loader.__class__ = type(stock.__name__, (stock,), online | {"__module__": stock.__module__})
+    loader._odb = iteration
+    return ODBHandle(loader, stock)
+
+
+class _Iteration:
+    """The epochs of one DataLoader: its online loader, the weights of its batches, its audit."""
+
+    def __init__(
+        self,
+        dataloader: DataLoader,
+        config: ODBConfig,
+        accumulation: int,
+        *,
+        cost_fn: Callable | None,
+        audit_dir: str | Path | None,
+    ):
+        if config.audit and audit_dir is None:
+            raise ConfigError("odb.audit: True does not say where to; give audit_dir= instead.")
+        ranks = dist.is_available() and dist.is_initialized()
+        rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if ranks else (0, 1)
+        self.config, self.accumulation = config, accumulation
+        generator = dataloader.generator
+        seed = next(s for s in (config.seed, generator and generator.initial_seed(), 0) if s is not None)
+        exchange = None
+        if self.world_size > 1:
+            exchange = GroupExchange(config.exchange_timeout_s or default_pg_timeout.total_seconds())
+        self.loader: ODBLoader = make_loader(
+            take_apart(dataloader, seed),
+            config,
+            patch_size=DEFAULT_PATCH_SIZE,
+            cost_fn=cost_fn,
+            accumulation=accumulation,
+            seed=seed,
+            rank=rank,
+            world_size=self.world_size,
+            exchange=exchange,
+        )
+        self._audit = Audit(Path(audit_dir), rank) if audit_dir is not None else None
+        self._begun = False
+        self._micro_steps = self._optimizer_steps = 0
+        self._end = weakref.finalize(self, _end, self.loader)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.loader.set_epoch(epoch)
+        self._begun = False
+
+    def num_batches(self) -> int:
+        """Batches of an epoch, estimated from its first round (waits for it)."""
+        if self.loader.num_samples is None:
+            raise TypeError("the dataset has no length, so the number of its batches is not known ahead")
+        return self.loader.start()
+
+    def batches(self) -> Iterator[Any]:
+        if self._begun:
+            self.loader.set_epoch(self.loader.epoch + 1)
+        self._begun = True
+        return self._batches(iter(self.loader))
+
+    def _batches(self, steps: Iterator[Any]) -> Iterator[Any]:
+        while items := list(islice(steps, self.accumulation)):
+            self._optimizer_steps += 1
+            records = make_records([step for step, _, _ in items], self.config.loss_scaling, self.world_size)
+            for (step, measured, batch), record in zip(items, records):
+                if self.config.loss_scaling == "exact":
+                    check_supervised(step, measured)
+                batch[STEP_INFO_KEY] = record
+                yield batch
+                if self._audit is not None:
+                    weight = record.scales[self.config.loss_scaling]
+                    self._audit.write(step, measured, weight, self._micro_steps, self._optimizer_steps)
+                    self._audit.flush()
+                self._micro_steps += 1
+
+    def close(self) -> None:
+        if self._end.detach() is None:
+            return
+        self.loader.close()
+        if self._audit is not None:
+            self._audit.close()
+
+
+def _end(loader: ODBLoader) -> None:
+    """Nobody closed the loader: the program has ended, or let it go. Other ranks are told of an error that ended it."""
+    error = getattr(sys, "last_value", None)
+    if error is not None:
+        loader.abort(one_line(error))
+    else:
+        loader.close(ABORT_S)

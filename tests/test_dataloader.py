@@ -1,0 +1,281 @@
+"""`ODBDataLoader`, `apply` and `pop_step_info`: what people with a loop of their own stand on."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from distributed.ranks import run_ranks
+from torch.utils.data import DataLoader, DistributedSampler
+from toy import NUM_ROWS, Rows, Stream, item, pad
+from transformers import BatchEncoding, DataCollatorForLanguageModeling
+
+from odb_factory import ConfigError, Cost, DataError, ODBDataLoader, apply, pop_step_info
+
+BUDGET = 128
+
+
+def rows_of(batch: Any) -> list[int]:
+    return [int(row[0]) - 1 for row in batch["input_ids"]]
+
+
+def epoch_of(loader: Any) -> list[list[int]]:
+    """The rows of each batch of an epoch; budgets are checked on the way."""
+    batches = []
+    for batch in loader:
+        info = pop_step_info(batch)
+        assert set(batch) == {"input_ids", "labels"}, "nothing but what the collator made"
+        assert info.all_samples_this_step == len(batch["input_ids"])
+        assert batch["input_ids"].numel() <= BUDGET
+        batches.append(rows_of(batch))
+    return batches
+
+
+def flat(batches: list[list[int]]) -> Counter:
+    return Counter(row for batch in batches for row in batch)
+
+
+EVERY_ROW = Counter(range(NUM_ROWS))
+WORKERS = [{"num_workers": 0}, {"num_workers": 2}, {"num_workers": 1, "multiprocessing_context": "spawn"}]
+
+
+@pytest.mark.parametrize("workers", WORKERS, ids=str)
+def test_every_row_once_an_epoch_whatever_the_workers(workers: dict[str, Any]) -> None:
+    """I2, I4, I6; the next iteration is the next epoch, and `set_epoch` chooses one."""
+    with ODBDataLoader(Rows(), token_budget=BUDGET, buffer_size=16, shuffle=True, collate_fn=pad, **workers) as loader:
+        assert 0 < len(loader) < NUM_ROWS
+        first, second = epoch_of(loader), epoch_of(loader)
+        loader.set_epoch(0)
+        again = epoch_of(loader)
+    assert flat(first) == flat(second) == EVERY_ROW
+    assert first != second and first == again
+    with ODBDataLoader(Rows(), token_budget=BUDGET, buffer_size=16, shuffle=True, collate_fn=pad) as loader:
+        assert epoch_of(loader) == first
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_dataset_that_is_iterated(num_workers: int) -> None:
+    with ODBDataLoader(
+        Stream(), token_budget=BUDGET, buffer_size=16, collate_fn=pad, num_workers=num_workers
+    ) as loader:
+        assert flat(epoch_of(loader)) == flat(epoch_of(loader)) == EVERY_ROW
+        with pytest.raises(TypeError, match="no length"):
+            len(loader)
+
+
+@pytest.mark.parametrize("kind", [np.array, torch.tensor, lambda ids: torch.tensor([ids])], ids=["np", "pt", "1xL"])
+def test_ids_of_any_kind(kind: Any) -> None:
+    def make(k: int) -> dict[str, Any]:
+        return {key: kind(ids) for key, ids in item(k).items()}
+
+    with ODBDataLoader(Rows(make), token_budget=BUDGET, collate_fn=pad) as loader:
+        assert flat(epoch_of(loader)) == EVERY_ROW
+
+
+@pytest.mark.parametrize(
+    ("more", "patches"),
+    [
+        ({"odb_n_patches": 5}, 5),
+        ({"image_grid_thw": torch.tensor([[1, 2, 4]])}, 8),
+        ({"pixel_values": torch.zeros(3, 28, 28)}, 4),
+        ({"video_grid_thw": np.array([[2, 2, 2]])}, 8),
+    ],
+    ids=["given", "grid", "pixels", "video"],
+)
+def test_patches_of_an_item_are_counted(more: dict[str, Any], patches: int) -> None:
+    """Two samples fit into the cap, a third does not; the collator never sees `odb_n_patches`."""
+
+    def collate(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        assert not any("odb_n_patches" in item for item in items)
+        return pad(items)
+
+    with ODBDataLoader(
+        Rows(lambda k: item(k) | more), token_budget=2048, max_patches=2 * patches + 1, collate_fn=collate
+    ) as loader:
+        assert {len(rows_of(batch)) for batch in loader} == {2}
+
+
+def test_a_cost_function_decides() -> None:
+    with ODBDataLoader(
+        Rows(), token_budget=2048, max_patches=3, collate_fn=pad,
+        cost_fn=lambda item: Cost(len(item["input_ids"]), 1, len(item["labels"]) - 1),
+    ) as loader:
+        assert {len(rows_of(batch)) for batch in loader} == {3}
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda k: {"text": "x"}, ("the keys text", "input_ids")),
+        (lambda k: [1, 2], ("found list", "cost_fn")),
+        (lambda k: {"input_ids": [[1], [2]]}, ("shape [2, 1]",)),
+    ],
+)
+def test_an_item_of_another_kind_is_an_error_that_says_what_was_found(make: Any, words: tuple[str, ...]) -> None:
+    with ODBDataLoader(Rows(make), token_budget=BUDGET, collate_fn=pad) as loader:
+        with pytest.raises(DataError) as caught:
+            next(iter(loader))
+    assert all(word in str(caught.value) for word in (*words, "row 0")), caught.value
+
+
+def test_exact_never_quietly_becomes_none() -> None:
+    """Labels that nobody can see, before or after collating, are an error; other scalings do without."""
+
+    def collate(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        return {"input_ids": pad(items)["input_ids"]}
+
+    def make(k: int) -> dict[str, Any]:
+        return {"input_ids": item(k)["input_ids"]}
+
+    with ODBDataLoader(Rows(make), token_budget=BUDGET, collate_fn=collate) as loader:
+        with pytest.raises(DataError, match="supervised tokens.*labels.*cost_fn.*approx"):
+            next(iter(loader))
+    with ODBDataLoader(Rows(make), token_budget=BUDGET, collate_fn=collate, loss_scaling="approx") as loader:
+        assert flat([rows_of(batch) for batch in loader]) == EVERY_ROW
+    with ODBDataLoader(Rows(), token_budget=BUDGET, collate_fn=collate) as loader:
+        with pytest.raises(DataError, match="left 0 supervised tokens of"):
+            next(iter(loader))
+
+
+def test_labels_may_be_made_by_the_collator(tiny_text: Path) -> None:
+    """They are counted on each item collated alone."""
+    from transformers import AutoTokenizer
+
+    collator = DataCollatorForLanguageModeling(AutoTokenizer.from_pretrained(tiny_text), mlm=False)
+    rows = Rows(lambda k: {"input_ids": item(k)["input_ids"]})
+    with ODBDataLoader(rows, token_budget=BUDGET, collate_fn=collator, gradient_accumulation_steps=1) as loader:
+        batch = next(iter(loader))
+        assert isinstance(batch, BatchEncoding)
+        assert pop_step_info(batch).loss_scale == pytest.approx(1.0)
+
+
+def test_loss_scales_of_an_optimizer_step() -> None:
+    """exact: by supervised tokens, so the scaled means add up to the mean over all of them."""
+    with ODBDataLoader(
+        Rows(), token_budget=BUDGET, buffer_size=16, collate_fn=pad, gradient_accumulation_steps=3
+    ) as loader:
+        batches = list(loader)
+    assert len(batches) % 3 == 0
+    for start in range(0, len(batches), 3):
+        parts = batches[start : start + 3]
+        tokens = [int((batch["labels"][:, 1:] != -100).sum()) for batch in parts]
+        infos = [pop_step_info(batch, "exact") for batch in parts]
+        idle = [info.all_samples_this_step == 0 for info in infos]
+        tokens = [0 if is_idle else count for count, is_idle in zip(tokens, idle)]
+        assert [info.loss_scale for info in infos] == pytest.approx([count / sum(tokens) for count in tokens])
+    with pytest.raises(DataError, match="no 'odb_step_info'"):
+        pop_step_info(batches[0])
+
+
+def test_bad_arguments_are_refused_in_one_line() -> None:
+    with pytest.raises(ConfigError, match="batch_size: 4"):
+        ODBDataLoader(Rows(), batch_size=4, token_budget=8, collate_fn=pad)
+    with pytest.raises(ConfigError, match="collate_fn"):
+        ODBDataLoader(Rows(), token_budget=8)
+    with pytest.raises(ConfigError, match="did you mean `token_budget`"):
+        ODBDataLoader(Rows(), token_budge=8, collate_fn=pad)
+    with pytest.raises(ConfigError, match="tuple"):
+        with ODBDataLoader(Rows(), token_budget=BUDGET, collate_fn=lambda items: (pad(items),)) as loader:
+            raise ConfigError("tuple") if "tuple" in _error_of(loader) else AssertionError
+
+
+def _error_of(loader: Any) -> str:
+    with pytest.raises(DataError) as caught:
+        next(iter(loader))
+    return str(caught.value)
+
+
+def test_apply_changes_one_loader_and_can_be_undone(tmp_path: Path) -> None:
+    stock = DataLoader(Rows(), batch_size=4, shuffle=True, collate_fn=pad, num_workers=1)
+    other = DataLoader(Rows(), batch_size=4, collate_fn=pad)
+    handle = apply(stock, token_budget=BUDGET, buffer_size=16, audit_dir=tmp_path)
+    assert isinstance(stock, DataLoader)
+    first = epoch_of(stock)
+    assert flat(first) == EVERY_ROW
+    assert [len(batch["input_ids"]) for batch in other] == [4] * (NUM_ROWS // 4)
+    with pytest.raises(ConfigError, match="already"):
+        apply(stock, token_budget=BUDGET)
+    lines = [json.loads(line) for line in (tmp_path / "odb_audit_rank0.jsonl").read_text().splitlines()]
+    assert [line["ids"] for line in lines if not line["idle"]] == first
+    handle.remove()
+    assert [len(batch["input_ids"]) for batch in stock] == [4] * (NUM_ROWS // 4)
+
+
+def test_apply_inside_what_accelerate_prepared() -> None:
+    accelerator = Accelerator(cpu=True)
+    prepared = accelerator.prepare(DataLoader(Rows(), batch_size=4, shuffle=True, collate_fn=pad))
+    handle = apply(prepared, token_budget=BUDGET, buffer_size=16)
+    assert flat(epoch_of(prepared)) == EVERY_ROW
+    handle.remove()
+    assert len(next(iter(prepared))["input_ids"]) == 4
+
+
+def test_accelerate_leaves_an_online_loader_as_it_is() -> None:
+    accelerator = Accelerator(cpu=True)
+    with ODBDataLoader(Rows(), token_budget=BUDGET, collate_fn=pad) as loader:
+        assert accelerator.prepare(loader) is loader
+
+
+def test_breaking_off_and_starting_again() -> None:
+    with ODBDataLoader(Rows(), token_budget=BUDGET, buffer_size=16, collate_fn=pad, num_workers=1) as loader:
+        for _ in range(3):
+            next(iter(loader))
+        assert flat(epoch_of(loader)) == EVERY_ROW
+
+
+# Two ranks
+
+
+def two_ranks(rank: int, sampler: str) -> Any:
+    rows = Rows()
+    samplers = {
+        "distributed": lambda: DistributedSampler(rows, shuffle=True),
+        "own order": lambda: torch.randperm(NUM_ROWS, generator=torch.Generator().manual_seed(rank)).tolist(),
+    }
+    loader = DataLoader(rows, batch_size=1, sampler=samplers[sampler](), collate_fn=pad, num_workers=1)
+    handle = apply(loader, token_budget=BUDGET, buffer_size=16)
+    try:
+        batches = list(loader)
+    except DataError as error:
+        return str(error)
+    finally:
+        handle.remove()
+    infos = [pop_step_info(batch) for batch in batches]
+    busy = [rows_of(batch) for batch, info in zip(batches, infos) if info.loss_scale]
+    return [len(batches), busy, [info.all_samples_this_step for info in infos]]
+
+
+def test_two_ranks_share_what_a_distributed_sampler_would_pad(tmp_path: Path) -> None:
+    """I1, I2."""
+    (steps, mine, samples), (other_steps, others, _) = (
+        outcome.value for outcome in run_ranks("test_dataloader:two_ranks", tmp_path, sampler="distributed")
+    )
+    assert steps == other_steps and sum(samples) == NUM_ROWS
+    assert flat(mine + others) == EVERY_ROW
+
+
+def test_ranks_with_orders_of_their_own_are_refused(tmp_path: Path) -> None:
+    for outcome in run_ranks("test_dataloader:two_ranks", tmp_path, sampler="own order"):
+        assert "different orders" in outcome.value
+
+
+def raises_in_its_loop(rank: int) -> None:
+    """No handler, no `with`, no `close`."""
+    loader = ODBDataLoader(Rows(), token_budget=BUDGET, buffer_size=8, collate_fn=pad, num_workers=1)
+    for number, _ in enumerate(loader):
+        if rank == 1 and number == 5:
+            raise ValueError("out of memory, the test pretends")
+        dist.all_reduce(torch.ones(1))
+
+
+def test_a_loop_that_raises_ends_both_ranks(tmp_path: Path) -> None:
+    first, second = run_ranks("test_dataloader:raises_in_its_loop", tmp_path)
+    assert first.returncode and second.returncode
+    assert "out of memory, the test pretends" in second.said

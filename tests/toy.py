@@ -1,0 +1,44 @@
+"""Samples that tell what they are: datasets and a collator that worker processes of any start method can import."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, IterableDataset
+
+NUM_ROWS = 60
+
+
+def item(k: int) -> dict[str, Any]:
+    """Row k: 2 to 40 times the id k + 1, so that a batch tells what it is made of."""
+    ids = [k + 1] * (2 + k * 7 % 39)
+    return {"input_ids": ids, "labels": ids}
+
+
+class Rows(Dataset):
+    """`make(k)` is item k."""
+
+    def __init__(self, make: Any = item, num_rows: int = NUM_ROWS):
+        self.make, self.num_rows = make, num_rows
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, k: int) -> Any:
+        return self.make(k)
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Any:
+        return map(item, range(NUM_ROWS))
+
+
+def pad(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Knows two keys, and drops all others."""
+    rows = [np.asarray(item["input_ids"]).reshape(-1) for item in items]
+    length = max(map(len, rows))
+    padded = np.stack([np.pad(row, (0, length - len(row))) for row in rows])
+    ids = torch.from_numpy(padded).long()
+    return {"input_ids": ids, "labels": ids.masked_fill(ids == 0, -100)}

@@ -1,0 +1,170 @@
+"""`enable_odb` on a Hugging Face Trainer whose dataset yields processed samples: `trainer.train()` just works."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from toy import NUM_ROWS, Rows, Stream, item, pad
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+from odb_factory import ConfigError, ODBTrainer, ODBTrainerMixin, enable_odb
+
+BLOCK = {"token_budget": 256, "buffer_size": 16, "audit": True}
+
+
+def arguments(folder: Path, **changes: Any) -> TrainingArguments:
+    defaults = {
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "report_to": "none",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "learning_rate": 1e-3,
+        "num_train_epochs": 1,
+    }
+    return TrainingArguments(**defaults | changes)
+
+
+def make(trainer: type, model: Path, folder: Path, dataset: Any = None, **changes: Any) -> Trainer:
+    extra = {key: changes.pop(key) for key in ("eval_dataset", "callbacks", "odb") if key in changes}
+    return trainer(
+        model=AutoModelForCausalLM.from_pretrained(model),
+        args=arguments(folder, **changes),
+        train_dataset=Rows() if dataset is None else dataset,
+        data_collator=pad,
+        **extra,
+    )
+
+
+def audit(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "odb_audit_rank0.jsonl").read_text().splitlines()]
+
+
+def ids(folder: Path) -> Counter:
+    return Counter(row for line in audit(folder) for row in line["ids"])
+
+
+def test_a_trainer_as_it_is(tiny_text, tmp_path) -> None:
+    """Default batch size, two epochs, accumulation: every row once an epoch, figures right, evaluation untouched."""
+    trainer = make(
+        Trainer, tiny_text, tmp_path, num_train_epochs=2, gradient_accumulation_steps=2, eval_dataset=Rows(num_rows=12),
+        eval_strategy="epoch", dataloader_num_workers=1,
+    )
+    assert enable_odb(trainer, **BLOCK) is trainer
+    result = trainer.train()
+    assert ids(tmp_path) == Counter({row: 2 for row in range(NUM_ROWS)})
+    optimizer_steps = max(line["optimizer_step"] for line in audit(tmp_path))
+    assert trainer.state.global_step == trainer.state.max_steps == optimizer_steps
+    assert len(audit(tmp_path)) == 2 * optimizer_steps
+    assert trainer.state.epoch == 2.0
+    logs = trainer.state.log_history
+    assert [entry["epoch"] for entry in logs if "eval_loss" in entry] == [1.0, 2.0]
+    assert result.metrics["train_samples_per_second"] == pytest.approx(
+        2 * NUM_ROWS / result.metrics["train_runtime"], rel=0.01
+    )
+    assert [len(batch["input_ids"]) for batch in trainer.get_eval_dataloader()] == [8, 4]
+
+
+def test_without_it_nothing_changes(tiny_text, tmp_path) -> None:
+    """The mixin alone is a stock trainer; another trainer in the process stays one."""
+
+    class Mixed(ODBTrainerMixin, Trainer):
+        pass
+
+    mixed, stock = (make(kind, tiny_text, tmp_path / kind.__name__, max_steps=3) for kind in (Mixed, Trainer))
+    enable_odb(make(Trainer, tiny_text, tmp_path / "other"), **BLOCK)
+    mixed.train()
+    stock.train()
+    assert [entry.get("loss") for entry in mixed.state.log_history] == [
+        entry.get("loss") for entry in stock.state.log_history
+    ]
+    assert not (tmp_path / "Mixed" / "odb_summary.json").exists()
+
+
+def test_trainers_of_ones_own(tiny_text, tmp_path) -> None:
+    class Mine(ODBTrainer):
+        pass
+
+    trainer = make(Mine, tiny_text, tmp_path, odb=BLOCK)
+    trainer.train()
+    assert ids(tmp_path) == Counter(range(NUM_ROWS))
+    with pytest.raises(ConfigError, match="already"):
+        enable_odb(trainer, **BLOCK)
+
+
+def test_a_dataloader_of_the_trainers_own_is_respected(tiny_text, tmp_path) -> None:
+    class Mine(Trainer):
+        def get_train_dataloader(self) -> DataLoader:
+            return DataLoader(self.train_dataset, batch_size=4, sampler=list(range(10, 20)), collate_fn=pad)
+
+    trainer = make(Mine, tiny_text, tmp_path)
+    enable_odb(trainer, **BLOCK)
+    trainer.train()
+    assert ids(tmp_path) == Counter(range(10, 20))
+
+
+def test_columns_the_model_does_not_take_never_reach_the_collator(tiny_text, tmp_path) -> None:
+    rows = datasets.Dataset.from_list([item(k) | {"note": "not for the model"} for k in range(NUM_ROWS)])
+    trainer = make(Trainer, tiny_text, tmp_path, rows)
+    trainer.data_collator = lambda items: pad(items) if all("note" not in item for item in items) else None
+    enable_odb(trainer, **BLOCK)
+    trainer.train()
+    assert ids(tmp_path) == Counter(range(NUM_ROWS))
+
+
+@pytest.mark.parametrize(("changes", "epochs"), [({"max_steps": 5}, None), ({"num_train_epochs": 0.5}, 0.5)])
+def test_where_it_ends(tiny_text, tmp_path, changes: dict[str, Any], epochs: float | None) -> None:
+    trainer = make(Trainer, tiny_text, tmp_path, **changes)
+    enable_odb(trainer, **BLOCK)
+    trainer.train()
+    done = sum(ids(tmp_path).values())
+    assert trainer.state.global_step == trainer.state.max_steps
+    if epochs is None:
+        assert trainer.state.global_step == 5
+    else:
+        assert epochs * NUM_ROWS <= done < NUM_ROWS
+
+
+def test_a_stream_ends_with_max_steps(tiny_text, tmp_path) -> None:
+    """Over the end of an epoch, in which every item came once."""
+    trainer = make(Trainer, tiny_text, tmp_path, Stream(), max_steps=12, gradient_accumulation_steps=1)
+    enable_odb(trainer, **BLOCK)
+    trainer.train()
+    assert trainer.state.global_step == 12
+    first = [row for line in audit(tmp_path) if line["epoch"] == 0 for row in line["ids"]]
+    assert Counter(first) == Counter(range(NUM_ROWS))
+    assert any(line["epoch"] == 1 for line in audit(tmp_path))
+
+
+def test_warmup_steps_and_the_schedule_end_with_the_run(tiny_text, tmp_path) -> None:
+    rates: list[float] = []
+
+    class Rates(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, lr_scheduler: Any = None, **kwargs: Any) -> None:
+            rates.append(lr_scheduler.get_last_lr()[0])
+
+    changes = {"warmup_steps": 3, "lr_scheduler_type": "linear", "num_train_epochs": 3}
+    trainer = make(Trainer, tiny_text, tmp_path, callbacks=[Rates()], **changes)
+    enable_odb(trainer, **BLOCK)
+    trainer.train()
+    assert rates[2] == max(rates) == pytest.approx(1e-3)
+    assert rates[-1] == pytest.approx(0, abs=1e-9)
+    assert all(math.isfinite(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry)
+
+
+def test_a_checkpoint_is_that_of_the_trainer(tiny_text, tmp_path) -> None:
+    trainer = make(Trainer, tiny_text, tmp_path, save_strategy="epoch")
+    enable_odb(trainer, **BLOCK)
+    trainer.train()
+    (checkpoint,) = tmp_path.glob("checkpoint-*")
+    saved = AutoModelForCausalLM.from_pretrained(checkpoint)
+    assert all(torch.equal(a, b) for a, b in zip(saved.parameters(), trainer.model.parameters(), strict=True))
