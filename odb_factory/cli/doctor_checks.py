@@ -152,7 +152,7 @@ def rivals(facts: Facts) -> list[Check]:
             Check(
                 "warning",
                 f"this LLaMA-Factory has odb keys of its own: {', '.join(facts.probe.own_keys)}",
-                "use one way in: install LLaMA-Factory without that patch, odb_factory does not need it",
+                "the plugin takes the odb: block first; to have one way in, `odb-factory patch revert PATH` or a stock release",
             )
         )
     return checks or [Check("ok", "no other package or patch for online batching is in the way")]

@@ -15,6 +15,7 @@ from odb_factory.errors import ODBError
 COMMANDS = {
     "demo": "train a tiny model with and without odb and compare",
     "doctor": "say whether odb will be active here, and what to mend",
+    "patch": "put odb into a fork of LLaMA-Factory, or take it out",
     "train": "`llamafactory-cli train` with odb activated explicitly",
 }
 

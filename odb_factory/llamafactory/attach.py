@@ -1,8 +1,12 @@
-"""Connect LLaMA-Factory's dataset, collator and trainer to `enable_odb`."""
+"""Connect LLaMA-Factory's dataset, collator and trainer to `enable_odb`.
+
+Called by the plugin's hooks and by patched forks (`odb_factory/patches`): both do the same.
+"""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -16,20 +20,30 @@ from odb_factory.config import ODBConfig
 from odb_factory.data.measure import IGNORE_INDEX, count_patches
 from odb_factory.llamafactory.dataset import SOURCE, SOURCE_ROW, OnlineDataset, OpenMedia, RowObserver, TokenizedDataset
 from odb_factory.llamafactory.media import MediaObserver
+from odb_factory.log import get_logger
 from odb_factory.training.enable import enable_odb
+
+logger = get_logger(__name__)
 
 PROBE_TOKENS = 8
 ROWS_TRIED_FOR_EXAMPLE = 16
 _sources: list[str] = []
 
 
-def mark_source(dataset: Any, name: str) -> Any:
+def mark_source(dataset: Any, dataset_attr: Any) -> Any:
     """Add two integer columns that say which dataset a row comes from, for messages."""
+    name = f"{dataset_attr}{' as sampled by num_samples' if dataset_attr.num_samples is not None else ''}"
     if name not in _sources:
         _sources.append(name)
     rows = len(dataset)
     dataset = dataset.add_column(SOURCE, np.full(rows, _sources.index(name), dtype=np.int16))
     return dataset.add_column(SOURCE_ROW, np.arange(rows, dtype=np.int32))
+
+
+def is_online(dataset: Any, data_args: Any, is_eval: bool) -> bool:
+    """Whether `online_dataset` stands in for LLaMA-Factory's preprocessing pass: for training data that is not
+    to be stored at `tokenized_path`."""
+    return dataset is not None and not is_eval and data_args.tokenized_path is None
 
 
 def online_dataset(
@@ -49,6 +63,12 @@ def online_dataset(
     if training_args.should_log:
         _print_example(online)
     return online
+
+
+def attach_block(trainer: Any, block: Mapping[str, Any]) -> None:
+    """What a patched fork calls before training, with the `odb:` block that its arguments hold."""
+    attach(trainer, ODBConfig.from_block(block))
+    logger.info("online dynamic batching is on; called by the patched workflow of this LLaMA-Factory")
 
 
 def attach(trainer: Any, config: ODBConfig) -> None:

@@ -7,8 +7,9 @@
 | data.loader | _get_preprocessed_dataset | training rows are preprocessed one at a time, when they are needed |
 | train.sft.trainer | CustomSeq2SeqTrainer.train | `enable_odb` is called on the trainer first |
 
-The same names and meanings in LLaMA-Factory 0.9.4 and 0.9.5. This module is imported whenever
-LLaMA-Factory is, also for runs without odb, so it imports nothing heavy by itself.
+The same names and meanings in LLaMA-Factory 0.9.4 and 0.9.5. In a fork with the patch of `odb_factory/patches` the
+block never gets past the first seam, so that the patch has nothing to do and odb attaches once. This module is
+imported whenever LLaMA-Factory is, also for runs without odb, so it imports nothing heavy by itself.
 """
 
 from __future__ import annotations
@@ -88,8 +89,7 @@ def _get_train_args(original: Callable, args: Any = None) -> Any:
             f"odb: this LLaMA-Factory release does not have {', '.join(_missing)}, where odb_factory comes in; "
             "install a supported release (`odb-factory doctor` names them)."
         )
-    config = ODBConfig.from_block(args["odb"])
-    block.check_backend(args)
+    config = block.check_block(args)
     parsed = original({key: value for key, value in args.items() if key != "odb"})
     model_args, data_args, training_args, finetuning_args, _ = parsed
     block.check_combination(model_args, data_args, training_args, finetuning_args)
@@ -103,17 +103,16 @@ def _load_single_dataset(original: Callable, dataset_attr: Any, *args: Any, **kw
         return dataset
     from odb_factory.llamafactory import attach
 
-    sampled = " as sampled by num_samples" if dataset_attr.num_samples is not None else ""
-    return attach.mark_source(dataset, f"{dataset_attr}{sampled}")
+    return attach.mark_source(dataset, dataset_attr)
 
 
 def _get_preprocessed_dataset(original: Callable, dataset: Any, data_args: Any, *args: Any, **kwargs: Any) -> Any:
-    # Data that is to be stored at tokenized_path is preprocessed in full, as stock does, and then used as it is.
-    if _active is None or dataset is None or kwargs.get("is_eval") or data_args.tokenized_path is not None:
-        return original(dataset, data_args, *args, **kwargs)
-    from odb_factory.llamafactory import attach
+    if _active is not None:
+        from odb_factory.llamafactory import attach
 
-    return attach.online_dataset(dataset, data_args, *args, **kwargs)
+        if attach.is_online(dataset, data_args, kwargs.get("is_eval", False)):
+            return attach.online_dataset(dataset, data_args, *args, **kwargs)
+    return original(dataset, data_args, *args, **kwargs)
 
 
 def _train(original: Callable, trainer: Any, *args: Any, **kwargs: Any) -> Any:
