@@ -57,6 +57,18 @@ class ODBConfig:
         choices=("exact", "approx", "none"),
         default="exact",
     )
+    lr_scale: str = _key(
+        "none: the learning rate as it is; linear or sqrt: times (samples of an optimizer step / lr_reference_samples), "
+        "or the square root of that, for online batches are larger than those it was chosen for",
+        choices=("none", "sqrt", "linear"),
+        default="none",
+    )
+    lr_reference_samples: int | None = _key(
+        "samples of an optimizer step, on all ranks, for which learning_rate was chosen (batch size x "
+        "gradient_accumulation_steps x ranks of the run before)",
+        minimum=1,
+        default=None,
+    )
     join: bool = _key(
         "true: ranks that ran dry take idle steps until all samples are done; "
         "false: the epoch ends for all when one rank runs short",
@@ -91,6 +103,11 @@ class ODBConfig:
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
             _check(item, getattr(self, item.name))
+        if self.lr_scale != "none" and self.lr_reference_samples is None:
+            raise ConfigError(
+                f"odb.lr_scale: {self.lr_scale!r} needs a batch to scale from; set `lr_reference_samples` to the samples of "
+                "an optimizer step for which learning_rate was chosen, or leave lr_scale out."
+            )
 
     @classmethod
     def from_block(cls, block: Any) -> ODBConfig:

@@ -16,10 +16,11 @@ from odb_factory.config import ODBConfig
 from odb_factory.errors import ConfigError
 
 KEYS = [item.name for item in dataclasses.fields(ODBConfig)]
-WHOLE_NUMBERS = ["token_budget", "max_patches", "buffer_size", "collate_workers", "exchange_timeout_s", "seed"]
-OPTIONAL = ["max_patches", "collate_workers", "exchange_timeout_s", "seed"]
+OPTIONAL = ["max_patches", "collate_workers", "lr_reference_samples", "exchange_timeout_s", "seed"]
+WHOLE_NUMBERS = ["token_budget", *OPTIONAL, "buffer_size"]
 WORDS = {
     "loss_scaling": ["exact", "approx", "none"],
+    "lr_scale": ["none", "sqrt", "linear"],
     "overlong": ["singleton", "drop", "error"],
     "on_error": ["raise", "skip"],
 }
@@ -55,6 +56,8 @@ def test_defaults() -> None:
         "buffer_size": 1024,
         "collate_workers": None,
         "loss_scaling": "exact",
+        "lr_scale": "none",
+        "lr_reference_samples": None,
         "join": True,
         "overlong": "singleton",
         "on_error": "raise",
@@ -62,6 +65,12 @@ def test_defaults() -> None:
         "audit": False,
         "seed": None,
     }
+
+
+@pytest.mark.parametrize("scale", ["sqrt", "linear"])
+def test_a_scaled_learning_rate_needs_a_reference(scale: str) -> None:
+    assert "lr_reference_samples" in refusal(block(lr_scale=scale))
+    assert ODBConfig.from_block(block(lr_scale=scale, lr_reference_samples=16)).lr_scale == scale
 
 
 def test_every_key_is_explained() -> None:

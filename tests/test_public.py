@@ -67,6 +67,8 @@ def test_keys_of_the_block() -> None:
         "buffer_size",
         "collate_workers",
         "loss_scaling",
+        "lr_scale",
+        "lr_reference_samples",
         "join",
         "overlong",
         "on_error",

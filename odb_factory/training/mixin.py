@@ -14,7 +14,7 @@ from odb_factory.errors import ConfigError
 from odb_factory.log import get_logger
 from odb_factory.training.progress import ODBCallback
 from odb_factory.training.run import ODBRun, TrainLoader
-from odb_factory.training.schedule import ScheduleClock, follow_clock
+from odb_factory.training.schedule import ScheduleClock, follow_clock, scale_learning_rate
 
 logger = get_logger(__name__)
 
@@ -96,6 +96,9 @@ class ODBTrainerMixin:
         if run is None or self.lr_scheduler is not None:
             return super().create_scheduler(num_training_steps, optimizer)
         steps = run.estimated_optimizer_steps()
+        factor = run.learning_rate_factor()
+        if factor != 1.0:
+            scale_learning_rate(optimizer or self.optimizer, factor)
         scheduler = super().create_scheduler(steps, optimizer)
         if run.max_steps is None:
             warmup_steps = int(self.args.warmup_steps) if self.args.warmup_steps >= 1 else 0

@@ -14,7 +14,7 @@ from odb_factory.config import ODBConfig
 from odb_factory.data.agreement import AgreedError
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.samples import Measured, Step
-from odb_factory.errors import one_line
+from odb_factory.errors import ConfigError, one_line
 from odb_factory.log import get_logger
 from odb_factory.training.loss import check_supervised, loss_weights
 from odb_factory.training.metrics import Audit, Tally, summary_line, write_summary
@@ -84,6 +84,24 @@ class ODBRun:
         if self.max_steps is not None:
             return self.max_steps
         return math.ceil(self.target_epochs * self.loader.start() / self.accumulation)
+
+    def learning_rate_factor(self) -> float:
+        """What `lr_scale` makes of the samples of an optimizer step, estimated from the first round."""
+        if self.config.lr_scale == "none":
+            return 1.0
+        if self.loader.num_samples is None:
+            raise ConfigError(
+                f"odb.lr_scale: {self.config.lr_scale!r} needs to know how many samples an epoch has, and this dataset "
+                "has no length; leave lr_scale out and set learning_rate itself."
+            )
+        samples = self.loader.num_samples * self.accumulation / self.loader.start()
+        ratio = samples / self.config.lr_reference_samples
+        factor = ratio if self.config.lr_scale == "linear" else math.sqrt(ratio)
+        logger.info(
+            "learning rate x %.4g (lr_scale %s: about %.1f samples an optimizer step, lr_reference_samples %d)",
+            factor, self.config.lr_scale, samples, self.config.lr_reference_samples,
+        )
+        return factor
 
     def take(self, steps: Iterator[Any], count: int) -> list[Any]:
         """The batches of the next optimizer step, [] at the end of an epoch."""

@@ -34,6 +34,14 @@ class ScheduleClock:
             self.position = self.warmup_steps + rest * (self.total_steps - self.warmup_steps)
 
 
+def scale_learning_rate(optimizer: Any, factor: float) -> None:
+    """Multiply the learning rate of every parameter group, before a scheduler is made for them; once each."""
+    for group in optimizer.param_groups:
+        if "odb_lr_factor" not in group:
+            group["lr"] *= factor
+            group["odb_lr_factor"] = factor
+
+
 def follow_clock(scheduler: Any, clock: ScheduleClock) -> bool:
     """Make a `LambdaLR` (every schedule of transformers but the metric-driven ones) read `clock`.
 

@@ -168,3 +168,21 @@ def test_a_checkpoint_is_that_of_the_trainer(tiny_text, tmp_path) -> None:
     (checkpoint,) = tmp_path.glob("checkpoint-*")
     saved = AutoModelForCausalLM.from_pretrained(checkpoint)
     assert all(torch.equal(a, b) for a, b in zip(saved.parameters(), trainer.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(("scale", "power"), [("linear", 1.0), ("sqrt", 0.5)])
+def test_learning_rate_scaled_to_the_batch(tiny_text, tmp_path, scale: str, power: float) -> None:
+    """By the samples of an optimizer step, once; the schedule runs from there."""
+    rates: list[float] = []
+
+    class Rates(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, lr_scheduler: Any = None, **kwargs: Any) -> None:
+            rates.append(lr_scheduler.get_last_lr()[0])
+
+    changes = {"lr_scheduler_type": "constant", "gradient_accumulation_steps": 2, "callbacks": [Rates()]}
+    trainer = make(Trainer, tiny_text, tmp_path, **changes)
+    # One window holds everything, so that the estimate is exact.
+    enable_odb(trainer, token_budget=256, audit=True, lr_scale=scale, lr_reference_samples=4)
+    trainer.train()
+    samples = NUM_ROWS / max(line["optimizer_step"] for line in audit(tmp_path))
+    assert rates == [pytest.approx(1e-3 * (samples / 4) ** power)] * len(rates)
