@@ -160,7 +160,7 @@ def test_a_word_that_is_no_choice_is_refused(key: str, value: Any) -> None:
 @pytest.mark.parametrize(("key", "word"), [(key, word) for key, words in WORDS.items() for word in words])
 def test_every_choice_is_allowed(key: str, word: str) -> None:
     """`loss_scaling: none` is a choice, not an absent value."""
-    assert getattr(ODBConfig.from_block(block(**{key: word})), key) == word
+    assert getattr(ODBConfig.from_block(block(lr_reference_samples=8, **{key: word})), key) == word
 
 
 @pytest.mark.parametrize("key", SWITCHES)
