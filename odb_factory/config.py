@@ -85,6 +85,12 @@ class ODBConfig:
         choices=("raise", "skip"),
         default="raise",
     )
+    resume: str = _key(
+        "a checkpoint made on other data or in another order: strict refuses it, ignore_data takes its model and begins "
+        "the epoch anew",
+        choices=("strict", "ignore_data"),
+        default="strict",
+    )
     exchange_timeout_s: int | None = _key(
         "seconds a rank waits for the others when they plan a round; none: ddp_timeout, as the training itself",
         minimum=1,

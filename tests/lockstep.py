@@ -167,7 +167,7 @@ def run_shards(
         def __call__(self, report: Report, round_index: int) -> list[Report]:
             epoch = epochs[self.rank]
             assert round_index == len(epoch.windows)
-            epoch.windows.append([held.id for held in ranks[self.rank].held])
+            epoch.windows.append([one.sample.id for one in ranks[self.rank].held])
             epoch.reports.append(Report(report.offer, report.rejected.copy()))
             return super().__call__(report, round_index)
 

@@ -13,11 +13,12 @@ keep them for the run.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import queue
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from odb_factory.batching import Budget, Collation
 from odb_factory.config import ODBConfig
 from odb_factory.data.agreement import AgreedError, Alone, Exchange
 from odb_factory.data.ahead import Ahead, Direct
+from odb_factory.data.bookmark import Bookmark
 from odb_factory.data.collate import Collated, Failure, GroupDataset
 from odb_factory.data.measure import DEFAULT_PATCH_SIZE
 from odb_factory.data.observe import ObservedDataset, ObservedStream, Observer, ShardSampler, where
@@ -101,9 +103,24 @@ class ODBLoader:
             seed=seed,
             rank=rank,
             exchange=self._exchange,
-            order=lambda: getattr(self._order, "fingerprint", 0),
+            order=lambda: self._order.fingerprint,
             find_spare=self._find_spare,
             on_reject=self._on_reject,
+        )
+        self._bookmark = Bookmark(
+            rank,
+            world_size,
+            data={"samples": self.num_samples, "seed": seed},
+            plan={
+                "token_budget": config.token_budget,
+                "max_patches": config.max_patches,
+                "buffer_size": config.buffer_size,
+                "join": config.join,
+                "overlong": config.overlong,
+                "on_error": config.on_error,
+                "accumulation": accumulation,
+                "collation": list(dataclasses.astuple(collation)),
+            },
         )
         self._feed = _TaskFeed()
         self._pass: _Pass | None = None
@@ -134,6 +151,25 @@ class ODBLoader:
         if epoch != self.epoch:
             self._leave()
             self.epoch = epoch
+            self._bookmark.turn_to(epoch)
+
+    def consume(self, step: Step) -> None:
+        """Note that this step, and all before it, has been trained on: a state is taken from there."""
+        self._bookmark.consume(step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this rank stands behind the last step consumed: JSON types, some kilobytes whatever the dataset."""
+        snapshots = self._pass.plan.snapshots if self._pass is not None else deque()
+        return self._bookmark.state(snapshots, self._fingerprint(self._bookmark.epoch))
+
+    def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
+        """Go on from the states of all ranks. This rank's alone is enough if ranks and settings are as they were.
+
+        Raises `DataError` where the data are not those of the states (see the key `resume`).
+        """
+        self._leave()
+        self._bookmark.load(states, self._fingerprint, ignore_data=self.config.resume == "ignore_data")
+        self.epoch = self._bookmark.epoch
 
     def start(self) -> int:
         """Begin the epoch, unless begun, and wait for its first round. Returns the estimated steps of the epoch."""
@@ -165,9 +201,21 @@ class ODBLoader:
         self.close(ABORT_S)
 
     def _begin(self) -> None:
+        self._bookmark.turn_to(self.epoch)
+        done, resume = self._bookmark.done, self._bookmark.resume
         self._order.set_epoch(self.epoch)
-        rounds = iter(self._plan(itertools.chain.from_iterable(iter(self._observing)), epoch=self.epoch))
-        self._pass = self._feed.current = _Pass(Ahead(rounds) if self._threaded else Direct(rounds))
+        self._order.share.done = done
+        if resume is not None:
+            self._order.share.again = [held.draw for held in resume[0].waiting]
+            self._order.share.begin = resume[0].drawn
+        plan = self._plan(
+            itertools.chain.from_iterable(iter(self._observing)),
+            epoch=self.epoch,
+            done_before=0 if done is None else int(done.sum()),
+            resume=resume,
+        )
+        rounds = iter(plan)
+        self._pass = self._feed.current = _Pass(plan, Ahead(rounds) if self._threaded else Direct(rounds))
         self._pass.batches = iter(self._collating)
         self._exchange.start()
         self._pass.rounds.start()
@@ -176,6 +224,8 @@ class ODBLoader:
                 self._pass.tasks.extend(self._pass.rounds.poll())
             except queue.Empty:
                 self._exchange.check()
+            except StopIteration:
+                return  # nothing is left of a resumed epoch but rows that cannot be used
         self._pass.epoch_steps = self._pass.tasks[0][0].epoch_steps
 
     def _steps(self, current: _Pass) -> Iterator[Collated]:
@@ -226,6 +276,14 @@ class ODBLoader:
         if self._num_rejected == MAX_REJECTIONS_LOGGED:
             logger.warning("further rows that are left out are counted, not logged")
 
+    def _fingerprint(self, epoch: int) -> int:
+        """That of the order of an epoch; drawing it anew is what a sampler can do while another pass is under way."""
+        if self._pass is not None and epoch == self.epoch:
+            return self._order.fingerprint
+        self._order.set_epoch(epoch)
+        iter(self._order)
+        return self._order.fingerprint
+
     def _find_spare(self) -> Sample:
         """The first usable row of the dataset, for idle steps of a rank whose shard had none."""
         rows: Iterable = self._observed
@@ -250,8 +308,8 @@ _END = object()
 class _Pass:
     """One pass over an epoch: its rounds, the tasks planned and not yet handed on, its batches, how it failed."""
 
-    def __init__(self, rounds: Ahead | Direct):
-        self.rounds = rounds
+    def __init__(self, plan: EpochRounds, rounds: Ahead | Direct):
+        self.plan, self.rounds = plan, rounds
         self.tasks: deque[Task] = deque()
         self.batches: Iterator | None = None
         self.error: Exception | None = None

@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
+import numpy as np
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from odb_factory.batching import Budget, Cost
@@ -92,12 +93,45 @@ class ObservedDataset(Dataset):
         return where(self.observer, self.dataset, index)
 
 
+class Share:
+    """The share of one rank in an order of all ranks: every `world_size`-th of what is left to do.
+
+    done: bool a position of the order, what is left out (None: nothing). again: draws of this share that come once
+    more, in ascending order, before it goes on with number `begin`. All three hold for one iteration.
+    """
+
+    def __init__(self, rank: int, world_size: int):
+        self.rank, self.world_size = rank, world_size
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        self.done: np.ndarray | None = None
+        self.again: list[int] = []
+        self.begin = 0
+
+    def of(self, order: Iterable[Any]) -> Iterator[tuple[int, Any]]:
+        """(position in the order, item) of every item to draw."""
+        done, again, begin = self.done, set(self.again), self.begin
+        self.begin_anew()
+        left: Iterator[tuple[int, Any]] = enumerate(order)
+        if done is not None:
+            left = ((i, item) for i, item in left if i >= len(done) or not done[i])
+        mine = itertools.islice(left, self.rank, None, self.world_size)
+        if begin == 0:
+            yield from mine
+        for draw, pair in enumerate(mine):
+            if draw >= begin or draw in again:
+                yield pair
+
+
 class ObservedStream(IterableDataset):
-    """The share of a rank of a dataset that is iterated: every `world_size`-th item, observed.
+    """The share of a rank of a dataset that is iterated, observed.
 
     The id of a sample is its position in the stream. All ranks iterate the same stream, unless the dataset
     is known to have been split between them (`datasets.distributed.split_dataset_by_node`).
     """
+
+    fingerprint = 0
 
     def __init__(
         self, dataset: Any, observer: Observer, config: ODBConfig, budget: Budget, rank: int, world_size: int
@@ -107,17 +141,15 @@ class ObservedStream(IterableDataset):
         self._current: Any = None
         self.rank, self.world_size = rank, world_size
         self.is_split = getattr(dataset, "_distributed", None) is not None
+        self.share = Share(0, 1) if self.is_split else Share(rank, world_size)
 
     def __getitem__(self, index: int) -> Any:
         return self._current
 
     def __iter__(self) -> Iterator[Sample | Rejection]:
-        for position, item in enumerate(self.dataset):
+        for position, item in self.share.of(self.dataset):
             self._current = item
-            if self.is_split:
-                yield self._observed[position * self.world_size + self.rank]
-            elif position % self.world_size == self.rank:
-                yield self._observed[position]
+            yield self._observed[position * self.world_size + self.rank if self.is_split else position]
 
     def set_epoch(self, epoch: int) -> None:
         if hasattr(self.dataset, "set_epoch"):
@@ -125,25 +157,20 @@ class ObservedStream(IterableDataset):
 
 
 class ShardSampler(Sampler[int]):
-    """Every `world_size`-th index of `sampler`, from `rank` on: no padding, no index twice (I2).
+    """The share of a rank in `sampler`: no padding, no index twice (I2).
 
-    fingerprint: a checksum of the first indices of the order that was begun last, to compare between ranks.
+    fingerprint: a checksum of the first indices of the order that was begun last, to compare between ranks and runs.
     """
 
     def __init__(self, sampler: Any, rank: int, world_size: int):
-        self.sampler, self.rank, self.world_size = sampler, rank, world_size
+        self.sampler, self.share = sampler, Share(rank, world_size)
         self.fingerprint = 0
 
     def __iter__(self) -> Iterator[int]:
         order = iter(self.sampler)
         first = [int(index) for index in itertools.islice(order, FINGERPRINTED)]
         self.fingerprint = zlib.crc32(repr((len(self.sampler), first)).encode())
-        return self._mine(itertools.chain(first, order))
-
-    def _mine(self, order: Iterable[int]) -> Iterator[int]:
-        for position, index in enumerate(order):
-            if position % self.world_size == self.rank:
-                yield int(index)
+        return (int(index) for _, index in self.share.of(itertools.chain(first, order)))
 
     def set_epoch(self, epoch: int) -> None:
         if hasattr(self.sampler, "set_epoch"):

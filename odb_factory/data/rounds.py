@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from odb_factory.batching import Budget, Offer, Plan, align, make_offer
 from odb_factory.data.agreement import AgreedError, Exchange, Report
 from odb_factory.data.samples import Rejection, Sample, Step
+from odb_factory.data.state import Held, Snapshot
 from odb_factory.errors import DataError, one_line
 from odb_factory.log import get_logger
 
@@ -22,11 +23,28 @@ DIFFERENT_ORDERS = (
 )
 
 
+@dataclass(slots=True)
+class Drawn:
+    """A sample in the window. draw: its number in this rank's draws; age: rounds it was kept back."""
+
+    sample: Sample
+    draw: int
+    age: int = 0
+
+    def as_held(self) -> Held:
+        return Held(self.draw, self.age, self.sample.cost.tokens)
+
+
 class EpochRounds:
     """Iterate over the rounds of one epoch, each a list of tasks; deterministic for its arguments (I6).
 
+    snapshots: one for each round begun, for whoever consumes the tasks to take a state from.
+
     num_samples: of the epoch on all ranks; None if nobody knows (a stream).
     order: gives the checksum of the order of draws, once the first sample is drawn.
+    done_before: samples of the epoch that were done before its order began (dealt out anew after a stop).
+    resume: a snapshot to go on from, and the steps of its round that are consumed; `observed` then begins with
+    what was waiting in it.
     find_spare: a usable sample of the dataset, for the idle steps of a rank that never held one.
     """
 
@@ -46,6 +64,8 @@ class EpochRounds:
         find_spare: Callable[[], Sample],
         on_reject: Callable[[Rejection], None],
         order: Callable[[], int] = int,
+        done_before: int = 0,
+        resume: tuple[Snapshot, int] | None = None,
     ):
         self.observed = observed
         self.budget = budget
@@ -55,11 +75,15 @@ class EpochRounds:
         self.seed, self.epoch, self.rank = seed, epoch, rank
         self.exchange, self.order, self.find_spare, self.on_reject = exchange, order, find_spare, on_reject
 
+        self.resume, self.done_before = resume, done_before
+
+        self.snapshots: deque[Snapshot] = deque()
         self.rejected: Counter[str] = Counter()
-        self.held: list[Sample] = []
-        self.ages: list[int] = []
-        self.spare: Sample | None = None
-        self.next_sample: Sample | None = None
+        self.held: list[Drawn] = []
+        self.spare: Drawn | None = None
+        self.found: Sample | None = None
+        self.next: Drawn | None = None
+        self.drawn = self.round_index = 0
         self.steps = self.emitted = self.groups_emitted = self.overlong = 0
         self.final = False
 
@@ -88,19 +112,24 @@ class EpochRounds:
         raise AgreedError(message)
 
     def _rounds(self) -> Iterator[list[Task]]:
-        round_index = 0
         tasks: list[Task] = []
-        self.next_sample = self._draw()
+        num_consumed = 0
+        if self.resume is None:
+            self.next = self._draw()
+        else:
+            num_consumed = self._restore(*self.resume)
         while not self.final:
+            self.snapshots.append(self._snapshot())
             self._fill()
             groups, offer = make_offer(
-                [sample.cost for sample in self.held],
-                self.ages,
-                dry=self.next_sample is None,
+                [one.sample.cost for one in self.held],
+                [one.age for one in self.held],
+                dry=self.next is None,
                 budget=self.budget,
                 num_groups=1 if self.join else self.accumulation,
             )
-            reports = self.exchange(Report(offer, self.rejected, self.overlong, self.order()), round_index)
+            report = Report(offer, self.rejected, self.overlong, self.order())
+            reports = self.exchange(report, self.round_index)
             if len({report.order for report in reports}) > 1:
                 raise AgreedError(DIFFERENT_ORDERS)
             rejected = sum((report.rejected for report in reports), Counter())
@@ -110,35 +139,38 @@ class EpochRounds:
                 offers,
                 seed=self.seed,
                 epoch=self.epoch,
-                round_index=round_index,
+                round_index=self.round_index,
                 steps_before=self.steps,
                 accumulation=self.accumulation,
                 join=self.join,
             )
-            round_index, self.final = round_index + 1, plan.final
+            self.final = plan.final
             known = self.steps + len(plan.totals)
             epoch_steps = known if plan.final else max(known, self._epoch_steps(offers, rejected.total()))
             tasks += self._tasks(groups, plan, rejected=rejected, overlong=overlong, epoch_steps=epoch_steps)
-            if self.final and self.emitted == 0:
+            self.round_index += 1
+            if self.final and self.emitted + self.done_before == 0:
                 raise AgreedError(_nothing_left(rejected, self.num_samples))
             # Without join, the end may turn out to have been the step before: one is kept until the next plan.
             kept = 1 if not (self.final or self.join) else 0
-            if self.final:
+            if self.final and tasks:
                 step, samples = tasks[-1]
-                done = self.emitted + rejected.total()
+                done = self.done_before + self.emitted + rejected.total()
                 if self.num_samples is not None:
                     done = self.num_samples
-                left_out = done - self.emitted - rejected.total()
+                left_out = done - self.done_before - self.emitted - rejected.total()
                 end = {"rejected": rejected, "overlong": overlong, "left_out": left_out, "epoch_steps": epoch_steps}
                 tasks[-1] = replace(step, last=True, done=done, **end), samples
+            tasks, num_consumed = tasks[num_consumed:], max(num_consumed - len(tasks), 0)
             yield tasks[: len(tasks) - kept]
             tasks = tasks[len(tasks) - kept :]
 
-    def _draw(self) -> Sample | None:
+    def _draw(self) -> Drawn | None:
         """The next usable sample of the sampler, None when it is dry."""
         for item in self.observed:
+            self.drawn += 1
             if isinstance(item, Sample):
-                return item
+                return Drawn(item, self.drawn - 1)
             if item.fatal:
                 raise DataError(item.message)
             self.rejected[item.reason] += 1
@@ -147,14 +179,46 @@ class EpochRounds:
 
     def _fill(self) -> None:
         """Fill the window; one sample ahead is drawn, so that a dry sampler is known before the plan."""
-        while self.next_sample is not None and len(self.held) < self.buffer_size:
-            sample = self.next_sample
-            if self.spare is None or sample.cost.tokens < self.spare.cost.tokens:
-                self.spare = sample
-            self.overlong += self.budget.overlong(sample.cost)
-            self.held.append(sample)
-            self.ages.append(0)
-            self.next_sample = self._draw()
+        while self.next is not None and len(self.held) < self.buffer_size:
+            if self.spare is None or self.next.sample.cost.tokens < self.spare.sample.cost.tokens:
+                self.spare = self.next
+            self.overlong += self.budget.overlong(self.next.sample.cost)
+            self.held.append(self.next)
+            self.next = self._draw()
+
+    def _snapshot(self) -> Snapshot:
+        return Snapshot(
+            round_index=self.round_index,
+            steps=self.steps,
+            emitted=self.emitted,
+            groups_emitted=self.groups_emitted,
+            drawn=self.drawn,
+            rejected=dict(self.rejected),
+            overlong=self.overlong,
+            held=tuple(one.as_held() for one in self.held),
+            next=self.next and self.next.as_held(),
+            spare=self.spare and self.spare.as_held(),
+        )
+
+    def _restore(self, snapshot: Snapshot, num_consumed: int) -> int:
+        """Go back to `snapshot`; returns the steps of its round to pass over."""
+        drawn: dict[int, Drawn] = {}
+        for held in snapshot.waiting:
+            item = next(self.observed, None)
+            if not isinstance(item, Sample) or item.cost.tokens != held.tokens:
+                found = f"{item.cost.tokens} tokens" if isinstance(item, Sample) else getattr(item, "message", "no row")
+                raise DataError(
+                    f"the training data have changed since the checkpoint: a row of {held.tokens} tokens that was waiting "
+                    f"is now: {found}; bring the data back, or set `resume: ignore_data` to begin the epoch anew."
+                )
+            drawn[held.draw] = Drawn(item, held.draw, held.age)
+        self.held = [drawn[held.draw] for held in snapshot.held]
+        self.next = snapshot.next and drawn[snapshot.next.draw]
+        self.spare = snapshot.spare and drawn[snapshot.spare.draw]
+        self.drawn, self.round_index, self.steps = snapshot.drawn, snapshot.round_index, snapshot.steps
+        self.emitted, self.groups_emitted = snapshot.emitted, snapshot.groups_emitted
+        self.rejected, self.overlong = Counter(snapshot.rejected), snapshot.overlong
+        return num_consumed
 
     def _tasks(
         self,
@@ -170,7 +234,8 @@ class EpochRounds:
         gone: set[int] = set()
         for index, (chosen, totals) in enumerate(zip(plan.groups[self.rank], plan.totals), start=self.steps):
             positions = groups[chosen] if chosen is not None else []
-            samples = [self.held[i] for i in positions]
+            chosen_here = [self.held[i] for i in positions]
+            samples = [one.sample for one in chosen_here]
             gone.update(positions)
             self.emitted += totals.samples
             self.groups_emitted += totals.busy_ranks
@@ -181,24 +246,27 @@ class EpochRounds:
                 tokens=sum(sample.cost.tokens for sample in samples),
                 supervised_tokens=sum(sample.cost.supervised_tokens for sample in samples),
                 totals=totals,
-                done=self.emitted + rejected.total(),
+                done=self.done_before + self.emitted + rejected.total(),
                 rejected=rejected,
                 overlong=overlong,
                 left_out=0,
                 epoch_steps=epoch_steps,
                 last=False,
+                round_index=self.round_index,
+                draws=tuple(one.draw for one in chosen_here),
             )
             tasks.append((step, samples or [self._idle_sample()]))
         self.steps += len(plan.totals)
-        kept = [i for i in range(len(self.held)) if i not in gone]
-        self.held = [self.held[i] for i in kept]
-        self.ages = [self.ages[i] + 1 for i in kept]
+        # New objects: a snapshot's counterpart must not grow older with them.
+        self.held = [Drawn(one.sample, one.draw, one.age + 1) for i, one in enumerate(self.held) if i not in gone]
         return tasks
 
     def _idle_sample(self) -> Sample:
-        if self.spare is None:
-            self.spare = self.find_spare()
-        return self.spare
+        if self.spare is not None:
+            return self.spare.sample
+        if self.found is None:
+            self.found = self.find_spare()
+        return self.found
 
     def _epoch_steps(self, offers: Sequence[Offer], rejected: int) -> int:
         """Steps of the whole epoch if the samples to come form groups as those seen so far did, on all ranks."""
@@ -207,7 +275,7 @@ class EpochRounds:
         groups = self.groups_emitted + sum(len(offer.groups) + bool(offer.kept_back) for offer in offers)
         held = sum(offer.kept_back + sum(group.rows for group in offer.groups) for offer in offers)
         samples = max(self.emitted + held, 1)
-        steps = round((self.num_samples - rejected) * groups / samples / len(offers))
+        steps = round((self.num_samples - self.done_before - rejected) * groups / samples / len(offers))
         return -(-max(steps, 1) // self.accumulation) * self.accumulation
 
 

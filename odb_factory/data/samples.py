@@ -36,8 +36,9 @@ class Rejection:
 class Step:
     """One micro-batch of this rank and what all ranks know about it before the first forward.
 
-    epoch, index: position; index counts the steps of the epoch from 0.
-    ids: rows of the training dataset, in batch order; empty on an idle step.
+    epoch, index: position; index counts the steps of the epoch from 0. round_index: the round it was planned in.
+    ids: rows of the training dataset, in batch order; empty on an idle step. draws: their numbers in this
+    rank's draws of the epoch.
     tokens, supervised_tokens: of this rank's group (0 on an idle step).
     totals: the step over all ranks.
     done: samples of the epoch emitted or rejected on all ranks once this step is taken.
@@ -60,6 +61,8 @@ class Step:
     left_out: int
     epoch_steps: int
     last: bool
+    round_index: int = 0
+    draws: tuple[int, ...] = ()
 
     @property
     def idle(self) -> bool:

@@ -108,7 +108,7 @@ def run_epoch(rows: Sequence[Row], *, world_size: int = 1, **options: Any) -> li
 
         class Exchange(LockstepExchange):
             def __call__(self, report: Report, round_index: int) -> list[Report]:
-                epochs[rank].windows.append([held.id for held in rounds.held])
+                epochs[rank].windows.append([one.sample.id for one in rounds.held])
                 return super().__call__(report, round_index)
 
         defaults = {"budget": Budget(32), "buffer_size": 8, "accumulation": 1, "join": True, "seed": 0, "epoch": 0}

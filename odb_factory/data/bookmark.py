@@ -1,0 +1,124 @@
+"""Where the training stands in an epoch: kept as steps are consumed, written as a state, read from one."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from odb_factory.data.samples import Step
+from odb_factory.data.state import VERSION, Snapshot, check_states, mark_done, pack_done, unpack_done
+from odb_factory.errors import DataError
+from odb_factory.log import get_logger
+
+logger = get_logger(__name__)
+
+
+class Bookmark:
+    """data: what must be as it was for a state to mean anything here; `order` in it is filled in for each epoch.
+
+    plan: what must be as it was for the epoch to go on with the same groups; else its rest is dealt out anew.
+    """
+
+    def __init__(self, rank: int, world_size: int, data: dict[str, Any], plan: dict[str, Any]):
+        self.rank, self.world_size, self.data, self.plan = rank, world_size, data, plan
+        self._open(0)
+
+    def _open(self, epoch: int) -> None:
+        """Stand before the first step of an epoch."""
+        self.epoch = epoch
+        self.done: np.ndarray | None = None
+        self.resume: tuple[Snapshot, int] | None = None
+        self._step: Step | None = None
+        self._round: int | None = None
+        self._draws: list[int] = []
+
+    def turn_to(self, epoch: int) -> None:
+        """The next pass is over this epoch; from where a loaded state left it if it is that one."""
+        if epoch != self.epoch or self._step is not None:
+            self._open(epoch)
+
+    def consume(self, step: Step) -> None:
+        if step.last:
+            self._open(step.epoch + 1)
+            return
+        if step.round_index != self._round:
+            self._round, self._draws = step.round_index, []
+        self._draws += step.draws
+        self._step, self.resume = step, None
+
+    def state(self, snapshots: deque[Snapshot], order: int) -> dict[str, Any]:
+        """JSON types. snapshots: those of the pass, older ones are dropped; order: its fingerprint."""
+        snapshot, consumed = self.resume or (None, 0)
+        if self._step is not None:
+            while snapshots[0].round_index < self._step.round_index:
+                snapshots.popleft()
+            snapshot = snapshots[0]
+            consumed = self._step.index + 1 - snapshot.steps
+        return {
+            "version": VERSION,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "data": self.data | {"order": order},
+            "plan": self.plan,
+            "epoch": self.epoch,
+            "done": None if self.done is None else pack_done(self.done),
+            "snapshot": snapshot and snapshot.to_dict(),
+            "consumed": consumed,
+            "emitted": list(self._draws),
+        }
+
+    def load(
+        self, states: Sequence[dict[str, Any]], fingerprint: Callable[[int], int], *, ignore_data: bool
+    ) -> None:
+        """Go on from the states of all ranks (of this one alone, where ranks and settings are as they were).
+
+        fingerprint: that of the order of an epoch, here. Raises `DataError` with what differs.
+        """
+        mine = next((state for state in states if state.get("rank") == self.rank), states[0])
+        if mine.get("version") != VERSION:
+            check_states(states)
+        self._open(mine["epoch"])
+        here = self.data | {"order": fingerprint(self.epoch)}
+        differs = [f"{key} {mine['data'].get(key)!r} then, {value!r} now" for key, value in here.items()]
+        differs = [text for text, key in zip(differs, here) if mine["data"].get(key) != here[key]]
+        if differs:
+            if not ignore_data:
+                raise DataError(
+                    f"the training data or their order are not those of the checkpoint ({'; '.join(differs)}), so what is "
+                    "left of the epoch cannot be told; bring them back, or set `resume: ignore_data` to begin the epoch anew"
+                )
+            logger.warning("epoch %d begins anew, on other data than the checkpoint's", self.epoch)
+            return
+        if mine["snapshot"] is None and mine["done"] is None:
+            return
+        changed = [f"{key} {mine['plan'].get(key)!r} -> {now!r}" for key, now in self.plan.items()]
+        changed = [text for text, key in zip(changed, self.plan) if mine["plan"].get(key) != self.plan[key]]
+        if mine["world_size"] != self.world_size:
+            changed.append(f"ranks {mine['world_size']} -> {self.world_size}")
+        positions = self._num_positions(states)
+        if not changed and mine["rank"] == self.rank:
+            self.done = None if mine["done"] is None else unpack_done(mine["done"], positions)
+            if mine["snapshot"] is not None:
+                snapshot = Snapshot.from_dict(mine["snapshot"])
+                self.resume = (snapshot, mine["consumed"])
+                self._round, self._draws = snapshot.round_index, list(mine["emitted"])
+            return
+        check_states(states)
+        self.done = mark_done(states, positions)
+        logger.info(
+            "epoch %d goes on with other groups (%s): its %s are dealt out anew",
+            self.epoch,
+            ", ".join(changed),
+            "other samples" if self.data["samples"] is None else f"{int((~self.done).sum())} samples left",
+        )
+
+    def _num_positions(self, states: Sequence[dict[str, Any]]) -> int:
+        """Length of the bitmap: the samples of an epoch, or for a stream as many as were looked at."""
+        if self.data["samples"] is not None:
+            return self.data["samples"]
+        drawn = [max([0, *state["emitted"], (state["snapshot"] or {}).get("drawn", 0)]) + 1 for state in states]
+        before = max(len(unpack_done(state["done"], 0)) for state in states)
+        return before + max(drawn) * len(states)

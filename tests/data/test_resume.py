@@ -1,0 +1,280 @@
+"""Stop anywhere, resume anywhere: what is left of an epoch comes once, and with nothing changed in the very same steps."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import IterableDataset
+from accelerate.data_loader import SeedableRandomSampler
+from toy import pad
+
+from odb_factory.batching import Cost
+from odb_factory.config import ODBConfig
+from odb_factory.data.agreement import AgreedError
+from odb_factory.data.exchange import decode, encode
+from odb_factory.data.loader import ODBLoader
+from odb_factory.data.observe import RowDropped
+from odb_factory.data.state import pack_done
+from odb_factory.errors import DataError
+
+
+class Observer:
+    """A row is its length; 0: dropped."""
+
+    def __call__(self, dataset: Any, index: int) -> tuple[dict[str, Any], Cost]:
+        length = dataset[index]
+        if length == 0:
+            raise RowDropped("invalid", "it is empty")
+        ids = [1] * length
+        return {"input_ids": ids, "labels": ids}, Cost(length, 0, length)
+
+    def describe(self, dataset: Any, index: int) -> str:
+        return f"row {index}"
+
+
+class Table:
+    """The exchange of ranks that are threads."""
+
+    timeout_s = 10.0
+
+    def __init__(self, world_size: int):
+        self.barrier = threading.Barrier(world_size)
+        self.told: dict[int, bytes] = {}
+
+    def seat(self, rank: int) -> Any:
+        return Seat(self, rank)
+
+
+class Seat:
+    def __init__(self, table: Table, rank: int):
+        self.table, self.rank, self.timeout_s = table, rank, table.timeout_s
+
+    def _tell(self, message: Any) -> list[Any]:
+        self.table.told[self.rank] = encode(message)
+        self.table.barrier.wait(self.timeout_s)
+        answers = [decode(self.table.told[rank]) for rank in range(self.table.barrier.parties)]
+        self.table.barrier.wait(self.timeout_s)
+        for answer in answers:
+            if isinstance(answer, str):
+                raise AgreedError(answer)
+        return answers
+
+    def __call__(self, report: Any, round_index: int) -> list[Any]:
+        return self._tell(report)
+
+    def leave(self) -> None:
+        self.fail("it left")
+
+    def fail(self, message: str) -> None:
+        try:
+            self._tell(message)
+        except AgreedError:
+            pass
+
+    def start(self) -> None: ...
+
+    def check(self) -> None: ...
+
+    def farewell(self, message: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def run(
+    lengths: Sequence[int],
+    *,
+    world_size: int = 1,
+    states: list[dict[str, Any]] | None = None,
+    stop_after: int | None = None,
+    epochs: int = 1,
+    **options: Any,
+) -> tuple[list[list[Any]], list[dict[str, Any]]]:
+    """Train some steps from `states` on: the steps of each rank, and the states behind the last of them."""
+    table, failed = Table(world_size), []
+    steps: list[list[Any]] = [[] for _ in range(world_size)]
+    after: list[Any] = [None] * world_size
+    accumulation = options.pop("accumulation", 1)
+    stream = options.pop("stream", False)
+    seed = options.pop("seed", 7)
+
+    def rank_runs(rank: int) -> None:
+        sampler = None
+        if not stream:
+            sampler = SeedableRandomSampler(lengths, generator=torch.Generator(), data_seed=seed)
+        loader = ODBLoader(
+            Stream(lengths) if stream else lengths,
+            sampler=sampler,
+            observer=Observer(),
+            collate_fn=pad,
+            config=ODBConfig(**{"token_budget": 32, "buffer_size": 8, "collate_workers": 0} | options),
+            accumulation=accumulation,
+            seed=seed,
+            rank=rank,
+            world_size=world_size,
+            exchange=table.seat(rank),
+        )
+        try:
+            if states is not None:
+                loader.load_state_dict(states)
+            while loader.epoch < epochs:
+                for step, _, _ in loader:
+                    steps[rank].append(step)
+                    loader.consume(step)
+                    if stop_after is not None and len(steps[rank]) == stop_after:
+                        after[rank] = loader.state_dict()
+                        return
+                loader.set_epoch(loader.epoch + 1)
+            after[rank] = loader.state_dict()
+        except Exception as error:
+            failed.append(error)
+            table.barrier.abort()
+        finally:
+            loader.close()
+
+    threads = [threading.Thread(target=rank_runs, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    if failed:
+        raise next((error for error in failed if not isinstance(error, threading.BrokenBarrierError)), failed[0])
+    return steps, json.loads(json.dumps(after))
+
+
+class Stream(IterableDataset):
+    def __init__(self, lengths: Sequence[int]):
+        self.lengths = lengths
+
+    def __iter__(self) -> Any:
+        return iter(self.lengths)
+
+
+def ids_of(steps: list[list[Any]], epoch: int = 0) -> Counter:
+    return Counter(id for rank in steps for step in rank if step.epoch == epoch for id in step.ids)
+
+
+def usable(lengths: Sequence[int]) -> Counter:
+    return Counter(i for i, length in enumerate(lengths) if length)
+
+
+LENGTHS = [3 + k * 7 % 23 if k % 11 else 0 for k in range(60)]
+MODES = [
+    {"world_size": 1},
+    {"world_size": 1, "accumulation": 2, "buffer_size": 5},
+    {"world_size": 2, "accumulation": 2},
+    {"world_size": 3, "buffer_size": 64},
+    {"world_size": 2, "join": False, "accumulation": 2},
+    {"world_size": 2, "stream": True},
+]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_stopped_at_every_step_it_goes_on_as_if_it_had_not_been(mode: dict[str, Any]) -> None:
+    """Over two epochs: the same steps, ids, totals, progress and ends, from this rank's own state."""
+    whole, end = run(LENGTHS, epochs=2, **mode)
+    total = len(whole[0])
+    assert mode.get("join") is False or ids_of(whole) == ids_of(whole, 1) == usable(LENGTHS)
+    for stop in range(1, total):
+        before, states = run(LENGTHS, epochs=2, stop_after=stop, **mode)
+        after, end_after = run(LENGTHS, epochs=2, states=states, **mode)
+        assert [a + b for a, b in zip(before, after)] == whole, stop
+        assert end_after == end
+
+
+@pytest.mark.parametrize("mode", MODES[:4], ids=str)
+def test_a_state_that_was_loaded_and_not_used_is_the_same_state(mode: dict[str, Any]) -> None:
+    """A second stop before the first step loses nothing."""
+    world_size = mode["world_size"]
+    _, states = run(LENGTHS, stop_after=5, **mode)
+    sampler = SeedableRandomSampler(LENGTHS, generator=torch.Generator(), data_seed=7)
+    loader = ODBLoader(
+        LENGTHS,
+        sampler=sampler,
+        observer=Observer(),
+        collate_fn=pad,
+        config=ODBConfig(
+            **{"token_budget": 32, "buffer_size": 8, "collate_workers": 0}
+            | {key: value for key, value in mode.items() if key == "buffer_size"}
+        ),
+        accumulation=mode.get("accumulation", 1),
+        seed=7,
+        world_size=world_size,
+    )
+    loader.load_state_dict(states)
+    assert json.loads(json.dumps(loader.state_dict())) == states[0]
+    loader.close()
+
+
+changes = st.fixed_dictionaries(
+    {"world_size": st.integers(1, 4), "buffer_size": st.integers(1, 16), "token_budget": st.sampled_from([24, 32, 64])}
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.integers(0, 20), min_size=1, max_size=40).filter(any),
+    st.lists(st.tuples(changes, st.integers(1, 6)), min_size=1, max_size=3),
+    changes,
+    st.booleans(),
+)
+def test_any_ranks_and_settings_after_any(
+    lengths: list[int], stops: list[tuple[dict[str, int], int]], last: dict[str, int], stream: bool
+) -> None:
+    """Identity coverage over the whole epoch, however often it was stopped and with what it went on."""
+    seen: Counter = Counter()
+    states = None
+    for mode, steps in stops:
+        done, states = run(lengths, states=states, stop_after=steps, stream=stream, **mode)
+        seen += ids_of(done)
+        if any(step.last for step in done[0]):
+            break
+    else:
+        done, _ = run(lengths, states=states, stream=stream, **last)
+        seen += ids_of(done)
+    assert seen == usable(lengths)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [({"seed": 8}, ("order", "seed 7 then, 8 now")), ({"lengths": LENGTHS[:-1]}, ("samples 60 then, 59 now",))],
+)
+def test_other_data_are_refused_unless_that_is_wanted(changed: dict[str, Any], words: tuple[str, ...]) -> None:
+    _, states = run(LENGTHS, stop_after=4)
+    lengths = changed.pop("lengths", LENGTHS)
+    with pytest.raises(DataError) as caught:
+        run(lengths, states=states, **changed)
+    assert all(word in str(caught.value) for word in (*words, "resume: ignore_data"))
+    steps, _ = run(lengths, states=states, resume="ignore_data", **changed)
+    assert ids_of(steps) == usable(lengths)
+
+
+def test_a_waiting_row_that_has_changed_is_noticed() -> None:
+    _, states = run(LENGTHS, stop_after=4)
+    changed = [length and length + 1 for length in LENGTHS]
+    with pytest.raises(DataError, match="changed since the checkpoint.*resume: ignore_data"):
+        run(changed, states=states)
+
+
+def test_states_that_are_not_all_there_are_refused() -> None:
+    _, states = run(LENGTHS, stop_after=4, world_size=2)
+    with pytest.raises(DataError, match="written by 2 ranks"):
+        run(LENGTHS, states=states[:1], world_size=1)
+    with pytest.raises(DataError, match="version 99"):
+        run(LENGTHS, states=[states[0] | {"version": 99}], world_size=1)
+
+
+def test_size_of_a_state() -> None:
+    """10 million samples: kilobytes; with other ranks than before, a bitmap below 2 MB."""
+    _, states = run([1 + k % 20 for k in range(20_000)], stop_after=50, buffer_size=1024)
+    assert len(json.dumps(states[0])) < 100_000
+    done = np.random.default_rng(0).random(10_000_000) < 0.5
+    assert len(pack_done(done)) < 2_000_000
