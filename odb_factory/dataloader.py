@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,17 @@ class _Online:
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration. Without it every iteration is the epoch after the last one."""
         self._odb.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this rank stands behind the batch yielded last (JSON types); on the contract of torchdata's loaders."""
+        return self._odb.loader.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
+        """Go on from this rank's state, or with other ranks or settings than before from a list of all ranks' states.
+
+        Before the first batch. Raises `DataError` where the data are not those of the state.
+        """
+        self._odb.load(state)
 
     def close(self) -> None:
         """End the worker processes and give the process group of the planning back (on all ranks)."""
@@ -204,6 +215,10 @@ class _Iteration:
         self.loader.set_epoch(epoch)
         self._begun = False
 
+    def load(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
+        self.loader.load_state_dict([state] if isinstance(state, dict) else state)
+        self._begun = False
+
     def num_batches(self) -> int:
         """Batches of an epoch, estimated from its first round (waits for it)."""
         if self.loader.num_samples is None:
@@ -224,6 +239,7 @@ class _Iteration:
                 if self.config.loss_scaling == "exact":
                     check_supervised(step, measured)
                 batch[STEP_INFO_KEY] = record
+                self.loader.consume(step)
                 yield batch
                 if self._audit is not None:
                     weight = record.scales[self.config.loss_scaling]

@@ -40,6 +40,18 @@ class Bookmark:
         if epoch != self.epoch or self._step is not None:
             self._open(epoch)
 
+    def pass_over(self, epoch: int, num_samples: int) -> None:
+        """Stand in `epoch`, behind the first samples of its order."""
+        self._open(epoch)
+        if num_samples:
+            self.done = np.arange(self.data["samples"]) < num_samples
+
+    @property
+    def place(self) -> tuple[int, ...]:
+        """Where the pass begins, as all ranks must see it alike."""
+        round_index, consumed = (self.resume[0].round_index, self.resume[1]) if self.resume else (-1, 0)
+        return self.epoch, round_index, consumed, -1 if self.done is None else int(self.done.sum())
+
     def consume(self, step: Step) -> None:
         if step.last:
             self._open(step.epoch + 1)

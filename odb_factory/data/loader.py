@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import itertools
 import queue
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -89,9 +90,11 @@ class ODBLoader:
         budget = Budget(config.token_budget, config.max_patches, collation)
         if sampler is None:
             self._observed: Any = ObservedStream(dataset, observer, config, budget, rank, world_size)
+            self._whole_stream: Any = ObservedStream(dataset, observer, config, budget, 0, 1)
             self._order: Any = self._observed
         else:
             self._observed = ObservedDataset(dataset, observer, config, budget)
+            self._whole_stream = None
             self._order = ShardSampler(sampler, rank, world_size)
         self._plan = functools.partial(
             EpochRounds,
@@ -103,7 +106,6 @@ class ODBLoader:
             seed=seed,
             rank=rank,
             exchange=self._exchange,
-            order=lambda: self._order.fingerprint,
             find_spare=self._find_spare,
             on_reject=self._on_reject,
         )
@@ -171,6 +173,14 @@ class ODBLoader:
         self._bookmark.load(states, self._fingerprint, ignore_data=self.config.resume == "ignore_data")
         self.epoch = self._bookmark.epoch
 
+    def pass_over(self, epochs: float) -> int:
+        """Take this many epochs for done, the last in part, by the order of draws; returns the samples of that part."""
+        self._leave()
+        self.epoch = int(epochs)
+        done = round((epochs - self.epoch) * (self.num_samples or 0))
+        self._bookmark.pass_over(self.epoch, done)
+        return done
+
     def start(self) -> int:
         """Begin the epoch, unless begun, and wait for its first round. Returns the estimated steps of the epoch."""
         if self._pass is None:
@@ -202,7 +212,7 @@ class ODBLoader:
 
     def _begin(self) -> None:
         self._bookmark.turn_to(self.epoch)
-        done, resume = self._bookmark.done, self._bookmark.resume
+        done, resume, place = self._bookmark.done, self._bookmark.resume, self._bookmark.place
         self._order.set_epoch(self.epoch)
         self._order.share.done = done
         if resume is not None:
@@ -211,6 +221,7 @@ class ODBLoader:
         plan = self._plan(
             itertools.chain.from_iterable(iter(self._observing)),
             epoch=self.epoch,
+            order=lambda: zlib.crc32(repr((self._order.fingerprint, place)).encode()),
             done_before=0 if done is None else int(done.sum()),
             resume=resume,
         )
@@ -286,9 +297,7 @@ class ODBLoader:
 
     def _find_spare(self) -> Sample:
         """The first usable row of the dataset, for idle steps of a rank whose shard had none."""
-        rows: Iterable = self._observed
-        if isinstance(rows, ObservedDataset):
-            rows = (self._observed[index] for index in range(len(self.dataset)))
+        rows: Iterable = self._whole_stream or (self._observed[index] for index in range(len(self.dataset)))
         spare = next((row for row in rows if isinstance(row, Sample)), None)
         if spare is None:
             raise DataError("no row of the dataset can be read here to take idle steps with; other ranks could.")

@@ -18,8 +18,9 @@ logger = get_logger(__name__)
 Task = tuple[Step, list[Sample]]
 """A step and the samples to collate for it; on an idle step the sample that is run with weight 0."""
 DIFFERENT_ORDERS = (
-    "the ranks draw their samples in different orders, so some would be lost and others trained on twice; give every "
-    "rank the same whole sampler, seeded alike (each takes its own share of it), not a share or an order of its own."
+    "the ranks draw their samples in different orders or go on from different checkpoints, so some would be lost and "
+    "others trained on twice; give every rank the same whole sampler, seeded alike (each takes its own share of it), not "
+    "a share or an order of its own."
 )
 
 

@@ -62,12 +62,6 @@ def check_combination(model_args: Any, data_args: Any, training_args: Any, finet
             False,
             "padding would carry loss and its amount depends on the grouping; set it to true",
         )
-    if training_args.resume_from_checkpoint:
-        _refuse(
-            "resume_from_checkpoint",
-            training_args.resume_from_checkpoint,
-            "resuming is not supported yet; choose another output_dir or set `overwrite_output_dir: true`",
-        )
     if training_args.per_device_train_batch_size != 1:
         _refuse(
             "per_device_train_batch_size",

@@ -26,6 +26,7 @@ class Tally:
     padded_tokens: int = 0
     supervised_tokens: int = 0
     data_wait_s: float = 0.0
+    seconds_before: float = 0.0
     started: float = field(default_factory=time.perf_counter)
 
     def add(self, step: Step, world_size: int) -> None:
@@ -43,7 +44,7 @@ class Tally:
 
     @property
     def seconds(self) -> float:
-        return time.perf_counter() - self.started
+        return self.seconds_before + time.perf_counter() - self.started
 
     def metrics(self, token_budget: int, world_size: int) -> dict[str, float]:
         """The `odb/...` entries of a log line. These names are public."""
@@ -59,11 +60,18 @@ class Tally:
 
 
 class Audit:
-    """`odb_audit_rank{r}.jsonl`: one line per step that this rank has taken. The key names are public."""
+    """`odb_audit_rank{r}.jsonl`: one line per step that this rank has taken. The key names are public.
 
-    def __init__(self, folder: Path, rank: int):
+    goes_on: behind the lines of the run that is resumed; steps after its last checkpoint then stand there twice.
+    """
+
+    def __init__(self, folder: Path, rank: int, goes_on: bool = False):
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = (folder / AUDIT_FILE.format(rank=rank)).open("w", encoding="utf-8")
+        path = folder / AUDIT_FILE.format(rank=rank)
+        if goes_on and path.exists():
+            whole = path.read_bytes().rpartition(b"\n")[:2]  # a kill may have cut off the last line
+            path.write_bytes(b"".join(whole))
+        self._file = path.open("a" if goes_on else "w", encoding="utf-8")
 
     def write(self, step: Step, measured: Measured, weight: float, run_step: int, optimizer_step: int) -> None:
         """run_step: micro-step of the run, from 0; optimizer_step: the one it belongs to, from 1."""

@@ -6,12 +6,14 @@ that bring the batches call `super()`. The Trainer keeps its loop; `ODBCallback`
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from transformers.trainer_utils import get_last_checkpoint
 
-from odb_factory.errors import ConfigError
 from odb_factory.log import get_logger
+from odb_factory.training import checkpoint
 from odb_factory.training.progress import ODBCallback
 from odb_factory.training.run import ODBRun, TrainLoader
 from odb_factory.training.schedule import ScheduleClock, follow_clock, scale_learning_rate
@@ -28,15 +30,17 @@ class ODBTrainerMixin:
 
     odb_settings: Any = None
     odb_run: ODBRun | None = None
+    odb_checkpoint: str | None = None
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         if self.odb_settings is None:
             return super().train(resume_from_checkpoint, *args, **kwargs)
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = get_last_checkpoint(self.args.output_dir)
         if resume_from_checkpoint:
-            raise ConfigError(
-                f"resume_from_checkpoint: {resume_from_checkpoint!r} cannot be combined with odb yet; choose another "
-                "output_dir, set `overwrite_output_dir: true` to start anew, or resume without odb."
-            )
+            resume_from_checkpoint = str(checkpoint.find(resume_from_checkpoint))
+        self.odb_checkpoint = resume_from_checkpoint or None
+        skips, self.args.ignore_data_skip = self.args.ignore_data_skip, True  # the loader stands where it has to
         callback = ODBCallback(self)
         # First, so that every other callback reads the step count and epoch already set right.
         self.callback_handler.callbacks.insert(0, callback)
@@ -49,6 +53,7 @@ class ODBTrainerMixin:
                 self.odb_run.abort(error)
             raise
         finally:
+            self.args.ignore_data_skip = skips
             self.callback_handler.callbacks.remove(callback)
             if self.odb_run is not None:
                 self.odb_run.close()
@@ -59,13 +64,11 @@ class ODBTrainerMixin:
         if self.odb_settings is None:
             return stock
         self.odb_run = self.odb_settings.make_run(self, stock)
-        args, loader = self.args, self.odb_run.loader
-        self.odb_run.loader.start()
-        if args.max_steps > 0:
-            return TrainLoader(loader, None)
-        # A step emits a sample on some rank, but for the idle steps that fill the last optimizer step.
-        accumulation = args.gradient_accumulation_steps
-        return TrainLoader(loader, -(-loader.num_samples // accumulation) * accumulation)
+        if self.odb_checkpoint is not None:
+            checkpoint.load(self.odb_run, Path(self.odb_checkpoint))
+        if not self.odb_run.finished:
+            self.odb_run.loader.start()
+        return TrainLoader(self.odb_run)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, *args: Any, **kwargs: Any) -> tuple:
         if self.odb_run is None:
@@ -95,14 +98,15 @@ class ODBTrainerMixin:
         run = self.odb_run
         if run is None or self.lr_scheduler is not None:
             return super().create_scheduler(num_training_steps, optimizer)
-        steps = run.estimated_optimizer_steps()
+        steps = run.estimated_optimizer_steps() if run.clock is None else run.clock.total_steps
         factor = run.learning_rate_factor()
         if factor != 1.0:
             scale_learning_rate(optimizer or self.optimizer, factor)
         scheduler = super().create_scheduler(steps, optimizer)
         if run.max_steps is None:
-            warmup_steps = int(self.args.warmup_steps) if self.args.warmup_steps >= 1 else 0
-            run.clock = ScheduleClock(steps, warmup_steps)
+            if run.clock is None:
+                warmup_steps = int(self.args.warmup_steps) if self.args.warmup_steps >= 1 else 0
+                run.clock = ScheduleClock(steps, warmup_steps)
             follows = follow_clock(scheduler, run.clock)
             if not follows and not isinstance(scheduler, ReduceLROnPlateau):
                 logger.warning("%s counts optimizer steps, which are estimated as %d", type(scheduler).__name__, steps)
@@ -114,5 +118,5 @@ class ODBTrainerMixin:
             logs.update(run.interval_metrics())
         elif run is not None and "train_runtime" in logs:
             logs.update(run.run_metrics())
-            logs["train_samples_per_second"] = round(run.total.samples / logs["train_runtime"], 3)
+            logs["train_samples_per_second"] = round(run.samples_since_resume / logs["train_runtime"], 3)
         super().log(logs, *args, **kwargs)

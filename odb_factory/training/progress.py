@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from odb_factory.log import get_logger
+from odb_factory.training import checkpoint
 
 logger = get_logger(__name__)
 
@@ -20,6 +23,9 @@ class ODBCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         run = self.trainer.odb_run
+        if run.finished:
+            logger.info("nothing is left to train: the checkpoint has all %s optimizer steps", run.optimizer_steps)
+            return
         epoch_steps = run.loader.start() / run.accumulation
         state.max_steps = run.estimated_optimizer_steps()
         state.num_train_epochs = math.ceil(run.target_epochs or run.max_steps / epoch_steps)
@@ -32,6 +38,14 @@ class ODBCallback(TrainerCallback):
             "token_budget %d, max_patches %s, buffer_size %d, loss_scaling %s",
             samples, run.config.token_budget, run.config.max_patches,
             run.config.buffer_size, run.config.loss_scaling,
+        )
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        checkpoint.save(
+            self.trainer.odb_run,
+            Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}",
+            barrier=self.trainer.accelerator.wait_for_everyone,
+            marks=args.local_process_index == 0,
         )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections import Counter, deque
@@ -26,24 +27,28 @@ logger = get_logger(__name__)
 class TrainLoader:
     """What the Trainer sees as its train dataloader. Its items, (`Step`, `Measured`, batch), are taken by the run.
 
-    num_steps: the most steps an epoch can have, None if the Trainer counts by `max_steps` alone.
-    The Trainer sizes its loops by it and would cut an epoch short at a lower figure.
+    The Trainer sizes its loops by `len`, the most steps an epoch can have, and would cut an epoch short at a lower
+    figure; there is none if it counts `max_steps`.
     """
 
-    def __init__(self, loader: ODBLoader, num_steps: int | None):
-        self.loader, self.num_steps = loader, num_steps
-        self.dataset = loader.dataset
+    def __init__(self, run: ODBRun):
+        self.run, self.dataset = run, run.loader.dataset
+        self._offset: int | None = None
 
     def __len__(self) -> int:
-        if self.num_steps is None:
+        if self.run.max_steps is not None:
             raise TypeError("the number of steps of an epoch is not known ahead")
-        return self.num_steps
+        # A step emits a sample on some rank, but for the idle steps that fill the last optimizer step.
+        return -(-self.run.loader.num_samples // self.run.accumulation) * self.run.accumulation
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.loader)
+        return iter(()) if self.run.finished else iter(self.run.loader)
 
     def set_epoch(self, epoch: int) -> None:
-        self.loader.set_epoch(epoch)
+        """After a resume the Trainer counts epochs from a bound; the first is the one where the loader stands."""
+        if self._offset is None:
+            self._offset = self.run.loader.epoch - epoch
+        self.run.loader.set_epoch(epoch + self._offset)
 
 
 class ODBRun:
@@ -68,25 +73,41 @@ class ODBRun:
         self.accumulation, self.target_epochs, self.max_steps = accumulation, target_epochs, max_steps
         self.output_dir, self.rank, self.world_size = Path(output_dir), rank, world_size
         self.clock: ScheduleClock | None = None
+        self.lr_factor: float | None = None
         self.total, self.interval = Tally(), Tally()
         self.over_budget = 0
         self._overlong_said = False
         self.optimizer_steps = 0
+        self.resumed = False
+        self._expected = 0
+        self._epochs_before = 0.0
+        self._samples_before = 0
         self.weight: float | None = None
         self._pending: deque[tuple[Step, Measured, float]] = deque()
         self._step: Step | None = None
         self._dropped: Counter[str] = Counter()
         self._left_out = self._overlong = 0
-        self._audit = Audit(self.output_dir, rank) if config.audit else None
+        self._audit: Audit | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether a resumed run has nothing left to do."""
+        if self.max_steps is not None:
+            return self.optimizer_steps >= self.max_steps
+        return self._epochs_before >= self.target_epochs
 
     def estimated_optimizer_steps(self) -> int:
         """Optimizer steps of the run, estimated from the first round (waits for it)."""
         if self.max_steps is not None:
             return self.max_steps
+        if self._expected:
+            return self._expected
         return math.ceil(self.target_epochs * self.loader.start() / self.accumulation)
 
     def learning_rate_factor(self) -> float:
         """What `lr_scale` makes of the samples of an optimizer step, estimated from the first round."""
+        if self.lr_factor is not None:
+            return self.lr_factor
         if self.config.lr_scale == "none":
             return 1.0
         if self.loader.num_samples is None:
@@ -101,12 +122,15 @@ class ODBRun:
             "learning rate x %.4g (lr_scale %s: about %.1f samples an optimizer step, lr_reference_samples %d)",
             factor, self.config.lr_scale, samples, self.config.lr_reference_samples,
         )
+        self.lr_factor = factor
         return factor
 
     def take(self, steps: Iterator[Any], count: int) -> list[Any]:
         """The batches of the next optimizer step, [] at the end of an epoch."""
+        if self.finished:
+            return []
         asked = time.perf_counter()
-        if self.total.steps == 0:
+        if self._step is None:
             self.total.started = self.interval.started = asked
         items = list(islice(steps, count))
         waited = time.perf_counter() - asked
@@ -132,7 +156,10 @@ class ODBRun:
         """Count the micro-batch whose backward is done."""
         step, measured, weight = self._pending.popleft()
         self.weight = None
-        if self._audit is not None:
+        self.loader.consume(step)
+        if self.config.audit:
+            if self._audit is None:
+                self._audit = Audit(self.output_dir, self.rank, goes_on=self.resumed)
             self._audit.write(step, measured, weight, self.total.steps, self.optimizer_steps + 1)
         self._check_budgets(step, measured)
         self.total.add(step, self.world_size)
@@ -150,6 +177,8 @@ class ODBRun:
     @property
     def epoch(self) -> float:
         """Epochs done once the current optimizer step is taken, by samples; whole ones where nobody knows how many."""
+        if self._step is None:
+            return self._epochs_before
         if self.loader.num_samples is None:
             return float(self._step.epoch + self._step.last)
         return self._step.epoch + self._step.done / self.loader.num_samples
@@ -177,8 +206,42 @@ class ODBRun:
         self.interval = Tally()
         return metrics
 
+    @property
+    def samples_since_resume(self) -> int:
+        return self.total.samples - self._samples_before
+
     def run_metrics(self) -> dict[str, float]:
         return self.total.metrics(self.config.token_budget, self.world_size)
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON types: what the figures, the schedule and the summary go on from."""
+        return {
+            "optimizer_steps": self.optimizer_steps,
+            "expected_optimizer_steps": self.expected_optimizer_steps(),
+            "epochs": self.epoch,
+            "lr_factor": self.lr_factor,
+            "clock": None if self.clock is None else vars(self.clock),
+            "total": dataclasses.asdict(self.total) | {"started": self.total.seconds},
+            "over_budget": self.over_budget,
+            "dropped": dict(self._dropped),
+            "left_out": self._left_out,
+            "overlong": self._overlong,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.begin_at(state["optimizer_steps"], state["epochs"])
+        self._expected, self.lr_factor = state["expected_optimizer_steps"], state["lr_factor"]
+        if state["clock"] is not None:
+            self.clock = ScheduleClock.of(state["clock"])
+        self.total = Tally(**state["total"])
+        self.total.seconds_before, self._samples_before = self.total.started, self.total.samples
+        self.over_budget = state["over_budget"]
+        self._dropped = Counter(state["dropped"])
+        self._left_out, self._overlong = state["left_out"], state["overlong"]
+
+    def begin_at(self, optimizer_steps: int, epochs: float) -> None:
+        """Go on behind that many optimizer steps and epochs."""
+        self.optimizer_steps, self._epochs_before, self.resumed = optimizer_steps, epochs, True
 
     def finish(self) -> None:
         """Write the summary, say the one line."""

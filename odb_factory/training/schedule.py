@@ -25,6 +25,13 @@ class ScheduleClock:
         self.position = 0.0
         self._share_warm = 0.0
 
+    @classmethod
+    def of(cls, saved: dict[str, Any]) -> ScheduleClock:
+        """A clock as `vars` of one was saved."""
+        clock = cls(saved["total_steps"], saved["warmup_steps"])
+        vars(clock).update(saved)
+        return clock
+
     def advance(self, step: int, share: float) -> None:
         """Move to optimizer step `step` (real, from 1), with `share` (0 to 1) of all samples done."""
         if step <= self.warmup_steps:

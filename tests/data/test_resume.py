@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate.data_loader import SeedableRandomSampler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
-from accelerate.data_loader import SeedableRandomSampler
 from toy import pad
 
 from odb_factory.batching import Cost

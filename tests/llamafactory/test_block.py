@@ -72,13 +72,6 @@ def test_megatron_is_refused(config, monkeypatch) -> None:
         get_train_args(config)
 
 
-def test_a_checkpoint_in_output_dir_is_not_resumed_silently(config, tmp_path) -> None:
-    checkpoint = tmp_path / "out" / "checkpoint-3"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "trainer_state.json").write_text("{}")
-    with pytest.raises(ConfigError, match="resume_from_checkpoint.*checkpoint-3.*overwrite_output_dir"):
-        get_train_args(config | {"overwrite_output_dir": False})
-
 
 def test_a_block_is_kept_for_one_training_only(config) -> None:
     get_train_args(dict(config))

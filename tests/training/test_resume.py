@@ -1,0 +1,147 @@
+"""A Trainer that was stopped goes on from its checkpoint: the same steps, the same losses to the last digit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toy import NUM_ROWS, Rows, pad
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+from odb_factory import ConfigError, DataError, enable_odb
+from odb_factory.training.checkpoint import MARKER
+
+BLOCK = {"token_budget": 128, "buffer_size": 16, "audit": True}
+
+
+class StopAfter(TrainerCallback):
+    def __init__(self, steps: int):
+        self.steps = steps
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step >= self.steps
+
+
+def train(
+    model: Path, folder: Path, *, resume: Any = None, block: dict[str, Any] | None = None, stop: int | None = None,
+    num_rows: int = NUM_ROWS, **changes: Any,
+) -> Trainer:
+    defaults = {
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "report_to": "none",
+        "logging_steps": 1,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "disable_tqdm": True,
+        "learning_rate": 1e-3,
+        "warmup_ratio": 0.2,
+        "num_train_epochs": 2,
+    }
+    trainer = Trainer(
+        model=AutoModelForCausalLM.from_pretrained(model, attention_dropout=0.1),
+        args=TrainingArguments(**defaults | changes),
+        train_dataset=Rows(num_rows=num_rows),
+        data_collator=pad,
+        callbacks=[StopAfter(stop)] if stop else [],
+    )
+    if block is not None:
+        enable_odb(trainer, **block)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def history(trainer: Trainer) -> list[tuple[float, ...]]:
+    keys = ("step", "epoch", "loss", "grad_norm", "learning_rate")
+    return [tuple(entry[key] for key in keys) for entry in trainer.state.log_history if "loss" in entry]
+
+
+def audit(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "odb_audit_rank0.jsonl").read_text().splitlines()]
+
+
+def copy_of(folder: Path, step: int, to: Path) -> Path:
+    """What a run that ended at that step has left."""
+    shutil.copytree(folder / f"checkpoint-{step}", to / f"checkpoint-{step}")
+    lines = [line for line in audit(folder) if line["optimizer_step"] <= step]
+    (to / "odb_audit_rank0.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"epo')
+    return to / f"checkpoint-{step}"
+
+
+@pytest.mark.parametrize(
+    "mode", [{}, {"gradient_accumulation_steps": 2, "dataloader_num_workers": 2}, {"max_steps": 9}], ids=str
+)
+def test_the_same_run_from_any_checkpoint(tiny_text, tmp_path, mode: dict[str, Any]) -> None:
+    """Steps, losses, gradient norms, learning rates, audit and summary are those of the run that was not stopped."""
+    whole = train(tiny_text, tmp_path / "whole", block=BLOCK, **mode)
+    steps = whole.state.global_step
+    summary = json.loads((tmp_path / "whole" / "odb_summary.json").read_text())
+    for step in sorted({1, 2, steps // 2, steps // 2 + 1, steps - 1}):
+        folder = tmp_path / f"from{step}"
+        checkpoint = copy_of(tmp_path / "whole", step, folder)
+        again = train(tiny_text, folder, resume=str(checkpoint), block=BLOCK, **mode)
+        assert history(again) == history(whole), step
+        assert again.state.global_step == again.state.max_steps == steps
+        assert audit(folder) == audit(tmp_path / "whole")
+        done = json.loads((folder / "odb_summary.json").read_text())
+        timed = ("seconds", "data_wait_s")
+        assert {k: v for k, v in done.items() if k not in timed} == {k: v for k, v in summary.items() if k not in timed}
+
+
+def test_nothing_is_trained_twice_when_all_is_done(tiny_text, tmp_path) -> None:
+    whole = train(tiny_text, tmp_path, block=BLOCK, num_train_epochs=1)
+    again = train(tiny_text, tmp_path, resume=True, block=BLOCK, num_train_epochs=1)
+    assert again.state.global_step == whole.state.global_step
+    assert len(audit(tmp_path)) == whole.state.global_step
+
+
+def test_a_run_can_be_made_longer(tiny_text, tmp_path) -> None:
+    train(tiny_text, tmp_path, block=BLOCK, num_train_epochs=1)
+    train(tiny_text, tmp_path, resume=True, block=BLOCK, num_train_epochs=2)
+    for epoch in (0, 1):
+        ids = sorted(row for line in audit(tmp_path) if line["epoch"] == epoch for row in line["ids"])
+        assert ids == list(range(NUM_ROWS))
+
+
+@pytest.mark.parametrize("change", [{"token_budget": 256}, {"buffer_size": 5}, {"join": False}], ids=str)
+def test_other_settings_deal_the_rest_out_anew(tiny_text, tmp_path, change: dict[str, Any], caplog) -> None:
+    train(tiny_text, tmp_path, block=BLOCK, stop=4, num_train_epochs=1)
+    train(tiny_text, tmp_path, resume=True, block=BLOCK | change, num_train_epochs=1)
+    assert sorted(row for line in audit(tmp_path) for row in line["ids"]) == list(range(NUM_ROWS))
+
+
+def test_a_save_that_was_cut_off_leaves_the_checkpoint_before(tiny_text, tmp_path) -> None:
+    train(tiny_text, tmp_path, block=BLOCK, stop=4, num_train_epochs=1)
+    (tmp_path / "checkpoint-4" / MARKER).unlink()
+    trainer = train(tiny_text, tmp_path, resume=True, block=BLOCK, num_train_epochs=1)
+    lines = audit(tmp_path)
+    assert [line["optimizer_step"] for line in lines][:6] == [1, 2, 3, 4, 4, 5]
+    assert sorted(row for line in lines[:3] + lines[4:] for row in line["ids"]) == list(range(NUM_ROWS))
+    assert trainer.state.global_step == lines[-1]["optimizer_step"]
+
+
+def test_a_stock_checkpoint_goes_on_from_its_share_of_the_epoch(tiny_text, tmp_path) -> None:
+    train(tiny_text, tmp_path, stop=10, num_train_epochs=1, per_device_train_batch_size=4)
+    train(tiny_text, tmp_path, resume=True, block=BLOCK, num_train_epochs=1)
+    assert sum(len(line["ids"]) for line in audit(tmp_path)) == NUM_ROWS - 10 * 4
+
+
+def test_a_checkpoint_goes_on_without_odb(tiny_text, tmp_path) -> None:
+    train(tiny_text, tmp_path, block=BLOCK, stop=4, num_train_epochs=1)
+    trainer = train(tiny_text, tmp_path, resume=True, num_train_epochs=1, per_device_train_batch_size=4)
+    assert trainer.state.global_step == NUM_ROWS // 4
+
+
+def test_other_data_are_refused(tiny_text, tmp_path) -> None:
+    train(tiny_text, tmp_path, block=BLOCK, stop=4, num_train_epochs=1)
+    with pytest.raises(DataError, match="checkpoint-4.*samples 60 then, 50 now.*resume: ignore_data"):
+        train(tiny_text, tmp_path, resume=True, block=BLOCK, num_train_epochs=1, num_rows=50)
+    block = BLOCK | {"resume": "ignore_data"}
+    train(tiny_text, tmp_path, resume=True, block=block, num_train_epochs=1, num_rows=50)
+    after = [row for line in audit(tmp_path)[4:] for row in line["ids"]]
+    assert sorted(after) == list(range(50))
+    with pytest.raises(ConfigError, match="no folder"):
+        train(tiny_text, tmp_path, resume=str(tmp_path / "nowhere"), block=BLOCK)
