@@ -1,0 +1,115 @@
+"""Real `llamafactory-cli train`, killed in the middle and started again with the same command."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributed.invariants import Audits, read_audits
+from distributed.launch import Run
+from distributed.rows import row
+from distributed.test_engines import deepspeed_config
+from safetensors.torch import load_file
+from support import training_config, write_dataset
+
+NUM_ROWS = 300
+SAVE_STEPS = 5
+ENV = {"ACCELERATE_TORCH_DEVICE": "cpu"}
+"""Not cpu:0, as which torch cannot load the optimizer of a stock checkpoint."""
+
+
+def configuration(model: Path, folder: Path, **changes: Any) -> dict[str, Any]:
+    folder.mkdir()
+    write_dataset(folder, {"rows": [row(3 + (k * 11) % 38) for k in range(NUM_ROWS)]})
+    return training_config(
+        model,
+        folder,
+        folder / "out",
+        dataset="rows",
+        ddp_backend="gloo",
+        gradient_accumulation_steps=2,
+        save_strategy="steps",
+        save_steps=SAVE_STEPS,
+        overwrite_output_dir=False,
+        odb={"token_budget": 256, "buffer_size": 32, "audit": True},
+    ) | changes
+
+
+def to_the_end(config: dict[str, Any], num_ranks: int) -> None:
+    with Run(config, num_ranks=num_ranks, env=ENV) as run:
+        ended = run.end()
+        assert ended.returncodes == [0], ended
+        assert not run.left_behind()
+
+
+def killed_on_the_way(config: dict[str, Any], num_ranks: int, how: signal.Signals) -> tuple[int, Audits]:
+    """End every process at once. Returns the optimizer step of the last checkpoint, and what was audited by then."""
+    out = Path(config["output_dir"])
+    with Run(config, num_ranks=num_ranks, env=ENV) as run:
+        run.wait_until(lambda: checkpoint_of(out) >= 3 * SAVE_STEPS, "no checkpoint came")
+        for pid in run.processes():
+            try:
+                os.kill(pid, how)
+            except ProcessLookupError:
+                pass
+        run.end(60)
+    # The logs of a second run stand beside those of the first.
+    run.folder.rename(run.folder.with_name("first_logs"))
+    audits = []
+    for rank in range(num_ranks):
+        whole, _, _ = (out / f"odb_audit_rank{rank}.jsonl").read_text().rpartition("\n")
+        audits.append([json.loads(line) for line in whole.splitlines()])
+    return checkpoint_of(out), audits
+
+
+def checkpoint_of(out: Path) -> int:
+    """The optimizer step of the last whole checkpoint, 0 if there is none."""
+    return max((int(path.parent.name.rpartition("-")[2]) for path in out.glob("checkpoint-*/odb_state.json")), default=0)
+
+
+def up_to(audits: Audits, optimizer_step: int) -> Audits:
+    return [[line for line in audit if line["optimizer_step"] <= optimizer_step] for audit in audits]
+
+
+@pytest.mark.parametrize(
+    ("engine", "num_ranks"),
+    [("none", 1), ("ddp", 2), ("zero2", 2)],
+)
+def test_killed_and_started_again(tiny_text, tmp_path, request, engine: str, num_ranks: int) -> None:
+    """Every row once; only steps behind the last checkpoint come again, as they were; the same weights at the end."""
+    changes = {}
+    if engine == "zero2":
+        request.getfixturevalue("deepspeed_op")
+        changes = {"deepspeed": deepspeed_config(2, tmp_path), "use_cpu": False}
+    whole = configuration(tiny_text, tmp_path / "whole", **changes)
+    to_the_end(whole, num_ranks)
+    config = configuration(tiny_text, tmp_path / "killed", **changes)
+    checkpoint, first = killed_on_the_way(config, num_ranks, signal.SIGKILL)
+    to_the_end(config, num_ranks)
+
+    out = Path(config["output_dir"])
+    audits = read_audits(out, num_ranks)
+    second = [audit[len(before) :] for audit, before in zip(audits, first)]
+    together = [kept + rest for kept, rest in zip(up_to(first, checkpoint), second)]
+    emitted = sorted(id for audit in together for line in audit for id in line["ids"])
+    assert emitted == list(range(NUM_ROWS)), "I2"
+    for before, rest in zip(first, second):
+        lost = [line for line in before if line["optimizer_step"] > checkpoint]
+        assert lost == rest[: len(lost)], "repeated by design, as they were"
+    assert together == read_audits(Path(whole["output_dir"]), num_ranks)
+    ours, theirs = (load_file(Path(folder) / "model.safetensors") for folder in (out, whole["output_dir"]))
+    assert all((ours[name] == theirs[name]).all() for name in theirs)
+
+
+def test_ended_by_sigterm_on_two_ranks_and_continued_by_one(tiny_text, tmp_path) -> None:
+    """The rest of the epoch is dealt out to the ranks there are."""
+    config = configuration(tiny_text, tmp_path / "killed")
+    checkpoint, first = killed_on_the_way(config, 2, signal.SIGTERM)
+    to_the_end(config, 1)
+    (audit,) = read_audits(Path(config["output_dir"]), 1)
+    lines = [line for part in (*up_to(first, checkpoint), audit[len(first[0]) :]) for line in part]
+    assert sorted(id for line in lines for id in line["ids"]) == list(range(NUM_ROWS))

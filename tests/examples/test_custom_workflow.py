@@ -1,0 +1,193 @@
+"""The commands of examples/custom_workflow/README.md, run as they stand there from the root of the repository."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import unicodedata
+import uuid
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from support import read_jsonl
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "custom_workflow"
+LIMIT_S = 150
+COMMANDS = re.findall(r"^\| `(.+?)` \|", (EXAMPLE / "README.md").read_text("utf-8"), re.MULTILINE)
+ONE_RANK, TWO_RANKS, TRAINER, QWEN_VL = COMMANDS
+
+
+def run(command: str, output: Path, *options: str) -> str:
+    """What it prints. None of its processes outlives the call."""
+    binaries, mark = Path(sys.executable).parent, f"ODB_TEST_RUN={uuid.uuid4().hex}"
+    words = shlex.split(command)
+    if words[0] == "torchrun":  # any free port, so that two runs on one machine do not meet
+        words[1:1] = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
+    environment = {"PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
+    process = subprocess.Popen(
+        [*words, "--output", str(output), *options],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | environment | dict([mark.split("=")]),
+    )
+    try:
+        printed, _ = process.communicate(timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        end_all(mark)
+        printed, _ = process.communicate()
+        pytest.fail(f"{command}: no end within {LIMIT_S} s:\n{printed[-4000:]}")
+    finally:
+        end_all(mark)
+    assert process.returncode == 0, f"{command}:\n{printed[-4000:]}"
+    return printed
+
+
+def end_all(mark: str) -> None:
+    """By what stands in their environment: torchrun puts each rank into a session of its own."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                os.kill(int(folder.name), signal.SIGKILL)
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            pass
+
+
+def rows_of(*folders: Path) -> Counter:
+    """How often each row was trained on, by epoch and row, from the audits of all ranks."""
+    audits = [path for folder in folders for path in folder.glob("odb_audit_rank*.jsonl")]
+    return Counter((line["epoch"], row) for path in audits for line in read_jsonl(path) for row in line["ids"])
+
+
+def every_row(num_rows: int, epochs: int = 1) -> Counter:
+    return Counter((epoch, row) for epoch in range(epochs) for row in range(num_rows))
+
+
+def losses(printed: str) -> list[float]:
+    """Of each optimizer step."""
+    return [float(loss) for loss in re.findall(r"^epoch .* loss ([\d.]+)$", printed, re.MULTILINE)]
+
+
+def promised(command: str) -> str:
+    """What the README says is printed last: the last piece of code in the command's line."""
+    text = (EXAMPLE / "README.md").read_text("utf-8")
+    (line,) = [line for line in text.splitlines() if line.startswith(f"| `{command}` |")]
+    return re.findall(r"`(.+?)`", line)[-1].removesuffix(" ...")
+
+
+@pytest.mark.parametrize("command", [ONE_RANK, TWO_RANKS], ids=["python", "torchrun"])
+def test_a_loop_of_ones_own(command: str, tmp_path: Path) -> None:
+    """I2: every row once an epoch on all ranks together; the loss falls; what the README shows is what comes."""
+    printed = run(command, tmp_path)
+    assert promised(command) in printed
+    rows = int(re.search(r"samples of (\d+) rows", printed)[1])
+    assert rows_of(tmp_path) == every_row(rows, epochs=2)
+    logged = losses(printed)
+    assert logged[-1] < logged[0] - 0.3
+    assert (tmp_path / "model" / "config.json").exists()
+
+
+def test_the_logged_loss_does_not_depend_on_the_ranks(tmp_path: Path) -> None:
+    """I8: where one optimizer step takes all rows, one rank and two log the same losses, idle steps and all."""
+    data = tmp_path / "data.jsonl"
+    lines = [{"prompt": f"Count to {k}.", "answer": " ".join(map(str, range(1, k + 1)))} for k in range(1, 60)]
+    data.write_text("\n".join(map(json.dumps, lines)), "utf-8")
+    options = ["--data", str(data), "--token_budget", "1024", "--gradient_accumulation_steps", "16", "--epochs", "3"]
+    logged = []
+    for command, folder in ((ONE_RANK, tmp_path / "one"), (TWO_RANKS, tmp_path / "two")):
+        logged.append(losses(run(command, folder, *options)))
+        assert rows_of(folder) == every_row(len(lines), epochs=3)
+    audits = [read_jsonl(path) for path in (tmp_path / "two").glob("*.jsonl")]
+    assert [len(audit) for audit in audits] == [48, 48]
+    assert all(sum(not line["idle"] for line in audit) > 3 for audit in audits)
+    assert any(line["idle"] for audit in audits for line in audit)
+    assert len(logged[0]) == 3
+    assert logged[0] == pytest.approx(logged[1], abs=1e-4)
+
+
+def test_a_hugging_face_trainer(tmp_path: Path) -> None:
+    printed = run(TRAINER, tmp_path)
+    assert promised(TRAINER) in printed
+    emitted = int(re.search(r"done: (\d+) samples", printed)[1])
+    assert rows_of(tmp_path) == every_row(emitted // 2, epochs=2)
+    first, last = (float(loss) for loss in re.findall(r"'eval_loss': '?([\d.]+)", printed))
+    assert last < first
+
+
+@pytest.fixture(scope="module")
+def qwen_vl_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    folder = tmp_path_factory.mktemp("qwen_vl")
+    return folder, run(QWEN_VL, folder)
+
+
+def test_qwen_vl(qwen_vl_run: tuple[Path, str]) -> None:
+    """I2, I4."""
+    folder, printed = qwen_vl_run
+    assert promised(QWEN_VL) in printed
+    emitted = int(re.search(r"done: (\d+) samples", printed)[1])
+    assert rows_of(folder) == every_row(emitted)
+    lines = read_jsonl(folder / "odb_audit_rank0.jsonl")
+    assert all(line["rows"] * line["length"] <= 4096 and line["patches"] <= 4096 for line in lines)
+    assert min(line["patches"] for line in lines) > 0, "every batch runs the vision tower"
+
+
+def test_qwen_vl_on_two_ranks(qwen_vl_run: tuple[Path, str], tmp_path: Path) -> None:
+    """DDP without find_unused_parameters runs through groups of text alone, whose only pictures are the smallest."""
+    model, data = (str(qwen_vl_run[0] / name) for name in ("tiny_qwen3_vl", "mm_mix_data/mm_mix.json"))
+    printed = run(TWO_RANKS.replace("ddp_loop", "qwen_vl"), tmp_path, "--model", model, "--data", data)
+    emitted = int(re.search(r"done: (\d+) samples", printed)[1])
+    assert rows_of(tmp_path) == every_row(emitted)
+    lines = [line for rank in range(2) for line in read_jsonl(tmp_path / f"odb_audit_rank{rank}.jsonl")]
+    assert any(line["patches"] == 4 * line["rows"] for line in lines)
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLE / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_qwen_vl_samples_hold_what_they_should(qwen_vl_run: tuple[Path, str]) -> None:
+    """Labels are the answers and nothing else; a row of text alone is as if there were no picture behind it."""
+    folder, _ = qwen_vl_run
+    qwen_vl = load("qwen_vl")
+    processor = AutoProcessor.from_pretrained(folder / "tiny_qwen3_vl")
+    model = AutoModelForImageTextToText.from_pretrained(folder / "tiny_qwen3_vl").eval()
+    dataset = qwen_vl.VisualChats(folder / "mm_mix_data" / "mm_mix.json", processor, 320 * 320)
+    texts, pictures = [], []
+    for k, row in enumerate(dataset.rows):
+        (pictures if row["images"] else texts).append(k)
+        item = dataset[k]
+        answers = [turn["content"] + "<|im_end|>" for turn in row["messages"] if turn["role"] == "assistant"]
+        learned = processor.tokenizer.decode(item["labels"][item["labels"] != -100])
+        assert learned == unicodedata.normalize("NFC", "".join(answers))
+        assert len(item["image_grid_thw"]) == max(len(row["images"]), 1)
+    assert len(texts) > 5 and len(pictures) > 5
+
+    item = min((dataset[k] for k in texts), key=lambda item: len(item["input_ids"]))
+    bare = {key: item[key][None, :-3] for key in ("input_ids", "attention_mask", "labels")}
+    with torch.no_grad():
+        assert model(**qwen_vl.collate([item])).loss == pytest.approx(model(**bare).loss.item(), abs=1e-6)
+        check_rows_do_not_meet(model, qwen_vl, [item, *(dataset[k] for k in pictures[:3])])
+
+
+def check_rows_do_not_meet(model: torch.nn.Module, qwen_vl: ModuleType, items: Iterable[dict]) -> None:
+    """A row gives the same in a batch as alone: its own pictures, its own positions."""
+    together = model(**qwen_vl.collate(items)).logits
+    for row, item in enumerate(items):
+        alone = model(**qwen_vl.collate([item])).logits[0]
+        torch.testing.assert_close(together[row, : len(alone)], alone, atol=1e-5, rtol=1e-4)

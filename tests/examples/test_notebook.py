@@ -1,0 +1,56 @@
+"""The notebook runs from a fresh kernel, and what is committed is what it gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+NOTEBOOK = Path(__file__).parents[2] / "examples" / "online_grouping.ipynb"
+LIMIT_S = 120
+
+
+def outputs(notebook: nbformat.NotebookNode) -> list[nbformat.NotebookNode]:
+    return [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+
+
+def printed(notebook: nbformat.NotebookNode) -> str:
+    return "".join(output.text for output in outputs(notebook) if output.output_type == "stream")
+
+
+def num_figures(notebook: nbformat.NotebookNode) -> int:
+    return sum("image/png" in output.get("data", {}) for output in outputs(notebook))
+
+
+def numbers_of(text: str, name: str) -> list[float]:
+    """The figures of a run in the notebook's table: batches, padding (%), budget use (%), largest batch (tokens)."""
+    (line,) = [line for line in text.splitlines() if line.startswith(name)]
+    return [float(word.strip("%").replace(",", "")) for word in line.split()[1:]]
+
+
+@pytest.fixture(scope="module")
+def committed() -> nbformat.NotebookNode:
+    return nbformat.read(NOTEBOOK, as_version=4)
+
+
+def test_it_runs_and_shows_what_it_says(committed: nbformat.NotebookNode, tmp_path: Path) -> None:
+    notebook = nbformat.from_dict({**committed})
+    resources = {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(notebook, timeout=LIMIT_S, kernel_name="python3", resources=resources).execute()
+    text = printed(notebook)
+    assert num_figures(notebook) == 3
+    fixed, grouped, odb = (numbers_of(text, name) for name in ("fixed", "length-grouped", "odb"))
+    assert all(run[3] <= 4096 for run in (fixed, grouped, odb))
+    assert odb[0] < fixed[0] / 5 and odb[1] < fixed[1] / 2 and odb[2] > 90
+    assert "each {1} times" in text
+    scaled, mean = (line.split()[-1] for line in text.splitlines() if line.startswith(("sum of the", "mean over")))
+    assert float(scaled) == pytest.approx(float(mean), abs=2e-6)
+
+
+def test_the_committed_outputs_are_small_and_whole(committed: nbformat.NotebookNode) -> None:
+    assert NOTEBOOK.stat().st_size < 300_000
+    assert num_figures(committed) == 3
+    assert all(output.output_type != "error" and output.get("name") != "stderr" for output in outputs(committed))
+    assert numbers_of(printed(committed), "odb")[1] < numbers_of(printed(committed), "fixed")[1] / 2

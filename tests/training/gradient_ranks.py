@@ -1,0 +1,178 @@
+"""One rank of the gradient tests: real `transformers.Trainer`s with `enable_odb`, one after the other.
+
+Rank 0 writes what each optimizer step did: the gradient, the parameters after it, the logged figures.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import SequentialSampler
+from training.cases import (
+    BUFFER_SIZE,
+    EPOCHS,
+    IGNORE,
+    LEARNING_RATE,
+    MAX_PATCHES,
+    TOKEN_BUDGET,
+    Case,
+    Collator,
+    load_model,
+    make_rows,
+    precision,
+)
+from transformers import AutoConfig, Trainer, TrainerCallback, TrainingArguments, set_seed
+
+from odb_factory import ODBConfig, enable_odb
+from odb_factory.batching import Cost
+
+RECORD = "record.pt"
+
+
+class InOrder(Trainer):
+    """Rows in their order, as LLaMA-Factory's `disable_shuffling` has it, so that a rank's shard is known."""
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> SequentialSampler:
+        return SequentialSampler(self.train_dataset)
+
+
+class Observer:
+    def __call__(self, dataset: list[dict[str, Any]], index: int) -> tuple[dict[str, Any], Cost]:
+        row = dataset[index]
+        supervised = sum(label != IGNORE for label in row["labels"][1:])
+        patches = len(row.get("pixel_values", []))
+        return dict(row), Cost(len(row["input_ids"]), patches, supervised, has_media=patches > 0)
+
+    def describe(self, dataset: Any, index: int) -> str:
+        return f"row {index}"
+
+
+class Recorder(TrainerCallback):
+    """Writes what each optimizer step did. Under DeepSpeed gradients are gone by then and only parameters are kept."""
+
+    def __init__(self, zero: int = 0):
+        self.zero = zero
+        self.gradients: list[dict[str, torch.Tensor]] = []
+        self.parameters: list[dict[str, torch.Tensor]] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if not self.zero:
+            self.gradients.append(
+                {
+                    name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+                    for name, parameter in trained(model)
+                }
+            )
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        whole = contextlib.nullcontext()
+        if self.zero == 3:
+            import deepspeed
+
+            whole = deepspeed.zero.GatheredParameters(list(model.parameters()))
+        with whole:
+            self.parameters.append({name: parameter.detach().clone() for name, parameter in trained(model)})
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        logs = [entry for entry in state.log_history if "loss" in entry]
+        if state.is_world_process_zero:
+            record = {"gradients": self.gradients, "parameters": self.parameters, "logs": logs}
+            torch.save(record, Path(args.output_dir, RECORD))
+
+
+def trained(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    """Named parameters that are trained, by the names they have without a wrapper."""
+    return [
+        (name.removeprefix("module."), parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    ]
+
+
+def train_all(rank: int, cases: list[dict[str, Any]], models: dict[str, str], output_dir: str) -> int:
+    """Train every case; the files of case k are in `output_dir`/k. Returns how many."""
+    if dist.get_world_size() > 1:
+        os.environ["LOCAL_RANK"] = str(rank)
+    # DeepSpeed looks up the ninja that has compiled its operator (see the `deepspeed_op` fixture).
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    for number, fields in enumerate(cases):
+        case = Case(**fields)
+        model = load_model(case, models[case.model])
+        with precision(case.dtype):
+            train(case, model, models[case.model], Path(output_dir, str(number)))
+        gc.collect()
+    return len(cases)
+
+
+def train(case: Case, model: torch.nn.Module, path: str, output_dir: Path) -> None:
+    set_seed(0)
+    arguments = {
+        "use_cpu": not case.zero,  # with it transformers leaves DeepSpeed out of the process group
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": case.accumulation,
+        "num_train_epochs": EPOCHS,
+        "optim": "sgd",
+        "learning_rate": LEARNING_RATE,
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 1e9,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "remove_unused_columns": False,
+        "dataloader_pin_memory": False,
+    } | case.arguments
+    if case.zero:
+        arguments["deepspeed"] = {
+            "train_batch_size": "auto",
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_accumulation_steps": "auto",
+            "gradient_clipping": "auto",
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {"stage": case.zero, "overlap_comm": False, "contiguous_gradients": True},
+        }
+    args = TrainingArguments(output_dir=str(output_dir), **arguments)
+    trainer = InOrder(
+        model=model,
+        args=args,
+        train_dataset=make_rows(case, path, dist.get_world_size()),
+        data_collator=Collator(model, AutoConfig.from_pretrained(path)),
+        callbacks=[Recorder(case.zero)],
+    )
+    config = ODBConfig(
+        token_budget=TOKEN_BUDGET,
+        max_patches=MAX_PATCHES,
+        buffer_size=BUFFER_SIZE,
+        loss_scaling=case.loss_scaling,
+        audit=True,
+        seed=1,
+    )
+    enable_odb(trainer, config, observer=Observer()).train()
+    # What was asked for was in use.
+    assert ("liger" in model.forward.__module__) == bool(args.use_liger_kernel)
+    wrapped = trainer.model_wrapped
+    if case.zero:
+        assert wrapped.zero_optimization_stage() == case.zero
+    elif dist.get_world_size() > 1:
+        assert isinstance(wrapped, torch.nn.parallel.DistributedDataParallel)
+    else:
+        assert wrapped is model
+
+
+def train_llamafactory(rank: int, configs: list[dict[str, Any]]) -> int:
+    """Run LLaMA-Factory's own SFT workflow on every configuration, as `llamafactory-cli train` does."""
+    from llamafactory.hparams import get_train_args
+    from llamafactory.train.sft import run_sft
+
+    os.environ["LOCAL_RANK"] = str(rank)
+    for config in configs:
+        run_sft(*get_train_args(dict(config)), callbacks=[Recorder()])
+        gc.collect()
+    return len(configs)

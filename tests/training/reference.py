@@ -1,0 +1,142 @@
+"""What a recorded training is compared with: one plain process, one batch an optimizer step, its own loss.
+
+Nothing of odb_factory is used but the ids in the audit files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from support import read_jsonl
+from training.cases import IGNORE, LEARNING_RATE, Case, Collator, load_model, make_rows, precision
+from transformers import AutoConfig
+
+Tensors = dict[str, torch.Tensor]
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Loss of each supervised token, given its row of logits and its label."""
+
+
+def token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return torch.logsumexp(logits, -1) - logits.gather(-1, labels[:, None])[:, 0]
+
+
+def smoothed(epsilon: float) -> Loss:
+    """The Trainer's label smoothing: a share `epsilon` of the loss is the mean over the vocabulary."""
+
+    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        everywhere = torch.logsumexp(logits, -1, keepdim=True) - logits
+        return (1 - epsilon) * token_loss(logits, labels) + epsilon * everywhere.mean(-1)
+
+    return loss
+
+
+def dynamic(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """LLaMA-Factory's `use_dft_loss`: a token's loss weighs as much as its probability, which has no gradient."""
+    loss = token_loss(logits, labels)
+    return loss * torch.exp(-loss.detach())
+
+
+class Reference:
+    """Takes optimizer steps like the Trainer's; `gradients`, `parameters`, `losses` and `norms` tell what each did."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        *,
+        loss: Loss = token_loss,
+        learning_rate: float = LEARNING_RATE,
+        max_norm: float = float("inf"),
+        autocast: bool = False,
+    ):
+        self.model, self.loss, self.max_norm, self.autocast = model.train(), loss, max_norm, autocast
+        self.learning_rate = learning_rate
+        self.start = self._copy()
+        self.gradients: list[Tensors] = []
+        self.parameters: list[Tensors] = []
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+
+    def step(self, batch: dict[str, torch.Tensor]) -> None:
+        """One optimizer step on one batch: the mean loss of all its supervised tokens in one go."""
+        inputs = dict(batch)
+        targets = inputs.pop("labels")[:, 1:]
+        supervised = targets != IGNORE
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+            logits = self.model(**inputs).logits[:, :-1]
+        logits = logits[supervised]
+        if self.autocast:
+            logits = logits.float()
+        loss = self.loss(logits, targets[supervised]).sum() / supervised.sum()
+        names, parameters = zip(*((name, p) for name, p in self.model.named_parameters() if p.requires_grad))
+        found = torch.autograd.grad(loss, parameters, allow_unused=True)
+        gradients = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found)]
+        norm = torch.stack([gradient.norm() for gradient in gradients]).norm().item()
+        scale = min(1.0, self.max_norm / (norm + 1e-6))
+        gradients = [gradient * scale for gradient in gradients]
+        self.update(parameters, gradients)
+        self.gradients.append(dict(zip(names, gradients)))
+        self.parameters.append(self._copy())
+        self.losses.append(loss.item())
+        self.norms.append(norm)
+
+    def update(self, parameters: tuple[torch.nn.Parameter, ...], gradients: list[torch.Tensor]) -> None:
+        with torch.no_grad():
+            for parameter, gradient in zip(parameters, gradients):
+                parameter -= self.learning_rate * gradient
+
+    def _copy(self) -> Tensors:
+        return {name: p.detach().clone() for name, p in self.model.named_parameters() if p.requires_grad}
+
+
+class AdamReference(Reference):
+    """The same with Adam (no weight decay), written out."""
+
+    BETAS, EPS = (0.9, 0.999), 1e-8
+
+    def update(self, parameters: tuple[torch.nn.Parameter, ...], gradients: list[torch.Tensor]) -> None:
+        if not self.gradients:
+            self.first = [torch.zeros_like(p) for p in parameters]
+            self.second = [torch.zeros_like(p) for p in parameters]
+        step = len(self.gradients) + 1
+        (beta1, beta2), rate = self.BETAS, self.learning_rate
+        with torch.no_grad():
+            for p, gradient, first, second in zip(parameters, gradients, self.first, self.second):
+                first.mul_(beta1).add_(gradient, alpha=1 - beta1)
+                second.mul_(beta2).add_(gradient**2, alpha=1 - beta2)
+                p -= rate * (first / (1 - beta1**step)) / ((second / (1 - beta2**step)).sqrt() + self.EPS)
+
+
+def ids_of_optimizer_steps(audits: list[list[dict[str, Any]]]) -> list[list[int]]:
+    """The rows of each optimizer step, all ranks together, in no order that could matter."""
+    steps: dict[int, list[int]] = {}
+    for line in (line for audit in audits for line in audit):
+        steps.setdefault(line["optimizer_step"], []).extend(line["ids"])
+    assert sorted(steps) == list(range(1, len(steps) + 1))
+    return [sorted(steps[step]) for step in sorted(steps)]
+
+
+def read_audits(folder: Path, world_size: int) -> list[list[dict[str, Any]]]:
+    return [read_jsonl(folder / f"odb_audit_rank{rank}.jsonl") for rank in range(world_size)]
+
+
+def replay(case: Case, path: str | Path, world_size: int, steps: list[list[int]]) -> Reference:
+    """The reference of a case: from the same parameters, the same rows in each optimizer step."""
+    arguments = case.arguments
+    kind = AdamReference if arguments.get("optim") == "adamw_torch" else Reference
+    model = load_model(case, path)
+    with precision(case.dtype):
+        rows = make_rows(case, path, world_size)
+        collate = Collator(model, AutoConfig.from_pretrained(path))
+        reference = kind(
+            model,
+            loss=smoothed(arguments["label_smoothing_factor"]) if "label_smoothing_factor" in arguments else token_loss,
+            learning_rate=arguments.get("learning_rate", LEARNING_RATE),
+            max_norm=arguments.get("max_grad_norm", float("inf")),
+            autocast=arguments.get("bf16", False),
+        )
+        for ids in steps:
+            reference.step(collate([rows[i] for i in ids]))
+    return reference
