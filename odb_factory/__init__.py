@@ -12,6 +12,7 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Collation": "odb_factory.batching",
     "ConfigError": "odb_factory.errors",
     "Cost": "odb_factory.batching",
     "DataError": "odb_factory.errors",

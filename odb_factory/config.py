@@ -58,8 +58,8 @@ class ODBConfig:
         default="exact",
     )
     lr_scale: str = _key(
-        "none: the learning rate as it is; linear or sqrt: times (samples of an optimizer step / lr_reference_samples), "
-        "or the square root of that, for online batches are larger than those it was chosen for",
+        "none: the learning rate as it is; linear or sqrt: times (samples of an optimizer step / lr_reference_samples)"
+        ", or the square root of that, for online batches are larger than those it was chosen for",
         choices=("none", "sqrt", "linear"),
         default="none",
     )
@@ -86,8 +86,8 @@ class ODBConfig:
         default="raise",
     )
     resume: str = _key(
-        "a checkpoint made on other data or in another order: strict refuses it, ignore_data takes its model and begins "
-        "the epoch anew",
+        "going on from a checkpoint: strict takes up its epoch where it stood, and refuses other data; ignore_data "
+        "takes the model alone and begins the epoch anew",
         choices=("strict", "ignore_data"),
         default="strict",
     )
@@ -111,8 +111,8 @@ class ODBConfig:
             _check(item, getattr(self, item.name))
         if self.lr_scale != "none" and self.lr_reference_samples is None:
             raise ConfigError(
-                f"odb.lr_scale: {self.lr_scale!r} needs a batch to scale from; set `lr_reference_samples` to the samples of "
-                "an optimizer step for which learning_rate was chosen, or leave lr_scale out."
+                f"odb.lr_scale: {self.lr_scale!r} needs a batch to scale from; set `lr_reference_samples` to the "
+                "samples of an optimizer step for which learning_rate was chosen, or leave lr_scale out."
             )
 
     @classmethod

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_timeout
 from torch.utils.data import DataLoader
 
+from odb_factory.batching import Collation
 from odb_factory.config import ODBConfig
 from odb_factory.data.exchange import GroupExchange
 from odb_factory.data.loader import ABORT_S, ODBLoader
@@ -76,7 +77,8 @@ class ODBDataLoader(_Online, DataLoader):
     shuffle, sampler: an order over the *whole* dataset, the same on every rank; each rank takes its own share, without
     padding. `generator`: its seed is that of the order.
     gradient_accumulation_steps: micro-batches of an optimizer step; an epoch has a multiple of them.
-    audit_dir: write `odb_audit_rank{r}.jsonl` there.
+    audit_dir: write `odb_audit_rank{r}.jsonl` there. collation: what `collate_fn` adds to a group (default: its
+    `pad_to_multiple_of`).
 
     With torch.distributed initialised, make it on all ranks at the same place of the program: they agree over a gloo
     group of their own. Every batch is a mapping with one key more than the collator's; take it out with
@@ -102,6 +104,7 @@ class ODBDataLoader(_Online, DataLoader):
         audit_dir: str | Path | None = None,
         gradient_accumulation_steps: int = 1,
         cost_fn: Callable | None = None,
+        collation: Collation | None = None,
         config: ODBConfig | None = None,
         **block: Any,
     ):
@@ -123,7 +126,12 @@ class ODBDataLoader(_Online, DataLoader):
             generator=generator,
         )
         self._odb = _Iteration(
-            self, make_config(config, block), gradient_accumulation_steps, cost_fn=cost_fn, audit_dir=audit_dir
+            self,
+            make_config(config, block),
+            gradient_accumulation_steps,
+            cost_fn=cost_fn,
+            collation=collation,
+            audit_dir=audit_dir,
         )
 
 
@@ -149,6 +157,7 @@ def apply(
     *,
     gradient_accumulation_steps: int = 1,
     cost_fn: Callable | None = None,
+    collation: Collation | None = None,
     audit_dir: str | Path | None = None,
     config: ODBConfig | None = None,
     **block: Any,
@@ -163,7 +172,12 @@ def apply(
     if hasattr(loader, "_odb"):
         raise ConfigError("apply: this DataLoader forms its batches online already; call it once.")
     iteration = _Iteration(
-        loader, make_config(config, block), gradient_accumulation_steps, cost_fn=cost_fn, audit_dir=audit_dir
+        loader,
+        make_config(config, block),
+        gradient_accumulation_steps,
+        cost_fn=cost_fn,
+        collation=collation,
+        audit_dir=audit_dir,
     )
     stock = type(loader)
     # Not `_Online` as a second base: Python lets an object change its class only to one of the same layout.
@@ -183,6 +197,7 @@ class _Iteration:
         accumulation: int,
         *,
         cost_fn: Callable | None,
+        collation: Collation | None,
         audit_dir: str | Path | None,
     ):
         if config.audit and audit_dir is None:
@@ -200,6 +215,7 @@ class _Iteration:
             config,
             patch_size=DEFAULT_PATCH_SIZE,
             cost_fn=cost_fn,
+            collation=collation,
             accumulation=accumulation,
             seed=seed,
             rank=rank,

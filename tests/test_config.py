@@ -23,6 +23,7 @@ WORDS = {
     "lr_scale": ["none", "sqrt", "linear"],
     "overlong": ["singleton", "drop", "error"],
     "on_error": ["raise", "skip"],
+    "resume": ["strict", "ignore_data"],
 }
 SWITCHES = ["join", "audit"]
 MINIMUM = dict.fromkeys(WHOLE_NUMBERS, 1) | {"collate_workers": 0, "seed": 0}
@@ -61,6 +62,7 @@ def test_defaults() -> None:
         "join": True,
         "overlong": "singleton",
         "on_error": "raise",
+        "resume": "strict",
         "exchange_timeout_s": None,
         "audit": False,
         "seed": None,

@@ -33,6 +33,7 @@ def a_step() -> Step:
 
 def test_names_of_the_package() -> None:
     assert sorted(odb_factory.__all__) == [
+        "Collation",
         "ConfigError",
         "Cost",
         "DataError",
@@ -72,6 +73,7 @@ def test_keys_of_the_block() -> None:
         "join",
         "overlong",
         "on_error",
+        "resume",
         "exchange_timeout_s",
         "audit",
         "seed",

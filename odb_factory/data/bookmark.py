@@ -93,21 +93,27 @@ class Bookmark:
         if mine.get("version") != VERSION:
             check_states(states)
         self._open(mine["epoch"])
-        here = self.data | {"order": fingerprint(self.epoch)}
-        differs = [f"{key} {mine['data'].get(key)!r} then, {value!r} now" for key, value in here.items()]
-        differs = [text for text, key in zip(differs, here) if mine["data"].get(key) != here[key]]
-        if differs:
-            if not ignore_data:
-                raise DataError(
-                    f"the training data or their order are not those of the checkpoint ({'; '.join(differs)}), so what is "
-                    "left of the epoch cannot be told; bring them back, or set `resume: ignore_data` to begin the epoch anew"
-                )
-            logger.warning("epoch %d begins anew, on other data than the checkpoint's", self.epoch)
+        if ignore_data:
+            logger.warning("resume: ignore_data: epoch %d begins anew, whatever was done of it", self.epoch)
             return
+        here = self.data | {"order": fingerprint(self.epoch)}
+        differs = [
+            f"{key} {mine['data'].get(key)!r} then, {now!r} now"
+            for key, now in here.items()
+            if mine["data"].get(key) != now
+        ]
+        if differs:
+            raise DataError(
+                f"the training data or their order are not those of the checkpoint ({'; '.join(differs)}), so what is "
+                "left of the epoch cannot be told; bring them back, or set `resume: ignore_data` to begin the epoch anew"
+            )
         if mine["snapshot"] is None and mine["done"] is None:
             return
-        changed = [f"{key} {mine['plan'].get(key)!r} -> {now!r}" for key, now in self.plan.items()]
-        changed = [text for text, key in zip(changed, self.plan) if mine["plan"].get(key) != self.plan[key]]
+        changed = [
+            f"{key} {mine['plan'].get(key)!r} -> {now!r}"
+            for key, now in self.plan.items()
+            if mine["plan"].get(key) != now
+        ]
         if mine["world_size"] != self.world_size:
             changed.append(f"ranks {mine['world_size']} -> {self.world_size}")
         positions = self._num_positions(states)

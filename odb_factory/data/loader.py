@@ -34,7 +34,7 @@ from odb_factory.data.collate import Collated, Failure, GroupDataset
 from odb_factory.data.measure import DEFAULT_PATCH_SIZE
 from odb_factory.data.observe import ObservedDataset, ObservedStream, Observer, ShardSampler, where
 from odb_factory.data.rounds import EpochRounds, Task
-from odb_factory.data.samples import Rejection, Sample
+from odb_factory.data.samples import Rejection, Sample, Step
 from odb_factory.errors import DataError, one_line
 from odb_factory.log import get_logger
 

@@ -19,8 +19,8 @@ Task = tuple[Step, list[Sample]]
 """A step and the samples to collate for it; on an idle step the sample that is run with weight 0."""
 DIFFERENT_ORDERS = (
     "the ranks draw their samples in different orders or go on from different checkpoints, so some would be lost and "
-    "others trained on twice; give every rank the same whole sampler, seeded alike (each takes its own share of it), not "
-    "a share or an order of its own."
+    "others trained on twice; give every rank the same whole sampler, seeded alike (each takes its own share of it), "
+    "not a share or an order of its own."
 )
 
 
@@ -209,8 +209,8 @@ class EpochRounds:
             if not isinstance(item, Sample) or item.cost.tokens != held.tokens:
                 found = f"{item.cost.tokens} tokens" if isinstance(item, Sample) else getattr(item, "message", "no row")
                 raise DataError(
-                    f"the training data have changed since the checkpoint: a row of {held.tokens} tokens that was waiting "
-                    f"is now: {found}; bring the data back, or set `resume: ignore_data` to begin the epoch anew."
+                    f"the training data have changed since the checkpoint: a row of {held.tokens} tokens that was "
+                    f"waiting is now: {found}; bring it back, or set `resume: ignore_data` to begin the epoch anew."
                 )
             drawn[held.draw] = Drawn(item, held.draw, held.age)
         self.held = [drawn[held.draw] for held in snapshot.held]

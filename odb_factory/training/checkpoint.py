@@ -75,7 +75,7 @@ def _load_stock(run: ODBRun, folder: Path) -> None:
     path = folder / TRAINER_STATE
     if not path.exists():
         raise ConfigError(
-            f"resume_from_checkpoint: {str(folder)!r} has no {TRAINER_STATE}, so it is not whole; name an older checkpoint."
+            f"resume_from_checkpoint: {str(folder)!r} has no {TRAINER_STATE}, so it is not whole; name an older one."
         )
     state = TrainerState.load_from_json(str(path))
     done = run.loader.pass_over(state.epoch or 0.0)

@@ -1,4 +1,4 @@
-"""Stop anywhere, resume anywhere: what is left of an epoch comes once, and with nothing changed in the very same steps."""
+"""Stop anywhere, resume anywhere: what is left of an epoch comes once; with nothing changed, in the same steps."""
 
 from __future__ import annotations
 

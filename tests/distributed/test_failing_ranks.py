@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from distributed.ranks import Outcome, run_ranks, toy_loader
 
-
 NUM_ROWS = 400
 FAILS_AT = 20
 LIMIT_S = 60

@@ -17,7 +17,6 @@ from distributed.rows import row
 from PIL import Image
 from support import training_config, write_dataset
 
-
 LIMIT_S = 60
 """From the fault to the end of the last launcher."""
 NODES = (Node(), Node())

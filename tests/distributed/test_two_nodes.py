@@ -16,7 +16,6 @@ from support import training_config
 
 from odb_factory.cli.mm_mix_builtin import build_builtin_mix
 
-
 ADDRESSES = ("10.211.57.1", "10.211.57.2")
 """Of a private network that only the two namespaces see."""
 SAMPLES = 60
