@@ -31,9 +31,10 @@ from odb_factory.data.agreement import AgreedError, Alone, Exchange
 from odb_factory.data.ahead import Ahead, Direct
 from odb_factory.data.bookmark import Bookmark
 from odb_factory.data.collate import Collated, Failure, GroupDataset
+from odb_factory.data.feed import Pass, TaskFeed
 from odb_factory.data.measure import DEFAULT_PATCH_SIZE
 from odb_factory.data.observe import ObservedDataset, ObservedStream, Observer, ShardSampler, where
-from odb_factory.data.rounds import EpochRounds, Task
+from odb_factory.data.rounds import EpochRounds
 from odb_factory.data.samples import Rejection, Sample, Step
 from odb_factory.errors import DataError, one_line
 from odb_factory.log import get_logger
@@ -124,8 +125,8 @@ class ODBLoader:
                 "collation": list(dataclasses.astuple(collation)),
             },
         )
-        self._feed = _TaskFeed()
-        self._pass: _Pass | None = None
+        self._feed = TaskFeed()
+        self._pass: Pass | None = None
         collate_workers = num_workers if config.collate_workers is None else config.collate_workers
         self._threaded = collate_workers > 0
 
@@ -226,7 +227,7 @@ class ODBLoader:
             resume=resume,
         )
         rounds = iter(plan)
-        self._pass = self._feed.current = _Pass(plan, Ahead(rounds) if self._threaded else Direct(rounds))
+        self._pass = self._feed.current = Pass(plan, Ahead(rounds) if self._threaded else Direct(rounds))
         self._pass.batches = iter(self._collating)
         self._exchange.start()
         self._pass.rounds.start()
@@ -239,7 +240,7 @@ class ODBLoader:
                 return  # nothing is left of a resumed epoch but rows that cannot be used
         self._pass.epoch_steps = self._pass.tasks[0][0].epoch_steps
 
-    def _steps(self, current: _Pass) -> Iterator[Collated]:
+    def _steps(self, current: Pass) -> Iterator[Collated]:
         try:
             # No reference to the iterator but the pass's own: leaving must end the worker processes.
             while current.batches is not None:
@@ -312,42 +313,3 @@ def _length(source: Any) -> int | None:
 
 
 _END = object()
-
-
-class _Pass:
-    """One pass over an epoch: its rounds, the tasks planned and not yet handed on, its batches, how it failed."""
-
-    def __init__(self, plan: EpochRounds, rounds: Ahead | Direct):
-        self.plan, self.rounds = plan, rounds
-        self.tasks: deque[Task] = deque()
-        self.batches: Iterator | None = None
-        self.error: Exception | None = None
-        self.epoch_steps = 0
-        self.taken = False
-
-    def close(self, timeout_s: float) -> None:
-        self.rounds.close(timeout_s)
-        self.batches = None
-        self.tasks.clear()
-
-
-class _TaskFeed:
-    """The sampler of the collating loader: planned tasks, and None while there is none yet."""
-
-    current: _Pass
-
-    def __iter__(self) -> Iterator[Task | None]:
-        current = self.current
-        while True:
-            while current.tasks:
-                yield current.tasks.popleft()
-            try:
-                current.tasks.extend(current.rounds.poll())
-            except queue.Empty:
-                yield None
-            except StopIteration:
-                return
-            except Exception as error:
-                # Not through torch's frames, which would keep its workers alive with the traceback.
-                current.error = error
-                return

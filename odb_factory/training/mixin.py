@@ -15,8 +15,9 @@ from transformers.trainer_utils import get_last_checkpoint
 from odb_factory.log import get_logger
 from odb_factory.training import checkpoint
 from odb_factory.training.progress import ODBCallback
-from odb_factory.training.run import ODBRun, TrainLoader
+from odb_factory.training.run import ODBRun
 from odb_factory.training.schedule import ScheduleClock, follow_clock, scale_learning_rate
+from odb_factory.training.train_loader import TrainLoader
 
 logger = get_logger(__name__)
 
