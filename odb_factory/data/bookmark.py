@@ -52,23 +52,21 @@ class Bookmark:
         round_index, consumed = (self.resume[0].round_index, self.resume[1]) if self.resume else (-1, 0)
         return self.epoch, round_index, consumed, -1 if self.done is None else int(self.done.sum())
 
-    def consume(self, step: Step) -> None:
+    def consume(self, step: Step, snapshots: deque[Snapshot]) -> None:
+        """Stand behind `step`. snapshots: those of the pass; older ones than that of its round are dropped."""
         if step.last:
             self._open(step.epoch + 1)
             return
+        while snapshots[0].round_index < step.round_index:
+            snapshots.popleft()
         if step.round_index != self._round:
             self._round, self._draws = step.round_index, []
         self._draws += step.draws
-        self._step, self.resume = step, None
+        self._step, self.resume = step, (snapshots[0], step.index + 1 - snapshots[0].steps)
 
-    def state(self, snapshots: deque[Snapshot], order: int) -> dict[str, Any]:
-        """JSON types. snapshots: those of the pass, older ones are dropped; order: its fingerprint."""
+    def state(self, order: int) -> dict[str, Any]:
+        """JSON types. order: the fingerprint of the epoch's."""
         snapshot, consumed = self.resume or (None, 0)
-        if self._step is not None:
-            while snapshots[0].round_index < self._step.round_index:
-                snapshots.popleft()
-            snapshot = snapshots[0]
-            consumed = self._step.index + 1 - snapshot.steps
         return {
             "version": VERSION,
             "rank": self.rank,

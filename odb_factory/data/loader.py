@@ -158,12 +158,11 @@ class ODBLoader:
 
     def consume(self, step: Step) -> None:
         """Note that this step, and all before it, has been trained on: a state is taken from there."""
-        self._bookmark.consume(step)
+        self._bookmark.consume(step, self._pass.plan.snapshots if self._pass is not None else deque())
 
     def state_dict(self) -> dict[str, Any]:
         """Where this rank stands behind the last step consumed: JSON types, some kilobytes whatever the dataset."""
-        snapshots = self._pass.plan.snapshots if self._pass is not None else deque()
-        return self._bookmark.state(snapshots, self._fingerprint(self._bookmark.epoch))
+        return self._bookmark.state(self._fingerprint(self._bookmark.epoch))
 
     def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
         """Go on from the states of all ranks. This rank's alone is enough if ranks and settings are as they were.
