@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,12 @@ from torch.utils.data import DataLoader
 
 from odb_factory.batching import Collation
 from odb_factory.config import ODBConfig
+from odb_factory.data.collate import Collated
 from odb_factory.data.exchange import GroupExchange
 from odb_factory.data.loader import ABORT_S, ODBLoader
 from odb_factory.data.make_loader import make_config, make_loader
 from odb_factory.data.measure import DEFAULT_PATCH_SIZE
+from odb_factory.data.samples import Measured, Step
 from odb_factory.data.take_apart import innermost, take_apart
 from odb_factory.errors import ConfigError, one_line
 from odb_factory.step_info import STEP_INFO_KEY, make_records
@@ -43,7 +44,10 @@ class _Online:
         self._odb.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this rank stands behind the batch yielded last (JSON types); on the contract of torchdata's loaders."""
+        """Where this rank stands behind the batch yielded last (JSON types); on the contract of torchdata's loaders.
+
+        Best taken behind the last micro-batch of an optimizer step: gradients of the others are not in it.
+        """
         return self._odb.loader.state_dict()
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
@@ -203,7 +207,7 @@ class _Iteration:
         if config.audit and audit_dir is None:
             raise ConfigError("odb.audit: True does not say where to; give audit_dir= instead.")
         ranks = dist.is_available() and dist.is_initialized()
-        rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if ranks else (0, 1)
+        self._rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if ranks else (0, 1)
         self.config, self.accumulation = config, accumulation
         generator = dataloader.generator
         seed = next(s for s in (config.seed, generator and generator.initial_seed(), 0) if s is not None)
@@ -218,12 +222,13 @@ class _Iteration:
             collation=collation,
             accumulation=accumulation,
             seed=seed,
-            rank=rank,
+            rank=self._rank,
             world_size=self.world_size,
             exchange=exchange,
         )
-        self._audit = Audit(Path(audit_dir), rank) if audit_dir is not None else None
-        self._begun = False
+        self._audit_dir = Path(audit_dir) if audit_dir is not None else None
+        self._audit: Audit | None = None
+        self._begun = self._resumed = False
         self._micro_steps = self._optimizer_steps = 0
         self._end = weakref.finalize(self, _end, self.loader)
 
@@ -233,7 +238,7 @@ class _Iteration:
 
     def load(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         self.loader.load_state_dict([state] if isinstance(state, dict) else state)
-        self._begun = False
+        self._begun, self._resumed = False, True
 
     def num_batches(self) -> int:
         """Batches of an epoch, estimated from its first round (waits for it)."""
@@ -247,8 +252,8 @@ class _Iteration:
         self._begun = True
         return self._batches(iter(self.loader))
 
-    def _batches(self, steps: Iterator[Any]) -> Iterator[Any]:
-        while items := list(islice(steps, self.accumulation)):
+    def _batches(self, steps: Iterator[Collated]) -> Iterator[Any]:
+        for items in self._optimizer_step_at_a_time(steps):
             self._optimizer_steps += 1
             records = make_records([step for step, _, _ in items], self.config.loss_scaling, self.world_size)
             for (step, measured, batch), record in zip(items, records):
@@ -256,12 +261,24 @@ class _Iteration:
                     check_supervised(step, measured)
                 batch[STEP_INFO_KEY] = record
                 self.loader.consume(step)
-                yield batch
-                if self._audit is not None:
-                    weight = record.scales[self.config.loss_scaling]
-                    self._audit.write(step, measured, weight, self._micro_steps, self._optimizer_steps)
-                    self._audit.flush()
+                if self._audit_dir is not None:
+                    self._write_audit(step, measured, record.scales[self.config.loss_scaling])
                 self._micro_steps += 1
+                yield batch
+
+    def _optimizer_step_at_a_time(self, steps: Iterator[Collated]) -> Iterator[list[Collated]]:
+        items = []
+        for item in steps:
+            items.append(item)
+            if (item[0].index + 1) % self.accumulation == 0:
+                yield items
+                items = []
+
+    def _write_audit(self, step: Step, measured: Measured, weight: float) -> None:
+        if self._audit is None:
+            self._audit = Audit(self._audit_dir, self._rank, goes_on=self._resumed)
+        self._audit.write(step, measured, weight, self._micro_steps, self._optimizer_steps)
+        self._audit.flush()
 
     def close(self) -> None:
         if self._end.detach() is None:

@@ -230,6 +230,39 @@ def test_breaking_off_and_starting_again() -> None:
         assert flat(epoch_of(loader)) == EVERY_ROW
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_state_goes_on_behind_the_batch_yielded_last(num_workers: int, tmp_path: Path) -> None:
+    """I2 over stop and resume, at every batch; the audit goes on where it stood."""
+
+    def loader(folder: Path) -> ODBDataLoader:
+        return ODBDataLoader(
+            Rows(), token_budget=BUDGET, buffer_size=16, shuffle=True, collate_fn=pad, num_workers=num_workers,
+            gradient_accumulation_steps=2, audit_dir=folder,
+        )
+
+    with loader(tmp_path / "whole") as one:
+        whole = epoch_of(one) + epoch_of(one)
+    for stop in range(1, len(whole), 5):
+        with loader(tmp_path / str(stop)) as first:
+            before, state = [], first.state_dict()
+            assert state["snapshot"] is None
+            for _ in range(2):
+                for batch in first:
+                    before.append(rows_of(batch))
+                    if len(before) == stop:
+                        state = json.loads(json.dumps(first.state_dict()))
+                        break
+                if len(before) == stop:
+                    break
+        with loader(tmp_path / str(stop)) as second:
+            second.load_state_dict(state)
+            after = epoch_of(second)
+            if len(before) + len(after) < len(whole):
+                after += epoch_of(second)
+        assert before + after == whole, stop
+        assert len((tmp_path / str(stop) / "odb_audit_rank0.jsonl").read_text().splitlines()) == len(whole)
+
+
 # Two ranks
 
 

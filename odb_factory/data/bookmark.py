@@ -103,7 +103,7 @@ class Bookmark:
         if differs:
             raise DataError(
                 f"the training data or their order are not those of the checkpoint ({'; '.join(differs)}), so what is "
-                "left of the epoch cannot be told; bring them back, or set `resume: ignore_data` to begin the epoch anew"
+                "left of the epoch cannot be told; bring them back, or set `resume: ignore_data` to begin it anew"
             )
         if mine["snapshot"] is None and mine["done"] is None:
             return
