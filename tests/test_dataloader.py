@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -261,6 +262,24 @@ def test_a_state_goes_on_behind_the_batch_yielded_last(num_workers: int, tmp_pat
                 after += epoch_of(second)
         assert before + after == whole, stop
         assert len((tmp_path / str(stop) / "odb_audit_rank0.jsonl").read_text().splitlines()) == len(whole)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_stream_of_the_datasets_library_goes_on_from_its_own_state(num_workers: int) -> None:
+    """Of several shards, which it reads one after the other."""
+
+    def loader() -> ODBDataLoader:
+        rows = datasets.Dataset.from_list([item(k) for k in range(400)]).to_iterable_dataset(num_shards=8)
+        return ODBDataLoader(rows, token_budget=BUDGET, buffer_size=16, collate_fn=pad, num_workers=num_workers)
+
+    with loader() as first:
+        before = [rows_of(batch) for _, batch in zip(range(60), first)]
+        state = json.loads(json.dumps(first.state_dict()))
+    assert state["snapshot"]["anchor"]["position"] > 64
+    with loader() as second:
+        second.load_state_dict(state)
+        after = epoch_of(second)
+    assert flat(before + after) == Counter(range(400))
 
 
 # Two ranks

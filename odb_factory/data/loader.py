@@ -218,6 +218,7 @@ class ODBLoader:
         if resume is not None:
             self._order.share.again = [held.draw for held in resume[0].waiting]
             self._order.share.begin = resume[0].drawn
+            self._order.share.anchor = resume[0].anchor
         plan = self._plan(
             itertools.chain.from_iterable(iter(self._observing)),
             epoch=self.epoch,

@@ -12,10 +12,12 @@ from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from odb_factory.batching import Budget, Cost
 from odb_factory.config import ODBConfig
-from odb_factory.data.samples import Rejection, Sample, pack
+from odb_factory.data.samples import Anchor, Rejection, Sample, pack
 from odb_factory.errors import one_line
 
 FINGERPRINTED = 64
+ANCHOR_EVERY = 64
+"""Items of a stream between two of its own states."""
 
 
 class RowDropped(Exception):
@@ -97,7 +99,8 @@ class Share:
     """The share of one rank in an order of all ranks: every `world_size`-th of what is left to do.
 
     done: bool a position of the order, what is left out (None: nothing). again: draws of this share that come once
-    more, in ascending order, before it goes on with number `begin`. All three hold for one iteration.
+    more, in ascending order, before it goes on with number `begin`. anchor: where the order is taken up, none: at its
+    beginning. All four hold for one iteration.
     """
 
     def __init__(self, rank: int, world_size: int):
@@ -108,18 +111,23 @@ class Share:
         self.done: np.ndarray | None = None
         self.again: list[int] = []
         self.begin = 0
+        self.anchor: Anchor | None = None
 
     def of(self, order: Iterable[Any]) -> Iterator[tuple[int, Any]]:
-        """(position in the order, item) of every item to draw."""
+        """(position in the order, item) of every item to draw. `order` begins at the anchor."""
         done, again, begin = self.done, set(self.again), self.begin
+        position = self.anchor.position if self.anchor is not None else 0
         self.begin_anew()
-        left: Iterator[tuple[int, Any]] = enumerate(order)
+        left: Iterator[tuple[int, Any]] = enumerate(order, position)
+        number = position
         if done is not None:
             left = ((i, item) for i, item in left if i >= len(done) or not done[i])
-        mine = itertools.islice(left, self.rank, None, self.world_size)
+            number -= int(done[:position].sum())
+        skip = (self.rank - number) % self.world_size
+        mine = itertools.islice(left, skip, None, self.world_size)
         if begin == 0:
             yield from mine
-        for draw, pair in enumerate(mine):
+        for draw, pair in enumerate(mine, (number + skip) // self.world_size):
             if draw >= begin or draw in again:
                 yield pair
 
@@ -128,7 +136,8 @@ class ObservedStream(IterableDataset):
     """The share of a rank of a dataset that is iterated, observed.
 
     The id of a sample is its position in the stream. All ranks iterate the same stream, unless the dataset
-    is known to have been split between them (`datasets.distributed.split_dataset_by_node`).
+    is known to have been split between them (`datasets.distributed.split_dataset_by_node`). A dataset with
+    `state_dict` and `load_state_dict` (those of `datasets`, torchdata) goes on from its own state.
     """
 
     fingerprint = 0
@@ -147,9 +156,15 @@ class ObservedStream(IterableDataset):
         return self._current
 
     def __iter__(self) -> Iterator[Sample | Rejection]:
-        for position, item in self.share.of(self.dataset):
+        if self.share.anchor is not None:
+            self.dataset.load_state_dict(self.share.anchor.state)
+        tells = hasattr(self.dataset, "state_dict") and hasattr(self.dataset, "load_state_dict")
+        for number, (position, item) in enumerate(self.share.of(self.dataset)):
             self._current = item
-            yield self._observed[position * self.world_size + self.rank if self.is_split else position]
+            sample = self._observed[position * self.world_size + self.rank if self.is_split else position]
+            if tells and number % ANCHOR_EVERY == 0 and isinstance(sample, Sample):
+                sample.anchor = Anchor(position + 1, self.dataset.state_dict())
+            yield sample
 
     def set_epoch(self, epoch: int) -> None:
         if hasattr(self.dataset, "set_epoch"):

@@ -13,13 +13,25 @@ import numpy as np
 from odb_factory.batching import Cost, StepTotals
 
 
+@dataclass(frozen=True, slots=True)
+class Anchor:
+    """A place in a stream. position: items before it; state: what its `state_dict()` says there (JSON types)."""
+
+    position: int
+    state: dict[str, Any]
+
+
 @dataclass(slots=True)
 class Sample:
-    """One observed row: its index in the training dataset, its cost and its light features (see `pack`)."""
+    """One observed row: its index in the training dataset, its cost and its light features (see `pack`).
+
+    anchor: now and then, for a stream that can tell: where it stands behind this row.
+    """
 
     id: int
     cost: Cost
     features: bytes
+    anchor: Anchor | None = None
 
 
 @dataclass(slots=True)
