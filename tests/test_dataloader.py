@@ -265,17 +265,17 @@ def test_a_state_goes_on_behind_the_batch_yielded_last(num_workers: int, tmp_pat
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_stream_of_the_datasets_library_goes_on_from_its_own_state(num_workers: int) -> None:
-    """Of several shards, which it reads one after the other."""
+def test_a_stream_of_the_datasets_library_goes_on(num_workers: int) -> None:
+    """Of several shards, shuffled through a buffer and mapped."""
 
     def loader() -> ODBDataLoader:
         rows = datasets.Dataset.from_list([item(k) for k in range(400)]).to_iterable_dataset(num_shards=8)
+        rows = rows.shuffle(seed=1, buffer_size=50).map(lambda row: row)
         return ODBDataLoader(rows, token_budget=BUDGET, buffer_size=16, collate_fn=pad, num_workers=num_workers)
 
     with loader() as first:
         before = [rows_of(batch) for _, batch in zip(range(60), first)]
         state = json.loads(json.dumps(first.state_dict()))
-    assert state["snapshot"]["anchor"]["position"] > 64
     with loader() as second:
         second.load_state_dict(state)
         after = epoch_of(second)

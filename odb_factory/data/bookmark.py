@@ -29,6 +29,7 @@ class Bookmark:
     def _open(self, epoch: int) -> None:
         """Stand before the first step of an epoch."""
         self.epoch = epoch
+        self.order: int | None = None
         self.done: np.ndarray | None = None
         self.resume: tuple[Snapshot, int] | None = None
         self._step: Step | None = None
@@ -107,6 +108,7 @@ class Bookmark:
             )
         if mine["snapshot"] is None and mine["done"] is None:
             return
+        self.order = here["order"]
         changed = [
             f"{key} {mine['plan'].get(key)!r} -> {now!r}"
             for key, now in self.plan.items()
@@ -122,6 +124,11 @@ class Bookmark:
                 self.resume = (snapshot, mine["consumed"])
                 self._round, self._draws = snapshot.round_index, list(mine["emitted"])
             return
+        if self.data["split"]:
+            raise DataError(
+                f"{', '.join(changed)}: a stream that was split between the ranks beforehand cannot be dealt out anew; go "
+                "on as before, give the ranks the whole stream, or set `resume: ignore_data`"
+            )
         check_states(states)
         self.done = mark_done(states, positions)
         logger.info(

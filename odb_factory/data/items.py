@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,7 +23,7 @@ class ItemObserver:
     `odb_n_patches`, or counted from the patch grids or pixel tensors. Where an item has no `labels`, it is
     collated alone and the labels of that batch are counted.
 
-    cost_fn: item -> `Cost` (or int, tokens), in place of all this.
+    cost_fn: item -> `Cost` (or int, tokens); where it gives no supervised tokens, labels are counted all the same.
     needs_supervised: supervised tokens must be known (`loss_scaling: exact`); else they may be 0 for want of labels.
     """
 
@@ -41,7 +42,9 @@ class ItemObserver:
         item = dataset[index]
         cost = self.cost_fn(item) if self.cost_fn is not None else self._cost(item)
         if not isinstance(cost, Cost):
-            cost = Cost(tokens=int(cost), supervised_tokens=self._supervised(item, int(cost)))
+            cost = Cost(tokens=int(cost))
+        if cost.supervised_tokens == 0:
+            cost = dataclasses.replace(cost, supervised_tokens=self._supervised(item, cost.tokens))
         features = {key: value for key, value in item.items() if key != PATCHES_KEY}
         return features, cost
 
@@ -54,7 +57,7 @@ class ItemObserver:
         patches = count_patches(item, self.patch_size) if patches is None else int(patches)
         # Videos are a family: a model runs its vision tower once for images and once for videos.
         video = any(item.get(key) is not None for key in ("video_grid_thw", "pixel_values_videos"))
-        return Cost(tokens, patches, self._supervised(item, tokens), has_media=patches > 0, family=int(video))
+        return Cost(tokens, patches, has_media=patches > 0, family=int(video))
 
     def _supervised(self, item: Mapping[str, Any], tokens: int) -> int:
         labels = item.get("labels")

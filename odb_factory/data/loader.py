@@ -36,7 +36,7 @@ from odb_factory.data.measure import DEFAULT_PATCH_SIZE
 from odb_factory.data.observe import ObservedDataset, ObservedStream, Observer, ShardSampler, where
 from odb_factory.data.rounds import EpochRounds
 from odb_factory.data.samples import Rejection, Sample, Step
-from odb_factory.errors import DataError, one_line
+from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.log import get_logger
 
 OBSERVE_CHUNK = 8
@@ -113,7 +113,7 @@ class ODBLoader:
         self._bookmark = Bookmark(
             rank,
             world_size,
-            data={"samples": self.num_samples, "seed": seed},
+            data={"samples": self.num_samples, "seed": seed, "split": getattr(self._order, "is_split", False)},
             plan={
                 "token_budget": config.token_budget,
                 "max_patches": config.max_patches,
@@ -132,11 +132,11 @@ class ODBLoader:
 
         def loader(source: Any, workers: int, **kwargs: Any) -> DataLoader:
             if workers:
-                kwargs |= {
+                kwargs = {
                     "persistent_workers": True,
                     "prefetch_factor": prefetch_factor,
                     "multiprocessing_context": multiprocessing_context,
-                }
+                } | kwargs
             # A generator of its own: stock training draws nothing from the global one for us.
             generator = torch.Generator().manual_seed(seed)
             return DataLoader(source, num_workers=workers, collate_fn=_identity, generator=generator, **kwargs)
@@ -144,6 +144,8 @@ class ODBLoader:
         groups = GroupDataset(collate_fn, patch_size, functools.partial(where, observer, dataset))
         order = {"sampler": self._order} if sampler is not None else {}
         observe_workers = num_workers if sampler is not None else min(num_workers, 1)
+        if sampler is None and observe_workers:
+            order["persistent_workers"] = False  # a worker that lives on would not hear of another epoch or state
         self._observing = loader(
             self._observed, observe_workers, batch_size=OBSERVE_CHUNK, worker_init_fn=worker_init_fn, **order
         )
@@ -191,6 +193,11 @@ class ODBLoader:
                 raise
         return self._pass.epoch_steps
 
+    @property
+    def under_way(self) -> Pass | None:
+        """The pass that has begun and is not over."""
+        return self._pass
+
     def __iter__(self) -> Iterator[Collated]:
         """Begin the epoch, or go on with one that `start` has begun; an iterator handed out before is over."""
         if self._pass is not None and self._pass.taken:
@@ -211,6 +218,8 @@ class ODBLoader:
         self.close(ABORT_S)
 
     def _begin(self) -> None:
+        if self._observing is None:
+            raise ConfigError("odb: this loader has been closed; make another one.")
         self._bookmark.turn_to(self.epoch)
         done, resume, place = self._bookmark.done, self._bookmark.resume, self._bookmark.place
         self._order.set_epoch(self.epoch)
@@ -218,11 +227,10 @@ class ODBLoader:
         if resume is not None:
             self._order.share.again = [held.draw for held in resume[0].waiting]
             self._order.share.begin = resume[0].drawn
-            self._order.share.anchor = resume[0].anchor
         plan = self._plan(
             itertools.chain.from_iterable(iter(self._observing)),
             epoch=self.epoch,
-            order=lambda: zlib.crc32(repr((self._order.fingerprint, place)).encode()),
+            order=functools.partial(self._checked_order, place, self._bookmark.order),
             done_before=0 if done is None else int(done.sum()),
             resume=resume,
         )
@@ -236,8 +244,9 @@ class ODBLoader:
                 self._pass.tasks.extend(self._pass.rounds.poll())
             except queue.Empty:
                 self._exchange.check()
-            except StopIteration:
-                return  # nothing is left of a resumed epoch but rows that cannot be used
+            except StopIteration:  # nothing is left of a resumed epoch but rows that cannot be used
+                self.set_epoch(self.epoch + 1)
+                return self._begin()
         self._pass.epoch_steps = self._pass.tasks[0][0].epoch_steps
 
     def _steps(self, current: Pass) -> Iterator[Collated]:
@@ -293,8 +302,16 @@ class ODBLoader:
         if self._pass is not None and epoch == self.epoch:
             return self._order.fingerprint
         self._order.set_epoch(epoch)
-        iter(self._order)
-        return self._order.fingerprint
+        return self._order.peek()
+
+    def _checked_order(self, place: tuple[int, ...], expected: int | None) -> int:
+        """A checksum of order and place, which all ranks must have in common (planning thread)."""
+        if expected is not None and self._order.fingerprint != expected:
+            raise DataError(
+                "the sampler has drawn another order than before the stop, so what is left of the epoch cannot be told; "
+                "give one whose order depends on its seed and epoch alone, or set `resume: ignore_data`"
+            )
+        return zlib.crc32(repr((self._order.fingerprint, place)).encode())
 
     def _find_spare(self) -> Sample:
         """The first usable row of the dataset, for idle steps of a rank whose shard had none."""

@@ -8,16 +8,15 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from odb_factory.batching import Budget, Cost
 from odb_factory.config import ODBConfig
-from odb_factory.data.samples import Anchor, Rejection, Sample, pack
+from odb_factory.data.samples import Rejection, Sample, pack
 from odb_factory.errors import one_line
 
 FINGERPRINTED = 64
-ANCHOR_EVERY = 64
-"""Items of a stream between two of its own states."""
 
 
 class RowDropped(Exception):
@@ -99,8 +98,7 @@ class Share:
     """The share of one rank in an order of all ranks: every `world_size`-th of what is left to do.
 
     done: bool a position of the order, what is left out (None: nothing). again: draws of this share that come once
-    more, in ascending order, before it goes on with number `begin`. anchor: where the order is taken up, none: at its
-    beginning. All four hold for one iteration.
+    more, in ascending order, before it goes on with number `begin`. All three hold for one iteration.
     """
 
     def __init__(self, rank: int, world_size: int):
@@ -111,23 +109,18 @@ class Share:
         self.done: np.ndarray | None = None
         self.again: list[int] = []
         self.begin = 0
-        self.anchor: Anchor | None = None
 
     def of(self, order: Iterable[Any]) -> Iterator[tuple[int, Any]]:
-        """(position in the order, item) of every item to draw. `order` begins at the anchor."""
+        """(position in the order, item) of every item to draw."""
         done, again, begin = self.done, set(self.again), self.begin
-        position = self.anchor.position if self.anchor is not None else 0
         self.begin_anew()
-        left: Iterator[tuple[int, Any]] = enumerate(order, position)
-        number = position
+        left: Iterator[tuple[int, Any]] = enumerate(order)
         if done is not None:
             left = ((i, item) for i, item in left if i >= len(done) or not done[i])
-            number -= int(done[:position].sum())
-        skip = (self.rank - number) % self.world_size
-        mine = itertools.islice(left, skip, None, self.world_size)
+        mine = itertools.islice(left, self.rank, None, self.world_size)
         if begin == 0:
             yield from mine
-        for draw, pair in enumerate(mine, (number + skip) // self.world_size):
+        for draw, pair in enumerate(mine):
             if draw >= begin or draw in again:
                 yield pair
 
@@ -136,8 +129,9 @@ class ObservedStream(IterableDataset):
     """The share of a rank of a dataset that is iterated, observed.
 
     The id of a sample is its position in the stream. All ranks iterate the same stream, unless the dataset
-    is known to have been split between them (`datasets.distributed.split_dataset_by_node`). A dataset with
-    `state_dict` and `load_state_dict` (those of `datasets`, torchdata) goes on from its own state.
+    is known to have been split between them (`datasets.distributed.split_dataset_by_node`). A resumed stream is read
+    from its beginning, what is done passed over unobserved: a state of its own, where it has one, may forget what
+    waits in it (that of `datasets` loses its shuffle buffer).
     """
 
     fingerprint = 0
@@ -156,15 +150,12 @@ class ObservedStream(IterableDataset):
         return self._current
 
     def __iter__(self) -> Iterator[Sample | Rejection]:
-        if self.share.anchor is not None:
-            self.dataset.load_state_dict(self.share.anchor.state)
-        tells = hasattr(self.dataset, "state_dict") and hasattr(self.dataset, "load_state_dict")
-        for number, (position, item) in enumerate(self.share.of(self.dataset)):
+        for position, item in self.share.of(self.dataset):
             self._current = item
-            sample = self._observed[position * self.world_size + self.rank if self.is_split else position]
-            if tells and number % ANCHOR_EVERY == 0 and isinstance(sample, Sample):
-                sample.anchor = Anchor(position + 1, self.dataset.state_dict())
-            yield sample
+            yield self._observed[position * self.world_size + self.rank if self.is_split else position]
+
+    def peek(self) -> int:
+        return self.fingerprint
 
     def set_epoch(self, epoch: int) -> None:
         if hasattr(self.dataset, "set_epoch"):
@@ -180,6 +171,16 @@ class ShardSampler(Sampler[int]):
     def __init__(self, sampler: Any, rank: int, world_size: int):
         self.sampler, self.share = sampler, Share(rank, world_size)
         self.fingerprint = 0
+
+    def peek(self) -> int:
+        """The fingerprint of the order that comes next, which stays the next."""
+        generator = getattr(self.sampler, "generator", None)
+        before = generator.get_state() if generator is not None else None
+        with torch.random.fork_rng(devices=[]):
+            iter(self)
+        if before is not None:
+            generator.set_state(before)
+        return self.fingerprint
 
     def __iter__(self) -> Iterator[int]:
         order = iter(self.sampler)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from odb_factory.batching import Budget, Offer, Plan, align, make_offer
 from odb_factory.data.agreement import AgreedError, Exchange, Report
-from odb_factory.data.samples import Anchor, Rejection, Sample, Step
+from odb_factory.data.samples import Rejection, Sample, Step
 from odb_factory.data.state import Held, Snapshot
 from odb_factory.errors import DataError, one_line
 from odb_factory.log import get_logger
@@ -79,7 +79,6 @@ class EpochRounds:
         self.resume, self.done_before = resume, done_before
 
         self.snapshots: deque[Snapshot] = deque()
-        self.anchors: deque[tuple[int, Anchor]] = deque()  # with the draw behind which each stands
         self.rejected: Counter[str] = Counter()
         self.held: list[Drawn] = []
         self.spare: Drawn | None = None
@@ -172,8 +171,6 @@ class EpochRounds:
         for item in self.observed:
             self.drawn += 1
             if isinstance(item, Sample):
-                if item.anchor is not None:
-                    self.anchors.append((self.drawn - 1, item.anchor))
                 return Drawn(item, self.drawn - 1)
             if item.fatal:
                 raise DataError(item.message)
@@ -192,10 +189,6 @@ class EpochRounds:
             self.spare = min(self.held, key=lambda one: one.sample.cost.tokens)
 
     def _snapshot(self) -> Snapshot:
-        waiting = (one for one in (self.spare, *self.held, self.next) if one is not None)
-        first = min((one.draw for one in waiting), default=self.drawn)
-        while len(self.anchors) > 1 and self.anchors[1][0] < first:
-            self.anchors.popleft()
         return Snapshot(
             round_index=self.round_index,
             steps=self.steps,
@@ -207,7 +200,6 @@ class EpochRounds:
             held=tuple(one.as_held() for one in self.held),
             next=self.next and self.next.as_held(),
             spare=self.spare and self.spare.as_held(),
-            anchor=self.anchors[0][1] if self.anchors and self.anchors[0][0] < first else None,
         )
 
     def _restore(self, snapshot: Snapshot, num_consumed: int) -> int:
@@ -228,8 +220,6 @@ class EpochRounds:
         self.drawn, self.round_index, self.steps = snapshot.drawn, snapshot.round_index, snapshot.steps
         self.emitted, self.groups_emitted = snapshot.emitted, snapshot.groups_emitted
         self.rejected, self.overlong = Counter(snapshot.rejected), snapshot.overlong
-        if snapshot.anchor is not None:
-            self.anchors.append((-1, snapshot.anchor))
         return num_consumed
 
     def _tasks(

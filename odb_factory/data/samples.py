@@ -9,29 +9,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from odb_factory.batching import Cost, StepTotals
 
 
-@dataclass(frozen=True, slots=True)
-class Anchor:
-    """A place in a stream. position: items before it; state: what its `state_dict()` says there (JSON types)."""
-
-    position: int
-    state: dict[str, Any]
-
-
 @dataclass(slots=True)
 class Sample:
-    """One observed row: its index in the training dataset, its cost and its light features (see `pack`).
-
-    anchor: now and then, for a stream that can tell: where it stands behind this row.
-    """
+    """One observed row: its index in the training dataset, its cost and its light features (see `pack`)."""
 
     id: int
     cost: Cost
     features: bytes
-    anchor: Anchor | None = None
 
 
 @dataclass(slots=True)
@@ -103,7 +92,7 @@ def pack(features: Mapping[str, Any]) -> bytes:
 
     Raises what pickle raises; here, in the worker that made them, rather than in a queue where nobody sees it.
     """
-    return pickle.dumps({key: _pack_list(value) for key, value in features.items()}, pickle.HIGHEST_PROTOCOL)
+    return pickle.dumps({key: _pack_value(value) for key, value in features.items()}, pickle.HIGHEST_PROTOCOL)
 
 
 def unpack(packed: bytes) -> dict[str, Any]:
@@ -112,7 +101,9 @@ def unpack(packed: bytes) -> dict[str, Any]:
     return {key: value.array.tolist() if isinstance(value, PackedInts) else value for key, value in features.items()}
 
 
-def _pack_list(value: Any) -> Any:
+def _pack_value(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() > value.nbytes:
+        return value.clone()  # a view would take along all it is a view of
     if not isinstance(value, list) or not value or set(map(type, value)) != {int}:
         return value
     least, greatest = min(value), max(value)

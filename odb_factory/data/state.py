@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from odb_factory.data.samples import Anchor
 from odb_factory.errors import DataError
 
 VERSION = 1
@@ -37,7 +36,6 @@ class Snapshot:
     """A rank before it plans a round. steps, emitted, groups_emitted: of the epoch, on all ranks.
 
     drawn, rejected, overlong: of this rank. next: drawn beyond the window; spare: what idle steps are run with.
-    anchor: a place of the stream before all that is waiting, none: its beginning.
     """
 
     round_index: int
@@ -50,7 +48,6 @@ class Snapshot:
     held: tuple[Held, ...]
     next: Held | None
     spare: Held | None
-    anchor: Anchor | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -59,8 +56,7 @@ class Snapshot:
     def from_dict(cls, saved: dict[str, Any]) -> Snapshot:
         held = tuple(Held(**one) for one in saved["held"])
         lone = {key: None if saved[key] is None else Held(**saved[key]) for key in ("next", "spare")}
-        anchor = None if saved["anchor"] is None else Anchor(**saved["anchor"])
-        return cls(**saved | {"held": held, "anchor": anchor} | lone)
+        return cls(**saved | {"held": held} | lone)
 
     @property
     def waiting(self) -> list[Held]:

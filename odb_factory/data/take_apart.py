@@ -39,15 +39,19 @@ def innermost(dataloader: Any) -> DataLoader:
     return dataloader
 
 
-def take_apart(dataloader: Any, seed: int) -> Parts:
+def take_apart(dataloader: Any, seed: int, stream: Any = None) -> Parts:
     """What an online loader needs of `dataloader` (torch's, or one that accelerate has prepared).
+
+    stream: the dataset itself, where it is iterated and known: accelerate may have cut `dataloader`'s into shards.
 
     Shares of a rank (`DistributedSampler`, accelerate's shards) are undone: shards without padding are
     made later. A random sampler gets its order from `seed` and the epoch. Raises `ConfigError` where the
     order cannot be told.
     """
     loader = innermost(dataloader)
-    dataset = loader.dataset
+    dataset = stream if isinstance(stream, IterableDataset) else loader.dataset
+    if loader is not dataloader and stream is None and type(dataset) is not IterableDatasetShard:
+        _refuse_shards(dataset)
     while isinstance(dataset, IterableDatasetShard):
         dataset = dataset.dataset
     return Parts(
@@ -60,6 +64,17 @@ def take_apart(dataloader: Any, seed: int) -> Parts:
         multiprocessing_context=loader.multiprocessing_context,
         worker_init_fn=loader.worker_init_fn,
     )
+
+
+def _refuse_shards(dataset: Any) -> None:
+    """A stream of `datasets` that accelerate has prepared for several ranks may have been cut, and does not tell."""
+    several = torch.distributed.is_available() and torch.distributed.is_initialized()
+    if isinstance(dataset, IterableDataset) and several and torch.distributed.get_world_size() > 1:
+        if getattr(dataset, "_distributed", None) is None:
+            raise ConfigError(
+                "odb: accelerate has prepared this DataLoader over a stream, and nobody can tell which part of it this "
+                "rank has; apply odb to the DataLoader before `prepare`, or give the dataset to ODBDataLoader."
+            )
 
 
 def _sampler(loader: DataLoader) -> Any:
@@ -82,7 +97,7 @@ def _sampler(loader: DataLoader) -> Any:
 
 def _whole(sampler: Any, seed: int) -> Any:
     """The order of all ranks together, the same on each."""
-    if isinstance(sampler, DistributedSampler):
+    if type(sampler) is DistributedSampler:
         return DistributedSampler(sampler.dataset, 1, 0, shuffle=sampler.shuffle, seed=sampler.seed)
     if type(sampler) in (RandomSampler, SeedableRandomSampler):
         return SeedableRandomSampler(

@@ -41,7 +41,7 @@ def find(asked: str | Path) -> Path:
     folder = Path(asked)
     if not folder.is_dir():
         raise ConfigError(f"resume_from_checkpoint: {str(asked)!r} is no folder; name a checkpoint of this training.")
-    if (folder / MARKER).exists():
+    if (folder / MARKER).exists() or _is_stock(folder):
         return folder
     older = [other for other in folder.parent.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if (other / MARKER).exists()]
     before = [other for other in older if _number(other) < _number(folder)]
@@ -85,6 +85,15 @@ def _load_stock(run: ODBRun, folder: Path) -> None:
         folder.name, done, int(state.epoch or 0),
     )
     run.begin_at(state.global_step, state.epoch or 0.0)
+
+
+def _is_stock(folder: Path) -> bool:
+    """Whether it is whole, and was written by a training without odb."""
+    if not (folder / TRAINER_STATE).exists():
+        return False
+    state = TrainerState.load_from_json(str(folder / TRAINER_STATE))
+    ours = state.stateful_callbacks.get("ODBCallback", {"attributes": {}})
+    return ours["attributes"].get("optimizer_steps") != state.global_step  # stock training carries an old entry along
 
 
 def _number(folder: Path) -> int:

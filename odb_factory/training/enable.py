@@ -38,7 +38,7 @@ class ODBSettings:
         args = trainer.args
         seed = next(seed for seed in (self.config.seed, args.data_seed, args.seed) if seed is not None)
         loader = make_loader(
-            take_apart(stock, seed),
+            take_apart(stock, seed, stream=trainer.train_dataset),
             self.config,
             observer=self.observer,
             collation=self.collation,

@@ -27,6 +27,8 @@ def loss_weights(steps: Sequence[Step], loss_scaling: str, world_size: int) -> l
     else:
         mine = [0 if step.idle else 1 for step in steps]
         total = sum(step.totals.busy_ranks for step in steps)
+    if total == 0:
+        return [0.0] * len(mine)
     return [count * world_size / total for count in mine]
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers.trainer_utils import get_last_checkpoint
 
+from odb_factory.errors import ConfigError
 from odb_factory.log import get_logger
 from odb_factory.training import checkpoint
 from odb_factory.training.progress import ODBCallback
@@ -38,6 +39,8 @@ class ODBTrainerMixin:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         if resume_from_checkpoint is True:
             resume_from_checkpoint = get_last_checkpoint(self.args.output_dir)
+            if resume_from_checkpoint is None:
+                raise ConfigError(f"resume_from_checkpoint: True, but {self.args.output_dir!r} holds no checkpoint.")
         if resume_from_checkpoint:
             resume_from_checkpoint = str(checkpoint.find(resume_from_checkpoint))
         self.odb_checkpoint = resume_from_checkpoint or None

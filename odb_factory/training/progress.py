@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
+from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from odb_factory.log import get_logger
@@ -15,14 +16,19 @@ from odb_factory.training import checkpoint
 logger = get_logger(__name__)
 
 
-class ODBCallback(TrainerCallback):
+class ODBCallback(TrainerCallback, ExportableState):
     """Runs before the other callbacks. The Trainer's loop is sized by an upper bound; this one ends it in time."""
 
     def __init__(self, trainer: Any):
         self.trainer = trainer
 
+    def state(self) -> dict[str, Any]:
+        """Stands in `trainer_state.json`: a checkpoint at this optimizer step was written with odb."""
+        return {"args": {}, "attributes": {"optimizer_steps": self.trainer.odb_run.optimizer_steps}}
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         run = self.trainer.odb_run
+        state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         if run.finished:
             logger.info("nothing is left to train: the checkpoint has all %s optimizer steps", run.optimizer_steps)
             return

@@ -19,7 +19,6 @@ from toy import pad
 
 from odb_factory.batching import Cost
 from odb_factory.config import ODBConfig
-from odb_factory.data import observe
 from odb_factory.data.agreement import AgreedError
 from odb_factory.data.exchange import decode, encode
 from odb_factory.data.loader import ODBLoader
@@ -159,28 +158,6 @@ class Stream(IterableDataset):
         return iter(self.lengths)
 
 
-class StatefulStream(IterableDataset):
-    """Tells where it stands; counts what is read of it."""
-
-    num_read = 0
-
-    def __init__(self, lengths: Sequence[int]):
-        self.lengths, self.position = lengths, 0
-
-    def __iter__(self) -> Any:
-        while self.position < len(self.lengths):
-            self.position += 1
-            StatefulStream.num_read += 1
-            yield self.lengths[self.position - 1]
-        self.position = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.position = state["position"]
-
-
 def ids_of(steps: list[list[Any]], epoch: int = 0) -> Counter:
     return Counter(id for rank in steps for step in rank if step.epoch == epoch for id in step.ids)
 
@@ -197,8 +174,6 @@ MODES = [
     {"world_size": 3, "buffer_size": 64},
     {"world_size": 2, "join": False, "accumulation": 2},
     {"world_size": 2, "stream": Stream},
-    {"world_size": 1, "stream": StatefulStream},
-    {"world_size": 2, "stream": StatefulStream, "accumulation": 2},
 ]
 
 
@@ -249,7 +224,7 @@ changes = st.fixed_dictionaries(
     st.lists(st.integers(0, 20), min_size=1, max_size=40).filter(any),
     st.lists(st.tuples(changes, st.integers(1, 6)), min_size=1, max_size=3),
     changes,
-    st.sampled_from([None, Stream, StatefulStream]),
+    st.sampled_from([None, Stream]),
 )
 def test_any_ranks_and_settings_after_any(
     lengths: list[int], stops: list[tuple[dict[str, int], int]], last: dict[str, int], stream: Any
@@ -295,16 +270,6 @@ def test_states_that_are_not_all_there_are_refused() -> None:
         run(LENGTHS, states=states[:1], world_size=1)
     with pytest.raises(DataError, match="version 99"):
         run(LENGTHS, states=[states[0] | {"version": 99}], world_size=1)
-
-
-def test_a_stream_that_tells_where_it_stands_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(observe, "ANCHOR_EVERY", 4)
-    lengths = [3 + k % 11 for k in range(400)]
-    before, states = run(lengths, stop_after=80, stream=StatefulStream, overlong="drop")
-    StatefulStream.num_read = 0
-    after, _ = run(lengths, states=states, stream=StatefulStream, overlong="drop")
-    assert ids_of(before) + ids_of(after) == usable(lengths)
-    assert StatefulStream.num_read < 400 - sum(ids_of(before).values()) + 60
 
 
 def test_size_of_a_state() -> None:

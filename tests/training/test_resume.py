@@ -130,6 +130,19 @@ def test_a_stock_checkpoint_goes_on_from_its_share_of_the_epoch(tiny_text, tmp_p
     assert sum(len(line["ids"]) for line in audit(tmp_path)) == NUM_ROWS - 10 * 4
 
 
+def test_a_stock_checkpoint_behind_ours_is_not_taken_for_a_cut_off_one(tiny_text, tmp_path) -> None:
+    train(tiny_text, tmp_path, block=BLOCK, stop=2, num_train_epochs=1)
+    train(tiny_text, tmp_path, resume=True, stop=5, num_train_epochs=1)
+    trainer = train(tiny_text, tmp_path, resume=True, block=BLOCK, stop=6, num_train_epochs=1)
+    assert trainer.state.global_step == 6
+    assert audit(tmp_path)[-1]["optimizer_step"] == 6 and len(audit(tmp_path)) == 2 + 1
+
+
+def test_a_checkpoint_that_is_not_there_is_not_passed_over(tiny_text, tmp_path) -> None:
+    with pytest.raises(ConfigError, match="holds no checkpoint"):
+        train(tiny_text, tmp_path, resume=True, block=BLOCK)
+
+
 def test_a_checkpoint_goes_on_without_odb(tiny_text, tmp_path) -> None:
     train(tiny_text, tmp_path, block=BLOCK, stop=4, num_train_epochs=1)
     trainer = train(tiny_text, tmp_path, resume=True, num_train_epochs=1)
