@@ -43,20 +43,6 @@ class _Online:
         """Choose the epoch of the next iteration. Without it every iteration is the epoch after the last one."""
         self._odb.set_epoch(epoch)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Where this rank stands behind the batch yielded last (JSON types); on the contract of torchdata's loaders.
-
-        Best taken behind the last micro-batch of an optimizer step: gradients of the others are not in it.
-        """
-        return self._odb.loader.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
-        """Go on from this rank's state, or with other ranks or settings than before from a list of all ranks' states.
-
-        Before the first batch. Raises `DataError` where the data are not those of the state.
-        """
-        self._odb.load(state)
-
     def close(self) -> None:
         """End the worker processes and give the process group of the planning back (on all ranks)."""
         self._odb.close()
@@ -138,6 +124,21 @@ class ODBDataLoader(_Online, DataLoader):
             audit_dir=audit_dir,
         )
 
+    def state_dict(self) -> dict[str, Any]:
+        """Where this rank stands, behind the last optimizer step whose batches were all yielded (JSON types).
+
+        On the contract of torchdata's loaders; micro-batches of an unfinished optimizer step come again.
+        """
+        return self._odb.loader.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
+        """Go on from this rank's state, or with other ranks or settings than before from a list of all ranks' states.
+
+        Before the first batch; its epoch is the next to be iterated. Raises `DataError` where the data are not those
+        of the state.
+        """
+        self._odb.load(state)
+
 
 class ODBHandle:
     """What `apply` has done to a DataLoader; `remove()` undoes it."""
@@ -148,6 +149,23 @@ class ODBHandle:
     def set_epoch(self, epoch: int) -> None:
         """See `ODBDataLoader.set_epoch`."""
         self.dataloader.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `ODBDataLoader.state_dict`."""
+        return self.dataloader._odb.loader.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
+        """See `ODBDataLoader.load_state_dict`."""
+        self.dataloader._odb.load(state)
+
+    def __enter__(self) -> ODBHandle:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
+        """After an error the other ranks are told why this one leaves."""
+        if error is not None:
+            self.dataloader._odb.loader.abort(one_line(error))
+        self.remove()
 
     def remove(self) -> None:
         """End the worker processes and let the DataLoader form its batches as before (on all ranks)."""
@@ -169,8 +187,9 @@ def apply(
     """Let a DataLoader that a framework has built form its batches online: in place, this one object only.
 
     dataloader: torch's, or one that accelerate has prepared. Its dataset, order, collator and workers are kept, its
-    batch size is not. The other arguments are those of `ODBDataLoader`. Raises `ConfigError` where its order cannot
-    be told, or if it was applied before.
+    batch size is not. (`accelerator.backward` divides by accelerate's own gradient_accumulation_steps: with more than 1
+    multiply the loss by it.) The other arguments are those of `ODBDataLoader`.
+    Raises `ConfigError` where its order cannot be told, or if it was applied before.
     """
     loader = innermost(dataloader)
     if hasattr(loader, "_odb"):
@@ -182,6 +201,7 @@ def apply(
         cost_fn=cost_fn,
         collation=collation,
         audit_dir=audit_dir,
+        is_fetched_ahead=loader is not dataloader,  # accelerate asks for a batch before it hands over the last
     )
     stock = type(loader)
     # Not `_Online` as a second base: Python lets an object change its class only to one of the same layout.
@@ -203,12 +223,14 @@ class _Iteration:
         cost_fn: Callable | None,
         collation: Collation | None,
         audit_dir: str | Path | None,
+        is_fetched_ahead: bool = False,
     ):
         if config.audit and audit_dir is None:
             raise ConfigError("odb.audit: True does not say where to; give audit_dir= instead.")
         ranks = dist.is_available() and dist.is_initialized()
         self._rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if ranks else (0, 1)
         self.config, self.accumulation = config, accumulation
+        self._is_fetched_ahead = is_fetched_ahead
         generator = dataloader.generator
         seed = next(s for s in (config.seed, generator and generator.initial_seed(), 0) if s is not None)
         exchange = None
@@ -229,6 +251,7 @@ class _Iteration:
         self._audit_dir = Path(audit_dir) if audit_dir is not None else None
         self._audit: Audit | None = None
         self._begun = self._resumed = False
+        self._last_estimate: int | None = None
         self._micro_steps = self._optimizer_steps = 0
         self._end = weakref.finalize(self, _end, self.loader)
 
@@ -244,27 +267,42 @@ class _Iteration:
         """Batches of an epoch, estimated from its first round (waits for it)."""
         if self.loader.num_samples is None:
             raise TypeError("the dataset has no length, so the number of its batches is not known ahead")
-        return self.loader.start()
+        if self.loader.under_way is None and self._begun:
+            return self._last_estimate  # an epoch is over; a new one is begun by iterating
+        self._last_estimate = self.loader.start()
+        return self._last_estimate
 
     def batches(self) -> Iterator[Any]:
         if self._begun:
             self.loader.set_epoch(self.loader.epoch + 1)
         self._begun = True
-        return self._batches(iter(self.loader))
+        steps = iter(self.loader)
+        self._last_estimate = self.loader.start()
+        return self._batches(steps)
 
     def _batches(self, steps: Iterator[Collated]) -> Iterator[Any]:
+        current = self.loader.under_way
         for items in self._optimizer_step_at_a_time(steps):
             self._optimizer_steps += 1
             records = make_records([step for step, _, _ in items], self.config.loss_scaling, self.world_size)
             for (step, measured, batch), record in zip(items, records):
+                if self.loader.under_way is not current:
+                    return  # another iteration has begun
                 if self.config.loss_scaling == "exact":
                     check_supervised(step, measured)
                 batch[STEP_INFO_KEY] = record
-                self.loader.consume(step)
                 if self._audit_dir is not None:
                     self._write_audit(step, measured, record.scales[self.config.loss_scaling])
                 self._micro_steps += 1
+                if step is items[-1][0] and not self._is_fetched_ahead:
+                    self._consume(items)
                 yield batch
+            if self._is_fetched_ahead:
+                self._consume(items)
+
+    def _consume(self, items: list[Collated]) -> None:
+        for step, _, _ in items:
+            self.loader.consume(step)
 
     def _optimizer_step_at_a_time(self, steps: Iterator[Collated]) -> Iterator[list[Collated]]:
         items = []

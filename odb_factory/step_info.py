@@ -20,7 +20,8 @@ class ODBStepInfo:
 
     loss_scale: multiply the mean loss of this micro-batch by it before `backward()`. It is made for gradients that
     are averaged over ranks (as DDP, ZeRO and FSDP do) and summed over the micro-batches of an optimizer step (do not
-    divide by their number). 0 on an idle step, which must be run all the same.
+    divide by their number; where `accelerator.backward` does, multiply by it). 0 on an idle step, which must be run
+    all the same.
     """
 
     all_samples_this_step: int

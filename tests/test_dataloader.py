@@ -232,8 +232,8 @@ def test_breaking_off_and_starting_again() -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_state_goes_on_behind_the_batch_yielded_last(num_workers: int, tmp_path: Path) -> None:
-    """I2 over stop and resume, at every batch; the audit goes on where it stood."""
+def test_a_state_goes_on_behind_the_last_optimizer_step(num_workers: int, tmp_path: Path) -> None:
+    """I2 over stop and resume; micro-batches of an unfinished optimizer step come again; the audit goes on."""
 
     def loader(folder: Path) -> ODBDataLoader:
         return ODBDataLoader(
@@ -243,6 +243,7 @@ def test_a_state_goes_on_behind_the_batch_yielded_last(num_workers: int, tmp_pat
 
     with loader(tmp_path / "whole") as one:
         whole = epoch_of(one) + epoch_of(one)
+        assert len(one) and one.state_dict()["epoch"] == 2
     for stop in range(1, len(whole), 5):
         with loader(tmp_path / str(stop)) as first:
             before, state = [], first.state_dict()
@@ -257,11 +258,44 @@ def test_a_state_goes_on_behind_the_batch_yielded_last(num_workers: int, tmp_pat
                     break
         with loader(tmp_path / str(stop)) as second:
             second.load_state_dict(state)
+            kept = stop // 2 * 2
             after = epoch_of(second)
-            if len(before) + len(after) < len(whole):
+            if kept + len(after) < len(whole):
                 after += epoch_of(second)
-        assert before + after == whole, stop
-        assert len((tmp_path / str(stop) / "odb_audit_rank0.jsonl").read_text().splitlines()) == len(whole)
+        assert before[:kept] + after == whole, stop
+        lines = (tmp_path / str(stop) / "odb_audit_rank0.jsonl").read_text().splitlines()
+        assert len(lines) == len(whole) + stop % 2
+
+
+def test_a_state_under_accelerate_counts_what_was_handed_over() -> None:
+    """accelerate asks for a batch before it hands over the one before."""
+
+    def prepared() -> tuple[Any, Any]:
+        loader = Accelerator(cpu=True).prepare(DataLoader(Rows(), batch_size=4, shuffle=True, collate_fn=pad))
+        return loader, apply(loader, token_budget=BUDGET, buffer_size=16)
+
+    loader, handle = prepared()
+    with handle:
+        before = [rows_of(batch) for _, batch in zip(range(3), loader)]
+        state = handle.state_dict()
+    loader, handle = prepared()
+    with handle:
+        handle.load_state_dict(state)
+        after = epoch_of(loader)
+    assert flat(before + after) == EVERY_ROW
+
+
+def test_an_older_iterator_is_over_once_another_has_begun() -> None:
+    with ODBDataLoader(
+        Rows(), token_budget=BUDGET, buffer_size=16, collate_fn=pad, gradient_accumulation_steps=2
+    ) as loader:
+        older = iter(loader)
+        next(older)
+        loader.set_epoch(5)
+        assert flat(epoch_of(loader)) == EVERY_ROW
+        assert list(older) == []
+    with pytest.raises(ConfigError, match="closed"):
+        iter(loader)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -310,6 +344,23 @@ def test_two_ranks_share_what_a_distributed_sampler_would_pad(tmp_path: Path) ->
         outcome.value for outcome in run_ranks("test_dataloader:two_ranks", tmp_path, sampler="distributed")
     )
     assert steps == other_steps and sum(samples) == NUM_ROWS
+    assert flat(mine + others) == EVERY_ROW
+
+
+def prepared_by_accelerate(rank: int) -> Any:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(Rows(), batch_size=4, shuffle=True, collate_fn=pad, num_workers=1))
+    with apply(loader, token_budget=BUDGET, buffer_size=16):
+        batches = list(loader)
+    infos = [pop_step_info(batch) for batch in batches]
+    return [len(batches), [rows_of(batch) for batch, info in zip(batches, infos) if info.loss_scale]]
+
+
+def test_two_ranks_prepared_by_accelerate(tmp_path: Path) -> None:
+    (steps, mine), (other_steps, others) = (
+        outcome.value for outcome in run_ranks("test_dataloader:prepared_by_accelerate", tmp_path)
+    )
+    assert steps == other_steps
     assert flat(mine + others) == EVERY_ROW
 
 

@@ -126,8 +126,8 @@ class Bookmark:
             return
         if self.data["split"]:
             raise DataError(
-                f"{', '.join(changed)}: a stream that was split between the ranks beforehand cannot be dealt out anew; go "
-                "on as before, give the ranks the whole stream, or set `resume: ignore_data`"
+                f"{', '.join(changed)}: a stream that was split between the ranks beforehand cannot be dealt out anew; "
+                "go on as before, give the ranks the whole stream, or set `resume: ignore_data`"
             )
         check_states(states)
         self.done = mark_done(states, positions)

@@ -308,8 +308,8 @@ class ODBLoader:
         """A checksum of order and place, which all ranks must have in common (planning thread)."""
         if expected is not None and self._order.fingerprint != expected:
             raise DataError(
-                "the sampler has drawn another order than before the stop, so what is left of the epoch cannot be told; "
-                "give one whose order depends on its seed and epoch alone, or set `resume: ignore_data`"
+                "the sampler has drawn another order than before the stop, so what is left of the epoch cannot be "
+                "told; give one whose order depends on its seed and epoch alone, or set `resume: ignore_data`"
             )
         return zlib.crc32(repr((self._order.fingerprint, place)).encode())
 
