@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -348,8 +349,10 @@ def test_two_ranks_share_what_a_distributed_sampler_would_pad(tmp_path: Path) ->
 
 
 def prepared_by_accelerate(rank: int) -> Any:
+    os.environ["LOCAL_RANK"] = str(rank)  # without it accelerate takes each process for one alone
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(DataLoader(Rows(), batch_size=4, shuffle=True, collate_fn=pad, num_workers=1))
+    assert accelerator.num_processes == 2
     with apply(loader, token_budget=BUDGET, buffer_size=16):
         batches = list(loader)
     infos = [pop_step_info(batch) for batch in batches]

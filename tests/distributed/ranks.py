@@ -53,7 +53,6 @@ def run_ranks(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
     }
     logs = [folder / f"rank{rank}.log" for rank in range(world_size)]
     results = [folder / f"rank{rank}.json" for rank in range(world_size)]
@@ -62,7 +61,7 @@ def run_ranks(
             [sys.executable, "-X", "faulthandler", __file__, function, json.dumps(kwargs), str(results[rank])],
             stdout=logs[rank].open("w"),
             stderr=subprocess.STDOUT,
-            env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env=env | {"RANK": str(rank)},
             start_new_session=True,
         )
         for rank in range(world_size)
