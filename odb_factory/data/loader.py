@@ -228,7 +228,7 @@ class ODBLoader:
             self._order.share.again = [held.draw for held in resume[0].waiting]
             self._order.share.begin = resume[0].drawn
         plan = self._plan(
-            itertools.chain.from_iterable(iter(self._observing)),
+            itertools.chain.from_iterable(iter(functools.partial(_next, iter(self._observing), "observes"), _END)),
             epoch=self.epoch,
             order=functools.partial(self._checked_order, place, self._bookmark.order),
             done_before=0 if done is None else int(done.sum()),
@@ -253,7 +253,7 @@ class ODBLoader:
         try:
             # No reference to the iterator but the pass's own: leaving must end the worker processes.
             while current.batches is not None:
-                item = next(current.batches, _END)
+                item = _next(current.batches, "collates")
                 if item is _END:
                     break
                 if isinstance(item, Failure):
@@ -330,3 +330,14 @@ def _length(source: Any) -> int | None:
 
 
 _END = object()
+
+
+def _next(batches: Iterator[Any], task: str) -> Any:
+    """What the workers of a DataLoader give next, or `_END`. Their death in the middle of it is called by its name."""
+    try:
+        return next(batches, _END)
+    except (ConnectionError, EOFError, FileNotFoundError) as error:
+        raise DataError(
+            f"a DataLoader worker that {task} was killed while it handed over its result ({one_line(error)}); look for "
+            "the system's out-of-memory killer, or lower dataloader_num_workers."
+        ) from None
