@@ -17,6 +17,9 @@ LARGEST = 2**32 - 1
 """The largest number a key takes; what random number generators accept as a seed."""
 
 
+LOSS_SCALINGS = ("exact", "approx", "none")
+
+
 def _key(meaning: str, *, choices: tuple = (), minimum: int | None = None, **kwargs: Any) -> Any:
     """A dataclass field with what the checks and the docs need to know about it."""
     return field(metadata={"meaning": meaning, "choices": choices, "minimum": minimum}, **kwargs)
@@ -54,7 +57,7 @@ class ODBConfig:
     loss_scaling: str = _key(
         "exact: every supervised token of an optimizer step weighs the same; "
         "approx: every input token does; none: every micro-batch does, as stock",
-        choices=("exact", "approx", "none"),
+        choices=LOSS_SCALINGS,
         default="exact",
     )
     lr_scale: str = _key(

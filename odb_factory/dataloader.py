@@ -15,11 +15,8 @@ from torch.utils.data import DataLoader
 from odb_factory.batching import Collation
 from odb_factory.config import ODBConfig
 from odb_factory.data.collate import Collated
-from odb_factory.data.exchange import GroupExchange
 from odb_factory.data.loader import ABORT_S, ODBLoader
 from odb_factory.data.make_loader import make_config, make_loader
-from odb_factory.data.measure import DEFAULT_PATCH_SIZE
-from odb_factory.data.samples import Measured, Step
 from odb_factory.data.take_apart import innermost, take_apart
 from odb_factory.errors import ConfigError, one_line
 from odb_factory.step_info import STEP_INFO_KEY, make_records
@@ -163,8 +160,7 @@ class ODBHandle:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
         """After an error the other ranks are told why this one leaves."""
-        if error is not None:
-            self.dataloader._odb.loader.abort(one_line(error))
+        self.dataloader.__exit__(kind, error, trace)
         self.remove()
 
     def remove(self) -> None:
@@ -228,29 +224,24 @@ class _Iteration:
         if config.audit and audit_dir is None:
             raise ConfigError("odb.audit: True does not say where to; give audit_dir= instead.")
         ranks = dist.is_available() and dist.is_initialized()
-        self._rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if ranks else (0, 1)
+        rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if ranks else (0, 1)
         self.config, self.accumulation = config, accumulation
         self._is_fetched_ahead = is_fetched_ahead
         generator = dataloader.generator
         seed = next(s for s in (config.seed, generator and generator.initial_seed(), 0) if s is not None)
-        exchange = None
-        if self.world_size > 1:
-            exchange = GroupExchange(config.exchange_timeout_s or default_pg_timeout.total_seconds())
         self.loader: ODBLoader = make_loader(
             take_apart(dataloader, seed),
             config,
-            patch_size=DEFAULT_PATCH_SIZE,
             cost_fn=cost_fn,
             collation=collation,
             accumulation=accumulation,
             seed=seed,
-            rank=self._rank,
+            rank=rank,
             world_size=self.world_size,
-            exchange=exchange,
+            timeout_s=default_pg_timeout.total_seconds(),
         )
-        self._audit_dir = Path(audit_dir) if audit_dir is not None else None
-        self._audit: Audit | None = None
-        self._begun = self._resumed = False
+        self._audit = Audit(Path(audit_dir), rank) if audit_dir is not None else None
+        self._begun = False
         self._last_estimate: int | None = None
         self._micro_steps = self._optimizer_steps = 0
         self._end = weakref.finalize(self, _end, self.loader)
@@ -261,7 +252,9 @@ class _Iteration:
 
     def load(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         self.loader.load_state_dict([state] if isinstance(state, dict) else state)
-        self._begun, self._resumed = False, True
+        self._begun = False
+        if self._audit is not None:
+            self._audit.goes_on = True
 
     def num_batches(self) -> int:
         """Batches of an epoch, estimated from its first round (waits for it)."""
@@ -291,8 +284,10 @@ class _Iteration:
                 if self.config.loss_scaling == "exact":
                     check_supervised(step, measured)
                 batch[STEP_INFO_KEY] = record
-                if self._audit_dir is not None:
-                    self._write_audit(step, measured, record.scales[self.config.loss_scaling])
+                if self._audit is not None:
+                    weight = record.scales[self.config.loss_scaling]
+                    self._audit.write(step, measured, weight, self._micro_steps, self._optimizer_steps)
+                    self._audit.flush()
                 self._micro_steps += 1
                 if step is items[-1][0] and not self._is_fetched_ahead:
                     self._consume(items)
@@ -311,12 +306,6 @@ class _Iteration:
             if (item[0].index + 1) % self.accumulation == 0:
                 yield items
                 items = []
-
-    def _write_audit(self, step: Step, measured: Measured, weight: float) -> None:
-        if self._audit is None:
-            self._audit = Audit(self._audit_dir, self._rank, goes_on=self._resumed)
-        self._audit.write(step, measured, weight, self._micro_steps, self._optimizer_steps)
-        self._audit.flush()
 
     def close(self) -> None:
         if self._end.detach() is None:

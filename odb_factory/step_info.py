@@ -6,12 +6,12 @@ from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from odb_factory.config import LOSS_SCALINGS
 from odb_factory.data.samples import Step
 from odb_factory.errors import DataError
 from odb_factory.training.loss import loss_weights
 
 STEP_INFO_KEY = "odb_step_info"
-SCALINGS = ("exact", "approx", "none")
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class StepRecord:
 
 def make_records(steps: Sequence[Step], loss_scaling: str, world_size: int) -> list[StepRecord]:
     """One for each micro-batch of an optimizer step."""
-    scales = {scaling: loss_weights(steps, scaling, world_size) for scaling in SCALINGS}
+    scales = {scaling: loss_weights(steps, scaling, world_size) for scaling in LOSS_SCALINGS}
     return [
         StepRecord(step.totals.samples, {name: weights[k] for name, weights in scales.items()}, loss_scaling)
         for k, step in enumerate(steps)
@@ -60,6 +60,6 @@ def pop_step_info(batch: MutableMapping[str, Any], loss_scaling: str | None = No
             "before; call pop_step_info once for each batch, before anything else drops the key."
         )
     scaling = record.loss_scaling if loss_scaling is None else loss_scaling
-    if scaling not in SCALINGS:
-        raise ValueError(f"loss_scaling: {scaling!r} is not one of {', '.join(SCALINGS)}.")
+    if scaling not in LOSS_SCALINGS:
+        raise ValueError(f"loss_scaling: {scaling!r} is not one of {', '.join(LOSS_SCALINGS)}.")
     return ODBStepInfo(record.samples, record.scales[scaling])

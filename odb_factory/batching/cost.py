@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+VIDEO = 1
+"""The family of samples with videos (see `Cost`)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Cost:

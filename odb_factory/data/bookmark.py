@@ -32,13 +32,12 @@ class Bookmark:
         self.order: int | None = None
         self.done: np.ndarray | None = None
         self.resume: tuple[Snapshot, int] | None = None
-        self._step: Step | None = None
-        self._round: int | None = None
+        self._has_moved = False
         self._draws: list[int] = []
 
     def turn_to(self, epoch: int) -> None:
         """The next pass is over this epoch; from where a loaded state left it if it is that one."""
-        if epoch != self.epoch or self._step is not None:
+        if epoch != self.epoch or self._has_moved:
             self._open(epoch)
 
     def pass_over(self, epoch: int, num_samples: int) -> None:
@@ -60,10 +59,10 @@ class Bookmark:
             return
         while snapshots[0].round_index < step.round_index:
             snapshots.popleft()
-        if step.round_index != self._round:
-            self._round, self._draws = step.round_index, []
+        if self.resume is None or step.round_index != self.resume[0].round_index:
+            self._draws = []
         self._draws += step.draws
-        self._step, self.resume = step, (snapshots[0], step.index + 1 - snapshots[0].steps)
+        self._has_moved, self.resume = True, (snapshots[0], step.index + 1 - snapshots[0].steps)
 
     def state(self, order: int) -> dict[str, Any]:
         """JSON types. order: the fingerprint of the epoch's."""
@@ -96,11 +95,7 @@ class Bookmark:
             logger.warning("resume: ignore_data: epoch %d begins anew, whatever was done of it", self.epoch)
             return
         here = self.data | {"order": fingerprint(self.epoch)}
-        differs = [
-            f"{key} {mine['data'].get(key)!r} then, {now!r} now"
-            for key, now in here.items()
-            if mine["data"].get(key) != now
-        ]
+        differs = [f"{key} {then!r} then, {now!r} now" for key, then, now in _differences(mine["data"], here)]
         if differs:
             raise DataError(
                 f"the training data or their order are not those of the checkpoint ({'; '.join(differs)}), so what is "
@@ -109,20 +104,15 @@ class Bookmark:
         if mine["snapshot"] is None and mine["done"] is None:
             return
         self.order = here["order"]
-        changed = [
-            f"{key} {mine['plan'].get(key)!r} -> {now!r}"
-            for key, now in self.plan.items()
-            if mine["plan"].get(key) != now
-        ]
+        changed = [f"{key} {then!r} -> {now!r}" for key, then, now in _differences(mine["plan"], self.plan)]
         if mine["world_size"] != self.world_size:
             changed.append(f"ranks {mine['world_size']} -> {self.world_size}")
         positions = self._num_positions(states)
         if not changed and mine["rank"] == self.rank:
             self.done = None if mine["done"] is None else unpack_done(mine["done"], positions)
             if mine["snapshot"] is not None:
-                snapshot = Snapshot.from_dict(mine["snapshot"])
-                self.resume = (snapshot, mine["consumed"])
-                self._round, self._draws = snapshot.round_index, list(mine["emitted"])
+                self.resume = (Snapshot.from_dict(mine["snapshot"]), mine["consumed"])
+                self._draws = list(mine["emitted"])
             return
         if self.data["split"]:
             raise DataError(
@@ -145,3 +135,8 @@ class Bookmark:
         drawn = [max([0, *state["emitted"], (state["snapshot"] or {}).get("drawn", 0)]) + 1 for state in states]
         before = max(len(unpack_done(state["done"], 0)) for state in states)
         return before + max(drawn) * len(states)
+
+
+def _differences(then: dict[str, Any], now: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """(key, then, now) of what is not as it was."""
+    return [(key, then.get(key), value) for key, value in now.items() if then.get(key) != value]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from odb_factory.batching import Cost
+from odb_factory.batching import VIDEO, Cost
 from odb_factory.data.measure import DEFAULT_PATCH_SIZE, count_patches, count_supervised
 from odb_factory.errors import DataError
 
@@ -43,9 +43,9 @@ class ItemObserver:
         cost = self.cost_fn(item) if self.cost_fn is not None else self._cost(item)
         if not isinstance(cost, Cost):
             cost = Cost(tokens=int(cost))
-        if cost.supervised_tokens == 0:
-            cost = dataclasses.replace(cost, supervised_tokens=self._supervised(item, cost.tokens))
         features = {key: value for key, value in item.items() if key != PATCHES_KEY}
+        if cost.supervised_tokens == 0:
+            cost = dataclasses.replace(cost, supervised_tokens=self._supervised(features, cost.tokens))
         return features, cost
 
     def describe(self, dataset: Any, index: int) -> str:
@@ -55,15 +55,13 @@ class ItemObserver:
         tokens = _length(item)
         patches = item.get(PATCHES_KEY)
         patches = count_patches(item, self.patch_size) if patches is None else int(patches)
-        # Videos are a family: a model runs its vision tower once for images and once for videos.
         video = any(item.get(key) is not None for key in ("video_grid_thw", "pixel_values_videos"))
-        return Cost(tokens, patches, has_media=patches > 0, family=int(video))
+        return Cost(tokens, patches, has_media=patches > 0, family=VIDEO if video else 0)
 
-    def _supervised(self, item: Mapping[str, Any], tokens: int) -> int:
-        labels = item.get("labels")
+    def _supervised(self, features: dict[str, Any], tokens: int) -> int:
+        labels = features.get("labels")
         if labels is None:
-            alone = {key: value for key, value in item.items() if key != PATCHES_KEY}
-            labels = self.collate_fn([alone]).get("labels")
+            labels = self.collate_fn([features.copy()]).get("labels")
         if labels is not None:
             return count_supervised(labels)
         if self.needs_supervised:

@@ -8,7 +8,7 @@ Two traps of torch shape this module. A DataLoader asks its sampler for the next
 hands over a batch that is ready; so the sampler here never waits, it yields None while no group
 is planned, and the worker's answer to None is passed over. And processes must not be forked while
 a thread may hold a lock; so both loaders start their workers first, in the caller's thread, and
-keep them for the run.
+keep them for the run (but for the one that reads a stream, which begins anew with every epoch).
 """
 
 from __future__ import annotations

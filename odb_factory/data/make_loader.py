@@ -8,6 +8,7 @@ from typing import Any
 
 from odb_factory.batching import Collation
 from odb_factory.config import ODBConfig
+from odb_factory.data.exchange import GroupExchange
 from odb_factory.data.items import ItemObserver
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.measure import DEFAULT_PATCH_SIZE
@@ -33,9 +34,15 @@ def make_loader(
     collation: Collation | None = None,
     patch_size: int = DEFAULT_PATCH_SIZE,
     cost_fn: Callable | None = None,
+    world_size: int,
+    timeout_s: float,
     **kwargs: Any,
 ) -> ODBLoader:
-    """observer None: the items are processed samples. collation None: the collator's `pad_to_multiple_of`."""
+    """observer None: the items are processed samples. collation None: the collator's `pad_to_multiple_of`.
+
+    timeout_s: of the training's own process group, for an exchange that the config gives none. With several
+    ranks, all make theirs at the same place of the program.
+    """
     context = parts.multiprocessing_context
     if context is None and "fork" in multiprocessing.get_all_start_methods():
         context = "fork"  # a collator may hold the model, which other start methods would pickle
@@ -58,5 +65,7 @@ def make_loader(
         pin_memory=parts.pin_memory,
         multiprocessing_context=context,
         worker_init_fn=parts.worker_init_fn,
+        world_size=world_size,
+        exchange=GroupExchange(config.exchange_timeout_s or timeout_s) if world_size > 1 else None,
         **kwargs,
     )

@@ -125,11 +125,16 @@ class Share:
                 yield pair
 
 
+def is_split_by_node(stream: Any) -> bool:
+    """Whether `datasets.distributed.split_dataset_by_node` has given each rank a part of it."""
+    return getattr(stream, "_distributed", None) is not None
+
+
 class ObservedStream(IterableDataset):
     """The share of a rank of a dataset that is iterated, observed.
 
-    The id of a sample is its position in the stream. All ranks iterate the same stream, unless the dataset
-    is known to have been split between them (`datasets.distributed.split_dataset_by_node`). A resumed stream is read
+    The id of a sample is its position in the stream. All ranks iterate the same stream, unless it is known to have
+    been split between them (`is_split_by_node`). A resumed stream is read
     from its beginning, what is done passed over unobserved: a state of its own, where it has one, may forget what
     waits in it (that of `datasets` loses its shuffle buffer).
     """
@@ -143,7 +148,7 @@ class ObservedStream(IterableDataset):
         self._observed = ObservedDataset(self, observer, config, budget)
         self._current: Any = None
         self.rank, self.world_size = rank, world_size
-        self.is_split = getattr(dataset, "_distributed", None) is not None
+        self.is_split = is_split_by_node(dataset)
         self.share = Share(0, 1) if self.is_split else Share(rank, world_size)
 
     def __getitem__(self, index: int) -> Any:

@@ -118,7 +118,8 @@ class EpochRounds:
         if self.resume is None:
             self.next = self._draw()
         else:
-            num_consumed = self._restore(*self.resume)
+            snapshot, num_consumed = self.resume
+            self._restore(snapshot)
         while not self.final:
             self.snapshots.append(self._snapshot())
             self._fill()
@@ -156,13 +157,11 @@ class EpochRounds:
             kept = 1 if not (self.final or self.join) else 0
             if self.final and tasks:
                 step, samples = tasks[-1]
-                done = self.done_before + self.emitted + rejected.total()
-                if self.num_samples is not None:
-                    done = self.num_samples
-                left_out = done - self.done_before - self.emitted - rejected.total()
-                end = {"rejected": rejected, "overlong": overlong, "left_out": left_out, "epoch_steps": epoch_steps}
-                tasks[-1] = replace(step, last=True, done=done, **end), samples
-            tasks, num_consumed = tasks[num_consumed:], max(num_consumed - len(tasks), 0)
+                settled = self._settled(rejected)
+                done = settled if self.num_samples is None else self.num_samples
+                end = {"rejected": rejected, "overlong": overlong, "epoch_steps": epoch_steps}
+                tasks[-1] = replace(step, last=True, done=done, left_out=done - settled, **end), samples
+            tasks, num_consumed = tasks[num_consumed:], 0
             yield tasks[: len(tasks) - kept]
             tasks = tasks[len(tasks) - kept :]
 
@@ -202,8 +201,8 @@ class EpochRounds:
             spare=self.spare and self.spare.as_held(),
         )
 
-    def _restore(self, snapshot: Snapshot, num_consumed: int) -> int:
-        """Go back to `snapshot`; returns the steps of its round to pass over."""
+    def _restore(self, snapshot: Snapshot) -> None:
+        """Go back to `snapshot`."""
         drawn: dict[int, Drawn] = {}
         for held in snapshot.waiting:
             item = next(self.observed, None)
@@ -220,7 +219,6 @@ class EpochRounds:
         self.drawn, self.round_index, self.steps = snapshot.drawn, snapshot.round_index, snapshot.steps
         self.emitted, self.groups_emitted = snapshot.emitted, snapshot.groups_emitted
         self.rejected, self.overlong = Counter(snapshot.rejected), snapshot.overlong
-        return num_consumed
 
     def _tasks(
         self,
@@ -248,7 +246,7 @@ class EpochRounds:
                 tokens=sum(sample.cost.tokens for sample in samples),
                 supervised_tokens=sum(sample.cost.supervised_tokens for sample in samples),
                 totals=totals,
-                done=self.done_before + self.emitted + rejected.total(),
+                done=self._settled(rejected),
                 rejected=rejected,
                 overlong=overlong,
                 left_out=0,
@@ -262,6 +260,10 @@ class EpochRounds:
         # New objects: a snapshot's counterpart must not grow older with them.
         self.held = [Drawn(one.sample, one.draw, one.age + 1) for i, one in enumerate(self.held) if i not in gone]
         return tasks
+
+    def _settled(self, rejected: Counter[str]) -> int:
+        """Samples of the epoch emitted or rejected by now, on all ranks."""
+        return self.done_before + self.emitted + rejected.total()
 
     def _idle_sample(self) -> Sample:
         if self.spare is not None:

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate.data_loader import IterableDatasetShard, SeedableRandomSampler
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from odb_factory.data.observe import is_split_by_node
 from odb_factory.errors import ConfigError
 
 
@@ -68,13 +70,12 @@ def take_apart(dataloader: Any, seed: int, stream: Any = None) -> Parts:
 
 def _refuse_shards(dataset: Any) -> None:
     """A stream of `datasets` that accelerate has prepared for several ranks may have been cut, and does not tell."""
-    several = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if isinstance(dataset, IterableDataset) and several and torch.distributed.get_world_size() > 1:
-        if getattr(dataset, "_distributed", None) is None:
-            raise ConfigError(
-                "odb: accelerate has prepared this DataLoader over a stream, and nobody can tell which part of it this "
-                "rank has; apply odb to the DataLoader before `prepare`, or give the dataset to ODBDataLoader."
-            )
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if several and isinstance(dataset, IterableDataset) and not is_split_by_node(dataset):
+        raise ConfigError(
+            "odb: accelerate has prepared this DataLoader over a stream, and nobody can tell which part of it this "
+            "rank has; apply odb to the DataLoader before `prepare`, or give the dataset to ODBDataLoader."
+        )
 
 
 def _sampler(loader: DataLoader) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import datasets
 from torch.utils.data import Dataset
 
-from odb_factory.batching import Cost
+from odb_factory.batching import VIDEO, Cost
 from odb_factory.data.measure import count_supervised
 from odb_factory.data.observe import MediaCut, RowDropped
 from odb_factory.llamafactory.media import EncodedImage, MediaObserver, decoded
@@ -17,8 +17,6 @@ SOURCE, SOURCE_ROW = "_odb_source", "_odb_row"
 """Columns with the number of the dataset a row came from (in the order loaded) and its row there."""
 MEDIA_COLUMNS = ("_images", "_videos", "_audios", "images", "videos", "audios")
 MAX_FILES_NAMED = 3
-VIDEO = 1
-"""The family of samples with videos (see `Cost`)."""
 
 
 class StoredRows:

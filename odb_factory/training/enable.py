@@ -10,7 +10,6 @@ from transformers import Trainer
 
 from odb_factory.batching import Collation
 from odb_factory.config import ODBConfig
-from odb_factory.data.exchange import GroupExchange
 from odb_factory.data.make_loader import make_config, make_loader
 from odb_factory.data.measure import DEFAULT_PATCH_SIZE
 from odb_factory.data.observe import Observer
@@ -48,7 +47,7 @@ class ODBSettings:
             seed=seed,
             rank=args.process_index,
             world_size=args.world_size,
-            exchange=self._exchange(args),
+            timeout_s=args.ddp_timeout,
         )
         return ODBRun(
             loader,
@@ -60,12 +59,6 @@ class ODBSettings:
             rank=args.process_index,
             world_size=args.world_size,
         )
-
-    def _exchange(self, args: Any) -> GroupExchange | None:
-        """None for one rank alone. All ranks make theirs at the same place of the program."""
-        if args.world_size == 1:
-            return None
-        return GroupExchange(self.config.exchange_timeout_s or args.ddp_timeout)
 
 
 def enable_odb(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import mmap
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from odb_factory.data.samples import Measured, Step
 
@@ -46,6 +48,11 @@ class Tally:
     def seconds(self) -> float:
         return self.seconds_before + time.perf_counter() - self.started
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a `Tally` is made from that goes on with these sums."""
+        sums = dataclasses.asdict(self) | {"seconds_before": self.seconds}
+        return {name: value for name, value in sums.items() if name != "started"}
+
     def metrics(self, token_budget: int, world_size: int) -> dict[str, float]:
         """The `odb/...` entries of a log line. These names are public."""
         steps = max(self.steps, 1)
@@ -62,16 +69,13 @@ class Tally:
 class Audit:
     """`odb_audit_rank{r}.jsonl`: one line per step that this rank has taken. The key names are public.
 
-    goes_on: behind the lines of the run that is resumed; steps after its last checkpoint then stand there twice.
+    The file is opened with the first line. goes_on: behind the lines of the run that is resumed; steps after its last
+    checkpoint then stand there twice.
     """
 
-    def __init__(self, folder: Path, rank: int, goes_on: bool = False):
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / AUDIT_FILE.format(rank=rank)
-        if goes_on and path.exists():
-            whole = path.read_bytes().rpartition(b"\n")[:2]  # a kill may have cut off the last line
-            path.write_bytes(b"".join(whole))
-        self._file = path.open("a" if goes_on else "w", encoding="utf-8")
+    def __init__(self, folder: Path, rank: int):
+        self.path, self.goes_on = folder / AUDIT_FILE.format(rank=rank), False
+        self._file: TextIO | None = None
 
     def write(self, step: Step, measured: Measured, weight: float, run_step: int, optimizer_step: int) -> None:
         """run_step: micro-step of the run, from 0; optimizer_step: the one it belongs to, from 1."""
@@ -87,13 +91,32 @@ class Audit:
             "weight": weight,
             "idle": step.idle,
         }
+        if self._file is None:
+            self._file = self._open()
         self._file.write(json.dumps(line) + "\n")
 
     def flush(self) -> None:
         self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
+
+    def _open(self) -> TextIO:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.goes_on and self.path.exists():
+            _cut_off_last_line(self.path)
+        return self.path.open("a" if self.goes_on else "w", encoding="utf-8")
+
+
+def _cut_off_last_line(path: Path) -> None:
+    """Take away what stands behind the last line end, where a kill has cut off a line; reads from the end only."""
+    with path.open("r+b") as file:
+        if path.stat().st_size == 0:
+            return
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+            end = text.rfind(b"\n") + 1
+        file.truncate(end)
 
 
 def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections import Counter, deque
@@ -51,7 +50,6 @@ class ODBRun:
         self.over_budget = 0
         self._overlong_said = False
         self.optimizer_steps = 0
-        self.resumed = False
         self._expected = 0
         self._epochs_before = 0.0
         self._samples_before = 0
@@ -60,7 +58,7 @@ class ODBRun:
         self._step: Step | None = None
         self._dropped: Counter[str] = Counter()
         self._left_out = self._overlong = 0
-        self._audit: Audit | None = None
+        self._audit = Audit(self.output_dir, rank) if config.audit else None
 
     @property
     def finished(self) -> bool:
@@ -130,9 +128,7 @@ class ODBRun:
         step, measured, weight = self._pending.popleft()
         self.weight = None
         self.loader.consume(step)
-        if self.config.audit:
-            if self._audit is None:
-                self._audit = Audit(self.output_dir, self.rank, goes_on=self.resumed)
+        if self._audit is not None:
             self._audit.write(step, measured, weight, self.total.steps, self.optimizer_steps + 1)
         self._check_budgets(step, measured)
         self.total.add(step, self.world_size)
@@ -194,7 +190,7 @@ class ODBRun:
             "epochs": self.epoch,
             "lr_factor": self.lr_factor,
             "clock": None if self.clock is None else vars(self.clock),
-            "total": dataclasses.asdict(self.total) | {"started": self.total.seconds},
+            "total": self.total.state_dict(),
             "over_budget": self.over_budget,
             "dropped": dict(self._dropped),
             "left_out": self._left_out,
@@ -207,14 +203,16 @@ class ODBRun:
         if state["clock"] is not None:
             self.clock = ScheduleClock.of(state["clock"])
         self.total = Tally(**state["total"])
-        self.total.seconds_before, self._samples_before = self.total.started, self.total.samples
+        self._samples_before = self.total.samples
         self.over_budget = state["over_budget"]
         self._dropped = Counter(state["dropped"])
         self._left_out, self._overlong = state["left_out"], state["overlong"]
 
     def begin_at(self, optimizer_steps: int, epochs: float) -> None:
         """Go on behind that many optimizer steps and epochs."""
-        self.optimizer_steps, self._epochs_before, self.resumed = optimizer_steps, epochs, True
+        self.optimizer_steps, self._epochs_before = optimizer_steps, epochs
+        if self._audit is not None:
+            self._audit.goes_on = True
 
     def finish(self) -> None:
         """Write the summary, say the one line."""
@@ -245,10 +243,8 @@ class ODBRun:
 
     def abort(self, error: BaseException) -> None:
         """The training has failed on this rank: tell the others, unless they know, and end everything here."""
-        if isinstance(error, AgreedError):
-            self.close()
-            return
-        self.loader.abort(one_line(error))
+        if not isinstance(error, AgreedError):
+            self.loader.abort(one_line(error))
         self.close()
 
     def close(self) -> None:
