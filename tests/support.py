@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ os.environ.setdefault("DISABLE_VERSION_CHECK", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 RUN_TIMEOUT_S = 240
+MARK = "ODB_TEST_RUN"
+"""Set in the environment of a run, and so of all its processes: torchrun puts each rank into a session of its own."""
 
 
 def write_dataset(folder: Path, datasets: dict[str, list[dict[str, Any]]]) -> Path:
@@ -91,3 +94,36 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 def read_log(output_dir: Path) -> list[dict[str, Any]]:
     """The Trainer's log history."""
     return json.loads((output_dir / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
+
+
+def marked_processes(mark: str) -> dict[int, list[str]]:
+    """Every living process with this `MARK`: its command line by its id."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        pid = int(folder.name)
+        words = proc_words(pid, "cmdline")
+        if words and f"{MARK}={mark}" in proc_words(pid, "environ"):  # a zombie has no words
+            found[pid] = words
+    return found
+
+
+def end_marked_processes(mark: str) -> None:
+    """End every process with this `MARK`, stopped ones too; by their ids."""
+    for _ in range(100):
+        alive = marked_processes(mark)
+        if not alive:
+            return
+        for pid in alive:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        time.sleep(0.05)
+
+
+def proc_words(pid: int, file: str) -> list[str]:
+    """The words in a file of /proc that ends each with a zero; none if the process is gone."""
+    try:
+        return Path(f"/proc/{pid}/{file}").read_bytes().decode(errors="replace").split("\0")[:-1]
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return []

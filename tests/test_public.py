@@ -4,31 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections import Counter
 from pathlib import Path
 
+from toy import a_step
+
 import odb_factory
-from odb_factory.batching import StepTotals
-from odb_factory.data.samples import Measured, Step
+from odb_factory.data.samples import Measured
 from odb_factory.training.metrics import AUDIT_FILE, SUMMARY_FILE, Audit, Tally
-
-
-def a_step() -> Step:
-    totals = StepTotals(samples=2, tokens=5, padded_tokens=6, supervised_tokens=3, busy_ranks=1)
-    return Step(
-        epoch=0,
-        index=0,
-        ids=(4, 7),
-        tokens=5,
-        supervised_tokens=3,
-        totals=totals,
-        done=2,
-        rejected=Counter(),
-        overlong=0,
-        left_out=0,
-        epoch_steps=1,
-        last=True,
-    )
 
 
 def test_names_of_the_package() -> None:

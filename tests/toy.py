@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset
+
+from odb_factory.batching import StepTotals
+from odb_factory.data.samples import Step
 
 NUM_ROWS = 60
 
@@ -42,3 +46,23 @@ def pad(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     padded = np.stack([np.pad(row, (0, length - len(row))) for row in rows])
     ids = torch.from_numpy(padded).long()
     return {"input_ids": ids, "labels": ids.masked_fill(ids == 0, -100)}
+
+
+def a_step(**changes: Any) -> Step:
+    """A step of two samples on one of the ranks, the only one of its epoch."""
+    totals = StepTotals(samples=2, tokens=5, padded_tokens=6, supervised_tokens=3, busy_ranks=1)
+    defaults = {
+        "epoch": 0,
+        "index": 0,
+        "ids": (4, 7),
+        "tokens": 5,
+        "supervised_tokens": 3,
+        "totals": totals,
+        "done": 2,
+        "rejected": Counter(),
+        "overlong": 0,
+        "left_out": 0,
+        "epoch_steps": 1,
+        "last": True,
+    }
+    return Step(**defaults | changes)

@@ -1,150 +1,25 @@
 """Whole epochs of one or several ranks in lockstep: I1, I2, I5, I7 from the first draw to the last step.
 
-The ranks run as threads that wait for each other in the exchange; nothing here needs `torch.distributed`.
+The ranks run in one thread (see `lockstep`); nothing here needs `torch.distributed`.
 """
 
 from __future__ import annotations
 
-import copy
-import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
+from lockstep import Row, rejection, run_epoch, sample, usable
 
-from odb_factory.batching import Budget, Collation, Cost
+from odb_factory.batching import Budget, Collation
 from odb_factory.batching.planning import MAX_WAIT_ROUNDS
 from odb_factory.data.agreement import AgreedError, Alone, Report
-from odb_factory.data.observe import ShardSampler
-from odb_factory.data.rounds import EpochRounds, Task
-from odb_factory.data.samples import Rejection, Sample, Step
+from odb_factory.data.rounds import EpochRounds
+from odb_factory.data.samples import Rejection, Sample
 from odb_factory.errors import DataError
-
-WAIT_S = 30.0
-"""No rank waits longer for the others; a test then fails instead of hanging."""
-
-Row = Sample | Rejection
-
-
-@dataclass
-class Epoch:
-    """What one rank saw: its rounds, the ids in its window in each, what it rejected, the error it ended with."""
-
-    rounds: list[list[Task]] = field(default_factory=list)
-    windows: list[list[int]] = field(default_factory=list)
-    rejected: list[int] = field(default_factory=list)
-    error: BaseException | None = None
-
-    @property
-    def steps(self) -> list[Step]:
-        return [step for tasks in self.rounds for step, _ in tasks]
-
-    @property
-    def ids(self) -> list[int]:
-        return [id for step in self.steps for id in step.ids]
-
-
-class Lockstep:
-    """What several ranks tell each other: a round is gathered when all have told something, or one has ended."""
-
-    def __init__(self, world_size: int):
-        self.world_size = world_size
-        self.told: dict[int, dict[int, Report | str]] = {}
-        self.ended = False
-        self.changed = threading.Condition()
-
-    def gather(self, round_index: int, rank: int, word: Report | str) -> list[Report | str]:
-        with self.changed:
-            told = self.told.setdefault(round_index, {})
-            told[rank] = word
-            self.changed.notify_all()
-            self.changed.wait_for(lambda: self.ended or len(told) == self.world_size, WAIT_S)
-            if len(told) < self.world_size:
-                raise AgreedError("another rank has ended")
-            return [told[rank] for rank in range(self.world_size)]
-
-    def end(self) -> None:
-        with self.changed:
-            self.ended = True
-            self.changed.notify_all()
-
-
-class LockstepExchange(Alone):
-    """The `Exchange` of one rank of a `Lockstep`."""
-
-    def __init__(self, lockstep: Lockstep, rank: int):
-        self.lockstep, self.rank, self.round_index = lockstep, rank, 0
-
-    def __call__(self, report: Report, round_index: int) -> list[Report]:
-        assert round_index == self.round_index
-        self.round_index += 1
-        # A copy: in a real exchange nothing that the rank goes on changing is shared.
-        words = self.lockstep.gather(round_index, self.rank, copy.deepcopy(report))
-        for word in words:
-            if isinstance(word, str):
-                raise AgreedError(word)
-        return words
-
-    def leave(self) -> None:
-        self.fail("left")
-
-    def fail(self, message: str) -> None:
-        self.lockstep.gather(self.round_index, self.rank, message)
-
-
-def run_epoch(rows: Sequence[Row], *, world_size: int = 1, **options: Any) -> list[Epoch]:
-    """One epoch over `rows` on `world_size` ranks; the `Epoch` of each."""
-    epochs = [Epoch() for _ in range(world_size)]
-    lockstep = Lockstep(world_size)
-
-    def drive(rank: int) -> None:
-        def observed() -> Iterator[Row]:
-            for i in ShardSampler(range(len(rows)), rank, world_size):
-                yield rows[i]
-
-        class Exchange(LockstepExchange):
-            def __call__(self, report: Report, round_index: int) -> list[Report]:
-                epochs[rank].windows.append([one.sample.id for one in rounds.held])
-                return super().__call__(report, round_index)
-
-        defaults = {"budget": Budget(32), "buffer_size": 8, "accumulation": 1, "join": True, "seed": 0, "epoch": 0}
-        rounds = EpochRounds(
-            observed(),
-            rank=rank,
-            exchange=Exchange(lockstep, rank),
-            on_reject=lambda rejection: epochs[rank].rejected.append(rejection.id),
-            find_spare=lambda: next(row for row in rows if isinstance(row, Sample)),
-            num_samples=len(rows),
-            **defaults | options,
-        )
-        try:
-            for tasks in rounds:
-                epochs[rank].rounds.append(tasks)
-                assert len(epochs[rank].rounds) <= 2 * len(rows), "I5: rounds without end"
-        except BaseException as error:
-            epochs[rank].error = error
-        finally:
-            lockstep.end()
-
-    threads = [threading.Thread(target=drive, args=(rank,), daemon=True) for rank in range(world_size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT_S)
-        assert not thread.is_alive()
-    return epochs
-
-
-def sample(id: int, tokens: int, patches: int = 0) -> Sample:
-    return Sample(id, Cost(tokens, patches, max(tokens - 1, 1), patches > 0), {})
-
-
-def rejection(id: int, *, fatal: bool = False) -> Rejection:
-    return Rejection(id, "unreadable", f"row {id}: cannot be read", fatal)
 
 
 @st.composite
@@ -171,10 +46,6 @@ def run_options(draw: st.DrawFn) -> dict[str, Any]:
         "seed": draw(st.integers(0, 2)),
         "epoch": draw(st.integers(0, 2)),
     }
-
-
-def usable(rows: Sequence[Row]) -> list[Sample]:
-    return [row for row in rows if isinstance(row, Sample)]
 
 
 @settings(deadline=None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -12,9 +11,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from toy import a_step
 
-from odb_factory.batching import StepTotals
-from odb_factory.data.samples import PackedInts, Step, pack, unpack
+from odb_factory.data.samples import PackedInts, pack, unpack
 
 ints = st.integers(-(2**63), 2**63 - 1) | st.integers(-200, 200_000)
 
@@ -151,19 +150,4 @@ def test_what_cannot_be_sent_is_said_where_it_was_made() -> None:
 @pytest.mark.parametrize(("ids", "idle"), [((), True), ((0,), False), ((3, 4), False)])
 def test_a_step_without_samples_is_idle(ids: tuple[int, ...], idle: bool) -> None:
     """Row 0 is a sample like any other."""
-    totals = StepTotals(samples=0, tokens=0, padded_tokens=0, supervised_tokens=0, busy_ranks=0)
-    step = Step(
-        epoch=0,
-        index=0,
-        ids=ids,
-        tokens=0,
-        supervised_tokens=0,
-        totals=totals,
-        done=0,
-        rejected=Counter(),
-        overlong=0,
-        left_out=0,
-        epoch_steps=1,
-        last=False,
-    )
-    assert step.idle is idle
+    assert a_step(ids=ids).idle is idle

@@ -7,7 +7,6 @@ puts each rank into a session of its own, so a process group would not find them
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -21,12 +20,12 @@ from typing import Any
 
 import pytest
 import yaml
+from support import MARK, end_marked_processes, marked_processes, proc_words
 
 BIN = Path(sys.executable).parent
 SHIMS = Path(__file__).parent / "shims"
-"""Folders to put on PYTHONPATH: each holds a `sitecustomize.py`, which every rank runs first."""
+"""Folders that each hold a `sitecustomize.py`, and what these share."""
 TIMEOUT_S = 200
-MARK = "ODB_TEST_RUN"
 POLL_S = 0.05
 
 
@@ -135,17 +134,11 @@ class Run:
 
     def processes(self) -> dict[int, list[str]]:
         """Every living process of the run: its command line by its id."""
-        found = {}
-        for folder in Path("/proc").iterdir():
-            if folder.name.isdigit() and f"{MARK}={self.mark}" in _words(folder / "environ"):
-                words = _words(folder / "cmdline")
-                if words:  # a zombie has none
-                    found[int(folder.name)] = words
-        return found
+        return marked_processes(self.mark)
 
     def rank_pid(self, rank: int) -> int:
         """The main process of a rank; there must be one."""
-        ranks = {pid for pid in self.processes() if f"RANK={rank}" in _words(Path(f"/proc/{pid}/environ"))}
+        ranks = {pid for pid in self.processes() if f"RANK={rank}" in proc_words(pid, "environ")}
         return next(pid for pid in ranks if parent(pid) not in ranks)
 
     def workers(self, rank: int) -> list[int]:
@@ -172,18 +165,14 @@ class Run:
 
     def kill(self) -> None:
         """End every process of the run, stopped ones too; by their ids."""
-        for _ in range(100):
-            alive = self.processes()
-            if not alive:
-                break
-            for pid in alive:
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    pass
-            time.sleep(POLL_S)
+        end_marked_processes(self.mark)
         for launcher in self.launchers:
             launcher.wait(10)
+
+
+def shimmed(name: str) -> dict[str, str]:
+    """The environment in which every rank runs the `sitecustomize.py` of that shim first."""
+    return {"PYTHONPATH": f"{SHIMS / name}{os.pathsep}{SHIMS}"}
 
 
 def free_port() -> int:
@@ -197,10 +186,3 @@ def parent(pid: int) -> int:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except (FileNotFoundError, ProcessLookupError):
         return 0
-
-
-def _words(path: Path) -> list[str]:
-    try:
-        return path.read_bytes().decode(errors="replace").split("\0")[:-1]
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return []

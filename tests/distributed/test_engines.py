@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from distributed.invariants import Audits, check_audits, check_books, losses, read_audits
-from distributed.launch import SHIMS, Run
+from distributed.launch import Run, shimmed
 from distributed.rows import INVALID, row
 from PIL import Image
 from support import training_config, write_dataset
@@ -39,7 +39,7 @@ def zero(stage: int) -> Engine:
 def fsdp(version: int) -> Engine:
     config = {"version": version, "sync_module_states": False, "transformer_layer_cls_to_wrap": LAYERS}
     env = {
-        "PYTHONPATH": str(SHIMS / "fsdp_on_cpu"),
+        **shimmed("fsdp_on_cpu"),
         "ACCELERATE_TORCH_DEVICE": "cpu",  # not cpu:0, which FSDP takes for another device
         "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",  # FSDP1 crashes when it gathers the whole model on CPU
     }

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from distributed.invariants import check_audits, check_books, read_audits
-from distributed.launch import SHIMS, Ended, Node, Run
+from distributed.launch import Ended, Node, Run, shimmed
 from distributed.rows import row
 from PIL import Image
 from support import training_config, write_dataset
@@ -125,7 +125,7 @@ def test_rank_killed_under_one_launcher(config) -> None:
 
 
 def test_forward_raises_on_one_rank(config) -> None:
-    with Run(config, nodes=NODES, env={"PYTHONPATH": str(SHIMS / "failing_forward")}) as run:
+    with Run(config, nodes=NODES, env=shimmed("failing_forward")) as run:
         run.wait_for("Running training")
         ended = both_fail(run)
     said_by(ended, 1, "RuntimeError: out of memory, the test pretends")

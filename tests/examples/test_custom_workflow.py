@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import unicodedata
@@ -19,7 +18,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from support import read_jsonl
+from support import MARK, end_marked_processes, read_jsonl
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 ROOT = Path(__file__).parents[2]
@@ -31,39 +30,29 @@ ONE_RANK, TWO_RANKS, TRAINER, QWEN_VL = COMMANDS
 
 def run(command: str, output: Path, *options: str) -> str:
     """What it prints. None of its processes outlives the call."""
-    binaries, mark = Path(sys.executable).parent, f"ODB_TEST_RUN={uuid.uuid4().hex}"
+    binaries, mark = Path(sys.executable).parent, uuid.uuid4().hex
     words = shlex.split(command)
     if words[0] == "torchrun":  # any free port, so that two runs on one machine do not meet
         words[1:1] = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
-    environment = {"PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {"PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": "", MARK: mark}
     process = subprocess.Popen(
         [*words, "--output", str(output), *options],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=os.environ | environment | dict([mark.split("=")]),
+        env=os.environ | environment,
     )
     try:
         printed, _ = process.communicate(timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
-        end_all(mark)
+        end_marked_processes(mark)
         printed, _ = process.communicate()
         pytest.fail(f"{command}: no end within {LIMIT_S} s:\n{printed[-4000:]}")
     finally:
-        end_all(mark)
+        end_marked_processes(mark)
     assert process.returncode == 0, f"{command}:\n{printed[-4000:]}"
     return printed
-
-
-def end_all(mark: str) -> None:
-    """By what stands in their environment: torchrun puts each rank into a session of its own."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
-                os.kill(int(folder.name), signal.SIGKILL)
-        except (FileNotFoundError, ProcessLookupError, PermissionError):
-            pass
 
 
 def rows_of(*folders: Path) -> Counter:

@@ -9,10 +9,11 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from llamafactory.data import SFTDataCollatorWith4DAttentionMask, get_dataset, get_template_and_fix_tokenizer
+from llamafactory.data import get_dataset, get_template_and_fix_tokenizer
 from llamafactory.hparams import get_train_args
-from llamafactory.model import load_model, load_tokenizer
+from llamafactory.model import load_tokenizer
 from PIL import Image
+from stock import load_stock
 from support import training_config, write_dataset
 
 from odb_factory.batching import Budget
@@ -34,23 +35,12 @@ class Setting:
 
     def __init__(self, config: dict[str, Any], block: dict[str, Any] = BLOCK):
         self.config = ODBConfig.from_block(block)
-        stock_args = get_train_args(dict(config))
-        model_args, data_args, training_args, finetuning_args, _ = stock_args
-        tokenizer_module = load_tokenizer(model_args)
-        template = get_template_and_fix_tokenizer(tokenizer_module["tokenizer"], data_args)
-        self.stock = get_dataset(template, model_args, data_args, training_args, stage="sft", **tokenizer_module)
-        model = load_model(tokenizer_module["tokenizer"], model_args, finetuning_args, is_trainable=True)
-        self.collator = SFTDataCollatorWith4DAttentionMask(
-            template=template,
-            model=model,
-            pad_to_multiple_of=8,
-            label_pad_token_id=-100,
-            attn_implementation=getattr(model.config, "_attn_implementation", None),
-            compute_dtype=model_args.compute_dtype,
-            **tokenizer_module,
-        )
+        stock = load_stock(config)
+        self.stock, self.collator = stock.datasets, stock.collator
         model_args, data_args, training_args, _, _ = get_train_args({**config, "odb": block})
-        self.online = get_dataset(template, model_args, data_args, training_args, stage="sft", **tokenizer_module)
+        self.online = get_dataset(
+            stock.template, model_args, data_args, training_args, stage="sft", **stock.tokenizer_module
+        )
         self.dataset: OnlineDataset = self.online["train_dataset"]
         self.observer = RowObserver(self.dataset.media, decode=self.config.on_error == "skip")
         self.collation = probe_collation(self.collator)

@@ -14,10 +14,8 @@ from typing import Any
 import pytest
 from distributed.ranks import run_ranks
 from distributed.rows import row
-from llamafactory.data import SFTDataCollatorWith4DAttentionMask, get_dataset, get_template_and_fix_tokenizer
-from llamafactory.hparams import get_train_args
-from llamafactory.model import load_model, load_tokenizer
 from PIL import Image
+from stock import load_stock
 from support import training_config, write_dataset
 from training.compare import Cell, compare, summary
 from training.reference import Reference, dynamic, token_loss
@@ -86,24 +84,11 @@ def cells(configs, tmp_path_factory, request) -> Iterator[dict[tuple[str, str], 
 
 def replay(config: dict[str, Any], loss: Any, steps: list[list[int]]) -> Reference:
     """Stock rows, stock collator, one batch an optimizer step; the loss is our own."""
-    config = config | {"disable_gradient_checkpointing": True}
-    model_args, data_args, training_args, finetuning_args, _ = get_train_args(config)
-    tokenizer_module = load_tokenizer(model_args)
-    template = get_template_and_fix_tokenizer(tokenizer_module["tokenizer"], data_args)
-    rows = get_dataset(template, model_args, data_args, training_args, stage="sft", **tokenizer_module)["train_dataset"]
-    model = load_model(tokenizer_module["tokenizer"], model_args, finetuning_args, is_trainable=True)
-    collator = SFTDataCollatorWith4DAttentionMask(
-        template=template,
-        model=model,
-        pad_to_multiple_of=8,
-        label_pad_token_id=-100,
-        attn_implementation=getattr(model.config, "_attn_implementation", None),
-        compute_dtype=model_args.compute_dtype,
-        **tokenizer_module,
-    )
-    reference = Reference(model, loss=loss, learning_rate=config["learning_rate"])
+    stock = load_stock(config | {"disable_gradient_checkpointing": True})
+    rows = stock.datasets["train_dataset"]
+    reference = Reference(stock.model, loss=loss, learning_rate=config["learning_rate"])
     for ids in steps:
-        reference.step(collator([dict(rows[i]) for i in ids]))
+        reference.step(stock.collator([dict(rows[i]) for i in ids]))
     return reference
 
 

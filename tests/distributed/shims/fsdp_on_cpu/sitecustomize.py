@@ -4,38 +4,26 @@ accelerate (1.11 to 1.15) leaves the FSDP plugin aside on MULTI_CPU and trains w
 although torch's FSDP runs on CPU with gloo. This lifts that one condition; everything else is theirs.
 """
 
-import importlib.util
 import os
 import sys
-from importlib.abc import MetaPathFinder
+
+from after_import import AfterImport
 
 STATE = "accelerate.state"
 
 
-class Finder(MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name != STATE:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        run = spec.loader.exec_module
+def change(module):
+    stock = module.AcceleratorState.__init__
 
-        def exec_module(module):
-            run(module)
-            stock = module.AcceleratorState.__init__
+    def __init__(self, *args, fsdp_plugin=None, **kwargs):
+        stock(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None:
+            self.distributed_type = module.DistributedType.FSDP
+            module.PartialState._shared_state["distributed_type"] = self.distributed_type
+            self.fsdp_plugin = fsdp_plugin
 
-            def __init__(self, *args, fsdp_plugin=None, **kwargs):
-                stock(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
-                if fsdp_plugin is not None:
-                    self.distributed_type = module.DistributedType.FSDP
-                    module.PartialState._shared_state["distributed_type"] = self.distributed_type
-                    self.fsdp_plugin = fsdp_plugin
-
-            module.AcceleratorState.__init__ = __init__
-
-        spec.loader.exec_module = exec_module
-        return spec
+    module.AcceleratorState.__init__ = __init__
 
 
 if "RANK" in os.environ:
-    sys.meta_path.insert(0, Finder())
+    sys.meta_path.insert(0, AfterImport(STATE, change))
