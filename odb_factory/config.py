@@ -77,6 +77,11 @@ class ODBConfig:
         "false: the epoch ends for all when one rank runs short",
         default=True,
     )
+    balance: bool = _key(
+        "true: ranks hand samples to each other before collation and plan their windows as one, so that none waits "
+        "for another; ids and references to media travel, pixels do not",
+        default=False,
+    )
     overlong: str = _key(
         "a sample that breaks a budget alone: singleton (a group of its own), drop or error",
         choices=("singleton", "drop", "error"),
@@ -112,6 +117,11 @@ class ODBConfig:
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
             _check(item, getattr(self, item.name))
+        if self.balance and not self.join:
+            raise ConfigError(
+                "odb.balance: with `join: false` the epoch ends when one rank runs short, and balanced ranks run short "
+                "together; set `join: true`, or leave balance out."
+            )
         if self.lr_scale != "none" and self.lr_reference_samples is None:
             raise ConfigError(
                 f"odb.lr_scale: {self.lr_scale!r} needs a batch to scale from; set `lr_reference_samples` to the "

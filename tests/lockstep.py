@@ -8,17 +8,19 @@ rank that would wait for ever is seen at once (`Hang`), and any order of the ran
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
-from odb_factory.batching import Budget, Cost
-from odb_factory.batching.grouping import form_groups
-from odb_factory.batching.planning import MAX_WAIT_ROUNDS
+from odb_factory.batching import Budget, Collation, Cost, Plan
+from odb_factory.batching.apart import LOWEST_LEVEL
+from odb_factory.batching.window import MAX_WAIT_ROUNDS
+from odb_factory.data import rounds as rounds_module
 from odb_factory.data.agreement import AgreedError, Report
 from odb_factory.data.exchange import decode, encode
+from odb_factory.data.handover import hand_over, make_parcels
 from odb_factory.data.observe import ShardSampler
 from odb_factory.data.rounds import EpochRounds, Task
 from odb_factory.data.samples import Rejection, Sample, Step
@@ -124,12 +126,15 @@ class Seat:
 
     def __call__(self, report: Report, round_index: int) -> list[Report]:
         # What a rank goes on changing is never shared.
-        told = encode(report) if self.on_wire else Report(report.offer, report.rejected.copy())
+        told = encode(report) if self.on_wire else Report(report.window, report.rejected.copy())
         answers = self._tell(told)
         for rank, answer in enumerate(answers):
             if isinstance(answer, str):
                 raise AgreedError(f"rank {rank} stopped: {answer}")
         return answers
+
+    def trade(self, parcels: list[bytes]) -> list[bytes]:
+        raise AssertionError("see trading in run_shards")
 
     def leave(self) -> None:
         self.fail("it left the epoch")
@@ -162,14 +167,21 @@ def run_shards(
     lockstep = Lockstep(len(shards), order)
     lockstep.on_round = lambda rank, tasks: epochs[rank].rounds.append(tasks)
     everything = [row for shard in shards for row in shard]
+    held: list[list[Sample]] = [[] for _ in shards]
 
     class Recorded(Seat):
         def __call__(self, report: Report, round_index: int) -> list[Report]:
             epoch = epochs[self.rank]
             assert round_index == len(epoch.windows)
             epoch.windows.append([one.sample.id for one in ranks[self.rank].held])
-            epoch.reports.append(Report(report.offer, report.rejected.copy()))
+            epoch.reports.append(Report(report.window, report.rejected.copy()))
+            held[self.rank] = [one.sample for one in ranks[self.rank].held]
             return super().__call__(report, round_index)
+
+    def trading(plan: Plan, rank: int, samples: Sequence[Sample], _: Any) -> dict[int, Sample]:
+        """Ranks run one inside the other and cannot meet twice in a round; so the parcels of all are made here."""
+        parcels = [make_parcels(plan, other, held[other])[rank] for other in range(len(shards))]
+        return hand_over(plan, rank, samples, lambda _: parcels)
 
     def draw(rank: int) -> Iterator[Row]:
         for row in shards[rank]:
@@ -193,11 +205,12 @@ def run_shards(
     ]
     lockstep.sources = {rank: iter(rounds) for rank, rounds in enumerate(ranks)}
     num_rounds = 0
-    while lockstep.round():
-        num_rounds += 1
-        lockstep.leaving = {rank for rank, after in (leave_after or {}).items() if after <= num_rounds}
-        if num_rounds > 2 * len(everything) + 10:
-            raise Hang("rounds without end")
+    with mock.patch.object(rounds_module, "hand_over", trading):
+        while lockstep.round():
+            num_rounds += 1
+            lockstep.leaving = {rank for rank, after in (leave_after or {}).items() if after <= num_rounds}
+            if num_rounds > 2 * len(everything) + 10:
+                raise Hang("rounds without end")
     for rank, error in lockstep.errors.items():
         epochs[rank].error = error
     return epochs
@@ -229,16 +242,22 @@ def check_promises(
     buffer_size: int = 8,
     accumulation: int = 1,
     join: bool = True,
+    balance: bool = False,
     **_: Any,
 ) -> None:
-    """I1 to I5 and I7, and of I6 that all ranks planned the same, for an epoch without fatal rows."""
+    """I1 to I5 and I7, and of I6 that all ranks planned the same, for an epoch without fatal rows.
+
+    With balance, I7 speaks of the samples of all ranks together, and so does the progress of I5.
+    """
     num_rows = sum(map(len, shards))
     held = [{row.id: row.cost for row in usable(shard)} for shard in shards]
+    costs = {id: cost for rank in held for id, cost in rank.items()}
     num_rejected = sum(len(epoch.rejected) for epoch in epochs)
+    emitted = Counter(id for epoch in epochs for id in epoch.ids)
     if epochs[0].error is not None:
         assert all(isinstance(epoch.error, AgreedError) for epoch in epochs), "all ranks end alike"
-        assert not any(epoch.ids for epoch in epochs)
-        assert not any(held) or not join and any(_ran_short(*rank, budget, accumulation) for rank in zip(held, epochs))
+        assert not emitted
+        assert not any(held) or not join and any(_ran_short(*rank, emitted, accumulation) for rank in zip(held, epochs))
         return
     assert [epoch.error for epoch in epochs] == [None] * len(epochs)
 
@@ -250,50 +269,51 @@ def check_promises(
     assert [step.last for step in steps] == [False] * (len(steps) - 1) + [True]
     assert all([step.totals for step in epoch.steps] == totals for epoch in epochs), "I6: all ranks plan the same"
 
-    num_emitted = 0
-    for costs, epoch in zip(held, epochs):
-        ids = epoch.ids
-        num_emitted += len(ids)
-        assert len(set(ids)) == len(ids) and costs.keys() >= set(ids), "I2, I3: no id twice"
+    assert all(count == 1 for count in emitted.values()) and costs.keys() >= set(emitted), "I2, I3: no id twice"
+    for rank, epoch in zip(held, epochs):
+        assert balance or rank.keys() >= set(epoch.ids), "only balanced samples leave their rank"
         idle = [step.idle for step in epoch.steps]
-        if join:
-            assert len(ids) == len(costs), "I2"
-            assert idle == sorted(idle), "I7: a rank idles behind its last sample"
-        else:
-            assert not any(idle), "I3"
-    assert steps[-1].left_out == num_rows - num_emitted - num_rejected
+        assert join or not any(idle), "I3"
+        assert balance or idle == sorted(idle), "I7: a rank idles behind its last sample"
+    assert steps[-1].left_out == num_rows - len(emitted) - num_rejected
     if join:
-        assert steps[-1].left_out == 0, "I2"
+        assert len(emitted) == len(costs) and steps[-1].left_out == 0, "I2"
         assert sum(not step.busy_ranks for step in totals) < accumulation, "I7: filled up, and no further"
     else:
-        assert any(_ran_short(*rank, budget, accumulation) for rank in zip(held, epochs)), "I3"
+        assert any(_ran_short(*rank, emitted, accumulation) for rank in zip(held, epochs)), "I3"
 
-    assert len(epochs[0].windows) <= max(map(len, held)), "I5"
+    for k, step in enumerate(totals):
+        groups = [[costs[id] for id in epoch.steps[k].ids] for epoch in epochs]
+        assert all(len(group) < 2 or budget.fits(group) for group in groups), "I4"
+        if balance and step.busy_ranks < len(epochs):
+            assert step.samples == step.busy_ranks, "I7: there are too few for all ranks"
+
+    # A balanced round sends out a sample for each rank, or all there are.
+    most_rounds = max(map(len, held)) + (len(costs) // len(held) if balance else 0)
+    assert len(epochs[0].windows) <= most_rounds, "I5"
     # Once it may wait no longer, a sample is kept back only by older ones, and one of these goes out every round.
-    longest_wait = MAX_WAIT_ROUNDS + (0 if join and len(shards) == 1 else buffer_size - 1)
-    for costs, epoch in zip(held, epochs):
+    longest_wait = MAX_WAIT_ROUNDS + buffer_size - 1
+    for epoch in epochs:
         num_rounds_held = Counter(id for window in epoch.windows for id in window)
         assert all(count <= 1 + longest_wait for count in num_rounds_held.values()), "I5: a bounded wait"
-        for k, (window, groups) in enumerate(zip(epoch.windows, epoch.groups), start=1):
+        for k, (window, after) in enumerate(zip(epoch.windows, [*epoch.windows[1:], []]), start=1):
             assert len(window) <= buffer_size
+            gone = set(window) - set(after)
             closing = not join and k == len(epoch.windows)
-            assert groups or not window or closing, "I5: progress on every rank that holds a sample"
-            alone = formed(tuple(costs[id] for id in window), budget)
-            for group in groups:
-                assert len(group) == 1 or budget.fits([costs[id] for id in group]), "I4"
-                if tuple(map(window.index, group)) not in alone:
-                    assert not join and len(alone) < accumulation, "I7: cut down"
+            assert gone or not window or closing or balance, "I5: progress on every rank that holds a sample"
+            plain = budget.max_patches is None and budget.collation == Collation()
+            if join and not balance and plain and k < len(epoch.windows):
+                left = [costs[id] for id in after if id in window]
+                taken = [[costs[id] for id in step.ids] for step in epoch.steps if step.ids and step.ids[0] in gone]
+                assert not any(_could_take(group, cost, budget) for group in taken for cost in left), "I7: cut down"
 
 
-@functools.lru_cache(maxsize=100_000)
-def formed(costs: tuple[Cost, ...], budget: Budget) -> frozenset[tuple[int, ...]]:
-    """The groups that a window makes by itself."""
-    full, rest = form_groups(costs, budget)
-    return frozenset(tuple(group) for group in [*full, rest] if group)
+def _could_take(group: Sequence[Cost], other: Cost, budget: Budget) -> bool:
+    """Whether a shorter sample was left behind beside a group that is not even full for the lowest level."""
+    lowest = replace(budget, token_budget=int(LOWEST_LEVEL * budget.token_budget))
+    return other.tokens < max(cost.tokens for cost in group) and lowest.fits([other, *group])
 
 
-def _ran_short(costs: dict[int, Cost], epoch: Epoch, budget: Budget, accumulation: int) -> bool:
-    """Whether a rank has drawn all its samples, and those it has left make no whole optimizer step."""
-    gone = set(epoch.ids)
-    left = tuple(cost for id, cost in costs.items() if id not in gone)
-    return epoch.undrawn == 0 and len(formed(left, budget)) < accumulation
+def _ran_short(costs: dict[int, Cost], epoch: Epoch, emitted: Counter[int], accumulation: int) -> bool:
+    """Whether a rank has drawn all its samples, and those it has left are too few for an optimizer step."""
+    return epoch.undrawn == 0 and len(costs.keys() - emitted.keys()) < accumulation

@@ -25,7 +25,7 @@ WORDS = {
     "on_error": ["raise", "skip"],
     "resume": ["strict", "ignore_data"],
 }
-SWITCHES = ["join", "audit"]
+SWITCHES = ["join", "audit", "balance"]
 MINIMUM = dict.fromkeys(WHOLE_NUMBERS, 1) | {"collate_workers": 0, "seed": 0}
 
 yaml_values = st.recursive(
@@ -60,6 +60,7 @@ def test_defaults() -> None:
         "lr_scale": "none",
         "lr_reference_samples": None,
         "join": True,
+        "balance": False,
         "overlong": "singleton",
         "on_error": "raise",
         "resume": "strict",
@@ -73,6 +74,10 @@ def test_defaults() -> None:
 def test_a_scaled_learning_rate_needs_a_reference(scale: str) -> None:
     assert "lr_reference_samples" in refusal(block(lr_scale=scale))
     assert ODBConfig.from_block(block(lr_scale=scale, lr_reference_samples=16)).lr_scale == scale
+
+
+def test_balance_needs_join() -> None:
+    assert "join: true" in refusal(block(balance=True, join=False))
 
 
 def test_every_key_is_explained() -> None:

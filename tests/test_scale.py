@@ -1,37 +1,54 @@
-"""The benchmark of the planning runs, and what it says holds on a small scale: bytes at most linear in ranks."""
+"""The benchmarks of the planning run, and what they say holds on a small scale."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+import importlib
+import json
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "examples" / "benchmark" / "scale.py"
+FOLDER = Path(__file__).parents[1] / "examples" / "benchmark"
 
 
-@pytest.fixture(scope="module")
-def scale() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("scale", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["scale"] = module
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture(params=["scale", "planning"])
+def script(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(FOLDER)
+    return importlib.import_module(request.param)
 
 
-def test_a_table_with_a_row_for_every_number_of_ranks(scale: ModuleType, capsys: pytest.CaptureFixture) -> None:
-    results = scale.main(["--ranks", "2", "8", "--window", "32", "--token-budget", "2048", "--rounds", "2"])
-    assert [result.ranks for result in results] == [2, 8]
-    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-    assert len(table) == 4
-    assert len({line.count("|") for line in table}) == 1
+def tables(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("|")]
 
 
-def test_bytes_grow_no_more_than_linearly_with_ranks(scale: ModuleType) -> None:
-    """A message is bounded by the window of one rank: 16 bytes a sample and a header."""
+@pytest.mark.parametrize("script", ["scale"], indirect=True)
+def test_a_table_with_a_row_for_every_number_of_ranks(script: ModuleType, capsys: pytest.CaptureFixture) -> None:
+    results = script.main(["--ranks", "2", "8", "--window", "32", "--token-budget", "2048", "--rounds", "2"])
+    assert [(result.ranks, result.balance) for result in results] == [(2, False), (8, False), (2, True), (8, True)]
+    lines = tables(capsys.readouterr().out)
+    assert len(lines) == 8
+    assert len({line.count("|") for line in lines}) == 1
+
+
+@pytest.mark.parametrize("script", ["scale"], indirect=True)
+def test_bytes_grow_no_more_than_linearly_with_ranks(script: ModuleType) -> None:
+    """A message is bounded by the window of one rank: 19 bytes a sample and a header."""
     for ranks in (2, 8, 32):
-        measured = scale.measure(ranks, window=32, token_budget=2048, num_rounds=2)
-        assert measured.received <= ranks * (16 * 32 + 128)
-        assert 0 < measured.steps <= measured.groups <= 32
+        measured = script.measure(ranks, window=32, token_budget=2048, num_rounds=2)
+        assert measured.received <= ranks * (19 * 32 + 128)
+        assert 0 < measured.steps <= 32
+
+
+@pytest.mark.parametrize("script", ["planning"], indirect=True)
+def test_no_online_way_plans_better(script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """On a small scale: odb before the known online ways, balanced before alone, both below what is possible."""
+    (result,) = script.main(["--ranks", "4", "--samples", "2000", "--seeds", "1", "--output-dir", str(tmp_path)])
+    assert (tmp_path / "planning.png").stat().st_size > 10_000
+    assert json.loads((tmp_path / "planning.json").read_text())[0] == result
+    assert len({line.count("|") for line in tables(capsys.readouterr().out)}) == 2
+    for workload in script.WORKLOADS:
+        reached = {name: row[workload] for name, row in result["efficiency"].items()}
+        alone, balanced = reached["odb"], reached["odb, `balance: true`"]
+        assert max(reached["fixed batch of 8"], reached["sort, fill, split to the largest count"]) < alone
+        assert alone < balanced < 1 / (1 + script.FIXED_COST / script.TOKEN_BUDGET)

@@ -2,9 +2,11 @@
 
 Step efficiency = real tokens / (ranks x sum over steps of (largest padded tokens of any rank in that step + c0)): it
 counts padding, part-filled groups, ranks that wait for each other, and the fixed cost of a step (c0 = 500 tokens).
+Where samples have images there is a second one, that of the vision tower: patches / (ranks x sum over steps of the
+largest patches of any rank).
 
-    python examples/benchmark/planning.py                       # 8 ranks
-    python examples/benchmark/planning.py --ranks 64 --samples 6000 --output planning.json
+    python examples/benchmark/planning.py                           # 8 and 64 ranks
+    python examples/benchmark/planning.py --ranks 1 8 64 512 1024 --output-dir out
 """
 
 from __future__ import annotations
@@ -13,125 +15,158 @@ import argparse
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from simulation import PATCHES_PER_TOKEN, WORKLOADS, draw, rounds
 
-from odb_factory.batching import Budget, Cost, align, make_offer
+from odb_factory.batching import Budget
 
 FIXED_COST = 500
 """Tokens that the fixed cost of a step is worth."""
-SHORTEST, LONGEST = 16, 8192
-TOKEN_BUDGET, WINDOW = 16384, 1024
-BATCH_SIZE = 8
+TOKEN_BUDGET, WINDOW, BATCH_SIZE = 16384, 1024, 8
+IMAGE_SHARE = 0.5
 
-Lengths = list[np.ndarray]
-"""Of each rank, its samples in the order of draws (tokens)."""
-
-
-def lognormal(mean: float, cv: float) -> Callable[[np.random.Generator, int], np.ndarray]:
-    sigma = np.sqrt(np.log(1 + cv**2))
-    return lambda rng, count: rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, count)
+Samples = Sequence[np.ndarray]
+Steps = list[int]
+"""The largest padded tokens of any rank, of each step."""
 
 
-def mm_mix(rng: np.random.Generator, count: int) -> np.ndarray:
-    """80 % short answers, 20 % pages."""
-    long = rng.random(count) < 0.2
-    return np.where(long, rng.lognormal(np.log(2500), 0.5, count), rng.lognormal(np.log(150), 0.35, count))
+def efficiency(samples: Samples, steps: Steps) -> float:
+    real = sum(int(rows["tokens"].sum()) for rows in samples)
+    return real / (len(samples) * (sum(steps) + FIXED_COST * len(steps)))
 
 
-WORKLOADS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
-    "UltraChat": lognormal(1100, 0.48),
-    "LLaVA": lognormal(700, 0.29),
-    "ShareGPT4o": lognormal(900, 1.00),
-    "MM-Mix": mm_mix,
-}
-
-
-def draw(workload: str, ranks: int, samples: int, seed: int = 0) -> Lengths:
-    rng = np.random.default_rng(seed)
-    return [np.clip(WORKLOADS[workload](rng, samples), SHORTEST, LONGEST).astype(int) for _ in range(ranks)]
-
-
-def efficiency(lengths: Lengths, steps: Sequence[int]) -> float:
-    """steps: the largest padded tokens of any rank, of each step."""
-    real = sum(int(mine.sum()) for mine in lengths)
-    return real / (len(lengths) * (sum(steps) + FIXED_COST * len(steps)))
-
-
-def fixed_batch(lengths: Lengths) -> list[int]:
+def fixed_batch(samples: Samples) -> Steps:
     """Batches of `BATCH_SIZE` in the order of draws."""
-    columns = [_padded(mine.reshape(-1, BATCH_SIZE)) for mine in lengths]
-    return np.max(columns, axis=0).tolist()
+    return np.max([_padded(rows["tokens"].reshape(-1, BATCH_SIZE)) for rows in samples], axis=0).tolist()
 
 
-def length_grouped(lengths: Lengths) -> list[int]:
-    """All samples known beforehand: sorted within mega-batches of 50 batches of all ranks, as the Trainer does."""
-    ranks = len(lengths)
-    together = np.stack(lengths, axis=1).reshape(-1)
-    mega = BATCH_SIZE * ranks * 50
-    ordered = np.concatenate([np.sort(together[k : k + mega])[::-1] for k in range(0, len(together), mega)])
-    batches = _padded(ordered[: len(ordered) // (BATCH_SIZE * ranks) * BATCH_SIZE * ranks].reshape(-1, BATCH_SIZE))
-    return batches.reshape(-1, ranks).max(axis=1).tolist()
+def length_grouped(samples: Samples) -> Steps:
+    """All lengths known beforehand: sorted within mega-batches of 50 batches of all ranks, as the Trainer does."""
+    size = BATCH_SIZE * len(samples)
+    together = np.stack([rows["tokens"] for rows in samples], axis=1).reshape(-1)
+    mega = [np.sort(together[k : k + 50 * size])[::-1] for k in range(0, len(together), 50 * size)]
+    batches = _padded(np.concatenate(mega)[: len(together) // size * size].reshape(-1, BATCH_SIZE))
+    return batches.reshape(-1, len(samples)).max(axis=1).tolist()
 
 
-def odb(lengths: Lengths, window: int = WINDOW) -> list[int]:
-    """The production planner, round after round."""
-    budget = Budget(TOKEN_BUDGET)
-    costs = [[Cost(int(length), 0, int(length)) for length in mine] for mine in lengths]
-    drawn = [0] * len(costs)
-    held: list[list[Cost]] = [[] for _ in costs]
-    ages: list[list[int]] = [[] for _ in costs]
-    steps: list[int] = []
-    final, round_index = False, 0
-    while not final:
-        formed = []
-        for rank, mine in enumerate(costs):
-            room = window - len(held[rank])
-            fresh = mine[drawn[rank] : drawn[rank] + room]
-            drawn[rank] += len(fresh)
-            held[rank] += fresh
-            ages[rank] += [0] * len(fresh)
-            formed.append(make_offer(held[rank], ages[rank], drawn[rank] == len(mine), budget))
-        plan = align([offer for _, offer in formed], seed=0, epoch=0, round_index=round_index, steps_before=len(steps))
-        final, round_index = plan.final, round_index + 1
-        for k in range(len(plan.totals)):
-            chosen = [(offer, groups[k]) for (_, offer), groups in zip(formed, plan.groups)]
-            steps.append(max(offer.groups[i].padded_tokens for offer, i in chosen if i is not None))
-        for rank, ((groups, _), chosen) in enumerate(zip(formed, plan.groups)):
-            gone = {i for index in chosen if index is not None for i in groups[index]}
-            ages[rank] = [age + 1 for i, age in enumerate(ages[rank]) if i not in gone]
-            held[rank] = [cost for i, cost in enumerate(held[rank]) if i not in gone]
+def sort_fill_split(samples: Samples) -> Steps:
+    """The published online algorithm: sort each window, fill groups to the budget, split to the largest count."""
+    steps: Steps = []
+    for k in range(0, len(samples[0]), WINDOW):
+        groups = [_filled(np.sort(rows["tokens"][k : k + WINDOW])[::-1]) for rows in samples]
+        count = max(map(len, groups))
+        for mine in groups:
+            while len(mine) < count:
+                i = max(range(len(mine)), key=lambda i: len(mine[i]))
+                middle = len(mine[i]) // 2
+                mine[i : i + 1] = [mine[i][:middle], mine[i][middle:]]
+            mine.sort(key=lambda group: -int(group[0]) * len(group))
+        steps += [max(int(group[0]) * len(group) for group in step) for step in zip(*groups)]
     return steps
 
 
-WAYS: dict[str, Callable[[Lengths], list[int]]] = {
-    "fixed batch of 8": fixed_batch,
-    "length-grouped, batch of 8": length_grouped,
+def oracle(samples: Samples) -> Steps:
+    """Offline: the samples of all ranks sorted as one, filled, like with like."""
+    groups = _filled(np.sort(np.concatenate([rows["tokens"] for rows in samples]))[::-1])
+    padded = sorted((int(group[0]) * len(group) for group in groups), reverse=True)
+    return padded[:: len(samples)]
+
+
+def odb(samples: Samples, balance: bool = False) -> Steps:
+    plans = rounds(samples, Budget(TOKEN_BUDGET), WINDOW, balance=balance)
+    return [totals.largest_tokens for one in plans for totals in one.plan.totals]
+
+
+WAYS: dict[str, Callable[[Samples], Steps]] = {
+    f"fixed batch of {BATCH_SIZE}": fixed_batch,
+    f"length-grouped, batch of {BATCH_SIZE}": length_grouped,
+    "sort, fill, split to the largest count": sort_fill_split,
     "odb": odb,
+    "odb, `balance: true`": lambda samples: odb(samples, balance=True),
+    "offline oracle": oracle,
 }
+
+
+def two_costs(workload: str, ranks: int, samples: int, balance: bool) -> dict[str, float]:
+    """Both efficiencies where half of the samples have images, and what of them travels to another rank."""
+    drawn = draw(workload, ranks, samples, image_share=IMAGE_SHARE)
+    budget = Budget(TOKEN_BUDGET, TOKEN_BUDGET * PATCHES_PER_TOKEN)
+    totals = [step for one in rounds(drawn, budget, WINDOW, balance=balance) for step in one.plan.totals]
+    return {
+        "tokens": efficiency(drawn, [step.largest_tokens for step in totals]),
+        "patches": sum(step.patches for step in totals) / (ranks * sum(step.largest_patches for step in totals)),
+        "moved": sum(step.moved for step in totals) / sum(map(len, drawn)),
+    }
 
 
 def _padded(batches: np.ndarray) -> np.ndarray:
     return batches.max(axis=1) * batches.shape[1]
 
 
-def main() -> None:
+def _filled(lengths: np.ndarray) -> list[np.ndarray]:
+    """Groups of neighbours, each as large as the budget allows; lengths fall."""
+    groups, start = [], 0
+    while start < len(lengths):
+        end = start + max(TOKEN_BUDGET // int(lengths[start]), 1)
+        groups.append(lengths[start:end])
+        start = end
+    return groups
+
+
+def table(title: str, columns: Sequence[str], rows: dict[str, Sequence[float]]) -> str:
+    lines = [f"| {title} | {' | '.join(columns)} |", f"|---|{'--:|' * len(columns)}"]
+    lines += [f"| {name} | {' | '.join(f'{value:.3f}' for value in values)} |" for name, values in rows.items()]
+    return "\n".join(lines) + "\n"
+
+
+def draw_figure(results: list[dict[str, Any]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(WORKLOADS), figsize=(4 * len(WORKLOADS), 4), sharey=True, squeeze=False)
+    for axis, workload in zip(axes[0], WORKLOADS):
+        for name in WAYS:
+            points = [(result["ranks"], result["efficiency"][name][workload]) for result in results]
+            axis.plot(*zip(*points), marker="o", label=name)
+        axis.set(title=workload, xlabel="ranks", xscale="log")
+    axes[0][0].set_ylabel("step efficiency")
+    axes[0][0].legend(fontsize="small")
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--samples", type=int, default=6000, help="of each rank")
-    parser.add_argument("--output", type=Path, help="also write the figures as JSON")
-    given = parser.parse_args()
-    table: dict[str, dict[str, float]] = {}
-    for name, way in WAYS.items():
-        table[name] = {}
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64])
+    parser.add_argument("--samples", type=int, default=6000, help="of each rank; half as many from 64 ranks on")
+    parser.add_argument("--seeds", type=int, default=6, help="the figures are means over so many draws")
+    parser.add_argument("--output-dir", type=Path, help="write planning.json and planning.png there")
+    given = parser.parse_args(arguments)
+    results = []
+    for ranks in given.ranks:
+        count = given.samples // 2 if ranks >= 64 else given.samples
+        reached = {name: {} for name in WAYS}
         for workload in WORKLOADS:
-            lengths = draw(workload, given.ranks, given.samples)
-            table[name][workload] = round(efficiency(lengths, way(lengths)), 4)
-    print(f"| {given.ranks} ranks | {' | '.join(WORKLOADS)} |\n|---|{'--:|' * len(WORKLOADS)}")
-    for name, row in table.items():
-        print(f"| {name} | {' | '.join(f'{value:.3f}' for value in row.values())} |")
-    if given.output:
-        given.output.write_text(json.dumps({"ranks": given.ranks, "efficiency": table}, indent=2), encoding="utf-8")
+            drawn = [draw(workload, ranks, count, seed) for seed in range(given.seeds)]
+            for name, way in WAYS.items():
+                reached[name][workload] = float(np.mean([efficiency(samples, way(samples)) for samples in drawn]))
+        print(table(f"{ranks:,} ranks", list(WORKLOADS), {name: list(row.values()) for name, row in reached.items()}))
+        both = {
+            name: [value for workload in WORKLOADS for value in two_costs(workload, ranks, count, balance).values()]
+            for name, balance in (("odb", False), ("odb, `balance: true`", True))
+        }
+        columns = [f"{workload}: {what}" for workload in WORKLOADS for what in ("tokens", "patches", "moved")]
+        print(table(f"{ranks:,} ranks, half of the samples with images", columns, both))
+        results.append({"ranks": ranks, "samples": count, "efficiency": reached, "two_costs": {"columns": columns} | both})
+    if given.output_dir:
+        given.output_dir.mkdir(parents=True, exist_ok=True)
+        (given.output_dir / "planning.json").write_text(json.dumps(results, indent=2), encoding="utf-8")
+        draw_figure(results, given.output_dir / "planning.png")
+    return results
 
 
 if __name__ == "__main__":

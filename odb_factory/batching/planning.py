@@ -1,113 +1,65 @@
-"""Plan one round: what every rank can send out in, the same number of steps for every rank out (DGAP).
+"""Plan one round: for every rank the groups it sends out, in the same number of steps for all (DGAP).
 
-Two pure functions. `make_offer` forms the groups of one rank's window; its `Offer` is a few integers a
-group. `align` takes the offers of all ranks and is computed by each of them alone, with the same
-result: no clock, no communication, no I/O. Alignment is by carry-over: a round emits as many steps
-as every rank that still draws samples can fill, and a rank with more groups keeps the surplus in
-its window. No group is ever cut down for the sake of another rank.
+A pure function of what the ranks have told each other: the windows of all in integers. Each rank computes it
+alone, with the same result (I6): no clock, no communication, no I/O, no sum whose order matters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from odb_factory.batching.cost import Budget, Cost
-from odb_factory.batching.grouping import form_groups
-
-MAX_WAIT_ROUNDS = 4
-"""A sample is kept back in a part-filled group for at most this many rounds in a row."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupCost:
-    """What the other ranks need to know of a group: its collated shape and the real tokens in it."""
-
-    rows: int
-    length: int
-    tokens: int
-    supervised_tokens: int
-
-    @property
-    def padded_tokens(self) -> int:
-        return self.rows * self.length
+from odb_factory.batching.apart import Steps, plan_apart
+from odb_factory.batching.cost import Budget
+from odb_factory.batching.together import plan_together
+from odb_factory.batching.window import ROW, Rows, Window
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """The groups one rank may send out in a round, those with the longest-waiting samples first.
-
-    dry: the rank's sampler has no further sample, and all it holds is on offer.
-    kept_back: samples of part-filled groups that wait for the next window.
-    """
-
-    groups: Sequence[GroupCost]
-    dry: bool
-    kept_back: int = 0
+MAX_BALANCED_BYTES = 1 << 28
+"""Where a rank holds more than that (256 MiB), samples stay where they are: it could have to hand over all of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepTotals:
-    """What all ranks together do in one step. Tokens are real, padded_tokens as collated."""
+    """What all ranks together do in one step. Tokens are real; padded_tokens and patches are as collated.
 
-    samples: int
-    tokens: int
-    padded_tokens: int
-    supervised_tokens: int
-    busy_ranks: int
+    largest_tokens, largest_patches: the most padded tokens and the most patches of any rank, for which all wait.
+    moved, moved_bytes: samples that are handed to another rank for this step.
+    """
+
+    samples: int = 0
+    tokens: int = 0
+    padded_tokens: int = 0
+    patches: int = 0
+    supervised_tokens: int = 0
+    busy_ranks: int = 0
+    largest_tokens: int = 0
+    largest_patches: int = 0
+    moved: int = 0
+    moved_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One round. `groups[rank][step]` is a position in that rank's offer, None on an idle step.
+    """One round.
 
-    final: the epoch ends with this round.
+    groups: of each rank the group of each step, in batch order; empty on an idle step. Samples are numbered through
+    the windows of all ranks: rank r holds those from starts[r] on, up to starts[r + 1].
+    final: the epoch ends with this round. too_heavy: samples were to be balanced, and weigh too much for it.
     """
 
-    groups: list[list[int | None]]
+    groups: list[list[list[int]]]
+    starts: list[int]
     totals: list[StepTotals]
     final: bool
+    too_heavy: bool = False
 
 
-def make_offer(
-    costs: Sequence[Cost], ages: Sequence[int], dry: bool, budget: Budget, num_groups: int = 1
-) -> tuple[list[list[int]], Offer]:
-    """Form the groups that a rank may send out from its window. Returns their window positions and the offer.
-
-    costs, ages: one entry a sample; an age counts the rounds a sample has been kept back.
-    In each family a part-filled group of the shortest samples waits for the next window, unless the sampler
-    is dry, a sample in it has waited `MAX_WAIT_ROUNDS`, or there would be less than `num_groups` without it.
-    Where even that is not enough, the largest groups are halved until it is.
-    """
-    groups: list[list[int]] = []
-    rests: list[list[int]] = []
-    for family in sorted({cost.family for cost in costs}):
-        members = [i for i, cost in enumerate(costs) if cost.family == family]
-        full, rest = form_groups([costs[i] for i in members], budget)
-        groups += [[members[i] for i in group] for group in full]
-        if rest:
-            rests.append([members[i] for i in rest])
-    kept_back = 0
-    for rest in rests:
-        if dry or len(groups) < num_groups or max(ages[i] for i in rest) >= MAX_WAIT_ROUNDS:
-            groups.append(rest)
-        else:
-            kept_back += len(rest)
-    while len(groups) < num_groups and len(largest := max(groups, key=len, default=[])) > 1:
-        groups.remove(largest)
-        middle = len(largest) // 2
-        for half in (largest[:middle], largest[middle:]):
-            # Grouped anew: a half without the media of the whole gets a filler, which may be too much for it.
-            full, last = form_groups([costs[i] for i in half], budget)
-            groups += [[half[i] for i in group] for group in (*full, last) if group]
-    groups.sort(key=lambda group: -max(ages[i] for i in group))
-    return groups, Offer([_group_cost([costs[i] for i in group], budget) for group in groups], dry, kept_back)
-
-
-def align(
-    offers: Sequence[Offer],
+def plan_round(
+    windows: Sequence[Window],
+    budget: Budget,
     *,
     seed: int,
     epoch: int,
@@ -115,69 +67,72 @@ def align(
     steps_before: int = 0,
     accumulation: int = 1,
     join: bool = True,
+    balance: bool = False,
 ) -> Plan:
     """Choose the steps of one round for all ranks.
 
-    offers: one a rank; a rank that is not dry offers at least one group (`accumulation` groups
-    without join). steps_before: steps of this epoch already planned.
-    join: once all samplers are dry everything goes out, ranks with less taking idle steps, and the
-    epoch is filled up to a multiple of `accumulation` with them (I1, I2). Without join the epoch
-    ends, on a whole optimizer step, when a dry rank has nothing left; there are no idle steps (I3).
+    windows: one a rank; a rank that is not dry holds a sample (`accumulation` samples without join).
+    steps_before: steps of this epoch already planned.
+    join: once all samplers are dry everything goes out, ranks with less taking idle steps, and the epoch is filled
+    up to a multiple of `accumulation` with them (I1, I2). Without join the epoch ends, on a whole optimizer step,
+    when a dry rank has nothing left; there are no idle steps (I3).
+    balance: a rank may be given samples that another holds (with join only), unless they are too heavy.
     Emits at least one sample on every rank that holds one, but for the end without join (I5).
     """
-    counts = [len(offer.groups) for offer in offers]
-    if join:
-        waiting = [count for count, offer in zip(counts, offers) if not offer.dry]
-        num_steps = min(waiting) if waiting else max(counts)
-        final = not waiting
-        num_groups = [min(count, num_steps) for count in counts]
-        if final:
-            num_steps += -(steps_before + num_steps) % accumulation
+    table = np.concatenate([np.empty(0, ROW), *(window.rows for window in windows)])
+    starts = np.cumsum([0] + [len(window.rows) for window in windows]).tolist()
+    home = np.repeat(np.arange(len(windows)), np.diff(starts))
+    dry = [window.dry for window in windows]
+    balance = balance and len(windows) > 1
+    too_heavy = balance and max(window.rows["bytes"].sum(dtype=np.int64) for window in windows) > MAX_BALANCED_BYTES
+    if balance and not too_heavy:
+        final = all(dry)
+        steps = plan_together(Rows(table, np.arange(len(table)), budget), home, len(windows), final=final)
     else:
-        num_steps = min(counts) - min(counts) % accumulation
-        final = any(offer.dry and count - num_steps < accumulation for count, offer in zip(counts, offers))
-        num_groups = [num_steps] * len(offers)
-
-    slots = _slots(num_groups, num_steps, np.random.default_rng([seed % 2**64, epoch, round_index]))
-    groups: list[list[int | None]] = []
-    for offered, count in zip(offers, num_groups):
-        by_cost = sorted(range(count), key=lambda i: -offered.groups[i].padded_tokens)
-        steps: list[int | None] = [None] * num_steps
-        for slot, i in zip(slots, by_cost):
-            steps[slot] = i
-        groups.append(steps)
-    totals = [_totals(offers, [steps[k] for steps in groups]) for k in range(num_steps)]
-    return Plan(groups, totals, final)
+        held = [Rows(table, np.arange(start, end), budget) for start, end in zip(starts, starts[1:])]
+        steps, final = plan_apart(held, dry, accumulation=accumulation, join=join)
+    steps = list(_shuffled(steps, np.random.default_rng([seed % 2**64, epoch, round_index])))
+    if join and final:
+        steps += [[None] * len(windows) for _ in range(-(steps_before + len(steps)) % accumulation)]
+    groups = [[[] if step[rank] is None else step[rank].tolist() for step in steps] for rank in range(len(windows))]
+    return Plan(groups, starts, [_totals(table, home, step, budget) for step in steps], final, bool(too_heavy))
 
 
-def _slots(counts: Sequence[int], num_steps: int, rng: np.random.Generator) -> list[int]:
-    """The step at which each rank's k-th largest group goes out: the same on all ranks, so like meets like.
+def _shuffled(steps: Steps, rng: np.random.Generator) -> Iterator[list[np.ndarray | None]]:
+    """The steps in another order: long groups shall not always come first.
 
-    Shuffled, but only between counts at which a rank runs out of groups: a rank idles behind its
-    last group, never before it (I7).
+    Only those with the same number of busy ranks change places: a rank idles behind its last group, never before
+    it (I7).
     """
-    slots: list[int] = []
-    for bound in sorted({*counts, num_steps}):
-        slots += (len(slots) + rng.permutation(bound - len(slots))).tolist()
-    return slots
+    busy = [sum(group is not None for group in step) for step in steps]
+    for count in sorted(set(busy), reverse=True):
+        alike = [step for step, ranks in zip(steps, busy) if ranks == count]
+        yield from (alike[i] for i in rng.permutation(len(alike)))
 
 
-def _group_cost(group: Sequence[Cost], budget: Budget) -> GroupCost:
-    rows, length, _ = budget.collation.shape(group)
-    return GroupCost(
-        rows=rows,
-        length=length,
-        tokens=sum(cost.tokens for cost in group),
-        supervised_tokens=sum(cost.supervised_tokens for cost in group),
-    )
-
-
-def _totals(offers: Sequence[Offer], chosen: Sequence[int | None]) -> StepTotals:
-    busy = [offer.groups[i] for offer, i in zip(offers, chosen) if i is not None]
+def _totals(table: np.ndarray, home: np.ndarray, step: Sequence[np.ndarray | None], budget: Budget) -> StepTotals:
+    busy = [rank for rank, group in enumerate(step) if group is not None]
+    if not busy:
+        return StepTotals()
+    chosen = np.concatenate([step[rank] for rank in busy])
+    rows, sizes = table[chosen], np.array([len(step[rank]) for rank in busy])
+    starts = np.cumsum(sizes) - sizes
+    moved = home[chosen] != np.repeat(busy, sizes)
+    has_media = np.logical_or.reduceat(rows["has_media"], starts)
+    patches = np.add.reduceat(rows["patches"].astype(np.int64), starts)
+    patches += np.where(has_media, 0, budget.collation.filler_patches)
+    longest = np.maximum.reduceat(rows["tokens"], starts).tolist()
+    first = rows["tokens"][starts].tolist()
+    padded = sizes * [budget.collation.length(*shape) for shape in zip(longest, first, has_media.tolist())]
     return StepTotals(
-        samples=sum(group.rows for group in busy),
-        tokens=sum(group.tokens for group in busy),
-        padded_tokens=sum(group.padded_tokens for group in busy),
-        supervised_tokens=sum(group.supervised_tokens for group in busy),
+        samples=len(rows),
+        tokens=int(rows["tokens"].sum(dtype=np.int64)),
+        padded_tokens=int(padded.sum()),
+        patches=int(patches.sum()),
+        supervised_tokens=int(rows["supervised_tokens"].sum(dtype=np.int64)),
         busy_ranks=len(busy),
+        largest_tokens=int(padded.max()),
+        largest_patches=int(patches.max()),
+        moved=int(moved.sum()),
+        moved_bytes=int(rows["bytes"][moved].sum(dtype=np.int64)),
     )

@@ -6,19 +6,19 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Protocol
 
-from odb_factory.batching import Offer
+from odb_factory.batching import Window
 from odb_factory.errors import DataError
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a rank tells the others in a round: what it can send out, and counts of this epoch.
+    """What a rank tells the others in a round: what it holds, and counts of this epoch.
 
     rejected: rows that are not trained on, by reason. overlong: samples that break a budget alone and are.
     order: a checksum of the order in which all ranks together draw, to be sure that it is the same order.
     """
 
-    offer: Offer
+    window: Window
     rejected: Counter[str]
     overlong: int = 0
     order: int = 0
@@ -38,6 +38,9 @@ class Exchange(Protocol):
 
     def __call__(self, report: Report, round_index: int) -> list[Report]:
         """The reports of all ranks in rank order. Raises `AgreedError` if there is none of some rank."""
+
+    def trade(self, parcels: list[bytes]) -> list[bytes]:
+        """Hand one parcel to each rank, itself included; those meant for this one, in rank order. All ranks call it."""
 
     def leave(self) -> None:
         """Tell the others, in place of the next report, that this rank leaves the epoch."""
@@ -63,6 +66,9 @@ class Alone:
 
     def __call__(self, report: Report, round_index: int) -> list[Report]:
         return [report]
+
+    def trade(self, parcels: list[bytes]) -> list[bytes]:
+        return parcels
 
     def leave(self) -> None: ...
 

@@ -10,12 +10,14 @@ planning thread alone. The store may be used by any thread.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import socket
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -23,7 +25,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from odb_factory.batching import GroupCost, Offer
+from odb_factory.batching import ROW, Window
 from odb_factory.data.agreement import AgreedError, Report
 from odb_factory.log import get_logger
 
@@ -41,7 +43,7 @@ GRACE_S = 600.0
 class GroupExchange:
     """The `Exchange` of all ranks of the default process group (see `odb_factory.data.agreement`).
 
-    timeout_s: how long a rank waits for the others in a round. A message has 16 bytes a group and some
+    timeout_s: how long a rank waits for the others in a round. A message has 19 bytes a sample of the window and some
     hundred more: nothing grows with tokens or pixels.
     """
 
@@ -68,18 +70,16 @@ class GroupExchange:
 
     def __call__(self, report: Report, round_index: int) -> list[Report]:
         """The reports of all ranks, in rank order. Raises `AgreedError` if one failed, left or is missing."""
-        try:
-            answers = self._gather(encode(report), f"round {round_index}")
-        except AgreedError as error:
-            if not self._closed.is_set():
-                logger.error("%s", error)  # the training may be waiting in a collective of its own, and never ask
-                self.farewell(str(error))
-            raise
+        answers = self._or_farewell(lambda: self._gather(encode(report), f"round {round_index}"))
         stopped = {rank: answer for rank, answer in enumerate(answers) if isinstance(answer, str)}
         if stopped:
             rank = min(stopped, key=lambda rank: (stopped[rank] == LEFT, rank))  # a failure says more
             raise AgreedError(f"rank {rank} stopped: {stopped[rank]}")
         return answers
+
+    def trade(self, parcels: list[bytes]) -> list[bytes]:
+        """The parcels of all ranks for this one, in rank order. Raises `AgreedError` if a rank is missing."""
+        return self._or_farewell(lambda: self._together("handing over samples", functools.partial(_trade, parcels)))
 
     def leave(self) -> None:
         self._say_last(LEFT)
@@ -136,7 +136,11 @@ class GroupExchange:
         return store if self.rank == 0 else dist.TCPStore(*place[0], is_master=False, timeout=timeout)
 
     def _gather(self, message: bytes, word: str) -> list[Report | str]:
-        """Everybody's message, decoded. Sizes travel first, then messages padded to the longest."""
+        """Everybody's message, decoded."""
+        return [decode(answer) for answer in self._together(word, functools.partial(_gather, message))]
+
+    def _together(self, word: str, collective: Callable[[dist.ProcessGroup], list[bytes]]) -> list[bytes]:
+        """Call a collective of all ranks. Raises `AgreedError` with those that are missing."""
         group, store = self._group, self._store
         if self._failed or group is None:
             raise AgreedError(self._heard or f"rank {self.rank} has left the exchange.")
@@ -145,17 +149,19 @@ class GroupExchange:
         started = time.monotonic()
         try:
             store.set(f"word/{self.rank}", word)
-            size = torch.tensor([len(message)])
-            sizes = [torch.zeros_like(size) for _ in range(self.world_size)]
-            dist.all_gather(sizes, size, group=group)
-            mine = torch.zeros(max(map(int, sizes)), dtype=torch.uint8)
-            mine[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-            messages = [torch.empty_like(mine) for _ in range(self.world_size)]
-            dist.all_gather(messages, mine, group=group)
+            return collective(group)
         except RuntimeError as error:
             timed_out = time.monotonic() - started >= 0.9 * self.timeout_s
             raise AgreedError(self._missing(store, word, timed_out, error)) from None
-        return [decode(text.numpy().tobytes()[: int(size)]) for text, size in zip(messages, sizes)]
+
+    def _or_farewell(self, collective: Callable[[], Any]) -> Any:
+        try:
+            return collective()
+        except AgreedError as error:
+            if not self._closed.is_set():
+                logger.error("%s", error)  # the training may be waiting in a collective of its own, and never ask
+                self.farewell(str(error))
+            raise
 
     def _say_last(self, message: str) -> None:
         try:
@@ -204,22 +210,43 @@ class GroupExchange:
                 logger.error("%s", words)
 
 
+def _gather(message: bytes, group: dist.ProcessGroup) -> list[bytes]:
+    """The messages of all ranks. Sizes travel first, then messages padded to the longest."""
+    size = torch.tensor([len(message)])
+    sizes = [torch.zeros_like(size) for _ in range(group.size())]
+    dist.all_gather(sizes, size, group=group)
+    mine = torch.zeros(max(map(int, sizes)), dtype=torch.uint8)
+    mine[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+    messages = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(messages, mine, group=group)
+    return [text.numpy().tobytes()[: int(size)] for text, size in zip(messages, sizes)]
+
+
+def _trade(parcels: Sequence[bytes], group: dist.ProcessGroup) -> list[bytes]:
+    """The parcels for this rank. Sizes travel first."""
+    sizes = torch.tensor([len(parcel) for parcel in parcels])
+    coming = torch.empty_like(sizes)
+    dist.all_to_all_single(coming, sizes, group=group)
+    outgoing = torch.frombuffer(bytearray(b"".join(parcels)) or bytearray(1), dtype=torch.uint8)[: int(sizes.sum())]
+    incoming = torch.empty(int(coming.sum()), dtype=torch.uint8)
+    dist.all_to_all_single(incoming, outgoing, coming.tolist(), sizes.tolist(), group=group)
+    return [text.numpy().tobytes() for text in incoming.split(coming.tolist())]
+
+
 def encode(content: Report | str) -> bytes:
-    """A report, or the reason why there is none: length of a JSON header, the header, four int32 a group."""
+    """A report, or the reason why there is none: length of a JSON header, the header, the rows of the window."""
     if isinstance(content, str):
-        head, groups = {"stopped": content[:LONGEST_REASON]}, np.empty((0, 4), np.int32)
+        head, rows = {"stopped": content[:LONGEST_REASON]}, b""
     else:
         head = {
-            "dry": content.offer.dry,
-            "kept_back": content.offer.kept_back,
+            "dry": content.window.dry,
             "rejected": content.rejected,
             "overlong": content.overlong,
             "order": content.order,
         }
-        rows = [(g.rows, g.length, g.tokens, g.supervised_tokens) for g in content.offer.groups]
-        groups = np.array(rows, dtype=np.int32).reshape(-1, 4)
+        rows = content.window.rows.tobytes()
     text = json.dumps(head).encode()
-    return len(text).to_bytes(4, "little") + text + groups.tobytes()
+    return len(text).to_bytes(4, "little") + text + rows
 
 
 def decode(message: bytes) -> Report | str:
@@ -228,6 +255,5 @@ def decode(message: bytes) -> Report | str:
     head = json.loads(message[4:end])
     if "stopped" in head:
         return head["stopped"]
-    groups = np.frombuffer(message[end:], dtype=np.int32).reshape(-1, 4).tolist()
-    offer = Offer([GroupCost(*group) for group in groups], head["dry"], head["kept_back"])
-    return Report(offer, Counter(head["rejected"]), head["overlong"], head["order"])
+    window = Window(np.frombuffer(message, dtype=ROW, offset=end), head["dry"])
+    return Report(window, Counter(head["rejected"]), head["overlong"], head["order"])

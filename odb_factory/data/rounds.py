@@ -6,8 +6,11 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from odb_factory.batching import Budget, Offer, Plan, align, make_offer
+import numpy as np
+
+from odb_factory.batching import MAX_BALANCED_BYTES, Budget, Plan, StepTotals, Window, make_window, plan_round
 from odb_factory.data.agreement import AgreedError, Exchange, Report
+from odb_factory.data.handover import hand_over
 from odb_factory.data.samples import Rejection, Sample, Step
 from odb_factory.data.state import Held, Snapshot
 from odb_factory.errors import DataError, one_line
@@ -21,6 +24,10 @@ DIFFERENT_ORDERS = (
     "the ranks draw their samples in different orders or go on from different checkpoints, so some would be lost and "
     "others trained on twice; give every rank the same whole sampler, seeded alike (each takes its own share of it), "
     "not a share or an order of its own."
+)
+TOO_HEAVY = (
+    f"balance: the samples of a window weigh more than {MAX_BALANCED_BYTES >> 20} MiB, so they stay on the rank that "
+    "drew them; let items hold paths instead of pixels, or lower buffer_size."
 )
 
 
@@ -58,6 +65,7 @@ class EpochRounds:
         num_samples: int | None,
         accumulation: int,
         join: bool,
+        balance: bool = False,
         seed: int,
         epoch: int,
         rank: int,
@@ -72,7 +80,7 @@ class EpochRounds:
         self.budget = budget
         # Without join a window must be able to fill a whole optimizer step.
         self.buffer_size = buffer_size if join else max(buffer_size, accumulation)
-        self.num_samples, self.accumulation, self.join = num_samples, accumulation, join
+        self.num_samples, self.accumulation, self.join, self.balance = num_samples, accumulation, join, balance
         self.seed, self.epoch, self.rank = seed, epoch, rank
         self.exchange, self.order, self.find_spare, self.on_reject = exchange, order, find_spare, on_reject
 
@@ -85,8 +93,8 @@ class EpochRounds:
         self.found: Sample | None = None
         self.next: Drawn | None = None
         self.drawn = self.round_index = 0
-        self.steps = self.emitted = self.groups_emitted = self.overlong = 0
-        self.final = False
+        self.steps = self.emitted = self.tokens_emitted = self.overlong = 0
+        self.final = self.too_heavy = False
 
     def __iter__(self) -> Generator[list[Task], None, None]:
         """Raises `AgreedError` on all ranks where one cannot go on; `DataError` if the others cannot be told."""
@@ -123,33 +131,38 @@ class EpochRounds:
         while not self.final:
             self.snapshots.append(self._snapshot())
             self._fill()
-            groups, offer = make_offer(
-                [one.sample.cost for one in self.held],
+            samples = [one.sample for one in self.held]
+            window = make_window(
+                [sample.cost for sample in samples],
                 [one.age for one in self.held],
                 dry=self.next is None,
-                budget=self.budget,
-                num_groups=1 if self.join else self.accumulation,
+                sizes=[len(sample.features) for sample in samples],
             )
-            report = Report(offer, self.rejected, self.overlong, self.order())
+            report = Report(window, self.rejected, self.overlong, self.order())
             reports = self.exchange(report, self.round_index)
             if len({report.order for report in reports}) > 1:
                 raise AgreedError(DIFFERENT_ORDERS)
             rejected = sum((report.rejected for report in reports), Counter())
             overlong = sum(report.overlong for report in reports)
-            offers = [report.offer for report in reports]
-            plan = align(
-                offers,
+            windows = [report.window for report in reports]
+            plan = plan_round(
+                windows,
+                self.budget,
                 seed=self.seed,
                 epoch=self.epoch,
                 round_index=self.round_index,
                 steps_before=self.steps,
                 accumulation=self.accumulation,
                 join=self.join,
+                balance=self.balance,
             )
+            if plan.too_heavy and not self.too_heavy:
+                self.too_heavy = True
+                logger.warning(TOO_HEAVY)
             self.final = plan.final
             known = self.steps + len(plan.totals)
-            epoch_steps = known if plan.final else max(known, self._epoch_steps(offers, rejected.total()))
-            tasks += self._tasks(groups, plan, rejected=rejected, overlong=overlong, epoch_steps=epoch_steps)
+            epoch_steps = known if plan.final else max(known, self._epoch_steps(windows, plan.totals, rejected.total()))
+            tasks += self._tasks(plan, rejected=rejected, overlong=overlong, epoch_steps=epoch_steps)
             self.round_index += 1
             if self.final and self.emitted + self.done_before == 0:
                 raise AgreedError(_nothing_left(rejected, self.num_samples))
@@ -192,7 +205,7 @@ class EpochRounds:
             round_index=self.round_index,
             steps=self.steps,
             emitted=self.emitted,
-            groups_emitted=self.groups_emitted,
+            tokens_emitted=self.tokens_emitted,
             drawn=self.drawn,
             rejected=dict(self.rejected),
             overlong=self.overlong,
@@ -217,34 +230,24 @@ class EpochRounds:
         self.next = snapshot.next and drawn[snapshot.next.draw]
         self.spare = snapshot.spare and drawn[snapshot.spare.draw]
         self.drawn, self.round_index, self.steps = snapshot.drawn, snapshot.round_index, snapshot.steps
-        self.emitted, self.groups_emitted = snapshot.emitted, snapshot.groups_emitted
+        self.emitted, self.tokens_emitted = snapshot.emitted, snapshot.tokens_emitted
         self.rejected, self.overlong = Counter(snapshot.rejected), snapshot.overlong
 
-    def _tasks(
-        self,
-        groups: Sequence[Sequence[int]],
-        plan: Plan,
-        *,
-        rejected: Counter[str],
-        overlong: int,
-        epoch_steps: int,
-    ) -> list[Task]:
+    def _tasks(self, plan: Plan, *, rejected: Counter[str], overlong: int, epoch_steps: int) -> list[Task]:
         """This rank's tasks of a planned round; what was not planned stays in the window, one round older."""
+        samples = hand_over(plan, self.rank, [one.sample for one in self.held], self.exchange.trade)
+        gone = self._gone(plan)
         tasks: list[Task] = []
-        gone: set[int] = set()
-        for index, (chosen, totals) in enumerate(zip(plan.groups[self.rank], plan.totals), start=self.steps):
-            positions = groups[chosen] if chosen is not None else []
-            chosen_here = [self.held[i] for i in positions]
-            samples = [one.sample for one in chosen_here]
-            gone.update(positions)
+        for k, (group, totals) in enumerate(zip(plan.groups[self.rank], plan.totals)):
+            chosen = [samples[row] for row in group]
             self.emitted += totals.samples
-            self.groups_emitted += totals.busy_ranks
+            self.tokens_emitted += totals.tokens
             step = Step(
                 epoch=self.epoch,
-                index=index,
-                ids=tuple(sample.id for sample in samples),
-                tokens=sum(sample.cost.tokens for sample in samples),
-                supervised_tokens=sum(sample.cost.supervised_tokens for sample in samples),
+                index=self.steps + k,
+                ids=tuple(sample.id for sample in chosen),
+                tokens=sum(sample.cost.tokens for sample in chosen),
+                supervised_tokens=sum(sample.cost.supervised_tokens for sample in chosen),
                 totals=totals,
                 done=self._settled(rejected),
                 rejected=rejected,
@@ -253,13 +256,20 @@ class EpochRounds:
                 epoch_steps=epoch_steps,
                 last=False,
                 round_index=self.round_index,
-                draws=tuple(one.draw for one in chosen_here),
+                draws=tuple(self.held[i].draw for i in gone[k]),
             )
-            tasks.append((step, samples or [self._idle_sample()]))
+            tasks.append((step, chosen or [self._idle_sample()]))
         self.steps += len(plan.totals)
+        all_gone = {i for positions in gone for i in positions}
         # New objects: a snapshot's counterpart must not grow older with them.
-        self.held = [Drawn(one.sample, one.draw, one.age + 1) for i, one in enumerate(self.held) if i not in gone]
+        self.held = [Drawn(one.sample, one.draw, one.age + 1) for i, one in enumerate(self.held) if i not in all_gone]
         return tasks
+
+    def _gone(self, plan: Plan) -> list[list[int]]:
+        """Of each step the positions in this rank's window of what goes out in it, here or on another rank."""
+        start, end = plan.starts[self.rank : self.rank + 2]
+        takers = plan.groups if any(totals.moved for totals in plan.totals) else [plan.groups[self.rank]]
+        return [[row - start for group in groups for row in group if start <= row < end] for groups in zip(*takers)]
 
     def _settled(self, rejected: Counter[str]) -> int:
         """Samples of the epoch emitted or rejected by now, on all ranks."""
@@ -272,14 +282,15 @@ class EpochRounds:
             self.found = self.find_spare()
         return self.found
 
-    def _epoch_steps(self, offers: Sequence[Offer], rejected: int) -> int:
-        """Steps of the whole epoch if the samples to come form groups as those seen so far did, on all ranks."""
+    def _epoch_steps(self, windows: Sequence[Window], planned: Sequence[StepTotals], rejected: int) -> int:
+        """Steps of the whole epoch if the samples to come are as long, and the steps to come as full, as until now."""
         if self.num_samples is None:
             return 0
-        groups = self.groups_emitted + sum(len(offer.groups) + bool(offer.kept_back) for offer in offers)
-        held = sum(offer.kept_back + sum(group.rows for group in offer.groups) for offer in offers)
-        samples = max(self.emitted + held, 1)
-        steps = round((self.num_samples - self.done_before - rejected) * groups / samples / len(offers))
+        seen = self.emitted + sum(len(window.rows) for window in windows)
+        tokens_seen = self.tokens_emitted + sum(int(window.rows["tokens"].sum(dtype=np.int64)) for window in windows)
+        emitted = self.tokens_emitted + sum(totals.tokens for totals in planned)
+        tokens = (self.num_samples - self.done_before - rejected) * tokens_seen / max(seen, 1)
+        steps = round((self.steps + len(planned)) * tokens / max(emitted, 1))
         return -(-max(steps, 1) // self.accumulation) * self.accumulation
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from odb_factory.errors import DataError
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A rank before it plans a round. steps, emitted, groups_emitted: of the epoch, on all ranks.
+    """A rank before it plans a round. steps, emitted, tokens_emitted: of the epoch, on all ranks.
 
     drawn, rejected, overlong: of this rank. next: drawn beyond the window; spare: what idle steps are run with.
     """
@@ -41,7 +41,7 @@ class Snapshot:
     round_index: int
     steps: int
     emitted: int
-    groups_emitted: int
+    tokens_emitted: int
     drawn: int
     rejected: dict[str, int]
     overlong: int

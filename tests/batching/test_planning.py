@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import itertools
 import random
 import subprocess
@@ -16,12 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 from batching_strategies import budgets, collated, costs, within
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from odb_factory.batching import Budget, Collation, Cost, GroupCost, Offer, StepTotals, align, make_offer
-from odb_factory.batching.grouping import form_groups
-from odb_factory.batching.planning import MAX_WAIT_ROUNDS
+from odb_factory import batching
+from odb_factory.batching import MAX_BALANCED_BYTES, Budget, Collation, Cost, Plan, StepTotals, make_window
+from odb_factory.batching.apart import LOWEST_LEVEL
+from odb_factory.batching.window import MAX_WAIT_ROUNDS
 
 
 @dataclass(frozen=True)
@@ -33,25 +33,14 @@ class Window:
     dry: bool
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A round in window positions: `groups[rank][step]`, empty on an idle step."""
-
-    groups: list[list[list[int]]]
-    totals: list[StepTotals]
-    final: bool
-
-
 def plan_round(world: Sequence[Window], budget: Budget, **options: Any) -> Plan:
-    """A round as ranks go through it: each makes its offer, all align the offers."""
-    num_groups = 1 if options.get("join", True) else options["accumulation"]
-    formed = [make_offer(window.costs, window.ages, window.dry, budget, num_groups) for window in world]
-    plan = align([offer for _, offer in formed], **options)
-    groups = [
-        [[] if chosen is None else groups[chosen] for chosen in steps]
-        for (groups, _), steps in zip(formed, plan.groups)
-    ]
-    return Plan(groups, plan.totals, plan.final)
+    windows = [make_window(window.costs, window.ages, window.dry) for window in world]
+    return batching.plan_round(windows, budget, **options)
+
+
+def costs_of(world: Sequence[Window]) -> list[Cost]:
+    """By the number that a sample has in a plan."""
+    return [cost for window in world for cost in window.costs]
 
 
 @st.composite
@@ -78,29 +67,40 @@ def positions(draw: st.DrawFn) -> dict[str, int]:
 
 
 def emitted(plan: Plan, rank: int) -> list[int]:
+    """The samples that go out on a rank, by their number in the plan."""
     return [i for group in plan.groups[rank] for i in group]
 
 
-def check_round(world: list[Window], budget: Budget, plan: Plan, steps_before: int, accumulation: int) -> None:
+def emitted_of(plan: Plan, rank: int) -> list[int]:
+    """The samples that leave the window of a rank, as positions in it."""
+    start, end = plan.starts[rank : rank + 2]
+    return [i - start for steps in plan.groups for group in steps for i in group if start <= i < end]
+
+
+def check_round(
+    world: Sequence[Window], budget: Budget, plan: Plan, steps_before: int, accumulation: int, balance: bool = False
+) -> None:
     """All that a single round promises."""
-    num_steps = len(plan.totals)
+    num_steps, costs = len(plan.totals), costs_of(world)
     assert len(plan.groups) == len(world)
     assert all(len(steps) == num_steps for steps in plan.groups), "I1"
     assert plan.final is all(window.dry for window in world)
+    out = Counter(i for rank in range(len(world)) for i in emitted(plan, rank))
+    assert set(out) <= set(range(len(costs)))
+    assert all(count == 1 for count in out.values()), "I2: no sample twice"
+    assert not plan.final or len(out) == len(costs), "I2: a final round leaves nothing"
     for rank, window in enumerate(world):
-        gone = Counter(emitted(plan, rank))
-        assert set(gone) <= set(range(len(window.costs)))
-        assert all(count == 1 for count in gone.values()), "I2: no sample twice"
-        assert gone or not window.costs, "I5: progress on every rank that holds a sample"
-        if plan.final:
-            assert len(gone) == len(window.costs), "I2: a final round leaves nothing"
+        gone = emitted_of(plan, rank)
+        assert balance or len(emitted(plan, rank)) == len(gone), "a rank keeps its samples"
+        assert gone or not window.costs or balance, "I5: progress on every rank that holds a sample"
         for group in plan.groups[rank]:
             if len(group) >= 2:
-                assert within([window.costs[i] for i in group], budget), "I4"
+                assert within([costs[i] for i in group], budget), "I4"
+                assert len({costs[i].family for i in group}) == 1
         busy = [bool(group) for group in plan.groups[rank]]
         assert busy == sorted(busy, reverse=True), "I7: idle steps only behind the last group"
         if not all(busy):
-            assert window.dry, "I7"
+            assert balance or window.dry, "I7"
             assert len(gone) == len(window.costs), "I7"
     busy_ranks = [totals.busy_ranks for totals in plan.totals]
     if plan.final:
@@ -115,6 +115,17 @@ def test_a_round_keeps_its_promises(world: list[Window], budget: Budget, positio
     """I1, I2, I4, I5, I7 for one round of one to four ranks."""
     plan = plan_round(world, budget, **position)
     check_round(world, budget, plan, position["steps_before"], position["accumulation"])
+
+
+@given(worlds.filter(lambda world: any(window.costs for window in world)), budgets, positions())
+def test_a_balanced_round_keeps_its_promises(world: list[Window], budget: Budget, position: dict[str, int]) -> None:
+    """The same of all windows as one; something goes out, on every rank if there are enough samples."""
+    plan = plan_round(world, budget, balance=True, **position)
+    check_round(world, budget, plan, position["steps_before"], position["accumulation"], len(world) > 1)
+    assert plan.totals[0].samples
+    if len(world) > 1 and not budget.collation.filler_tokens + budget.collation.filler_patches:
+        enough = sum(len(window.costs) for window in world) >= len(world)
+        assert all(totals.busy_ranks == len(world) for totals in plan.totals[:1]) or not enough, "I5, I7"
 
 
 def test_every_tiny_world_of_two_ranks_keeps_its_promises() -> None:
@@ -139,54 +150,71 @@ def test_a_final_round_emits_everything_and_is_no_longer_than_needed(
     """I1, I7: the rank with most groups sets the length, and idle steps fill the last optimizer step."""
     plan = plan_round(world, budget, **position)
     before, accumulation = position["steps_before"], position["accumulation"]
-    formed = [form_groups(window.costs, budget) for window in world]
-    needed = max(len(full) + bool(rest) for full, rest in formed)
+    alone = [plan_round([window], budget, seed=0, epoch=0, round_index=0) for window in world]
+    needed = max(len(one.totals) for one in alone)
     assert plan.final
     assert len(plan.totals) == -(-(before + needed) // accumulation) * accumulation - before
 
 
-@given(worlds, budgets, positions())
-def test_no_group_is_cut_down_to_raise_a_count(world: list[Window], budget: Budget, position: dict[str, int]) -> None:
-    """I7: what a rank emits are groups it would also form alone; the other ranks only decide how many."""
-    plan = plan_round(world, budget, **position)
-    for window, steps in zip(world, plan.groups):
-        alone = plan_round([Window(window.costs, window.ages, dry=True)], budget, **position).groups[0]
-        assert {tuple(group) for group in steps if group} <= {tuple(group) for group in alone}
+@given(st.lists(st.lists(st.integers(1, 40).map(Cost), min_size=1, max_size=30), min_size=1, max_size=3))
+def test_no_group_is_cut_down_to_raise_a_count(lengths: list[list[Cost]]) -> None:
+    """I7: beside a group that is not full even for the lowest level, no shorter sample stays behind."""
+    budget = Budget(60)
+    world = [Window(costs, [0] * len(costs), dry=False) for costs in lengths]
+    plan = plan_round(world, budget, seed=0, epoch=0, round_index=0)
+    costs, lowest = costs_of(world), Budget(int(60 * LOWEST_LEVEL))
+    for rank in range(len(world)):
+        gone = set(emitted(plan, rank))
+        left = [costs[i] for i in range(*plan.starts[rank : rank + 2]) if i not in gone]
+        for group in plan.groups[rank]:
+            rows = [costs[i] for i in group]
+            shorter = [cost for cost in left if cost.tokens < max(row.tokens for row in rows)]
+            assert not any(lowest.fits([*rows, cost]) for cost in shorter)
 
 
 @given(worlds, budgets, positions())
-def test_what_has_waited_longest_goes_first(world: list[Window], budget: Budget, position: dict[str, int]) -> None:
-    """I5: where a rank keeps back a whole group, none it emits is younger; a wait is therefore bounded."""
+def test_what_is_overdue_goes_first(world: list[Window], budget: Budget, position: dict[str, int]) -> None:
+    """I5: a round does not end while something is overdue, unless a rank has nothing left to send out with it."""
     plan = plan_round(world, budget, **position)
     for rank, window in enumerate(world):
-        gone = set(emitted(plan, rank))
-        full, rest = form_groups(window.costs, budget)
-        kept = [max(window.ages[i] for i in group) for group in full if gone.isdisjoint(group)]
-        if rest and gone.isdisjoint(rest) and (age := max(window.ages[i] for i in rest)) >= MAX_WAIT_ROUNDS:
-            kept.append(age)
-        sent = [max(window.ages[i] for i in group) for group in plan.groups[rank] if group]
-        assert not kept or max(kept) <= min(sent)
+        gone = set(emitted_of(plan, rank))
+        overdue = {i for i, age in enumerate(window.ages) if age >= MAX_WAIT_ROUNDS}
+        emptied = any(
+            not other.dry and len(emitted_of(plan, k)) == len(other.costs) for k, other in enumerate(world)
+        )
+        assert overdue <= gone or emptied, "the round ends before only where a window is empty"
 
 
-@given(worlds, budgets, positions())
-def test_totals_are_the_sums_over_all_ranks(world: list[Window], budget: Budget, position: dict[str, int]) -> None:
+@given(worlds, budgets, positions(), st.booleans())
+def test_totals_are_the_sums_over_all_ranks(
+    world: list[Window], budget: Budget, position: dict[str, int], balance: bool
+) -> None:
     """Loss weights (I8) and progress rest on these sums; here they are added up again."""
-    plan = plan_round(world, budget, **position)
+    plan, costs = plan_round(world, budget, balance=balance, **position), costs_of(world)
     for k, totals in enumerate(plan.totals):
-        groups = [[window.costs[i] for i in steps[k]] for window, steps in zip(world, plan.groups)]
+        groups = [[costs[i] for i in steps[k]] for steps in plan.groups]
         shapes = [collated(group, budget.collation) for group in groups if group]
         assert totals.samples == sum(map(len, groups))
         assert totals.tokens == sum(cost.tokens for group in groups for cost in group)
         assert totals.supervised_tokens == sum(cost.supervised_tokens for group in groups for cost in group)
         assert totals.padded_tokens == sum(rows * length for rows, length, _ in shapes)
         assert totals.busy_ranks == len(shapes)
+        assert totals.patches == sum(patches for _, _, patches in shapes)
+        assert totals.largest_tokens == max((rows * length for rows, length, _ in shapes), default=0)
+        assert totals.largest_patches == max((patches for _, _, patches in shapes), default=0)
+        strangers = [
+            i for rank, steps in enumerate(plan.groups) for i in steps[k] if i not in range(*plan.starts[rank : rank + 2])
+        ]
+        assert totals.moved == len(strangers)
+        assert totals.moved_bytes == 0
 
 
-@given(worlds, budgets, positions(), st.integers(0, 100))
+@given(worlds, budgets, positions(), st.integers(0, 100), st.booleans())
 def test_a_plan_depends_on_nothing_but_its_arguments(
-    world: list[Window], budget: Budget, position: dict[str, int], noise: int
+    world: list[Window], budget: Budget, position: dict[str, int], noise: int, balance: bool
 ) -> None:
     """I6: equal, not identical arguments and another state of every global generator give the same plan."""
+    position["balance"] = balance
     plan = plan_round(world, budget, **position)
     np.random.seed(noise)
     random.seed(noise)
@@ -221,10 +249,19 @@ def test_like_groups_meet_on_the_same_step() -> None:
         Window([Cost(tokens) for tokens in range(51, 100, 5)], list(range(10)), dry=True),
         Window([Cost(tokens) for tokens in range(53, 102, 5)], [0, 3] * 5, dry=True),
     ]
-    plan = plan_round(world, Budget(100), seed=0, epoch=0, round_index=0)
+    plan, costs = plan_round(world, Budget(100), seed=0, epoch=0, round_index=0), costs_of(world)
     for mine, theirs in zip(*plan.groups):
-        difference = world[0].costs[mine[0]].tokens - world[1].costs[theirs[0]].tokens
-        assert abs(difference) == 2
+        assert abs(costs[mine[0]].tokens - costs[theirs[0]].tokens) == 2
+
+
+def test_ranks_choose_a_level_that_all_can_fill() -> None:
+    """One has rows of 6,000 only, another some among those of 5,000: they go together, and 5,000 waits for its like."""
+    world = [
+        Window([Cost(6000)] * 8, [0] * 8, dry=False),
+        Window([Cost(6000)] * 4 + [Cost(5000)] * 8, [0] * 12, dry=False),
+    ]
+    plan, costs = plan_round(world, Budget(10_000), seed=0, epoch=0, round_index=0), costs_of(world)
+    assert {costs[i].tokens for steps in plan.groups for group in steps for i in group} == {6000}
 
 
 @settings(deadline=None)
@@ -232,7 +269,7 @@ def test_like_groups_meet_on_the_same_step() -> None:
 def test_one_rank_keeps_a_sample_back_a_bounded_number_of_rounds(
     samples: list[Cost], budget: Budget, buffer_size: int
 ) -> None:
-    """I5: on one rank only the part-filled last group waits, for `MAX_WAIT_ROUNDS` rounds at most."""
+    """I5: and every round sends something out."""
     to_come, held, ages, num_rounds = list(samples), [], [], 0
     final = False
     while not final:
@@ -245,21 +282,19 @@ def test_one_rank_keeps_a_sample_back_a_bounded_number_of_rounds(
         final = plan.final
         gone = set(emitted(plan, 0))
         kept = [i for i in range(len(held)) if i not in gone]
-        full, rest = form_groups(held, budget)
-        assert set(kept) <= set(rest)
         held, ages = [held[i] for i in kept], [ages[i] + 1 for i in kept]
         num_rounds += 1
     assert not held
     assert num_rounds <= len(samples)
 
 
-def test_a_part_filled_group_waits_for_samples_and_no_longer_than_allowed() -> None:
+def test_what_fits_badly_waits_for_its_like_and_no_longer_than_allowed() -> None:
     """Both sides of the bound: it does wait while it may, and goes out when it has waited long enough."""
     budget = Budget(16)
     for age, goes in ((0, False), (MAX_WAIT_ROUNDS - 1, False), (MAX_WAIT_ROUNDS, True)):
-        window = Window([Cost(8), Cost(8), Cost(3)], [0, 0, age], dry=False)
+        window = Window([Cost(8)] * 8 + [Cost(3)], [0] * 8 + [age], dry=False)
         plan = plan_round([window], budget, seed=0, epoch=0, round_index=0)
-        assert (2 in emitted(plan, 0)) is goes
+        assert (8 in emitted(plan, 0)) is goes
 
 
 def test_a_rank_with_more_groups_carries_the_surplus_over() -> None:
@@ -273,7 +308,7 @@ def test_a_rank_with_more_groups_carries_the_surplus_over() -> None:
 def test_a_dry_rank_does_not_hold_up_the_others() -> None:
     """A dry rank idles while the others go on; it does not end the round early."""
     dry = Window([Cost(8)] * 2, [0] * 2, dry=True)
-    busy = Window([Cost(8)] * 6, [0] * 6, dry=False)
+    busy = Window([Cost(8)] * 16, [0] * 16, dry=False)
     plan = plan_round([dry, busy, Window([], [], dry=True)], Budget(16), seed=0, epoch=0, round_index=0)
     assert [[len(group) for group in steps] for steps in plan.groups] == [[2, 0], [2, 2], [0, 0]]
     assert not plan.final
@@ -281,7 +316,7 @@ def test_a_dry_rank_does_not_hold_up_the_others() -> None:
 
 def test_no_sample_at_all_is_no_step_at_all() -> None:
     plan = plan_round([Window([], [], dry=True)] * 2, Budget(8), seed=0, epoch=0, round_index=0, accumulation=4)
-    assert plan == Plan(groups=[[], []], totals=[], final=True)
+    assert plan == Plan(groups=[[], []], starts=[0, 0, 0], totals=[], final=True)
 
 
 @given(a_window().filter(lambda window: window.costs), st.integers(1, 3))
@@ -295,50 +330,6 @@ def test_a_filler_larger_than_the_budget_still_makes_progress(window: Window, ac
 # Quota closure
 
 
-@given(a_window(), budgets, st.integers(1, 6))
-@example(
-    Window([Cost(10, 1, 5, True)] * 2 + [Cost(10, 0, 5)] * 2, [0] * 4, dry=False),
-    Budget(40, collation=Collation(filler_tokens=20)),
-    2,
-)
-@example(
-    Window([Cost(1), Cost(10), Cost(10)], [0] * 3, dry=False),
-    Budget(33, collation=Collation(filler_tokens=10)),
-    2,
-)
-def test_an_offer_is_made_of_what_is_held(window: Window, budget: Budget, num_groups: int) -> None:
-    """I2, I4, I5: nothing twice, within both budgets, all of it when dry, and as many groups as asked for if it can."""
-    groups, offer = make_offer(window.costs, window.ages, window.dry, budget, num_groups)
-    offered = Counter(i for group in groups for i in group)
-    assert all(groups) and all(count == 1 for count in offered.values())
-    assert len(offered) == len(window.costs) or not window.dry
-    assert window.dry or len(groups) >= min(num_groups, len(window.costs))
-    assert offer.dry is window.dry
-    for group, cost in zip(groups, offer.groups, strict=True):
-        rows = [window.costs[i] for i in group]
-        assert len(group) == 1 or within(rows, budget), "I4"
-        assert (cost.rows, cost.length) == collated(rows, budget.collation)[:2]
-        assert cost.tokens == sum(row.tokens for row in rows)
-        assert cost.supervised_tokens == sum(row.supervised_tokens for row in rows)
-
-
-@given(a_window(), budgets, st.integers(1, 3), st.data())
-def test_families_never_share_a_group(window: Window, budget: Budget, num_groups: int, data: st.DataObject) -> None:
-    """Each family of a dry window forms the groups it would form alone; nothing is lost between them."""
-    costs = [dataclasses.replace(cost, family=data.draw(st.integers(0, 2))) for cost in window.costs]
-    groups, offer = make_offer(costs, window.ages, window.dry, budget, num_groups)
-    assert all(len({costs[i].family for i in group}) == 1 for group in groups)
-    offered = Counter(i for group in groups for i in group)
-    assert len(offered) + offer.kept_back == len(costs) and all(count == 1 for count in offered.values())
-    alone = []
-    for family in range(3):
-        members = [i for i, cost in enumerate(costs) if cost.family == family]
-        formed, _ = make_offer([costs[i] for i in members], [0] * len(members), True, budget)
-        alone += [[members[i] for i in group] for group in formed]
-    together, _ = make_offer(costs, window.ages, True, budget)
-    assert sorted(together) == sorted(alone)
-
-
 @given(worlds, budgets, positions())
 def test_a_round_without_join_has_no_idle_step(world: list[Window], budget: Budget, position: dict[str, int]) -> None:
     """I1, I3, I4: whole optimizer steps, every rank busy in every one, no sample twice."""
@@ -346,28 +337,74 @@ def test_a_round_without_join_has_no_idle_step(world: list[Window], budget: Budg
     plan = plan_round(world, budget, join=False, **position)
     assert len(plan.totals) % position["accumulation"] == 0
     assert all(totals.busy_ranks == len(world) for totals in plan.totals)
-    for rank, window in enumerate(world):
+    costs = costs_of(world)
+    for rank in range(len(world)):
         assert len(plan.groups[rank]) == len(plan.totals)
         assert all(plan.groups[rank])
         assert all(count == 1 for count in Counter(emitted(plan, rank)).values())
-        assert all(len(group) == 1 or within([window.costs[i] for i in group], budget) for group in plan.groups[rank])
+        assert all(len(group) == 1 or within([costs[i] for i in group], budget) for group in plan.groups[rank])
 
 
-group_costs = st.builds(GroupCost, *[st.integers(1, 9)] * 4)
-offers = st.lists(st.builds(Offer, st.lists(group_costs, max_size=9), st.booleans()), min_size=1, max_size=4)
-
-
-@given(offers, st.integers(1, 3))
-def test_an_epoch_without_join_ends_when_a_dry_rank_runs_short(world: list[Offer], accumulation: int) -> None:
+@given(worlds, budgets, st.integers(1, 3))
+def test_an_epoch_without_join_ends_when_a_dry_rank_runs_short(
+    world: list[Window], budget: Budget, accumulation: int
+) -> None:
     """I3, I5: not before, and every round until then takes an optimizer step."""
-    world = [Offer(offer.groups, offer.dry or len(offer.groups) < accumulation) for offer in world]
-    plan = align(world, seed=0, epoch=0, round_index=0, accumulation=accumulation, join=False)
-    left = [len(offer.groups) - len(plan.totals) for offer in world]
-    assert plan.final is any(offer.dry and count < accumulation for offer, count in zip(world, left))
+    world = [Window(one.costs, one.ages, one.dry or len(one.costs) < accumulation) for one in world]
+    plan = plan_round(world, budget, seed=0, epoch=0, round_index=0, accumulation=accumulation, join=False)
+    left = [len(one.costs) - len(emitted(plan, rank)) for rank, one in enumerate(world)]
+    assert plan.final is any(one.dry and count < accumulation for one, count in zip(world, left))
     assert plan.final or plan.totals
-    assert all(count >= 0 for count in left)
     if plan.final:
         assert min(left) < accumulation, "no optimizer step that all could have taken is left out"
+
+
+# Balance
+
+
+def test_balanced_ranks_share_what_they_hold() -> None:
+    """One rank holds everything: all of them have the same number of groups, and what stays is given first."""
+    world = [Window([Cost(8)] * 16, [0] * 16, dry=True), *[Window([], [], dry=True)] * 3]
+    plan = plan_round(world, Budget(16), seed=0, epoch=0, round_index=0, balance=True)
+    assert [[len(group) for group in steps] for steps in plan.groups] == [[2, 2]] * 4
+    assert [totals.moved for totals in plan.totals] == [6, 6]
+
+
+def test_a_balanced_round_leaves_no_rank_idle_while_there_are_samples_enough() -> None:
+    """I7: 9 short samples would fit in one group; four ranks take some each."""
+    world = [Window([Cost(1)] * 9, [0] * 9, dry=True), *[Window([], [], dry=True)] * 3]
+    plan = plan_round(world, Budget(16), seed=0, epoch=0, round_index=0, balance=True)
+    sizes = [len(group) for steps in plan.groups for group in steps]
+    assert len(sizes) == 4 and min(sizes) > 0 and max(sizes) == 3
+
+
+def test_what_does_not_fill_a_step_waits_and_no_longer_than_allowed() -> None:
+    for age, steps in ((MAX_WAIT_ROUNDS - 1, 1), (MAX_WAIT_ROUNDS, 1)):
+        world = [Window([Cost(8)] * 4 + [Cost(2)], [0] * 4 + [age], dry=False), Window([Cost(8)], [0], dry=False)]
+        plan = plan_round(world, Budget(16), seed=0, epoch=0, round_index=0, balance=True)
+        assert len(plan.totals) == steps
+        assert (4 in emitted(plan, 0) + emitted(plan, 1)) is (age >= MAX_WAIT_ROUNDS)
+
+
+def test_balanced_groups_of_like_patches_meet() -> None:
+    """The vision towers of all ranks wait for each other too."""
+    world = [
+        Window([Cost(8, 8, has_media=True), Cost(8)] * 8, [0] * 16, dry=True),
+        Window([Cost(8, 4, has_media=True)] * 16, [0] * 16, dry=True),
+    ]
+    plan = plan_round(world, Budget(16), seed=0, epoch=0, round_index=0, balance=True)
+    assert sum(totals.largest_patches for totals in plan.totals) * 2 <= 1.25 * sum(t.patches for t in plan.totals)
+
+
+def test_samples_that_weigh_too_much_stay_where_they_are() -> None:
+    rows = [make_window([Cost(8)] * 4, [0] * 4, True, [MAX_BALANCED_BYTES // 4 + more] * 4) for more in (0, 1)]
+    for own, too_heavy in ((rows[0], False), (rows[1], True)):
+        windows = [own, make_window([], [], True)]
+        plan = batching.plan_round(windows, Budget(16), seed=0, epoch=0, round_index=0, balance=True)
+        assert plan.too_heavy is too_heavy
+        moved = sum(totals.moved for totals in plan.totals)
+        assert (moved == 0) is too_heavy
+        assert sum(totals.moved_bytes for totals in plan.totals) == moved * MAX_BALANCED_BYTES // 4 * (not too_heavy)
 
 
 def test_planning_needs_no_torch() -> None:

@@ -49,6 +49,7 @@ class Table:
     def __init__(self, world_size: int):
         self.barrier = threading.Barrier(world_size)
         self.told: dict[int, bytes] = {}
+        self.parcels: dict[int, list[bytes]] = {}
 
     def seat(self, rank: int) -> Any:
         return Seat(self, rank)
@@ -70,6 +71,11 @@ class Seat:
 
     def __call__(self, report: Any, round_index: int) -> list[Any]:
         return self._tell(report)
+
+    def trade(self, parcels: list[bytes]) -> list[bytes]:
+        self.table.parcels[self.rank] = parcels
+        self.table.barrier.wait(self.timeout_s)
+        return [self.table.parcels[rank][self.rank] for rank in range(self.table.barrier.parties)]
 
     def leave(self) -> None:
         self.fail("it left")
@@ -173,6 +179,7 @@ MODES = [
     {"world_size": 2, "accumulation": 2},
     {"world_size": 3, "buffer_size": 64},
     {"world_size": 2, "join": False, "accumulation": 2},
+    {"world_size": 3, "balance": True, "accumulation": 2},
     {"world_size": 2, "stream": Stream},
 ]
 

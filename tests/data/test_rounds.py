@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from lockstep import Row, rejection, run_epoch, sample, usable
 
 from odb_factory.batching import Budget, Collation
-from odb_factory.batching.planning import MAX_WAIT_ROUNDS
+from odb_factory.batching.window import MAX_WAIT_ROUNDS
 from odb_factory.data.agreement import AgreedError, Alone, Report
 from odb_factory.data.rounds import EpochRounds
 from odb_factory.data.samples import Rejection, Sample
@@ -300,7 +300,7 @@ def test_order_changes_with_the_epoch_and_the_seed() -> None:
 def test_rounds_of_the_same_samples_go_out_in_another_order() -> None:
     """Every round draws a new order, so that steps do not follow the same pattern of lengths all epoch long."""
     (epoch,) = run_epoch([sample(i, 21 + i % 20) for i in range(200)], budget=Budget(40), buffer_size=20)
-    lengths = [[step.tokens for step, _ in tasks] for tasks in epoch.rounds if len(tasks) > 15]
+    lengths = [[step.tokens for step, _ in tasks] for tasks in epoch.rounds if len(tasks) == 5]
     assert len(lengths) > 5
     assert len({tokens.index(max(tokens)) for tokens in lengths}) > 1
 

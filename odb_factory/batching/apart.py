@@ -1,0 +1,115 @@
+"""Plan a round in which every rank keeps its samples: all choose one level of cost for each step.
+
+Ranks wait for the one with the most padded tokens. So a step has a *level*, and every rank cuts from its window
+the group with the most real tokens among those that pad to no more than this level. What fits badly stays,
+until enough of its like has come together, for a bounded number of rounds. The level is the one that wastes
+least: real tokens of all ranks for each padded token of the largest group, the fixed cost of a step included.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from odb_factory.batching.window import Rows
+
+FIXED_TOKENS = 500
+"""The fixed cost of a step, in tokens."""
+NUM_LEVELS, LOWEST_LEVEL = 21, 0.6
+"""Levels are parts of the token budget, evenly from the lowest to the whole."""
+ROUNDS_A_WINDOW = 4
+"""A round sends out one part in so many of what the windows hold: there is always much to choose from."""
+STARTS_A_GROUP = 8
+"""Groups are tried at about so many places in the stretch of one."""
+MOST_JUDGES = 32
+"""The level is chosen by what it means for so many ranks, spread over all."""
+
+Steps = list[list[np.ndarray | None]]
+"""For each step the group of every rank, as positions in the table; None: the rank holds no sample."""
+
+
+def plan_apart(
+    ranks: Sequence[Rows], dry: Sequence[bool], *, accumulation: int = 1, join: bool = True
+) -> tuple[Steps, bool]:
+    """The steps of one round, and whether the epoch ends with it. Uses up `ranks`.
+
+    join: once all samplers are dry everything goes out. Without it the round is a number of whole optimizer
+    steps with a group on every rank, and the epoch ends when a dry rank cannot fill another.
+    """
+    if join and all(dry):
+        return _drain(ranks), True
+    drawing = [rows for rows, is_dry in zip(ranks, dry) if not is_dry]
+    needed, needy = (1, drawing) if join else (accumulation, ranks)
+    levels = (np.linspace(LOWEST_LEVEL, 1, NUM_LEVELS) * ranks[0].budget.token_budget).astype(np.int64)
+    left = _worth(drawing) * (ROUNDS_A_WINDOW - 1) // ROUNDS_A_WINDOW
+    steps: Steps = []
+    while True:
+        missing = -len(steps) % needed
+        if not missing:
+            if min(map(len, needy)) < needed:
+                break
+            if steps and _worth(drawing) <= left and not any(rows.overdue_before[-1] for rows in ranks):
+                break
+            missing = needed
+        # A rank that must be there for the steps still missing keeps a sample for each.
+        steps.append(_step(ranks, levels, missing - 1))
+    return steps, not join and any(is_dry and len(rows) < accumulation for rows, is_dry in zip(ranks, dry))
+
+
+def _drain(ranks: Sequence[Rows]) -> Steps:
+    """Everything goes out: each rank cuts all it holds, and the largest groups of all go together."""
+    cuts = []
+    for rows in ranks:
+        groups = rows.cut(rows.budget.token_budget)
+        cuts.append([rows.group(*group) for group in sorted(groups, key=lambda group: -rows.padded(*group))])
+    return [list(step) for step in itertools.zip_longest(*cuts)]
+
+
+def _worth(ranks: Sequence[Rows]) -> int:
+    return sum(int(rows.worth_before[-1]) for rows in ranks)
+
+
+def _step(ranks: Sequence[Rows], levels: np.ndarray, kept: int) -> list[np.ndarray | None]:
+    """Choose a level, cut the group of each rank, of which each keeps so many samples."""
+    busy = [rank for rank, rows in enumerate(ranks) if len(rows)]
+    judges = busy[:: -(-len(busy) // MOST_JUDGES)]
+    worth, padded = zip(*(_best(ranks[rank], levels, kept)[2:] for rank in judges))
+    waste = (np.max(padded, axis=0) + FIXED_TOKENS) / np.sum(worth, axis=0)
+    chosen = levels[[int(waste.argmin()), -1]]
+    groups: list[np.ndarray | None] = [None] * len(ranks)
+    for rank in busy:
+        rows = ranks[rank]
+        starts, ends, _, padded = _best(rows, chosen, kept)
+        start = int(starts[0])
+        end = rows.fitted(start, int(ends[0]), int(chosen[int(padded[0] > chosen[0])]))
+        groups[rank] = rows.group(start, end)
+        rows.without(start, end)
+    return groups
+
+
+def _best(rows: Rows, levels: np.ndarray, kept: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """For each level the group that is worth most: starts, ends, worth, padded tokens.
+
+    Where samples are overdue, only groups with one of them count. Where no group is within a level, that of the
+    last level is taken, which is the whole budget; there a sample that breaks it goes alone.
+    """
+    whole = levels[-1]
+    reach = np.minimum(np.maximum(whole // rows.length, 1), rows.furthest - np.arange(len(rows)))
+    # Every start for large samples; for small ones, of which many make a group, some in the stretch of each.
+    density = (1 << 20) // np.maximum(reach // STARTS_A_GROUP, 1)
+    starts = np.flatnonzero(np.diff(np.cumsum(density) >> 20, prepend=-1))
+    counts = levels[:, None] // rows.length[starts]
+    counts[-1] = np.maximum(counts[-1], 1)
+    counts = np.minimum(counts, len(rows) - kept)
+    ends = np.minimum(starts + counts, rows.furthest[starts])
+    worth = rows.worth_before[ends] - rows.worth_before[starts]
+    if rows.overdue_before[-1]:
+        worth = np.where(rows.overdue_before[ends] > rows.overdue_before[starts], worth, 0)
+    which, level = worth.argmax(axis=1), np.arange(len(levels))
+    worth = worth[level, which]
+    none = worth == 0
+    which[none], level[none], worth[none] = which[-1], level[-1], worth[-1]
+    starts, ends = starts[which], ends[level, which]
+    return starts, ends, np.maximum(worth, 1), (ends - starts) * rows.length[starts]

@@ -1,0 +1,104 @@
+"""Plan a round in which ranks hand samples to each other: the windows of all are cut into groups as one.
+
+The more samples to choose from, the closer the lengths within a group, and the closer the groups of a step. Groups
+are cut from the joint window by length (next-fit decreasing), and those of like cost go out in one step. What does
+not fill a step waits for the next round.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+
+import numpy as np
+
+from odb_factory.batching.apart import Steps
+from odb_factory.batching.window import Rows
+
+Group = tuple[int, int]
+
+
+def plan_together(rows: Rows, home: np.ndarray, num_ranks: int, *, final: bool) -> Steps:
+    """The steps of one round. home: of each position in the table the rank that holds the sample.
+
+    Every rank has a group in every step; only in the final round, which sends out everything, there may be too few
+    samples left for that.
+    """
+    if not len(rows):
+        return []
+    groups = rows.cut(rows.budget.token_budget)
+    overdue = [bool(rows.overdue_before[end] - rows.overdue_before[start]) for start, end in groups]
+    if final:
+        num_steps = math.ceil(len(groups) / num_ranks)
+    else:
+        num_steps = max(len(groups) // num_ranks, math.ceil(sum(overdue) / num_ranks), 1)
+    slots = num_steps * num_ranks
+    if len(groups) < slots:
+        groups = _spread(rows, slots)
+    elif len(groups) > slots:
+        # What has waited too long goes first, then what is large; the rest is kept back.
+        order = sorted(range(len(groups)), key=lambda i: (not overdue[i], -rows.padded(*groups[i]), i))
+        groups = [groups[i] for i in order[:slots]]
+    return [_deal(rows, step, home, num_ranks) for step in _like_with_like(rows, groups, num_ranks)]
+
+
+def _spread(rows: Rows, slots: int) -> list[Group]:
+    """All samples in at most `slots` groups, and as many as there can be: small even steps rather than idle ranks."""
+    low, high = 1, rows.budget.token_budget
+    groups = rows.cut(high)
+    while low < high:
+        level = (low + high) // 2
+        smaller = rows.cut(level)
+        if len(smaller) <= slots:
+            high, groups = level, smaller
+        else:
+            low = level + 1
+    heap = [(start - end, start, end) for start, end in groups]
+    heapq.heapify(heap)
+    done: list[Group] = []
+    while heap and len(heap) + len(done) < slots and heap[0][0] < -1:
+        _, start, end = heapq.heappop(heap)
+        middle = (start + end) // 2
+        # A half without the media of the whole gets a filler, which may be too much for it.
+        if all(rows.fitted(*half, rows.budget.token_budget) == half[1] for half in ((start, middle), (middle, end))):
+            for half in ((start, middle), (middle, end)):
+                heapq.heappush(heap, (half[0] - half[1], *half))
+        else:
+            done.append((start, end))
+    return done + [(start, end) for _, start, end in heap]
+
+
+def _like_with_like(rows: Rows, groups: list[Group], num_ranks: int) -> list[list[Group]]:
+    """Groups of like cost in one step: of like padded tokens, and of like patches, for which the ranks wait too.
+
+    With patches, the groups are first parted by them into as many classes as each class then has steps.
+    """
+    shapes = {group: rows.shape(*group) for group in groups}
+
+    def padded(group: Group) -> tuple[int, int]:
+        return -shapes[group][0] * shapes[group][1], group[0]
+
+    by_patches = sorted(groups, key=lambda group: (-shapes[group][2], padded(group)))
+    num_steps = math.ceil(len(groups) / num_ranks)
+    num_classes = round(math.sqrt(num_steps)) if shapes[by_patches[0]][2] > shapes[by_patches[-1]][2] else 1
+    size = math.ceil(num_steps / num_classes) * num_ranks
+    ordered = [group for k in range(0, len(groups), size) for group in sorted(by_patches[k : k + size], key=padded)]
+    return [ordered[k : k + num_ranks] for k in range(0, len(ordered), num_ranks)]
+
+
+def _deal(rows: Rows, groups: list[Group], home: np.ndarray, num_ranks: int) -> list[np.ndarray | None]:
+    """A group for each rank, if possible one of which it holds the most samples: the fewer travel."""
+    dealt: list[np.ndarray | None] = [None] * num_ranks
+    left: list[np.ndarray] = []
+    for start, end in groups:
+        group = rows.group(start, end)
+        holders, counts = np.unique(home[group], return_counts=True)
+        best = next((rank for rank in holders[np.argsort(-counts, kind="stable")] if dealt[rank] is None), None)
+        if best is None:
+            left.append(group)
+        else:
+            dealt[best] = group
+    free = (rank for rank in range(num_ranks) if dealt[rank] is None)
+    for rank, group in zip(free, left):
+        dealt[rank] = group
+    return dealt
