@@ -53,6 +53,7 @@ def test_keys_of_the_block() -> None:
         "lr_scale",
         "lr_reference_samples",
         "join",
+        "balance",
         "overlong",
         "on_error",
         "resume",

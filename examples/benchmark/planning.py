@@ -161,7 +161,8 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
         }
         columns = [f"{workload}: {what}" for workload in WORKLOADS for what in ("tokens", "patches", "moved")]
         print(table(f"{ranks:,} ranks, half of the samples with images", columns, both))
-        results.append({"ranks": ranks, "samples": count, "efficiency": reached, "two_costs": {"columns": columns} | both})
+        two_costs = both | {"columns": columns}
+        results.append({"ranks": ranks, "samples": count, "efficiency": reached, "two_costs": two_costs})
     if given.output_dir:
         given.output_dir.mkdir(parents=True, exist_ok=True)
         (given.output_dir / "planning.json").write_text(json.dumps(results, indent=2), encoding="utf-8")

@@ -75,7 +75,7 @@ def measure(ranks: int, window: int, token_budget: int, num_rounds: int, balance
 def table(results: Sequence[Measured]) -> str:
     """The results as Markdown."""
     lines = [
-        "| ranks | | steps a round | encode own window | read all messages | plan | planning a step | received a round |",
+        "| ranks | | steps a round | encode own window | read all messages | plan | plan a step | received a round |",
         "|--:|---|--:|--:|--:|--:|--:|--:|",
     ]
     for result in results:

@@ -1,4 +1,4 @@
-"""Epochs in simulation: samples with lengths and patches as real data have them, planned by the planner of a training."""
+"""Epochs in simulation: lengths and patches as real data have them, planned by the planner of a training."""
 
 from __future__ import annotations
 

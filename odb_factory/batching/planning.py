@@ -16,7 +16,6 @@ from odb_factory.batching.cost import Budget
 from odb_factory.batching.together import plan_together
 from odb_factory.batching.window import ROW, Rows, Window
 
-
 MAX_BALANCED_BYTES = 1 << 28
 """Where a rank holds more than that (256 MiB), samples stay where they are: it could have to hand over all of them."""
 

@@ -1,4 +1,4 @@
-"""What a rank tells the others of its window: integers only, a row a sample; and the rows of several windows in order."""
+"""What a rank tells the others of its window, integers only; and the order in which groups are cut from windows."""
 
 from __future__ import annotations
 

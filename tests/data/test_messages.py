@@ -17,7 +17,8 @@ INT32 = 2**31 - 1
 ROW_BYTES, HEADER_BYTES = 19, 120
 
 reasons = st.dictionaries(st.text(max_size=20), st.integers(1, 2**40), max_size=5).map(Counter)
-rows = st.lists(st.tuples(*[st.integers(0, INT32)] * 4, st.integers(0, 255), st.integers(0, 1), st.booleans()), max_size=50)
+a_row = st.tuples(*[st.integers(0, INT32)] * 4, st.integers(0, 255), st.integers(0, 1), st.booleans())
+rows = st.lists(a_row, max_size=50)
 windows = st.builds(Window, rows.map(lambda rows: np.array(rows, dtype=ROW)), st.booleans())
 reports = st.builds(Report, windows, reasons, overlong=st.integers(0, INT32), order=st.integers(0, 2**32))
 
