@@ -56,7 +56,7 @@ class TokenizedDataset(Dataset):
     """
 
     def __init__(self, rows: datasets.Dataset, media: MediaObserver):
-        self.rows, self.media = stored(rows, "images"), media
+        self.rows, self.media = stored(rows, "images", encodings=0), media
 
     def __len__(self) -> int:
         return len(self.rows)

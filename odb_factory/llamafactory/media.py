@@ -38,18 +38,19 @@ _FEATURE = datasets.Image()
 class EncodedImage:
     """An image cell of a dataset with an `Image` column, as stored: the file's bytes, or its path.
 
-    reencoded: to be decoded and encoded once more when it is opened, as stock does while it converts the format of a
-    dataset; the pixels of a JPEG change by that.
+    encodings: times that stock would have decoded it and encoded it anew by the time it is collated, in its passes
+    over the dataset. The pixels of a JPEG change by that, so it is done when the image is opened.
     """
 
     bytes: bytes | None
     path: str | None
-    reencoded: bool = False
+    encodings: int = 0
 
     def open(self) -> Image.Image:
         """The decoded image, as `datasets` would have given it."""
         image = _FEATURE.decode_example({"bytes": self.bytes, "path": self.path})
-        if self.reencoded and image.format not in LOSSLESS:
+        is_kept = image.format in LOSSLESS or getattr(image, "filename", "")  # a file with a name is kept as it is
+        for _ in range(0 if is_kept else self.encodings):
             image = _FEATURE.decode_example(_FEATURE.encode_example(image))
         return image
 

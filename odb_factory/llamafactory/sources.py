@@ -26,13 +26,13 @@ _DECODED_IN_TIME = (datasets.Audio, getattr(datasets, "Video", datasets.Audio))
 class StoredRows:
     """Rows of a `datasets.Dataset` as stored: images of the column `images` stay encoded, all else is not decoded.
 
-    reencoded: the images have yet to be decoded and encoded once, as stock's conversion does.
+    encodings: of the images, see `EncodedImage`.
     """
 
-    def __init__(self, rows: datasets.Dataset, images: str | None, *, reencoded: bool = False):
+    def __init__(self, rows: datasets.Dataset, images: str | None, encodings: int):
         feature = _image(rows.features.get(images))
         self._images = images if feature is not None and feature.decode else None
-        self._rows, self._reencoded = rows.with_format("arrow"), reencoded
+        self._rows, self._encodings = rows.with_format("arrow"), encodings
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -45,13 +45,13 @@ class StoredRows:
         return row
 
     def _image(self, cell: dict[str, Any]) -> EncodedImage:
-        return EncodedImage(cell["bytes"], cell["path"], self._reencoded)
+        return EncodedImage(cell["bytes"], cell["path"], self._encodings)
 
 
-def stored(rows: datasets.Dataset, images: str) -> StoredRows | datasets.Dataset:
+def stored(rows: datasets.Dataset, images: str, encodings: int) -> StoredRows | datasets.Dataset:
     """Rows as stored, or as they are if they hold audio or video columns, which are rare and read as stock does."""
     decoded = any(_holds(feature, _DECODED_IN_TIME) for feature in rows.features.values())
-    return rows if decoded else StoredRows(rows, images)
+    return rows if decoded else StoredRows(rows, images, encodings)
 
 
 class MissingColumn(DataError):
@@ -68,7 +68,8 @@ class Source:
     def __init__(self, rows: datasets.Dataset, attr: Any, converter: Callable[[Any], dict[str, Any]] | None):
         self.rows, self.attr, self.converter = rows, attr, converter
         self.name = f"{attr}{' as sampled by num_samples' if attr.num_samples is not None else ''}"
-        self._stored = stored(rows, "_images") if converter is None else StoredRows(rows, attr.images, reencoded=True)
+        # Stock encodes images anew when it converts the format and when it preprocesses.
+        self._stored = stored(rows, "_images", 1) if converter is None else StoredRows(rows, attr.images, 2)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         if self.converter is None:
