@@ -9,7 +9,8 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
+from datasets import Dataset
+from llamafactory.data.converter import align_dataset, get_dataset_converter
 from llamafactory.data.loader import _get_dataset_processor
 from llamafactory.train.callbacks import LogCallback
 from transformers import TrainerCallback
@@ -18,7 +19,9 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from odb_factory.batching import Collation
 from odb_factory.config import ODBConfig
 from odb_factory.data.measure import IGNORE_INDEX, count_patches
-from odb_factory.llamafactory.dataset import SOURCE, SOURCE_ROW, OnlineDataset, OpenMedia, RowObserver, TokenizedDataset
+from odb_factory.errors import DataError
+from odb_factory.llamafactory import sources
+from odb_factory.llamafactory.dataset import OnlineDataset, OpenMedia, RowObserver, TokenizedDataset
 from odb_factory.llamafactory.media import MediaObserver
 from odb_factory.log import get_logger
 from odb_factory.training.enable import enable_odb
@@ -27,27 +30,43 @@ logger = get_logger(__name__)
 
 PROBE_TOKENS = 8
 ROWS_TRIED_FOR_EXAMPLE = 16
-_sources: list[str] = []
 
 
-def mark_source(dataset: Any, dataset_attr: Any) -> Any:
-    """Add two integer columns that say which dataset a row comes from, for messages."""
-    name = f"{dataset_attr}{' as sampled by num_samples' if dataset_attr.num_samples is not None else ''}"
-    if name not in _sources:
-        _sources.append(name)
-    rows = len(dataset)
-    dataset = dataset.add_column(SOURCE, np.full(rows, _sources.index(name), dtype=np.int16))
-    return dataset.add_column(SOURCE_ROW, np.arange(rows, dtype=np.int32))
+def mark_source(dataset: Any, dataset_attr: Any, data_args: Any, training_args: Any) -> Any:
+    """In place of LLaMA-Factory's format conversion: an index of the rows, which are converted when they are needed.
+
+    What cannot be converted row by row is converted by its pass over all rows: audio and video columns of `datasets`
+    (paths are no such columns), and images that are cast to a mode or nested in lists of lists. A stream stays stock's.
+    Raises `DataError` where no row of the dataset has a column that its converter needs, or where it has no row.
+    """
+    if not isinstance(dataset, Dataset):
+        return align_dataset(dataset, dataset_attr, data_args, training_args)
+    if not len(dataset):
+        raise DataError(f"{dataset_attr} has no row; take it out of `dataset`, or raise max_samples or num_samples.")
+    if sources.is_convertible(dataset, dataset_attr):
+        converter = get_dataset_converter(dataset_attr.formatting, dataset_attr, data_args)
+    else:
+        dataset, converter = align_dataset(dataset, dataset_attr, data_args, training_args), None
+    source = sources.Source(dataset, dataset_attr, converter)
+    source.check_columns()
+    return sources.index_of(source)
 
 
 def is_online(dataset: Any, data_args: Any, is_eval: bool) -> bool:
     """Whether `online_dataset` stands in for LLaMA-Factory's preprocessing pass: for training data that is not
     to be stored at `tokenized_path`."""
-    return dataset is not None and not is_eval and data_args.tokenized_path is None
+    return sources.is_index(dataset) and not is_eval and data_args.tokenized_path is None
+
+
+def converted(dataset: Any, data_args: Any, training_args: Any) -> Any:
+    """What LLaMA-Factory's preprocessing pass takes: the rows of an index, converted by its own pass."""
+    if not sources.is_index(dataset):
+        return dataset
+    return sources.through_pass(dataset, lambda rows, attr: align_dataset(rows, attr, data_args, training_args))
 
 
 def online_dataset(
-    dataset: Any,
+    index: Any,
     data_args: Any,
     training_args: Any,
     stage: str,
@@ -56,10 +75,10 @@ def online_dataset(
     processor: Any = None,
     is_eval: bool = False,
 ) -> OnlineDataset:
-    """In place of LLaMA-Factory's preprocessing pass: rows are preprocessed when they are needed."""
+    """In place of LLaMA-Factory's preprocessing pass: rows are converted and preprocessed when they are needed."""
     dataset_processor = _get_dataset_processor(data_args, stage, template, tokenizer, processor)
     media = MediaObserver(template.mm_plugin, tokenizer, processor)
-    online = OnlineDataset(dataset, dataset_processor, media, _sources)
+    online = OnlineDataset(sources.IndexedRows(index), dataset_processor, media)
     if training_args.should_log:
         _print_example(online)
     return online

@@ -11,6 +11,7 @@ from typing import Any
 
 from odb_factory.config import ODBConfig
 from odb_factory.errors import ConfigError
+from odb_factory.llamafactory import sources
 from odb_factory.training.enable import check_training_arguments
 
 STAGES = ("sft",)
@@ -20,6 +21,7 @@ def check_block(args: Mapping[str, Any]) -> ODBConfig:
     """Check arguments that hold an `odb:` block before LLaMA-Factory reads them; returns what the block says."""
     config = ODBConfig.from_block(args["odb"])
     _check_backend(args)
+    sources.forget()
     return config
 
 

@@ -11,49 +11,23 @@ from torch.utils.data import Dataset
 from odb_factory.batching import VIDEO, Cost
 from odb_factory.data.measure import count_supervised
 from odb_factory.data.observe import MediaCut, RowDropped
-from odb_factory.llamafactory.media import EncodedImage, MediaObserver, decoded
+from odb_factory.llamafactory.media import MediaObserver, decoded
+from odb_factory.llamafactory.sources import IndexedRows, StoredRows, stored
 
-SOURCE, SOURCE_ROW = "_odb_source", "_odb_row"
-"""Columns with the number of the dataset a row came from (in the order loaded) and its row there."""
 MEDIA_COLUMNS = ("_images", "_videos", "_audios", "images", "videos", "audios")
 MAX_FILES_NAMED = 3
 
 
-class StoredRows:
-    """Rows of a `datasets.Dataset` as stored: images stay encoded, other media are paths.
-
-    Other decoded media (audio and video columns) are rare, and read as stock does.
-    """
-
-    def __init__(self, rows: datasets.Dataset, images: str):
-        self._images = images if _holds(rows.features.get(images), datasets.Image) else None
-        decoders = (datasets.Audio, getattr(datasets, "Video", datasets.Audio))
-        stored = not any(_holds(feature, decoders) for feature in rows.features.values())
-        self._rows = rows.with_format("arrow") if stored else rows
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        row = self._rows[index]
-        if isinstance(row, dict):
-            return row
-        row = {name: column[0] for name, column in row.to_pydict().items()}
-        if self._images and row[self._images]:
-            row[self._images] = [EncodedImage(image["bytes"], image["path"]) for image in row[self._images]]
-        return row
-
-
 class OnlineDataset(Dataset):
-    """`dataset[i]`: one row of the converted dataset through LLaMA-Factory's own dataset processor.
+    """`dataset[i]`: one converted row through LLaMA-Factory's own dataset processor.
 
     Gives what stock preprocessing would have stored for the row (token ids, labels, attention mask
     as lists of int; media as references). Raises `RowDropped` where stock drops the row and
     `MediaCut` where truncation cut visual placeholders.
     """
 
-    def __init__(self, rows: datasets.Dataset, dataset_processor: Any, media: MediaObserver, sources: list[str]):
-        self.rows, self.media, self.sources = StoredRows(rows, "_images"), media, sources
+    def __init__(self, rows: IndexedRows | StoredRows, dataset_processor: Any, media: MediaObserver):
+        self.rows, self.media = rows, media
         template = copy.copy(dataset_processor.template)
         template.mm_plugin = media.plugin
         self.processor = copy.copy(dataset_processor)
@@ -82,7 +56,7 @@ class TokenizedDataset(Dataset):
     """
 
     def __init__(self, rows: datasets.Dataset, media: MediaObserver):
-        self.rows, self.media = StoredRows(rows, "images"), media
+        self.rows, self.media = stored(rows, "images", encodings=0), media
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -125,9 +99,13 @@ class RowObserver:
         return features, cost
 
     def describe(self, dataset: OnlineDataset | TokenizedDataset, index: int) -> str:
-        where, row = f"row {index} of the training dataset", dataset.rows[index]
-        if SOURCE in row:
-            where += f" (row {row[SOURCE_ROW]} of {dataset.sources[row[SOURCE]]})"
+        where = f"row {index} of the training dataset"
+        if isinstance(dataset.rows, IndexedRows):
+            where += f" ({dataset.rows.origin(index)})"
+        try:
+            row = dataset.rows[index]
+        except Exception:  # its conversion may be what failed
+            return where
         media = [item for key in MEDIA_COLUMNS for item in row.get(key) or []]
         files = [item for item in media if isinstance(item, str)]
         if files:
@@ -147,10 +125,3 @@ class OpenMedia:
             if feature.get("images"):
                 feature["images"] = decoded(feature["images"])
         return self.collator(features)
-
-
-def _holds(feature: Any, kind: type | tuple[type, ...]) -> bool:
-    """Whether a column's type is `kind` or a list of it."""
-    if isinstance(feature, list):
-        return any(_holds(item, kind) for item in feature)
-    return isinstance(feature, kind) or _holds(getattr(feature, "feature", []), kind)

@@ -3,8 +3,8 @@
 | module | name | what happens with an `odb:` block (without one, the original is called as it is) |
 |---|---|---|
 | hparams.parser | get_train_args | the block is taken out of the arguments, checked and kept |
-| data.loader | _load_single_dataset | rows are marked with the dataset they come from |
-| data.loader | _get_preprocessed_dataset | training rows are preprocessed one at a time, when they are needed |
+| data.loader | align_dataset | an index stands for the dataset, whose rows are converted when they are needed |
+| data.loader | _get_preprocessed_dataset | training rows are preprocessed one at a time too; others stay stock's |
 | train.sft.trainer | CustomSeq2SeqTrainer.train | `enable_odb` is called on the trainer first |
 
 The same names and meanings in LLaMA-Factory 0.9.4 and 0.9.5. In a fork with the patch of `odb_factory/patches` the
@@ -97,22 +97,24 @@ def _get_train_args(original: Callable, args: Any = None) -> Any:
     return parsed
 
 
-def _load_single_dataset(original: Callable, dataset_attr: Any, *args: Any, **kwargs: Any) -> Any:
-    dataset = original(dataset_attr, *args, **kwargs)
+def _align_dataset(original: Callable, *args: Any, **kwargs: Any) -> Any:
     if _active is None:
-        return dataset
+        return original(*args, **kwargs)
     from odb_factory.llamafactory import attach
 
-    return attach.mark_source(dataset, dataset_attr)
+    return attach.mark_source(*args, **kwargs)
 
 
-def _get_preprocessed_dataset(original: Callable, dataset: Any, data_args: Any, *args: Any, **kwargs: Any) -> Any:
+def _get_preprocessed_dataset(
+    original: Callable, dataset: Any, data_args: Any, training_args: Any, *args: Any, **kwargs: Any
+) -> Any:
     if _active is not None:
         from odb_factory.llamafactory import attach
 
         if attach.is_online(dataset, data_args, kwargs.get("is_eval", False)):
-            return attach.online_dataset(dataset, data_args, *args, **kwargs)
-    return original(dataset, data_args, *args, **kwargs)
+            return attach.online_dataset(dataset, data_args, training_args, *args, **kwargs)
+        dataset = attach.converted(dataset, data_args, training_args)
+    return original(dataset, data_args, training_args, *args, **kwargs)
 
 
 def _train(original: Callable, trainer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -128,7 +130,7 @@ def _train(original: Callable, trainer: Any, *args: Any, **kwargs: Any) -> Any:
 _WRAPPERS: dict[str, dict[str, Callable]] = {
     "llamafactory.hparams.parser": {"get_train_args": _get_train_args},
     "llamafactory.data.loader": {
-        "_load_single_dataset": _load_single_dataset,
+        "align_dataset": _align_dataset,
         "_get_preprocessed_dataset": _get_preprocessed_dataset,
     },
     "llamafactory.train.sft.trainer": {"CustomSeq2SeqTrainer.train": _train},

@@ -9,6 +9,7 @@ thrown away, everywhere else. The plugin that collates is never touched.
 from __future__ import annotations
 
 import copy
+import os
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -28,22 +29,36 @@ logger = get_logger(__name__)
 SIZE_IS_ENOUGH = ("Qwen2VLPlugin", "Qwen3VLPlugin")
 CHECK_SIZES = ((37, 211), (640, 480), (1500, 90), (64, 64))
 EXIF_ORIENTATION, EXIF_ROTATED = 0x0112, (5, 6, 7, 8)
+LOSSLESS = (None, "PNG")
+"""Formats of an opened image, none if it was turned, that `datasets` encodes without changing a pixel."""
+_FEATURE = datasets.Image()
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedImage:
-    """An image cell of a dataset with an `Image` column, as stored: the file's bytes, or its path."""
+    """An image cell of a dataset with an `Image` column, as stored: the file's bytes, or its path.
+
+    encodings: times that stock would have decoded it and encoded it anew by the time it is collated, in its passes
+    over the dataset. The pixels of a JPEG change by that, so it is done when the image is opened.
+    """
 
     bytes: bytes | None
     path: str | None
+    encodings: int = 0
 
     def open(self) -> Image.Image:
         """The decoded image, as `datasets` would have given it."""
-        return datasets.Image().decode_example({"bytes": self.bytes, "path": self.path})
+        image = _FEATURE.decode_example({"bytes": self.bytes, "path": self.path})
+        is_kept = image.format in LOSSLESS or getattr(image, "filename", "")  # a file with a name is kept as it is
+        for _ in range(0 if is_kept else self.encodings):
+            image = _FEATURE.decode_example(_FEATURE.encode_example(image))
+        return image
 
     @property
     def size(self) -> tuple[int, int]:
-        """(width, height) after the rotation its EXIF data asks for; reads the header only."""
+        """(width, height) after the rotation its EXIF data asks for; reads the header only, if its file is here."""
+        if self.bytes is None and not os.path.isfile(self.path):
+            return self.open().size
         with Image.open(BytesIO(self.bytes) if self.bytes is not None else self.path) as image:
             turned = image.getexif().get(EXIF_ORIENTATION) in EXIF_ROTATED
             return image.size[::-1] if turned else image.size

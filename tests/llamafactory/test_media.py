@@ -19,6 +19,7 @@ from odb_factory.data.samples import pack, unpack
 from odb_factory.llamafactory.attach import probe_collation
 from odb_factory.llamafactory.dataset import OnlineDataset, OpenMedia, RowObserver
 from odb_factory.llamafactory.media import MediaObserver
+from odb_factory.llamafactory.sources import StoredRows
 
 SIDE, PATCH = 56, 14
 
@@ -52,7 +53,7 @@ def llava(tiny_text: Path, tmp_path: Path) -> SimpleNamespace:
     return SimpleNamespace(
         rows=rows,
         stock=[processor_of_rows.preprocess_dataset({key: [row[key]] for key in row}) for row in rows],
-        online=OnlineDataset(datasets.Dataset.from_list(rows), processor_of_rows, media, []),
+        online=OnlineDataset(StoredRows(datasets.Dataset.from_list(rows), "_images", 0), processor_of_rows, media),
         observer=RowObserver(media, decode=False),
         collator=SFTDataCollatorWith4DAttentionMask(
             template=template, tokenizer=tokenizer, processor=processor, pad_to_multiple_of=8, label_pad_token_id=-100

@@ -1,0 +1,318 @@
+"""Rows converted one at a time are those of LLaMA-Factory's pass over all rows, bit for bit; and nothing runs ahead."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from llamafactory.data import converter as stock_converter
+from llamafactory.data import get_dataset, get_template_and_fix_tokenizer
+from llamafactory.hparams import get_train_args
+from llamafactory.model import load_tokenizer
+from llamafactory.train.tuner import run_exp
+from PIL import Image
+from support import training_config
+
+from odb_factory.batching import Budget
+from odb_factory.config import ODBConfig
+from odb_factory.data.observe import ObservedDataset, RowDropped
+from odb_factory.errors import DataError
+from odb_factory.llamafactory import sources
+from odb_factory.llamafactory.dataset import OnlineDataset, RowObserver
+from odb_factory.llamafactory.media import EncodedImage
+
+BLOCK = {"token_budget": 1024, "buffer_size": 8}
+SHAREGPT_TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
+NAMES = ("alpaca", "sharegpt", "tools", "openai", "pictures")
+
+
+def _alpaca(k: int) -> dict[str, Any]:
+    history = [[f"earlier {k}.{turn}", f"reply {turn}"] for turn in range(k % 3)]
+    told = {"instruction": f"do {k}", "input": "with this" if k % 2 else "", "output": f"done {k} " * (k % 5 + 1)}
+    return told | {"system": "be brief" if k % 4 == 0 else None, "history": history}
+
+
+def _sharegpt(k: int) -> dict[str, Any]:
+    turns = [("human" if turn % 2 == 0 else "gpt", f"turn {turn} of {k}") for turn in range(2 * (k % 3 + 1))]
+    if k % 4 == 1:
+        turns = [("system", f"rule {k}"), *turns]
+    if k == 6:
+        turns = turns[:-1]  # the turns do not end in an answer: stock warns and drops it
+    return {"conversations": [{"from": role, "value": text} for role, text in turns], "unused": k}
+
+
+def _tools(k: int) -> dict[str, Any]:
+    call = json.dumps({"name": "add", "arguments": {"a": k}})
+    turns = [("human", f"add {k}"), ("function_call", call), ("observation", str(k)), ("gpt", f"it is {k}")]
+    tool = {"name": "add", "description": "adds", "parameters": {"type": "object", "properties": {}, "required": []}}
+    return {"conversations": [{"from": f, "value": v} for f, v in turns], "tools": json.dumps([tool]), "system": "x"}
+
+
+def _openai(k: int) -> dict[str, Any]:
+    call = [{"type": "function", "function": {"name": "add", "arguments": json.dumps({"a": k})}}]
+    turns = [{"role": "user", "content": f"add {k}", "tool_calls": []}]
+    if k % 2:
+        turns += [{"role": "assistant", "content": "", "tool_calls": call}]
+        turns += [{"role": "tool", "content": str(k + part), "tool_calls": []} for part in range(k % 3 + 1)]
+    turns += [{"role": "assistant", "content": f"it is {k}", "tool_calls": []}]
+    return {"messages": turns}
+
+
+def _pictures(k: int, folder: Path) -> dict[str, Any]:
+    names = [f"{k}_{number}.png" for number in range(k % 3)]
+    for number, name in enumerate(names):
+        Image.effect_noise((40 + 30 * k, 50 + 20 * number), 60).convert("RGB").save(folder / name)
+    if k == 4:
+        names = [str(folder / name) for name in names]  # named whole, outside of media_dir
+    turns = [{"role": "user", "content": "<image>" * len(names) + "what?"}, {"role": "assistant", "content": f"no {k}"}]
+    return {"messages": turns, "images": names}
+
+
+@pytest.fixture(scope="module")
+def formats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a dataset of each of `NAMES` and `fewer`, a sample of one of them."""
+    folder = tmp_path_factory.mktemp("formats")
+    rows = {
+        "alpaca": [_alpaca(k) for k in range(14)],
+        "sharegpt": [_sharegpt(k) for k in range(13)],
+        "tools": [_tools(k) for k in range(5)],
+        "openai": [_openai(k) for k in range(9)],
+        "pictures": [_pictures(k, folder) for k in range(8)],
+    }
+    for name, all_rows in rows.items():
+        (folder / f"{name}.json").write_text(json.dumps(all_rows), encoding="utf-8")
+    alpaca = {"columns": {"prompt": "instruction", "query": "input", "response": "output", "system": "system"}}
+    alpaca["columns"]["history"] = "history"
+    openai_tags = SHAREGPT_TAGS | {"observation_tag": "tool", "function_tag": "function", "system_tag": "system"}
+    info: dict[str, Any] = {
+        "alpaca": {"file_name": "alpaca.json"} | alpaca,
+        "sharegpt": {"file_name": "sharegpt.json", "formatting": "sharegpt"},
+        "tools": {
+            "file_name": "tools.json",
+            "formatting": "sharegpt",
+            "columns": {"messages": "conversations", "tools": "tools", "system": "system"},
+        },
+        "openai": {
+            "file_name": "openai.json",
+            "formatting": "openai",
+            "columns": {"messages": "messages"},
+            "tags": openai_tags,
+        },
+        "pictures": {
+            "file_name": "pictures.json",
+            "formatting": "sharegpt",
+            "columns": {"messages": "messages", "images": "images"},
+            "tags": SHAREGPT_TAGS,
+        },
+        "fewer": {"file_name": "alpaca.json", "num_samples": 9} | alpaca,
+        "more": {"file_name": "alpaca.json", "num_samples": 20} | alpaca,
+    }
+    (folder / "dataset_info.json").write_text(json.dumps(info), encoding="utf-8")
+    return folder
+
+
+def load(config: dict[str, Any]) -> dict[str, Any]:
+    """What LLaMA-Factory's `get_dataset` gives; with the plugin if `config` has an `odb:` block."""
+    model_args, data_args, training_args, _, _ = get_train_args(dict(config))
+    tokenizer_module = load_tokenizer(model_args)
+    template = get_template_and_fix_tokenizer(tokenizer_module["tokenizer"], data_args)
+    try:
+        return get_dataset(template, model_args, data_args, training_args, stage="sft", **tokenizer_module)
+    finally:
+        get_train_args({key: value for key, value in config.items() if key != "odb"})  # the plugin is off again
+
+
+def rows_of(dataset: Any) -> list[dict[str, Any]]:
+    """All rows that are not dropped; Arrow stores a missing list of media as None or as empty, and they are alike."""
+    rows = []
+    for index in range(len(dataset)):
+        with contextlib.suppress(RowDropped):
+            rows.append({key: value for key, value in dataset[index].items() if value})
+    return rows
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"dataset": name} for name in NAMES),
+        {"dataset": ",".join(NAMES)},
+        {"dataset": ",".join(NAMES), "mix_strategy": "interleave_under", "interleave_probs": "0.3,0.3,0.1,0.1,0.2"},
+        {"dataset": "sharegpt,alpaca", "mix_strategy": "interleave_over"},
+        {"dataset": "openai,alpaca", "max_samples": 6},
+        {"dataset": "fewer,sharegpt,more"},
+        {"dataset": ",".join(NAMES), "val_size": 11},
+        {"dataset": "alpaca,pictures", "eval_dataset": "sharegpt,pictures", "max_samples": 7},
+        {"dataset": "alpaca", "eval_dataset": "fewer,openai", "eval_on_each_dataset": True},
+    ],
+    ids=lambda changes: "-".join(map(str, changes.values())),
+)
+def test_train_and_eval_rows_equal_stock(tiny_vl, formats, tmp_path, changes: dict[str, Any]) -> None:
+    config = training_config(tiny_vl, formats, tmp_path / "out", mask_history=True) | changes
+    stock, online = load(config), load(config | {"odb": BLOCK})
+    assert isinstance(online["train_dataset"], OnlineDataset)
+    assert rows_of(online["train_dataset"]) == rows_of(stock["train_dataset"])
+    evaluated = stock.get("eval_dataset", {})
+    evaluated = evaluated if isinstance(evaluated, dict) else {"": evaluated}
+    ours = online.get("eval_dataset", {})
+    ours = ours if isinstance(ours, dict) else {"": ours}
+    assert list(ours) == list(evaluated)
+    for name, dataset in evaluated.items():
+        assert isinstance(ours[name], datasets.Dataset), "preprocessed by stock"
+        assert rows_of(ours[name]) == rows_of(dataset)
+
+
+def test_media_dir_is_where_media_are_looked_for(tiny_vl, formats, tmp_path) -> None:
+    """A name that is not found there is taken as it is, so that a whole one works."""
+    moved = tmp_path / "media"
+    moved.mkdir()
+    for picture in formats.glob("*.png"):
+        shutil.copy(picture, moved)
+    config = training_config(tiny_vl, formats, tmp_path / "out", dataset="pictures", media_dir=str(moved))
+    stock, online = load(config), load(config | {"odb": BLOCK})
+    rows = rows_of(online["train_dataset"])
+    assert rows == rows_of(stock["train_dataset"])
+    assert rows[1]["images"] == [str(moved / "1_0.png")] and rows[4]["images"] == [str(formats / "4_0.png")]
+
+
+def test_tokenized_path_stores_what_stock_stores(tiny_text, formats, tmp_path) -> None:
+    stored = []
+    for name, block in (("stock", {}), ("odb", {"odb": BLOCK})):
+        changes = {"dataset": "alpaca,sharegpt", "val_size": 5, "tokenized_path": str(tmp_path / name)} | block
+        load(training_config(tiny_text, formats, tmp_path / "out", **changes))
+        stored.append(datasets.load_from_disk(str(tmp_path / name)))
+    assert stored[0].keys() == stored[1].keys()
+    assert all(rows_of(stored[0][split]) == rows_of(stored[1][split]) for split in stored[0])
+
+
+@pytest.mark.parametrize("single", [False, True], ids=["lists", "one-each"])
+def test_images_stored_in_the_dataset_have_the_pixels_of_stock(tiny_vl, tmp_path, single: bool) -> None:
+    """Stock's two passes encode a JPEG anew, which changes its pixels; so must we, but not before they are needed."""
+    names = ["noise.jpg", "turned.jpg", "grey.png", "colours.gif", "lossy.webp"]
+    noise = Image.effect_noise((120, 70), 60)
+    colours = Image.merge("RGB", [noise, noise.rotate(180), Image.effect_noise((120, 70), 90)])
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    for name in names:
+        options = {"exif": exif} if name == "turned.jpg" else {}
+        (noise if name == "grey.png" else colours).save(tmp_path / name, **options)
+    turns = [{"role": "user", "content": "<image>what?"}, {"role": "assistant", "content": "noise"}]
+    image = datasets.Image() if single else datasets.Sequence(datasets.Image())
+    role = {"role": datasets.Value("string"), "content": datasets.Value("string")}
+    files = [{"bytes": (tmp_path / name).read_bytes(), "path": None} for name in names]
+    cells = files if single else [[file] for file in files]
+    rows = {"messages": [turns] * len(names), "images": cells}
+    features = datasets.Features({"messages": [role], "images": image})
+    datasets.Dataset.from_dict(rows, features=features).to_parquet(tmp_path / "pictures.parquet")
+    info = {"file_name": "pictures.parquet", "formatting": "sharegpt", "tags": SHAREGPT_TAGS}
+    info["columns"] = {"messages": "messages", "images": "images"}
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"pictures": info}), encoding="utf-8")
+    config = training_config(tiny_vl, tmp_path, tmp_path / "out", dataset="pictures")
+    stock, online = load(config)["train_dataset"], load(config | {"odb": BLOCK})["train_dataset"]
+    for name, theirs, index in zip(names, stock, range(len(names))):
+        ours = online[index]
+        (encoded,), (image,) = ours.pop("images"), theirs.pop("images")
+        assert isinstance(encoded, EncodedImage) and encoded.size == image.size
+        opened = encoded.open()
+        assert (opened.mode, opened.tobytes()) == (image.mode, image.tobytes()), name
+        assert opened.convert("RGB").tobytes() == image.convert("RGB").tobytes(), name
+        assert {k: v for k, v in ours.items() if v} == {k: v for k, v in theirs.items() if v}
+    with Image.open(tmp_path / "noise.jpg") as once:
+        assert once.tobytes() != stock[0]["images"][0].tobytes(), "the JPEG should have changed"
+
+
+@pytest.mark.parametrize(
+    ("column", "feature"),
+    [
+        ("images", datasets.Image(mode="L")),
+        ("images", datasets.Sequence(datasets.Sequence(datasets.Image()))),
+        ("videos", datasets.Sequence(datasets.Sequence(datasets.Image()))),
+        ("audios", datasets.Audio()),
+    ],
+    ids=["mode", "nested", "frames", "audio"],
+)
+def test_media_that_the_pass_would_encode_anew_are_left_to_it(column: str, feature: Any) -> None:
+    rows = datasets.Dataset.from_dict({"media": []}, features=datasets.Features({"media": feature}))
+    attr = _attr(**{column: "media"})
+    assert not sources.is_convertible(rows, attr)
+    assert sources.is_convertible(rows, _attr()), "a column that is not used does not matter"
+
+
+def test_a_stream_is_left_to_stock() -> None:
+    assert not sources.is_convertible(datasets.Dataset.from_dict({"text": ["a"]}).to_iterable_dataset(), _attr())
+
+
+def _attr(**columns: str) -> Any:
+    from llamafactory.data.parser import DatasetAttr
+
+    return DatasetAttr("file", dataset_name="rows.json", **columns)
+
+
+def test_a_source_that_stock_converted_gives_its_rows(tiny_vl, formats, tmp_path, monkeypatch) -> None:
+    config = training_config(tiny_vl, formats, tmp_path / "out", dataset=",".join(NAMES))
+    stock = load(config)
+    monkeypatch.setattr(sources, "is_convertible", lambda rows, attr: False)
+    assert rows_of(load(config | {"odb": BLOCK})["train_dataset"]) == rows_of(stock["train_dataset"])
+
+
+def test_before_the_first_step_a_window_is_converted_and_no_more(tiny_text, tmp_path, monkeypatch) -> None:
+    """The rows touched before training begins are bounded by window and prefetch, however many the dataset has."""
+    touched = {}
+    for rows in (400, 4000):
+        folder = tmp_path / str(rows)
+        folder.mkdir()
+        (folder / "texts.json").write_text(json.dumps([_sharegpt(3 * k) for k in range(rows)]), encoding="utf-8")
+        info = {"texts": {"file_name": "texts.json", "formatting": "sharegpt"}}
+        (folder / "dataset_info.json").write_text(json.dumps(info), encoding="utf-8")
+        count = 0
+        converter = stock_converter.DATASET_CONVERTERS["sharegpt"]
+
+        class Counting(converter):
+            def __call__(self, example: Any) -> Any:
+                nonlocal count
+                count += 1
+                return super().__call__(example)
+
+        monkeypatch.setitem(stock_converter.DATASET_CONVERTERS, "sharegpt", Counting)
+        # In the training process, where it can be counted.
+        changes = {"dataloader_num_workers": 0, "max_steps": 1, "odb": BLOCK}
+        run_exp(training_config(tiny_text, folder, folder / "out", **changes))
+        touched[rows] = count
+        monkeypatch.undo()
+    assert touched[400] == touched[4000] <= 100
+
+
+def test_a_row_that_cannot_be_converted_is_named_and_falls_under_on_error(tiny_text, formats, tmp_path) -> None:
+    rows = [_openai(k) for k in range(4)]
+    rows[2]["messages"][-1]["role"] = "developer"
+    (tmp_path / "openai.json").write_text(json.dumps(rows), encoding="utf-8")
+    (tmp_path / "dataset_info.json").write_text((formats / "dataset_info.json").read_text(encoding="utf-8"))
+    config = training_config(tiny_text, tmp_path, tmp_path / "out", dataset="openai")
+    with pytest.raises(KeyError, match="developer"):
+        load(config)
+    for policy in ("raise", "skip"):
+        block = BLOCK | {"on_error": policy}
+        online = load(config | {"odb": block})["train_dataset"]
+        settings = ODBConfig.from_block(block)
+        observed = ObservedDataset(online, RowObserver(online.media, decode=False), settings, Budget(1024))
+        rejection = observed[2]
+        assert (rejection.reason, rejection.fatal) == ("unreadable", policy == "raise")
+        assert rejection.message.startswith("row 2 of the training dataset (row 2 of openai.json): KeyError")
+        assert "on_error: skip" in rejection.message and "\n" not in rejection.message
+        assert observed[1].cost.tokens > 0
+
+
+def test_a_dataset_that_does_not_fit_its_description_is_refused_at_once(tiny_text, formats, tmp_path) -> None:
+    """Whatever `on_error` says: no row has the column."""
+    description = {"file_name": "alpaca.json", "columns": {"prompt": "instruction", "response": "answer"}}
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"alpaca": description}), encoding="utf-8")
+    shutil.copy(formats / "alpaca.json", tmp_path)
+    config = training_config(tiny_text, tmp_path, tmp_path / "out", dataset="alpaca", odb=BLOCK | {"on_error": "skip"})
+    with pytest.raises(DataError, match=r"alpaca\.json has no column 'answer', only instruction, .*dataset_info"):
+        load(config)
+    with pytest.raises(DataError, match="alpaca.json has no row"):
+        load(config | {"max_samples": 0})
