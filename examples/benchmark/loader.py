@@ -318,7 +318,7 @@ def main() -> None:
             ready.result()
         pictures = tuple(write_pictures(Path(folder), 16 if given.short else 256))
         text = Workload("text", 400 if given.short else 10_000, 200, 2048, BATCH_SIZE * 2048)
-        images = Workload("images", 48 if given.short else 1_536, 40, 512, BATCH_SIZE * 512, BATCH_SIZE * 576, pictures)
+        images = Workload("images", 48 if given.short else 1_024, 40, 512, BATCH_SIZE * 512, BATCH_SIZE * 576, pictures)
         for workload in (text, images):
             rows = compare(lineup, workload, repeats=1 if given.short else 3)
             if workload is images and not given.short:
