@@ -6,16 +6,20 @@ import queue
 from collections import deque
 from collections.abc import Iterator
 
-from odb_factory.data.ahead import Ahead, Direct
+from odb_factory.data.ahead import POLL_S, Ahead, Direct
 from odb_factory.data.rounds import EpochRounds, Task
 
 
 class Pass:
-    """One pass over an epoch: its rounds, the tasks planned and not yet handed on, its batches, how it failed."""
+    """One pass over an epoch: its rounds, the tasks planned and not yet handed on, its batches, how it failed.
+
+    in_flight: tasks handed on whose batches have not been taken yet.
+    """
 
     def __init__(self, plan: EpochRounds, rounds: Ahead | Direct):
         self.plan, self.rounds = plan, rounds
         self.tasks: deque[Task] = deque()
+        self.in_flight = 0
         self.batches: Iterator | None = None
         self.error: Exception | None = None
         self.epoch_steps = 0
@@ -28,7 +32,11 @@ class Pass:
 
 
 class TaskFeed:
-    """The sampler of the collating loader: planned tasks, and None while there is none yet."""
+    """The sampler of the collating loader: planned tasks, and None while there is none yet.
+
+    It waits a moment for a plan only if no batch is in flight, for torch asks here before it hands over one that is
+    ready.
+    """
 
     current: Pass
 
@@ -36,9 +44,10 @@ class TaskFeed:
         current = self.current
         while True:
             while current.tasks:
+                current.in_flight += 1
                 yield current.tasks.popleft()
             try:
-                current.tasks.extend(current.rounds.poll())
+                current.tasks.extend(current.rounds.poll(0 if current.in_flight else POLL_S))
             except queue.Empty:
                 yield None
             except StopIteration:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from odb_factory.batching import VIDEO, Cost
-from odb_factory.data.measure import DEFAULT_PATCH_SIZE, count_patches, count_supervised
+from odb_factory.data.measure import DEFAULT_PATCH_SIZE, count_patches, count_supervised, is_ints
 from odb_factory.errors import DataError
 
 PATCHES_KEY = "odb_n_patches"
@@ -80,7 +80,7 @@ def _length(item: Any) -> int:
         raise DataError(f"{expected}, found {type(item).__name__}; give cost_fn=... for items of another kind")
     if item.get("input_ids") is None:
         raise DataError(f"{expected}, found the keys {', '.join(map(str, item)) or 'none'}")
-    shape = np.shape(item["input_ids"])
+    shape = (len(item["input_ids"]),) if is_ints(item["input_ids"]) else np.shape(item["input_ids"])
     if len(shape) == 0 or len(shape) > 2 or (len(shape) == 2 and shape[0] != 1):
         raise DataError(f"{expected}, found shape {list(shape)}")
     return int(shape[-1])

@@ -261,6 +261,7 @@ class ODBLoader:
                 if isinstance(item, Failure):
                     raise DataError(item.message)
                 if item is not None:
+                    current.in_flight -= 1
                     yield item
                 else:
                     self._exchange.check()

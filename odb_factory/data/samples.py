@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from odb_factory.batching import Cost, StepTotals
@@ -80,34 +79,22 @@ class Measured:
     supervised_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class PackedInts:
-    """A list of ints as the smallest integer array that holds it: a tenth of the memory in the window."""
-
-    array: np.ndarray
-
-
 def pack(features: Mapping[str, Any]) -> bytes:
-    """Features as they wait and travel: pickled, with lists of ints (ids, labels, masks) as compact arrays.
+    """Features as they wait and travel: pickled, a quarter of the memory that their lists take.
 
+    Nothing is done to lists of ints (ids, labels, masks): as arrays they would be a quarter smaller still, and take
+    ten times as long to make, most of what observing a sample costs.
     Raises what pickle raises; here, in the worker that made them, rather than in a queue where nobody sees it.
     """
-    return pickle.dumps({key: _pack_value(value) for key, value in features.items()}, pickle.HIGHEST_PROTOCOL)
+    return pickle.dumps({key: _own(value) for key, value in features.items()}, pickle.HIGHEST_PROTOCOL)
 
 
 def unpack(packed: bytes) -> dict[str, Any]:
-    """Undo `pack`: the lists that the framework's collator expects, in a fresh dict it may change."""
-    features = pickle.loads(packed)
-    return {key: value.array.tolist() if isinstance(value, PackedInts) else value for key, value in features.items()}
+    """Undo `pack`: a fresh dict of what the framework's collator expects, which it may change."""
+    return pickle.loads(packed)
 
 
-def _pack_value(value: Any) -> Any:
+def _own(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() > value.nbytes:
         return value.clone()  # a view would take along all it is a view of
-    if not isinstance(value, list) or not value or set(map(type, value)) != {int}:
-        return value
-    least, greatest = min(value), max(value)
-    for dtype in (np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.int64):
-        if np.iinfo(dtype).min <= least and greatest <= np.iinfo(dtype).max:
-            return PackedInts(np.array(value, dtype=dtype))
     return value
