@@ -31,6 +31,7 @@ def mib(value: float) -> str:
 
 SAMPLES = Column("samples_per_second", "samples/s", "{:.1f}".format, "most")
 PADDING = Column("padding", "padding", "{:.1%}".format, "least")
+SECONDS = Column("seconds", "seconds", "{:.1f}".format, "least")
 VALIDATION = Column("validation_loss", "validation loss", "{:.3f}".format, "least")
 COLUMNS = (
     SAMPLES,
@@ -39,7 +40,7 @@ COLUMNS = (
     PADDING,
     Column("balance", "balance", "{:.2f}".format, "most"),
     Column("steps", "steps", whole),
-    Column("seconds", "seconds", "{:.1f}".format, "least"),
+    SECONDS,
     Column("seconds_to_first_step", "s to first step", "{:.1f}".format, "least"),
     Column("peak_padded_tokens", "peak padded tokens", whole),
     Column("peak_memory", "peak memory, MiB", mib, "least"),

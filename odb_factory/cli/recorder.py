@@ -3,8 +3,8 @@
 `python -m odb_factory.cli.recorder BATCHES.jsonl my.yaml` does what `llamafactory-cli train my.yaml` does, torchrun
 included where it is asked for. The recording is the same for every way of batching: it looks at the tensors that
 reach `Trainer.training_step`. One JSON line a micro-batch: `lengths` (real tokens of each row), `length` (of the
-padded row), `begin` and `end` (seconds since the epoch of the clock), `peak_memory` (largest resident set of the
-process until then, bytes). Rank 1 writes to BATCHES.jsonl.1, and so on.
+padded row), `begin` and `end` (seconds since the epoch of the clock), `cpu_begin` and `cpu_end` (seconds of CPU time of
+the process), `peak_memory` (its largest resident set until then, bytes). Rank 1 writes to BATCHES.jsonl.1, and so on.
 """
 
 from __future__ import annotations
@@ -46,10 +46,12 @@ def main() -> None:
     with record_of(Path(record), int(os.environ.get("RANK", 0))).open("w", encoding="utf-8", buffering=1) as lines:
 
         def recorded(self, model, inputs, *args, **kwargs):
-            line = {"lengths": _real_tokens(inputs), "length": inputs["input_ids"].shape[1], "begin": time.time()}
+            line = {"lengths": _real_tokens(inputs), "length": inputs["input_ids"].shape[1]}
+            line |= {"begin": time.time(), "cpu_begin": time.process_time()}
             loss = training_step(self, model, inputs, *args, **kwargs)
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT
-            lines.write(json.dumps(line | {"end": time.time(), "peak_memory": peak}) + "\n")
+            line |= {"end": time.time(), "cpu_end": time.process_time()}
+            line |= {"peak_memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT}
+            lines.write(json.dumps(line) + "\n")
             return loss
 
         Trainer.training_step = recorded

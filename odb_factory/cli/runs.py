@@ -39,6 +39,11 @@ class Run:
         return max(mine[-1]["end"] for mine in self.batches) - self.first_begin
 
     @property
+    def cpu_seconds(self) -> float:
+        """Of the busiest training process, in as much; worker processes are not in it."""
+        return max(mine[-1]["cpu_end"] - mine[0]["cpu_begin"] for mine in self.batches)
+
+    @property
     def seconds_to_first_step(self) -> float:
         return self.first_begin - self.started
 
