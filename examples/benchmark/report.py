@@ -1,0 +1,117 @@
+"""What the benchmarks of whole trainings show: a Markdown table, where a rival is ahead, a figure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Result = dict[str, Any]
+"""What one training came to, by the keys of the columns; `name` is the contestant's. None: it cannot be said."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """best: whether "most" or "least" is best, if that is a question at all."""
+
+    key: str
+    label: str
+    show: Callable[[Any], str]
+    best: str | None = None
+
+
+def whole(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def mib(value: float) -> str:
+    return f"{value / 2**20:,.0f}"
+
+
+SAMPLES = Column("samples_per_second", "samples/s", "{:.1f}".format, "most")
+PADDING = Column("padding", "padding", "{:.1%}".format, "least")
+SECONDS = Column("seconds", "seconds", "{:.1f}".format, "least")
+VALIDATION = Column("validation_loss", "validation loss", "{:.3f}".format, "least")
+COLUMNS = (
+    SAMPLES,
+    Column("tokens_per_second", "real tokens/s", whole, "most"),
+    Column("padded_tokens_per_second", "padded tokens/s", whole),
+    PADDING,
+    Column("balance", "balance", "{:.2f}".format, "most"),
+    Column("steps", "steps", whole),
+    SECONDS,
+    Column("seconds_to_first_step", "s to first step", "{:.1f}".format, "least"),
+    Column("peak_padded_tokens", "peak padded tokens", whole),
+    Column("peak_memory", "peak memory, MiB", mib, "least"),
+    Column("train_loss", "training loss", "{:.3f}".format, "least"),
+    VALIDATION,
+)
+
+
+def balance(padded: Sequence[Sequence[int]]) -> float:
+    """Mean over steps of the mean over the largest padded tokens of the ranks. padded: of each rank, by step."""
+    return sum(sum(step) / len(step) / max(step) for step in zip(*padded)) / min(map(len, padded))
+
+
+def markdown(title: str, results: Sequence[Result], columns: Sequence[Column] = COLUMNS) -> str:
+    """A row for each contestant, the best of each column in bold."""
+    lines = [f"| {title} | {' | '.join(column.label for column in columns)} |", f"|---|{'--:|' * len(columns)}"]
+    for result in results:
+        cells = []
+        for column in columns:
+            text = _shown(column, result)
+            best = _best(column, results)
+            cells.append(f"**{text}**" if best is not None and text == column.show(best) else text)
+        lines.append(f"| {result['name']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def rivals_ahead(results: Sequence[Result], columns: Sequence[Column] = COLUMNS) -> str:
+    """In which figures, as shown, somebody else is better than odb; its own variants are not somebody else."""
+    ours = next(result for result in results if result["name"] == "odb")
+    others = [result for result in results if not result["name"].startswith("odb")]
+    found = []
+    for column in columns:
+        best, shown = _best(column, [*others, ours]), _shown(column, ours)
+        if best is not None and column.show(best) != shown:
+            names = [result["name"] for result in others if _shown(column, result) == column.show(best)]
+            found.append(f"{column.label} ({' and '.join(names)}: {column.show(best)}, odb: {shown})")
+    return f"Ahead of odb: {'; '.join(found)}." if found else "odb is ahead in every figure."
+
+
+def draw(tables: dict[str, Sequence[Result]], columns: Sequence[Column], path: Path) -> None:
+    """Save a PNG: a row of panels for each table, a panel for each column, a bar for each contestant."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    size = (4.2 * len(columns), 0.8 + 0.42 * sum(len(results) + 1 for results in tables.values()))
+    figure, panels = plt.subplots(len(tables), len(columns), figsize=size, squeeze=False)
+    for row, (title, results) in zip(panels, tables.items()):
+        for axes, column in zip(row, columns):
+            names = [result["name"] for result in results]
+            values = [result[column.key] or 0 for result in results]
+            colors = ["#9b2226" if name.startswith("odb") else "#2a6f97" for name in names]
+            bars = axes.barh(names, values, color=colors)
+            axes.bar_label(bars, [_shown(column, result) for result in results], fontsize=8, padding=2)
+            axes.invert_yaxis()
+            axes.margins(x=0.2)
+            axes.set_title(f"{title}: {column.label}", loc="left", fontsize=9)
+            axes.tick_params(labelsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _shown(column: Column, result: Result) -> str:
+    value = result[column.key]
+    return "" if value is None else column.show(value)
+
+
+def _best(column: Column, results: Sequence[Result]) -> Any:
+    values = [result[column.key] for result in results if result[column.key] is not None]
+    if column.best is None or len(values) < 2:
+        return None
+    return max(values) if column.best == "most" else min(values)
