@@ -82,6 +82,12 @@ class ODBConfig:
         "for another; ids and references to media travel, pixels do not",
         default=False,
     )
+    cost_model: str = _key(
+        "by what groups meet in a step: tokens, or time: predicted by a model of tokens, patches and row lengths that "
+        "is fitted to the steps of this run (its plan then depends on what was measured)",
+        choices=("tokens", "time"),
+        default="tokens",
+    )
     overlong: str = _key(
         "a sample that breaks a budget alone: singleton (a group of its own), drop or error",
         choices=("singleton", "drop", "error"),

@@ -274,7 +274,7 @@ class _Iteration:
         return self._batches(steps)
 
     def _batches(self, steps: Iterator[Collated]) -> Iterator[Any]:
-        current = self.loader.under_way
+        current, before = self.loader.under_way, None
         for items in self._optimizer_step_at_a_time(steps):
             self._optimizer_steps += 1
             records = make_records([step for step, _, _ in items], self.config.loss_scaling, self.world_size)
@@ -291,6 +291,9 @@ class _Iteration:
                 self._micro_steps += 1
                 if step is items[-1][0] and not self._is_fetched_ahead:
                     self._consume(items)
+                # What was fetched ahead is trained on while the next is asked for.
+                self.loader.times.begin((before if before and self._is_fetched_ahead else step).totals)
+                before = step
                 yield batch
             if self._is_fetched_ahead:
                 self._consume(items)

@@ -126,7 +126,7 @@ class Seat:
 
     def __call__(self, report: Report, round_index: int) -> list[Report]:
         # What a rank goes on changing is never shared.
-        told = encode(report) if self.on_wire else Report(report.window, report.rejected.copy())
+        told = encode(report) if self.on_wire else Report(report.window, report.rejected.copy(), model=report.model)
         answers = self._tell(told)
         for rank, answer in enumerate(answers):
             if isinstance(answer, str):

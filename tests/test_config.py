@@ -21,6 +21,7 @@ WHOLE_NUMBERS = ["token_budget", *OPTIONAL, "buffer_size"]
 WORDS = {
     "loss_scaling": ["exact", "approx", "none"],
     "lr_scale": ["none", "sqrt", "linear"],
+    "cost_model": ["tokens", "time"],
     "overlong": ["singleton", "drop", "error"],
     "on_error": ["raise", "skip"],
     "resume": ["strict", "ignore_data"],
@@ -61,6 +62,7 @@ def test_defaults() -> None:
         "lr_reference_samples": None,
         "join": True,
         "balance": False,
+        "cost_model": "tokens",
         "overlong": "singleton",
         "on_error": "raise",
         "resume": "strict",

@@ -286,6 +286,17 @@ def test_a_state_under_accelerate_counts_what_was_handed_over() -> None:
     assert flat(before + after) == EVERY_ROW
 
 
+def test_steps_are_timed_and_groups_meet_by_time() -> None:
+    """Several epochs, so that there are steps enough to fit a model to; every row once in each."""
+    with ODBDataLoader(Rows(), token_budget=BUDGET, buffer_size=16, collate_fn=pad, cost_model="time") as loader:
+        steps = 0
+        while steps < 60:
+            batches = epoch_of(loader)
+            steps += len(batches)
+            assert flat(batches) == EVERY_ROW
+        assert loader._odb.loader.times.r2 is not None
+
+
 def test_an_older_iterator_is_over_once_another_has_begun() -> None:
     with ODBDataLoader(
         Rows(), token_budget=BUDGET, buffer_size=16, collate_fn=pad, gradient_accumulation_steps=2

@@ -54,6 +54,7 @@ def test_keys_of_the_block() -> None:
         "lr_reference_samples",
         "join",
         "balance",
+        "cost_model",
         "overlong",
         "on_error",
         "resume",
@@ -69,6 +70,8 @@ def test_metric_names() -> None:
         "odb/tokens_per_step",
         "odb/padding_ratio",
         "odb/budget_use",
+        "odb/balance",
+        "odb/patch_balance",
         "odb/samples_per_second",
         "odb/data_wait_s",
     }

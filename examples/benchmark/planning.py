@@ -2,8 +2,8 @@
 
 Step efficiency = real tokens / (ranks x sum over steps of (largest padded tokens of any rank in that step + c0)): it
 counts padding, part-filled groups, ranks that wait for each other, and the fixed cost of a step (c0 = 500 tokens).
-Where samples have images there is a second one, that of the vision tower: patches / (ranks x sum over steps of the
-largest patches of any rank).
+Where samples have images there are two more: that of the vision tower, patches / (ranks x sum over steps of the
+largest patches of any rank), and that of the time which tokens, patches and attention take together.
 
     python examples/benchmark/planning.py                           # 8 and 64 ranks
     python examples/benchmark/planning.py --ranks 1 8 64 512 1024 --output-dir out
@@ -20,12 +20,14 @@ from typing import Any
 import numpy as np
 from simulation import PATCHES_PER_TOKEN, WORKLOADS, draw, rounds
 
-from odb_factory.batching import Budget
+from odb_factory.batching import Budget, CostModel
 
 FIXED_COST = 500
 """Tokens that the fixed cost of a step is worth."""
 TOKEN_BUDGET, WINDOW, BATCH_SIZE = 16384, 1024, 8
 IMAGE_SHARE = 0.5
+TIME = CostModel(fixed=500_000_000, token=1_000_000, patch=200_000, square=30)
+"""What a step is taken to take: a patch a fifth of a token, attention another fourth of a row of 8,192 tokens."""
 
 Samples = Sequence[np.ndarray]
 Steps = list[int]
@@ -89,16 +91,37 @@ WAYS: dict[str, Callable[[Samples], Steps]] = {
 }
 
 
-def two_costs(workload: str, ranks: int, samples: int, balance: bool) -> dict[str, float]:
-    """Both efficiencies where half of the samples have images, and what of them travels to another rank."""
+def with_images(workload: str, ranks: int, samples: int, **options: Any) -> dict[str, float]:
+    """The efficiencies where half of the samples have images, and what of them travels to another rank."""
     drawn = draw(workload, ranks, samples, image_share=IMAGE_SHARE)
     budget = Budget(TOKEN_BUDGET, TOKEN_BUDGET * PATCHES_PER_TOKEN)
-    totals = [step for one in rounds(drawn, budget, WINDOW, balance=balance) for step in one.plan.totals]
+    table = np.concatenate(drawn)
+    tokens = table["tokens"].astype(np.int64)
+    work = TIME.of(tokens, table["patches"], tokens * tokens) - TIME.fixed
+    totals, seconds = [], 0
+    for one in rounds(drawn, budget, WINDOW, **options):
+        held = np.concatenate([window.rows for window in one.windows])
+        totals += one.plan.totals
+        seconds += sum(max(_time(held[group]) for group in step if group) for step in zip(*one.plan.groups))
     return {
         "tokens": efficiency(drawn, [step.largest_tokens for step in totals]),
         "patches": sum(step.patches for step in totals) / (ranks * sum(step.largest_patches for step in totals)),
-        "moved": sum(step.moved for step in totals) / sum(map(len, drawn)),
+        "time": float(work.sum() / (ranks * seconds)),
+        "moved": sum(step.moved for step in totals) / len(table),
     }
+
+
+def _time(group: np.ndarray) -> int:
+    length = int(group["tokens"].max())
+    return TIME.of(len(group) * length, int(group["patches"].sum()), len(group) * length**2)
+
+
+PLANS: dict[str, dict[str, Any]] = {
+    "odb": {},
+    "odb, `cost_model: time`": {"model": TIME},
+    "odb, `balance: true`": {"balance": True},
+    "odb, `balance: true`, `cost_model: time`": {"balance": True, "model": TIME},
+}
 
 
 def _padded(batches: np.ndarray) -> np.ndarray:
@@ -155,14 +178,12 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
             for name, way in WAYS.items():
                 reached[name][workload] = float(np.mean([efficiency(samples, way(samples)) for samples in drawn]))
         print(table(f"{ranks:,} ranks", list(WORKLOADS), {name: list(row.values()) for name, row in reached.items()}))
-        both = {
-            name: [value for workload in WORKLOADS for value in two_costs(workload, ranks, count, balance).values()]
-            for name, balance in (("odb", False), ("odb, `balance: true`", True))
-        }
-        columns = [f"{workload}: {what}" for workload in WORKLOADS for what in ("tokens", "patches", "moved")]
-        print(table(f"{ranks:,} ranks, half of the samples with images", columns, both))
-        two_costs = both | {"columns": columns}
-        results.append({"ranks": ranks, "samples": count, "efficiency": reached, "two_costs": two_costs})
+        pictures: dict[str, dict[str, dict[str, float]]] = {}
+        for workload in WORKLOADS:
+            pictures[workload] = {name: with_images(workload, ranks, count, **way) for name, way in PLANS.items()}
+            figures = {name: list(row.values()) for name, row in pictures[workload].items()}
+            print(table(f"{ranks:,} ranks, {workload} with images", ["tokens", "patches", "time", "moved"], figures))
+        results.append({"ranks": ranks, "samples": count, "efficiency": reached, "with_images": pictures})
     if given.output_dir:
         given.output_dir.mkdir(parents=True, exist_ok=True)
         (given.output_dir / "planning.json").write_text(json.dumps(results, indent=2), encoding="utf-8")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from odb_factory.batching import ROW, Budget, Plan, Window, plan_round
+from odb_factory.batching import ROW, Budget, CostModel, Plan, Window, plan_round
 
 SHORTEST, LONGEST = 16, 8192
 PATCHES_PER_TOKEN = 4
@@ -62,7 +62,13 @@ class Round:
 
 
 def rounds(
-    samples: Sequence[np.ndarray], budget: Budget, window: int, *, balance: bool = False, endless: bool = False
+    samples: Sequence[np.ndarray],
+    budget: Budget,
+    window: int,
+    *,
+    balance: bool = False,
+    model: CostModel = CostModel(),
+    endless: bool = False,
 ) -> Iterator[Round]:
     """One epoch over the samples of each rank; endless: from the beginning again, without end."""
     held = [rows[:0] for rows in samples]
@@ -77,7 +83,14 @@ def rounds(
             held[rank] = np.concatenate([held[rank], fresh])
         windows = [Window(rows, not endless and drawn[rank] == len(samples[rank])) for rank, rows in enumerate(held)]
         plan = plan_round(
-            windows, budget, seed=0, epoch=0, round_index=round_index, steps_before=steps, balance=balance
+            windows,
+            budget,
+            seed=0,
+            epoch=0,
+            round_index=round_index,
+            steps_before=steps,
+            balance=balance,
+            model=model,
         )
         yield Round(windows, plan)
         gone = np.zeros(sum(map(len, held)), bool)

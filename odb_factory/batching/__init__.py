@@ -1,6 +1,6 @@
 """Pure planning: cost, grouping under budgets, alignment over ranks, order. No I/O, no torch."""
 
-from odb_factory.batching.cost import VIDEO, Budget, Collation, Cost
+from odb_factory.batching.cost import VIDEO, Budget, Collation, Cost, CostModel
 from odb_factory.batching.planning import MAX_BALANCED_BYTES, Plan, StepTotals, plan_round
 from odb_factory.batching.window import ROW, Window, make_window
 
@@ -11,6 +11,7 @@ __all__ = [
     "Budget",
     "Collation",
     "Cost",
+    "CostModel",
     "Plan",
     "StepTotals",
     "Window",

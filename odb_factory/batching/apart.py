@@ -3,7 +3,7 @@
 Ranks wait for the one with the most padded tokens. So a step has a *level*, and every rank cuts from its window
 the group with the most real tokens among those that pad to no more than this level. What fits badly stays,
 until enough of its like has come together, for a bounded number of rounds. The level is the one that wastes
-least: real tokens of all ranks for each padded token of the largest group, the fixed cost of a step included.
+least: real tokens of all ranks for what the costliest group costs, the fixed cost of a step included.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from odb_factory.batching.cost import CostModel
 from odb_factory.batching.window import Rows
 
-FIXED_TOKENS = 500
-"""The fixed cost of a step, in tokens."""
 NUM_LEVELS, LOWEST_LEVEL = 21, 0.6
 """Levels are parts of the token budget, evenly from the lowest to the whole."""
 ROUNDS_A_WINDOW = 4
@@ -31,7 +30,7 @@ Steps = list[list[np.ndarray | None]]
 
 
 def plan_apart(
-    ranks: Sequence[Rows], dry: Sequence[bool], *, accumulation: int = 1, join: bool = True
+    ranks: Sequence[Rows], dry: Sequence[bool], model: CostModel, *, accumulation: int = 1, join: bool = True
 ) -> tuple[Steps, bool]:
     """The steps of one round, and whether the epoch ends with it. Uses up `ranks`.
 
@@ -39,7 +38,7 @@ def plan_apart(
     steps with a group on every rank, and the epoch ends when a dry rank cannot fill another.
     """
     if join and all(dry):
-        return _drain(ranks), True
+        return _drain(ranks, model), True
     drawing = [rows for rows, is_dry in zip(ranks, dry) if not is_dry]
     needed, needy = (1, drawing) if join else (accumulation, ranks)
     levels = (np.linspace(LOWEST_LEVEL, 1, NUM_LEVELS) * ranks[0].budget.token_budget).astype(np.int64)
@@ -54,16 +53,16 @@ def plan_apart(
                 break
             missing = needed
         # A rank that must be there for the steps still missing keeps a sample for each.
-        steps.append(_step(ranks, levels, missing - 1))
+        steps.append(_step(ranks, levels, model, missing - 1))
     return steps, not join and any(is_dry and len(rows) < accumulation for rows, is_dry in zip(ranks, dry))
 
 
-def _drain(ranks: Sequence[Rows]) -> Steps:
-    """Everything goes out: each rank cuts all it holds, and the largest groups of all go together."""
+def _drain(ranks: Sequence[Rows], model: CostModel) -> Steps:
+    """Everything goes out: each rank cuts all it holds, and the costliest groups of all go together."""
     cuts = []
     for rows in ranks:
         groups = rows.cut(rows.budget.token_budget)
-        cuts.append([rows.group(*group) for group in sorted(groups, key=lambda group: -rows.padded(*group))])
+        cuts.append([rows.group(*group) for group in sorted(groups, key=lambda group: -rows.cost(*group, model))])
     return [list(step) for step in itertools.zip_longest(*cuts)]
 
 
@@ -71,12 +70,12 @@ def _worth(ranks: Sequence[Rows]) -> int:
     return sum(int(rows.worth_before[-1]) for rows in ranks)
 
 
-def _step(ranks: Sequence[Rows], levels: np.ndarray, kept: int) -> list[np.ndarray | None]:
+def _step(ranks: Sequence[Rows], levels: np.ndarray, model: CostModel, kept: int) -> list[np.ndarray | None]:
     """Choose a level, cut the group of each rank, of which each keeps so many samples."""
     busy = [rank for rank, rows in enumerate(ranks) if len(rows)]
     judges = busy[:: -(-len(busy) // MOST_JUDGES)]
-    worth, padded = zip(*(_best(ranks[rank], levels, kept)[2:] for rank in judges))
-    waste = (np.max(padded, axis=0) + FIXED_TOKENS) / np.sum(worth, axis=0)
+    worth, cost = zip(*(_judged(ranks[rank], levels, model, kept) for rank in judges))
+    waste = np.max(cost, axis=0) / np.sum(worth, axis=0)
     chosen = levels[[int(waste.argmin()), -1]]
     groups: list[np.ndarray | None] = [None] * len(ranks)
     for rank in busy:
@@ -87,6 +86,13 @@ def _step(ranks: Sequence[Rows], levels: np.ndarray, kept: int) -> list[np.ndarr
         groups[rank] = rows.group(start, end)
         rows.without(start, end)
     return groups
+
+
+def _judged(rows: Rows, levels: np.ndarray, model: CostModel, kept: int) -> tuple[np.ndarray, np.ndarray]:
+    """For each level what the best group is worth, and what it costs."""
+    starts, ends, worth, padded = _best(rows, levels, kept)
+    patches = rows.patches_before[ends] - rows.patches_before[starts]
+    return worth, model.of(padded, patches, padded * rows.length[starts])
 
 
 def _best(rows: Rows, levels: np.ndarray, kept: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 VIDEO = 1
 """The family of samples with videos (see `Cost`)."""
@@ -27,6 +28,24 @@ class Cost:
     supervised_tokens: int = 0
     has_media: bool = False
     family: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """What a group costs: fixed + token x padded tokens + patch x patches + square x rows x padded row length squared.
+
+    Whole numbers, so that all ranks compute the same, in a unit of their own: one is what a padded token costs, as
+    long as nothing better is known, and a step costs 500 of these beside its tokens.
+    """
+
+    fixed: int = 500
+    token: int = 1
+    patch: int = 0
+    square: int = 0
+
+    def of(self, padded: Any, patches: Any, squares: Any) -> Any:
+        """Of one group, or of arrays of them."""
+        return self.fixed + self.token * padded + self.patch * patches + self.square * squares
 
 
 @dataclass(frozen=True, slots=True)

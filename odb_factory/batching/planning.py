@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from odb_factory.batching.apart import Steps, plan_apart
-from odb_factory.batching.cost import Budget
+from odb_factory.batching.cost import Budget, CostModel
 from odb_factory.batching.together import plan_together
 from odb_factory.batching.window import ROW, Rows, Window
 
@@ -24,7 +24,8 @@ MAX_BALANCED_BYTES = 1 << 28
 class StepTotals:
     """What all ranks together do in one step. Tokens are real; padded_tokens and patches are as collated.
 
-    largest_tokens, largest_patches: the most padded tokens and the most patches of any rank, for which all wait.
+    largest_tokens, largest_patches, largest_squares: the most of any rank, for which all wait: padded tokens, patches,
+    and rows x padded row length squared.
     moved, moved_bytes: samples that are handed to another rank for this step.
     """
 
@@ -36,6 +37,7 @@ class StepTotals:
     busy_ranks: int = 0
     largest_tokens: int = 0
     largest_patches: int = 0
+    largest_squares: int = 0
     moved: int = 0
     moved_bytes: int = 0
 
@@ -67,6 +69,7 @@ def plan_round(
     accumulation: int = 1,
     join: bool = True,
     balance: bool = False,
+    model: CostModel = CostModel(),
 ) -> Plan:
     """Choose the steps of one round for all ranks.
 
@@ -76,6 +79,7 @@ def plan_round(
     up to a multiple of `accumulation` with them (I1, I2). Without join the epoch ends, on a whole optimizer step,
     when a dry rank has nothing left; there are no idle steps (I3).
     balance: a rank may be given samples that another holds (with join only), unless they are too heavy.
+    model: what makes ranks wait, by which groups that go out in one step are chosen.
     Emits at least one sample on every rank that holds one, but for the end without join (I5).
     """
     table = np.concatenate([np.empty(0, ROW), *(window.rows for window in windows)])
@@ -86,10 +90,10 @@ def plan_round(
     too_heavy = balance and max(window.rows["bytes"].sum(dtype=np.int64) for window in windows) > MAX_BALANCED_BYTES
     if balance and not too_heavy:
         final = all(dry)
-        steps = plan_together(Rows(table, np.arange(len(table)), budget), home, len(windows), final=final)
+        steps = plan_together(Rows(table, np.arange(len(table)), budget), home, len(windows), model, final=final)
     else:
         held = [Rows(table, np.arange(start, end), budget) for start, end in zip(starts, starts[1:])]
-        steps, final = plan_apart(held, dry, accumulation=accumulation, join=join)
+        steps, final = plan_apart(held, dry, model, accumulation=accumulation, join=join)
     steps = list(_shuffled(steps, np.random.default_rng([seed % 2**64, epoch, round_index])))
     if join and final:
         steps += [[None] * len(windows) for _ in range(-(steps_before + len(steps)) % accumulation)]
@@ -122,7 +126,8 @@ def _totals(table: np.ndarray, home: np.ndarray, step: Sequence[np.ndarray | Non
     patches += np.where(has_media, 0, budget.collation.filler_patches)
     longest = np.maximum.reduceat(rows["tokens"], starts).tolist()
     first = rows["tokens"][starts].tolist()
-    padded = sizes * [budget.collation.length(*shape) for shape in zip(longest, first, has_media.tolist())]
+    lengths = np.array([budget.collation.length(*shape) for shape in zip(longest, first, has_media.tolist())])
+    padded = sizes * lengths
     return StepTotals(
         samples=len(rows),
         tokens=int(rows["tokens"].sum(dtype=np.int64)),
@@ -132,6 +137,7 @@ def _totals(table: np.ndarray, home: np.ndarray, step: Sequence[np.ndarray | Non
         busy_ranks=len(busy),
         largest_tokens=int(padded.max()),
         largest_patches=int(patches.max()),
+        largest_squares=int((padded * lengths).max()),
         moved=int(moved.sum()),
         moved_bytes=int(rows["bytes"][moved].sum(dtype=np.int64)),
     )

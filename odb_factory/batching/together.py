@@ -13,12 +13,13 @@ import math
 import numpy as np
 
 from odb_factory.batching.apart import Steps
+from odb_factory.batching.cost import CostModel
 from odb_factory.batching.window import Rows
 
 Group = tuple[int, int]
 
 
-def plan_together(rows: Rows, home: np.ndarray, num_ranks: int, *, final: bool) -> Steps:
+def plan_together(rows: Rows, home: np.ndarray, num_ranks: int, model: CostModel, *, final: bool) -> Steps:
     """The steps of one round. home: of each position in the table the rank that holds the sample.
 
     Every rank has a group in every step; only in the final round, which sends out everything, there may be too few
@@ -36,10 +37,10 @@ def plan_together(rows: Rows, home: np.ndarray, num_ranks: int, *, final: bool) 
     if len(groups) < slots:
         groups = _spread(rows, slots)
     elif len(groups) > slots:
-        # What has waited too long goes first, then what is large; the rest is kept back.
-        order = sorted(range(len(groups)), key=lambda i: (not overdue[i], -rows.padded(*groups[i]), i))
+        # What has waited too long goes first, then what is costly; the rest is kept back.
+        order = sorted(range(len(groups)), key=lambda i: (not overdue[i], -rows.cost(*groups[i], model), i))
         groups = [groups[i] for i in order[:slots]]
-    return [_deal(rows, step, home, num_ranks) for step in _like_with_like(rows, groups, num_ranks)]
+    return [_deal(rows, step, home, num_ranks) for step in _like_with_like(rows, groups, num_ranks, model)]
 
 
 def _spread(rows: Rows, slots: int) -> list[Group]:
@@ -68,21 +69,21 @@ def _spread(rows: Rows, slots: int) -> list[Group]:
     return done + [(start, end) for _, start, end in heap]
 
 
-def _like_with_like(rows: Rows, groups: list[Group], num_ranks: int) -> list[list[Group]]:
-    """Groups of like cost in one step: of like padded tokens, and of like patches, for which the ranks wait too.
+def _like_with_like(rows: Rows, groups: list[Group], num_ranks: int, model: CostModel) -> list[list[Group]]:
+    """Groups of like cost in one step.
 
-    With patches, the groups are first parted by them into as many classes as each class then has steps.
+    Where the model does not say what a patch costs, the groups are first parted by patches into as many classes as
+    each class then has steps: ranks wait for the vision tower of the one with most.
     """
-    shapes = {group: rows.shape(*group) for group in groups}
-
-    def padded(group: Group) -> tuple[int, int]:
-        return -shapes[group][0] * shapes[group][1], group[0]
-
-    by_patches = sorted(groups, key=lambda group: (-shapes[group][2], padded(group)))
+    cost = {group: (-rows.cost(*group, model), group[0]) for group in groups}
+    patches = {group: rows.shape(*group)[2] for group in groups}
     num_steps = math.ceil(len(groups) / num_ranks)
-    num_classes = round(math.sqrt(num_steps)) if shapes[by_patches[0]][2] > shapes[by_patches[-1]][2] else 1
+    num_classes = 1
+    if not model.patch and len(set(patches.values())) > 1:
+        num_classes = round(math.sqrt(num_steps))
+        groups = sorted(groups, key=lambda group: (-patches[group], cost[group]))
     size = math.ceil(num_steps / num_classes) * num_ranks
-    ordered = [group for k in range(0, len(groups), size) for group in sorted(by_patches[k : k + size], key=padded)]
+    ordered = [group for k in range(0, len(groups), size) for group in sorted(groups[k : k + size], key=cost.get)]
     return [ordered[k : k + num_ranks] for k in range(0, len(ordered), num_ranks)]
 
 

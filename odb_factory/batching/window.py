@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from odb_factory.batching.cost import Budget, Cost
+from odb_factory.batching.cost import Budget, Cost, CostModel
 
 MAX_WAIT_ROUNDS = 32
 """A sample that was kept back in so many rounds is overdue: it goes before all others."""
@@ -99,10 +99,9 @@ class Rows:
         patches = int(self.patches_before[end] - self.patches_before[start])
         return end - start, length, patches if has_media else patches + collation.filler_patches
 
-    def padded(self, start: int, end: int) -> int:
-        """Tokens as collated."""
-        rows, length, _ = self.shape(start, end)
-        return rows * length
+    def cost(self, start: int, end: int, model: CostModel) -> int:
+        rows, length, patches = self.shape(start, end)
+        return model.of(rows * length, patches, rows * length * length)
 
     def fitted(self, start: int, end: int, level: int) -> int:
         """The end that a group of at most `level` padded tokens can have, at most `end`; at least one sample is in it.

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Protocol
 
-from odb_factory.batching import Window
+from odb_factory.batching import CostModel, Window
 from odb_factory.errors import DataError
 
 
@@ -15,6 +15,7 @@ class Report:
     """What a rank tells the others in a round: what it holds, and counts of this epoch.
 
     rejected: rows that are not trained on, by reason. overlong: samples that break a budget alone and are.
+    model: the cost model it proposes; that of the first rank is taken.
     order: a checksum of the order in which all ranks together draw, to be sure that it is the same order.
     """
 
@@ -22,6 +23,7 @@ class Report:
     rejected: Counter[str]
     overlong: int = 0
     order: int = 0
+    model: CostModel = CostModel()
 
 
 class Exchange(Protocol):

@@ -10,6 +10,7 @@ planning thread alone. The store may be used by any thread.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
@@ -25,7 +26,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from odb_factory.batching import ROW, Window
+from odb_factory.batching import ROW, CostModel, Window
 from odb_factory.data.agreement import AgreedError, Report
 from odb_factory.log import get_logger
 
@@ -243,6 +244,7 @@ def encode(content: Report | str) -> bytes:
             "rejected": content.rejected,
             "overlong": content.overlong,
             "order": content.order,
+            "model": dataclasses.astuple(content.model),
         }
         rows = content.window.rows.tobytes()
     text = json.dumps(head).encode()
@@ -256,4 +258,4 @@ def decode(message: bytes) -> Report | str:
     if "stopped" in head:
         return head["stopped"]
     window = Window(np.frombuffer(message, dtype=ROW, offset=end), head["dry"])
-    return Report(window, Counter(head["rejected"]), head["overlong"], head["order"])
+    return Report(window, Counter(head["rejected"]), head["overlong"], head["order"], CostModel(*head["model"]))

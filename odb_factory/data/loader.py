@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import itertools
 import queue
+import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from odb_factory.batching import Budget, Collation
+from odb_factory.batching import Budget, Collation, CostModel
 from odb_factory.config import ODBConfig
 from odb_factory.data.agreement import AgreedError, Alone, Exchange
 from odb_factory.data.ahead import Ahead, Direct
@@ -36,6 +37,7 @@ from odb_factory.data.measure import DEFAULT_PATCH_SIZE
 from odb_factory.data.observe import ObservedDataset, ObservedStream, Observer, ShardSampler, where
 from odb_factory.data.rounds import EpochRounds
 from odb_factory.data.samples import Rejection, Sample, Step
+from odb_factory.data.step_times import StepTimes
 from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.log import get_logger
 
@@ -86,6 +88,7 @@ class ODBLoader:
         self.dataset, self.config = dataset, config
         self.num_samples: int | None = _length(dataset if sampler is None else sampler)
         self.epoch = 0
+        self.times = StepTimes()
         self._num_rejected = 0
         self._exchange = exchange or Alone()
         budget = Budget(config.token_budget, config.max_patches, collation)
@@ -105,6 +108,7 @@ class ODBLoader:
             accumulation=accumulation,
             join=config.join,
             balance=config.balance,
+            propose=self.times.fit if config.cost_model == "time" else CostModel,
             seed=seed,
             rank=rank,
             exchange=self._exchange,
@@ -121,6 +125,7 @@ class ODBLoader:
                 "buffer_size": config.buffer_size,
                 "join": config.join,
                 "balance": config.balance,
+                "cost_model": config.cost_model,
                 "overlong": config.overlong,
                 "on_error": config.on_error,
                 "accumulation": accumulation,
@@ -255,7 +260,9 @@ class ODBLoader:
         try:
             # No reference to the iterator but the pass's own: leaving must end the worker processes.
             while current.batches is not None:
+                asked = time.perf_counter()
                 item = _next(current.batches, "collates")
+                self.times.wait(time.perf_counter() - asked)
                 if item is _END:
                     break
                 if isinstance(item, Failure):

@@ -8,7 +8,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from odb_factory.batching import MAX_BALANCED_BYTES, Budget, Plan, StepTotals, Window, make_window, plan_round
+from odb_factory.batching import (
+    MAX_BALANCED_BYTES,
+    Budget,
+    CostModel,
+    Plan,
+    StepTotals,
+    Window,
+    make_window,
+    plan_round,
+)
 from odb_factory.data.agreement import AgreedError, Exchange, Report
 from odb_factory.data.handover import hand_over
 from odb_factory.data.samples import Rejection, Sample, Step
@@ -53,6 +62,7 @@ class EpochRounds:
     done_before: samples of the epoch that were done before its order began (dealt out anew after a stop).
     resume: a snapshot to go on from, and the steps of its round that are consumed; `observed` then begins with
     what was waiting in it.
+    propose: the cost model as it is known when a round begins.
     find_spare: a usable sample of the dataset, for the idle steps of a rank that never held one.
     """
 
@@ -73,6 +83,7 @@ class EpochRounds:
         find_spare: Callable[[], Sample],
         on_reject: Callable[[Rejection], None],
         order: Callable[[], int] = int,
+        propose: Callable[[], CostModel] = CostModel,
         done_before: int = 0,
         resume: tuple[Snapshot, int] | None = None,
     ):
@@ -84,14 +95,14 @@ class EpochRounds:
         self.seed, self.epoch, self.rank = seed, epoch, rank
         self.exchange, self.order, self.find_spare, self.on_reject = exchange, order, find_spare, on_reject
 
-        self.resume, self.done_before = resume, done_before
-
+        self.resume, self.done_before, self.propose = resume, done_before, propose
         self.snapshots: deque[Snapshot] = deque()
         self.rejected: Counter[str] = Counter()
         self.held: list[Drawn] = []
         self.spare: Drawn | None = None
         self.found: Sample | None = None
         self.next: Drawn | None = None
+        self.model: CostModel | None = None
         self.drawn = self.round_index = 0
         self.steps = self.emitted = self.tokens_emitted = self.overlong = 0
         self.final = self.too_heavy = False
@@ -129,6 +140,8 @@ class EpochRounds:
             snapshot, num_consumed = self.resume
             self._restore(snapshot)
         while not self.final:
+            if self.model is None:
+                self.model = self.propose()
             self.snapshots.append(self._snapshot())
             self._fill()
             samples = [one.sample for one in self.held]
@@ -138,7 +151,7 @@ class EpochRounds:
                 dry=self.next is None,
                 sizes=[len(sample.features) for sample in samples],
             )
-            report = Report(window, self.rejected, self.overlong, self.order())
+            report = Report(window, self.rejected, self.overlong, self.order(), self.model)
             reports = self.exchange(report, self.round_index)
             if len({report.order for report in reports}) > 1:
                 raise AgreedError(DIFFERENT_ORDERS)
@@ -155,7 +168,9 @@ class EpochRounds:
                 accumulation=self.accumulation,
                 join=self.join,
                 balance=self.balance,
+                model=reports[0].model,
             )
+            self.model = None
             if plan.too_heavy and not self.too_heavy:
                 self.too_heavy = True
                 logger.warning(TOO_HEAVY)
@@ -212,6 +227,7 @@ class EpochRounds:
             held=tuple(one.as_held() for one in self.held),
             next=self.next and self.next.as_held(),
             spare=self.spare and self.spare.as_held(),
+            model=self.model,
         )
 
     def _restore(self, snapshot: Snapshot) -> None:
@@ -231,7 +247,7 @@ class EpochRounds:
         self.spare = snapshot.spare and drawn[snapshot.spare.draw]
         self.drawn, self.round_index, self.steps = snapshot.drawn, snapshot.round_index, snapshot.steps
         self.emitted, self.tokens_emitted = snapshot.emitted, snapshot.tokens_emitted
-        self.rejected, self.overlong = Counter(snapshot.rejected), snapshot.overlong
+        self.rejected, self.overlong, self.model = Counter(snapshot.rejected), snapshot.overlong, snapshot.model
 
     def _tasks(self, plan: Plan, *, rejected: Counter[str], overlong: int, epoch_steps: int) -> list[Task]:
         """This rank's tasks of a planned round; what was not planned stays in the window, one round older."""

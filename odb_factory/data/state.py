@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from odb_factory.batching import CostModel
 from odb_factory.errors import DataError
 
 VERSION = 2
@@ -36,6 +37,7 @@ class Snapshot:
     """A rank before it plans a round. steps, emitted, tokens_emitted: of the epoch, on all ranks.
 
     drawn, rejected, overlong: of this rank. next: drawn beyond the window; spare: what idle steps are run with.
+    model: the cost model it proposes.
     """
 
     round_index: int
@@ -48,6 +50,7 @@ class Snapshot:
     held: tuple[Held, ...]
     next: Held | None
     spare: Held | None
+    model: CostModel
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -56,7 +59,7 @@ class Snapshot:
     def from_dict(cls, saved: dict[str, Any]) -> Snapshot:
         held = tuple(Held(**one) for one in saved["held"])
         lone = {key: None if saved[key] is None else Held(**saved[key]) for key in ("next", "spare")}
-        return cls(**saved | {"held": held} | lone)
+        return cls(**saved | {"held": held, "model": CostModel(**saved["model"])} | lone)
 
     @property
     def waiting(self) -> list[Held]:

@@ -19,7 +19,10 @@ AUDIT_FILE = "odb_audit_rank{rank}.jsonl"
 
 @dataclass
 class Tally:
-    """Sums over steps, all ranks together; tokens are real, padded_tokens as collated."""
+    """Sums over steps, all ranks together; tokens are real, padded_tokens and patches as collated.
+
+    awaited_tokens, awaited_patches: what there would be if every rank had as many as the one with most in the step.
+    """
 
     steps: int = 0
     idle: int = 0
@@ -27,6 +30,11 @@ class Tally:
     tokens: int = 0
     padded_tokens: int = 0
     supervised_tokens: int = 0
+    patches: int = 0
+    awaited_tokens: int = 0
+    awaited_patches: int = 0
+    moved: int = 0
+    moved_bytes: int = 0
     data_wait_s: float = 0.0
     seconds_before: float = 0.0
     started: float = field(default_factory=time.perf_counter)
@@ -38,11 +46,26 @@ class Tally:
         self.tokens += step.totals.tokens
         self.padded_tokens += step.totals.padded_tokens
         self.supervised_tokens += step.totals.supervised_tokens
+        self.patches += step.totals.patches
+        self.awaited_tokens += world_size * step.totals.largest_tokens
+        self.awaited_patches += world_size * step.totals.largest_patches
+        self.moved += step.totals.moved
+        self.moved_bytes += step.totals.moved_bytes
 
     @property
     def padding_ratio(self) -> float:
         """Share of the collated tokens that is padding (or filler), 0 to 1."""
         return 1 - self.tokens / self.padded_tokens if self.padded_tokens else 0.0
+
+    @property
+    def balance(self) -> float:
+        """Padded tokens of all ranks as a share of what they wait for, 0 to 1: 1 where no rank waits for another."""
+        return self.padded_tokens / self.awaited_tokens if self.awaited_tokens else 1.0
+
+    @property
+    def patch_balance(self) -> float:
+        """The same of vision patches."""
+        return self.patches / self.awaited_patches if self.awaited_patches else 1.0
 
     @property
     def seconds(self) -> float:
@@ -61,6 +84,8 @@ class Tally:
             "odb/tokens_per_step": round(self.tokens / steps, 1),
             "odb/padding_ratio": round(self.padding_ratio, 4),
             "odb/budget_use": round(self.padded_tokens / (steps * world_size * token_budget), 4),
+            "odb/balance": round(self.balance, 4),
+            "odb/patch_balance": round(self.patch_balance, 4),
             "odb/samples_per_second": round(self.samples / self.seconds, 3),
             "odb/data_wait_s": round(self.data_wait_s, 4),
         }
@@ -129,8 +154,11 @@ def summary_line(summary: Mapping[str, Any]) -> str:
     dropped = ", ".join(f"{count} {reason}" for reason, count in summary["dropped"].items()) or "none"
     overlong = f", {summary['overlong']} overlong ones alone" if summary["overlong"] else ""
     left_out = f", left out: {summary['left_out']}" if summary["left_out"] else ""
+    mib = summary["moved_bytes"] / 2**20
+    moved = f"; {summary['moved']} samples ({mib:.1f} MiB) handed over" if summary["moved"] else ""
     return (
         f"done: {summary['emitted']} samples emitted{overlong}, dropped: {dropped}{left_out}; {summary['steps']} steps "
         f"({summary['idle_steps']} idle) in {summary['optimizer_steps']} optimizer steps; "
-        f"padding {summary['padding_ratio']:.1%} of {summary['padded_tokens']} tokens"
+        f"padding {summary['padding_ratio']:.1%} of {summary['padded_tokens']} tokens, "
+        f"balance {summary['balance']:.3f}{moved}"
     )

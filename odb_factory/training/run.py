@@ -119,6 +119,7 @@ class ODBRun:
     def begin_step(self) -> float:
         """The loss weight of the next micro-batch."""
         step, measured, self.weight = self._pending[0]
+        self.loader.times.begin(step.totals)
         if self.config.loss_scaling == "exact":
             check_supervised(step, measured)
         return self.weight
@@ -173,6 +174,8 @@ class ODBRun:
         """The `odb/...` entries since the last call."""
         metrics = self.interval.metrics(self.config.token_budget, self.world_size)
         self.interval = Tally()
+        if self.loader.times.r2 is not None:
+            metrics["odb/cost_model_r2"] = round(self.loader.times.r2, 4)
         return metrics
 
     @property
@@ -232,6 +235,10 @@ class ODBRun:
             "padded_tokens": self.total.padded_tokens,
             "supervised_tokens": self.total.supervised_tokens,
             "padding_ratio": self.total.padding_ratio,
+            "balance": self.total.balance,
+            "patch_balance": self.total.patch_balance,
+            "moved": self.total.moved,
+            "moved_bytes": self.total.moved_bytes,
             "over_budget": self.over_budget,
             "data_wait_s": self.total.data_wait_s,
             "seconds": self.total.seconds,
@@ -240,6 +247,8 @@ class ODBRun:
         }
         write_summary(self.output_dir, summary)
         logger.info(summary_line(summary))
+        if self.config.cost_model == "time":
+            logger.info(self.loader.times)
 
     def abort(self, error: BaseException) -> None:
         """The training has failed on this rank: tell the others, unless they know, and end everything here."""

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from odb_factory import batching
-from odb_factory.batching import MAX_BALANCED_BYTES, Budget, Collation, Cost, Plan, make_window
+from odb_factory.batching import MAX_BALANCED_BYTES, Budget, Collation, Cost, CostModel, Plan, make_window
 from odb_factory.batching.apart import LOWEST_LEVEL
 from odb_factory.batching.window import MAX_WAIT_ROUNDS
 
@@ -411,3 +411,27 @@ def test_planning_needs_no_torch() -> None:
     code = "import sys, odb_factory.batching; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"
+
+
+# Time
+
+
+def test_groups_that_take_as_long_meet() -> None:
+    """By tokens 4 rows of 25 equal 2 of 50; by time two rows of 50 take twice as long, and meet their like."""
+    lengths = [25] * 16 + [50] * 8
+    world = [Window([Cost(length) for length in lengths], [0] * len(lengths), dry=True)] * 2
+    for options in ({}, {"balance": True}):
+        plan = plan_round(
+            world, Budget(100), seed=0, epoch=0, round_index=0, model=CostModel(0, 0, 0, 1), **options
+        )
+        costs = costs_of(world)
+        for mine, theirs in zip(*plan.groups):
+            assert costs[mine[0]].tokens == costs[theirs[0]].tokens
+
+
+@given(worlds, budgets, positions(), st.booleans(), st.tuples(*[st.integers(0, 10**9)] * 4))
+def test_a_round_keeps_its_promises_whatever_the_cost_model(
+    world: list[Window], budget: Budget, position: dict[str, int], balance: bool, model: tuple[int, int, int, int]
+) -> None:
+    plan = plan_round(world, budget, balance=balance, model=CostModel(*model), **position)
+    check_round(world, budget, plan, position["steps_before"], position["accumulation"], balance and len(world) > 1)

@@ -6,6 +6,7 @@ And every way in which some of the ranks do not reach the end: none of the other
 from __future__ import annotations
 
 import itertools
+import random
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from lockstep import Epoch, Row, check_promises, rejection, run_shards, sample, usable
 
-from odb_factory.batching import Budget, Cost
+from odb_factory.batching import Budget, Cost, CostModel
 from odb_factory.batching.window import MAX_WAIT_ROUNDS
 from odb_factory.data.agreement import AgreedError
 from odb_factory.data.samples import Rejection, Sample
@@ -88,6 +89,16 @@ def test_it_does_not_matter_which_rank_is_first(data: Any, case: Case) -> None:
     again = run_shards(world, order=data.draw(orders(world)), **options)
     assert [epoch.rounds for epoch in again] == [epoch.rounds for epoch in first]
     assert endings(again) == endings(first)
+
+
+@settings(deadline=None, max_examples=50)
+@given(cases(), st.integers())
+def test_ranks_that_measure_different_times_plan_the_same(case: Case, seed: int) -> None:
+    """I6: the first rank's cost model is taken by all."""
+    world, options = case
+    measured = random.Random(seed)
+    options["propose"] = lambda: CostModel(*(measured.randrange(10**12) for _ in range(4)))
+    check_promises(world, run_shards(world, **options), **options)
 
 
 @settings(deadline=None, max_examples=50)

@@ -9,18 +9,19 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from odb_factory.batching import ROW, Cost, Window, make_window
+from odb_factory.batching import ROW, Cost, CostModel, Window, make_window
 from odb_factory.data.agreement import Report
 from odb_factory.data.exchange import decode, encode
 
 INT32 = 2**31 - 1
-ROW_BYTES, HEADER_BYTES = 19, 120
+ROW_BYTES, HEADER_BYTES = 19, 240
 
 reasons = st.dictionaries(st.text(max_size=20), st.integers(1, 2**40), max_size=5).map(Counter)
 a_row = st.tuples(*[st.integers(0, INT32)] * 4, st.integers(0, 255), st.integers(0, 1), st.booleans())
 rows = st.lists(a_row, max_size=50)
 windows = st.builds(Window, rows.map(lambda rows: np.array(rows, dtype=ROW)), st.booleans())
-reports = st.builds(Report, windows, reasons, overlong=st.integers(0, INT32), order=st.integers(0, 2**32))
+models = st.builds(CostModel, *[st.integers(0, 2**62)] * 4)
+reports = st.builds(Report, windows, reasons, overlong=st.integers(0, INT32), order=st.integers(0, 2**32), model=models)
 
 
 @given(reports)

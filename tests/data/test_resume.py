@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 from collections import Counter
@@ -17,13 +18,14 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 from toy import pad
 
-from odb_factory.batching import Cost
+from odb_factory.batching import Cost, CostModel
 from odb_factory.config import ODBConfig
 from odb_factory.data.agreement import AgreedError
 from odb_factory.data.exchange import decode, encode
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.observe import RowDropped
 from odb_factory.data.state import pack_done
+from odb_factory.data.step_times import StepTimes
 from odb_factory.errors import DataError
 
 
@@ -195,6 +197,18 @@ def test_stopped_at_every_step_it_goes_on_as_if_it_had_not_been(mode: dict[str, 
         after, end_after = run(LENGTHS, epochs=2, states=states, **mode)
         assert [a + b for a, b in zip(before, after)] == whole, stop
         assert end_after == end
+
+
+@pytest.mark.parametrize("balance", [False, True])
+def test_a_plan_by_measured_times_loses_nothing_over_a_stop(balance: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """I2: each run, rank and round measures something else; a round that was under way is planned again as it was."""
+    measured = (CostModel(k * 7919 % 101, k * 31 % 7, 0, k % 3) for k in itertools.count(1))
+    monkeypatch.setattr(StepTimes, "fit", lambda self: next(measured))
+    mode = {"world_size": 2, "cost_model": "time", "balance": balance, "accumulation": 2}
+    for stop in range(1, len(run(LENGTHS, **mode)[0][0]), 3):
+        before, states = run(LENGTHS, stop_after=stop, **mode)
+        after, _ = run(LENGTHS, states=states, **mode)
+        assert ids_of(before) + ids_of(after) == usable(LENGTHS), stop
 
 
 @pytest.mark.parametrize("mode", MODES[:4], ids=str)

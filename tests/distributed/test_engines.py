@@ -28,12 +28,14 @@ class Engine:
     evidence: str = "checkpoint-*/optimizer.pt"
     env: dict[str, str] = field(default_factory=dict)
     deepspeed_stage: int = 0
+    balance: bool = False
 
 
-def zero(stage: int) -> Engine:
+def zero(stage: int, balance: bool = False) -> Engine:
     states = "zero_pp_rank_1_mp_rank_00_model_states.pt" if stage == 3 else "*zero_pp_rank_1_mp_rank_00_optim_states.pt"
     # Not `use_cpu`: with it transformers leaves DeepSpeed out of the process group. There is no other device here.
-    return Engine({"use_cpu": False}, f"checkpoint-*/global_step*/{states}", deepspeed_stage=stage)
+    evidence = f"checkpoint-*/global_step*/{states}"
+    return Engine({"use_cpu": False}, evidence, deepspeed_stage=stage, balance=balance)
 
 
 def fsdp(version: int) -> Engine:
@@ -54,9 +56,10 @@ ENGINES = {
     "zero3": zero(3),
     "fsdp": fsdp(1),
     "fsdp2": fsdp(2),
+    "zero3, balanced": zero(3, balance=True),
 }
 DEFAULT = ["zero2", "zero3", "fsdp", "fsdp2"]
-GRID = [(name, 2) for name in ENGINES if name not in [*DEFAULT, "ddp"]] + [(name, 4) for name in ENGINES]
+GRID = [(name, 2) for name in ENGINES if name not in [*DEFAULT, "ddp", "zero3, balanced"]] + [(name, 4) for name in ENGINES]
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +80,7 @@ def train(tiny_vl: Path, mix: Path, tmp_path_factory: pytest.TempPathFactory, re
 
     def train(name: str, num_ranks: int) -> Path:
         if (name, num_ranks) not in done:
-            done[name, num_ranks] = _train(ENGINES[name], num_ranks, tmp_path_factory.mktemp(name))
+            done[name, num_ranks] = _train(ENGINES[name], num_ranks, tmp_path_factory.mktemp(name.split(",")[0]))
         return done[name, num_ranks]
 
     def _train(engine: Engine, num_ranks: int, folder: Path) -> Path:
@@ -86,6 +89,7 @@ def train(tiny_vl: Path, mix: Path, tmp_path_factory: pytest.TempPathFactory, re
             request.getfixturevalue("deepspeed_op")
             changes["deepspeed"] = deepspeed_config(engine.deepspeed_stage, folder)
         odb = {"token_budget": TOKEN_BUDGET, "max_patches": MAX_PATCHES, "buffer_size": 8, "audit": True}
+        odb["balance"] = engine.balance
         config = training_config(
             tiny_vl,
             mix,
@@ -159,6 +163,14 @@ def test_engine_trains_as_ddp_does(train, name: str) -> None:
         assert norm == pytest.approx(norm_ddp, rel=1e-2)
 
 
+def test_balanced_ranks_hand_over_rows_with_pictures(train) -> None:
+    """I1, I2, I4: by ZeRO-3, whose ranks must all run the vision tower in every step."""
+    check_engine(train, "zero3, balanced", 2)
+    summary = json.loads((train("zero3, balanced", 2) / "odb_summary.json").read_text())
+    assert summary["moved"] > 0
+    assert summary["moved_bytes"] < 4096 * summary["moved"], "pictures travel by name"
+
+
 @pytest.mark.full_grid
 @pytest.mark.parametrize(("name", "num_ranks"), GRID)
 def test_engine_grid(train, name: str, num_ranks: int) -> None:
@@ -214,8 +226,9 @@ def run_world(world: World, model: Path, folder: Path, **changes: Any) -> tuple[
     )
     run_to_end(config | changes)
     audits = read_audits(folder / "out", 2)
-    for rank, audit in enumerate(audits):
-        assert all(id % 2 == rank for line in audit for id in line["ids"]), "the rows should be dealt out in turn"
+    if not odb.get("balance"):
+        for rank, audit in enumerate(audits):
+            assert all(id % 2 == rank for line in audit for id in line["ids"]), "the rows should be dealt out in turn"
     return folder / "out", audits
 
 
@@ -229,6 +242,17 @@ def test_unequal_shards(tiny_text, tmp_path, name: str) -> None:
     check_books(out, audits, dropped={"invalid": missing} if missing else {})
     if name == "30 times longer":
         assert sum(line["idle"] for line in audits[0]) > 0 == sum(line["idle"] for line in audits[1])
+
+
+def test_balanced_ranks_share_unequal_shards(tiny_text, tmp_path) -> None:
+    """I2, I4, I7: one has all the long rows, and both have as much to do."""
+    world = WORLDS["30 times longer"]
+    out, audits = run_world(world, tiny_text, tmp_path, odb={"balance": True})
+    check_audits(audits, ids=world.usable, accumulation=ACCUMULATION, token_budget=world.token_budget)
+    summary = check_books(out, audits, dropped={})
+    tokens = [sum(line["rows"] * line["length"] for line in audit if not line["idle"]) for audit in audits]
+    assert min(tokens) > 0.8 * max(tokens)
+    assert summary["moved"] > 0 and summary["idle_steps"] <= 2
 
 
 def test_a_rank_whose_rows_are_all_dropped_idles_to_the_end(tiny_vl, tmp_path, deepspeed_op) -> None:
