@@ -228,7 +228,7 @@ def run_world(world: World, model: Path, folder: Path, **changes: Any) -> tuple[
     audits = read_audits(folder / "out", 2)
     if not odb.get("balance"):
         for rank, audit in enumerate(audits):
-            assert all(id % 2 == rank for line in audit for id in line["ids"]), "the rows should be dealt out in turn"
+            assert all(id % 2 == rank for line in audit for id in line["ids"]), "rows should be dealt out in turn"
     return folder / "out", audits
 
 
