@@ -35,7 +35,7 @@ class Hang(BaseException):
 
 @dataclass
 class Epoch:
-    """What one rank saw: its rounds, the ids in its window and its offer in each, what it rejected, its error."""
+    """What one rank saw: its rounds, the ids in its window and its report in each, what it rejected, its error."""
 
     rounds: list[list[Task]] = field(default_factory=list)
     windows: list[list[int]] = field(default_factory=list)
@@ -284,6 +284,7 @@ def check_promises(
 
     for k, step in enumerate(totals):
         groups = [[costs[id] for id in epoch.steps[k].ids] for epoch in epochs]
+        assert all(len({cost.family for cost in group}) <= 1 for group in groups)
         assert all(len(group) < 2 or budget.fits(group) for group in groups), "I4"
         if balance and step.busy_ranks < len(epochs):
             assert step.samples == step.busy_ranks, "I7: there are too few for all ranks"
@@ -311,7 +312,7 @@ def check_promises(
 def _could_take(group: Sequence[Cost], other: Cost, budget: Budget) -> bool:
     """Whether a shorter sample was left behind beside a group that is not even full for the lowest level."""
     lowest = replace(budget, token_budget=int(LOWEST_LEVEL * budget.token_budget))
-    return other.tokens < max(cost.tokens for cost in group) and lowest.fits([other, *group])
+    return other.family == group[0].family and other.tokens < max(cost.tokens for cost in group) and lowest.fits([other, *group])
 
 
 def _ran_short(costs: dict[int, Cost], epoch: Epoch, emitted: Counter[int], accumulation: int) -> bool:

@@ -20,8 +20,8 @@ NUM_LEVELS, LOWEST_LEVEL = 21, 0.6
 """Levels are parts of the token budget, evenly from the lowest to the whole."""
 ROUNDS_A_WINDOW = 4
 """A round sends out one part in so many of what the windows hold: there is always much to choose from."""
-STARTS_A_GROUP = 8
-"""Groups are tried at about so many places in the stretch of one."""
+STARTS_A_GROUP, MOST_STARTS = 8, 1024
+"""Groups are tried at about so many places in the stretch of one, and at no more places in all."""
 MOST_JUDGES = 32
 """The level is chosen by what it means for so many ranks, spread over all."""
 
@@ -42,14 +42,14 @@ def plan_apart(
     drawing = [rows for rows, is_dry in zip(ranks, dry) if not is_dry]
     needed, needy = (1, drawing) if join else (accumulation, ranks)
     levels = (np.linspace(LOWEST_LEVEL, 1, NUM_LEVELS) * ranks[0].budget.token_budget).astype(np.int64)
-    left = _worth(drawing) * (ROUNDS_A_WINDOW - 1) // ROUNDS_A_WINDOW
+    left = _worth(drawing or ranks) * (ROUNDS_A_WINDOW - 1) // ROUNDS_A_WINDOW
     steps: Steps = []
     while True:
         missing = -len(steps) % needed
         if not missing:
             if min(map(len, needy)) < needed:
                 break
-            if steps and _worth(drawing) <= left and not any(rows.overdue_before[-1] for rows in ranks):
+            if steps and _worth(drawing or ranks) <= left and all(rows.oldest is None for rows in ranks):
                 break
             missing = needed
         # A rank that must be there for the steps still missing keeps a sample for each.
@@ -81,8 +81,11 @@ def _step(ranks: Sequence[Rows], levels: np.ndarray, model: CostModel, kept: int
     for rank in busy:
         rows = ranks[rank]
         starts, ends, _, padded = _best(rows, chosen, kept)
-        start = int(starts[0])
-        end = rows.fitted(start, int(ends[0]), int(chosen[int(padded[0] > chosen[0])]))
+        start, level = int(starts[0]), int(chosen[int(padded[0] > chosen[0])])
+        end = rows.fitted(start, int(ends[0]), level)
+        if rows.oldest is not None and end <= rows.oldest:  # what the collator adds has left no room for it
+            start = rows.oldest
+            end = rows.fitted(start, int(ends[0]), level)
         groups[rank] = rows.group(start, end)
         rows.without(start, end)
     return groups
@@ -98,7 +101,7 @@ def _judged(rows: Rows, levels: np.ndarray, model: CostModel, kept: int) -> tupl
 def _best(rows: Rows, levels: np.ndarray, kept: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """For each level the group that is worth most: starts, ends, worth, padded tokens.
 
-    Where samples are overdue, only groups with one of them count. Where no group is within a level, that of the
+    Where samples are overdue, only groups with the oldest count. Where no group is within a level, that of the
     last level is taken, which is the whole budget; there a sample that breaks it goes alone.
     """
     whole = levels[-1]
@@ -106,13 +109,16 @@ def _best(rows: Rows, levels: np.ndarray, kept: int) -> tuple[np.ndarray, np.nda
     # Every start for large samples; for small ones, of which many make a group, some in the stretch of each.
     density = (1 << 20) // np.maximum(reach // STARTS_A_GROUP, 1)
     starts = np.flatnonzero(np.diff(np.cumsum(density) >> 20, prepend=-1))
+    starts = starts[:: -(-len(starts) // MOST_STARTS)]
+    if rows.oldest is not None:
+        starts = np.append(starts[starts < rows.oldest], rows.oldest)
     counts = levels[:, None] // rows.length[starts]
     counts[-1] = np.maximum(counts[-1], 1)
     counts = np.minimum(counts, len(rows) - kept)
     ends = np.minimum(starts + counts, rows.furthest[starts])
     worth = rows.worth_before[ends] - rows.worth_before[starts]
-    if rows.overdue_before[-1]:
-        worth = np.where(rows.overdue_before[ends] > rows.overdue_before[starts], worth, 0)
+    if rows.oldest is not None:
+        worth = np.where(ends > rows.oldest, worth, 0)
     which, level = worth.argmax(axis=1), np.arange(len(levels))
     worth = worth[level, which]
     none = worth == 0

@@ -80,7 +80,8 @@ def plan_round(
     when a dry rank has nothing left; there are no idle steps (I3).
     balance: a rank may be given samples that another holds (with join only), unless they are too heavy.
     model: what makes ranks wait, by which groups that go out in one step are chosen.
-    Emits at least one sample on every rank that holds one, but for the end without join (I5).
+    Emits at least one sample on every rank that holds one, but for the end without join; with balance, one on every
+    rank if there are so many (I5).
     """
     table = np.concatenate([np.empty(0, ROW), *(window.rows for window in windows)])
     starts = np.cumsum([0] + [len(window.rows) for window in windows]).tolist()

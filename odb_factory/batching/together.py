@@ -22,8 +22,7 @@ Group = tuple[int, int]
 def plan_together(rows: Rows, home: np.ndarray, num_ranks: int, model: CostModel, *, final: bool) -> Steps:
     """The steps of one round. home: of each position in the table the rank that holds the sample.
 
-    Every rank has a group in every step; only in the final round, which sends out everything, there may be too few
-    samples left for that.
+    Every rank has a group in every step, unless there are too few samples left for that. final: everything goes out.
     """
     if not len(rows):
         return []
@@ -56,17 +55,18 @@ def _spread(rows: Rows, slots: int) -> list[Group]:
             low = level + 1
     heap = [(start - end, start, end) for start, end in groups]
     heapq.heapify(heap)
-    done: list[Group] = []
-    while heap and len(heap) + len(done) < slots and heap[0][0] < -1:
+    while len(heap) < slots and heap[0][0] < -1:
         _, start, end = heapq.heappop(heap)
-        middle = (start + end) // 2
-        # A half without the media of the whole gets a filler, which may be too much for it.
-        if all(rows.fitted(*half, rows.budget.token_budget) == half[1] for half in ((start, middle), (middle, end))):
-            for half in ((start, middle), (middle, end)):
-                heapq.heappush(heap, (half[0] - half[1], *half))
-        else:
-            done.append((start, end))
-    return done + [(start, end) for _, start, end in heap]
+        # A half without the media of the whole gets a filler, which may be too much for it. Then the longest or the
+        # shortest goes alone: the media are not in both, and what keeps them fits as it did.
+        middle = next(k for k in ((start + end) // 2, start + 1, end - 1) if _fits(rows, start, k) and _fits(rows, k, end))
+        for half in ((start, middle), (middle, end)):
+            heapq.heappush(heap, (half[0] - half[1], *half))
+    return [(start, end) for _, start, end in heap]
+
+
+def _fits(rows: Rows, start: int, end: int) -> bool:
+    return rows.fitted(start, end, rows.budget.token_budget) == end
 
 
 def _like_with_like(rows: Rows, groups: list[Group], num_ranks: int, model: CostModel) -> list[list[Group]]:

@@ -38,7 +38,15 @@ class Window:
 def make_window(costs: Sequence[Cost], ages: Sequence[int], dry: bool, sizes: Sequence[int] | None = None) -> Window:
     """costs, ages, sizes (bytes; default 0): one entry a sample."""
     rows = [
-        (cost.tokens, cost.patches, cost.supervised_tokens, size, min(age, 255), cost.family, cost.has_media)
+        (
+            cost.tokens,
+            cost.patches,
+            cost.supervised_tokens,
+            min(size, np.iinfo(np.int32).max),
+            min(age, 255),
+            cost.family,
+            cost.has_media,
+        )
         for cost, age, size in zip(costs, ages, sizes or [0] * len(costs))
     ]
     return Window(np.array(rows, dtype=ROW), dry)
@@ -49,7 +57,8 @@ class Rows:
 
     A group is a stretch [start, end) of this order: neighbours differ little in length, so little is padded.
     index: the samples, as positions in `table`; the other arrays follow the same order. Those named `_before` are
-    sums over all samples before each position, and over all at the end.
+    sums over all samples before each position, and over all at the end. oldest: the place of the sample that is
+    overdue the longest, if one is.
     """
 
     def __init__(self, table: np.ndarray, index: np.ndarray, budget: Budget):
@@ -67,11 +76,12 @@ class Rows:
         self.tokens = rows["tokens"].astype(np.int64)
         multiple = self.budget.collation.pad_to_multiple_of
         self.length = np.maximum(-(-self.tokens // multiple) * multiple, 1)
-        waited = np.minimum(rows["age"], MAX_WAIT_ROUNDS).astype(np.int64)
-        self.worth_before = _sums(self.tokens * (PATIENCE + waited))
+        waited = rows["age"].astype(np.int64)
+        self.worth_before = _sums(self.tokens * (PATIENCE + np.minimum(waited, MAX_WAIT_ROUNDS)))
         self.patches_before = _sums(rows["patches"])
         self.media_before = _sums(rows["has_media"])
-        self.overdue_before = _sums(waited == MAX_WAIT_ROUNDS)
+        self.overdue_before = _sums(waited >= MAX_WAIT_ROUNDS)
+        self.oldest = int(np.lexsort((index, -waited))[0]) if self.overdue_before[-1] else None
         self.furthest = self._furthest(rows["family"])
 
     def _furthest(self, family: np.ndarray) -> np.ndarray:
@@ -113,7 +123,7 @@ class Rows:
             if rows * length <= level and self.budget.holds(rows, length, patches):
                 break
             # Fewer rows are never shorter, so this many is the most that can fit.
-            end = max(start + 1, min(end - 1, start + level // length))
+            end = max(start + 1, min(end - 1, start + level // max(length, 1)))
         return end
 
     def cut(self, level: int) -> list[tuple[int, int]]:

@@ -33,7 +33,7 @@ class Bookmark:
         self.done: np.ndarray | None = None
         self.resume: tuple[Snapshot, int] | None = None
         self._has_moved = False
-        self._draws: list[int] = []
+        self.draws: list[int] = []
 
     def turn_to(self, epoch: int) -> None:
         """The next pass is over this epoch; from where a loaded state left it if it is that one."""
@@ -60,8 +60,8 @@ class Bookmark:
         while snapshots[0].round_index < step.round_index:
             snapshots.popleft()
         if self.resume is None or step.round_index != self.resume[0].round_index:
-            self._draws = []
-        self._draws += step.draws
+            self.draws = []
+        self.draws += step.draws
         self._has_moved, self.resume = True, (snapshots[0], step.index + 1 - snapshots[0].steps)
 
     def state(self, order: int) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class Bookmark:
             "done": None if self.done is None else pack_done(self.done),
             "snapshot": snapshot and snapshot.to_dict(),
             "consumed": consumed,
-            "emitted": list(self._draws),
+            "emitted": list(self.draws),
         }
 
     def load(
@@ -112,7 +112,7 @@ class Bookmark:
             self.done = None if mine["done"] is None else unpack_done(mine["done"], positions)
             if mine["snapshot"] is not None:
                 self.resume = (Snapshot.from_dict(mine["snapshot"]), mine["consumed"])
-                self._draws = list(mine["emitted"])
+                self.draws = list(mine["emitted"])
             return
         if self.data["split"]:
             raise DataError(

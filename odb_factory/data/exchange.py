@@ -151,7 +151,7 @@ class GroupExchange:
         try:
             store.set(f"word/{self.rank}", word)
             return collective(group)
-        except RuntimeError as error:
+        except Exception as error:
             timed_out = time.monotonic() - started >= 0.9 * self.timeout_s
             raise AgreedError(self._missing(store, word, timed_out, error)) from None
 
@@ -170,7 +170,7 @@ class GroupExchange:
         except AgreedError:
             pass  # the others have ended before this one
 
-    def _missing(self, store: dist.TCPStore, word: str, timed_out: bool, error: RuntimeError) -> str:
+    def _missing(self, store: dist.TCPStore, word: str, timed_out: bool, error: Exception) -> str:
         """Who did not answer, and what it said last."""
         try:
             if store.check(["left"]):

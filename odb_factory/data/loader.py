@@ -240,6 +240,7 @@ class ODBLoader:
             order=functools.partial(self._checked_order, place, self._bookmark.order),
             done_before=0 if done is None else int(done.sum()),
             resume=resume,
+            emitted_before=self._bookmark.draws,
         )
         rounds = iter(plan)
         self._pass = self._feed.current = Pass(plan, Ahead(rounds) if self._threaded else Direct(rounds))

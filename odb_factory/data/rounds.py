@@ -34,6 +34,10 @@ DIFFERENT_ORDERS = (
     "others trained on twice; give every rank the same whole sampler, seeded alike (each takes its own share of it), "
     "not a share or an order of its own."
 )
+PLANNED_OTHERWISE = (
+    "the round that was under way at the checkpoint is planned otherwise now (by another version of odb_factory or "
+    "numpy?), so what is left of it cannot be told; go on with the version that wrote it, or set `resume: ignore_data`."
+)
 TOO_HEAVY = (
     f"balance: the samples of a window weigh more than {MAX_BALANCED_BYTES >> 20} MiB, so they stay on the rank that "
     "drew them; let items hold paths instead of pixels, or lower buffer_size."
@@ -63,6 +67,7 @@ class EpochRounds:
     resume: a snapshot to go on from, and the steps of its round that are consumed; `observed` then begins with
     what was waiting in it.
     propose: the cost model as it is known when a round begins.
+    emitted_before: the draws of those steps, to be sure that the round is planned as it was.
     find_spare: a usable sample of the dataset, for the idle steps of a rank that never held one.
     """
 
@@ -84,6 +89,7 @@ class EpochRounds:
         on_reject: Callable[[Rejection], None],
         order: Callable[[], int] = int,
         propose: Callable[[], CostModel] = CostModel,
+        emitted_before: Sequence[int] = (),
         done_before: int = 0,
         resume: tuple[Snapshot, int] | None = None,
     ):
@@ -96,6 +102,7 @@ class EpochRounds:
         self.exchange, self.order, self.find_spare, self.on_reject = exchange, order, find_spare, on_reject
 
         self.resume, self.done_before, self.propose = resume, done_before, propose
+        self.emitted_before = list(emitted_before)
         self.snapshots: deque[Snapshot] = deque()
         self.rejected: Counter[str] = Counter()
         self.held: list[Drawn] = []
@@ -139,6 +146,7 @@ class EpochRounds:
         else:
             snapshot, num_consumed = self.resume
             self._restore(snapshot)
+        resumed = self.resume is not None
         while not self.final:
             if self.model is None:
                 self.model = self.propose()
@@ -178,6 +186,9 @@ class EpochRounds:
             known = self.steps + len(plan.totals)
             epoch_steps = known if plan.final else max(known, self._epoch_steps(windows, plan.totals, rejected.total()))
             tasks += self._tasks(plan, rejected=rejected, overlong=overlong, epoch_steps=epoch_steps)
+            if resumed and self.emitted_before != [draw for step, _ in tasks[:num_consumed] for draw in step.draws]:
+                raise DataError(PLANNED_OTHERWISE)
+            resumed = False
             self.round_index += 1
             if self.final and self.emitted + self.done_before == 0:
                 raise AgreedError(_nothing_left(rejected, self.num_samples))
@@ -251,7 +262,7 @@ class EpochRounds:
 
     def _tasks(self, plan: Plan, *, rejected: Counter[str], overlong: int, epoch_steps: int) -> list[Task]:
         """This rank's tasks of a planned round; what was not planned stays in the window, one round older."""
-        samples = hand_over(plan, self.rank, [one.sample for one in self.held], self.exchange.trade)
+        samples = self._hand_over(plan)
         gone = self._gone(plan)
         tasks: list[Task] = []
         for k, (group, totals) in enumerate(zip(plan.groups[self.rank], plan.totals)):
@@ -280,6 +291,16 @@ class EpochRounds:
         # New objects: a snapshot's counterpart must not grow older with them.
         self.held = [Drawn(one.sample, one.draw, one.age + 1) for i, one in enumerate(self.held) if i not in all_gone]
         return tasks
+
+    def _hand_over(self, plan: Plan) -> dict[int, Sample]:
+        try:
+            return hand_over(plan, self.rank, [one.sample for one in self.held], self.exchange.trade)
+        except AgreedError:
+            raise
+        except Exception as error:
+            # The others may be in the trade already, where they hear of nothing but a farewell.
+            self.exchange.farewell(f"handing over samples: {one_line(error)}")
+            raise AgreedError(one_line(error)) from None
 
     def _gone(self, plan: Plan) -> list[list[int]]:
         """Of each step the positions in this rank's window of what goes out in it, here or on another rank."""

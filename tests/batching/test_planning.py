@@ -123,7 +123,7 @@ def test_a_balanced_round_keeps_its_promises(world: list[Window], budget: Budget
     plan = plan_round(world, budget, balance=True, **position)
     check_round(world, budget, plan, position["steps_before"], position["accumulation"], len(world) > 1)
     assert plan.totals[0].samples
-    if len(world) > 1 and not budget.collation.filler_tokens + budget.collation.filler_patches:
+    if len(world) > 1:
         enough = sum(len(window.costs) for window in world) >= len(world)
         assert all(totals.busy_ranks == len(world) for totals in plan.totals[:1]) or not enough, "I5, I7"
 
@@ -375,6 +375,15 @@ def test_a_balanced_round_leaves_no_rank_idle_while_there_are_samples_enough() -
     plan = plan_round(world, Budget(16), seed=0, epoch=0, round_index=0, balance=True)
     sizes = [len(group) for steps in plan.groups for group in steps]
     assert len(sizes) == 4 and min(sizes) > 0 and max(sizes) == 3
+
+
+def test_a_group_that_cannot_be_halved_for_a_filler_is_split_elsewhere() -> None:
+    """I7: of (6, 6, 6), one with media, the half without gets 20 tokens more than the budget has room for."""
+    costs = [Cost(6), Cost(6, has_media=True), Cost(3), Cost(3, has_media=True), Cost(6), Cost(2)]
+    world = [Window(costs, [0] * 6, dry=True), *[Window([], [], dry=True)] * 2]
+    budget = Budget(20, collation=Collation(filler_tokens=20))
+    plan = plan_round(world, budget, seed=0, epoch=0, round_index=0, balance=True)
+    assert plan.totals[0].busy_ranks == 3
 
 
 def test_what_does_not_fill_a_step_waits_and_no_longer_than_allowed() -> None:

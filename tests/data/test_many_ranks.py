@@ -15,7 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from lockstep import Epoch, Row, check_promises, rejection, run_shards, sample, usable
 
-from odb_factory.batching import Budget, Cost, CostModel
+from odb_factory.batching import Budget, Collation, Cost, CostModel
 from odb_factory.batching.window import MAX_WAIT_ROUNDS
 from odb_factory.data.agreement import AgreedError
 from odb_factory.data.samples import Rejection, Sample
@@ -142,6 +142,26 @@ def test_a_rank_with_many_more_groups_than_the_others_keeps_none_for_ever() -> N
     epochs = run_shards([few, many], budget=Budget(32), buffer_size=8)
     check_promises([few, many], epochs, budget=Budget(32), buffer_size=8)
     assert {1000, 1001, 1002, 1003} <= set(epochs[1].ids[: MAX_WAIT_ROUNDS + 5])
+
+
+def in_a_row(first: int, lengths: list[int]) -> list[Row]:
+    return [sample(first + i, tokens) for i, tokens in enumerate(lengths)]
+
+
+@pytest.mark.parametrize(
+    ("budget", "buffer_size", "lengths"),
+    [
+        (Budget(8192), 64, [4200] * 3 + [8000] * 300),
+        (Budget(100, collation=Collation(filler_tokens=4)), 16, [10] + [11] * 1500),
+        (Budget(300), 24, [300, 3] + [2] * 22 + ([300] * 32 + [2] * 22) * 6),
+    ],
+    ids=["others overdue are worth more", "a filler takes its room", "behind a long row"],
+)
+def test_nothing_overdue_is_passed_by(budget: Budget, buffer_size: int, lengths: list[int]) -> None:
+    """I5, where a round is one step, for another rank's window is empty after it."""
+    shortest = in_a_row(10_000, [100 if budget.token_budget > 1000 else 1] * buffer_size * len(lengths))
+    world = [shortest, in_a_row(0, lengths)]
+    check_promises(world, run_shards(world, budget=budget, buffer_size=buffer_size), budget=budget, buffer_size=buffer_size)
 
 
 # Ranks that do not reach the end

@@ -285,6 +285,14 @@ def test_a_waiting_row_that_has_changed_is_noticed() -> None:
         run(changed, states=states)
 
 
+def test_a_planner_that_has_changed_is_noticed() -> None:
+    """What is left of the round under way could not be told: samples would come twice, others never."""
+    _, states = run(LENGTHS, stop_after=5)
+    assert len(states[0]["emitted"]) > 1
+    with pytest.raises(DataError, match="planned otherwise now"):
+        run(LENGTHS, states=[states[0] | {"emitted": states[0]["emitted"][::-1]}])
+
+
 def test_states_that_are_not_all_there_are_refused() -> None:
     _, states = run(LENGTHS, stop_after=4, world_size=2)
     with pytest.raises(DataError, match="written by 2 ranks"):

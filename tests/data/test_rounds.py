@@ -243,7 +243,7 @@ def test_the_window_is_filled_and_never_above_its_size() -> None:
         def __call__(self, report: Report, round_index: int) -> list[Report]:
             windows.append(len(rounds.held))
             assert drawn - emitted <= 8 + 1
-            assert len(rounds.held) == 8 or report.offer.dry
+            assert len(rounds.held) == 8 or report.window.dry
             return [report]
 
     windows: list[int] = []

@@ -1,0 +1,26 @@
+"""Samples that change ranks: every rank has what its groups are made of, in the order in which they are collated."""
+
+from __future__ import annotations
+
+from batching_strategies import costs
+from hypothesis import given
+from hypothesis import strategies as st
+
+from odb_factory.batching import Budget, make_window, plan_round
+from odb_factory.data.handover import hand_over, make_parcels
+from odb_factory.data.samples import Sample
+
+
+@given(st.lists(st.lists(costs(), max_size=12), min_size=2, max_size=5))
+def test_every_rank_gets_the_samples_of_its_groups(world: list[list]) -> None:
+    """And nothing else: a parcel holds what its rank trains on."""
+    held = [[Sample(100 * rank + i, cost, b"") for i, cost in enumerate(window)] for rank, window in enumerate(world)]
+    windows = [make_window(window, [0] * len(window), dry=True) for window in world]
+    plan = plan_round(windows, Budget(100), seed=0, epoch=0, round_index=0, balance=True)
+    parcels = [make_parcels(plan, rank, window) for rank, window in enumerate(held)]
+    everything = [sample for window in held for sample in window]
+    for rank, window in enumerate(held):
+        samples = hand_over(plan, rank, window, lambda _, rank=rank: [mine[rank] for mine in parcels])
+        rows = [row for group in plan.groups[rank] for row in group]
+        assert [samples[row] for row in rows] == [everything[row] for row in rows]
+        assert set(samples) == set(rows) | set(range(plan.starts[rank], plan.starts[rank + 1]))
