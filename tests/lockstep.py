@@ -312,7 +312,8 @@ def check_promises(
 def _could_take(group: Sequence[Cost], other: Cost, budget: Budget) -> bool:
     """Whether a shorter sample was left behind beside a group that is not even full for the lowest level."""
     lowest = replace(budget, token_budget=int(LOWEST_LEVEL * budget.token_budget))
-    return other.family == group[0].family and other.tokens < max(cost.tokens for cost in group) and lowest.fits([other, *group])
+    is_like = other.family == group[0].family and other.tokens < max(cost.tokens for cost in group)
+    return is_like and lowest.fits([other, *group])
 
 
 def _ran_short(costs: dict[int, Cost], epoch: Epoch, emitted: Counter[int], accumulation: int) -> bool:

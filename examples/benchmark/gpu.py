@@ -27,8 +27,8 @@ import torch
 from gpu_bench import Bench, Task
 from gpu_contestants import CONTESTANTS, IN_TOKENS, RIVAL, pop_loss_scale
 from gpu_models import MODELS, Batch, Collator, make_samples, num_patches, padded_tokens, training_flops
-from planning import WORKLOADS
 from report import COLUMNS, PADDING, SAMPLES, Column, Result, draw, markdown, rivals_ahead, whole
+from simulation import WORKLOADS
 
 VALIDATION_SAMPLES = 32
 SHORT_TOKEN_CAP = 2048

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from planning import LONGEST, SHORTEST, WORKLOADS
+from simulation import LONGEST, SHORTEST, WORKLOADS
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen2Config, Qwen3VLConfig
 

@@ -89,7 +89,7 @@ def start(model: Path, data: Path, rows: int, name: str, output: Path) -> Start:
     """Run the command line in a process of its own until it has taken one step. Raises `RuntimeError` if it fails."""
     import yaml
 
-    from odb_factory.cli.demo import LAUNCHES_ELSEWHERE
+    from odb_factory.cli.runs import LAUNCHES_ELSEWHERE
 
     output.mkdir()
     settings, record, marks = output / "train.yaml", output / "batches.jsonl", output / "marks.json"
@@ -98,7 +98,7 @@ def start(model: Path, data: Path, rows: int, name: str, output: Path) -> Start:
     environment = {key: value for key, value in os.environ.items() if key not in LAUNCHES_ELSEWHERE}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "DISABLE_VERSION_CHECK": "1"}
     environment["HF_DATASETS_CACHE"] = str(output / "cache")
-    command = [sys.executable, __file__, CHILD, str(marks), str(record), "train", str(settings)]
+    command = [sys.executable, __file__, CHILD, str(marks), str(record), str(settings)]
     started = time.time()
     ended = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if ended.returncode != 0:

@@ -23,8 +23,8 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import numpy as np
-from planning import lognormal
 from report import COLUMNS, PADDING, SAMPLES, SECONDS, VALIDATION, Column, Result, balance, draw, markdown, rivals_ahead
+from simulation import lognormal
 
 from odb_factory.cli.mm_mix_builtin import build_builtin_mix
 from odb_factory.cli.runs import Run, grouping_by_length, padded_tokens, run_llamafactory, sft_config, train

@@ -16,7 +16,7 @@ import numpy as np
 from odb_factory.batching.cost import CostModel
 from odb_factory.batching.window import Rows
 
-NUM_LEVELS, LOWEST_LEVEL = 21, 0.6
+NUM_LEVELS, LOWEST_LEVEL = 21, 0.8
 """Levels are parts of the token budget, evenly from the lowest to the whole."""
 ROUNDS_A_WINDOW = 4
 """A round sends out one part in so many of what the windows hold: there is always much to choose from."""

@@ -59,7 +59,8 @@ def _spread(rows: Rows, slots: int) -> list[Group]:
         _, start, end = heapq.heappop(heap)
         # A half without the media of the whole gets a filler, which may be too much for it. Then the longest or the
         # shortest goes alone: the media are not in both, and what keeps them fits as it did.
-        middle = next(k for k in ((start + end) // 2, start + 1, end - 1) if _fits(rows, start, k) and _fits(rows, k, end))
+        places = ((start + end) // 2, start + 1, end - 1)
+        middle = next(k for k in places if _fits(rows, start, k) and _fits(rows, k, end))
         for half in ((start, middle), (middle, end)):
             heapq.heappush(heap, (half[0] - half[1], *half))
     return [(start, end) for _, start, end in heap]

@@ -161,7 +161,8 @@ def test_nothing_overdue_is_passed_by(budget: Budget, buffer_size: int, lengths:
     """I5, where a round is one step, for another rank's window is empty after it."""
     shortest = in_a_row(10_000, [100 if budget.token_budget > 1000 else 1] * buffer_size * len(lengths))
     world = [shortest, in_a_row(0, lengths)]
-    check_promises(world, run_shards(world, budget=budget, buffer_size=buffer_size), budget=budget, buffer_size=buffer_size)
+    options = {"budget": budget, "buffer_size": buffer_size}
+    check_promises(world, run_shards(world, **options), **options)
 
 
 # Ranks that do not reach the end
