@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from distributed.ranks import Outcome, run_ranks, toy_loader
 
+from odb_factory.data import rounds
+
 NUM_ROWS = 400
 FAILS_AT = 20
 LIMIT_S = 60
@@ -17,9 +19,17 @@ LIMIT_S = 60
 
 
 def train(
-    rank: int, *, failing: tuple[int, ...] = (), fails_at: int = FAILS_AT, timeout_s: float = 300, **rows: Any
+    rank: int,
+    *,
+    failing: tuple[int, ...] = (),
+    fails_at: int = FAILS_AT,
+    cannot_hand_over: int | None = None,
+    timeout_s: float = 300,
+    **rows: Any,
 ) -> str:
     """Optimizer steps that end in a collective of all ranks, as those of a training do; how it ended for this rank."""
+    if rank == cannot_hand_over:
+        rounds.hand_over = _no_room
     with toy_loader(NUM_ROWS, rank=rank, world_size=dist.get_world_size(), timeout_s=timeout_s, **rows) as loader:
         try:
             for epoch in range(2):
@@ -33,6 +43,10 @@ def train(
             loader.abort(f"{type(error).__name__}: {error}")
             return str(error)
     return "done"
+
+
+def _no_room(*_: Any) -> None:
+    raise MemoryError("no room")
 
 
 def run(folder: Path, **kwargs: Any) -> list[Outcome]:
@@ -88,3 +102,10 @@ def test_one_of_three_fails(tmp_path, failing: int) -> None:
 def test_all_fail_at_once(tmp_path) -> None:
     """Nobody listens to the others; nobody waits long for it."""
     run(tmp_path, failing=[0, 1])
+
+
+def test_a_rank_that_fails_while_it_hands_samples_over(tmp_path) -> None:
+    """The others are in the trade already, where no message of a round reaches them."""
+    first, second = run(tmp_path, cannot_hand_over=1, balance=True)
+    assert "rank 1 left the training: handing over samples: MemoryError: no room" in first.said
+    assert "MemoryError: no room" in second.value
