@@ -73,33 +73,34 @@ def _worth(ranks: Sequence[Rows]) -> int:
 def _step(ranks: Sequence[Rows], levels: np.ndarray, model: CostModel, kept: int) -> list[np.ndarray | None]:
     """Choose a level, cut the group of each rank, of which each keeps so many samples."""
     busy = [rank for rank, rows in enumerate(ranks) if len(rows)]
-    judges = busy[:: -(-len(busy) // MOST_JUDGES)]
-    worth, cost = zip(*(_judged(ranks[rank], levels, model, kept) for rank in judges))
-    waste = np.max(cost, axis=0) / np.sum(worth, axis=0)
-    chosen = levels[[int(waste.argmin()), -1]]
+    best = {rank: _best(ranks[rank], levels, kept) for rank in busy[:: -(-len(busy) // MOST_JUDGES)]}
+    cost = np.max([_cost(ranks[rank], *groups, model) for rank, (*groups, _) in best.items()], axis=0)
+    worth = np.sum([worth for _, _, worth in best.values()], axis=0)
+    chosen = int((cost / worth).argmin())
     groups: list[np.ndarray | None] = [None] * len(ranks)
     for rank in busy:
         rows = ranks[rank]
-        starts, ends, _, padded = _best(rows, chosen, kept)
-        start, level = int(starts[0]), int(chosen[int(padded[0] > chosen[0])])
-        end = rows.fitted(start, int(ends[0]), level)
+        found, at = (best[rank], chosen) if rank in best else (_best(rows, levels[[chosen, -1]], kept), 0)
+        start, limit, level = int(found[0][at]), int(found[1][at]), int(levels[chosen])
+        if (limit - start) * rows.length[start] > level:  # no group is within it
+            level = int(levels[-1])
+        end = rows.fitted(start, limit, level)
         if rows.oldest is not None and end <= rows.oldest:  # what the collator adds has left no room for it
-            start = rows.oldest
-            end = rows.fitted(start, int(ends[0]), level)
+            start, end = rows.oldest, rows.fitted(rows.oldest, limit, level)
         groups[rank] = rows.group(start, end)
         rows.without(start, end)
     return groups
 
 
-def _judged(rows: Rows, levels: np.ndarray, model: CostModel, kept: int) -> tuple[np.ndarray, np.ndarray]:
-    """For each level what the best group is worth, and what it costs."""
-    starts, ends, worth, padded = _best(rows, levels, kept)
-    patches = rows.patches_before[ends] - rows.patches_before[starts]
-    return worth, model.of(padded, patches, padded * rows.length[starts])
+def _cost(rows: Rows, starts: np.ndarray, ends: np.ndarray, model: CostModel) -> np.ndarray:
+    """Of groups, without what the collator may add to them."""
+    length = rows.length[starts]
+    padded = (ends - starts) * length
+    return model.of(padded, rows.patches_before[ends] - rows.patches_before[starts], padded * length)
 
 
-def _best(rows: Rows, levels: np.ndarray, kept: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """For each level the group that is worth most: starts, ends, worth, padded tokens.
+def _best(rows: Rows, levels: np.ndarray, kept: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """For each level the group that is worth most: starts, ends, worth.
 
     Where samples are overdue, only groups with the oldest count. Where no group is within a level, that of the
     last level is taken, which is the whole budget; there a sample that breaks it goes alone.
@@ -123,5 +124,4 @@ def _best(rows: Rows, levels: np.ndarray, kept: int) -> tuple[np.ndarray, np.nda
     worth = worth[level, which]
     none = worth == 0
     which[none], level[none], worth[none] = which[-1], level[-1], worth[-1]
-    starts, ends = starts[which], ends[level, which]
-    return starts, ends, np.maximum(worth, 1), (ends - starts) * rows.length[starts]
+    return starts[which], ends[level, which], np.maximum(worth, 1)
