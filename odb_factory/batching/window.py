@@ -56,33 +56,34 @@ class Rows:
     """Samples in the order in which groups are cut out of them: each family by itself, from long to short.
 
     A group is a stretch [start, end) of this order: neighbours differ little in length, so little is padded.
-    index: the samples, as positions in `table`; the other arrays follow the same order. Those named `_before` are
-    sums over all samples before each position, and over all at the end. oldest: the place of the sample that is
-    overdue the longest, if one is.
+    index: the samples, as positions in the table they are taken from; the other arrays follow the same order. Those
+    named `_before` are sums over all samples before each position, and over all at the end. oldest: the place of the
+    sample that is overdue the longest, if one is.
     """
 
     def __init__(self, table: np.ndarray, index: np.ndarray, budget: Budget):
-        self.table, self.budget = table, budget
-        mine = table[index]
-        order = np.lexsort((-mine["patches"], -mine["tokens"], mine["family"]))
-        self._take(index[order])
+        self.budget = budget
+        rows = table[index]
+        order = np.lexsort((-rows["patches"], -rows["tokens"], rows["family"]))
+        self.index, rows = index[order], rows[order]
+        tokens, waited = rows["tokens"].astype(np.int64), rows["age"].astype(np.int64)
+        multiple = budget.collation.pad_to_multiple_of
+        length = np.maximum(-(-tokens // multiple) * multiple, 1)
+        worth = tokens * (PATIENCE + np.minimum(waited, MAX_WAIT_ROUNDS))
+        summed = [worth, rows["patches"], rows["has_media"], waited >= MAX_WAIT_ROUNDS]
+        self._columns = np.array([tokens, length, rows["family"], waited, *summed], dtype=np.int64)
+        self._measure()
 
     def __len__(self) -> int:
         return len(self.index)
 
-    def _take(self, index: np.ndarray) -> None:
-        self.index = index
-        rows = self.table[index]
-        self.tokens = rows["tokens"].astype(np.int64)
-        multiple = self.budget.collation.pad_to_multiple_of
-        self.length = np.maximum(-(-self.tokens // multiple) * multiple, 1)
-        waited = rows["age"].astype(np.int64)
-        self.worth_before = _sums(self.tokens * (PATIENCE + np.minimum(waited, MAX_WAIT_ROUNDS)))
-        self.patches_before = _sums(rows["patches"])
-        self.media_before = _sums(rows["has_media"])
-        self.overdue_before = _sums(waited >= MAX_WAIT_ROUNDS)
-        self.oldest = int(np.lexsort((index, -waited))[0]) if self.overdue_before[-1] else None
-        self.furthest = self._furthest(rows["family"])
+    def _measure(self) -> None:
+        self.tokens, self.length, family, waited = self._columns[:4]
+        sums = np.zeros((len(self._columns) - 4, len(self) + 1), dtype=np.int64)
+        np.cumsum(self._columns[4:], axis=1, out=sums[:, 1:])
+        self.worth_before, self.patches_before, self.media_before, self.overdue_before = sums
+        self.oldest = int(np.lexsort((self.index, -waited))[0]) if self.overdue_before[-1] else None
+        self.furthest = self._furthest(family)
 
     def _furthest(self, family: np.ndarray) -> np.ndarray:
         """Where a group that starts here must end at the latest, for its family or its patches."""
@@ -95,7 +96,9 @@ class Rows:
 
     def without(self, start: int, end: int) -> None:
         """Take a group out."""
-        self._take(np.delete(self.index, np.s_[start:end]))
+        gone = np.s_[start:end]
+        self.index, self._columns = np.delete(self.index, gone), np.delete(self._columns, gone, axis=1)
+        self._measure()
 
     def group(self, start: int, end: int) -> np.ndarray:
         """Its samples, the shortest first: a filler added to the first row then rarely makes it the longest."""
@@ -136,7 +139,3 @@ class Rows:
             start = end
         return groups
 
-
-def _sums(values: np.ndarray) -> np.ndarray:
-    """int64[n + 1]: the sum of all before each position."""
-    return np.concatenate([[0], np.cumsum(values, dtype=np.int64)])
