@@ -165,7 +165,8 @@ def test_progress_schedule_saving_and_evaluation_mean_what_they_say(tiny_text, d
             "odb/data_wait_s",
         }
     evaluations = [entry["step"] for entry in log if "eval_loss" in entry]
-    assert evaluations == [step for step in range(5, steps + 1, 5)]
+    every_fifth = list(range(5, steps + 1, 5))
+    assert evaluations in (every_fifth, [*every_fifth, steps]), "transformers 5 evaluates at the end as well"
     saved = sorted(int(path.name.split("-")[1]) for path in out.glob("checkpoint-*"))
     assert set(saved) >= set(evaluations)
     lines = read_jsonl(out / "trainer_log.jsonl")
