@@ -24,6 +24,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 from odb_factory import enable_odb
+from odb_factory.cli.runs import grouping_by_length
 from odb_factory.cli.tiny_model import build_tiny_qwen2
 
 BATCH_SIZE, EPOCHS, LEARNING_RATE = 8, 2, 2e-3
@@ -75,9 +76,7 @@ def train(model_path: Path, samples: Any, validation: Any, seed: int, name: str,
     how, block = RUNS[name]
     arguments: dict[str, Any] = {"max_steps": equal_steps} if "equal_steps" in how else {"num_train_epochs": EPOCHS}
     if "group" in how:
-        # The name of the option has changed between releases of transformers.
-        new = "train_sampling_strategy" in TrainingArguments.__dataclass_fields__
-        arguments |= {"train_sampling_strategy": "group_by_length"} if new else {"group_by_length": True}
+        arguments |= grouping_by_length()
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
             model=AutoModelForCausalLM.from_pretrained(model_path),

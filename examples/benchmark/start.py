@@ -15,8 +15,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -86,28 +84,16 @@ def write_rows(folder: Path, count: int) -> Path:
 
 
 def start(model: Path, data: Path, rows: int, name: str, output: Path) -> Start:
-    """Run the command line in a process of its own until it has taken one step. Raises `RuntimeError` if it fails."""
-    import yaml
+    """Run the command line in a process of its own until it has taken one step. Raises `ODBError` if it fails."""
+    from odb_factory.cli.runs import train
 
-    from odb_factory.cli.runs import LAUNCHES_ELSEWHERE
-
-    output.mkdir()
-    settings, record, marks = output / "train.yaml", output / "batches.jsonl", output / "marks.json"
+    marks = output / "marks.json"
     paths = {"model_name_or_path": str(model), "dataset_dir": str(data.parent), "output_dir": str(output)}
-    settings.write_text(yaml.safe_dump(CONFIG | paths | RUNS[name]), encoding="utf-8")
-    environment = {key: value for key, value in os.environ.items() if key not in LAUNCHES_ELSEWHERE}
-    environment |= {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "DISABLE_VERSION_CHECK": "1"}
-    environment["HF_DATASETS_CACHE"] = str(output / "cache")
-    command = [sys.executable, __file__, CHILD, str(marks), str(record), str(settings)]
-    started = time.time()
-    ended = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if ended.returncode != 0:
-        raise RuntimeError(f"{name}, {rows} rows: exit code {ended.returncode}:\n{ended.stdout[-3000:]}")
+    run = train(CONFIG | paths | RUNS[name], recorder=(__file__, CHILD, str(marks)))
     times = json.loads(marks.read_text(encoding="utf-8"))
-    first_step = json.loads(record.read_text(encoding="utf-8").splitlines()[0])["begin"] - started
     began, ended_reading = times["load_dataset"]
-    start_up = times["get_dataset"][0] - started
-    return Start(rows, name, data.stat().st_size / 1e6, first_step, start_up, ended_reading - began)
+    start_up = times["get_dataset"][0] - run.started
+    return Start(rows, name, data.stat().st_size / 1e6, run.seconds_to_first_step, start_up, ended_reading - began)
 
 
 def recorded(marks: Path, arguments: Sequence[str]) -> None:

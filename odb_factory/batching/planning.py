@@ -57,6 +57,11 @@ class Plan:
     final: bool
     too_heavy: bool = False
 
+    @property
+    def moves(self) -> bool:
+        """Whether any sample goes out on another rank than the one that holds it."""
+        return any(step.moved for step in self.totals)
+
 
 def plan_round(
     windows: Sequence[Window],

@@ -34,7 +34,7 @@ def plan_together(rows: Rows, home: np.ndarray, num_ranks: int, model: CostModel
         num_steps = max(len(groups) // num_ranks, math.ceil(sum(overdue) / num_ranks), 1)
     slots = num_steps * num_ranks
     if len(groups) < slots:
-        groups = _spread(rows, slots)
+        groups = _spread(rows, groups, slots)
     elif len(groups) > slots:
         # What has waited too long goes first, then what is costly; the rest is kept back.
         order = sorted(range(len(groups)), key=lambda i: (not overdue[i], -rows.cost(*groups[i], model), i))
@@ -42,10 +42,12 @@ def plan_together(rows: Rows, home: np.ndarray, num_ranks: int, model: CostModel
     return [_deal(rows, step, home, num_ranks) for step in _like_with_like(rows, groups, num_ranks, model)]
 
 
-def _spread(rows: Rows, slots: int) -> list[Group]:
-    """All samples in at most `slots` groups, and as many as there can be: small even steps rather than idle ranks."""
+def _spread(rows: Rows, groups: list[Group], slots: int) -> list[Group]:
+    """All samples in at most `slots` groups, and as many as there can be: small even steps rather than idle ranks.
+
+    groups: fewer than that, as cut at the whole budget.
+    """
     low, high = 1, rows.budget.token_budget
-    groups = rows.cut(high)
     while low < high:
         level = (low + high) // 2
         smaller = rows.cut(level)

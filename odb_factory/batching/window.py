@@ -138,4 +138,3 @@ class Rows:
             groups.append((start, end))
             start = end
         return groups
-

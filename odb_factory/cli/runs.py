@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ POLL_S = 0.5
 LAUNCHES_ELSEWHERE = ("FORCE_TORCHRUN", "NNODES", "NPROC_PER_NODE", "USE_MCA", "USE_RAY", "USE_V1")
 """Settings of LLaMA-Factory's launcher that would take the training out of the processes that are recorded."""
 
+RECORDER = ("-m", "odb_factory.cli.recorder")
+"""Arguments of Python that begin the recorder; its own come behind them."""
 Batch = dict[str, Any]
 """A micro-batch as `recorder.py` writes it."""
 
@@ -103,15 +105,17 @@ def train(
     *,
     ranks: int = 1,
     watch: Callable[[list[Batch]], None] = lambda batches: None,
+    recorder: Sequence[str] = RECORDER,
 ) -> Run:
     """Train in a new `output_dir` until the end; `watch` gets the micro-batches of rank 0 so far, now and then.
 
+    recorder: a script that records more may stand for ours.
     Raises `ODBError` where the run fails; its log is in `output_dir`.
     """
     output = Path(config["output_dir"])
     shutil.rmtree(output, ignore_errors=True)
     record, started = output / "batches.jsonl", time.time()
-    run_llamafactory(config, ranks=ranks, record=record, watch=lambda: watch(_read(record)))
+    run_llamafactory(config, ranks=ranks, record=record, watch=lambda: watch(_read(record)), recorder=recorder)
     batches = [_read(record_of(record, rank)) for rank in range(ranks)]
     if not all(batches):
         raise ODBError(f"the run trained on no batch; see {output / 'train.log'}")
@@ -119,7 +123,12 @@ def train(
 
 
 def run_llamafactory(
-    config: dict[str, Any], *, record: Path, ranks: int = 1, watch: Callable[[], None] = lambda: None
+    config: dict[str, Any],
+    *,
+    record: Path,
+    ranks: int = 1,
+    watch: Callable[[], None] = lambda: None,
+    recorder: Sequence[str] = RECORDER,
 ) -> None:
     """`llamafactory-cli train` on a CPU; raises `ODBError` with the last line of its log where it fails."""
     import yaml
@@ -144,7 +153,7 @@ def run_llamafactory(
     }
     if ranks > 1:
         environment |= {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": str(ranks)}
-    command = [sys.executable, "-m", "odb_factory.cli.recorder", str(record), str(settings)]
+    command = [sys.executable, *recorder, str(record), str(settings)]
     with log.open("w") as lines:
         process = subprocess.Popen(
             command, stdout=lines, stderr=subprocess.STDOUT, env=environment, start_new_session=True

@@ -11,7 +11,6 @@ planning thread alone. The store may be used by any thread.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import os
 import socket
@@ -80,7 +79,7 @@ class GroupExchange:
 
     def trade(self, parcels: list[bytes]) -> list[bytes]:
         """The parcels of all ranks for this one, in rank order. Raises `AgreedError` if a rank is missing."""
-        return self._or_farewell(lambda: self._together("handing over samples", functools.partial(_trade, parcels)))
+        return self._or_farewell(lambda: self._together("handing over samples", _all_to_all, parcels))
 
     def leave(self) -> None:
         self._say_last(LEFT)
@@ -138,10 +137,12 @@ class GroupExchange:
 
     def _gather(self, message: bytes, word: str) -> list[Report | str]:
         """Everybody's message, decoded."""
-        return [decode(answer) for answer in self._together(word, functools.partial(_gather, message))]
+        return [decode(answer) for answer in self._together(word, _all_gather, message)]
 
-    def _together(self, word: str, collective: Callable[[dist.ProcessGroup], list[bytes]]) -> list[bytes]:
-        """Call a collective of all ranks. Raises `AgreedError` with those that are missing."""
+    def _together(
+        self, word: str, collective: Callable[[Any, dist.ProcessGroup], list[bytes]], given: Any
+    ) -> list[bytes]:
+        """Call a collective of all ranks with what this one gives. Raises `AgreedError` with those that are missing."""
         group, store = self._group, self._store
         if self._failed or group is None:
             raise AgreedError(self._heard or f"rank {self.rank} has left the exchange.")
@@ -150,7 +151,7 @@ class GroupExchange:
         started = time.monotonic()
         try:
             store.set(f"word/{self.rank}", word)
-            return collective(group)
+            return collective(given, group)
         except Exception as error:
             timed_out = time.monotonic() - started >= 0.9 * self.timeout_s
             raise AgreedError(self._missing(store, word, timed_out, error)) from None
@@ -211,7 +212,7 @@ class GroupExchange:
                 logger.error("%s", words)
 
 
-def _gather(message: bytes, group: dist.ProcessGroup) -> list[bytes]:
+def _all_gather(message: bytes, group: dist.ProcessGroup) -> list[bytes]:
     """The messages of all ranks. Sizes travel first, then messages padded to the longest."""
     size = torch.tensor([len(message)])
     sizes = [torch.zeros_like(size) for _ in range(group.size())]
@@ -223,7 +224,7 @@ def _gather(message: bytes, group: dist.ProcessGroup) -> list[bytes]:
     return [text.numpy().tobytes()[: int(size)] for text, size in zip(messages, sizes)]
 
 
-def _trade(parcels: Sequence[bytes], group: dist.ProcessGroup) -> list[bytes]:
+def _all_to_all(parcels: Sequence[bytes], group: dist.ProcessGroup) -> list[bytes]:
     """The parcels for this rank. Sizes travel first."""
     sizes = torch.tensor([len(parcel) for parcel in parcels])
     coming = torch.empty_like(sizes)

@@ -28,7 +28,7 @@ def hand_over(
     All ranks know the plan, so what travels needs no address. Collective, unless nothing travels.
     """
     samples = dict(enumerate(held, plan.starts[rank]))
-    if any(totals.moved for totals in plan.totals):
+    if plan.moves:
         coming = [iter(pickle.loads(parcel)) for parcel in trade(make_parcels(plan, rank, held))]
         for row in (row for group in plan.groups[rank] for row in group):
             home = bisect.bisect_right(plan.starts, row) - 1

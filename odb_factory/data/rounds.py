@@ -140,13 +140,12 @@ class EpochRounds:
 
     def _rounds(self) -> Iterator[list[Task]]:
         tasks: list[Task] = []
-        num_consumed = 0
+        num_consumed, emitted_before = 0, self.emitted_before
         if self.resume is None:
             self.next = self._draw()
         else:
             snapshot, num_consumed = self.resume
             self._restore(snapshot)
-        resumed = self.resume is not None
         while not self.final:
             if self.model is None:
                 self.model = self.propose()
@@ -186,9 +185,8 @@ class EpochRounds:
             known = self.steps + len(plan.totals)
             epoch_steps = known if plan.final else max(known, self._epoch_steps(windows, plan.totals, rejected.total()))
             tasks += self._tasks(plan, rejected=rejected, overlong=overlong, epoch_steps=epoch_steps)
-            if resumed and self.emitted_before != [draw for step, _ in tasks[:num_consumed] for draw in step.draws]:
+            if emitted_before != [draw for step, _ in tasks[:num_consumed] for draw in step.draws]:
                 raise DataError(PLANNED_OTHERWISE)
-            resumed = False
             self.round_index += 1
             if self.final and self.emitted + self.done_before == 0:
                 raise AgreedError(_nothing_left(rejected, self.num_samples))
@@ -200,7 +198,7 @@ class EpochRounds:
                 done = settled if self.num_samples is None else self.num_samples
                 end = {"rejected": rejected, "overlong": overlong, "epoch_steps": epoch_steps}
                 tasks[-1] = replace(step, last=True, done=done, left_out=done - settled, **end), samples
-            tasks, num_consumed = tasks[num_consumed:], 0
+            tasks, num_consumed, emitted_before = tasks[num_consumed:], 0, []
             yield tasks[: len(tasks) - kept]
             tasks = tasks[len(tasks) - kept :]
 
@@ -305,7 +303,7 @@ class EpochRounds:
     def _gone(self, plan: Plan) -> list[list[int]]:
         """Of each step the positions in this rank's window of what goes out in it, here or on another rank."""
         start, end = plan.starts[self.rank : self.rank + 2]
-        takers = plan.groups if any(totals.moved for totals in plan.totals) else [plan.groups[self.rank]]
+        takers = plan.groups if plan.moves else [plan.groups[self.rank]]
         return [[row - start for group in groups for row in group if start <= row < end] for groups in zip(*takers)]
 
     def _settled(self, rejected: Counter[str]) -> int:

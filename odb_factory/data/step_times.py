@@ -6,7 +6,6 @@ import time
 from collections import deque
 
 import numpy as np
-from scipy.optimize import nnls
 
 from odb_factory.batching import CostModel, StepTotals
 
@@ -54,6 +53,8 @@ class StepTimes:
         steps = np.array(list(self._steps)).reshape(-1, 5)
         if len(steps) < FEWEST_STEPS:
             return self.model
+        from scipy.optimize import nnls  # not at start-up: few runs ask for it
+
         for _ in range(2):
             features, seconds = steps[:, :4], steps[:, 4]
             scale = np.maximum(features.max(axis=0), 1.0)

@@ -112,7 +112,8 @@ def is_convertible(rows: Any, attr: Any) -> bool:
     but for images in a plain column of images."""
     if not isinstance(rows, datasets.Dataset):
         return False
-    image, feature = _image(rows.features.get(attr.images)), rows.features.get(attr.images)
+    feature = rows.features.get(attr.images)
+    image = _image(feature)
     if _holds(feature, (datasets.Image, *_DECODED_IN_TIME)) and (image is None or image.mode is not None):
         return False
     others = [rows.features.get(column) for column in (attr.videos, attr.audios)]
