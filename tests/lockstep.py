@@ -180,8 +180,11 @@ def run_shards(
 
     def trading(plan: Plan, rank: int, samples: Sequence[Sample], _: Any) -> dict[int, Sample]:
         """Ranks run one inside the other and cannot meet twice in a round; so the parcels of all are made here."""
-        parcels = [make_parcels(plan, other, held[other])[rank] for other in range(len(shards))]
-        return hand_over(plan, rank, samples, lambda _: parcels)
+
+        def trade(_: Any) -> list[bytes]:
+            return [make_parcels(plan, other, held[other])[rank] for other in range(len(shards))]
+
+        return hand_over(plan, rank, samples, trade)
 
     def draw(rank: int) -> Iterator[Row]:
         for row in shards[rank]:
