@@ -19,11 +19,11 @@ from odb_factory.batching.apart import LOWEST_LEVEL
 from odb_factory.batching.window import MAX_WAIT_ROUNDS
 from odb_factory.data import rounds as rounds_module
 from odb_factory.data.agreement import AgreedError, Report
-from odb_factory.data.exchange import decode, encode
 from odb_factory.data.handover import hand_over, make_parcels
 from odb_factory.data.observe import ShardSampler
 from odb_factory.data.rounds import EpochRounds, Task
 from odb_factory.data.samples import Rejection, Sample, Step
+from odb_factory.data.wire import decode, encode
 
 Row = Sample | Rejection | Exception
 """What a sampler hands out; an exception is raised when it is its turn."""

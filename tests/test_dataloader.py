@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections import Counter
 from pathlib import Path
@@ -284,6 +285,30 @@ def test_a_state_under_accelerate_counts_what_was_handed_over() -> None:
         handle.load_state_dict(state)
         after = epoch_of(loader)
     assert flat(before + after) == EVERY_ROW
+
+
+def test_a_loaded_state_is_not_dropped_in_silence(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("odb_factory"), "handlers", [caplog.handler])
+
+    def loader() -> ODBDataLoader:
+        return ODBDataLoader(Rows(), token_budget=BUDGET, buffer_size=16, collate_fn=pad)
+
+    with loader() as first:
+        next(iter(first))
+        amid = first.state_dict()
+        first.set_epoch(3)
+        end = first.state_dict()
+    with loader() as second:
+        second.load_state_dict(end)
+        second.set_epoch(3)
+        second.load_state_dict(amid)
+        second.set_epoch(0)
+        assert not caplog.messages
+        second.set_epoch(1)
+        assert "drops the state that was loaded, which stands in epoch 0" in caplog.text
+        assert flat(epoch_of(second)) == EVERY_ROW
 
 
 def test_steps_are_timed_and_groups_meet_by_time() -> None:

@@ -52,3 +52,11 @@ def test_no_online_way_plans_better(script: ModuleType, tmp_path: Path, capsys: 
         alone, balanced = reached["odb"], reached["odb, `balance: true`"]
         assert max(reached["fixed batch of 8"], reached["sort, fill, split to the largest count"]) < alone
         assert alone < balanced < 1 / (1 + script.FIXED_COST / script.TOKEN_BUDGET)
+
+
+@pytest.mark.parametrize("script", ["planning"], indirect=True)
+@pytest.mark.timeout(120)
+def test_a_loader_on_real_ranks_gives_the_steps_of_the_simulation(script: ModuleType) -> None:
+    samples = script.draw("MM-Mix", ranks=2, samples=1500)
+    run = script.processes.run("odb, really run", samples, token_budget=script.TOKEN_BUDGET, window=script.WINDOW)
+    assert run == script.odb(samples)

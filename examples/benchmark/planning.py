@@ -6,18 +6,21 @@ Where samples have images there are two more: that of the vision tower, patches 
 largest patches of any rank), and that of the time which tokens, patches and attention take together.
 
     python examples/benchmark/planning.py                           # 8 and 64 ranks
+    python examples/benchmark/planning.py --ranks 8 --processes 8   # whole loaders on gloo ranks, too
     python examples/benchmark/planning.py --ranks 1 8 64 512 1024 --output-dir out
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import processes
 from simulation import PATCHES_PER_TOKEN, WORKLOADS, draw, rounds
 
 from odb_factory.batching import Budget, CostModel
@@ -144,6 +147,15 @@ def table(title: str, columns: Sequence[str], rows: dict[str, Sequence[float]]) 
     return "\n".join(lines) + "\n"
 
 
+def compare(way: Callable[[Samples], Steps], ranks: int, samples: int, seeds: int) -> dict[str, float]:
+    """The mean efficiency of a way over the draws of each workload."""
+    reached = {}
+    for workload in WORKLOADS:
+        drawn = (draw(workload, ranks, samples, seed) for seed in range(seeds))
+        reached[workload] = float(np.mean([efficiency(one, way(one)) for one in drawn]))
+    return reached
+
+
 def draw_figure(results: list[dict[str, Any]], path: Path) -> None:
     import matplotlib
 
@@ -152,8 +164,9 @@ def draw_figure(results: list[dict[str, Any]], path: Path) -> None:
 
     figure, axes = pyplot.subplots(1, len(WORKLOADS), figsize=(4 * len(WORKLOADS), 4), sharey=True, squeeze=False)
     for axis, workload in zip(axes[0], WORKLOADS):
-        for name in WAYS:
-            points = [(result["ranks"], result["efficiency"][name][workload]) for result in results]
+        for name in dict.fromkeys(name for result in results for name in result["efficiency"]):
+            shown = [result for result in results if name in result["efficiency"]]
+            points = [(result["ranks"], result["efficiency"][name][workload]) for result in shown]
             axis.plot(*zip(*points), marker="o", label=name)
         axis.set(title=workload, xlabel="ranks", xscale="log")
     axes[0][0].set_ylabel("step efficiency")
@@ -167,16 +180,17 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64])
     parser.add_argument("--samples", type=int, default=6000, help="of each rank; half as many from 64 ranks on")
     parser.add_argument("--seeds", type=int, default=6, help="the figures are means over so many draws")
+    parser.add_argument("--processes", type=int, default=0, help="up to so many ranks loaders are really run, too")
     parser.add_argument("--output-dir", type=Path, help="write planning.json and planning.png there")
     given = parser.parse_args(arguments)
     results = []
     for ranks in given.ranks:
         count = given.samples // 2 if ranks >= 64 else given.samples
-        reached = {name: {} for name in WAYS}
-        for workload in WORKLOADS:
-            drawn = [draw(workload, ranks, count, seed) for seed in range(given.seeds)]
-            for name, way in WAYS.items():
-                reached[name][workload] = float(np.mean([efficiency(samples, way(samples)) for samples in drawn]))
+        ways = dict(WAYS)
+        if ranks <= given.processes:
+            for name in processes.LOADERS:
+                ways[name] = functools.partial(processes.run, name, token_budget=TOKEN_BUDGET, window=WINDOW)
+        reached = {name: compare(way, ranks, count, given.seeds) for name, way in ways.items()}
         print(table(f"{ranks:,} ranks", list(WORKLOADS), {name: list(row.values()) for name, row in reached.items()}))
         pictures: dict[str, dict[str, dict[str, float]]] = {}
         for workload in WORKLOADS:

@@ -24,7 +24,7 @@ from simulation import draw, rounds
 
 from odb_factory.batching import Budget, plan_round
 from odb_factory.data.agreement import Report
-from odb_factory.data.exchange import decode, encode
+from odb_factory.data.wire import decode, encode
 
 WORKLOAD = "ShareGPT4o"
 

@@ -71,11 +71,13 @@ class Workload:
             "packing": fixed | packed | {"packing": True},
             "neat packing": fixed | packed | {"neat_packing": True},
         }
+        balanced = {"odb, balance": {"per_device_train_batch_size": 1, "odb": online | {"balance": True}}}
         return {
             "fixed batch": fixed,
             "length-grouped": fixed | grouping_by_length(),
             **(packing if self.can_pack else {}),
             "odb": {"per_device_train_batch_size": 1, "odb": online},
+            **(balanced if ranks > 1 else {}),
             "odb, lr_scale sqrt": {
                 "per_device_train_batch_size": 1,
                 "odb": online | {"lr_scale": "sqrt", "lr_reference_samples": self.rows * ranks},

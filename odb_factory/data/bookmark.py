@@ -40,6 +40,11 @@ class Bookmark:
         if epoch != self.epoch or self._has_moved:
             self._open(epoch)
 
+    @property
+    def waits(self) -> bool:
+        """Whether a state has been loaded from within the epoch, and no step been taken since."""
+        return not self._has_moved and (self.resume is not None or self.done is not None)
+
     def pass_over(self, epoch: int, num_samples: int) -> None:
         """Stand in `epoch`, behind the first samples of its order."""
         self._open(epoch)

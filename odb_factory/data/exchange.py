@@ -10,32 +10,28 @@ planning thread alone. The store may be used by any thread.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 import socket
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
-import torch
 import torch.distributed as dist
 
-from odb_factory.batching import ROW, CostModel, Window
 from odb_factory.data.agreement import AgreedError, Report
+from odb_factory.data.wire import all_gather, all_to_all, decode, encode
 from odb_factory.log import get_logger
 
 logger = get_logger(__name__)
 
 WATCH_S = 0.5
 LEFT = "it left the epoch before its end; all ranks must take the same steps."
-LONGEST_REASON = 2000
 FAREWELL_S = 5.0
 """A failing rank waits this long, at most, for the others to have read why."""
+PART_S = 2.0
+"""Rank 0 waits this long, at most, until no other rank asks the store that it serves."""
 GRACE_S = 600.0
 """A rank that is still at it this long after another has failed is ended: time enough to finish a checkpoint."""
 
@@ -56,7 +52,7 @@ class GroupExchange:
         self._failed = False
         self._heard: str | None = None
         self._hearing = threading.Lock()
-        self._closed = threading.Event()
+        self._closed, self._parted = threading.Event(), False
         self._watcher: threading.Thread | None = None
 
     def start(self) -> None:
@@ -79,7 +75,7 @@ class GroupExchange:
 
     def trade(self, parcels: list[bytes]) -> list[bytes]:
         """The parcels of all ranks for this one, in rank order. Raises `AgreedError` if a rank is missing."""
-        return self._or_farewell(lambda: self._together("handing over samples", _all_to_all, parcels))
+        return self._or_farewell(lambda: self._together("handing over samples", all_to_all, parcels))
 
     def leave(self) -> None:
         self._say_last(LEFT)
@@ -120,9 +116,25 @@ class GroupExchange:
         self._closed.set()
         if self._watcher is not None:
             self._watcher.join()
+        if self._store is not None and not self._failed and self._heard is None:
+            self._part()
         if self._group is not None and not self._failed and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._group = self._store = None
+
+    def _part(self) -> None:
+        """Ask the store no more; torch prints a backtrace for a rank that asks once rank 0 has ended."""
+        if self._parted:
+            return
+        self._parted = True
+        try:
+            self._store.set(f"parted/{self.rank}", "")
+            others = [f"parted/{rank}" for rank in range(1, self.world_size)]
+            until = time.monotonic() + PART_S
+            while self.rank == 0 and not self._store.check(others) and time.monotonic() < until:
+                time.sleep(WATCH_S / 50)
+        except RuntimeError:
+            pass  # rank 0 has ended
 
     def _open_store(self) -> dist.TCPStore:
         """A store that rank 0 serves on a free port of the address where the others have found it before."""
@@ -137,7 +149,7 @@ class GroupExchange:
 
     def _gather(self, message: bytes, word: str) -> list[Report | str]:
         """Everybody's message, decoded."""
-        return [decode(answer) for answer in self._together(word, _all_gather, message)]
+        return [decode(answer) for answer in self._together(word, all_gather, message)]
 
     def _together(
         self, word: str, collective: Callable[[Any, dist.ProcessGroup], list[bytes]], given: Any
@@ -194,6 +206,8 @@ class GroupExchange:
         """Read the farewell of a failing rank, whatever this rank is waiting in."""
         while not self._closed.wait(WATCH_S):
             try:
+                if self.rank != 0 and self._store.check(["parted/0"]):
+                    return self._part()
                 if not self._store.check(["left"]):
                     continue
                 self._hear(self._store.get("left").decode())
@@ -210,53 +224,3 @@ class GroupExchange:
             if self._heard is None and not words.startswith(f"rank {self.rank} "):
                 self._heard = words
                 logger.error("%s", words)
-
-
-def _all_gather(message: bytes, group: dist.ProcessGroup) -> list[bytes]:
-    """The messages of all ranks. Sizes travel first, then messages padded to the longest."""
-    size = torch.tensor([len(message)])
-    sizes = [torch.zeros_like(size) for _ in range(group.size())]
-    dist.all_gather(sizes, size, group=group)
-    mine = torch.zeros(max(map(int, sizes)), dtype=torch.uint8)
-    mine[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-    messages = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(messages, mine, group=group)
-    return [text.numpy().tobytes()[: int(size)] for text, size in zip(messages, sizes)]
-
-
-def _all_to_all(parcels: Sequence[bytes], group: dist.ProcessGroup) -> list[bytes]:
-    """The parcels for this rank. Sizes travel first."""
-    sizes = torch.tensor([len(parcel) for parcel in parcels])
-    coming = torch.empty_like(sizes)
-    dist.all_to_all_single(coming, sizes, group=group)
-    outgoing = torch.frombuffer(bytearray(b"".join(parcels)) or bytearray(1), dtype=torch.uint8)[: int(sizes.sum())]
-    incoming = torch.empty(int(coming.sum()), dtype=torch.uint8)
-    dist.all_to_all_single(incoming, outgoing, coming.tolist(), sizes.tolist(), group=group)
-    return [text.numpy().tobytes() for text in incoming.split(coming.tolist())]
-
-
-def encode(content: Report | str) -> bytes:
-    """A report, or the reason why there is none: length of a JSON header, the header, the rows of the window."""
-    if isinstance(content, str):
-        head, rows = {"stopped": content[:LONGEST_REASON]}, b""
-    else:
-        head = {
-            "dry": content.window.dry,
-            "rejected": content.rejected,
-            "overlong": content.overlong,
-            "order": content.order,
-            "model": dataclasses.astuple(content.model),
-        }
-        rows = content.window.rows.tobytes()
-    text = json.dumps(head).encode()
-    return len(text).to_bytes(4, "little") + text + rows
-
-
-def decode(message: bytes) -> Report | str:
-    """Undo `encode`."""
-    end = 4 + int.from_bytes(message[:4], "little")
-    head = json.loads(message[4:end])
-    if "stopped" in head:
-        return head["stopped"]
-    window = Window(np.frombuffer(message, dtype=ROW, offset=end), head["dry"])
-    return Report(window, Counter(head["rejected"]), head["overlong"], head["order"], CostModel(*head["model"]))

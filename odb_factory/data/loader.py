@@ -161,6 +161,12 @@ class ODBLoader:
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration; a new order every epoch."""
         if epoch != self.epoch:
+            if self._pass is None and self._bookmark.waits:
+                logger.warning(
+                    "set_epoch(%d) drops the state that was loaded, which stands in epoch %d: begin with that epoch",
+                    epoch,
+                    self.epoch,
+                )
             self._leave()
             self.epoch = epoch
             self._bookmark.turn_to(epoch)

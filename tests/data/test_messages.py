@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from odb_factory.batching import ROW, Cost, CostModel, Window, make_window
 from odb_factory.data.agreement import Report
-from odb_factory.data.exchange import decode, encode
+from odb_factory.data.wire import decode, encode
 
 INT32 = 2**31 - 1
 ROW_BYTES, HEADER_BYTES = 19, 240

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from distributed.ranks import run_ranks, toy_loader
 
+from odb_factory.data.exchange import WATCH_S
+
 EPOCHS = 20
 NUM_ROWS, NUM_OTHER_ROWS = 101, 30
 
@@ -92,6 +94,21 @@ def test_twenty_epochs_leave_nothing_behind(tmp_path) -> None:
         assert max(counts.values()) == 1
         assert epoch % 3 == 1 or set(counts) == set(range(NUM_ROWS))
     assert all(len(outcome.value["other"]) > NUM_OTHER_ROWS // 2 for outcome in outcomes)
+
+
+def an_epoch_and_a_pause(rank: int, first: int) -> None:
+    with toy_loader(NUM_ROWS, rank=rank, world_size=2) as loader:
+        an_epoch(loader, 0)
+        if rank != first:
+            time.sleep(3 * WATCH_S)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_rank_may_end_before_the_other(first: int, tmp_path: Path) -> None:
+    """Nobody is told of errors: rank 0 serves a store that the other asks now and then."""
+    for outcome in run_ranks("distributed.test_leftovers:an_epoch_and_a_pause", tmp_path, first=first):
+        assert outcome.returncode == 0, outcome.said
+        assert "Exception" not in outcome.said and "[odb]" not in outcome.said
 
 
 def plan(start_method: str, workers: tuple[int, int]) -> list[tuple[Any, ...]]:

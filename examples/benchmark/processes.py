@@ -1,0 +1,119 @@
+"""Whole loaders on real ranks, for the `planning` benchmark: a process each, gloo between them."""
+
+from __future__ import annotations
+
+import importlib.util
+import multiprocessing
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset
+
+TIMEOUT = timedelta(minutes=5)
+Batch = dict[str, torch.Tensor]
+Epoch = Iterator[tuple[int, int]]
+"""(padded tokens, samples) of every batch of a rank; a batch that counts nothing in the loss has no samples."""
+
+
+class Rows(Dataset):
+    """Rows of these lengths; what they hold does not matter."""
+
+    def __init__(self, lengths: np.ndarray):
+        self.lengths = lengths
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        ids = [1] * int(self.lengths[index])
+        return {"input_ids": ids, "attention_mask": ids, "labels": ids}
+
+
+def collate(items: Sequence[dict[str, list[int]]]) -> Batch:
+    rows = [torch.ones(len(item["input_ids"]), dtype=torch.int8) for item in items]
+    labels = pad_sequence(rows, batch_first=True, padding_value=-100)
+    return {"input_ids": pad_sequence(rows, batch_first=True), "labels": labels}
+
+
+def odb_factory(lengths: Sequence[np.ndarray], rank: int, token_budget: int, window: int) -> Epoch:
+    """The loader deals the rows to the ranks in turn."""
+    from odb_factory import ODBDataLoader, pop_step_info
+
+    rows = Rows(np.stack(lengths, axis=1).reshape(-1))
+    with ODBDataLoader(
+        rows, token_budget=token_budget, buffer_size=window, num_workers=1, collate_workers=1, collate_fn=collate
+    ) as loader:
+        for batch in loader:
+            yield batch["labels"].numel(), len(batch["labels"]) if pop_step_info(batch).loss_scale else 0
+
+
+def rival(lengths: Sequence[np.ndarray], rank: int, token_budget: int, window: int) -> Epoch:
+    """As its README has it, but for the window."""
+    import odb
+
+    for batch in odb.ODBDataLoader(
+        Rows(lengths[rank]),
+        token_budget=token_budget,
+        buffer_size=window,
+        num_workers=1,
+        prefetch_factor=window,
+        collate_fn=collate,
+        loss_scaling="exact",
+    ):
+        info = odb.pop_step_info(batch, loss_scaling="exact")
+        yield batch["labels"].numel(), len(batch["labels"]) if info.loss_scale else 0
+
+
+LOADERS: dict[str, Callable[..., Epoch]] = {"odb, really run": odb_factory}
+if importlib.util.find_spec("odb") is not None:
+    LOADERS["online-dynamic-batching 0.1.2, really run"] = rival
+
+
+def _settle() -> None:
+    """A spawned process would spawn its workers, too; a training script on Linux forks them."""
+    multiprocessing.set_start_method("fork", force=True)
+    torch.set_num_threads(1)
+
+
+def run(name: str, samples: Sequence[np.ndarray], **settings: int) -> list[int]:
+    """One epoch on all ranks; of each step the largest padded tokens of any rank.
+
+    samples: of each rank, as `ROW`. settings: token_budget and window. Raises `RuntimeError` if samples are lost.
+    """
+    lengths = [rows["tokens"] for rows in samples]
+    context = multiprocessing.get_context("spawn")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ProcessPoolExecutor(len(samples), context, initializer=_settle) as processes,
+    ):
+        jobs = [
+            processes.submit(_epoch, LOADERS[name], lengths, rank, str(Path(folder) / "store"), settings)
+            for rank in range(len(samples))
+        ]
+        epochs = [job.result() for job in jobs]
+    drawn, emitted = sum(map(len, samples)), sum(emitted for steps in epochs for _, emitted in steps)
+    if emitted != drawn:
+        raise RuntimeError(f"{name}: {emitted} samples came out of {drawn}")
+    padded = np.zeros((len(samples), max(map(len, epochs))), int)
+    for mine, steps in zip(padded, epochs):
+        mine[: len(steps)] = [tokens for tokens, _ in steps]
+    return padded.max(axis=0).tolist()
+
+
+def _epoch(
+    loader: Callable[..., Epoch], lengths: Sequence[np.ndarray], rank: int, store: str, settings: dict[str, Any]
+) -> list[tuple[int, int]]:
+    store = dist.FileStore(store, len(lengths))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=len(lengths), timeout=TIMEOUT)
+    try:
+        return list(loader(lengths, rank, **settings))
+    finally:
+        dist.destroy_process_group()
