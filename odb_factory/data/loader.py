@@ -4,45 +4,37 @@ The first observes: rows become light samples in its workers. The second collate
 yields whole groups, its workers run the framework's collator. Between them one background thread
 fills the window and plans, a round ahead of what is being collated.
 
-Two traps of torch shape this module. A DataLoader asks its sampler for the next index before it
-hands over a batch that is ready; so the sampler here never waits, it yields None while no group
-is planned, and the worker's answer to None is passed over. And processes must not be forked while
-a thread may hold a lock; so both loaders start their workers first, in the caller's thread, and
-keep them for the run (but for the one that reads a stream, which begins anew with every epoch).
+A trap of torch shapes this module: a DataLoader asks its sampler for the next index before it
+hands over a batch that is ready. So the sampler here never waits, it yields None while no group
+is planned, and the worker's answer to None is passed over.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import queue
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
-
-import torch
-from torch.utils.data import DataLoader
 
 from odb_factory.batching import Budget, Collation, CostModel
 from odb_factory.config import ODBConfig
 from odb_factory.data.agreement import AgreedError, Alone, Exchange
 from odb_factory.data.ahead import Ahead, Direct
 from odb_factory.data.bookmark import Bookmark
-from odb_factory.data.collate import Collated, Failure, GroupDataset
-from odb_factory.data.feed import Pass, TaskFeed
-from odb_factory.data.measure import DEFAULT_PATCH_SIZE
-from odb_factory.data.observe import ObservedDataset, ObservedStream, Observer, ShardSampler, where
+from odb_factory.data.collate import Collated, Failure
+from odb_factory.data.feed import Pass
+from odb_factory.data.observe import Observer
 from odb_factory.data.rounds import EpochRounds
-from odb_factory.data.samples import Rejection, Sample, Step
+from odb_factory.data.samples import Rejection, Step
+from odb_factory.data.stages import END, Stages, take
 from odb_factory.data.step_times import StepTimes
 from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.log import get_logger
 
-OBSERVE_CHUNK = 8
-"""Samples an observe worker hands over at a time: fewer messages, still a short first wait."""
 MAX_REJECTIONS_LOGGED = 10
 ABORT_S = 7.0
 """After a failure planning is given this long to end; a DataLoader looks for dead workers every 5 s."""
@@ -50,17 +42,12 @@ ABORT_S = 7.0
 logger = get_logger(__name__)
 
 
-def _identity(item: Any) -> Any:
-    return item
-
-
 class ODBLoader:
     """Iterate over the collated steps of one epoch on this rank: (`Step`, `Measured`, batch).
 
     dataset: what `observer` reads rows from; sampler: row indices of one epoch over all ranks, with
     `set_epoch` if the order changes, None for a dataset that is iterated; collate_fn: the framework's
-    collator, unchanged. accumulation: an epoch has a multiple of this many steps. num_workers: observe
-    workers (one at most for a dataset that is iterated, which several would each iterate as a whole).
+    collator, unchanged. accumulation: an epoch has a multiple of this many steps. workers: as `Stages` has them.
     Call `close` when done; it ends the worker processes.
     """
 
@@ -73,17 +60,12 @@ class ODBLoader:
         collate_fn: Callable,
         config: ODBConfig,
         collation: Collation = Collation(),
-        patch_size: int = DEFAULT_PATCH_SIZE,
         accumulation: int = 1,
         seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
         exchange: Exchange | None = None,
-        num_workers: int = 0,
-        prefetch_factor: int = 2,
-        pin_memory: bool = False,
-        multiprocessing_context: Any = None,
-        worker_init_fn: Callable | None = None,
+        **workers: Any,
     ):
         self.dataset, self.config = dataset, config
         self.num_samples: int | None = _length(dataset if sampler is None else sampler)
@@ -92,14 +74,19 @@ class ODBLoader:
         self._num_rejected = 0
         self._exchange = exchange or Alone()
         budget = Budget(config.token_budget, config.max_patches, collation)
-        if sampler is None:
-            self._observed: Any = ObservedStream(dataset, observer, config, budget, rank, world_size)
-            self._whole_stream: Any = ObservedStream(dataset, observer, config, budget, 0, 1)
-            self._order: Any = self._observed
-        else:
-            self._observed = ObservedDataset(dataset, observer, config, budget)
-            self._whole_stream = None
-            self._order = ShardSampler(sampler, rank, world_size)
+        self._stages = Stages(
+            dataset,
+            sampler=sampler,
+            observer=observer,
+            collate_fn=collate_fn,
+            config=config,
+            budget=budget,
+            seed=seed,
+            rank=rank,
+            world_size=world_size,
+            **workers,
+        )
+        self._order = self._stages.order
         self._plan = functools.partial(
             EpochRounds,
             budget=budget,
@@ -112,7 +99,7 @@ class ODBLoader:
             seed=seed,
             rank=rank,
             exchange=self._exchange,
-            find_spare=self._find_spare,
+            find_spare=self._stages.find_spare,
             on_reject=self._on_reject,
         )
         self._bookmark = Bookmark(
@@ -132,31 +119,7 @@ class ODBLoader:
                 "collation": list(dataclasses.astuple(collation)),
             },
         )
-        self._feed = TaskFeed()
         self._pass: Pass | None = None
-        collate_workers = num_workers if config.collate_workers is None else config.collate_workers
-        self._threaded = collate_workers > 0
-
-        def loader(source: Any, workers: int, **kwargs: Any) -> DataLoader:
-            if workers:
-                kwargs = {
-                    "persistent_workers": True,
-                    "prefetch_factor": prefetch_factor,
-                    "multiprocessing_context": multiprocessing_context,
-                } | kwargs
-            # A generator of its own: stock training draws nothing from the global one for us.
-            generator = torch.Generator().manual_seed(seed)
-            return DataLoader(source, num_workers=workers, collate_fn=_identity, generator=generator, **kwargs)
-
-        groups = GroupDataset(collate_fn, patch_size, functools.partial(where, observer, dataset))
-        order = {"sampler": self._order} if sampler is not None else {}
-        observe_workers = num_workers if sampler is not None else min(num_workers, 1)
-        if sampler is None and observe_workers:
-            order["persistent_workers"] = False  # a worker that lives on would not hear of another epoch or state
-        self._observing = loader(
-            self._observed, observe_workers, batch_size=OBSERVE_CHUNK, worker_init_fn=worker_init_fn, **order
-        )
-        self._collating = loader(groups, collate_workers, sampler=self._feed, batch_size=None, pin_memory=pin_memory)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration; a new order every epoch."""
@@ -222,7 +185,7 @@ class ODBLoader:
     def close(self, timeout_s: float | None = None) -> None:
         """Leave the epoch (see `_leave`), end the worker processes, give the exchange back."""
         self._leave(timeout_s)
-        self._observing = self._collating = None
+        self._stages.close()
         self._exchange.close()
 
     def abort(self, message: str) -> None:
@@ -231,7 +194,7 @@ class ODBLoader:
         self.close(ABORT_S)
 
     def _begin(self) -> None:
-        if self._observing is None:
+        if self._stages.is_closed:
             raise ConfigError("odb: this loader has been closed; make another one.")
         self._bookmark.turn_to(self.epoch)
         done, resume, place = self._bookmark.done, self._bookmark.resume, self._bookmark.place
@@ -241,7 +204,7 @@ class ODBLoader:
             self._order.share.again = [held.draw for held in resume[0].waiting]
             self._order.share.begin = resume[0].drawn
         plan = self._plan(
-            itertools.chain.from_iterable(iter(functools.partial(_next, iter(self._observing), "observes"), _END)),
+            self._stages.observe(),
             epoch=self.epoch,
             order=functools.partial(self._checked_order, place, self._bookmark.order),
             done_before=0 if done is None else int(done.sum()),
@@ -249,8 +212,8 @@ class ODBLoader:
             emitted_before=self._bookmark.draws,
         )
         rounds = iter(plan)
-        self._pass = self._feed.current = Pass(plan, Ahead(rounds) if self._threaded else Direct(rounds))
-        self._pass.batches = iter(self._collating)
+        self._pass = self._stages.feed.current = Pass(plan, Ahead(rounds) if self._stages.threaded else Direct(rounds))
+        self._pass.batches = self._stages.collate()
         self._exchange.start()
         self._pass.rounds.start()
         while not self._pass.tasks:
@@ -268,9 +231,9 @@ class ODBLoader:
             # No reference to the iterator but the pass's own: leaving must end the worker processes.
             while current.batches is not None:
                 asked = time.perf_counter()
-                item = _next(current.batches, "collates")
+                item = take(current.batches, "collates")
                 self.times.wait(time.perf_counter() - asked)
-                if item is _END:
+                if item is END:
                     break
                 if isinstance(item, Failure):
                     raise DataError(item.message)
@@ -330,31 +293,9 @@ class ODBLoader:
             )
         return zlib.crc32(repr((self._order.fingerprint, place)).encode())
 
-    def _find_spare(self) -> Sample:
-        """The first usable row of the dataset, for idle steps of a rank whose shard had none."""
-        rows: Iterable = self._whole_stream or (self._observed[index] for index in range(len(self.dataset)))
-        spare = next((row for row in rows if isinstance(row, Sample)), None)
-        if spare is None:
-            raise DataError("no row of the dataset can be read here to take idle steps with; other ranks could.")
-        return spare
-
 
 def _length(source: Any) -> int | None:
     try:
         return len(source)
     except TypeError:
         return None
-
-
-_END = object()
-
-
-def _next(batches: Iterator[Any], task: str) -> Any:
-    """What the workers of a DataLoader give next, or `_END`. Their death in the middle of it is called by its name."""
-    try:
-        return next(batches, _END)
-    except (ConnectionError, EOFError, FileNotFoundError) as error:
-        raise DataError(
-            f"a DataLoader worker that {task} was killed while it handed over its result ({one_line(error)}); look for "
-            "the system's out-of-memory killer, or lower dataloader_num_workers."
-        ) from None
