@@ -167,7 +167,7 @@ def draw_figure(results: list[dict[str, Any]], path: Path) -> None:
         for name in dict.fromkeys(name for result in results for name in result["efficiency"]):
             shown = [result for result in results if name in result["efficiency"]]
             points = [(result["ranks"], result["efficiency"][name][workload]) for result in shown]
-            axis.plot(*zip(*points), marker="o", label=name)
+            axis.plot(*zip(*points), marker="o", label=name.replace("`", ""))
         axis.set(title=workload, xlabel="ranks", xscale="log")
     axes[0][0].set_ylabel("step efficiency")
     axes[0][0].legend(fontsize="small")
