@@ -287,6 +287,17 @@ def test_a_state_under_accelerate_counts_what_was_handed_over() -> None:
     assert flat(before + after) == EVERY_ROW
 
 
+def test_a_dataset_with_a_sampler_needs_no_length() -> None:
+    class Endless:
+        def __getitem__(self, index: int) -> Any:
+            return item(index)
+
+    with ODBDataLoader(
+        Endless(), sampler=range(40), token_budget=BUDGET, buffer_size=16, collate_fn=pad, num_workers=1
+    ) as loader:
+        assert flat(epoch_of(loader)) == Counter(range(40))
+
+
 def test_a_loaded_state_is_not_dropped_in_silence(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -305,10 +316,13 @@ def test_a_loaded_state_is_not_dropped_in_silence(
         second.set_epoch(3)
         second.load_state_dict(amid)
         second.set_epoch(0)
-        assert not caplog.messages
+        assert len(second) and not caplog.messages
         second.set_epoch(1)
-        assert "drops the state that was loaded, which stands in epoch 0" in caplog.text
+        assert "it stands in epoch 0" in caplog.text
         assert flat(epoch_of(second)) == EVERY_ROW
+        second.load_state_dict(end)
+        second.set_epoch(0)
+        assert "it stands in epoch 3" in caplog.text
 
 
 def test_steps_are_timed_and_groups_meet_by_time() -> None:

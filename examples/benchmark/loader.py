@@ -4,7 +4,7 @@ All take the same rows, in the same run: text (lists of token ids) and pictures 
 processor). Each has processes of its own and is measured in turn with the others, several times; medians are given.
 
     pip install -e ".[bench]"
-    python examples/benchmark/loader.py --output-dir out       # about five minutes on two cores
+    python examples/benchmark/loader.py --output-dir out       # about nine minutes on two cores
     python examples/benchmark/loader.py --short --output-dir out
 
 samples/s, tokens/s: of an epoch for a consumer that takes no time, from the making of the loader to the last batch.

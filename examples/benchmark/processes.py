@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 import importlib.util
 import multiprocessing
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -55,8 +57,10 @@ def odb_factory(lengths: Sequence[np.ndarray], rank: int, token_budget: int, win
             yield batch["labels"].numel(), len(batch["labels"]) if pop_step_info(batch).loss_scale else 0
 
 
-def rival(lengths: Sequence[np.ndarray], rank: int, token_budget: int, window: int) -> Epoch:
-    """As its README has it, but for the window."""
+def rival(
+    lengths: Sequence[np.ndarray], rank: int, token_budget: int, window: int, no_warmup: bool = False
+) -> Epoch:
+    """Samples wait in the order in which they are drawn, as with ours. no_warmup: its windows do not grow slowly."""
     import odb
 
     for batch in odb.ODBDataLoader(
@@ -67,6 +71,7 @@ def rival(lengths: Sequence[np.ndarray], rank: int, token_budget: int, window: i
         prefetch_factor=window,
         collate_fn=collate,
         loss_scaling="exact",
+        no_warmup=no_warmup,
     ):
         info = odb.pop_step_info(batch, loss_scaling="exact")
         yield batch["labels"].numel(), len(batch["labels"]) if info.loss_scale else 0
@@ -74,7 +79,9 @@ def rival(lengths: Sequence[np.ndarray], rank: int, token_budget: int, window: i
 
 LOADERS: dict[str, Callable[..., Epoch]] = {"odb, really run": odb_factory}
 if importlib.util.find_spec("odb") is not None:
-    LOADERS["online-dynamic-batching 0.1.2, really run"] = rival
+    _name = f"online-dynamic-batching {importlib.metadata.version('online-dynamic-batching')}"
+    LOADERS[f"{_name}, really run"] = rival
+    LOADERS[f"{_name}, `no_warmup`, really run"] = functools.partial(rival, no_warmup=True)
 
 
 def _settle() -> None:
@@ -98,6 +105,8 @@ def run(name: str, samples: Sequence[np.ndarray], **settings: int) -> list[int]:
             processes.submit(_epoch, LOADERS[name], lengths, rank, str(Path(folder) / "store"), settings)
             for rank in range(len(samples))
         ]
+        for failed in (job for job in wait(jobs, return_when=FIRST_EXCEPTION).done if job.exception()):
+            raise failed.exception()  # and not what it means for rank 0
         epochs = [job.result() for job in jobs]
     drawn, emitted = sum(map(len, samples)), sum(emitted for steps in epochs for _, emitted in steps)
     if emitted != drawn:

@@ -6,7 +6,7 @@ fills a shuffle buffer; and odb, which fills a window (1,024 samples). Three str
 start-up (imports, arguments, tokenizer), reading the raw file (`datasets.load_dataset` alone, inside the run), and the
 rest: what is done to the rows before the first step, and loading the model. Prints a Markdown table.
 
-    python examples/benchmark/start.py            # about ten minutes on two cores
+    python examples/benchmark/start.py            # about six minutes on two cores
     python examples/benchmark/start.py --rows 1000 10000 --repeats 1 --output-dir results
 """
 

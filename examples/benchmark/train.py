@@ -5,7 +5,7 @@ of the same samples each, at the same learning rate and the same peak of memory:
 contestant is of the same padded tokens. A fixed batch reaches rows x longest row, whatever the order, and so does a
 length-grouped one; packed rows are as long as that longest row, and as many; token_budget is that product.
 
-    python examples/benchmark/train.py                  # a quarter of an hour on two idle cores
+    python examples/benchmark/train.py                  # about nine minutes on two cores
     python examples/benchmark/train.py --short          # to see that everything works
 """
 

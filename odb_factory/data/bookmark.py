@@ -20,6 +20,7 @@ class Bookmark:
     """data: what must be as it was for a state to mean anything here; `order` in it is filled in for each epoch.
 
     plan: what must be as it was for the epoch to go on with the same groups; else its rest is dealt out anew.
+    is_loaded: a state has been loaded, and no step been taken since.
     """
 
     def __init__(self, rank: int, world_size: int, data: dict[str, Any], plan: dict[str, Any]):
@@ -32,18 +33,13 @@ class Bookmark:
         self.order: int | None = None
         self.done: np.ndarray | None = None
         self.resume: tuple[Snapshot, int] | None = None
-        self._has_moved = False
+        self._has_moved = self.is_loaded = False
         self.draws: list[int] = []
 
     def turn_to(self, epoch: int) -> None:
         """The next pass is over this epoch; from where a loaded state left it if it is that one."""
         if epoch != self.epoch or self._has_moved:
             self._open(epoch)
-
-    @property
-    def waits(self) -> bool:
-        """Whether a state has been loaded from within the epoch, and no step been taken since."""
-        return not self._has_moved and (self.resume is not None or self.done is not None)
 
     def pass_over(self, epoch: int, num_samples: int) -> None:
         """Stand in `epoch`, behind the first samples of its order."""
@@ -67,7 +63,8 @@ class Bookmark:
         if self.resume is None or step.round_index != self.resume[0].round_index:
             self.draws = []
         self.draws += step.draws
-        self._has_moved, self.resume = True, (snapshots[0], step.index + 1 - snapshots[0].steps)
+        self._has_moved, self.is_loaded = True, False
+        self.resume = (snapshots[0], step.index + 1 - snapshots[0].steps)
 
     def state(self, order: int) -> dict[str, Any]:
         """JSON types. order: the fingerprint of the epoch's."""
@@ -96,6 +93,7 @@ class Bookmark:
         if mine.get("version") != VERSION:
             check_states(states)
         self._open(mine["epoch"])
+        self.is_loaded = True
         if ignore_data:
             logger.warning("resume: ignore_data: epoch %d begins anew, whatever was done of it", self.epoch)
             return

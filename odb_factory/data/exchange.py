@@ -89,7 +89,7 @@ class GroupExchange:
         The first farewell of all ranks stands. Ranks that show no sign of having read it are named.
         """
         store = self._store
-        if self._failed or store is None:
+        if self._failed or self._parted or store is None:
             return
         self._failed = True
         words = f"rank {self.rank} left the training: {message}"
@@ -116,8 +116,8 @@ class GroupExchange:
         self._closed.set()
         if self._watcher is not None:
             self._watcher.join()
-        if self._store is not None and not self._failed and self._heard is None:
-            self._part()
+            if self._store is not None and not self._failed and self._heard is None:
+                self._part()
         if self._group is not None and not self._failed and dist.is_initialized():
             dist.destroy_process_group(self._group)
         self._group = self._store = None
@@ -128,6 +128,7 @@ class GroupExchange:
             return
         self._parted = True
         try:
+            self._store.set(f"heard/{self.rank}", "")  # a failing rank need not wait for this one
             self._store.set(f"parted/{self.rank}", "")
             others = [f"parted/{rank}" for rank in range(1, self.world_size)]
             until = time.monotonic() + PART_S
@@ -206,9 +207,9 @@ class GroupExchange:
         """Read the farewell of a failing rank, whatever this rank is waiting in."""
         while not self._closed.wait(WATCH_S):
             try:
-                if self.rank != 0 and self._store.check(["parted/0"]):
-                    return self._part()
                 if not self._store.check(["left"]):
+                    if self.rank != 0 and self._store.check(["parted/0"]):
+                        return self._part()
                     continue
                 self._hear(self._store.get("left").decode())
                 self._store.set(f"heard/{self.rank}", "")

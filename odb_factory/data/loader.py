@@ -47,7 +47,7 @@ class ODBLoader:
 
     dataset: what `observer` reads rows from; sampler: row indices of one epoch over all ranks, with
     `set_epoch` if the order changes, None for a dataset that is iterated; collate_fn: the framework's
-    collator, unchanged. accumulation: an epoch has a multiple of this many steps. workers: as `Stages` has them.
+    collator, unchanged. accumulation: an epoch has a multiple of this many steps. stages: what else `Stages` takes.
     Call `close` when done; it ends the worker processes.
     """
 
@@ -65,7 +65,7 @@ class ODBLoader:
         rank: int = 0,
         world_size: int = 1,
         exchange: Exchange | None = None,
-        **workers: Any,
+        **stages: Any,
     ):
         self.dataset, self.config = dataset, config
         self.num_samples: int | None = _length(dataset if sampler is None else sampler)
@@ -84,7 +84,7 @@ class ODBLoader:
             seed=seed,
             rank=rank,
             world_size=world_size,
-            **workers,
+            **stages,
         )
         self._order = self._stages.order
         self._plan = functools.partial(
@@ -95,7 +95,7 @@ class ODBLoader:
             accumulation=accumulation,
             join=config.join,
             balance=config.balance,
-            propose=self.times.fit if config.cost_model == "time" else CostModel,
+            propose=self.times.fitting() if config.cost_model == "time" else CostModel,
             seed=seed,
             rank=rank,
             exchange=self._exchange,
@@ -124,9 +124,9 @@ class ODBLoader:
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration; a new order every epoch."""
         if epoch != self.epoch:
-            if self._pass is None and self._bookmark.waits:
+            if self._bookmark.is_loaded:
                 logger.warning(
-                    "set_epoch(%d) drops the state that was loaded, which stands in epoch %d: begin with that epoch",
+                    "epoch %d begins and the state that was loaded is dropped: it stands in epoch %d, begin with that",
                     epoch,
                     self.epoch,
                 )
@@ -222,6 +222,7 @@ class ODBLoader:
             except queue.Empty:
                 self._exchange.check()
             except StopIteration:  # nothing is left of a resumed epoch but rows that cannot be used
+                self._bookmark.turn_to(self.epoch + 1)
                 self.set_epoch(self.epoch + 1)
                 return self._begin()
         self._pass.epoch_steps = self._pass.tasks[0][0].epoch_steps

@@ -56,7 +56,6 @@ class Stages:
         worker_init_fn: Callable | None = None,
     ):
         self.feed = TaskFeed()
-        self._num_rows = 0 if sampler is None else len(dataset)
         collate_workers = num_workers if config.collate_workers is None else config.collate_workers
         self.threaded = collate_workers > 0
 
@@ -104,7 +103,7 @@ class Stages:
 
     def find_spare(self) -> Sample:
         """The first usable row of the dataset, for idle steps of a rank whose shard had none."""
-        rows: Iterable = self._whole_stream or (self._observed[index] for index in range(self._num_rows))
+        rows: Iterable = self._whole_stream or map(self._observed.__getitem__, range(len(self._observed.dataset)))
         spare = next((row for row in rows if isinstance(row, Sample)), None)
         if spare is None:
             raise DataError("no row of the dataset can be read here to take idle steps with; other ranks could.")

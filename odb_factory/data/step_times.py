@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 
@@ -47,6 +49,11 @@ class StepTimes:
         else:
             largest = (totals.largest_tokens, totals.largest_patches, totals.largest_squares)
             self._steps.append((1.0, *map(float, largest), seconds))
+
+    def fitting(self) -> Callable[[], CostModel]:
+        """`fit`, to be called in another thread: what it imports is imported here, not while workers are forked."""
+        importlib.import_module("scipy.optimize")
+        return self.fit
 
     def fit(self) -> CostModel:
         """t = a + b tokens + c patches + d squares by least squares, none negative; by tokens while steps are few."""

@@ -96,17 +96,20 @@ def test_twenty_epochs_leave_nothing_behind(tmp_path) -> None:
     assert all(len(outcome.value["other"]) > NUM_OTHER_ROWS // 2 for outcome in outcomes)
 
 
-def an_epoch_and_a_pause(rank: int, first: int) -> None:
+def an_epoch_and_a_pause(rank: int, first: int, fails: bool) -> None:
     with toy_loader(NUM_ROWS, rank=rank, world_size=2) as loader:
         an_epoch(loader, 0)
         if rank != first:
             time.sleep(3 * WATCH_S)
+            if fails:
+                loader.abort("cannot save")
 
 
+@pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_rank_may_end_before_the_other(first: int, tmp_path: Path) -> None:
-    """Nobody is told of errors: rank 0 serves a store that the other asks now and then."""
-    for outcome in run_ranks("distributed.test_leftovers:an_epoch_and_a_pause", tmp_path, first=first):
+def test_a_rank_may_end_before_the_other(first: int, fails: bool, tmp_path: Path) -> None:
+    """Nobody is told of errors, or misses the other: rank 0 serves a store that the other asks now and then."""
+    for outcome in run_ranks("distributed.test_leftovers:an_epoch_and_a_pause", tmp_path, first=first, fails=fails):
         assert outcome.returncode == 0, outcome.said
         assert "Exception" not in outcome.said and "[odb]" not in outcome.said
 
