@@ -146,7 +146,9 @@ def check_engine(train: Callable[[str, int], Path], name: str, num_ranks: int) -
         epochs=2,
     )
     check_books(out, audits, dropped={})
-    assert any(line["idle"] for audit in audits for line in audit), "the data should make an idle step"
+    # Balanced ranks idle only where there are fewer samples than ranks.
+    if "balanced" not in name:
+        assert any(line["idle"] for audit in audits for line in audit), "the data should make an idle step"
     assert list(out.glob(ENGINES[name].evidence)), f"{name} was not in use: {[str(p) for p in out.rglob('*')]}"
 
 
