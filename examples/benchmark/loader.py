@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import multiprocessing
 import os
 import statistics
 import tempfile
@@ -47,6 +46,7 @@ from loader_contest import (
     rival_light,
 )
 from loader_rows import write_pictures
+from processes import make_processes
 
 SLOWER = 1.25
 WINDOWS = (32, 1024)
@@ -67,17 +67,6 @@ def contestants(workers: int) -> list[Contestant]:
     for run, name in ((rival, RIVAL), (rival_light, f"{RIVAL}, light items")):
         lineup += [Contestant(name, run, workers - 1, 1), Contestant(name, run, workers, 1)]
     return lineup
-
-
-def make_home() -> ProcessPoolExecutor:
-    """A process of its own that does what it is given."""
-    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_settle)
-
-
-def _settle() -> None:
-    """A spawned process would spawn its workers, too; a training script on Linux forks them."""
-    multiprocessing.set_start_method("fork", force=True)
-    torch.set_num_threads(1)
 
 
 Lineup = dict[Contestant, ProcessPoolExecutor]
@@ -171,7 +160,7 @@ def main() -> None:
     given.output_dir.mkdir(parents=True, exist_ok=True)
     results = []
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        lineup = {how: stack.enter_context(make_home()) for how in contestants(given.workers)}
+        lineup = {how: stack.enter_context(make_processes(1)) for how in contestants(given.workers)}
         for ready in [home.submit(memory_mib) for home in lineup.values()]:  # imports done, together
             ready.result()
         pictures = tuple(write_pictures(Path(folder), 16 if given.short else 256))

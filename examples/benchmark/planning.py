@@ -147,15 +147,6 @@ def table(title: str, columns: Sequence[str], rows: dict[str, Sequence[float]]) 
     return "\n".join(lines) + "\n"
 
 
-def compare(way: Callable[[Samples], Steps], ranks: int, samples: int, seeds: int) -> dict[str, float]:
-    """The mean efficiency of a way over the draws of each workload."""
-    reached = {}
-    for workload in WORKLOADS:
-        drawn = (draw(workload, ranks, samples, seed) for seed in range(seeds))
-        reached[workload] = float(np.mean([efficiency(one, way(one)) for one in drawn]))
-    return reached
-
-
 def draw_figure(results: list[dict[str, Any]], path: Path) -> None:
     import matplotlib
 
@@ -190,7 +181,11 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
         if ranks <= given.processes:
             for name in processes.LOADERS:
                 ways[name] = functools.partial(processes.run, name, token_budget=TOKEN_BUDGET, window=WINDOW)
-        reached = {name: compare(way, ranks, count, given.seeds) for name, way in ways.items()}
+        reached = {name: {} for name in ways}
+        for workload in WORKLOADS:
+            drawn = [draw(workload, ranks, count, seed) for seed in range(given.seeds)]
+            for name, way in ways.items():
+                reached[name][workload] = float(np.mean([efficiency(samples, way(samples)) for samples in drawn]))
         print(table(f"{ranks:,} ranks", list(WORKLOADS), {name: list(row.values()) for name, row in reached.items()}))
         pictures: dict[str, dict[str, dict[str, float]]] = {}
         for workload in WORKLOADS:

@@ -84,6 +84,11 @@ if importlib.util.find_spec("odb") is not None:
     LOADERS[f"{_name}, `no_warmup`, really run"] = functools.partial(rival, no_warmup=True)
 
 
+def make_processes(count: int) -> ProcessPoolExecutor:
+    """Processes of their own that do what they are given."""
+    return ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), initializer=_settle)
+
+
 def _settle() -> None:
     """A spawned process would spawn its workers, too; a training script on Linux forks them."""
     multiprocessing.set_start_method("fork", force=True)
@@ -96,11 +101,7 @@ def run(name: str, samples: Sequence[np.ndarray], **settings: int) -> list[int]:
     samples: of each rank, as `ROW`. settings: token_budget and window. Raises `RuntimeError` if samples are lost.
     """
     lengths = [rows["tokens"] for rows in samples]
-    context = multiprocessing.get_context("spawn")
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        ProcessPoolExecutor(len(samples), context, initializer=_settle) as processes,
-    ):
+    with tempfile.TemporaryDirectory() as folder, make_processes(len(samples)) as processes:
         jobs = [
             processes.submit(_epoch, LOADERS[name], lengths, rank, str(Path(folder) / "store"), settings)
             for rank in range(len(samples))

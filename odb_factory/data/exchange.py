@@ -98,9 +98,7 @@ class GroupExchange:
             first = store.compare_set("left", "", words).decode()
             if first != words:
                 self._hear(first)
-            until = time.monotonic() + FAREWELL_S
-            while not store.check(list(others.values())) and time.monotonic() < until:
-                time.sleep(WATCH_S / 5)
+            _await(store, list(others.values()), FAREWELL_S)
             silent = [f"rank {rank}" for rank, key in others.items() if not store.check([key])]
         except RuntimeError:
             silent = ["rank 0"]  # it serves the store
@@ -130,10 +128,8 @@ class GroupExchange:
         try:
             self._store.set(f"heard/{self.rank}", "")  # a failing rank need not wait for this one
             self._store.set(f"parted/{self.rank}", "")
-            others = [f"parted/{rank}" for rank in range(1, self.world_size)]
-            until = time.monotonic() + PART_S
-            while self.rank == 0 and not self._store.check(others) and time.monotonic() < until:
-                time.sleep(WATCH_S / 50)
+            if self.rank == 0:
+                _await(self._store, [f"parted/{rank}" for rank in range(1, self.world_size)], PART_S)
         except RuntimeError:
             pass  # rank 0 has ended
 
@@ -225,3 +221,10 @@ class GroupExchange:
             if self._heard is None and not words.startswith(f"rank {self.rank} "):
                 self._heard = words
                 logger.error("%s", words)
+
+
+def _await(store: dist.TCPStore, keys: list[str], limit_s: float) -> None:
+    """Wait until all keys are there, for `limit_s` seconds at most."""
+    until = time.monotonic() + limit_s
+    while not store.check(keys) and time.monotonic() < until:
+        time.sleep(WATCH_S / 50)
