@@ -105,10 +105,10 @@ class ODBConfig:
         choices=("strict", "ignore_data"),
         default="strict",
     )
-    exchange_timeout_s: int | None = _key(
-        "seconds a rank waits for the others when they plan a round; none: ddp_timeout, as the training itself",
+    exchange_timeout_s: int = _key(
+        "seconds a rank waits for the others when they plan a round, before it ends and names those that are missing",
         minimum=1,
-        default=None,
+        default=600,
     )
     audit: bool = _key(
         "write odb_audit_rank{r}.jsonl to output_dir, one line per step",
@@ -154,9 +154,7 @@ class ODBConfig:
                 "for example `token_budget: 8192`."
             )
         # YAML's own word for nothing is `null`; people write the word.
-        values = {
-            name: None if value == "none" and _optional(known[name]) else value for name, value in block.items()
-        }
+        values = {name: None if value == "none" and _optional(known[name]) else value for name, value in block.items()}
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:

@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import default_pg_timeout
 from torch.utils.data import DataLoader
 
 from odb_factory.batching import Collation
@@ -40,8 +38,6 @@ class Iteration:
     ):
         if config.audit and audit_dir is None:
             raise ConfigError("odb.audit: True does not say where to; give audit_dir= instead.")
-        ranks = dist.is_available() and dist.is_initialized()
-        rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if ranks else (0, 1)
         self.config, self.accumulation = config, accumulation
         self._is_fetched_ahead = is_fetched_ahead
         generator = dataloader.generator
@@ -53,11 +49,9 @@ class Iteration:
             collation=collation,
             accumulation=accumulation,
             seed=seed,
-            rank=rank,
-            world_size=self.world_size,
-            timeout_s=default_pg_timeout.total_seconds(),
         )
-        self._audit = Audit(Path(audit_dir), rank) if audit_dir is not None else None
+        self.world_size = self.loader.world_size
+        self._audit = Audit(Path(audit_dir), self.loader.rank) if audit_dir is not None else None
         self._begun = False
         self._last_estimate: int | None = None
         self._micro_steps = self._optimizer_steps = 0

@@ -260,7 +260,9 @@ def check_promises(
     if epochs[0].error is not None:
         assert all(isinstance(epoch.error, AgreedError) for epoch in epochs), "all ranks end alike"
         assert not emitted
-        assert not any(held) or not join and any(_ran_short(*rank, emitted, accumulation) for rank in zip(held, epochs))
+        assert not any(held) or (
+            not join and any(_ran_short(*rank, emitted, accumulation) for rank in zip(held, epochs))
+        )
         return
     assert [epoch.error for epoch in epochs] == [None] * len(epochs)
 

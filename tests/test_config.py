@@ -66,7 +66,7 @@ def test_defaults() -> None:
         "overlong": "singleton",
         "on_error": "raise",
         "resume": "strict",
-        "exchange_timeout_s": None,
+        "exchange_timeout_s": 600,
         "audit": False,
         "seed": None,
     }

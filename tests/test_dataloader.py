@@ -107,7 +107,10 @@ def test_patches_of_an_item_are_counted(more: dict[str, Any], patches: int) -> N
 
 def test_a_cost_function_decides() -> None:
     with ODBDataLoader(
-        Rows(), token_budget=2048, max_patches=3, collate_fn=pad,
+        Rows(),
+        token_budget=2048,
+        max_patches=3,
+        collate_fn=pad,
         cost_fn=lambda item: Cost(len(item["input_ids"]), 1, len(item["labels"]) - 1),
     ) as loader:
         assert {len(rows_of(batch)) for batch in loader} == {3}
@@ -239,8 +242,14 @@ def test_a_state_goes_on_behind_the_last_optimizer_step(num_workers: int, tmp_pa
 
     def loader(folder: Path) -> ODBDataLoader:
         return ODBDataLoader(
-            Rows(), token_budget=BUDGET, buffer_size=16, shuffle=True, collate_fn=pad, num_workers=num_workers,
-            gradient_accumulation_steps=2, audit_dir=folder,
+            Rows(),
+            token_budget=BUDGET,
+            buffer_size=16,
+            shuffle=True,
+            collate_fn=pad,
+            num_workers=num_workers,
+            gradient_accumulation_steps=2,
+            audit_dir=folder,
         )
 
     with loader(tmp_path / "whole") as one:

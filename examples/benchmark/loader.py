@@ -175,7 +175,7 @@ def main() -> None:
             print(table(rows), end="\n\n", flush=True)
             results.append(rows)
     machine = {"cores": os.cpu_count(), "load": os.getloadavg(), "torch": torch.__version__}
-    report = json.dumps({"machine": machine, "results": sum(results, [])}, indent=2)
+    report = json.dumps({"machine": machine, "results": [row for rows in results for row in rows]}, indent=2)
     (given.output_dir / "loader.json").write_text(report, encoding="utf-8")
     draw(results, given.output_dir / "loader.png")
 

@@ -57,9 +57,7 @@ def odb_factory(lengths: Sequence[np.ndarray], rank: int, token_budget: int, win
             yield batch["labels"].numel(), len(batch["labels"]) if pop_step_info(batch).loss_scale else 0
 
 
-def rival(
-    lengths: Sequence[np.ndarray], rank: int, token_budget: int, window: int, no_warmup: bool = False
-) -> Epoch:
+def rival(lengths: Sequence[np.ndarray], rank: int, token_budget: int, window: int, no_warmup: bool = False) -> Epoch:
     """Samples wait in the order in which they are drawn, as with ours. no_warmup: its windows do not grow slowly."""
     import odb
 

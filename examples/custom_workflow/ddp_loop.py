@@ -1,7 +1,7 @@
 """A training loop of your own in plain PyTorch, one process or DistributedDataParallel, with batches formed online.
 
-    python examples/custom_workflow/ddp_loop.py
-    torchrun --nproc_per_node 2 examples/custom_workflow/ddp_loop.py
+python examples/custom_workflow/ddp_loop.py
+torchrun --nproc_per_node 2 examples/custom_workflow/ddp_loop.py
 """
 
 from __future__ import annotations

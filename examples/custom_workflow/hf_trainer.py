@@ -1,6 +1,6 @@
 """A Hugging Face Trainer with batches formed online: one more line.
 
-    python examples/custom_workflow/hf_trainer.py
+python examples/custom_workflow/hf_trainer.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Fine-tune a Qwen-VL with samples that `qwen-vl-utils` and the model's own processor prepare, batches formed online.
 
-    python examples/custom_workflow/qwen_vl.py
+python examples/custom_workflow/qwen_vl.py
 """
 
 from __future__ import annotations

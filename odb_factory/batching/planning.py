@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -98,7 +99,7 @@ def plan_round(
         final = all(dry)
         steps = plan_together(Rows(table, np.arange(len(table)), budget), home, len(windows), model, final=final)
     else:
-        held = [Rows(table, np.arange(start, end), budget) for start, end in zip(starts, starts[1:])]
+        held = [Rows(table, np.arange(start, end), budget) for start, end in pairwise(starts)]
         steps, final = plan_apart(held, dry, model, accumulation=accumulation, join=join)
     steps = list(_shuffled(steps, np.random.default_rng([seed % 2**64, epoch, round_index])))
     if join and final:

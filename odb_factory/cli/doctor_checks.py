@@ -25,7 +25,6 @@ SUPPORTED = {
     "torch": ">=2.5,<2.13",
     "accelerate": "",
     "datasets": "",
-    "torchdata": "",
 }
 """What must be installed, and which versions odb_factory supports (all, where LLaMA-Factory itself sets them)."""
 _WAYS_OUT = {"python": "make an environment with a Python of 3.11 or newer", "torch": TORCH_SET}

@@ -48,7 +48,8 @@ def run() -> Probe:
     probe.gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     for name in ("torchvision", "torchaudio"):
         _imports(name, probe)
-    if all([_imports(name, probe) for name in activation.SEAMS]):
+    imported = [_imports(name, probe) for name in activation.SEAMS]  # all are tried
+    if all(imported):
         _look_at_seams(probe)
         data_arguments = sys.modules["llamafactory.hparams.parser"].DataArguments
         names = [item.name for item in dataclasses.fields(data_arguments)]

@@ -28,11 +28,23 @@ MAX_VIDEO_PIXELS = 2 * 320 * 320  # over all sampled frames; two frames share a 
 
 # In the order in which Qwen numbers them, after the vocabulary. The last four are not "special":
 # they survive `skip_special_tokens`.
-_SPECIAL = (
-    "<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> <|box_start|> <|box_end|> "
-    "<|quad_start|> <|quad_end|> <|vision_start|> <|vision_end|> <|vision_pad|> <|image_pad|> <|video_pad|>"
-).split()
-_ADDED = "<tool_call> </tool_call> <think> </think>".split()
+_SPECIAL = [
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|object_ref_start|>",
+    "<|object_ref_end|>",
+    "<|box_start|>",
+    "<|box_end|>",
+    "<|quad_start|>",
+    "<|quad_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+]
+_ADDED = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
 
 # Transformers 5 rebuilds a Qwen2 tokenizer around this very rule when it loads one, so it must be
 # trained with it: contractions, words with one leading mark, single digits, runs of marks, line ends.

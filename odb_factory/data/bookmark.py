@@ -82,9 +82,7 @@ class Bookmark:
             "emitted": list(self.draws),
         }
 
-    def load(
-        self, states: Sequence[dict[str, Any]], fingerprint: Callable[[int], int], *, ignore_data: bool
-    ) -> None:
+    def load(self, states: Sequence[dict[str, Any]], fingerprint: Callable[[int], int], *, ignore_data: bool) -> None:
         """Go on from the states of all ranks (of this one alone, where ranks and settings are as they were).
 
         fingerprint: that of the order of an epoch, here. Raises `DataError` with what differs.

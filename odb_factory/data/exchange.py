@@ -43,10 +43,16 @@ class GroupExchange:
     hundred more: nothing grows with tokens or pixels.
     """
 
-    def __init__(self, timeout_s: float):
+    def __init__(self, timeout_s: float, process_group: dist.ProcessGroup | None = None):
         self.timeout_s = timeout_s
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s), group_desc="odb")
+        self.rank, self.world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
+        self._group = dist.new_group(
+            dist.get_process_group_ranks(process_group),
+            backend="gloo",
+            timeout=timedelta(seconds=timeout_s),
+            use_local_synchronization=process_group is not None,
+            group_desc="odb",
+        )
         self._store = self._open_store()
         self._count = 0
         self._failed = False
@@ -210,7 +216,7 @@ class GroupExchange:
                 self._hear(self._store.get("left").decode())
                 self._store.set(f"heard/{self.rank}", "")
             except RuntimeError:
-                return
+                return None
             if not self._closed.wait(GRACE_S):
                 logger.error("rank %d is ended: for %g s it has been waiting for ranks that left", self.rank, GRACE_S)
                 os._exit(1)

@@ -68,6 +68,7 @@ class ODBLoader:
         **stages: Any,
     ):
         self.dataset, self.config = dataset, config
+        self.rank, self.world_size = rank, world_size
         self.num_samples: int | None = _length(dataset if sampler is None else sampler)
         self.epoch = 0
         self.times = StepTimes()

@@ -6,6 +6,8 @@ import multiprocessing
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch.distributed as dist
+
 from odb_factory.batching import Collation
 from odb_factory.config import ODBConfig
 from odb_factory.data.exchange import GroupExchange
@@ -34,15 +36,18 @@ def make_loader(
     collation: Collation | None = None,
     patch_size: int = DEFAULT_PATCH_SIZE,
     cost_fn: Callable | None = None,
-    world_size: int,
-    timeout_s: float,
+    process_group: dist.ProcessGroup | None = None,
+    agree_on: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> ODBLoader:
     """observer None: the items are processed samples. collation None: the collator's `pad_to_multiple_of`.
 
-    timeout_s: of the training's own process group, for an exchange that the config gives none. With several
-    ranks, all make theirs at the same place of the program.
+    process_group: the data-parallel ranks (None: the default group, if there is one). With several ranks, all make
+    theirs at the same place of the program. agree_on: further settings that all ranks must have in common.
     """
+    exchange = None
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size(process_group) > 1:
+        exchange = GroupExchange(config.exchange_timeout_s, process_group)
     context = parts.multiprocessing_context
     if context is None and "fork" in multiprocessing.get_all_start_methods():
         context = "fork"  # a collator may hold the model, which other start methods would pickle
@@ -65,7 +70,8 @@ def make_loader(
         pin_memory=parts.pin_memory,
         multiprocessing_context=context,
         worker_init_fn=parts.worker_init_fn,
-        world_size=world_size,
-        exchange=GroupExchange(config.exchange_timeout_s or timeout_s) if world_size > 1 else None,
+        rank=0 if exchange is None else exchange.rank,
+        world_size=1 if exchange is None else exchange.world_size,
+        exchange=exchange,
         **kwargs,
     )

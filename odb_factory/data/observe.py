@@ -141,9 +141,7 @@ class ObservedStream(IterableDataset):
 
     fingerprint = 0
 
-    def __init__(
-        self, dataset: Any, observer: Observer, config: ODBConfig, budget: Budget, rank: int, world_size: int
-    ):
+    def __init__(self, dataset: Any, observer: Observer, config: ODBConfig, budget: Budget, rank: int, world_size: int):
         self.dataset = dataset
         self._observed = ObservedDataset(self, observer, config, budget)
         self._current: Any = None

@@ -107,9 +107,7 @@ class MediaObserver:
 
     def placeholders_cut(self, input_ids: Sequence[int]) -> bool:
         """Whether `input_ids` hold fewer visual or audio placeholders than the row's messages did."""
-        return any(
-            input_ids.count(self._token_ids[name]) < expected for name, expected in self._placeholders.items()
-        )
+        return any(input_ids.count(self._token_ids[name]) < expected for name, expected in self._placeholders.items())
 
     def placeholders_missing(self, images: Any, videos: Any, input_ids: Sequence[int]) -> bool:
         """Whether `input_ids` hold fewer placeholders than the media need; known where sizes tell the cost."""

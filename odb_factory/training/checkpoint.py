@@ -82,7 +82,9 @@ def _load_stock(run: ODBRun, folder: Path) -> None:
     logger.warning(
         "%s was written without odb, so nobody knows which rows were trained on: the first %d samples of epoch %d are "
         "taken for done; as the order may be another, some rows may come twice in this epoch and some not at all",
-        folder.name, done, int(state.epoch or 0),
+        folder.name,
+        done,
+        int(state.epoch or 0),
     )
     run.begin_at(state.global_step, state.epoch or 0.0)
 

@@ -45,9 +45,6 @@ class ODBSettings:
             cost_fn=self.cost_fn,
             accumulation=args.gradient_accumulation_steps,
             seed=seed,
-            rank=args.process_index,
-            world_size=args.world_size,
-            timeout_s=args.ddp_timeout,
         )
         return ODBRun(
             loader,
@@ -56,8 +53,8 @@ class ODBSettings:
             target_epochs=None if args.max_steps > 0 else args.num_train_epochs,
             max_steps=args.max_steps if args.max_steps > 0 else None,
             output_dir=args.output_dir,
-            rank=args.process_index,
-            world_size=args.world_size,
+            rank=loader.rank,
+            world_size=loader.world_size,
         )
 
 

@@ -36,14 +36,19 @@ class ODBCallback(TrainerCallback, ExportableState):
         state.max_steps = run.estimated_optimizer_steps()
         state.num_train_epochs = math.ceil(run.target_epochs or run.max_steps / epoch_steps)
         state.compute_steps(args, state.max_steps)
-        samples = "a stream of unknown length" if run.loader.num_samples is None else (
-            f"{run.loader.num_samples} samples in about {round(epoch_steps)} optimizer steps an epoch"
+        samples = (
+            "a stream of unknown length"
+            if run.loader.num_samples is None
+            else (f"{run.loader.num_samples} samples in about {round(epoch_steps)} optimizer steps an epoch")
         )
         logger.info(
             "%s (figures of the Trainer above are bounds): "
             "token_budget %d, max_patches %s, buffer_size %d, loss_scaling %s",
-            samples, run.config.token_budget, run.config.max_patches,
-            run.config.buffer_size, run.config.loss_scaling,
+            samples,
+            run.config.token_budget,
+            run.config.max_patches,
+            run.config.buffer_size,
+            run.config.loss_scaling,
         )
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -91,7 +91,10 @@ class ODBRun:
         factor = ratio if self.config.lr_scale == "linear" else math.sqrt(ratio)
         logger.info(
             "learning rate x %.4g (lr_scale %s: about %.1f samples an optimizer step, lr_reference_samples %d)",
-            factor, self.config.lr_scale, samples, self.config.lr_reference_samples,
+            factor,
+            self.config.lr_scale,
+            samples,
+            self.config.lr_reference_samples,
         )
         self.lr_factor = factor
         return factor

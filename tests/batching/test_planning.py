@@ -179,9 +179,7 @@ def test_what_is_overdue_goes_first(world: list[Window], budget: Budget, positio
     for rank, window in enumerate(world):
         gone = set(emitted_of(plan, rank))
         overdue = {i for i, age in enumerate(window.ages) if age >= MAX_WAIT_ROUNDS}
-        emptied = any(
-            not other.dry and len(emitted_of(plan, k)) == len(other.costs) for k, other in enumerate(world)
-        )
+        emptied = any(not other.dry and len(emitted_of(plan, k)) == len(other.costs) for k, other in enumerate(world))
         assert overdue <= gone or emptied, "the round ends before only where a window is empty"
 
 
@@ -430,9 +428,7 @@ def test_groups_that_take_as_long_meet() -> None:
     lengths = [25] * 16 + [50] * 8
     world = [Window([Cost(length) for length in lengths], [0] * len(lengths), dry=True)] * 2
     for options in ({}, {"balance": True}):
-        plan = plan_round(
-            world, Budget(100), seed=0, epoch=0, round_index=0, model=CostModel(0, 0, 0, 1), **options
-        )
+        plan = plan_round(world, Budget(100), seed=0, epoch=0, round_index=0, model=CostModel(0, 0, 0, 1), **options)
         costs = costs_of(world)
         for mine, theirs in zip(*plan.groups):
             assert costs[mine[0]].tokens == costs[theirs[0]].tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 from batching_strategies import budgets, collated, costs, within
@@ -57,7 +58,7 @@ def test_every_group_of_two_or_more_is_within_both_budgets(window: list[Cost], b
 def test_a_group_is_full_when_the_next_sample_does_not_fit(window: list[Cost], budget: Budget) -> None:
     """I7: only the last group can be part-filled, for want of samples; all others are closed by the sample after."""
     groups = cut(window, budget)
-    for group, after in zip(groups, groups[1:]):
+    for group, after in pairwise(groups):
         assert not within([window[i] for i in (after[-1], *group)], budget)
 
 

@@ -82,7 +82,7 @@ def test_sound_facts_give_no_problem() -> None:
     [
         ({"versions": SOUND.versions | {"llamafactory": "0.9.3"}}, "llamafactory 0.9.3 is not supported"),
         ({"versions": SOUND.versions | {"llamafactory": "0.9.6"}}, "llamafactory 0.9.6 is not supported"),
-        ({"versions": SOUND.versions | {"torchdata": None}}, "torchdata is not installed"),
+        ({"versions": SOUND.versions | {"datasets": None}}, "datasets is not installed"),
         ({"versions": SOUND.versions | {"transformers": "4.51.3"}}, "transformers 4.51.3 is not supported"),
         ({"entry_point": None, "probe": Probe(hooked=["x"])}, "is not declared"),
         ({"entry_point": "odb_factory.old:go", "probe": Probe(hooked=["x"])}, "names odb_factory.old:go"),

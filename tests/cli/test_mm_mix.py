@@ -136,7 +136,9 @@ def test_same_seed_same_bytes_another_seed_another_mix(tmp_path: Path) -> None:
 def test_a_missing_package_is_tolerated_two_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec = mm_mix_builtin.importlib.util.find_spec
     missing = {"gradio"}
-    monkeypatch.setattr(mm_mix_builtin.importlib.util, "find_spec", lambda name: None if name in missing else find_spec(name))
+    monkeypatch.setattr(
+        mm_mix_builtin.importlib.util, "find_spec", lambda name: None if name in missing else find_spec(name)
+    )
     summary = build_builtin_mix(tmp_path / "mix", samples=20)
     assert summary.train == 20 and "video" not in summary.parts
     missing.add("matplotlib")

@@ -129,7 +129,7 @@ def test_what_a_step_says_is_true_on_every_rank(rows: list[Row], options: dict[s
 def test_a_task_carries_what_its_step_says(rows: list[Row], options: dict[str, Any]) -> None:
     """I2: the samples to collate are the ids of the step, in order; an idle step runs a real one, if it can its own."""
     assume(usable(rows))
-    for rank, epoch in enumerate(run_epoch(rows, **options)):
+    for epoch in run_epoch(rows, **options):
         last_held = next((set(window) for window in reversed(epoch.windows) if window), None)
         shard = [row for row in usable(rows) if last_held is None or row.id in last_held]
         for step, samples in (task for tasks in epoch.rounds for task in tasks):
@@ -318,8 +318,9 @@ def test_without_join_no_rank_idles_and_what_is_left_out_is_counted(rows: list[R
     emitted = Counter(id for epoch in epochs for id in epoch.ids)
     if not emitted:
         assert all(isinstance(epoch.error, AgreedError) for epoch in epochs)
-        assert min(len(usable(rows[rank :: options["world_size"]])) for rank in range(options["world_size"])) < (
-            options["accumulation"]
+        assert (
+            min(len(usable(rows[rank :: options["world_size"]])) for rank in range(options["world_size"]))
+            < (options["accumulation"])
         )
         return
     assert [epoch.error for epoch in epochs] == [None] * options["world_size"]

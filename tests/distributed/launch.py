@@ -172,7 +172,8 @@ class Run:
 
 def shimmed(name: str) -> dict[str, str]:
     """The environment in which every rank runs the `sitecustomize.py` of that shim first."""
-    return {"PYTHONPATH": f"{SHIMS / name}{os.pathsep}{SHIMS}"}
+    here = (str(SHIMS / name), str(SHIMS), os.environ.get("PYTHONPATH"))
+    return {"PYTHONPATH": os.pathsep.join(path for path in here if path)}
 
 
 def free_port() -> int:

@@ -41,9 +41,7 @@ class Outcome:
     said: str
 
 
-def run_ranks(
-    function: str, folder: Path, *, world_size: int = 2, limit_s: float = 60, **kwargs: Any
-) -> list[Outcome]:
+def run_ranks(function: str, folder: Path, *, world_size: int = 2, limit_s: float = 60, **kwargs: Any) -> list[Outcome]:
     """Run `module:function(rank, **kwargs)` in one process a rank, with gloo between them.
 
     kwargs and the returned value are made of what JSON knows. Fails the test if a rank has not ended in time.

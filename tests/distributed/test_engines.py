@@ -286,9 +286,7 @@ def test_without_join_the_epoch_ends_when_a_rank_runs_short(tiny_text, tmp_path)
     """I1, I3: no idle step, nothing twice, and the rest is counted."""
     world = WORLDS["16 and 9"]
     out, audits = run_world(world, tiny_text, tmp_path, odb={"join": False})
-    check_audits(
-        audits, ids=world.usable, accumulation=ACCUMULATION, token_budget=world.token_budget, join=False
-    )
+    check_audits(audits, ids=world.usable, accumulation=ACCUMULATION, token_budget=world.token_budget, join=False)
     emitted = sum(len(line["ids"]) for audit in audits for line in audit)
     summary = check_books(out, audits, dropped={"invalid": 7}, left_out=len(world.usable) - emitted)
     assert summary["left_out"] > 0 == summary["idle_steps"]

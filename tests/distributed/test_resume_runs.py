@@ -25,18 +25,21 @@ ENV = {"ACCELERATE_TORCH_DEVICE": "cpu"}
 def configuration(model: Path, folder: Path, **changes: Any) -> dict[str, Any]:
     folder.mkdir()
     write_dataset(folder, {"rows": [row(3 + (k * 11) % 38) for k in range(NUM_ROWS)]})
-    return training_config(
-        model,
-        folder,
-        folder / "out",
-        dataset="rows",
-        ddp_backend="gloo",
-        gradient_accumulation_steps=2,
-        save_strategy="steps",
-        save_steps=SAVE_STEPS,
-        overwrite_output_dir=False,
-        odb={"token_budget": 256, "buffer_size": 32, "audit": True},
-    ) | changes
+    return (
+        training_config(
+            model,
+            folder,
+            folder / "out",
+            dataset="rows",
+            ddp_backend="gloo",
+            gradient_accumulation_steps=2,
+            save_strategy="steps",
+            save_steps=SAVE_STEPS,
+            overwrite_output_dir=False,
+            odb={"token_budget": 256, "buffer_size": 32, "audit": True},
+        )
+        | changes
+    )
 
 
 def to_the_end(config: dict[str, Any], num_ranks: int) -> None:

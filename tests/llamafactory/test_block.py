@@ -72,7 +72,6 @@ def test_megatron_is_refused(config, monkeypatch) -> None:
         get_train_args(config)
 
 
-
 def test_a_block_is_kept_for_one_training_only(config) -> None:
     get_train_args(dict(config))
     assert hooks._active is not None and hooks._active.token_budget == 1024
@@ -83,7 +82,9 @@ def test_a_block_is_kept_for_one_training_only(config) -> None:
 def test_the_command_line_stops_before_the_model_is_loaded(config) -> None:
     done = run_llamafactory(config, "odb.overlong=sometimes")
     assert done.returncode != 0
-    assert done.stdout.rstrip().splitlines()[-1].endswith(
-        "odb.overlong: 'sometimes' is not one of singleton, drop, error."
+    assert (
+        done.stdout.rstrip()
+        .splitlines()[-1]
+        .endswith("odb.overlong: 'sometimes' is not one of singleton, drop, error.")
     )
     assert "Loading dataset" not in done.stdout and "loading weights" not in done.stdout

@@ -56,12 +56,18 @@ def ids(folder: Path) -> Counter:
 def test_a_trainer_as_it_is(tiny_text, tmp_path) -> None:
     """Default batch size, two epochs, accumulation: every row once an epoch, figures right, evaluation untouched."""
     trainer = make(
-        Trainer, tiny_text, tmp_path, num_train_epochs=2, gradient_accumulation_steps=2, eval_dataset=Rows(num_rows=12),
-        eval_strategy="epoch", dataloader_num_workers=1,
+        Trainer,
+        tiny_text,
+        tmp_path,
+        num_train_epochs=2,
+        gradient_accumulation_steps=2,
+        eval_dataset=Rows(num_rows=12),
+        eval_strategy="epoch",
+        dataloader_num_workers=1,
     )
     assert enable_odb(trainer, **BLOCK) is trainer
     result = trainer.train()
-    assert ids(tmp_path) == Counter({row: 2 for row in range(NUM_ROWS)})
+    assert ids(tmp_path) == Counter(dict.fromkeys(range(NUM_ROWS), 2))
     optimizer_steps = max(line["optimizer_step"] for line in audit(tmp_path))
     assert trainer.state.global_step == trainer.state.max_steps == optimizer_steps
     assert len(audit(tmp_path)) == 2 * optimizer_steps

@@ -27,8 +27,14 @@ class StopAfter(TrainerCallback):
 
 
 def train(
-    model: Path, folder: Path, *, resume: Any = None, block: dict[str, Any] | None = None, stop: int | None = None,
-    num_rows: int = NUM_ROWS, **changes: Any,
+    model: Path,
+    folder: Path,
+    *,
+    resume: Any = None,
+    block: dict[str, Any] | None = None,
+    stop: int | None = None,
+    num_rows: int = NUM_ROWS,
+    **changes: Any,
 ) -> Trainer:
     defaults = {
         "output_dir": str(folder),
