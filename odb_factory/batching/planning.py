@@ -6,9 +6,10 @@ alone, with the same result (I6): no clock, no communication, no I/O, no sum who
 
 from __future__ import annotations
 
+import itertools
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
@@ -58,6 +59,13 @@ class Plan:
     final: bool
     too_heavy: bool = False
 
+    def checksum(self) -> int:
+        """The same for equal plans: what ranks compare to be sure that all have computed the same one."""
+        sizes = [len(group) for groups in self.groups for group in groups]
+        samples = itertools.chain.from_iterable(itertools.chain.from_iterable(self.groups))
+        content = np.fromiter(itertools.chain((self.final, len(self.groups)), sizes, samples), dtype="<i8")
+        return zlib.crc32(content.tobytes())
+
     @property
     def moves(self) -> bool:
         """Whether any sample goes out on another rank than the one that holds it."""
@@ -99,7 +107,7 @@ def plan_round(
         final = all(dry)
         steps = plan_together(Rows(table, np.arange(len(table)), budget), home, len(windows), model, final=final)
     else:
-        held = [Rows(table, np.arange(start, end), budget) for start, end in pairwise(starts)]
+        held = [Rows(table, np.arange(start, end), budget) for start, end in itertools.pairwise(starts)]
         steps, final = plan_apart(held, dry, model, accumulation=accumulation, join=join)
     steps = list(_shuffled(steps, np.random.default_rng([seed % 2**64, epoch, round_index])))
     if join and final:

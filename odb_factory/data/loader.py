@@ -17,12 +17,15 @@ import queue
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy
+
+import odb_factory
 from odb_factory.batching import Budget, Collation, CostModel
+from odb_factory.comm.coordinator import CollectiveError, Coordinator, SingleProcessCoordinator
 from odb_factory.config import ODBConfig
-from odb_factory.data.agreement import AgreedError, Alone, Exchange
 from odb_factory.data.ahead import Ahead, Direct
 from odb_factory.data.bookmark import Bookmark
 from odb_factory.data.collate import Collated, Failure
@@ -36,6 +39,8 @@ from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.log import get_logger
 
 MAX_REJECTIONS_LOGGED = 10
+LOCAL_KEYS = ("audit", "collate_workers", "exchange_timeout_s")
+"""Keys of the block in which ranks may differ: no plan and no weight depends on them."""
 ABORT_S = 7.0
 """After a failure planning is given this long to end; a DataLoader looks for dead workers every 5 s."""
 
@@ -47,7 +52,8 @@ class ODBLoader:
 
     dataset: what `observer` reads rows from; sampler: row indices of one epoch over all ranks, with
     `set_epoch` if the order changes, None for a dataset that is iterated; collate_fn: the framework's
-    collator, unchanged. accumulation: an epoch has a multiple of this many steps. stages: what else `Stages` takes.
+    collator, unchanged. accumulation: an epoch has a multiple of this many steps. agree_on: settings, beside the
+    config's, that all ranks must have in common. stages: what else `Stages` takes.
     Call `close` when done; it ends the worker processes.
     """
 
@@ -62,18 +68,17 @@ class ODBLoader:
         collation: Collation = Collation(),
         accumulation: int = 1,
         seed: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
-        exchange: Exchange | None = None,
+        coordinator: Coordinator | None = None,
+        agree_on: Mapping[str, object] | None = None,
         **stages: Any,
     ):
         self.dataset, self.config = dataset, config
-        self.rank, self.world_size = rank, world_size
+        self._coordinator = coordinator or SingleProcessCoordinator()
+        self.rank, self.world_size = rank, world_size = self._coordinator.rank, self._coordinator.world_size
         self.num_samples: int | None = _length(dataset if sampler is None else sampler)
         self.epoch = 0
         self.times = StepTimes()
         self._num_rejected = 0
-        self._exchange = exchange or Alone()
         budget = Budget(config.token_budget, config.max_patches, collation)
         self._stages = Stages(
             dataset,
@@ -99,7 +104,7 @@ class ODBLoader:
             propose=self.times.fitting() if config.cost_model == "time" else CostModel,
             seed=seed,
             rank=rank,
-            exchange=self._exchange,
+            coordinator=self._coordinator,
             find_spare=self._stages.find_spare,
             on_reject=self._on_reject,
         )
@@ -120,6 +125,16 @@ class ODBLoader:
                 "collation": list(dataclasses.astuple(collation)),
             },
         )
+        self._settings = {
+            **{f"odb.{key}": value for key, value in config.to_dict().items() if key not in LOCAL_KEYS},
+            "seed": seed,
+            "gradient_accumulation_steps": accumulation,
+            "collation": collation,
+            "number of samples": self.num_samples,
+            "odb_factory": odb_factory.__version__,
+            "numpy": numpy.__version__,
+            **(agree_on or {}),
+        }
         self._pass: Pass | None = None
 
     def set_epoch(self, epoch: int) -> None:
@@ -184,14 +199,14 @@ class ODBLoader:
         return self._steps(self._pass)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Leave the epoch (see `_leave`), end the worker processes, give the exchange back."""
+        """Leave the epoch (see `_leave`), end the worker processes, give the coordinator back."""
         self._leave(timeout_s)
         self._stages.close()
-        self._exchange.close()
+        self._coordinator.close()
 
     def abort(self, message: str) -> None:
         """Tell the other ranks why this one ends, then end as `close` does, without waiting for them."""
-        self._exchange.farewell(message)
+        self._coordinator.abort(message)
         self.close(ABORT_S)
 
     def _begin(self) -> None:
@@ -215,13 +230,14 @@ class ODBLoader:
         rounds = iter(plan)
         self._pass = self._stages.feed.current = Pass(plan, Ahead(rounds) if self._stages.threaded else Direct(rounds))
         self._pass.batches = self._stages.collate()
-        self._exchange.start()
+        self._coordinator.start()
+        self._coordinator.agree({**self._settings, "epoch": self.epoch, "place in the epoch": place})
         self._pass.rounds.start()
         while not self._pass.tasks:
             try:
                 self._pass.tasks.extend(self._pass.rounds.poll())
             except queue.Empty:
-                self._exchange.check()
+                self._coordinator.check()
             except StopIteration:  # nothing is left of a resumed epoch but rows that cannot be used
                 self._bookmark.turn_to(self.epoch + 1)
                 self.set_epoch(self.epoch + 1)
@@ -243,7 +259,7 @@ class ODBLoader:
                     current.in_flight -= 1
                     yield item
                 else:
-                    self._exchange.check()
+                    self._coordinator.check()
             if current.error is not None:
                 error, current.error = current.error, None
                 try:
@@ -262,15 +278,15 @@ class ODBLoader:
 
     def _abandon(self, error: BaseException) -> None:
         """Leave after an error. The others know of an agreed one; of any other they are told, for they do not leave."""
-        if not isinstance(error, AgreedError):
-            self._exchange.farewell(str(error) if isinstance(error, DataError) else one_line(error))
+        if not isinstance(error, CollectiveError):
+            self._coordinator.abort(str(error) if isinstance(error, DataError) else one_line(error))
         self._leave(ABORT_S)
 
     def _leave(self, timeout_s: float | None = None) -> None:
-        """End the pass; within `timeout_s` (default: that of the exchange) if the planning is stuck."""
+        """End the pass; within `timeout_s` (default: that of the coordinator) if the planning is stuck."""
         current, self._pass = self._pass, None
         if current is not None:
-            current.close(self._exchange.timeout_s if timeout_s is None else timeout_s)
+            current.close(self._coordinator.timeout_s if timeout_s is None else timeout_s)
 
     def _on_reject(self, rejection: Rejection) -> None:
         self._num_rejected += 1

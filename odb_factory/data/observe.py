@@ -13,7 +13,8 @@ from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from odb_factory.batching import Budget, Cost
 from odb_factory.config import ODBConfig
-from odb_factory.data.samples import Rejection, Sample, pack
+from odb_factory.data.samples import Rejection, Sample
+from odb_factory.data.serialize import pack
 from odb_factory.errors import one_line
 
 FINGERPRINTED = 64

@@ -18,9 +18,11 @@ from odb_factory.batching import (
     make_window,
     plan_round,
 )
-from odb_factory.data.agreement import AgreedError, Exchange, Report
-from odb_factory.data.handover import hand_over
+from odb_factory.comm.agreement import name_ranks
+from odb_factory.comm.coordinator import CollectiveError, Coordinator, RankMetadata
+from odb_factory.comm.redistribute import redistribute
 from odb_factory.data.samples import Rejection, Sample, Step
+from odb_factory.data.serialize import sample_from_bytes, sample_to_bytes
 from odb_factory.data.state import Held, Snapshot
 from odb_factory.errors import DataError, one_line
 from odb_factory.log import get_logger
@@ -30,9 +32,8 @@ logger = get_logger(__name__)
 Task = tuple[Step, list[Sample]]
 """A step and the samples to collate for it; on an idle step the sample that is run with weight 0."""
 DIFFERENT_ORDERS = (
-    "the ranks draw their samples in different orders or go on from different checkpoints, so some would be lost and "
-    "others trained on twice; give every rank the same whole sampler, seeded alike (each takes its own share of it), "
-    "not a share or an order of its own."
+    "the ranks draw their samples in different orders ({}), so some would be lost and others trained on twice; give "
+    "every rank the same whole sampler, seeded alike (each takes its own share of it), not a share of it."
 )
 PLANNED_OTHERWISE = (
     "the round that was under way at the checkpoint is planned otherwise now (by another version of odb_factory or "
@@ -84,7 +85,7 @@ class EpochRounds:
         seed: int,
         epoch: int,
         rank: int,
-        exchange: Exchange,
+        coordinator: Coordinator,
         find_spare: Callable[[], Sample],
         on_reject: Callable[[Rejection], None],
         order: Callable[[], int] = int,
@@ -99,7 +100,7 @@ class EpochRounds:
         self.buffer_size = buffer_size if join else max(buffer_size, accumulation)
         self.num_samples, self.accumulation, self.join, self.balance = num_samples, accumulation, join, balance
         self.seed, self.epoch, self.rank = seed, epoch, rank
-        self.exchange, self.order, self.find_spare, self.on_reject = exchange, order, find_spare, on_reject
+        self.coordinator, self.order, self.find_spare, self.on_reject = coordinator, order, find_spare, on_reject
 
         self.resume, self.done_before, self.propose = resume, done_before, propose
         self.emitted_before = list(emitted_before)
@@ -115,15 +116,15 @@ class EpochRounds:
         self.final = self.too_heavy = False
 
     def __iter__(self) -> Generator[list[Task], None, None]:
-        """Raises `AgreedError` on all ranks where one cannot go on; `DataError` if the others cannot be told."""
+        """Raises `CollectiveError` on all ranks where one cannot go on; `DataError` if the others cannot be told."""
         try:
             yield from self._rounds()
             return
         except GeneratorExit:
             if not self.final:
-                self.exchange.leave()
+                self.coordinator.leave_epoch()
             raise
-        except AgreedError:
+        except CollectiveError:
             raise
         except DataError as error:
             message = str(error)
@@ -135,8 +136,8 @@ class EpochRounds:
             self.observed = iter(())  # lets its worker processes go, whoever still holds this object
         if self.final:
             raise DataError(message)
-        self.exchange.fail(message)
-        raise AgreedError(message)
+        self.coordinator.fail(message)
+        raise CollectiveError(message)
 
     def _rounds(self) -> Iterator[list[Task]]:
         tasks: list[Task] = []
@@ -158,13 +159,12 @@ class EpochRounds:
                 dry=self.next is None,
                 sizes=[len(sample.features) for sample in samples],
             )
-            report = Report(window, self.rejected, self.overlong, self.order(), self.model)
-            reports = self.exchange(report, self.round_index)
-            if len({report.order for report in reports}) > 1:
-                raise AgreedError(DIFFERENT_ORDERS)
-            rejected = sum((report.rejected for report in reports), Counter())
-            overlong = sum(report.overlong for report in reports)
-            windows = [report.window for report in reports]
+            metadata = RankMetadata(window, self.rejected, self.overlong, self.order(), self.model)
+            ranks = self.coordinator.all_gather(metadata, self.round_index)
+            _check_orders(ranks)
+            rejected = sum((rank.rejected for rank in ranks), Counter())
+            overlong = sum(rank.overlong for rank in ranks)
+            windows = [rank.window for rank in ranks]
             plan = plan_round(
                 windows,
                 self.budget,
@@ -175,8 +175,10 @@ class EpochRounds:
                 accumulation=self.accumulation,
                 join=self.join,
                 balance=self.balance,
-                model=reports[0].model,
+                model=ranks[0].model,
             )
+            # Before anything is sent, trained on or left out by a plan that only some ranks have.
+            self.coordinator.confirm(plan.checksum(), self.round_index)
             self.model = None
             if plan.too_heavy and not self.too_heavy:
                 self.too_heavy = True
@@ -189,7 +191,7 @@ class EpochRounds:
                 raise DataError(PLANNED_OTHERWISE)
             self.round_index += 1
             if self.final and self.emitted + self.done_before == 0:
-                raise AgreedError(_nothing_left(rejected, self.num_samples))
+                raise CollectiveError(_nothing_left(rejected, self.num_samples))
             # Without join, the end may turn out to have been the step before: one is kept until the next plan.
             kept = 1 if not (self.final or self.join) else 0
             if self.final and tasks:
@@ -260,7 +262,7 @@ class EpochRounds:
 
     def _tasks(self, plan: Plan, *, rejected: Counter[str], overlong: int, epoch_steps: int) -> list[Task]:
         """This rank's tasks of a planned round; what was not planned stays in the window, one round older."""
-        samples = self._hand_over(plan)
+        samples = self._redistribute(plan)
         gone = self._gone(plan)
         tasks: list[Task] = []
         for k, (group, totals) in enumerate(zip(plan.groups[self.rank], plan.totals)):
@@ -290,15 +292,18 @@ class EpochRounds:
         self.held = [Drawn(one.sample, one.draw, one.age + 1) for i, one in enumerate(self.held) if i not in all_gone]
         return tasks
 
-    def _hand_over(self, plan: Plan) -> dict[int, Sample]:
+    def _redistribute(self, plan: Plan) -> dict[int, Sample]:
+        held = [one.sample for one in self.held]
+        send = self.coordinator.all_to_all
         try:
-            return hand_over(plan, self.rank, [one.sample for one in self.held], self.exchange.trade)
-        except AgreedError:
+            return redistribute(plan, self.rank, held, send, encode=sample_to_bytes, decode=sample_from_bytes)
+        except CollectiveError:
             raise
         except Exception as error:
-            # The others may be in the trade already, where they hear of nothing but a farewell.
-            self.exchange.farewell(f"handing over samples: {one_line(error)}")
-            raise AgreedError(one_line(error)) from None
+            # The others may be in the collective already, where no metadata reach them.
+            message = str(error) if isinstance(error, DataError) else one_line(error)
+            self.coordinator.abort(f"redistributing samples: {message}")
+            raise CollectiveError(message) from None
 
     def _gone(self, plan: Plan) -> list[list[int]]:
         """Of each step the positions in this rank's window of what goes out in it, here or on another rank."""
@@ -327,6 +332,15 @@ class EpochRounds:
         tokens = (self.num_samples - self.done_before - rejected) * tokens_seen / max(seen, 1)
         steps = round((self.steps + len(planned)) * tokens / max(emitted, 1))
         return -(-max(steps, 1) // self.accumulation) * self.accumulation
+
+
+def _check_orders(ranks: Sequence[RankMetadata]) -> None:
+    """Raise `CollectiveError` unless all ranks draw in one order, with the ranks that agree among themselves."""
+    by_order: dict[int, list[int]] = {}
+    for rank, metadata in enumerate(ranks):
+        by_order.setdefault(metadata.order, []).append(rank)
+    if len(by_order) > 1:
+        raise CollectiveError(DIFFERENT_ORDERS.format("; ".join(map(name_ranks, by_order.values()))))
 
 
 def _nothing_left(rejected: Counter[str], num_samples: int | None) -> str:

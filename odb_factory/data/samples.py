@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import pickle
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import torch
 
 from odb_factory.batching import Cost, StepTotals
 
 
 @dataclass(slots=True)
 class Sample:
-    """One observed row: its index in the training dataset, its cost and its light features (see `pack`)."""
+    """One observed row: its index in the training dataset, its cost and its light features (see `serialize.pack`)."""
 
     id: int
     cost: Cost
@@ -77,24 +72,3 @@ class Measured:
     length: int
     patches: int
     supervised_tokens: int
-
-
-def pack(features: Mapping[str, Any]) -> bytes:
-    """Features as they wait and travel: pickled, a quarter of the memory that their lists take.
-
-    Nothing is done to lists of ints (ids, labels, masks): as arrays they would be a quarter smaller still, and take
-    ten times as long to make, most of what observing a sample costs.
-    Raises what pickle raises; here, in the worker that made them, rather than in a queue where nobody sees it.
-    """
-    return pickle.dumps({key: _own(value) for key, value in features.items()}, pickle.HIGHEST_PROTOCOL)
-
-
-def unpack(packed: bytes) -> dict[str, Any]:
-    """Undo `pack`: a fresh dict of what the framework's collator expects, which it may change."""
-    return pickle.loads(packed)
-
-
-def _own(value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() > value.nbytes:
-        return value.clone()  # a view would take along all it is a view of
-    return value

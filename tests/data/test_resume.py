@@ -19,13 +19,13 @@ from torch.utils.data import IterableDataset
 from toy import pad
 
 from odb_factory.batching import Cost, CostModel
+from odb_factory.comm.codec import Failure, decode, encode
+from odb_factory.comm.coordinator import CollectiveError
 from odb_factory.config import ODBConfig
-from odb_factory.data.agreement import AgreedError
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.observe import RowDropped
 from odb_factory.data.state import pack_done
 from odb_factory.data.step_times import StepTimes
-from odb_factory.data.wire import decode, encode
 from odb_factory.errors import DataError
 
 
@@ -60,6 +60,7 @@ class Table:
 class Seat:
     def __init__(self, table: Table, rank: int):
         self.table, self.rank, self.timeout_s = table, rank, table.timeout_s
+        self.world_size = table.barrier.parties
 
     def _tell(self, message: Any) -> list[Any]:
         self.table.told[self.rank] = encode(message)
@@ -67,32 +68,36 @@ class Seat:
         answers = [decode(self.table.told[rank]) for rank in range(self.table.barrier.parties)]
         self.table.barrier.wait(self.timeout_s)
         for answer in answers:
-            if isinstance(answer, str):
-                raise AgreedError(answer)
+            if isinstance(answer, Failure):
+                raise CollectiveError(answer.reason)
         return answers
 
-    def __call__(self, report: Any, round_index: int) -> list[Any]:
+    def all_gather(self, report: Any, round_index: int) -> list[Any]:
         return self._tell(report)
 
-    def trade(self, parcels: list[bytes]) -> list[bytes]:
+    def confirm(self, checksum: int, round_index: int) -> None: ...
+
+    def agree(self, settings: Any) -> None: ...
+
+    def all_to_all(self, parcels: list[bytes]) -> list[bytes]:
         self.table.parcels[self.rank] = parcels
         self.table.barrier.wait(self.timeout_s)
         return [self.table.parcels[rank][self.rank] for rank in range(self.table.barrier.parties)]
 
-    def leave(self) -> None:
+    def leave_epoch(self) -> None:
         self.fail("it left")
 
     def fail(self, message: str) -> None:
         try:
-            self._tell(message)
-        except AgreedError:
+            self._tell(Failure(message))
+        except CollectiveError:
             pass
 
     def start(self) -> None: ...
 
     def check(self) -> None: ...
 
-    def farewell(self, message: str) -> None: ...
+    def abort(self, message: str) -> None: ...
 
     def close(self) -> None: ...
 
@@ -126,9 +131,7 @@ def run(
             config=ODBConfig(**{"token_budget": 32, "buffer_size": 8, "collate_workers": 0} | options),
             accumulation=accumulation,
             seed=seed,
-            rank=rank,
-            world_size=world_size,
-            exchange=table.seat(rank),
+            coordinator=table.seat(rank),
         )
         try:
             if states is not None:

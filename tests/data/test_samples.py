@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toy import a_step
 
-from odb_factory.data.samples import pack, unpack
+from odb_factory.data.serialize import pack, unpack
 
 ints = st.integers(-(2**63), 2**63 - 1) | st.integers(-200, 200_000)
 

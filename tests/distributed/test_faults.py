@@ -145,5 +145,5 @@ def test_exchange_times_out(config) -> None:
             os.kill(observes, signal.SIGCONT)  # a stopped process does not even end
         ended = both_fail(run)
     line = said_by(ended, 0, "[odb]", "within 5 s", "rank 1", "exchange_timeout_s")
-    assert "last word" in line and "round" in line
+    assert "last seen in" in line and "round" in line
     said_by(ended, 1, "rank 1", "within 5 s")
