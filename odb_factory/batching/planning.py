@@ -112,7 +112,9 @@ def plan_round(
     steps = list(_shuffled(steps, np.random.default_rng([seed % 2**64, epoch, round_index])))
     if join and final:
         steps += [[None] * len(windows) for _ in range(-(steps_before + len(steps)) % accumulation)]
-    groups = [[[] if step[rank] is None else step[rank].tolist() for step in steps] for rank in range(len(windows))]
+    groups = [[[] if group is None else group.tolist() for group in rank] for rank in zip(*steps)] or [
+        [] for _ in windows
+    ]
     return Plan(groups, starts, [_totals(table, home, step, budget) for step in steps], final, bool(too_heavy))
 
 
@@ -129,11 +131,12 @@ def _shuffled(steps: Steps, rng: np.random.Generator) -> Iterator[list[np.ndarra
 
 
 def _totals(table: np.ndarray, home: np.ndarray, step: Sequence[np.ndarray | None], budget: Budget) -> StepTotals:
-    busy = [rank for rank, group in enumerate(step) if group is not None]
-    if not busy:
+    present = {rank: group for rank, group in enumerate(step) if group is not None}
+    if not present:
         return StepTotals()
-    chosen = np.concatenate([step[rank] for rank in busy])
-    rows, sizes = table[chosen], np.array([len(step[rank]) for rank in busy])
+    busy = list(present)
+    chosen = np.concatenate(list(present.values()))
+    rows, sizes = table[chosen], np.array([len(group) for group in present.values()])
     starts = np.cumsum(sizes) - sizes
     moved = home[chosen] != np.repeat(busy, sizes)
     has_media = np.logical_or.reduceat(rows["has_media"], starts)

@@ -77,11 +77,14 @@ class FailureMonitor:
             except StoreError:
                 pass  # the collective that follows finds out who is missing
 
-    def abort(self, message: str) -> None:
-        """Tell the others why this rank ends, and wait a little until they have read it; the rest are named."""
+    def abort(self, message: str) -> list[int]:
+        """Tell the others why this rank ends, and wait a little until they have read it.
+
+        Returns the ranks that show no sign of life: they are frozen or have ended.
+        """
         store = self._store
         if self._aborted or self._shut_down or store is None:
-            return
+            return []
         self._aborted = True
         others = [rank for rank in range(self.world_size) if rank != self.rank]
         try:
@@ -91,13 +94,14 @@ class FailureMonitor:
             _await(store, [f"ack/{rank}" for rank in others], ABORT_ACK_TIMEOUT_S)
             silent = [rank for rank in others if not store.has([f"ack/{rank}"])]
         except StoreError:
-            return  # the others may never read it; they have their own timeouts
+            return []  # the others may never read it; they have their own timeouts
         if silent:
             logger.error(
-                "no sign of life from %s: it may have ended before rank %d; look for its own last message",
+                "no sign of life from %s: it is frozen, or has ended before rank %d; look for its own last message",
                 name_ranks(silent),
                 self.rank,
             )
+        return silent
 
     def explain(self, phase: str, *, timeout_s: float | None, error: Exception) -> str:
         """Why a collective in `phase` has failed: the failure of another rank, or who is missing and where it is.
@@ -105,7 +109,7 @@ class FailureMonitor:
         timeout_s: the limit that has passed; None if the collective failed before.
         """
         cause = " ".join(str(error).split())[:200]
-        behind = "a rank that has ended"
+        behind = "another rank"
         if self._store is not None:
             try:
                 failure = self._store.get(_FAILURE)
@@ -114,7 +118,7 @@ class FailureMonitor:
                 phases = [self._store.get(f"phase/{rank}") for rank in range(self.world_size)]
                 missing = [(rank, reached) for rank, reached in enumerate(phases) if reached != phase]
                 behind = ", ".join(f"rank {rank} (last seen in: {reached or 'nothing'})" for rank, reached in missing)
-                behind = behind or "a rank that has ended"
+                behind = behind or "another rank"
             except StoreError as silence:
                 behind = (
                     f"a rank that is frozen or lost, perhaps rank 0: the process group's store is silent ({silence})"

@@ -25,13 +25,14 @@ def open_group(parent: dist.ProcessGroup | None, timeout_s: float) -> dist.Proce
     """
 
     def make() -> dist.ProcessGroup:
-        return dist.new_group(
+        group: dist.ProcessGroup = dist.new_group(
             dist.get_process_group_ranks(parent),
             backend="gloo",
             timeout=timedelta(seconds=timeout_s),
             use_local_synchronization=parent is not None,
             group_desc="odb_factory",
         )
+        return group
 
     try:
         return bounded(make, timeout_s + MARGIN_S)
@@ -63,4 +64,4 @@ def all_to_all(buffers: Sequence[bytes], group: dist.ProcessGroup) -> list[bytes
     outgoing = torch.frombuffer(bytearray(b"".join(buffers)) or bytearray(1), dtype=torch.uint8)[: int(sizes.sum())]
     incoming = torch.empty(int(coming.sum()), dtype=torch.uint8)
     dist.all_to_all_single(incoming, outgoing, coming.tolist(), sizes.tolist(), group=group)
-    return [text.numpy().tobytes() for text in incoming.split(coming.tolist())]
+    return [text.numpy().tobytes() for text in torch.split(incoming, coming.tolist())]

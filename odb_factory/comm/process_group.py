@@ -99,10 +99,15 @@ class ProcessGroupCoordinator:
             pass  # the others have ended before this one
 
     def abort(self, message: str) -> None:
-        if not self._failed:
-            self._failed = True
-            self._monitor.start()  # it may fail before it has begun
-            self._monitor.abort(f"rank {self.rank} left the training: {message}")
+        self._abort(message)
+
+    def _abort(self, message: str) -> list[int]:
+        """Returns the ranks that show no sign of life."""
+        if self._failed:
+            return []
+        self._failed = True
+        self._monitor.start()  # it may fail before it has begun
+        return self._monitor.abort(f"rank {self.rank} left the training: {message}")
 
     def close(self) -> None:
         if self._is_closed:
@@ -122,7 +127,9 @@ class ProcessGroupCoordinator:
         except CollectiveError as error:
             if not self._is_closed and not self._failed:
                 logger.error("%s", error)  # the training may be waiting in a collective of its own, and never ask
-                self.abort(str(error))
+                silent = self._abort(str(error))
+                if silent:
+                    raise CollectiveError(f"{error} No sign of life from {name_ranks(silent)}.") from None
             raise
 
     def _call(self, phase: str, call: Callable[[dist.ProcessGroup], list[bytes]]) -> list[bytes]:

@@ -41,6 +41,8 @@ from odb_factory.log import get_logger
 MAX_REJECTIONS_LOGGED = 10
 LOCAL_KEYS = ("audit", "collate_workers", "exchange_timeout_s")
 """Keys of the block in which ranks may differ: no plan and no weight depends on them."""
+PLACE = ("epoch", "round of the plan", "micro-batches done in it", "samples done before")
+"""Where an epoch goes on: what `Bookmark.place` says."""
 ABORT_S = 7.0
 """After a failure planning is given this long to end; a DataLoader looks for dead workers every 5 s."""
 
@@ -177,13 +179,16 @@ class ODBLoader:
 
     def start(self) -> int:
         """Begin the epoch, unless begun, and wait for its first round. Returns the estimated steps of the epoch."""
+        return self._begun().epoch_steps
+
+    def _begun(self) -> Pass:
         if self._pass is None:
             try:
-                self._begin()
+                self._pass = self._begin()
             except BaseException as error:
                 self._abandon(error)
                 raise
-        return self._pass.epoch_steps
+        return self._pass
 
     @property
     def under_way(self) -> Pass | None:
@@ -194,9 +199,9 @@ class ODBLoader:
         """Begin the epoch, or go on with one that `start` has begun; an iterator handed out before is over."""
         if self._pass is not None and self._pass.taken:
             self._leave()
-        self.start()
-        self._pass.taken = True
-        return self._steps(self._pass)
+        current = self._begun()
+        current.taken = True
+        return self._steps(current)
 
     def close(self, timeout_s: float | None = None) -> None:
         """Leave the epoch (see `_leave`), end the worker processes, give the coordinator back."""
@@ -209,7 +214,7 @@ class ODBLoader:
         self._coordinator.abort(message)
         self.close(ABORT_S)
 
-    def _begin(self) -> None:
+    def _begin(self) -> Pass:
         if self._stages.is_closed:
             raise ConfigError("odb: this loader has been closed; make another one.")
         self._bookmark.turn_to(self.epoch)
@@ -228,21 +233,23 @@ class ODBLoader:
             emitted_before=self._bookmark.draws,
         )
         rounds = iter(plan)
-        self._pass = self._stages.feed.current = Pass(plan, Ahead(rounds) if self._stages.threaded else Direct(rounds))
-        self._pass.batches = self._stages.collate()
+        current = Pass(plan, Ahead(rounds) if self._stages.threaded else Direct(rounds))
+        self._pass = self._stages.feed.current = current
+        current.batches = self._stages.collate()
         self._coordinator.start()
-        self._coordinator.agree({**self._settings, "epoch": self.epoch, "place in the epoch": place})
-        self._pass.rounds.start()
-        while not self._pass.tasks:
+        self._coordinator.agree({**self._settings, **dict(zip(PLACE, place))})
+        current.rounds.start()
+        while not current.tasks:
             try:
-                self._pass.tasks.extend(self._pass.rounds.poll())
+                current.tasks.extend(current.rounds.poll())
             except queue.Empty:
                 self._coordinator.check()
             except StopIteration:  # nothing is left of a resumed epoch but rows that cannot be used
                 self._bookmark.turn_to(self.epoch + 1)
                 self.set_epoch(self.epoch + 1)
                 return self._begin()
-        self._pass.epoch_steps = self._pass.tasks[0][0].epoch_steps
+        current.epoch_steps = current.tasks[0][0].epoch_steps
+        return current
 
     def _steps(self, current: Pass) -> Iterator[Collated]:
         try:

@@ -148,9 +148,8 @@ class EpochRounds:
             snapshot, num_consumed = self.resume
             self._restore(snapshot)
         while not self.final:
-            if self.model is None:
-                self.model = self.propose()
-            self.snapshots.append(self._snapshot())
+            model = self.propose() if self.model is None else self.model
+            self.snapshots.append(self._snapshot(model))
             self._fill()
             samples = [one.sample for one in self.held]
             window = make_window(
@@ -159,7 +158,7 @@ class EpochRounds:
                 dry=self.next is None,
                 sizes=[len(sample.features) for sample in samples],
             )
-            metadata = RankMetadata(window, self.rejected, self.overlong, self.order(), self.model)
+            metadata = RankMetadata(window, self.rejected, self.overlong, self.order(), model)
             ranks = self.coordinator.all_gather(metadata, self.round_index)
             _check_orders(ranks)
             rejected = sum((rank.rejected for rank in ranks), Counter())
@@ -198,8 +197,8 @@ class EpochRounds:
                 step, samples = tasks[-1]
                 settled = self._settled(rejected)
                 done = settled if self.num_samples is None else self.num_samples
-                end = {"rejected": rejected, "overlong": overlong, "epoch_steps": epoch_steps}
-                tasks[-1] = replace(step, last=True, done=done, left_out=done - settled, **end), samples
+                step = replace(step, last=True, done=done, left_out=done - settled)
+                tasks[-1] = replace(step, rejected=rejected, overlong=overlong, epoch_steps=epoch_steps), samples
             tasks, num_consumed, emitted_before = tasks[num_consumed:], 0, []
             yield tasks[: len(tasks) - kept]
             tasks = tasks[len(tasks) - kept :]
@@ -226,7 +225,7 @@ class EpochRounds:
             # Of this window, not of the epoch: what a resumed run has to find again shall not be far back.
             self.spare = min(self.held, key=lambda one: one.sample.cost.tokens)
 
-    def _snapshot(self) -> Snapshot:
+    def _snapshot(self, model: CostModel) -> Snapshot:
         return Snapshot(
             round_index=self.round_index,
             steps=self.steps,
@@ -236,9 +235,9 @@ class EpochRounds:
             rejected=dict(self.rejected),
             overlong=self.overlong,
             held=tuple(one.as_held() for one in self.held),
-            next=self.next and self.next.as_held(),
-            spare=self.spare and self.spare.as_held(),
-            model=self.model,
+            next=None if self.next is None else self.next.as_held(),
+            spare=None if self.spare is None else self.spare.as_held(),
+            model=model,
         )
 
     def _restore(self, snapshot: Snapshot) -> None:
@@ -254,8 +253,8 @@ class EpochRounds:
                 )
             drawn[held.draw] = Drawn(item, held.draw, held.age)
         self.held = [drawn[held.draw] for held in snapshot.held]
-        self.next = snapshot.next and drawn[snapshot.next.draw]
-        self.spare = snapshot.spare and drawn[snapshot.spare.draw]
+        self.next = None if snapshot.next is None else drawn[snapshot.next.draw]
+        self.spare = None if snapshot.spare is None else drawn[snapshot.spare.draw]
         self.drawn, self.round_index, self.steps = snapshot.drawn, snapshot.round_index, snapshot.steps
         self.emitted, self.tokens_emitted = snapshot.emitted, snapshot.tokens_emitted
         self.rejected, self.overlong, self.model = Counter(snapshot.rejected), snapshot.overlong, snapshot.model

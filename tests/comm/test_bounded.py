@@ -84,5 +84,4 @@ def test_a_server_that_has_ended() -> None:
         server.kill()
         server.wait(10)
         with pytest.raises(StoreError):
-            for _ in range(3):  # the first bytes may still be taken by the system
-                store.set("a", "1")
+            store.get("a")

@@ -231,7 +231,7 @@ def test_a_state_that_was_loaded_and_not_used_is_the_same_state(mode: dict[str, 
         ),
         accumulation=mode.get("accumulation", 1),
         seed=7,
-        world_size=world_size,
+        coordinator=Seat(Table(world_size), 0),
     )
     loader.load_state_dict(states)
     assert json.loads(json.dumps(loader.state_dict())) == states[0]

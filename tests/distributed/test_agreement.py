@@ -44,7 +44,11 @@ DIFFERENCES = {
         {"token_budget": 200, "balance": True},
         "odb.token_budget (100 on rank 0; 200 on rank 1)",
     ),
-    "accumulation": ({"accumulation": 1}, {"accumulation": 4}, "gradient_accumulation_steps (1 on rank 0; 4 on rank 1)"),
+    "accumulation": (
+        {"accumulation": 1},
+        {"accumulation": 4},
+        "gradient_accumulation_steps (1 on rank 0; 4 on rank 1)",
+    ),
     "loss scaling": ({}, {"loss_scaling": "approx"}, "odb.loss_scaling ('exact' on rank 0; 'approx' on rank 1)"),
     "join": ({}, {"join": False}, "odb.join (True on rank 0; False on rank 1)"),
     "seed": ({"seed": 1}, {"seed": 2}, "seed (1 on rank 0; 2 on rank 1)"),
