@@ -1,4 +1,4 @@
-"""Which rank failed and why: reasons and progress of all ranks in a key-value store, every call of it bounded."""
+"""Which rank failed and why: reasons, progress and signs of life of all ranks in a key-value store."""
 
 from __future__ import annotations
 
@@ -9,33 +9,41 @@ from collections.abc import Callable, Sequence
 import torch.distributed as dist
 
 from odb_factory.comm.agreement import name_ranks
-from odb_factory.comm.bounded import BoundedStore, StoreError
+from odb_factory.comm.bounded import BoundedStore, StoreError, StoreSilent
 from odb_factory.comm.coordinator import CollectiveError
 from odb_factory.log import get_logger
 
 logger = get_logger(__name__)
 
 WATCH_INTERVAL_S = 0.5
+RANKS_PER_INTERVAL = 256
+"""With more ranks each looks less often, so that the store is not asked more often."""
 ABORT_ACK_TIMEOUT_S = 5.0
 """A failing rank waits this long, at most, until the others have read why."""
 SHUTDOWN_TIMEOUT_S = 2.0
 """Rank 0 waits this long, at most, until no other rank asks the store, which may end with it."""
 _FAILURE = "failure"
+LOST = (
+    "no sign of life from {} for {:g} s: it is frozen or lost, and the training cannot go on without it; look for its "
+    "own last message, or raise exchange_timeout_s if it was only slow."
+)
 
 
 class FailureMonitor:
     """Tells every rank of the first failure of any; a thread looks for one twice a second.
 
-    The monitor only explains: what it cannot reach it does without, and a rank that has said nothing is found out
-    by the timeout of the collectives. It never ends the process: `check` raises in the thread that calls it.
+    Each rank also gives a sign of life, and looks for that of the rank before it: one that is frozen while the others
+    wait for it in a collective of the training, where no planning timeout runs, is found out all the same.
+    The monitor never ends the process: `check` raises in the thread that calls it. timeout_s: how long a rank, or the
+    store, may be silent (seconds, in which this process itself has run).
 
-        >>> monitor = FailureMonitor(lambda: dist.TCPStore(...), rank=0, world_size=2)
+        >>> monitor = FailureMonitor(lambda: dist.TCPStore(...), rank=0, world_size=2, timeout_s=600)
         >>> monitor.start()
         >>> monitor.abort("rank 0 left the training: ValueError: ...")  # rank 1: monitor.check() raises CollectiveError
     """
 
-    def __init__(self, open_store: Callable[[], dist.Store], rank: int, world_size: int):
-        self.rank, self.world_size = rank, world_size
+    def __init__(self, open_store: Callable[[], dist.Store], rank: int, world_size: int, timeout_s: float):
+        self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
         self._open_store = open_store
         self._store: BoundedStore | None = None
         self._failure: str | None = None
@@ -153,21 +161,52 @@ class FailureMonitor:
             pass  # its server has ended
 
     def _watch(self) -> None:
-        while not self._closed.wait(WATCH_INTERVAL_S):
-            store = self._store
-            if store is None:
-                return
+        interval_s = WATCH_INTERVAL_S * max(1.0, self.world_size / RANKS_PER_INTERVAL)
+        watched = (self.rank - 1) % self.world_size
+        beats, silent_s = 0, 0.0
+        seen: str | None = None
+        while not self._closed.wait(interval_s) and self._store is not None:
+            beats += 1
             try:
-                failure = store.get(_FAILURE)
-                if failure is not None:
-                    self._note(failure)
-                    store.set(f"ack/{self.rank}", "")
+                found = self._look(self._store, beats, watched)
+                if found is None:
                     return
-                if self.rank != 0 and store.has(["done/0"]):
-                    self._shutdown()
-                    return
+                name, now = f"rank {watched}", found
+            except StoreSilent:
+                name, now = "the process that serves the process group's store (rank 0 or its launcher)", seen
             except StoreError:
-                return  # collectives will fail too, if it matters
+                return  # its server has ended, with or without rank 0; collectives fail if it matters
+            # Counted in looks, not by a clock: a process that was suspended itself does not blame the others.
+            silent_s = silent_s + interval_s if now == seen else 0.0
+            seen = now
+            if silent_s >= self.timeout_s:
+                self._report_lost(name)
+                return
+
+    def _look(self, store: BoundedStore, beats: int, watched: int) -> str | None:
+        """Give a sign of life; the last sign of rank `watched`. None: nothing is left to be looked for."""
+        failure = store.get(_FAILURE)
+        if failure is not None:
+            self._note(failure)
+            store.set(f"ack/{self.rank}", "")
+            return None
+        if self.rank != 0 and store.has(["done/0"]):
+            self._shutdown()
+            return None
+        store.set(f"beat/{self.rank}", str(beats))
+        if store.has([f"done/{watched}"]):
+            return f"done {beats}"
+        return store.get(f"beat/{watched}") or "none yet"
+
+    def _report_lost(self, name: str) -> None:
+        lost = LOST.format(name, self.timeout_s)
+        self._note(lost)
+        try:
+            if self._store is not None:
+                self._store.set_once(_FAILURE, lost)
+                self._store.set(f"ack/{self.rank}", "")
+        except StoreError:
+            pass  # the others find out as this one did
 
     def _note(self, failure: str) -> None:
         """Keep and log, once, why another rank has failed; the next call of `check` raises."""

@@ -55,7 +55,7 @@ class ProcessGroupCoordinator:
         self._group: dist.ProcessGroup | None = open_group(process_group, timeout_s)
         self._count = itertools.count(1)
         self._failed = self._is_busy = self._is_closed = False
-        self._monitor = FailureMonitor(_store_of(process_group, self._group), self.rank, self.world_size)
+        self._monitor = FailureMonitor(_store_of(process_group, self._group), self.rank, self.world_size, timeout_s)
 
     def start(self) -> None:
         self._monitor.start()
