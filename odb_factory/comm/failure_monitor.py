@@ -165,6 +165,7 @@ class FailureMonitor:
         watched = (self.rank - 1) % self.world_size
         beats, silent_s = 0, 0.0
         seen: str | None = None
+        now: str | None
         while not self._closed.wait(interval_s) and self._store is not None:
             beats += 1
             try:
