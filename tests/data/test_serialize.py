@@ -143,7 +143,8 @@ def test_what_arrives_may_be_changed() -> None:
     arrived["a"][0] = arrived["t"][0] = 1
 
 
-def travelled(features: dict[str, Any], cost: Cost = Cost(3, 2, 1, True, 1)) -> Sample:
+def travelled(features: dict[str, Any]) -> Sample:
+    cost = Cost(3, 2, 1, True, 1)
     sample = Sample(7, cost, pack(features))
     arrived = sample_from_bytes(sample_to_bytes(sample))
     assert (arrived.id, arrived.cost, arrived.features) == (7, cost, sample.features)
