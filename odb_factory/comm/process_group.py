@@ -156,16 +156,14 @@ def _store_of(process_group: dist.ProcessGroup | None, group: dist.ProcessGroup)
 
     Otherwise rank 0 serves one on a free port. Collective over `group`.
     """
-    parent = process_group if process_group is not None else dist.group.WORLD
-    rank = dist.get_rank(process_group)
-    own = getattr(parent, "get_group_store", None)
-    if own is not None and hasattr(dist.Store, "clone"):
+    connect_again = _own_store(process_group)
+    if connect_again is not None:
         prefix = all_gather(uuid.uuid4().hex.encode(), group)[0].decode()
         # A connection of its own: a call that hangs must not block those of torch.
-        return lambda: dist.PrefixStore(f"odb_factory/{prefix}", own().clone())
+        return lambda: dist.PrefixStore(f"odb_factory/{prefix}", connect_again())
     timeout = timedelta(seconds=30)
     store, place = None, b"none"
-    if rank == 0:
+    if dist.get_rank(process_group) == 0:
         host = os.environ.get("MASTER_ADDR") or socket.gethostname()
         store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
         place = json.dumps([host, store.port]).encode()
@@ -180,3 +178,13 @@ def _store_of(process_group: dist.ProcessGroup | None, group: dist.ProcessGroup)
             raise DataError(f"port {port} of {host} cannot be reached from here; open it between the nodes") from None
 
     return connect
+
+
+def _own_store(process_group: dist.ProcessGroup | None) -> Callable[[], dist.Store] | None:
+    """Opens a second connection to the store of a process group; None if there is no such thing."""
+    parent = process_group if process_group is not None else dist.group.WORLD
+    try:
+        assert parent is not None
+        return getattr(parent.get_group_store(), "clone", None)
+    except (AttributeError, RuntimeError):  # an older torch, or a backend without a store
+        return None

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from distributed.ranks import run_ranks, toy_loader
 
 from odb_factory.batching import Plan
+from odb_factory.comm import process_group
 from odb_factory.errors import ODBError
 
 NUM_ROWS = 120
@@ -117,6 +118,29 @@ def test_a_process_group_of_ones_own(tmp_path: Path) -> None:
         assert "rows" in first.value, (first, second)
         assert sorted(first.value["rows"] + second.value["rows"]) == list(range(NUM_ROWS)), (first, second)
         assert (first.value["group_rank"], second.value["group_rank"]) == (0, 1)
+
+
+def report_failure(rank: int, *, own_store: bool) -> str:
+    """Rank 1 fails; what rank 0 is told, over the process group's own store or over one that rank 0 serves."""
+    if own_store:
+        dist.TCPStore = None  # no second server, and no second port
+    else:
+        process_group._own_store = lambda _: None
+    with toy_loader(NUM_ROWS, workers=(1, 1)) as loader:
+        try:
+            for number, _ in enumerate(loader):
+                if number == 5 and rank == 1:
+                    raise ValueError("rank 1 cannot go on")
+        except Exception as error:
+            loader.abort(str(error))
+            return str(error)
+    return "done"
+
+
+@pytest.mark.parametrize("own_store", [True, False])
+def test_the_store_in_which_failures_are_told(tmp_path: Path, own_store: bool) -> None:
+    first, _ = run_ranks("distributed.test_agreement:report_failure", tmp_path, own_store=own_store)
+    assert "rank 1 cannot go on" in first.value, first
 
 
 def freeze(rank: int, *, victim: int, timeout_s: float) -> str:
