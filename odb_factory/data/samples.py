@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pickle
+import zlib
+from array import array
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from odb_factory.batching import Cost, StepTotals
@@ -15,11 +18,15 @@ from odb_factory.batching import Cost, StepTotals
 
 @dataclass(slots=True)
 class Sample:
-    """One observed row: its index in the training dataset, its cost and its light features (see `pack`)."""
+    """One observed row: its index in the training dataset, its cost and its light features (see `pack`).
+
+    content: a checksum of what it says (see `checksum`); 0 if unknown.
+    """
 
     id: int
     cost: Cost
     features: bytes
+    content: int = 0
 
 
 @dataclass(slots=True)
@@ -38,7 +45,7 @@ class Step:
 
     epoch, index: position; index counts the steps of the epoch from 0. round_index: the round it was planned in.
     ids: rows of the training dataset, in batch order; empty on an idle step. draws: their numbers in this
-    rank's draws of the epoch.
+    rank's draws of the epoch. contents: checksums of the rows of `ids`.
     tokens, supervised_tokens: of this rank's group (0 on an idle step).
     totals: the step over all ranks.
     done: samples of the epoch emitted or rejected on all ranks once this step is taken.
@@ -63,6 +70,7 @@ class Step:
     last: bool
     round_index: int = 0
     draws: tuple[int, ...] = ()
+    contents: tuple[int, ...] = ()
 
     @property
     def idle(self) -> bool:
@@ -92,6 +100,31 @@ def pack(features: Mapping[str, Any]) -> bytes:
 def unpack(packed: bytes) -> dict[str, Any]:
     """Undo `pack`: a fresh dict of what the framework's collator expects, which it may change."""
     return pickle.loads(packed)
+
+
+def checksum(features: Mapping[str, Any], cost: Cost) -> int:
+    """32 bits, never 0, of a row's cost, `input_ids` and `labels`: the same in every process and version.
+
+    Not of its media, which are not read for it: a picture that is exchanged for one of the same size goes unnoticed.
+    """
+    sizes = f"{cost.tokens} {cost.patches} {cost.supervised_tokens} {int(cost.has_media)} {cost.family}"
+    crc = zlib.crc32(sizes.encode())
+    for key in ("input_ids", "labels"):
+        crc = zlib.crc32(_numbers(features.get(key)), crc)
+    return crc or 1
+
+
+def _numbers(values: Any) -> bytes:
+    """Whole numbers of any container as 64 bits each, others as floats; nothing for what is not made of numbers."""
+    try:
+        return array("q", values).tobytes()  # a flat list of int, the usual case
+    except (TypeError, OverflowError):
+        pass
+    try:
+        flat = np.asarray(values).reshape(-1)
+        return flat.astype("<i8" if flat.dtype.kind in "iub" else "<f8").tobytes()
+    except (TypeError, ValueError):
+        return b""
 
 
 def _own(value: Any) -> Any:

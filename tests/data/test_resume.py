@@ -21,9 +21,9 @@ from toy import pad
 from odb_factory.batching import Cost, CostModel
 from odb_factory.config import ODBConfig
 from odb_factory.data.agreement import AgreedError
+from odb_factory.data.done_bitmap import pack_done
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.observe import RowDropped
-from odb_factory.data.state import pack_done
 from odb_factory.data.step_times import StepTimes
 from odb_factory.data.wire import decode, encode
 from odb_factory.errors import DataError

@@ -13,7 +13,7 @@ from toy import NUM_ROWS, Rows, pad
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from odb_factory import ConfigError, DataError, enable_odb
-from odb_factory.training.checkpoint import MARKER
+from odb_factory.training.state_files import MARKER
 
 BLOCK = {"token_budget": 128, "buffer_size": 16, "audit": True}
 
