@@ -35,8 +35,8 @@ DIFFERENT_ORDERS = (
     "not a share or an order of its own."
 )
 PLANNED_OTHERWISE = (
-    "the round that was under way at the checkpoint is planned otherwise now, although its rows are the same (by "
-    "another version of odb_factory or numpy?), so what is left of it cannot be told; go on with the version that wrote "
+    "the round that was under way at the checkpoint is planned otherwise now although its rows are the same (by "
+    "another version of odb_factory or numpy?), so what is left of it cannot be told; go on with the one that wrote "
     "it, or set `resume: ignore_data`."
 )
 ROW_CHANGED = (
