@@ -48,7 +48,10 @@ def write_state(run: ODBRun, folder: Path) -> None:
 def end_save(run: ODBRun, folder: Path, *, barrier: Callable[[], None], marks: bool) -> None:
     """Write the marker, when all ranks have written all files. Collective."""
     barrier()
-    if marks:
+    if marks and not folder.is_dir():
+        # Folders of an older run with higher numbers can make the Trainer take the new one for the oldest.
+        logger.warning("%s has been deleted by the Trainer right after it was written (save_total_limit)", folder)
+    elif marks:
         write_marker(folder, run.world_size, run.optimizer_steps)
 
 

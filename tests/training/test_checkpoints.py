@@ -218,14 +218,35 @@ class KilledWhenSaving(Trainer):
             raise KeyboardInterrupt
 
 
-def test_the_only_checkpoint_cut_off_loses_nothing(tiny_text, tmp_path) -> None:
-    """`save_total_limit: 1`: the one before is gone when this one gets its marker."""
+@pytest.mark.parametrize(("limit", "left", "goes_on_from"), [(1, [4], 4), (None, [1, 2, 3, 4], 3)])
+def test_a_checkpoint_cut_off_loses_nothing(
+    run: Path, tiny_text, tmp_path, limit: int | None, left: list[int], goes_on_from: int
+) -> None:
+    """Also under `save_total_limit: 1`, where the one before is gone, and over a whole one of an older run."""
+    if limit is None:
+        copied(run, tmp_path, 4)
     with pytest.raises(KeyboardInterrupt):
-        train(tiny_text, tmp_path, block=BLOCK, num_train_epochs=1, save_total_limit=1, trainer_class=KilledWhenSaving)
-    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-4"]
+        train(
+            tiny_text,
+            tmp_path,
+            block=BLOCK,
+            num_train_epochs=1,
+            save_total_limit=limit,
+            trainer_class=KilledWhenSaving,
+        )
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {f"checkpoint-{step}" for step in left}
     assert not (tmp_path / "checkpoint-4" / MARKER).exists()
     train(tiny_text, tmp_path, resume=True, block=BLOCK, num_train_epochs=1)
-    assert rows_of(tmp_path, STEPS) == ONCE
+    assert rows_of(tmp_path, goes_on_from) == ONCE
+
+
+def test_a_checkpoint_that_the_trainer_deletes_at_once_ends_nothing(run: Path, tiny_text, tmp_path, log) -> None:
+    """It may take it for the oldest, beside a higher number of an older run."""
+    copied(run, tmp_path, 4)
+    trainer = train(tiny_text, tmp_path, block=BLOCK, num_train_epochs=1, save_total_limit=1, stop=2)
+    assert trainer.state.global_step == 2
+    left = {path.name for path in tmp_path.glob("checkpoint-*")}
+    assert "checkpoint-2" in left or "deleted by the Trainer" in log.text
 
 
 class OfATrial(Trainer):
