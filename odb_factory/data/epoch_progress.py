@@ -10,7 +10,8 @@ import numpy as np
 
 from odb_factory.data.done_bitmap import mark_done
 from odb_factory.data.samples import Rejection, Sample, Step
-from odb_factory.data.state import EpochState, Snapshot, check_states, differences
+from odb_factory.data.snapshot import Snapshot
+from odb_factory.data.state import EpochState, check_states, differences
 from odb_factory.errors import DataError
 from odb_factory.log import get_logger
 

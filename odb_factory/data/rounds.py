@@ -21,7 +21,7 @@ from odb_factory.batching import (
 from odb_factory.data.agreement import AgreedError, Exchange, Report
 from odb_factory.data.handover import hand_over
 from odb_factory.data.samples import Rejection, Sample, Step
-from odb_factory.data.state import BufferedSample, Snapshot
+from odb_factory.data.snapshot import BufferedSample, Snapshot
 from odb_factory.errors import DataError, one_line
 from odb_factory.log import get_logger
 

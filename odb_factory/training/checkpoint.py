@@ -12,13 +12,15 @@ from pathlib import Path
 
 from odb_factory.errors import DataError
 from odb_factory.log import get_logger
-from odb_factory.training.find_checkpoint import WAY_OUT, check_consistent, is_stock, read_states
+from odb_factory.training.checkpoint_status import WAY_OUT, check_consistent, is_stock, read_states
 from odb_factory.training.run import ODBRun
 from odb_factory.training.state_files import (
     MARKER,
     TRAINER_STATE,
     RankState,
     TrainerRecord,
+    rank_file,
+    ranks_of,
     read_trainer_state,
     write_marker,
     write_rank_state,
@@ -36,6 +38,9 @@ def begin_save(run: ODBRun, folder: Path, *, barrier: Callable[[], None], marks:
     if marks:  # of a checkpoint of this step that is written anew: until all is there, it is not whole
         (folder / MARKER).unlink(missing_ok=True)
         (folder / TRAINER_STATE).unlink(missing_ok=True)
+        for rank in ranks_of(folder):
+            if rank >= run.world_size:  # of a run with more ranks
+                rank_file(folder, rank).unlink(missing_ok=True)
     write_state(run, folder)
     barrier()
 

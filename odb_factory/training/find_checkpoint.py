@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -19,41 +18,22 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 
 from odb_factory.errors import ConfigError, DataError, ODBError
 from odb_factory.log import get_logger
-from odb_factory.training.state_files import (
-    MARKER,
-    RANK_FILE,
-    RankState,
-    TrainerRecord,
-    read_marker,
-    read_rank_state,
-    read_trainer_state,
+from odb_factory.training.checkpoint_status import (
+    NOT_RESUMABLE,
+    WAY_OUT,
+    Kind,
+    Status,
+    has_our_files,
+    number_of,
+    status_of,
 )
+from odb_factory.training.state_files import MARKER
 
 logger = get_logger(__name__)
 
-WAY_OUT = "name an older checkpoint, or set `resume: ignore_data` to take its model alone and begin the epoch anew"
-NOT_RESUMABLE = "name an older checkpoint, or begin anew from its weights, if it has any, as model_name_or_path"
 NO_CHECKPOINT = -1
 Gather = Callable[[list[int]], list[list[int]]]
 """What each rank says (some integers, as many on each), to all ranks, in rank order."""
-
-
-class Kind(IntEnum):
-    """What a folder is to this rank, in ascending order of what can be done with it."""
-
-    UNUSABLE = 0
-    CUT_OFF = 1  # its marker is missing or damaged, and all else that this rank needs is whole
-    WHOLE = 2
-    STOCK = 3  # written by a training without odb
-
-
-@dataclass(frozen=True)
-class Status:
-    """kind, why it is not whole, and what to do."""
-
-    kind: Kind
-    reason: str = ""
-    way_out: str = WAY_OUT
 
 
 @dataclass
@@ -87,7 +67,11 @@ class Candidates:
     def status(self, number: int) -> Status:
         folder = self.by_number[number]
         if folder not in self._known:
-            self._known[folder] = status_of(folder, self.rank, self.world_size, ignore_data=self.ignore_data)
+            try:
+                status = status_of(folder, self.rank, self.world_size, ignore_data=self.ignore_data)
+            except OSError as error:  # must not keep this rank from telling the others
+                status = Status(Kind.UNUSABLE, f"{folder}: {error}", NOT_RESUMABLE)
+            self._known[folder] = status
         return self._known[folder]
 
 
@@ -137,64 +121,6 @@ def find_checkpoint(
     return _chosen(candidates, number, kinds)
 
 
-def status_of(folder: Path, rank: int, world_size: int, *, ignore_data: bool = False) -> Status:
-    """Whether this rank can go on from `folder`. ignore_data: with its model alone."""
-    if not folder.is_dir():
-        return Status(Kind.UNUSABLE, f"{str(folder)!r} is no folder", NOT_RESUMABLE)
-    try:
-        record = read_trainer_state(folder)
-    except DataError as error:
-        return Status(Kind.UNUSABLE, str(error), NOT_RESUMABLE)
-    if ignore_data:
-        return Status(Kind.WHOLE)
-    if is_stock(folder, record):
-        return Status(Kind.STOCK)
-    try:
-        states = read_states(folder, rank, world_size)
-        check_consistent(folder, states, record)
-    except DataError as error:
-        return Status(Kind.UNUSABLE, str(error))
-    try:
-        said = read_marker(folder)
-    except DataError as error:
-        return Status(Kind.CUT_OFF, str(error))
-    if said != (states[0].epoch_state.world_size, record.optimizer_steps):
-        reason = f"{folder / MARKER}: it says {said[0]} ranks and {said[1]} optimizer steps, the other files do not"
-        return Status(Kind.CUT_OFF, reason)
-    return Status(Kind.WHOLE)
-
-
-def is_stock(folder: Path, record: TrainerRecord) -> bool:
-    """Whether it was written by a training without odb: nothing of ours is in it.
-
-    A stock training that went on from a checkpoint of ours carries our mark along, with an older optimizer step.
-    """
-    ours = (folder / MARKER).exists() or any(folder.glob(RANK_FILE.format(rank="*")))
-    return not ours and record.marked_steps != record.optimizer_steps
-
-
-def read_states(folder: Path, rank: int, world_size: int, *, of_all: bool = False) -> list[RankState]:
-    """This rank's state, where it was written by as many ranks; otherwise, or `of_all`, those of all ranks.
-
-    Raises `DataError` that names the file.
-    """
-    own = rank
-    if not (folder / RANK_FILE.format(rank=rank)).exists():
-        others = [_rank_of(path) for path in folder.glob(RANK_FILE.format(rank="*"))]
-        own = min((other for other in others if other >= 0), default=rank)
-    state = read_rank_state(folder, own)
-    written_by = state.epoch_state.world_size
-    if written_by == world_size and not of_all:
-        return [state if own == rank else read_rank_state(folder, rank)]
-    return [state if other == own else read_rank_state(folder, other) for other in range(written_by)]
-
-
-def number_of(folder: Path) -> int:
-    """Of `checkpoint-N`: N; -1 for a folder of another name."""
-    start, _, end = folder.name.rpartition("-")
-    return int(end) if start == PREFIX_CHECKPOINT_DIR and end.isdigit() else -1
-
-
 def _asked_folder(asked: Any, output_dir: str) -> Path | None:
     """Raises `ConfigError` where it is not a checkpoint by its very name or content."""
     if asked is None or asked is False or asked == "":
@@ -210,28 +136,13 @@ def _asked_folder(asked: Any, output_dir: str) -> Path | None:
     if not folder.is_dir():
         raise ConfigError(f"resume_from_checkpoint: {str(asked)!r} is no folder; name a checkpoint of this training.")
     inside = [other for other in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if number_of(other) >= 0]
-    if inside and not (folder / MARKER).exists() and not any(folder.glob(RANK_FILE.format(rank="*"))):
+    if inside and not has_our_files(folder):
         newest = str(Path(asked) / max(inside, key=number_of).name)
         raise ConfigError(
             f"resume_from_checkpoint: {str(asked)!r} holds checkpoints and is none; name one of them, {newest!r} is "
             "the newest."
         )
     return folder
-
-
-def check_consistent(folder: Path, states: Sequence[RankState], record: TrainerRecord) -> None:
-    """Raise `DataError` unless our files and the Trainer's are of the same optimizer step."""
-    if record.marked_steps != record.optimizer_steps:
-        raise DataError(
-            f"{folder}: trainer_state.json (optimizer step {record.optimizer_steps}) was written without odb, and "
-            "odb_state*.json files are beside it; if it was, remove these"
-        )
-    for state in states:
-        if state.optimizer_steps != record.optimizer_steps:
-            raise DataError(
-                f"{folder / RANK_FILE.format(rank=state.epoch_state.rank)}: it is of optimizer step "
-                f"{state.optimizer_steps}, and trainer_state.json of {record.optimizer_steps}"
-            )
 
 
 def _nothing_usable(candidates: Candidates | None, failed: Sequence[int]) -> ODBError:
@@ -259,8 +170,3 @@ def _chosen(candidates: Candidates, number: int, kinds: set[Kind]) -> Path:
             candidates.status(number).reason or f"{MARKER} is missing on another node",
         )
     return folder
-
-
-def _rank_of(path: Path) -> int:
-    digits = path.name.removeprefix("odb_state_rank").removesuffix(".json")
-    return int(digits) if digits.isdigit() else -1

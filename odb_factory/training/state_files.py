@@ -48,6 +48,13 @@ def rank_file(folder: Path, rank: int) -> Path:
     return folder / RANK_FILE.format(rank=rank)
 
 
+def ranks_of(folder: Path) -> list[int]:
+    """The ranks whose files are in a folder."""
+    start, end = RANK_FILE.split("{rank}")
+    found = (path.name.removeprefix(start).removesuffix(end) for path in folder.glob(f"{start}*{end}"))
+    return [int(rank) for rank in found if rank.isdigit()]
+
+
 def write_rank_state(folder: Path, rank: int, optimizer_steps: int, data: dict[str, Any], run: dict[str, Any]) -> None:
     """Write this rank's file. data, run: their state dicts (JSON types)."""
     _write(rank_file(folder, rank), {"optimizer_steps": optimizer_steps, "data": data, "run": run})

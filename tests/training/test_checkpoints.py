@@ -20,7 +20,8 @@ from transformers import Trainer
 
 from odb_factory.errors import ConfigError, DataError, ODBError
 from odb_factory.training import state_files
-from odb_factory.training.find_checkpoint import find_checkpoint, read_states
+from odb_factory.training.checkpoint_status import read_states
+from odb_factory.training.find_checkpoint import find_checkpoint
 from odb_factory.training.state_files import MARK, MARKER, TRAINER_STATE, read_marker, write_marker
 
 RANK_0 = "odb_state_rank0.json"
@@ -225,6 +226,7 @@ def test_a_checkpoint_cut_off_loses_nothing(
     """Also under `save_total_limit: 1`, where the one before is gone, and over a whole one of an older run."""
     if limit is None:
         copied(run, tmp_path, 4)
+        (tmp_path / "checkpoint-4" / "odb_state_rank1.json").write_text("of a run with more ranks")
     with pytest.raises(KeyboardInterrupt):
         train(
             tiny_text,
@@ -235,7 +237,7 @@ def test_a_checkpoint_cut_off_loses_nothing(
             trainer_class=KilledWhenSaving,
         )
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {f"checkpoint-{step}" for step in left}
-    assert not (tmp_path / "checkpoint-4" / MARKER).exists()
+    assert [path.name for path in (tmp_path / "checkpoint-4").glob("odb_state*")] == [RANK_0]
     train(tiny_text, tmp_path, resume=True, block=BLOCK, num_train_epochs=1)
     assert rows_of(tmp_path, goes_on_from) == ONCE
 
