@@ -233,7 +233,8 @@ class EpochRounds:
             self.overlong += self.budget.overlong(self.next.sample.cost)
             self.held.append(self.next)
             self.next = self._draw()
-            filled += [] if self.next is None else [self.next]
+            if self.next is not None:
+                filled.append(self.next)
         if self.held:
             # Of this window, not of the epoch: what a resumed run has to find again shall not be far back.
             self.spare = min(self.held, key=lambda one: one.sample.cost.tokens)

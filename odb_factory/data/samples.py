@@ -117,13 +117,11 @@ def checksum(features: Mapping[str, Any], cost: Cost) -> int:
 def _numbers(values: Any) -> bytes:
     """Whole numbers of any container as 64 bits each, others as floats; nothing for what is not made of numbers."""
     try:
-        return array("q", values).tobytes()  # a flat list of int, the usual case
-    except (TypeError, OverflowError):
-        pass
-    try:
+        if isinstance(values, list) and values and isinstance(values[0], int):
+            return array("q", values).tobytes()  # the usual case, a little faster so
         flat = np.asarray(values).reshape(-1)
         return flat.astype("<i8" if flat.dtype.kind in "iub" else "<f8").tobytes()
-    except (TypeError, ValueError):
+    except (OverflowError, TypeError, ValueError):
         return b""
 
 
