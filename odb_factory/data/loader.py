@@ -27,13 +27,14 @@ from odb_factory.batching import Budget, Collation, CostModel
 from odb_factory.comm.coordinator import CollectiveError, Coordinator, SingleProcessCoordinator
 from odb_factory.config import ODBConfig
 from odb_factory.data.ahead import Ahead, Direct
-from odb_factory.data.bookmark import Bookmark
 from odb_factory.data.collate import Collated, Failure
+from odb_factory.data.epoch_progress import EpochProgress
 from odb_factory.data.feed import Pass
 from odb_factory.data.observe import Observer
 from odb_factory.data.rounds import EpochRounds
 from odb_factory.data.samples import Rejection, Step
 from odb_factory.data.stages import END, Stages, take
+from odb_factory.data.state import EpochState
 from odb_factory.data.step_times import StepTimes
 from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.log import get_logger
@@ -42,7 +43,7 @@ MAX_REJECTIONS_LOGGED = 10
 LOCAL_KEYS = ("audit", "collate_workers", "exchange_timeout_s")
 """Keys of the block in which ranks may differ: no plan and no weight depends on them."""
 PLACE = ("epoch", "round of the plan", "micro-batches done in it", "samples done before")
-"""Where an epoch goes on: what `Bookmark.place` says."""
+"""Where an epoch goes on: what `EpochProgress.place` says."""
 ABORT_S = 7.0
 """After a failure planning is given this long to end; a DataLoader looks for dead workers every 5 s."""
 
@@ -110,7 +111,7 @@ class ODBLoader:
             find_spare=self._stages.find_spare,
             on_reject=self._on_reject,
         )
-        self._bookmark = Bookmark(
+        self._bookmark = EpochProgress(
             rank,
             world_size,
             data={"samples": self.num_samples, "seed": seed, "split": getattr(self._order, "is_split", False)},
@@ -126,6 +127,7 @@ class ODBLoader:
                 "accumulation": accumulation,
                 "collation": list(dataclasses.astuple(collation)),
             },
+            read_row=self._stages.read_row,
         )
         self._settings = {
             **{f"odb.{key}": value for key, value in config.to_dict().items() if key not in LOCAL_KEYS},
@@ -168,6 +170,10 @@ class ODBLoader:
         self._leave()
         self._bookmark.load(states, self._fingerprint, ignore_data=self.config.resume == "ignore_data")
         self.epoch = self._bookmark.epoch
+
+    def deals_anew(self, state: EpochState) -> bool:
+        """Whether `load_state_dict` needs the states of all ranks, to deal out the rest of an epoch anew."""
+        return self._bookmark.deals_anew(state)
 
     def pass_over(self, epochs: float) -> int:
         """Take this many epochs for done, the last in part, by the order of draws; returns the samples of that part."""

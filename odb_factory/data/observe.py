@@ -13,6 +13,7 @@ from torch.utils.data import Dataset, IterableDataset, Sampler
 
 from odb_factory.batching import Budget, Cost
 from odb_factory.config import ODBConfig
+from odb_factory.data.content import checksum
 from odb_factory.data.samples import Rejection, Sample
 from odb_factory.data.serialize import pack
 from odb_factory.errors import one_line
@@ -59,7 +60,7 @@ class ObservedDataset(Dataset):
     def __getitem__(self, index: int) -> Sample | Rejection:
         try:
             features, cost = self.observer(self.dataset, index)
-            sample = Sample(index, cost, pack(features))
+            sample = Sample(index, cost, pack(features), checksum(features, cost))
         except RowDropped as error:
             return Rejection(index, error.reason, f"{self._where(index)}: {error}")
         except MediaCut as error:

@@ -23,7 +23,7 @@ from odb_factory.comm.coordinator import CollectiveError, Coordinator, RankMetad
 from odb_factory.comm.redistribute import redistribute
 from odb_factory.data.samples import Rejection, Sample, Step
 from odb_factory.data.serialize import sample_from_bytes, sample_to_bytes
-from odb_factory.data.state import Held, Snapshot
+from odb_factory.data.snapshot import BufferedSample, Snapshot
 from odb_factory.errors import DataError, one_line
 from odb_factory.log import get_logger
 
@@ -36,8 +36,13 @@ DIFFERENT_ORDERS = (
     "every rank the same whole sampler, seeded alike (each takes its own share of it), not a share of it."
 )
 PLANNED_OTHERWISE = (
-    "the round that was under way at the checkpoint is planned otherwise now (by another version of odb_factory or "
-    "numpy?), so what is left of it cannot be told; go on with the version that wrote it, or set `resume: ignore_data`."
+    "the round that was under way at the checkpoint is planned otherwise now although its rows are the same (by "
+    "another version of odb_factory or numpy?), so what is left of it cannot be told; go on with the one that wrote "
+    "it, or set `resume: ignore_data`."
+)
+ROW_CHANGED = (
+    "the training data have changed since the checkpoint: a row{before} that waited or had just been trained on is "
+    "now: {now}; bring it back, or set `resume: ignore_data` to begin the epoch anew."
 )
 TOO_HEAVY = (
     f"balance: the samples of a window weigh more than {MAX_BALANCED_BYTES >> 20} MiB, so they stay on the rank that "
@@ -53,8 +58,8 @@ class Drawn:
     draw: int
     age: int = 0
 
-    def as_held(self) -> Held:
-        return Held(self.draw, self.age, self.sample.cost.tokens)
+    def as_saved(self) -> BufferedSample:
+        return BufferedSample(self.draw, self.age, self.sample.cost.tokens, self.sample.content)
 
 
 class EpochRounds:
@@ -149,8 +154,10 @@ class EpochRounds:
             self._restore(snapshot)
         while not self.final:
             model = self.propose() if self.model is None else self.model
-            self.snapshots.append(self._snapshot(model))
-            self._fill()
+            snapshot = self._snapshot(model)
+            filled = self._fill()
+            self._check_filled(filled)
+            self.snapshots.append(replace(snapshot, filled=tuple(one.sample.content for one in filled)))
             samples = [one.sample for one in self.held]
             window = make_window(
                 [sample.cost for sample in samples],
@@ -186,7 +193,9 @@ class EpochRounds:
             known = self.steps + len(plan.totals)
             epoch_steps = known if plan.final else max(known, self._epoch_steps(windows, plan.totals, rejected.total()))
             tasks += self._tasks(plan, rejected=rejected, overlong=overlong, epoch_steps=epoch_steps)
-            if emitted_before != [draw for step, _ in tasks[:num_consumed] for draw in step.draws]:
+            if num_consumed > len(tasks) or emitted_before != [
+                draw for step, _ in tasks[:num_consumed] for draw in step.draws
+            ]:
                 raise DataError(PLANNED_OTHERWISE)
             self.round_index += 1
             if self.final and self.emitted + self.done_before == 0:
@@ -215,15 +224,35 @@ class EpochRounds:
             self.on_reject(item)
         return None
 
-    def _fill(self) -> None:
-        """Fill the window; one sample ahead is drawn, so that a dry sampler is known before the plan."""
+    def _fill(self) -> list[Drawn]:
+        """Fill the window; one sample ahead is drawn, so that a dry sampler is known before the plan.
+
+        Returns the samples that were drawn for it.
+        """
+        filled: list[Drawn] = []
         while self.next is not None and len(self.held) < self.buffer_size:
             self.overlong += self.budget.overlong(self.next.sample.cost)
             self.held.append(self.next)
             self.next = self._draw()
+            if self.next is not None:
+                filled.append(self.next)
         if self.held:
             # Of this window, not of the epoch: what a resumed run has to find again shall not be far back.
             self.spare = min(self.held, key=lambda one: one.sample.cost.tokens)
+        return filled
+
+    def _check_filled(self, filled: list[Drawn]) -> None:
+        """Raise `DataError` if the rows drawn for a round that was under way are others than before the stop."""
+        if self.resume is None or self.round_index != self.resume[0].round_index:
+            return
+        before = self.resume[0].filled
+        for one, content in zip(filled, before):
+            if content and one.sample.content != content:
+                now = f"row {one.sample.id}, which says something else"
+                raise DataError(ROW_CHANGED.format(before="", now=now))
+        if len(filled) != len(before):
+            now = f"one of {len(filled)} usable rows drawn for the round under way, which had {len(before)}"
+            raise DataError(ROW_CHANGED.format(before="", now=now))
 
     def _snapshot(self, model: CostModel) -> Snapshot:
         return Snapshot(
@@ -234,9 +263,9 @@ class EpochRounds:
             drawn=self.drawn,
             rejected=dict(self.rejected),
             overlong=self.overlong,
-            held=tuple(one.as_held() for one in self.held),
-            next=None if self.next is None else self.next.as_held(),
-            spare=None if self.spare is None else self.spare.as_held(),
+            held=tuple(one.as_saved() for one in self.held),
+            next=None if self.next is None else self.next.as_saved(),
+            spare=None if self.spare is None else self.spare.as_saved(),
             model=model,
         )
 
@@ -245,12 +274,12 @@ class EpochRounds:
         drawn: dict[int, Drawn] = {}
         for held in snapshot.waiting:
             item = next(self.observed, None)
-            if not isinstance(item, Sample) or item.cost.tokens != held.tokens:
-                found = f"{item.cost.tokens} tokens" if isinstance(item, Sample) else getattr(item, "message", "no row")
-                raise DataError(
-                    f"the training data have changed since the checkpoint: a row of {held.tokens} tokens that was "
-                    f"waiting is now: {found}; bring it back, or set `resume: ignore_data` to begin the epoch anew."
-                )
+            before = f" ({held.tokens} tokens)"
+            if not isinstance(item, Sample):
+                raise DataError(ROW_CHANGED.format(before=before, now=getattr(item, "message", "no row")))
+            if item.cost.tokens != held.tokens or (held.content and item.content != held.content):
+                now = f"row {item.id}, of {item.cost.tokens} tokens and with other content"
+                raise DataError(ROW_CHANGED.format(before=before, now=now))
             drawn[held.draw] = Drawn(item, held.draw, held.age)
         self.held = [drawn[held.draw] for held in snapshot.held]
         self.next = None if snapshot.next is None else drawn[snapshot.next.draw]
@@ -283,6 +312,7 @@ class EpochRounds:
                 last=False,
                 round_index=self.round_index,
                 draws=tuple(self.held[i].draw for i in gone[k]),
+                contents=tuple(sample.content for sample in chosen),
             )
             tasks.append((step, chosen or [self._idle_sample()]))
         self.steps += len(plan.totals)

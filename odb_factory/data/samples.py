@@ -10,11 +10,15 @@ from odb_factory.batching import Cost, StepTotals
 
 @dataclass(slots=True)
 class Sample:
-    """One observed row: its index in the training dataset, its cost and its light features (see `serialize.pack`)."""
+    """One observed row: its index in the training dataset, its cost and its light features (see `serialize.pack`).
+
+    content: a checksum of what it says (see `content.checksum`); 0 if unknown.
+    """
 
     id: int
     cost: Cost
     features: bytes
+    content: int = 0
 
 
 @dataclass(slots=True)
@@ -33,7 +37,7 @@ class Step:
 
     epoch, index: position; index counts the steps of the epoch from 0. round_index: the round it was planned in.
     ids: rows of the training dataset, in batch order; empty on an idle step. draws: their numbers in this
-    rank's draws of the epoch.
+    rank's draws of the epoch. contents: checksums of the rows of `ids`.
     tokens, supervised_tokens: of this rank's group (0 on an idle step).
     totals: the step over all ranks.
     done: samples of the epoch emitted or rejected on all ranks once this step is taken.
@@ -58,6 +62,7 @@ class Step:
     last: bool
     round_index: int = 0
     draws: tuple[int, ...] = ()
+    contents: tuple[int, ...] = ()
 
     @property
     def idle(self) -> bool:

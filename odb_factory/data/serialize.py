@@ -22,8 +22,8 @@ from odb_factory.errors import DataError
 
 _PLAIN, _PICKLED = b"\0", b"\1"
 _TUPLE, _ARRAY, _TENSOR, _DATACLASS = 1, 2, 3, 4
-_SAMPLE = struct.Struct("<qqqq?q")
-"""id, tokens, patches, supervised tokens, has_media, family; the packed features follow."""
+_SAMPLE = struct.Struct("<qqqq?qI")
+"""id, tokens, patches, supervised tokens, has_media, family, content; the packed features follow."""
 _dataclasses: dict[str, type] = {}
 T = TypeVar("T", bound=type)
 
@@ -62,7 +62,9 @@ def sample_to_bytes(sample: Sample) -> bytes:
             "rank; let items hold lists, strings, numbers, arrays, tensors or paths, or set `balance: false`"
         )
     cost = sample.cost
-    head = _SAMPLE.pack(sample.id, cost.tokens, cost.patches, cost.supervised_tokens, cost.has_media, cost.family)
+    head = _SAMPLE.pack(
+        sample.id, cost.tokens, cost.patches, cost.supervised_tokens, cost.has_media, cost.family, sample.content
+    )
     return head + sample.features
 
 
@@ -71,8 +73,8 @@ def sample_from_bytes(received: bytes) -> Sample:
     features = received[_SAMPLE.size :]
     if features[:1] != _PLAIN:
         raise DataError("a sample from another rank is damaged; look for other versions of odb_factory among the ranks")
-    sample_id, tokens, patches, supervised_tokens, has_media, family = _SAMPLE.unpack(received[: _SAMPLE.size])
-    return Sample(sample_id, Cost(tokens, patches, supervised_tokens, has_media, family), features)
+    sample_id, tokens, patches, supervised_tokens, has_media, family, content = _SAMPLE.unpack(received[: _SAMPLE.size])
+    return Sample(sample_id, Cost(tokens, patches, supervised_tokens, has_media, family), features, content)
 
 
 def _own(value: Any) -> Any:
