@@ -82,7 +82,6 @@ class ODBLoader:
             collate_fn=collate_fn,
             config=config,
             budget=budget,
-            seed=seed,
             rank=rank,
             world_size=world_size,
             **stages,
@@ -205,7 +204,7 @@ class ODBLoader:
             self._order.share.again = [held.draw for held in resume[0].waiting]
             self._order.share.begin = resume[0].drawn
         plan = self._plan(
-            self._stages.observe(),
+            self._stages.observe(self.epoch),
             epoch=self.epoch,
             order=functools.partial(self._checked_order, place, self._bookmark.order),
             done_before=0 if done is None else int(done.sum()),
@@ -214,7 +213,7 @@ class ODBLoader:
         )
         rounds = iter(plan)
         self._pass = self._stages.feed.current = Pass(plan, Ahead(rounds) if self._stages.threaded else Direct(rounds))
-        self._pass.batches = self._stages.collate()
+        self._pass.batches = self._stages.collate(self.epoch)
         self._exchange.start()
         self._pass.rounds.start()
         while not self._pass.tasks:
@@ -238,7 +237,7 @@ class ODBLoader:
                 if item is END:
                     break
                 if isinstance(item, Failure):
-                    raise DataError(item.message)
+                    raise DataError(item.message(self._stages.describe))
                 if item is not None:
                     current.in_flight -= 1
                     yield item

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -48,9 +47,6 @@ def make_loader(
     exchange = None
     if dist.is_available() and dist.is_initialized() and dist.get_world_size(process_group) > 1:
         exchange = GroupExchange(config.exchange_timeout_s, process_group)
-    context = parts.multiprocessing_context
-    if context is None and "fork" in multiprocessing.get_all_start_methods():
-        context = "fork"  # a collator may hold the model, which other start methods would pickle
     return ODBLoader(
         parts.dataset,
         sampler=parts.sampler,
@@ -67,9 +63,13 @@ def make_loader(
         patch_size=patch_size,
         num_workers=parts.num_workers,
         prefetch_factor=parts.prefetch_factor,
+        persistent_workers=parts.persistent_workers,
+        timeout=parts.timeout,
         pin_memory=parts.pin_memory,
-        multiprocessing_context=context,
+        pin_memory_device=parts.pin_memory_device,
+        multiprocessing_context=parts.multiprocessing_context,
         worker_init_fn=parts.worker_init_fn,
+        generator=parts.generator,
         rank=0 if exchange is None else exchange.rank,
         world_size=1 if exchange is None else exchange.world_size,
         exchange=exchange,
