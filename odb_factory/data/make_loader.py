@@ -14,6 +14,7 @@ from odb_factory.data.items import ItemObserver
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.measure import DEFAULT_PATCH_SIZE
 from odb_factory.data.observe import Observer
+from odb_factory.data.pickling import Picklable
 from odb_factory.data.take_apart import Parts
 from odb_factory.errors import ConfigError
 
@@ -52,7 +53,7 @@ def make_loader(
         sampler=parts.sampler,
         observer=observer
         or ItemObserver(
-            parts.collate_fn,
+            Picklable(parts.collate_fn, "collate_fn"),
             cost_fn=cost_fn,
             patch_size=patch_size,
             needs_supervised=config.loss_scaling == "exact",

@@ -1,4 +1,4 @@
-"""Send a collator or an observer to a worker process that is not forked, without the weights of a model it holds.
+"""Send a collator to a worker process that is not forked, without the weights of a model it holds.
 
 LLaMA-Factory's collator holds the model, for its config and its `get_rope_index`. Pickled as it is, every worker would
 get a copy of all weights. So each module is sent with tensors of torch's device "meta" in their place: whatever needs

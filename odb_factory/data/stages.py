@@ -88,18 +88,17 @@ class Stages:
                 } | kwargs
             return DataLoader(source, num_workers=workers, collate_fn=_identity, generator=torch.Generator(), **kwargs)
 
-        observe = Picklable(observer, "observer")
         options: dict[str, Any] = {"batch_size": OBSERVE_CHUNK}
         self._whole_stream: Iterable[Sample | Rejection] | None = None
         if sampler is None:
-            observed: Any = ObservedStream(dataset, observe, config, budget, rank, world_size)
-            self._whole_stream = ObservedStream(dataset, observe, config, budget, 0, 1)
+            observed: Any = ObservedStream(dataset, observer, config, budget, rank, world_size)
+            self._whole_stream = ObservedStream(dataset, observer, config, budget, 0, 1)
             self.order: Any = observed
             num_workers = min(num_workers, 1)
             if num_workers:
                 options["persistent_workers"] = False  # one that lives on would not hear of another epoch or state
         else:
-            observed = ObservedDataset(dataset, observe, config, budget)
+            observed = ObservedDataset(dataset, observer, config, budget)
             self.order = options["sampler"] = ShardSampler(sampler, rank, world_size)
         self._observed = observed
         groups = GroupDataset(Picklable(collate_fn, "collate_fn"), patch_size, dataset)
@@ -160,8 +159,8 @@ class Stages:
             if not loader.num_workers or context.get_start_method() == "fork":
                 raise
             raise ConfigError(
-                f"dataset: {type(self._dataset).__name__} cannot be sent to a worker process, as the start methods "
-                f"'spawn' and 'forkserver' have to ({one_line(error)}); make it picklable, choose 'fork' "
+                f"dataset: {type(self._dataset).__name__}, or its observer, cannot be sent to a worker process, as the start "
+                f"methods 'spawn' and 'forkserver' have to ({one_line(error)}); make it picklable, choose 'fork' "
                 "(multiprocessing.set_start_method), or take no workers (num_workers and collate_workers 0)."
             ) from None
 
@@ -174,6 +173,13 @@ def take(batches: Iterator[Any], task: str) -> Any:
         raise DataError(
             f"a DataLoader worker that {task} was killed while it handed over its result ({one_line(error)}); look for "
             "the system's out-of-memory killer, or lower dataloader_num_workers."
+        ) from None
+    except RuntimeError as error:
+        if not str(error).startswith("DataLoader timed out after"):
+            raise
+        raise DataError(
+            f"a DataLoader worker that {task} gave nothing: {str(error).rstrip('.')}; look for what it waits for, or "
+            "raise `timeout`."
         ) from None
 
 

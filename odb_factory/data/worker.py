@@ -46,21 +46,26 @@ def watch_parent(pid: int) -> None:
 
 
 def _watch(pid: int) -> None:
-    # With forkserver the parent in the sense of the system is the server, here and until the end.
+    # Where workers are forked, a later one holds the pipe that tells of its parent as well, but the parent's id changes.
+    # With forkserver the system's parent is the server.
     is_child = os.getppid() == pid
-    while not (_has_ended() or (is_child and os.getppid() != pid)):
+    while not (_has_ended(pid) or (is_child and os.getppid() != pid)):
         time.sleep(CHECK_S)
     os._exit(1)
 
 
-def _has_ended() -> bool:
-    """Whether the other end of multiprocessing's pipe to the parent is closed.
-
-    Later workers that were forked hold that end as well; then only the parent's id tells. A worker of `spawn` or
-    `forkserver` that is still reading its arguments has no parent yet.
-    """
+def _has_ended(pid: int) -> bool:
     parent = multiprocessing.parent_process()
-    return parent is not None and not parent.is_alive()
+    if parent is not None:
+        return not parent.is_alive()
+    # Its arguments are still being read, so multiprocessing does not know of the parent yet.
+    if os.name != "posix":
+        return False
+    try:
+        os.kill(pid, 0)  # sends nothing; on Windows it would end the process
+    except ProcessLookupError:
+        return True
+    return False
 
 
 class WorkerDataset(Dataset):
