@@ -159,8 +159,8 @@ class Stages:
             if not loader.num_workers or context.get_start_method() == "fork":
                 raise
             raise ConfigError(
-                f"dataset: {type(self._dataset).__name__}, or its observer, cannot be sent to a worker process, as the start "
-                f"methods 'spawn' and 'forkserver' have to ({one_line(error)}); make it picklable, choose 'fork' "
+                f"dataset: {type(self._dataset).__name__}, or its observer, cannot be sent to a worker process, as the "
+                f"start methods 'spawn' and 'forkserver' have to ({one_line(error)}); make it picklable, choose 'fork' "
                 "(multiprocessing.set_start_method), or take no workers (num_workers and collate_workers 0)."
             ) from None
 

@@ -101,7 +101,9 @@ def _refuse_options(loader: DataLoader) -> None:
             "same order in every run."
         )
     if loader.timeout and not loader.num_workers:
-        raise ConfigError(f"timeout: {loader.timeout} bounds the wait for workers, and num_workers is 0; leave it at 0.")
+        raise ConfigError(
+            f"timeout: {loader.timeout} bounds the wait for workers, of which there are none; leave it at 0."
+        )
 
 
 def _refuse_shards(dataset: Any) -> None:

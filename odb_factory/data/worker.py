@@ -46,7 +46,7 @@ def watch_parent(pid: int) -> None:
 
 
 def _watch(pid: int) -> None:
-    # Where workers are forked, a later one holds the pipe that tells of its parent as well, but the parent's id changes.
+    # Where workers are forked, a later one holds the pipe that tells of the parent, too; but its id changes.
     # With forkserver the system's parent is the server.
     is_child = os.getppid() == pid
     while not (_has_ended(pid) or (is_child and os.getppid() != pid)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import time
@@ -153,6 +154,17 @@ def test_pinned_memory_is_not_warned_of_where_there_is_none(num_workers: int) ->
             list(loader)
 
 
+@pytest.mark.parametrize(("device", "pins"), [("xpu", True), ("mps", False)])
+def test_memory_is_pinned_for_every_accelerator_that_torch_pins_for(
+    device: str, pins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No such device is here: torch's answers are put into its mouth."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(device))
+    parts = take_apart(DataLoader(Rows(), collate_fn=pad, pin_memory=True), seed=0)
+    assert parts.pin_memory is pins
+
+
 # Seeds
 
 
@@ -226,9 +238,8 @@ class WithModel:
         return pad(items) | {"told": told, "sent": get_worker_info().dataset.dataset is not None}
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_a_model_in_the_collator_is_sent_without_weights_and_the_dataset_not_at_all(method: str) -> None:
-    with wrapped(collate_fn=WithModel(), multiprocessing_context=method) as loader:
+def test_a_model_in_the_collator_is_sent_without_weights_and_the_dataset_not_at_all() -> None:
+    with wrapped(collate_fn=WithModel(), multiprocessing_context="forkserver") as loader:
         batches = [batch for _, _, batch in loader]
     assert {batch["told"] for batch in batches} == {("meta", 3, "in_features=1000, out_features=1000, bias=True")}
     assert not any(batch["sent"] for batch in batches)
@@ -245,10 +256,8 @@ def test_what_cannot_be_sent_is_refused_in_one_line(part: str) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_the_start_method_is_that_of_the_platform(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_start_method_is_that_of_the_platform() -> None:
     """Not `fork` where there is one: it is Python's choice, or the user's."""
-    import multiprocessing
-
     method = multiprocessing.get_start_method()
     multiprocessing.set_start_method("spawn", force=True)
     try:

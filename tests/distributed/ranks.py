@@ -156,6 +156,7 @@ def toy_loader(
         world_size=world_size,
         exchange=GroupExchange(timeout_s) if world_size > 1 else None,
         num_workers=workers[0],
+        persistent_workers=True,
         multiprocessing_context=start_method if any(workers) else None,
     )
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -10,7 +11,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import pytest
 from distributed.launch import Run, parent, shimmed
 from distributed.ranks import TESTS, Collator, Observer
 from distributed.rows import row
-from support import MARK, end_marked_processes, marked_processes, proc_words, read_jsonl, training_config, write_dataset
+from support import MARK, end_marked_processes, marked_processes, proc_words, training_config, write_dataset
 
 from odb_factory.config import ODBConfig
 from odb_factory.data.loader import ODBLoader
@@ -124,4 +124,106 @@ def test_no_worker_outlives_a_killed_process(start_method: str, tmp_path: Path) 
 
 # Real trainings
 
+NUM_ROWS = 600
 
+
+def lines(run: Run) -> list[dict[str, Any]]:
+    """The audit of rank 0 until now."""
+    audit = run.output_dir / "odb_audit_rank0.jsonl"
+    whole = audit.read_text().rpartition("\n")[0] if audit.exists() else ""
+    return [json.loads(line) for line in whole.splitlines()]
+
+
+def said(run: Run, text: str) -> bool:
+    ended = run.so_far()
+    return any(text in part for part in (*ended.ranks, *ended.launchers))
+
+
+def trainer(run: Run, under_torchrun: bool) -> int:
+    """The process of rank 0; without torchrun it is what was launched."""
+    return run.rank_pid(0) if under_torchrun else run.launchers[0].pid
+
+
+def of_rank_0(run: Run, under_torchrun: bool) -> dict[int, list[str]]:
+    processes = run.processes()
+    return {
+        pid: words for pid, words in processes.items() if not under_torchrun or "RANK=0" in proc_words(pid, "environ")
+    }
+
+
+def num_workers(run: Run, under_torchrun: bool) -> int:
+    """Children of rank 0 that are no other program (multiprocessing and torch have helpers)."""
+    try:
+        pid = trainer(run, under_torchrun)
+    except StopIteration:
+        return 0
+    words = proc_words(pid, "cmdline")
+    return sum(parent(child) == pid and said == words for child, said in run.processes().items())
+
+
+MOMENTS: dict[str, Callable[[Run, bool], bool]] = {
+    "before the workers": lambda run, _: said(run, "training example"),
+    "first worker": lambda run, under: num_workers(run, under) >= 1,
+    "all workers": lambda run, under: num_workers(run, under) >= 2,
+    "first plan": lambda run, _: said(run, "Running training"),
+    "first step": lambda run, _: len(lines(run)) >= 1,
+    "mid-epoch": lambda run, _: len(lines(run)) >= 20,
+    "collation": lambda run, _: (run.folder / "collates").exists(),
+    "end of an epoch": lambda run, _: sum(len(line["ids"]) for line in lines(run)) >= NUM_ROWS - 30,
+    "next epoch": lambda run, _: any(line["epoch"] == 1 for line in lines(run)),
+    "exit": lambda run, _: said(run, "Training completed") or (run.output_dir / "odb_summary.json").exists(),
+}
+
+
+def kill_one(model: Path, folder: Path, moment: str, ranks: int, under_torchrun: bool, how: signal.Signals) -> None:
+    write_dataset(folder, {"rows": [row(3 + (k * 11) % 38) for k in range(NUM_ROWS)]})
+    epochs = 1 if moment == "exit" else 3
+    config = training_config(
+        model,
+        folder,
+        folder / "out",
+        dataset="rows",
+        disable_shuffling=True,
+        num_train_epochs=epochs,
+        odb={"token_budget": 256, "buffer_size": 32, "audit": True},
+    )
+    if under_torchrun:
+        config["ddp_backend"] = "gloo"
+    env = {"ODB_TEST_COLLATES": str(folder / "out_logs" / "collates")}
+    env |= shimmed("endless_collation") if moment == "collation" else {}
+    env |= {} if under_torchrun else {"FORCE_TORCHRUN": "0"}
+    with Run(config, num_ranks=ranks, env=env) as run:
+        run.wait_until(lambda: MOMENTS[moment](run, under_torchrun), f"never came to {moment}")
+        pid = trainer(run, under_torchrun)
+        os.kill(pid, how)
+        if how != signal.SIGKILL:  # it may take the time to end its workers itself
+            all_end(lambda: {pid: words} if (words := proc_words(pid, "cmdline")) else {})
+        if not under_torchrun:
+            run.launchers[0].wait(10)
+        left = all_end(lambda: of_rank_0(run, under_torchrun))
+        assert not left, f"{left}\n{run.so_far()}"
+        run.end(60)
+        assert not run.left_behind()
+
+
+def test_no_worker_outlives_a_killed_training(tiny_text: Path, tmp_path: Path) -> None:
+    """The commonest case; a killed rank of two is among the faults."""
+    kill_one(tiny_text, tmp_path, "mid-epoch", 1, False, signal.SIGKILL)
+
+
+@pytest.mark.full_grid
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(("ranks", "under_torchrun"), [(1, False), (1, True), (2, True)], ids=["plain", "1", "2"])
+def test_whenever_a_training_is_killed(
+    moment: str, ranks: int, under_torchrun: bool, tiny_text: Path, tmp_path: Path
+) -> None:
+    kill_one(tiny_text, tmp_path, moment, ranks, under_torchrun, signal.SIGKILL)
+
+
+@pytest.mark.full_grid
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGABRT])
+@pytest.mark.parametrize(("ranks", "under_torchrun"), [(1, False), (2, True)], ids=["plain", "2"])
+def test_whatever_signal_ends_a_training(
+    how: signal.Signals, ranks: int, under_torchrun: bool, tiny_text: Path, tmp_path: Path
+) -> None:
+    kill_one(tiny_text, tmp_path, "mid-epoch", ranks, under_torchrun, how)
