@@ -175,8 +175,16 @@ MOMENTS: dict[str, Callable[[Run, bool], bool]] = {
 }
 
 
-def kill_one(model: Path, folder: Path, moment: str, ranks: int, under_torchrun: bool, how: signal.Signals) -> None:
-    write_dataset(folder, {"rows": [row(3 + (k * 11) % 38) for k in range(NUM_ROWS)]})
+def kill_one(
+    model: Path,
+    folder: Path,
+    moment: str,
+    ranks: int,
+    under_torchrun: bool,
+    how: signal.Signals = signal.SIGKILL,
+    more_words: int = 0,
+) -> None:
+    write_dataset(folder, {"rows": [row(3 + more_words + (k * 11) % 38) for k in range(NUM_ROWS)]})
     epochs = 1 if moment == "exit" else 3
     config = training_config(
         model,
@@ -207,8 +215,8 @@ def kill_one(model: Path, folder: Path, moment: str, ranks: int, under_torchrun:
 
 
 def test_no_worker_outlives_a_killed_training(tiny_text: Path, tmp_path: Path) -> None:
-    """The commonest case; a killed rank of two is among the faults."""
-    kill_one(tiny_text, tmp_path, "mid-epoch", 1, False, signal.SIGKILL)
+    """One worker is blocked in a collation, the other by a full pipe: rows are long, and the buffer is full."""
+    kill_one(tiny_text, tmp_path, "collation", 1, False, more_words=1500)
 
 
 @pytest.mark.full_grid
@@ -217,7 +225,7 @@ def test_no_worker_outlives_a_killed_training(tiny_text: Path, tmp_path: Path) -
 def test_whenever_a_training_is_killed(
     moment: str, ranks: int, under_torchrun: bool, tiny_text: Path, tmp_path: Path
 ) -> None:
-    kill_one(tiny_text, tmp_path, moment, ranks, under_torchrun, signal.SIGKILL)
+    kill_one(tiny_text, tmp_path, moment, ranks, under_torchrun)
 
 
 @pytest.mark.full_grid
