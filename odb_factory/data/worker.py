@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing.context import get_spawning_popen
 from typing import Any
 
 import numpy as np
@@ -71,14 +72,15 @@ def _has_ended(pid: int) -> bool:
 class WorkerDataset(Dataset):
     """A dataset that is sent to worker processes, and wraps the user's own (`dataset`).
 
-    Unpickled in a process that was not forked, it watches the parent before anything else is unpickled, which may take
-    long or never end.
+    Sent to a process that is being started, it makes that one watch its parent before anything else is unpickled, which
+    may take long or never end. Pickled for any other purpose, or copied, it does not.
     """
 
     dataset: Any
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _new, (_ParentWatch(os.getpid()), type(self)), self.__dict__
+        watch = _ParentWatch(os.getpid()) if get_spawning_popen() is not None else None
+        return _new, (watch, type(self)), self.__dict__
 
 
 class _ParentWatch:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
 import os
+import pickle
 import random
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -279,3 +282,16 @@ def test_a_sample_for_idle_micro_batches_is_one_of_the_sampler() -> None:
         before = subset.generator.get_state()
         assert loader._stages.find_spare().id >= 40
         assert torch.equal(subset.generator.get_state(), before)
+
+
+# A worker ends with its parent (what is killed for real: tests/distributed/test_killed.py)
+
+
+def test_only_a_worker_watches_its_parent() -> None:
+    """Whoever copies or pickles our dataset for a reason of his own is not ended with anybody."""
+    with wrapped(num_workers=0) as loader:
+        observed = loader._stages._observed
+        for other in (copy.deepcopy(observed), pickle.loads(pickle.dumps(observed))):
+            assert len(other.dataset) == NUM_ROWS
+        list(loader)
+    assert not any(thread.name == "odb-parent-watch" for thread in threading.enumerate())

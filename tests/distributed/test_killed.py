@@ -152,13 +152,16 @@ def of_rank_0(run: Run, under_torchrun: bool) -> dict[int, list[str]]:
 
 
 def num_workers(run: Run, under_torchrun: bool) -> int:
-    """Children of rank 0 that are no other program (multiprocessing and torch have helpers)."""
+    """Children of rank 0 that are forks of it, or begun by spawn, or the fork server."""
     try:
         pid = trainer(run, under_torchrun)
     except StopIteration:
         return 0
     words = proc_words(pid, "cmdline")
-    return sum(parent(child) == pid and said == words for child, said in run.processes().items())
+    children = [line for child, line in run.processes().items() if parent(child) == pid]
+    return sum(
+        line == words or any("forkserver" in w or "-multiprocessing-fork" in w for w in line) for line in children
+    )
 
 
 MOMENTS: dict[str, Callable[[Run, bool], bool]] = {
@@ -183,6 +186,7 @@ def kill_one(
     under_torchrun: bool,
     how: signal.Signals = signal.SIGKILL,
     more_words: int = 0,
+    start_method: str | None = None,
 ) -> None:
     write_dataset(folder, {"rows": [row(3 + more_words + (k * 11) % 38) for k in range(NUM_ROWS)]})
     epochs = 1 if moment == "exit" else 3
@@ -199,6 +203,7 @@ def kill_one(
         config["ddp_backend"] = "gloo"
     env = {"ODB_TEST_COLLATES": str(folder / "out_logs" / "collates")}
     env |= shimmed("endless_collation") if moment == "collation" else {}
+    env |= shimmed("start_method") | {"ODB_TEST_START_METHOD": start_method} if start_method else {}
     env |= {} if under_torchrun else {"FORCE_TORCHRUN": "0"}
     with Run(config, num_ranks=ranks, env=env) as run:
         run.wait_until(lambda: MOMENTS[moment](run, under_torchrun), f"never came to {moment}")
@@ -226,6 +231,15 @@ def test_whenever_a_training_is_killed(
     moment: str, ranks: int, under_torchrun: bool, tiny_text: Path, tmp_path: Path
 ) -> None:
     kill_one(tiny_text, tmp_path, moment, ranks, under_torchrun)
+
+
+@pytest.mark.full_grid
+@pytest.mark.parametrize("moment", ["first worker", "mid-epoch"])
+@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
+def test_whatever_the_start_method_of_a_killed_training(
+    start_method: str, moment: str, tiny_text: Path, tmp_path: Path
+) -> None:
+    kill_one(tiny_text, tmp_path, moment, 1, False, start_method=start_method)
 
 
 @pytest.mark.full_grid
