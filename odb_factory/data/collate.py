@@ -6,30 +6,50 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import Dataset
-
 from odb_factory.data.measure import measure_batch
 from odb_factory.data.rounds import Task
 from odb_factory.data.samples import Measured, Sample, Step
 from odb_factory.data.serialize import unpack
+from odb_factory.data.worker import WorkerDataset
 from odb_factory.errors import one_line
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A group that could not be collated. Handed over as a value: the message reaches the user in one line."""
+    """A micro-batch that could not be collated. Handed over as a value, so that it reaches the user in one line.
 
-    message: str
+    ids: the one sample that cannot be collated, or all of them where each can alone.
+    """
+
+    ids: tuple[int, ...]
+    cause: str
+
+    def message(self, describe: Callable[[int], str]) -> str:
+        """describe: where a row comes from. Called in the main process, which has the dataset."""
+        if len(self.ids) == 1:
+            return (
+                f"{describe(self.ids[0])}: cannot be collated: {self.cause}; mend or remove the row "
+                "(`on_error: skip` finds media that cannot be decoded beforehand)."
+            )
+        rows = ", ".join(map(str, self.ids))
+        return f"rows {rows} cannot be collated together (each can alone): {self.cause}"
 
 
 Collated = tuple[Step, Measured, Mapping[str, Any]]
 
 
-class GroupDataset(Dataset):
-    """`dataset[task]` is the collated batch of that task: the index is the group itself."""
+class GroupDataset(WorkerDataset):
+    """The dataset of the collating workers: `self[task]` is the collated batch of that task, the index itself.
 
-    def __init__(self, collate_fn: Callable, patch_size: int, describe: Callable[[int], str]):
-        self.collate_fn, self.patch_size, self.describe = collate_fn, patch_size, describe
+    dataset: the user's, for `worker_init_fn` alone. It is there in a forked worker and not sent to any other.
+    """
+
+    def __init__(self, collate_fn: Callable[[list[Any]], Any], patch_size: int, dataset: Any):
+        self.collate_fn, self.patch_size, self.dataset = collate_fn, patch_size, dataset
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        make, arguments, state = super().__reduce__()
+        return make, arguments, state | {"dataset": None}
 
     def __getitem__(self, task: Task | None) -> Collated | Failure | None:
         if task is None:
@@ -39,20 +59,16 @@ class GroupDataset(Dataset):
             batch = self._collate(samples)
             return step, measure_batch(batch, self.patch_size), batch
         except Exception as error:
-            return Failure(self._blame(samples, error))
+            return self._failure(samples, error)
 
     def _collate(self, samples: list[Sample]) -> Mapping[str, Any]:
         return self.collate_fn([unpack(sample.features) for sample in samples])
 
-    def _blame(self, samples: list[Sample], error: Exception) -> str:
-        """Find the sample that cannot be collated, or name the whole group where each one can alone."""
+    def _failure(self, samples: list[Sample], error: Exception) -> Failure:
+        """Find the sample that cannot be collated, or name all of them where each one can alone."""
         for sample in samples:
             try:
                 self._collate([sample])
             except Exception as alone:
-                return (
-                    f"{self.describe(sample.id)}: cannot be collated: {one_line(alone)}; mend or remove the row "
-                    "(`on_error: skip` finds media that cannot be decoded beforehand)."
-                )
-        ids = ", ".join(str(sample.id) for sample in samples)
-        return f"rows {ids} cannot be collated together (each can alone): {one_line(error)}"
+                return Failure((sample.id,), one_line(alone))
+        return Failure(tuple(sample.id for sample in samples), one_line(error))

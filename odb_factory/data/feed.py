@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 from collections import deque
 from collections.abc import Iterator
@@ -35,10 +36,14 @@ class TaskFeed:
     """The sampler of the collating loader: planned tasks, and None while there is none yet.
 
     It waits a moment for a plan only if no batch is in flight, for torch asks here before it hands over one that is
-    ready.
+    ready. torch hands the tasks to its workers in turn; None comes once for each, so that a task always goes to the
+    same worker, whenever its plan was ready, and meets the same random numbers there (I6).
     """
 
     current: Pass
+
+    def __init__(self, num_workers: int):
+        self._num_workers = max(num_workers, 1)
 
     def __iter__(self) -> Iterator[Task | None]:
         current = self.current
@@ -49,7 +54,7 @@ class TaskFeed:
             try:
                 current.tasks.extend(current.rounds.poll(0 if current.in_flight else POLL_S))
             except queue.Empty:
-                yield None
+                yield from itertools.repeat(None, self._num_workers)
             except StopIteration:
                 return
             except Exception as error:

@@ -90,7 +90,6 @@ class ODBLoader:
             collate_fn=collate_fn,
             config=config,
             budget=budget,
-            seed=seed,
             rank=rank,
             world_size=world_size,
             **stages,
@@ -231,7 +230,7 @@ class ODBLoader:
             self._order.share.again = [held.draw for held in resume[0].waiting]
             self._order.share.begin = resume[0].drawn
         plan = self._plan(
-            self._stages.observe(),
+            self._stages.observe(self.epoch),
             epoch=self.epoch,
             order=functools.partial(self._checked_order, place, self._bookmark.order),
             done_before=0 if done is None else int(done.sum()),
@@ -241,7 +240,7 @@ class ODBLoader:
         rounds = iter(plan)
         current = Pass(plan, Ahead(rounds) if self._stages.threaded else Direct(rounds))
         self._pass = self._stages.feed.current = current
-        current.batches = self._stages.collate()
+        current.batches = self._stages.collate(self.epoch)
         self._coordinator.start()
         self._coordinator.agree({**self._settings, **dict(zip(PLACE, place))})
         current.rounds.start()
@@ -267,7 +266,7 @@ class ODBLoader:
                 if item is END:
                     break
                 if isinstance(item, Failure):
-                    raise DataError(item.message)
+                    raise DataError(item.message(self._stages.describe))
                 if item is not None:
                     current.in_flight -= 1
                     yield item

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +14,7 @@ from odb_factory.data.items import ItemObserver
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.measure import DEFAULT_PATCH_SIZE
 from odb_factory.data.observe import Observer
+from odb_factory.data.pickling import Picklable
 from odb_factory.data.take_apart import Parts
 from odb_factory.errors import ConfigError
 
@@ -45,15 +45,12 @@ def make_loader(
     process_group: the data-parallel ranks (None: the default group, if there is one). With several ranks, all make
     theirs at the same place of the program. agree_on: further settings that all ranks must have in common.
     """
-    context = parts.multiprocessing_context
-    if context is None and "fork" in multiprocessing.get_all_start_methods():
-        context = "fork"  # a collator may hold the model, which other start methods would pickle
     return ODBLoader(
         parts.dataset,
         sampler=parts.sampler,
         observer=observer
         or ItemObserver(
-            parts.collate_fn,
+            Picklable(parts.collate_fn, "collate_fn"),
             cost_fn=cost_fn,
             patch_size=patch_size,
             needs_supervised=config.loss_scaling == "exact",
@@ -64,9 +61,13 @@ def make_loader(
         patch_size=patch_size,
         num_workers=parts.num_workers,
         prefetch_factor=parts.prefetch_factor,
+        persistent_workers=parts.persistent_workers,
+        timeout=parts.timeout,
         pin_memory=parts.pin_memory,
-        multiprocessing_context=context,
+        pin_memory_device=parts.pin_memory_device,
+        multiprocessing_context=parts.multiprocessing_context,
         worker_init_fn=parts.worker_init_fn,
+        generator=parts.generator,
         coordinator=make_coordinator(process_group, config.exchange_timeout_s),
         agree_on=agree_on,
         **kwargs,

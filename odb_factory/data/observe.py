@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset, Sampler
+from torch.utils.data import IterableDataset, Sampler
 
 from odb_factory.batching import Budget, Cost
 from odb_factory.config import ODBConfig
 from odb_factory.data.content import checksum
 from odb_factory.data.samples import Rejection, Sample
 from odb_factory.data.serialize import pack
+from odb_factory.data.worker import WorkerDataset
 from odb_factory.errors import one_line
 
 FINGERPRINTED = 64
@@ -36,7 +38,7 @@ class MediaCut(Exception):
 class Observer(Protocol):
     """Runs the framework's template, tokenizer and multimodal plugin on one row."""
 
-    def __call__(self, dataset: Any, index: int) -> tuple[dict[str, Any], Cost]:
+    def __call__(self, dataset: Any, index: int) -> tuple[Mapping[str, Any], Cost]:
         """The light features of a row and its cost. May raise `RowDropped`, `MediaCut` or anything else."""
 
     def describe(self, dataset: Any, index: int) -> str:
@@ -51,7 +53,7 @@ def where(observer: Observer, dataset: Any, index: int) -> str:
         return f"row {index} of the training dataset"
 
 
-class ObservedDataset(Dataset):
+class ObservedDataset(WorkerDataset):
     """`dataset[i]` as `Sample`, or as `Rejection` where the row cannot be used. Never raises for a row."""
 
     def __init__(self, dataset: Any, observer: Observer, config: ODBConfig, budget: Budget):
@@ -132,7 +134,7 @@ def is_split_by_node(stream: Any) -> bool:
     return getattr(stream, "_distributed", None) is not None
 
 
-class ObservedStream(IterableDataset):
+class ObservedStream(WorkerDataset, IterableDataset):
     """The share of a rank of a dataset that is iterated, observed.
 
     The id of a sample is its position in the stream. All ranks iterate the same stream, unless it is known to have
@@ -171,27 +173,42 @@ class ShardSampler(Sampler[int]):
     """The share of a rank in `sampler`: no padding, no index twice (I2).
 
     fingerprint: a checksum of the first indices of the order that was begun last, to compare between ranks and runs.
+    first: those indices, of all ranks.
     """
 
     def __init__(self, sampler: Any, rank: int, world_size: int):
         self.sampler, self.share = sampler, Share(rank, world_size)
         self.fingerprint = 0
+        self.first: list[int] = []
 
     def peek(self) -> int:
         """The fingerprint of the order that comes next, which stays the next."""
-        generator = getattr(self.sampler, "generator", None)
-        before = generator.get_state() if generator is not None else None
-        with torch.random.fork_rng(devices=[]):
+        with self._generators_kept():
             iter(self)
-        if before is not None:
-            generator.set_state(before)
         return self.fingerprint
+
+    def whole(self) -> Iterator[int]:
+        """Indices of all ranks: the first of the order that was begun last, then those of an order drawn for this."""
+        yield from self.first
+        with self._generators_kept():
+            order = [int(index) for index in self.sampler]
+        yield from order
+
+    @contextmanager
+    def _generators_kept(self) -> Iterator[None]:
+        """An order that is drawn here leaves those to come as they would have been."""
+        generator = getattr(self.sampler, "generator", None)
+        before = None if generator is None else generator.get_state()
+        with torch.random.fork_rng(devices=[]):
+            yield
+        if generator is not None:
+            generator.set_state(before)
 
     def __iter__(self) -> Iterator[int]:
         order = iter(self.sampler)
-        first = [int(index) for index in itertools.islice(order, FINGERPRINTED)]
-        self.fingerprint = zlib.crc32(repr((len(self.sampler), first)).encode())
-        return (int(index) for _, index in self.share.of(itertools.chain(first, order)))
+        self.first = [int(index) for index in itertools.islice(order, FINGERPRINTED)]
+        self.fingerprint = zlib.crc32(repr((len(self.sampler), self.first)).encode())
+        return (int(index) for _, index in self.share.of(itertools.chain(self.first, order)))
 
     def set_epoch(self, epoch: int) -> None:
         if hasattr(self.sampler, "set_epoch"):

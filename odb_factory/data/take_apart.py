@@ -17,18 +17,25 @@ from odb_factory.data.observe import is_split_by_node
 from odb_factory.errors import ConfigError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Parts:
-    """sampler: indices of the whole epoch, the same on all ranks; None for a dataset that is iterated."""
+    """What a DataLoader is made of, as far as an online loader takes it over; each name as in torch.
+
+    sampler: indices of the whole epoch, the same on all ranks; None for a dataset that is iterated.
+    """
 
     dataset: Any
     sampler: Any
-    collate_fn: Callable
+    collate_fn: Callable[[list[Any]], Any]
     num_workers: int
     prefetch_factor: int
+    persistent_workers: bool
+    timeout: float
     pin_memory: bool
+    pin_memory_device: str
     multiprocessing_context: Any
-    worker_init_fn: Callable | None
+    worker_init_fn: Callable[[int], None] | None
+    generator: torch.Generator | None
 
 
 def innermost(dataloader: Any) -> DataLoader:
@@ -48,9 +55,10 @@ def take_apart(dataloader: Any, seed: int, stream: Any = None) -> Parts:
 
     Shares of a rank (`DistributedSampler`, accelerate's shards) are undone: shards without padding are
     made later. A random sampler gets its order from `seed` and the epoch. Raises `ConfigError` where the
-    order cannot be told.
+    order cannot be told, and for options that have no meaning here.
     """
     loader = innermost(dataloader)
+    _refuse_options(loader)
     dataset = stream if isinstance(stream, IterableDataset) else loader.dataset
     if loader is not dataloader and stream is None and type(dataset) is not IterableDatasetShard:
         _refuse_shards(dataset)
@@ -62,10 +70,40 @@ def take_apart(dataloader: Any, seed: int, stream: Any = None) -> Parts:
         collate_fn=loader.collate_fn,
         num_workers=loader.num_workers,
         prefetch_factor=loader.prefetch_factor or 2,
-        pin_memory=loader.pin_memory and torch.cuda.is_available(),
+        persistent_workers=loader.persistent_workers,
+        timeout=loader.timeout,
+        pin_memory=loader.pin_memory and _can_pin(),
+        pin_memory_device=loader.pin_memory_device,
         multiprocessing_context=loader.multiprocessing_context,
         worker_init_fn=loader.worker_init_fn,
+        generator=loader.generator,
     )
+
+
+def _can_pin() -> bool:
+    """Whether torch can pin memory here; where it cannot, it only warns."""
+    if not hasattr(torch, "accelerator"):  # before torch 2.6
+        return torch.cuda.is_available()
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return device is not None and device.type != "mps"
+
+
+def _refuse_options(loader: DataLoader) -> None:
+    """Raise `ConfigError` for what a loader that forms its batches online cannot do as torch does."""
+    if loader.drop_last or getattr(_batch_sampler(loader), "drop_last", False):
+        raise ConfigError(
+            "drop_last: True (dataloader_drop_last) would leave out the samples of a last, smaller batch, and odb "
+            "trains on every sample; set it to False."
+        )
+    if not getattr(loader, "in_order", True):  # torch >= 2.6
+        raise ConfigError(
+            "in_order: False would let the workers' timing decide which samples meet; leave it at True, odb needs the "
+            "same order in every run."
+        )
+    if loader.timeout and not loader.num_workers:
+        raise ConfigError(
+            f"timeout: {loader.timeout} bounds the wait for workers, of which there are none; leave it at 0."
+        )
 
 
 def _refuse_shards(dataset: Any) -> None:
@@ -78,15 +116,21 @@ def _refuse_shards(dataset: Any) -> None:
         )
 
 
+def _batch_sampler(loader: DataLoader) -> Any:
+    """The user's own, of all ranks; None if the dataset yields batches."""
+    batches: Any = loader.batch_sampler
+    while hasattr(batches, "batch_sampler"):  # accelerate's share of a rank
+        batches = batches.batch_sampler
+    return batches
+
+
 def _sampler(loader: DataLoader) -> Any:
     if loader.batch_sampler is None:
         raise ConfigError(
             "odb: a DataLoader with batch_size=None yields batches of its dataset's own making; give one whose dataset "
             "yields single samples."
         )
-    batches = loader.batch_sampler
-    while hasattr(batches, "batch_sampler"):  # accelerate's share of a rank
-        batches = batches.batch_sampler
+    batches = _batch_sampler(loader)
     sampler = getattr(batches, "sampler", None)
     if sampler is None:
         raise ConfigError(

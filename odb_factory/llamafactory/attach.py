@@ -19,6 +19,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from odb_factory.batching import Collation
 from odb_factory.config import ODBConfig
 from odb_factory.data.measure import IGNORE_INDEX, count_patches
+from odb_factory.data.pickling import Picklable
 from odb_factory.errors import DataError
 from odb_factory.llamafactory import sources
 from odb_factory.llamafactory.dataset import OnlineDataset, OpenMedia, RowObserver, TokenizedDataset
@@ -99,7 +100,7 @@ def attach(trainer: Any, config: ODBConfig) -> None:
     else:
         media = MediaObserver(collator.template.mm_plugin, collator.tokenizer, collator.processor)
         trainer.train_dataset = TokenizedDataset(trainer.train_dataset, media)
-    trainer.data_collator = OpenMedia(collator)
+    trainer.data_collator = Picklable(OpenMedia(collator), "data_collator")  # evaluation sends it to workers, too
     enable_odb(
         trainer,
         config,

@@ -133,12 +133,13 @@ def check_training_arguments(args: Any) -> None:
             f"deepspeed: the scheduler {deepspeed.config['scheduler'].get('type')!r} in its config counts steps that "
             "are not known ahead; remove `scheduler` there and use lr_scheduler_type."
         )
-    for key, value in (
-        ("dataloader_drop_last", args.dataloader_drop_last),
-        ("accelerator_config.split_batches", getattr(args.accelerator_config, "split_batches", False)),
-    ):
-        if value:
-            logger.warning("%s: True has no effect with odb, where no batch is left part-filled or cut apart", key)
+    if args.dataloader_drop_last:
+        raise ConfigError(
+            "dataloader_drop_last: True would leave out the samples of a last, smaller batch, and odb trains on every "
+            "sample; remove the key."
+        )
+    if getattr(args.accelerator_config, "split_batches", False):
+        logger.warning("accelerator_config.split_batches: True has no effect with odb, where no batch is cut apart")
     if getattr(args, "group_by_length", False) or getattr(args, "train_sampling_strategy", None) == "group_by_length":
         raise ConfigError(
             "group_by_length (train_sampling_strategy): it needs all lengths before training, and odb groups online; "

@@ -22,7 +22,7 @@ class LateRounds:
 
 def test_a_batch_that_is_ready_does_not_wait_for_a_plan() -> None:
     rounds = LateRounds()
-    feed = TaskFeed()
+    feed = TaskFeed(num_workers=1)
     current = feed.current = Pass(plan=None, rounds=rounds)
     current.tasks.append(("step", ["sample"]))
     tasks = iter(feed)

@@ -159,6 +159,7 @@ def toy_loader(
         coordinator=make_coordinator(process_group, timeout_s),
         agree_on=agree_on,
         num_workers=workers[0],
+        persistent_workers=True,
         multiprocessing_context=start_method if any(workers) else None,
     )
     try:

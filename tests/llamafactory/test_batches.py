@@ -85,9 +85,14 @@ def test_rows_equal_stock_preprocessing(name: str, request: pytest.FixtureReques
         assert _without_empty(ours) == _without_empty(stock)
 
 
-@pytest.mark.parametrize("name", ["vl", "text"])
-def test_batches_equal_stock_bit_for_bit_and_keep_both_budgets(name: str, request: pytest.FixtureRequest) -> None:
-    """I2, I4 on collated tensors; every group is collated again by stock from stock's own rows."""
+@pytest.mark.parametrize(("name", "start_method"), [("vl", "fork"), ("vl", "forkserver"), ("text", "fork")])
+def test_batches_equal_stock_bit_for_bit_and_keep_both_budgets(
+    name: str, start_method: str, request: pytest.FixtureRequest
+) -> None:
+    """I2, I4 on collated tensors; every group is collated again by stock from stock's own rows.
+
+    With forkserver the collator's model travels without its weights, and its observer with its dataset.
+    """
     setting = request.getfixturevalue(name)
     loader = ODBLoader(
         setting.dataset,
@@ -98,7 +103,7 @@ def test_batches_equal_stock_bit_for_bit_and_keep_both_budgets(name: str, reques
         collation=setting.collation,
         patch_size=setting.dataset.media.patch_size,
         num_workers=1,
-        multiprocessing_context="fork",
+        multiprocessing_context=start_method,
     )
     stock_rows = setting.stock["train_dataset"]
     seen: list[int] = []

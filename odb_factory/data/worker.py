@@ -1,0 +1,119 @@
+"""What a data worker does before its first task: watch the process that started it, and run `worker_init_fn`.
+
+A DataLoader worker whose trainer was killed may never end by itself. It fills the pipe of its result queue, nobody
+reads, and at its exit Python waits for the thread that feeds the pipe. So every worker of ours has a daemon thread that
+ends it hard once its parent is gone, whatever the worker is doing.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.context import get_spawning_popen
+from typing import Any
+
+import numpy as np
+from torch.utils.data import Dataset, get_worker_info
+
+CHECK_S = 1.0
+"""How often a worker looks for its parent."""
+
+_watching: int | None = None
+"""The process whose parent is watched: a forked child inherits the variable, not the thread."""
+
+
+def worker_seed(seed: int, rank: int, stage: int, epoch: int) -> int:
+    """A seed for the workers of one stage; torch adds the number of the worker to it.
+
+    seed: the user's own (torch's global one, or that of the DataLoader's generator). Ranks, stages and epochs get
+    seeds that have nothing in common, as numpy's `SeedSequence` promises.
+    """
+    return int(np.random.SeedSequence(seed, spawn_key=(rank, stage, epoch)).generate_state(1, np.uint64)[0] >> 1)
+
+
+def watch_parent(pid: int) -> None:
+    """End this worker within about a second of the end of process `pid`, which started it.
+
+    Does nothing in `pid` itself: only a worker may be ended like this.
+    """
+    global _watching
+    if os.getpid() in (pid, _watching):
+        return
+    _watching = os.getpid()
+    threading.Thread(target=_watch, args=(pid,), name="odb-parent-watch", daemon=True).start()
+
+
+def _watch(pid: int) -> None:
+    # Where workers are forked, a later one holds the pipe that tells of the parent, too; but its id changes.
+    # With forkserver the system's parent is the server.
+    is_child = os.getppid() == pid
+    while not (_has_ended(pid) or (is_child and os.getppid() != pid)):
+        time.sleep(CHECK_S)
+    os._exit(1)
+
+
+def _has_ended(pid: int) -> bool:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        return not parent.is_alive()
+    # Its arguments are still being read, so multiprocessing does not know of the parent yet.
+    if os.name != "posix":
+        return False
+    try:
+        os.kill(pid, 0)  # sends nothing; on Windows it would end the process
+    except ProcessLookupError:
+        return True
+    return False
+
+
+class WorkerDataset(Dataset):
+    """A dataset that is sent to worker processes, and wraps the user's own (`dataset`).
+
+    Sent to a process that is being started, it makes that one watch its parent before anything else is unpickled, which
+    may take long or never end. Pickled for any other purpose, or copied, it does not.
+    """
+
+    dataset: Any
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        watch = _ParentWatch(os.getpid()) if get_spawning_popen() is not None else None
+        return _new, (watch, type(self)), self.__dict__
+
+
+class _ParentWatch:
+    """Unpickling it calls `watch_parent`."""
+
+    def __init__(self, pid: int):
+        self.pid = pid
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return watch_parent, (self.pid,)
+
+
+def _new(watch: None, kind: Any) -> Any:
+    return kind.__new__(kind)
+
+
+class WorkerInit:
+    """The `worker_init_fn` of our DataLoaders: watches the parent, then calls the user's own (if any).
+
+    That one finds in `get_worker_info()` what it finds in a plain DataLoader: `dataset` is the user's (in a collating
+    worker that was not forked there is none).
+    """
+
+    def __init__(self, init_fn: Callable[[int], None] | None):
+        self.init_fn = init_fn
+
+    def __call__(self, worker_id: int) -> None:
+        parent = multiprocessing.parent_process()
+        assert parent is not None and parent.pid is not None, "only a worker calls this"
+        watch_parent(parent.pid)
+        if self.init_fn is not None:
+            info = get_worker_info()
+            assert info is not None
+            ours: Any = info.dataset
+            object.__setattr__(info, "dataset", ours.dataset)  # it refuses plain assignment
+            self.init_fn(worker_id)

@@ -1,0 +1,297 @@
+"""What a wrapped DataLoader says of its workers holds for ours: options, seeds, start method, pinned memory."""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import os
+import pickle
+import random
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from distributed.ranks import run_ranks
+from torch.utils.data import DataLoader, SubsetRandomSampler, get_worker_info
+from toy import NUM_ROWS, Rows, item, pad
+from transformers.trainer_utils import seed_worker
+
+from odb_factory import ConfigError
+from odb_factory.config import ODBConfig
+from odb_factory.data.loader import ODBLoader
+from odb_factory.data.make_loader import make_loader
+from odb_factory.data.take_apart import take_apart
+from odb_factory.data.worker import worker_seed
+
+BLOCK = {"token_budget": 128, "buffer_size": 16}
+
+
+@contextmanager
+def wrapped(dataset: Any = None, collate_fn: Any = pad, **options: Any) -> Iterator[ODBLoader]:
+    """Ours for the DataLoader with these options."""
+    options = {"num_workers": 1} | options
+    stock = DataLoader(Rows() if dataset is None else dataset, collate_fn=collate_fn, **options)
+    loader = make_loader(take_apart(stock, seed=0), ODBConfig(**BLOCK), seed=0)
+    try:
+        yield loader
+    finally:
+        loader.close()
+
+
+def drawing(items: list[dict[str, Any]]) -> dict[str, Any]:
+    """A collator that draws random numbers of all three kinds."""
+    worker = get_worker_info()
+    seed = None if worker is None else worker.seed
+    return pad(items) | {"drawn": (torch.rand(1).item(), random.random(), float(np.random.rand())), "seed": seed}
+
+
+def drawn(**options: Any) -> list[tuple[float, ...]]:
+    with wrapped(collate_fn=drawing, **options) as loader:
+        return [batch["drawn"] for epoch in range(2) for _, _, batch in an_epoch(loader, epoch)]
+
+
+def an_epoch(loader: ODBLoader, epoch: int = 0) -> list[Any]:
+    loader.set_epoch(epoch)
+    return list(loader)
+
+
+# Options
+
+
+class Opened(Rows):
+    """A dataset whose file is to be opened in each worker."""
+
+    opened_by = 0
+
+    def __getitem__(self, k: int) -> Any:
+        assert self.opened_by == os.getpid()
+        return item(k)
+
+
+begun: list[int] = []
+
+
+def open_file(worker_id: int) -> None:
+    worker = get_worker_info()
+    assert worker is not None and worker.id == worker_id
+    worker.dataset.opened_by = os.getpid()
+    begun.append(worker_id)
+
+
+def tell_begun(items: list[dict[str, Any]]) -> dict[str, Any]:
+    return pad(items) | {"begun": list(begun)}
+
+
+def test_worker_init_fn_runs_in_every_worker_and_finds_the_dataset() -> None:
+    with wrapped(Opened(), tell_begun, worker_init_fn=open_file, multiprocessing_context="fork") as loader:
+        assert {tuple(batch["begun"]) for _, _, batch in loader} == {(0,)}
+    assert not begun, "not in this process"
+
+
+class Changing(Rows):
+    """A dataset that its owner changes between epochs."""
+
+    shift = 0
+
+    def __getitem__(self, k: int) -> Any:
+        return {key: [id + self.shift for id in ids] for key, ids in item(k).items()}
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_dataset_that_changes_between_epochs_is_seen_as_in_torch(persistent: bool) -> None:
+    dataset = Changing()
+    with wrapped(dataset, persistent_workers=persistent) as loader:
+        an_epoch(loader)
+        dataset.shift = 1000
+        first_ids = {int(batch["input_ids"][0, 0]) for _, _, batch in an_epoch(loader, 1)}
+    assert (min(first_ids) > 1000) is not persistent
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"drop_last": True, "batch_size": 2}, "drop_last: True .* set it to False"),
+        ({"in_order": False}, "in_order: False .* leave it at True"),
+        ({"timeout": 5, "num_workers": 0}, "timeout: 5 .* leave it at 0"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_an_option_without_a_meaning_is_refused_in_one_line(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error, wrapped(**options):
+        pass
+    assert "\n" not in str(error.value)
+
+
+class Slow(Rows):
+    def __getitem__(self, k: int) -> Any:
+        time.sleep(30)
+
+
+def sleeping(items: list[dict[str, Any]]) -> Any:
+    time.sleep(30)
+
+
+@pytest.mark.parametrize(("dataset", "collate_fn"), [(Slow(), pad), (Rows(), sleeping)], ids=["observes", "collates"])
+def test_timeout_bounds_the_wait_for_a_worker(dataset: Rows, collate_fn: Any) -> None:
+    started = time.monotonic()
+    with pytest.raises(Exception, match="timed out after 1 s.*raise `timeout`") as error:
+        with wrapped(dataset, collate_fn, timeout=1) as loader:
+            list(loader)
+    assert "\n" not in str(error.value)
+    assert time.monotonic() - started < 25
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_pinned_memory_is_not_warned_of_where_there_is_none(num_workers: int) -> None:
+    if torch.accelerator.is_available():
+        pytest.skip("this machine can pin")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with wrapped(pin_memory=True, num_workers=num_workers) as loader:
+            list(loader)
+
+
+@pytest.mark.parametrize(("device", "pins"), [("xpu", True), ("mps", False)])
+def test_memory_is_pinned_for_every_accelerator_that_torch_pins_for(
+    device: str, pins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No such device is here: torch's answers are put into its mouth."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(device))
+    parts = take_apart(DataLoader(Rows(), collate_fn=pad, pin_memory=True), seed=0)
+    assert parts.pin_memory is pins
+
+
+# Seeds
+
+
+def test_random_numbers_follow_the_global_seed_and_draw_nothing_from_it() -> None:
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    first = drawn()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert len(set(first)) == len(first), "other numbers in each epoch, too"
+    assert drawn() == first
+    torch.manual_seed(1005)
+    assert not set(drawn()) & set(first)
+
+
+def test_random_numbers_follow_the_generator_of_the_dataloader() -> None:
+    with_5 = drawn(generator=torch.Generator().manual_seed(5))
+    torch.manual_seed(77)
+    assert drawn(generator=torch.Generator().manual_seed(5)) == with_5
+    assert not set(drawn(generator=torch.Generator().manual_seed(6))) & set(with_5)
+
+
+class Hurried(Rows):
+    """Rows that sometimes come late, so that a plan is late at another moment each time."""
+
+    def __getitem__(self, k: int) -> Any:
+        time.sleep(random.SystemRandom().choice([0, 0, 0.004]))
+        return item(k)
+
+
+def test_random_numbers_do_not_depend_on_the_timing_of_workers() -> None:
+    """I6 for a collator that draws: a task meets the same worker whenever its plan was ready."""
+    torch.manual_seed(5)
+    options = {"num_workers": 3, "multiprocessing_context": "fork"}
+    assert len({str(drawn(dataset=Hurried(), **options)) for _ in range(3)}) == 1
+
+
+def seeds_of(rank: int) -> list[int]:
+    torch.manual_seed(5)  # on both ranks the same, as trainers do
+    # As the Trainer of transformers gives it, which adds the rank itself.
+    init_fn = None if rank < 0 else lambda worker_id: seed_worker(worker_id, num_workers=1, rank=rank)
+    with wrapped(collate_fn=drawing, worker_init_fn=init_fn, multiprocessing_context="fork") as loader:
+        return sorted({batch["seed"] for _, _, batch in loader}) + [batch["drawn"][0] for _, _, batch in loader]
+
+
+def test_ranks_draw_other_random_numbers(tmp_path: Any) -> None:
+    here, there = (outcome.value for outcome in run_ranks("data.test_workers:seeds_of", tmp_path))
+    assert here and there and not set(here) & set(there)
+
+
+def test_seeds_differ_by_rank_stage_and_epoch() -> None:
+    """torch adds the number of a worker, so they must not lie beside each other either."""
+    seeds = [worker_seed(3, rank, stage, epoch) for rank in range(8) for stage in range(2) for epoch in range(4)]
+    assert np.diff(sorted(seeds)).min() > 1024
+    assert all(0 <= seed < 2**63 for seed in [*seeds, worker_seed(2**64 - 1, 0, 0, 0)])
+
+
+# Start methods
+
+
+class WithModel:
+    """A collator that holds the model, as that of LLaMA-Factory does; the model, functions that cannot be pickled."""
+
+    def __init__(self) -> None:
+        self.model = torch.nn.Linear(1000, 1000)
+        self.model.scale = 3
+        self.model.forward = lambda x: x  # engines do that
+        self.extra_repr = self.model.extra_repr
+
+    def __call__(self, items: list[dict[str, Any]]) -> dict[str, Any]:
+        told = (self.model.weight.device.type, self.model.scale, self.extra_repr())
+        return pad(items) | {"told": told, "sent": get_worker_info().dataset.dataset is not None}
+
+
+def test_a_model_in_the_collator_is_sent_without_weights_and_the_dataset_not_at_all() -> None:
+    with wrapped(collate_fn=WithModel(), multiprocessing_context="forkserver") as loader:
+        batches = [batch for _, _, batch in loader]
+    assert {batch["told"] for batch in batches} == {("meta", 3, "in_features=1000, out_features=1000, bias=True")}
+    assert not any(batch["sent"] for batch in batches)
+
+
+@pytest.mark.parametrize("part", ["dataset", "collate_fn"])
+def test_what_cannot_be_sent_is_refused_in_one_line(part: str) -> None:
+    parts = {"dataset": Rows(make=lambda k: item(k))} if part == "dataset" else {"collate_fn": lambda items: pad(items)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with wrapped(**parts, multiprocessing_context="spawn") as loader:
+            with pytest.raises(ConfigError, match=f"{part}: .* cannot be sent to a worker process.*'fork'") as error:
+                list(loader)
+    assert "\n" not in str(error.value)
+
+
+def test_the_start_method_is_that_of_the_platform() -> None:
+    """Not `fork` where there is one: it is Python's choice, or the user's."""
+    method = multiprocessing.get_start_method()
+    multiprocessing.set_start_method("spawn", force=True)
+    try:
+        with wrapped(collate_fn=lambda items: pad(items)) as loader:
+            with pytest.raises(ConfigError, match="spawn"):
+                list(loader)
+    finally:
+        multiprocessing.set_start_method(method, force=True)
+
+
+# Idle micro-batches
+
+
+def test_a_sample_for_idle_micro_batches_is_one_of_the_sampler() -> None:
+    """Of a rank whose shard had none; the order of the next epoch stays what it was."""
+    subset = SubsetRandomSampler(range(40, NUM_ROWS), generator=torch.Generator().manual_seed(1))
+    with wrapped(sampler=subset, num_workers=0) as loader:
+        an_epoch(loader)
+        before = subset.generator.get_state()
+        assert loader._stages.find_spare().id >= 40
+        assert torch.equal(subset.generator.get_state(), before)
+
+
+# A worker ends with its parent (what is killed for real: tests/distributed/test_killed.py)
+
+
+def test_only_a_worker_watches_its_parent() -> None:
+    """Whoever copies or pickles our dataset for a reason of his own is not ended with anybody."""
+    with wrapped(num_workers=0) as loader:
+        observed = loader._stages._observed
+        for other in (copy.deepcopy(observed), pickle.loads(pickle.dumps(observed))):
+            assert len(other.dataset) == NUM_ROWS
+        list(loader)
+    assert not any(thread.name == "odb-parent-watch" for thread in threading.enumerate())
