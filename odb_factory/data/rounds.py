@@ -29,11 +29,6 @@ logger = get_logger(__name__)
 
 Task = tuple[Step, list[Sample]]
 """A step and the samples to collate for it; on an idle step the sample that is run with weight 0."""
-DIFFERENT_ORDERS = (
-    "the ranks draw their samples in different orders or go on from different checkpoints, so some would be lost and "
-    "others trained on twice; give every rank the same whole sampler, seeded alike (each takes its own share of it), "
-    "not a share or an order of its own."
-)
 PLANNED_OTHERWISE = (
     "the round that was under way at the checkpoint is planned otherwise now (by another version of odb_factory or "
     "numpy?), so what is left of it cannot be told; go on with the version that wrote it, or set `resume: ignore_data`."
@@ -62,7 +57,8 @@ class EpochRounds:
     snapshots: one for each round begun, for whoever consumes the tasks to take a state from.
 
     num_samples: of the epoch on all ranks; None if nobody knows (a stream).
-    order: gives the checksum of the order of draws, once the first sample is drawn.
+    order: gives a number made of the order of draws, once the first sample is drawn.
+    compare_orders: with these numbers of all ranks, why they cannot go on (None: they can).
     done_before: samples of the epoch that were done before its order began (dealt out anew after a stop).
     resume: a snapshot to go on from, and the steps of its round that are consumed; `observed` then begins with
     what was waiting in it.
@@ -88,6 +84,7 @@ class EpochRounds:
         find_spare: Callable[[], Sample],
         on_reject: Callable[[Rejection], None],
         order: Callable[[], int] = int,
+        compare_orders: Callable[[Sequence[int]], str | None] = lambda orders: None,
         propose: Callable[[], CostModel] = CostModel,
         emitted_before: Sequence[int] = (),
         done_before: int = 0,
@@ -102,7 +99,7 @@ class EpochRounds:
         self.exchange, self.order, self.find_spare, self.on_reject = exchange, order, find_spare, on_reject
 
         self.resume, self.done_before, self.propose = resume, done_before, propose
-        self.emitted_before = list(emitted_before)
+        self.compare_orders, self.emitted_before = compare_orders, list(emitted_before)
         self.snapshots: deque[Snapshot] = deque()
         self.rejected: Counter[str] = Counter()
         self.held: list[Drawn] = []
@@ -160,8 +157,9 @@ class EpochRounds:
             )
             report = Report(window, self.rejected, self.overlong, self.order(), self.model)
             reports = self.exchange(report, self.round_index)
-            if len({report.order for report in reports}) > 1:
-                raise AgreedError(DIFFERENT_ORDERS)
+            problem = self.compare_orders([report.order for report in reports])
+            if problem is not None:
+                raise AgreedError(problem)
             rejected = sum((report.rejected for report in reports), Counter())
             overlong = sum(report.overlong for report in reports)
             windows = [report.window for report in reports]

@@ -79,18 +79,20 @@ class Measured:
     supervised_tokens: int
 
 
-def pack(features: Mapping[str, Any]) -> bytes:
-    """Features as they wait and travel: pickled, a quarter of the memory that their lists take.
+def pack(features: Any) -> bytes:
+    """Features, most often a mapping, as they wait and travel: pickled, a quarter of the memory that their lists take.
 
     Nothing is done to lists of ints (ids, labels, masks): as arrays they would be a quarter smaller still, and take
     ten times as long to make, most of what observing a sample costs.
     Raises what pickle raises; here, in the worker that made them, rather than in a queue where nobody sees it.
     """
-    return pickle.dumps({key: _own(value) for key, value in features.items()}, pickle.HIGHEST_PROTOCOL)
+    if isinstance(features, Mapping):
+        features = {key: _own(value) for key, value in features.items()}
+    return pickle.dumps(features, pickle.HIGHEST_PROTOCOL)
 
 
-def unpack(packed: bytes) -> dict[str, Any]:
-    """Undo `pack`: a fresh dict of what the framework's collator expects, which it may change."""
+def unpack(packed: bytes) -> Any:
+    """Undo `pack`: a fresh copy of what the framework's collator expects, which it may change."""
     return pickle.loads(packed)
 
 
