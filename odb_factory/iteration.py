@@ -38,6 +38,8 @@ NOT_TAKEN = (
     "a batch was dropped with its step info in it, so its loss was not weighed: call pop_step_info(batch) before "
     "model(**batch), which may swallow the key, and multiply the mean loss by loss_scale (said once)."
 )
+MOST_WATCHED = 64
+"""Batches whose step info may still be taken out; a loop that collects more of them is not watched."""
 logger = get_logger(__name__)
 
 
@@ -95,7 +97,7 @@ class Iteration:
         self._is_closed = self._begun = self._has_warned = False
         self._epoch = self._optimizer_steps = 0
         self._current: Pass | None = None
-        self._handed_over: deque[tuple[weakref.ref[ODBStepInfo], Receipt]] = deque()
+        self._handed_over: list[tuple[weakref.ref[ODBStepInfo], Receipt]] = []
 
     def __repr__(self) -> str:
         ranks = "not begun" if self._loader is None else f"rank {self._loader.rank} of {self._loader.world_size}"
@@ -179,6 +181,7 @@ class Iteration:
         self, loader: ODBLoader, steps: Iterator[Collated], current: Pass
     ) -> Iterator[MutableMapping[str, Any]]:
         before = step = None
+        self._handed_over = []  # the one before may have been broken off with a batch in hand
         try:
             for items in self._optimizer_step_at_a_time(steps):
                 self._optimizer_steps += 1
@@ -235,15 +238,11 @@ class Iteration:
 
     def _check_receipts(self) -> None:
         """Say, once, that a step info has gone with its batch and was never taken out."""
-        while self._handed_over:
-            info, receipt = self._handed_over[0]
-            if not receipt.taken:
-                if info() is not None:
-                    return
-                if not self._has_warned:
-                    self._has_warned = True
-                    logger.warning(NOT_TAKEN)
-            self._handed_over.popleft()
+        open_ones = [(info, receipt) for info, receipt in self._handed_over if not receipt.taken]
+        if not self._has_warned and any(info() is None for info, _ in open_ones):
+            self._has_warned = True
+            logger.warning(NOT_TAKEN)
+        self._handed_over = [(info, receipt) for info, receipt in open_ones if info() is not None][-MOST_WATCHED:]
 
     def _consume(self, loader: ODBLoader, micro_batches: Sequence[Step]) -> None:
         for step in micro_batches:
