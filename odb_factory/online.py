@@ -31,6 +31,11 @@ class Controls(Generic[T_co]):
         """Choose the epoch of the next iteration. Without it every iteration is the epoch after the last one."""
         self._odb.set_epoch(epoch)
 
+    @property
+    def epoch(self) -> int:
+        """Of the iteration under way or over, or of the next one after `set_epoch` or `load_state_dict`."""
+        return self._odb.epoch
+
     def estimate_num_batches(self) -> int:
         """Batches of the next epoch, or of the one under way, if all samples are as long as those seen until now.
 
