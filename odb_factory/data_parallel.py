@@ -70,15 +70,14 @@ def _of_accelerate() -> dist.ProcessGroup | None:
             "accelerate's mesh has a context or sequence parallel dimension, which cuts rows apart after they were "
             "grouped; odb does not support it yet: set its size to 1."
         )
-    if mesh.size() == max([sizes.get(name, 1) for name in ("dp", "dp_shard", "dp_replicate")]):
-        return None  # the default group
-    for name in ("dp", *(name for name in sizes if name.startswith("dp"))):
+    for name in ("dp", *sizes):  # accelerate makes dp of several dimensions
+        if not name.startswith("dp"):
+            continue
         try:
             group = mesh[name].get_group()
         except KeyError:
             continue
-        expected = mesh.size() // sizes.get("tp", 1)
-        if dist.get_world_size(group) == expected:
+        if dist.get_world_size(group) == mesh.size() // sizes.get("tp", 1):
             return group
     raise ConfigError(
         f"accelerate's mesh ({', '.join(f'{name} {size}' for name, size in sizes.items())}) has no data-parallel "

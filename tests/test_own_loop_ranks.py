@@ -11,8 +11,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state import AcceleratorState
 from distributed.ranks import run_ranks
 from torch.utils.data import IterableDataset
 from toy import NUM_ROWS, Rows, Stream, item, pad
@@ -149,6 +152,43 @@ def test_accelerate_keeps_the_state_of_every_rank(tmp_path: Path) -> None:
         assert rank["after"] == rank["again"] != []
         assert "call loader.checkpoint_with(accelerator)" in rank["forgotten"]
         assert "checkpoint_with(accelerator)" in rank["wrong"] and "\n" not in rank["wrong"]
+
+
+def on_a_mesh(rank: int) -> dict[str, Any]:
+    os.environ["LOCAL_RANK"] = str(rank)
+    accelerator = Accelerator(cpu=True)
+
+    def prepared(**sizes: int) -> ODBDataLoader:
+        # accelerate builds such a mesh itself, but not on a CPU.
+        AcceleratorState().device_mesh = ParallelismConfig(**sizes).build_device_mesh("cpu")
+        return accelerator.prepare(ODBDataLoader(Rows(), **SETTINGS))
+
+    tensor, context = {"tp_size": 4}, {"dp_shard_size": 2, "cp_size": 2}
+    refused = [error_of(lambda sizes=sizes: iter(prepared(**sizes))) for sizes in (tensor, context)]
+    with prepared(dp_shard_size=2, tp_size=2) as loader:
+        infos = [pop_step_info(batch) for batch in loader]
+    with prepared(dp_shard_size=2, dp_replicate_size=2) as loader:
+        shared = rows_of(loader)
+    return {
+        "refused": refused,
+        "rows": [row for info in infos for row in info.ids],
+        "scales": [info.loss_scale for info in infos],
+        "tokens": [info.supervised_tokens for info in infos],
+        "shared": shared,
+    }
+
+
+def test_the_mesh_of_accelerate_says_who_shares_samples(tmp_path: Path) -> None:
+    """I2 over the data-parallel ranks; tensor-parallel ones get the same batches, with weights for two ranks."""
+    ranks = [run.value for run in run_ranks("test_own_loop_ranks:on_a_mesh", tmp_path, world_size=4)]
+    for rank in ranks:
+        assert "(tp 4) has no data-parallel dimension" in rank["refused"][0] and "process_group=" in rank["refused"][0]
+        assert "context or sequence parallel" in rank["refused"][1]
+    assert ranks[0]["rows"] == ranks[1]["rows"] and ranks[2]["rows"] == ranks[3]["rows"]
+    assert every_row_once(ranks[0]["rows"], ranks[2]["rows"])
+    assert every_row_once(*(rank["shared"] for rank in ranks))
+    for k, (mine, others) in enumerate(zip(ranks[0]["tokens"], ranks[2]["tokens"])):
+        assert ranks[0]["scales"][k] == pytest.approx(2 * mine / (mine + others))
 
 
 def leaves_early(rank: int, how: str) -> Any:

@@ -147,7 +147,7 @@ class GroupExchange:
             host = os.environ.get("MASTER_ADDR") or socket.gethostname()
             store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout)
             place = [(host, store.port)]
-        dist.broadcast_object_list(place, src=0, group=self._group)
+        dist.broadcast_object_list(place, group_src=0, group=self._group)
         return store if self.rank == 0 else dist.TCPStore(*place[0], is_master=False, timeout=timeout)
 
     def _gather(self, message: bytes, word: str) -> list[Report | str]:
