@@ -23,7 +23,7 @@ from odb_factory.data.make_loader import make_loader
 from odb_factory.data.samples import Measured, Step
 from odb_factory.data.take_apart import take_apart
 from odb_factory.data_parallel import check_process_group, find_process_group, world_size_of
-from odb_factory.errors import ConfigError, DataError
+from odb_factory.errors import ConfigError
 from odb_factory.last_resort import LastResort
 from odb_factory.log import get_logger
 from odb_factory.step_info import ODBStepInfo, Receipt, put_step_info, step_infos
@@ -111,19 +111,19 @@ class Iteration:
     @property
     def loader(self) -> ODBLoader:
         """Made by the first to ask; on all ranks at the same place of the program."""
-        if self._is_closed:
-            raise ConfigError("odb: this loader has been closed; make another one.")
-        group = find_process_group(self._process_group, is_prepared=self.is_prepared)
         if self._loader is None:
+            if self._is_closed:
+                raise ConfigError("odb: this loader has been closed; make another one.")
+            group = find_process_group(self._process_group, is_prepared=self.is_prepared)
             self._loader = self._make(process_group=group)
             self._loader.set_epoch(self._epoch)
             self._last_resort = LastResort(self, self._loader)
-        elif self._loader.world_size != world_size_of(group):
-            raise ConfigError(
-                f"this loader has begun with {self._loader.world_size} ranks, there are {world_size_of(group)} now; "
-                "make another one after torch.distributed has been initialised."
-            )
         return self._loader
+
+    def stats(self) -> dict[str, float]:
+        world_size = 1 if self._loader is None else self._loader.world_size
+        figures = self.tally.metrics(self.config.token_budget, world_size)
+        return figures | {"odb/over_budget": self.checks.num_over_budget}
 
     def set_epoch(self, epoch: int) -> None:
         self._epoch = epoch
@@ -131,15 +131,13 @@ class Iteration:
             self._loader.set_epoch(epoch)
         self._begun = False
 
-    def load(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        loader = self.loader
-        states = _checked_states(state, loader.rank, loader.world_size)
+    def load(self, states: Sequence[dict[str, Any]]) -> None:
         if self._current is not None:
             raise ConfigError(
                 "load_state_dict: batches of this iteration have been taken; load before the first batch, or leave the "
                 "loop (and drop its iterator) before."
             )
-        loader.load_state_dict(states)
+        self.loader.load_state_dict(states)
         self._begun, self._audit_goes_on = False, True
 
     def estimate_num_batches(self) -> int:
@@ -152,6 +150,7 @@ class Iteration:
 
     def batches(self) -> Iterator[MutableMapping[str, Any]]:
         loader = self.loader
+        self._check_ranks(loader)
         if self.moves_batches:
             check_accumulation(self.accumulation)
         if self._begun:
@@ -229,6 +228,14 @@ class Iteration:
                 items = deque()
                 asked = time.perf_counter()
 
+    def _check_ranks(self, loader: ODBLoader) -> None:
+        group = find_process_group(self._process_group, is_prepared=self.is_prepared)
+        if not self._is_closed and loader.world_size != world_size_of(group):
+            raise ConfigError(
+                f"this loader has begun with {loader.world_size} ranks, there are {world_size_of(group)} now; make "
+                "another one after torch.distributed has been initialised."
+            )
+
     def _check_goes_on(self, loader: ODBLoader, current: Pass) -> None:
         if loader.under_way is not current:
             raise ConfigError(OVER)
@@ -255,30 +262,3 @@ class Iteration:
                 self._audit.goes_on = self._audit_goes_on
             self._audit.write(step, measured, info.loss_scale, self.tally.steps, self._optimizer_steps)
             self._audit.flush()
-
-
-def _checked_states(state: object, rank: int, world_size: int) -> list[dict[str, Any]]:
-    """A list of states. Raises `DataError` for what cannot be gone on from on this rank."""
-    states = [state] if isinstance(state, Mapping) else state
-    if (
-        not isinstance(states, Sequence)
-        or not states
-        or not all(isinstance(one, Mapping) and {"version", "rank", "world_size"} <= one.keys() for one in states)
-    ):
-        raise DataError(
-            f"load_state_dict: {_short(state)} is not what state_dict() has returned; give this rank's, or a list of "
-            "those of all ranks."
-        )
-    only = states[0]
-    if len(states) == 1 and only["world_size"] == world_size and only["rank"] != rank:
-        raise DataError(
-            f"load_state_dict: rank {rank} was given the state of rank {only['rank']}; give each rank its own, or "
-            "every rank a list of all (accelerator.register_for_checkpointing keeps one for all ranks: call "
-            "checkpoint_with(accelerator) instead)."
-        )
-    return [dict(one) for one in states]
-
-
-def _short(value: object) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 40 else f"{text[:40]}..."

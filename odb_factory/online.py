@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from odb_factory.accelerated import checkpoint_with
 from odb_factory.config import ODBConfig
 from odb_factory.data.make_loader import make_config
-from odb_factory.errors import ConfigError, one_line
+from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.iteration import Iteration
 
 if TYPE_CHECKING:
@@ -50,9 +50,7 @@ class Controls(Generic[T_co]):
         The names and meanings of the Trainer's `odb/...` figures, and odb/over_budget: micro-batches of this rank that
         the collator made larger than the budget.
         """
-        world_size = self._odb.loader.world_size
-        figures = self._odb.tally.metrics(self._odb.config.token_budget, world_size)
-        return figures | {"odb/over_budget": self._odb.checks.num_over_budget}
+        return self._odb.stats()
 
     def close(self) -> None:
         """End the worker processes and give the process group of the planning back (on all ranks)."""
@@ -89,7 +87,8 @@ class State:
         epoch keeps the place in it. Raises `DataError` for what is no state of this rank, and where the data are not
         those of the state.
         """
-        self._odb.load(state)
+        loader = self._odb.loader
+        self._odb.load(_checked_states(state, loader.rank, loader.world_size))
 
     def checkpoint_with(self, accelerator: Accelerator, name: str = "odb_state") -> None:
         """Let `accelerator.save_state(folder)` and `load_state(folder)` keep this loader's state on every rank.
@@ -139,3 +138,30 @@ def loop_config(config: ODBConfig | None, block: Mapping[str, Any]) -> ODBConfig
     if config.lr_reference_samples is not None:
         raise ConfigError("odb.lr_reference_samples: has no effect in a loop of your own; leave it out.")
     return config
+
+
+def _checked_states(state: object, rank: int, world_size: int) -> list[dict[str, Any]]:
+    """A list of states. Raises `DataError` for what cannot be gone on from on this rank."""
+    states = [state] if isinstance(state, Mapping) else state
+    if (
+        not isinstance(states, Sequence)
+        or not states
+        or not all(isinstance(one, Mapping) and {"version", "rank", "world_size"} <= one.keys() for one in states)
+    ):
+        raise DataError(
+            f"load_state_dict: {_short(state)} is not what state_dict() has returned; give this rank's, or a list of "
+            "those of all ranks."
+        )
+    only = states[0]
+    if len(states) == 1 and only["world_size"] == world_size and only["rank"] != rank:
+        raise DataError(
+            f"load_state_dict: rank {rank} was given the state of rank {only['rank']}; give each rank its own, or "
+            "every rank a list of all (accelerator.register_for_checkpointing keeps one for all ranks: call "
+            "checkpoint_with(accelerator) instead)."
+        )
+    return [dict(one) for one in states]
+
+
+def _short(value: object) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 40 else f"{text[:40]}..."

@@ -94,7 +94,7 @@ def test_len_neither_estimates_nor_begins_anything() -> None:
 def test_the_figures_of_a_loop_are_those_of_the_trainer() -> None:
     with make() as loader:
         padded = sum(batch["input_ids"].numel() for batch in loader)
-        stats = loader.stats()
+    stats = loader.stats()
     tokens = sum(len(item(k)["input_ids"]) for k in range(NUM_ROWS))
     assert stats["odb/padding_ratio"] == pytest.approx(1 - tokens / padded, abs=1e-4)
     assert stats["odb/samples_per_second"] > 0
