@@ -119,7 +119,7 @@ def pop_step_info(batch: MutableMapping[str, Any], loss_scaling: str | None = No
     loss_scaling: exact, approx or none; default: that of the loader. Raises `DataError` where the batch has no info,
     and `ValueError` for another word.
     """
-    info = batch.pop(STEP_INFO_KEY, None)
+    info: ODBStepInfo | None = batch.pop(STEP_INFO_KEY, None)
     if info is None:
         raise DataError(
             f"this batch has no {STEP_INFO_KEY!r}: it does not come from an ODBDataLoader, or the info was taken out "

@@ -12,16 +12,26 @@ import torch
 from torch.utils.data import Dataset, Sampler
 
 from odb_factory.batching import Budget, Cost
+from odb_factory.comm.agreement import name_ranks
 from odb_factory.config import ODBConfig
-from odb_factory.data.samples import Rejection, Sample, pack
+from odb_factory.data.content import checksum
+from odb_factory.data.samples import Rejection, Sample
+from odb_factory.data.serialize import pack
 from odb_factory.errors import DataError, one_line
 
 FINGERPRINTED = 64
 DIFFERENT_ORDERS = (
-    "the ranks draw their samples in different orders or go on from different checkpoints, so some would be lost and "
-    "others trained on twice; give every rank the same whole sampler, seeded alike (each takes its own share of it), "
-    "not a share or an order of its own."
+    "the ranks draw their samples in different orders ({}), so some would be lost and others trained on twice; give "
+    "every rank the same whole sampler, seeded alike (each takes its own share of it), not a share of it."
 )
+
+
+def ranks_alike(numbers: Sequence[int]) -> str:
+    """Which ranks have the same number: `ranks 0, 2; rank 1`."""
+    ranks: dict[int, list[int]] = {}
+    for rank, number in enumerate(numbers):
+        ranks.setdefault(number, []).append(rank)
+    return "; ".join(map(name_ranks, ranks.values()))
 
 
 class RowDropped(Exception):
@@ -67,7 +77,7 @@ class ObservedDataset(Dataset):
     def __getitem__(self, index: int) -> Sample | Rejection:
         try:
             features, cost = self.observer(self.dataset, index)
-            sample = Sample(index, cost, pack(features))
+            sample = Sample(index, cost, pack(features), checksum(features, cost))
         except RowDropped as error:
             return Rejection(index, error.reason, f"{self._where(index)}: {error}")
         except MediaCut as error:
@@ -172,7 +182,7 @@ class ShardSampler(Sampler[int]):
 
     def compare(self, numbers: Sequence[int]) -> str | None:
         """Why the ranks, with these numbers of `common`, cannot go on; None if they can."""
-        return DIFFERENT_ORDERS if len(set(numbers)) > 1 else None
+        return DIFFERENT_ORDERS.format(ranks_alike(numbers)) if len(set(numbers)) > 1 else None
 
     def set_epoch(self, epoch: int) -> None:
         if hasattr(self.sampler, "set_epoch"):

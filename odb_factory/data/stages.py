@@ -33,6 +33,8 @@ END = object()
 class Stages:
     """order: the rows of this rank, epoch by epoch. feed: where groups go in. threaded: whether processes collate them.
 
+    read_row: observes a row of the dataset, by its number, in this process; None for a stream.
+
     num_workers: observe workers (one at most for a dataset that is iterated, which several would each iterate as a
     whole), and as many collate workers where the config does not say.
     already_split: a dataset that is iterated gives every rank a part of its own.
@@ -80,12 +82,14 @@ class Stages:
             )
             self._whole_stream: Any = ObservedStream(dataset, observer, config, budget, 0, 1)
             self.order: Any = self._observed
+            self.read_row: Callable[[int], Sample | Rejection] | None = None
             num_workers = min(num_workers, 1)
             if num_workers:
                 options["persistent_workers"] = False  # one that lives on would not hear of another epoch or state
         else:
             self._observed = ObservedDataset(dataset, observer, config, budget)
             self._whole_stream = None
+            self.read_row = self._observed.__getitem__
             self.order = options["sampler"] = ShardSampler(sampler, rank, world_size)
         groups = GroupDataset(collate_fn, patch_size, functools.partial(where, observer, dataset))
         self._observing: DataLoader | None = loader(self._observed, num_workers, **options)

@@ -12,19 +12,19 @@ from torch.utils.data import IterableDataset
 from odb_factory.batching import Budget
 from odb_factory.config import ODBConfig
 from odb_factory.data.fingerprint import fingerprint
-from odb_factory.data.observe import ObservedDataset, Observer, Share
+from odb_factory.data.observe import ObservedDataset, Observer, Share, ranks_alike
 from odb_factory.data.samples import Rejection, Sample
 
 ITEMS_COMPARED = 16
 """Of a stream, read ahead and held until they are observed."""
 DIFFERENT_STREAMS = (
-    "the ranks iterate different streams or go on from different checkpoints, so samples would be lost: each takes its "
-    "own share of the one stream that all iterate alike; if the dataset gives every rank a part of its own, set "
-    "already_split=True, else let it yield the same items in the same order on every rank."
+    "the ranks iterate different streams ({}), so samples would be lost: each takes its own share of the one stream "
+    "that all iterate alike; if the dataset gives every rank a part of its own, set already_split=True, else let it "
+    "yield the same items in the same order on every rank."
 )
 SAME_STREAMS = (
-    "already_split=True (or datasets.distributed.split_dataset_by_node), but ranks iterate the same stream, so each "
-    "sample would be trained on several times; leave it out, or give each rank a part of its own."
+    "already_split=True (or datasets.distributed.split_dataset_by_node), but ranks iterate the same stream ({}), so "
+    "each sample would be trained on several times; leave it out, or give each rank a part of its own."
 )
 
 
@@ -97,8 +97,8 @@ class ObservedStream(IterableDataset):
         """Why the ranks, with these numbers of `common`, cannot go on; None if they can."""
         if self.is_split:
             begun = [number for number in numbers if number]
-            return SAME_STREAMS if len(set(begun)) < len(begun) else None
-        return DIFFERENT_STREAMS if len(set(numbers)) > 1 else None
+            return SAME_STREAMS.format(ranks_alike(numbers)) if len(set(begun)) < len(begun) else None
+        return DIFFERENT_STREAMS.format(ranks_alike(numbers)) if len(set(numbers)) > 1 else None
 
     def peek(self) -> int:
         return self.fingerprint

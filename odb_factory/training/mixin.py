@@ -9,13 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from transformers.trainer_utils import get_last_checkpoint
 
-from odb_factory.errors import ConfigError
 from odb_factory.log import get_logger
 from odb_factory.training import checkpoint
-from odb_factory.training.progress import ODBCallback
+from odb_factory.training.find_checkpoint import find_checkpoint
+from odb_factory.training.progress import CheckpointMark, ODBCallback
 from odb_factory.training.run import ODBRun
 from odb_factory.training.schedule import ScheduleClock, follow_clock, scale_learning_rate
 from odb_factory.training.train_loader import TrainLoader
@@ -33,21 +33,25 @@ class ODBTrainerMixin:
     odb_settings: Any = None
     odb_run: ODBRun | None = None
     odb_checkpoint: str | None = None
+    odb_callback: ODBCallback | None = None
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         if self.odb_settings is None:
             return super().train(resume_from_checkpoint, *args, **kwargs)
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = get_last_checkpoint(self.args.output_dir)
-            if resume_from_checkpoint is None:
-                raise ConfigError(f"resume_from_checkpoint: True, but {self.args.output_dir!r} holds no checkpoint.")
-        if resume_from_checkpoint:
-            resume_from_checkpoint = str(checkpoint.find(resume_from_checkpoint))
-        self.odb_checkpoint = resume_from_checkpoint or None
+        found = find_checkpoint(
+            resume_from_checkpoint,
+            output_dir=self.args.output_dir,
+            rank=self.args.process_index,
+            world_size=self.args.world_size,
+            ignore_data=self.odb_settings.config.resume == "ignore_data",
+            gather=self._odb_gather,
+        )
+        self.odb_checkpoint = resume_from_checkpoint = None if found is None else str(found)
         skips, self.args.ignore_data_skip = self.args.ignore_data_skip, True  # the loader stands where it has to
-        callback = ODBCallback(self)
+        callback = self.odb_callback = ODBCallback(self)
         # First, so that every other callback reads the step count and epoch already set right.
         self.callback_handler.callbacks.insert(0, callback)
+        self.add_callback(CheckpointMark())
         try:
             result = super().train(resume_from_checkpoint, *args, **kwargs)
             self.odb_run.finish()
@@ -59,6 +63,8 @@ class ODBTrainerMixin:
         finally:
             self.args.ignore_data_skip = skips
             self.callback_handler.callbacks.remove(callback)
+            self.remove_callback(CheckpointMark)
+            self.odb_callback = None
             if self.odb_run is not None:
                 self.odb_run.close()
                 self.odb_run = None
@@ -73,6 +79,16 @@ class ODBTrainerMixin:
         if not self.odb_run.finished:
             self.odb_run.loader.start()
         return TrainLoader(self.odb_run)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if self.odb_run is not None and self.odb_callback is not None:
+            # Before the Trainer writes its files, and deletes older checkpoints.
+            self.odb_callback.begin_save(output_dir)
+        super().save_model(output_dir, _internal_call)
+
+    def _odb_gather(self, numbers: list[int]) -> list[list[int]]:
+        """What each rank says, to all ranks."""
+        return self.accelerator.gather(torch.tensor([numbers], device=self.accelerator.device)).tolist()
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, *args: Any, **kwargs: Any) -> tuple:
         if self.odb_run is None:

@@ -10,8 +10,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from odb_factory.comm.coordinator import CollectiveError
 from odb_factory.config import ODBConfig
-from odb_factory.data.agreement import AgreedError
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.samples import Measured, Step
 from odb_factory.errors import ConfigError, one_line
@@ -253,7 +253,7 @@ class ODBRun:
 
     def abort(self, error: BaseException) -> None:
         """The training has failed on this rank: tell the others, unless they know, and end everything here."""
-        if not isinstance(error, AgreedError):
+        if not isinstance(error, CollectiveError):
             self.loader.abort(one_line(error))
         self.close()
 
