@@ -12,7 +12,7 @@ import numpy as np
 from odb_factory.batching import Cost
 
 
-def checksum(features: Mapping[str, Any], cost: Cost) -> int:
+def checksum(features: Any, cost: Cost) -> int:
     """32 bits, never 0, of a row's cost, `input_ids` and `labels`: the same in every process and version.
 
     Not of its media, which are not read for it: a picture that is exchanged for one of the same size goes unnoticed.
@@ -20,7 +20,7 @@ def checksum(features: Mapping[str, Any], cost: Cost) -> int:
     sizes = f"{cost.tokens} {cost.patches} {cost.supervised_tokens} {int(cost.has_media)} {cost.family}"
     crc = zlib.crc32(sizes.encode())
     for key in ("input_ids", "labels"):
-        crc = zlib.crc32(_numbers(features.get(key)), crc)
+        crc = zlib.crc32(_numbers(features.get(key) if isinstance(features, Mapping) else None), crc)
     return crc or 1
 
 

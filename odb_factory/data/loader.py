@@ -14,8 +14,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import queue
+import threading
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -78,7 +78,6 @@ class ODBLoader:
         self.dataset, self.config = dataset, config
         self._coordinator = coordinator or SingleProcessCoordinator()
         self.rank, self.world_size = rank, world_size = self._coordinator.rank, self._coordinator.world_size
-        self.num_samples: int | None = _length(dataset if sampler is None else sampler)
         self.epoch = 0
         self.times = StepTimes()
         self._num_rejected = 0
@@ -95,6 +94,9 @@ class ODBLoader:
             **stages,
         )
         self._order = self._stages.order
+        # The length of a stream that is split is that of this rank's part, or of the whole; nobody says which.
+        is_split = getattr(self._order, "is_split", False)
+        self.num_samples: int | None = None if is_split else _length(dataset if sampler is None else sampler)
         self._plan = functools.partial(
             EpochRounds,
             budget=budget,
@@ -113,7 +115,7 @@ class ODBLoader:
         self._bookmark = EpochProgress(
             rank,
             world_size,
-            data={"samples": self.num_samples, "seed": seed, "split": getattr(self._order, "is_split", False)},
+            data={"samples": self.num_samples, "seed": seed, "split": is_split},
             plan={
                 "token_budget": config.token_budget,
                 "max_patches": config.max_patches,
@@ -219,6 +221,24 @@ class ODBLoader:
         self._coordinator.abort(message)
         self.close(ABORT_S)
 
+    def release(self) -> None:
+        """End what this process alone needs, for garbage collection: calls no collective and waits for no rank.
+
+        A thread gives the rest back, the planning thread and the coordinator.
+        """
+        current, self._pass = self._pass, None
+        if current is not None:
+            current.rounds.stop()
+            current.batches = None
+        self._stages.close()
+
+        def close_rest() -> None:
+            if current is not None:
+                current.close(ABORT_S)
+            self._coordinator.close()
+
+        threading.Thread(target=close_rest, name="odb-release", daemon=True).start()
+
     def _begin(self) -> Pass:
         if self._stages.is_closed:
             raise ConfigError("odb: this loader has been closed; make another one.")
@@ -233,6 +253,7 @@ class ODBLoader:
             self._stages.observe(self.epoch),
             epoch=self.epoch,
             order=functools.partial(self._checked_order, place, self._bookmark.order),
+            compare_orders=self._order.compare,
             done_before=0 if done is None else int(done.sum()),
             resume=resume,
             emitted_before=self._bookmark.draws,
@@ -315,13 +336,13 @@ class ODBLoader:
         return self._order.peek()
 
     def _checked_order(self, place: tuple[int, ...], expected: int | None) -> int:
-        """A checksum of order and place, which all ranks must have in common (planning thread)."""
+        """A number made of order and place, by which the ranks compare them (planning thread)."""
         if expected is not None and self._order.fingerprint != expected:
             raise DataError(
                 "the sampler has drawn another order than before the stop, so what is left of the epoch cannot be "
                 "told; give one whose order depends on its seed and epoch alone, or set `resume: ignore_data`"
             )
-        return zlib.crc32(repr((self._order.fingerprint, place)).encode())
+        return self._order.common(place)
 
 
 def _length(source: Any) -> int | None:

@@ -18,7 +18,6 @@ from odb_factory.batching import (
     make_window,
     plan_round,
 )
-from odb_factory.comm.agreement import name_ranks
 from odb_factory.comm.coordinator import CollectiveError, Coordinator, RankMetadata
 from odb_factory.comm.redistribute import redistribute
 from odb_factory.data.samples import Rejection, Sample, Step
@@ -31,10 +30,6 @@ logger = get_logger(__name__)
 
 Task = tuple[Step, list[Sample]]
 """A step and the samples to collate for it; on an idle step the sample that is run with weight 0."""
-DIFFERENT_ORDERS = (
-    "the ranks draw their samples in different orders ({}), so some would be lost and others trained on twice; give "
-    "every rank the same whole sampler, seeded alike (each takes its own share of it), not a share of it."
-)
 PLANNED_OTHERWISE = (
     "the round that was under way at the checkpoint is planned otherwise now although its rows are the same (by "
     "another version of odb_factory or numpy?), so what is left of it cannot be told; go on with the one that wrote "
@@ -68,7 +63,8 @@ class EpochRounds:
     snapshots: one for each round begun, for whoever consumes the tasks to take a state from.
 
     num_samples: of the epoch on all ranks; None if nobody knows (a stream).
-    order: gives the checksum of the order of draws, once the first sample is drawn.
+    order: gives a number made of the order of draws, once the first sample is drawn.
+    compare_orders: with these numbers of all ranks, why they cannot go on (None: they can).
     done_before: samples of the epoch that were done before its order began (dealt out anew after a stop).
     resume: a snapshot to go on from, and the steps of its round that are consumed; `observed` then begins with
     what was waiting in it.
@@ -94,6 +90,7 @@ class EpochRounds:
         find_spare: Callable[[], Sample],
         on_reject: Callable[[Rejection], None],
         order: Callable[[], int] = int,
+        compare_orders: Callable[[Sequence[int]], str | None] = lambda orders: None,
         propose: Callable[[], CostModel] = CostModel,
         emitted_before: Sequence[int] = (),
         done_before: int = 0,
@@ -108,7 +105,7 @@ class EpochRounds:
         self.coordinator, self.order, self.find_spare, self.on_reject = coordinator, order, find_spare, on_reject
 
         self.resume, self.done_before, self.propose = resume, done_before, propose
-        self.emitted_before = list(emitted_before)
+        self.compare_orders, self.emitted_before = compare_orders, list(emitted_before)
         self.snapshots: deque[Snapshot] = deque()
         self.rejected: Counter[str] = Counter()
         self.held: list[Drawn] = []
@@ -167,7 +164,9 @@ class EpochRounds:
             )
             metadata = RankMetadata(window, self.rejected, self.overlong, self.order(), model)
             ranks = self.coordinator.all_gather(metadata, self.round_index)
-            _check_orders(ranks)
+            problem = self.compare_orders([rank.order for rank in ranks])
+            if problem is not None:
+                raise CollectiveError(problem)
             rejected = sum((rank.rejected for rank in ranks), Counter())
             overlong = sum(rank.overlong for rank in ranks)
             windows = [rank.window for rank in ranks]
@@ -361,15 +360,6 @@ class EpochRounds:
         tokens = (self.num_samples - self.done_before - rejected) * tokens_seen / max(seen, 1)
         steps = round((self.steps + len(planned)) * tokens / max(emitted, 1))
         return -(-max(steps, 1) // self.accumulation) * self.accumulation
-
-
-def _check_orders(ranks: Sequence[RankMetadata]) -> None:
-    """Raise `CollectiveError` unless all ranks draw in one order, with the ranks that agree among themselves."""
-    by_order: dict[int, list[int]] = {}
-    for rank, metadata in enumerate(ranks):
-        by_order.setdefault(metadata.order, []).append(rank)
-    if len(by_order) > 1:
-        raise CollectiveError(DIFFERENT_ORDERS.format("; ".join(map(name_ranks, by_order.values()))))
 
 
 def _nothing_left(rejected: Counter[str], num_samples: int | None) -> str:

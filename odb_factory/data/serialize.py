@@ -34,21 +34,21 @@ def register_dataclass(kind: T) -> T:
     return kind
 
 
-def pack(features: Mapping[str, Any]) -> bytes:
-    """Features as bytes, about a quarter of the memory that their lists take.
+def pack(features: Any) -> bytes:
+    """Features, most often a mapping, as bytes, about a quarter of the memory that their lists take.
 
     Raises what pickle raises where it cannot write a value either; here, in the worker that made them, rather than in
     a queue where nobody sees it.
     """
-    values = {key: _own(value) for key, value in features.items()}
+    values = {key: _own(value) for key, value in features.items()} if isinstance(features, Mapping) else features
     try:
         return _PLAIN + msgpack.packb(values, default=_extended, strict_types=True)
     except (TypeError, ValueError, OverflowError):
         return _PICKLED + pickle.dumps(values, pickle.HIGHEST_PROTOCOL)
 
 
-def unpack(packed: bytes) -> dict[str, Any]:
-    """Undo `pack`: a fresh dict of what the framework's collator expects, which it may change."""
+def unpack(packed: bytes) -> Any:
+    """Undo `pack`: a fresh copy of what the framework's collator expects, which it may change."""
     if packed[:1] == _PICKLED:
         return pickle.loads(packed[1:])
     return _read(packed[1:])
@@ -128,8 +128,10 @@ def _read(data: bytes) -> Any:
     return msgpack.unpackb(data, ext_hook=_restored, strict_map_key=False)
 
 
-def _not_plain(features: Mapping[str, Any]) -> list[str]:
+def _not_plain(features: Any) -> list[str]:
     """`key (type)` of each feature that is not plain."""
+    if not isinstance(features, Mapping):
+        return [f"a {type(features).__name__}"]
     found = []
     for key, value in features.items():
         try:

@@ -25,9 +25,10 @@ from odb_factory.config import ODBConfig
 from odb_factory.data.collate import GroupDataset
 from odb_factory.data.feed import TaskFeed
 from odb_factory.data.measure import DEFAULT_PATCH_SIZE
-from odb_factory.data.observe import ObservedDataset, ObservedStream, Observer, ShardSampler, where
+from odb_factory.data.observe import ObservedDataset, Observer, ShardSampler, where
 from odb_factory.data.pickling import Picklable
 from odb_factory.data.samples import Rejection, Sample
+from odb_factory.data.stream import ObservedStream
 from odb_factory.data.worker import WorkerInit, worker_seed
 from odb_factory.errors import ConfigError, DataError, one_line
 
@@ -49,6 +50,7 @@ class Stages:
     worker may take for its next result; 0: any), worker_init_fn, pin_memory and the others: as in torch, for both
     stages; only what is collated is pinned. generator: torch's, whose seed is that of the workers (None: the global).
     Raises `ConfigError` where what the workers need cannot be sent to them.
+    already_split: a dataset that is iterated gives every rank a part of its own.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Stages:
         multiprocessing_context: Any = None,
         worker_init_fn: Callable[[int], None] | None = None,
         generator: torch.Generator | None = None,
+        already_split: bool = False,
     ):
         collate_workers = num_workers if config.collate_workers is None else config.collate_workers
         self.feed = TaskFeed(collate_workers)
@@ -93,7 +96,7 @@ class Stages:
         options: dict[str, Any] = {"batch_size": OBSERVE_CHUNK}
         self._whole_stream: Iterable[Sample | Rejection] | None = None
         if sampler is None:
-            observed: Any = ObservedStream(dataset, observer, config, budget, rank, world_size)
+            observed: Any = ObservedStream(dataset, observer, config, budget, rank, world_size, is_split=already_split)
             self._whole_stream = ObservedStream(dataset, observer, config, budget, 0, 1)
             self.order: Any = observed
             self.read_row: Callable[[int], Sample | Rejection] | None = None
@@ -123,7 +126,8 @@ class Stages:
     def observe(self, epoch: int) -> Iterator[Sample | Rejection]:
         """The rows of this rank in the epoch that `order` is set to."""
         chunks = self._start(self._observing, 0, epoch)
-        return itertools.chain.from_iterable(iter(functools.partial(take, chunks, "observes"), END))
+        rows = itertools.chain.from_iterable(iter(functools.partial(take, chunks, "observes"), END))
+        return rows if self._whole_stream is None else self.order.samples(rows)
 
     def collate(self, epoch: int) -> Iterator[Any]:
         """What becomes of the tasks of `feed`; to be asked with `take`."""

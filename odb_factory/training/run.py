@@ -16,7 +16,8 @@ from odb_factory.data.loader import ODBLoader
 from odb_factory.data.samples import Measured, Step
 from odb_factory.errors import ConfigError, one_line
 from odb_factory.log import get_logger
-from odb_factory.training.loss import check_supervised, loss_weights
+from odb_factory.training.batch_checks import BatchChecks
+from odb_factory.training.loss import loss_weights
 from odb_factory.training.metrics import Audit, Tally, summary_line, write_summary
 from odb_factory.training.schedule import ScheduleClock
 
@@ -47,8 +48,7 @@ class ODBRun:
         self.clock: ScheduleClock | None = None
         self.lr_factor: float | None = None
         self.total, self.interval = Tally(), Tally()
-        self.over_budget = 0
-        self._overlong_said = False
+        self.checks = BatchChecks(config)
         self.optimizer_steps = 0
         self._expected = 0
         self._epochs_before = 0.0
@@ -123,8 +123,7 @@ class ODBRun:
         """The loss weight of the next micro-batch."""
         step, measured, self.weight = self._pending[0]
         self.loader.times.begin(step.totals)
-        if self.config.loss_scaling == "exact":
-            check_supervised(step, measured)
+        self.checks(step, measured)
         return self.weight
 
     def end_step(self) -> None:
@@ -134,7 +133,6 @@ class ODBRun:
         self.loader.consume(step)
         if self._audit is not None:
             self._audit.write(step, measured, weight, self.total.steps, self.optimizer_steps + 1)
-        self._check_budgets(step, measured)
         self.total.add(step, self.world_size)
         self.interval.add(step, self.world_size)
 
@@ -197,7 +195,7 @@ class ODBRun:
             "lr_factor": self.lr_factor,
             "clock": None if self.clock is None else vars(self.clock),
             "total": self.total.state_dict(),
-            "over_budget": self.over_budget,
+            "over_budget": self.checks.num_over_budget,
             "dropped": dict(self._dropped),
             "left_out": self._left_out,
             "overlong": self._overlong,
@@ -210,7 +208,7 @@ class ODBRun:
             self.clock = ScheduleClock.of(state["clock"])
         self.total = Tally(**state["total"])
         self._samples_before = self.total.samples
-        self.over_budget = state["over_budget"]
+        self.checks.num_over_budget = state["over_budget"]
         self._dropped = Counter(state["dropped"])
         self._left_out, self._overlong = state["left_out"], state["overlong"]
 
@@ -242,7 +240,7 @@ class ODBRun:
             "patch_balance": self.total.patch_balance,
             "moved": self.total.moved,
             "moved_bytes": self.total.moved_bytes,
-            "over_budget": self.over_budget,
+            "over_budget": self.checks.num_over_budget,
             "data_wait_s": self.total.data_wait_s,
             "seconds": self.total.seconds,
             "world_size": self.world_size,
@@ -264,25 +262,3 @@ class ODBRun:
         self.loader.close()
         if self._audit is not None:
             self._audit.close()
-
-    def _check_budgets(self, step: Step, measured: Measured) -> None:
-        """Say what goes beyond a budget, once of each kind: a sample alone, or a group that grew in the collator."""
-        tokens, limit = measured.rows * measured.length, self.config.max_patches
-        if tokens <= self.config.token_budget and (limit is None or measured.patches <= limit):
-            return
-        shape = f"{tokens} tokens and {measured.patches} patches"
-        budget = f"{self.config.token_budget} tokens and {limit} patches"
-        if measured.rows == 1:
-            if not self._overlong_said:
-                logger.warning("overlong samples travel alone: row %s has %s, the budget %s", step.ids, shape, budget)
-            self._overlong_said = True
-            return
-        self.over_budget += 1
-        if self.over_budget == 1:
-            logger.warning(
-                "rows %s were collated to %s, above the budget of %s: this model's collator pads media beyond their "
-                "own size; lower the budget if memory is short",
-                list(step.ids),
-                shape,
-                budget,
-            )
