@@ -121,7 +121,8 @@ class Audit:
         self._file.write(json.dumps(line) + "\n")
 
     def flush(self) -> None:
-        self._file.flush()
+        if self._file is not None:
+            self._file.flush()
 
     def close(self) -> None:
         if self._file is not None:
