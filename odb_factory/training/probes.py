@@ -88,7 +88,7 @@ def callbacks_run_in_the_order_of_their_list(trainer: Trainer) -> None:
 
 
 def accelerate_does_not_divide(trainer: Trainer) -> None:
-    """`Accelerator.backward` divides by its own accumulation, which the Trainer leaves at 1; DeepSpeed is told not to."""
+    """`Accelerator.backward` divides by its own accumulation, which is 1 in a Trainer; DeepSpeed is told not to."""
     accelerator = trainer.accelerator
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         from deepspeed.runtime.engine import DeepSpeedEngine

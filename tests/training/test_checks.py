@@ -251,6 +251,7 @@ def test_an_override_that_never_calls_super_is_noticed_with_the_first_step(tiny_
         def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             if name != "training_step":
                 return super().training_step(model, inputs, *args, **kwargs)
+            model.train()
             loss = self.compute_loss(model, inputs)
             self.accelerator.backward(loss)
             return loss.detach()
