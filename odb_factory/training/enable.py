@@ -39,15 +39,16 @@ class ODBSettings:
         args = trainer.args
         seed = next(seed for seed in (self.config.seed, args.data_seed, args.seed) if seed is not None)
         parts = take_apart(source, seed, stream=trainer.train_dataset)
+        # The Trainer wraps its collator to remove columns from items.
+        collator = getattr(parts.collate_fn, "data_collator", parts.collate_fn)
+        pads_to = getattr(collator, "pad_to_multiple_of", None) or 1
         if source is not stock:
             parts = columns.with_columns_of(parts, stock)
-        pads_to = getattr(trainer.data_collator, "pad_to_multiple_of", None)
         loader = make_loader(
             parts,
             self.config,
             observer=self.observer,
-            # Of the trainer's collator: the one of the dataloader may be wrapped.
-            collation=self.collation or (Collation(pad_to_multiple_of=pads_to) if pads_to else None),
+            collation=self.collation or Collation(pad_to_multiple_of=pads_to),
             process_group=self.process_group,
             patch_size=self.patch_size,
             cost_fn=self.cost_fn,

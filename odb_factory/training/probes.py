@@ -47,6 +47,10 @@ def trainer_divides_by_the_accumulation(trainer: Trainer) -> None:
     probe = _probe(trainer, compute_loss_func=None)
     handed = _training_step(probe)
     _expect(handed, LOSS / ACCUMULATION, "Trainer.training_step", "the loss that it hands to backward", transformers)
+    if trainer.accelerator.distributed_type == DistributedType.DEEPSPEED:
+        # Otherwise its engine would divide by the accumulation once more.
+        found = probe.handed[0][1].get("scale_wrt_gas")
+        _expect(found, False, "Trainer.training_step", "scale_wrt_gas as DeepSpeed is given it", transformers)
 
 
 def own_loss_is_left_alone(trainer: Trainer) -> None:
@@ -88,18 +92,10 @@ def callbacks_run_in_the_order_of_their_list(trainer: Trainer) -> None:
 
 
 def accelerate_does_not_divide(trainer: Trainer) -> None:
-    """`Accelerator.backward` divides by its own accumulation, which is 1 in a Trainer; DeepSpeed is told not to."""
-    accelerator = trainer.accelerator
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        from deepspeed.runtime.engine import DeepSpeedEngine
-
-        known = "scale_wrt_gas" in inspect.signature(DeepSpeedEngine.backward).parameters
-        _expect(known, True, "DeepSpeedEngine.backward", "its argument scale_wrt_gas", transformers)
-        return
-    if accelerator.distributed_type == DistributedType.MEGATRON_LM:
-        return
-    probe = copy.copy(accelerator)
+    """`Accelerator.backward` divides by its own accumulation, which is 1 in a Trainer."""
+    probe: Any = copy.copy(trainer.accelerator)
     probe.scaler = None
+    probe.deepspeed_engine_wrapped = SimpleNamespace(backward=lambda loss, **kwargs: loss.backward())
     parameter = torch.nn.Parameter(torch.ones(()))
     Accelerator.backward(probe, parameter * LOSS)
     found = None if parameter.grad is None else parameter.grad.item()
@@ -170,7 +166,7 @@ def _probe(trainer: Trainer, **changes: Any) -> Any:
         parallelism_config=None,
         distributed_type=trainer.accelerator.distributed_type,
         unwrap_model=lambda model, **kwargs: model,
-        backward=lambda loss, **kwargs: probe.handed.append(loss.item()),
+        backward=lambda loss, **kwargs: probe.handed.append((loss.item(), kwargs)),
     )
     vars(probe).update(changes)
     return probe
@@ -179,7 +175,7 @@ def _probe(trainer: Trainer, **changes: Any) -> Any:
 def _training_step(probe: Any) -> float | None:
     """The loss that `Trainer.training_step` hands to backward, if it hands over just one."""
     Trainer.training_step(probe, probe.model, _inputs(), None)
-    return probe.handed[0] if len(probe.handed) == 1 else None
+    return probe.handed[0][0] if len(probe.handed) == 1 else None
 
 
 def _inputs() -> dict[str, torch.Tensor]:

@@ -83,6 +83,8 @@ class ODBRun:
 
     def learning_rate_factor(self) -> float:
         """What `lr_scale` makes of the samples of an optimizer step, estimated from the first round."""
+        if self.lr_factor is None and self.config.lr_scale == "none":
+            return 1.0
         if self.lr_factor is None:
             self.lr_factor = learning_rate_factor(
                 self.config,

@@ -56,13 +56,11 @@ class ScheduleClock:
 def learning_rate_factor(
     config: ODBConfig, *, num_samples: int | None, window: int, is_shuffled: bool, optimizer_steps_an_epoch: float
 ) -> float:
-    """What `lr_scale` makes of the samples of an optimizer step, estimated from the first window.
+    """What `lr_scale` (linear or sqrt) makes of the samples of an optimizer step, estimated from the first window.
 
     window: samples of the first window on all ranks; optimizer_steps_an_epoch: as estimated from it. Raises
     `ConfigError` where it need not be like the rest: few samples, or the first ones of an order that is not random.
     """
-    if config.lr_scale == "none":
-        return 1.0
     name = f"odb.lr_scale: {config.lr_scale!r}"
     if num_samples is None:
         raise ConfigError(

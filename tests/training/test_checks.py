@@ -102,6 +102,28 @@ def test_max_patches_holds_where_the_trainer_removes_the_column_that_tells(tiny_
     assert all(one == {"input_ids", "labels"} for one in keys)
 
 
+class PadsTo32:
+    """As transformers' collators have it."""
+
+    pad_to_multiple_of = 32
+
+    def __call__(self, items: list[dict[str, Any]]) -> Any:
+        batch = pad(items)
+        missing = -batch["input_ids"].shape[1] % self.pad_to_multiple_of
+        fillers = {"input_ids": 0, "labels": -100}
+        return {key: torch.nn.functional.pad(batch[key], (0, missing), value=fillers[key]) for key in fillers}
+
+
+def test_the_padding_of_a_collator_counts_inside_the_trainers_wrapper(tiny_text, tmp_path) -> None:
+    """I4. The Trainer wraps its collator where the dataset is not one of `datasets`."""
+    trainer = make(Trainer, tiny_text, tmp_path)
+    trainer.data_collator = PadsTo32()
+    enable_odb(trainer, **BLOCK)
+    trainer.train()
+    assert max(line["rows"] * line["length"] for line in audit(tmp_path)) <= BLOCK["token_budget"]
+    assert ids(tmp_path) == Counter(range(NUM_ROWS))
+
+
 # Parallelism
 
 
