@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import Counter
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from distributed.ranks import run_ranks
 from toy import NUM_ROWS
 from training.test_enable import BLOCK, audit, ids, make
+from training.test_lifetime import held, make_odb
 from transformers import Trainer
 
 from odb_factory import enable_odb
@@ -18,9 +20,20 @@ from odb_factory import enable_odb
 ACCUMULATION = 2
 
 
-def train_in_groups_of_one(rank: int, model: str, output_dir: str) -> list[float]:
-    """Two ranks, each the only one of its group: the engine averages two equal gradients. Returns the losses."""
+def train_all(rank: int, model: str, output_dir: str) -> tuple[list[float], list[tuple[int, ...]]]:
+    """Returns the losses of a training in groups of one, and what a process holds after each of some in the world."""
     os.environ["LOCAL_RANK"] = str(rank)
+    losses = train_in_groups_of_one(rank, model, output_dir)
+    counts = []
+    for k in range(3):
+        make_odb(Path(model), Path(output_dir, f"world{k}")).train()
+        gc.collect()
+        counts.append(held())
+    return losses, counts
+
+
+def train_in_groups_of_one(rank: int, model: str, output_dir: str) -> list[float]:
+    """Two ranks, each the only one of its group: the engine averages two equal gradients."""
     groups = [dist.new_group([other]) for other in range(dist.get_world_size())]
     trainer = make(Trainer, Path(model), Path(output_dir, str(rank)), gradient_accumulation_steps=ACCUMULATION)
     assert trainer.accelerator.num_processes == 2
@@ -29,9 +42,9 @@ def train_in_groups_of_one(rank: int, model: str, output_dir: str) -> list[float
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def test_ranks_of_different_groups_do_not_share_samples(tiny_text, tmp_path) -> None:
+def test_ranks_of_different_groups_do_not_share_samples_and_none_is_left(tiny_text, tmp_path) -> None:
     outcomes = run_ranks(
-        "training.test_process_group:train_in_groups_of_one",
+        "training.test_process_group:train_all",
         tmp_path,
         world_size=2,
         limit_s=120,
@@ -52,4 +65,9 @@ def test_ranks_of_different_groups_do_not_share_samples(tiny_text, tmp_path) -> 
     alone.train()
     expected = [entry["loss"] for entry in alone.state.log_history if "loss" in entry]
     for outcome in outcomes:
-        assert outcome.value == pytest.approx(expected, rel=1e-4)
+        losses, counts = outcome.value
+        assert losses == pytest.approx(expected, rel=1e-4)
+        # Processes, threads, files (so ports as well) and groups: the first training starts what a process has once.
+        assert counts[2] == counts[1]
+    for k in range(3):
+        assert ids(tmp_path / f"world{k}") + ids(tmp_path / f"world{k}", rank=1) == Counter(range(NUM_ROWS))
