@@ -63,7 +63,7 @@ def check_training_arguments(args: Any) -> None:
         )
 
 
-def check_collation(config: ODBConfig, collation: Collation) -> None:
+def check_filler(config: ODBConfig, collation: Collation) -> None:
     """Raise `ConfigError` where no micro-batch without media can be within `max_patches`."""
     if config.max_patches is not None and config.max_patches < collation.filler_patches:
         raise ConfigError(

@@ -18,7 +18,7 @@ from odb_factory.data.observe import Observer
 from odb_factory.data.take_apart import take_apart
 from odb_factory.errors import ConfigError
 from odb_factory.training import columns
-from odb_factory.training.checks import check_collation, check_methods, check_training_arguments
+from odb_factory.training.checks import check_filler, check_methods, check_training_arguments
 from odb_factory.training.mixin import ODBTrainerMixin
 from odb_factory.training.run import ODBRun
 
@@ -99,7 +99,7 @@ def enable_odb(
         raise ConfigError("enable_odb: this trainer has it already; call it once.")
     config = make_config(config, block)
     check_training_arguments(trainer.args)
-    check_collation(config, collation or Collation())
+    check_filler(config, collation or Collation())
     check_methods(trainer)
     if not isinstance(trainer, ODBTrainerMixin):
         stock = type(trainer)
