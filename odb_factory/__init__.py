@@ -19,11 +19,11 @@ _HOMES = {
     "ODBConfig": "odb_factory.config",
     "ODBDataLoader": "odb_factory.dataloader",
     "ODBError": "odb_factory.errors",
-    "ODBHandle": "odb_factory.dataloader",
+    "ODBHandle": "odb_factory.wrapping",
     "ODBStepInfo": "odb_factory.step_info",
     "ODBTrainer": "odb_factory.training.enable",
     "ODBTrainerMixin": "odb_factory.training.mixin",
-    "apply": "odb_factory.dataloader",
+    "apply": "odb_factory.wrapping",
     "enable_odb": "odb_factory.training.enable",
     "pop_step_info": "odb_factory.step_info",
 }

@@ -1,7 +1,7 @@
-"""Whole epochs of many ranks in one thread: the production `EpochRounds` of each, and an exchange between them.
+"""Whole epochs of many ranks in one thread: the production `EpochRounds` of each, and a coordinator between them.
 
-A rank that calls its exchange waits for the others; here the call itself runs them, each to its own
-exchange, one inside the other. Once the last has told its report, all are there, and the calls
+A rank that calls its coordinator waits for the others; here the call itself runs them, each to its own
+call, one inside the other. Once the last has told its report, all are there, and the calls
 return one by one, each rank going on to its round. So nothing depends on threads or on time, a
 rank that would wait for ever is seen at once (`Hang`), and any order of the ranks can be played.
 """
@@ -9,7 +9,7 @@ rank that would wait for ever is seen at once (`Hang`), and any order of the ran
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
@@ -17,16 +17,20 @@ from unittest import mock
 from odb_factory.batching import Budget, Collation, Cost, Plan
 from odb_factory.batching.apart import LOWEST_LEVEL
 from odb_factory.batching.window import MAX_WAIT_ROUNDS
+from odb_factory.comm.codec import Failure, decode, encode
+from odb_factory.comm.coordinator import CollectiveError, RankMetadata
+from odb_factory.comm.redistribute import make_buffers, redistribute
 from odb_factory.data import rounds as rounds_module
-from odb_factory.data.agreement import AgreedError, Report
-from odb_factory.data.handover import hand_over, make_parcels
 from odb_factory.data.observe import ShardSampler
 from odb_factory.data.rounds import EpochRounds, Task
 from odb_factory.data.samples import Rejection, Sample, Step
-from odb_factory.data.wire import decode, encode
+from odb_factory.data.serialize import pack
 
 Row = Sample | Rejection | Exception
 """What a sampler hands out; an exception is raised when it is its turn."""
+
+
+NO_FEATURES = pack({})
 
 
 class Hang(BaseException):
@@ -39,7 +43,7 @@ class Epoch:
 
     rounds: list[list[Task]] = field(default_factory=list)
     windows: list[list[int]] = field(default_factory=list)
-    reports: list[Report] = field(default_factory=list)
+    reports: list[RankMetadata] = field(default_factory=list)
     rejected: list[int] = field(default_factory=list)
     undrawn: int = 0
     error: BaseException | None = None
@@ -64,7 +68,7 @@ class Epoch:
 
 
 class Lockstep:
-    """The exchange of all ranks. `order`: who is run first in a round, as threads would race."""
+    """What the coordinators of all ranks share. `order`: who is run first in a round, as threads would race."""
 
     def __init__(self, world_size: int, order: Sequence[int] | None = None):
         self.order = list(order or range(world_size))
@@ -117,32 +121,42 @@ class Lockstep:
 
 
 class Seat:
-    """One rank's `Exchange`. on_wire: its messages travel encoded, as between processes."""
+    """One rank's `Coordinator`. on_wire: its messages travel encoded, as between processes."""
 
     timeout_s = 0.0
 
     def __init__(self, lockstep: Lockstep, rank: int, on_wire: bool):
         self.lockstep, self.rank, self.on_wire = lockstep, rank, on_wire
 
-    def __call__(self, report: Report, round_index: int) -> list[Report]:
+    def all_gather(self, report: RankMetadata, round_index: int) -> list[RankMetadata]:
         # What a rank goes on changing is never shared.
-        told = encode(report) if self.on_wire else Report(report.window, report.rejected.copy(), model=report.model)
+        told = (
+            encode(report) if self.on_wire else RankMetadata(report.window, report.rejected.copy(), model=report.model)
+        )
         answers = self._tell(told)
         for rank, answer in enumerate(answers):
-            if isinstance(answer, str):
-                raise AgreedError(f"rank {rank} stopped: {answer}")
+            if isinstance(answer, Failure):
+                raise CollectiveError(f"rank {rank} stopped: {answer.reason}")
         return answers
 
-    def trade(self, parcels: list[bytes]) -> list[bytes]:
-        raise AssertionError("see trading in run_shards")
+    def confirm(self, checksum: int, round_index: int) -> None: ...
 
-    def leave(self) -> None:
+    def all_to_all(self, buffers: Sequence[bytes]) -> list[bytes]:
+        raise AssertionError("see redistributing in run_shards")
+
+    def leave_epoch(self) -> None:
         self.fail("it left the epoch")
 
     def fail(self, message: str) -> None:
-        self._tell(encode(message) if self.on_wire else message)
+        self._tell(encode(Failure(message)) if self.on_wire else Failure(message))
 
-    def farewell(self, message: str) -> None: ...
+    def start(self) -> None: ...
+
+    def check(self) -> None: ...
+
+    def agree(self, settings: Mapping[str, object]) -> None: ...
+
+    def abort(self, message: str) -> None: ...
 
     def close(self) -> None: ...
 
@@ -170,21 +184,23 @@ def run_shards(
     held: list[list[Sample]] = [[] for _ in shards]
 
     class Recorded(Seat):
-        def __call__(self, report: Report, round_index: int) -> list[Report]:
+        def all_gather(self, report: RankMetadata, round_index: int) -> list[RankMetadata]:
             epoch = epochs[self.rank]
             assert round_index == len(epoch.windows)
             epoch.windows.append([one.sample.id for one in ranks[self.rank].held])
-            epoch.reports.append(Report(report.window, report.rejected.copy()))
+            epoch.reports.append(RankMetadata(report.window, report.rejected.copy()))
             held[self.rank] = [one.sample for one in ranks[self.rank].held]
-            return super().__call__(report, round_index)
+            return super().all_gather(report, round_index)
 
-    def trading(plan: Plan, rank: int, samples: Sequence[Sample], _: Any) -> dict[int, Sample]:
-        """Ranks run one inside the other and cannot meet twice in a round; so the parcels of all are made here."""
+    def redistributing(
+        plan: Plan, rank: int, samples: Sequence[Sample], _: Any, *, encode: Any, decode: Any
+    ) -> dict[int, Sample]:
+        """Ranks run one inside the other and cannot meet twice in a round; so the buffers of all are made here."""
 
-        def trade(_: Any) -> list[bytes]:
-            return [make_parcels(plan, other, held[other])[rank] for other in range(len(shards))]
+        def all_to_all(_: Any) -> list[bytes]:
+            return [make_buffers(plan, other, held[other], encode)[rank] for other in range(len(shards))]
 
-        return hand_over(plan, rank, samples, trade)
+        return redistribute(plan, rank, samples, all_to_all, encode=encode, decode=decode)
 
     def draw(rank: int) -> Iterator[Row]:
         for row in shards[rank]:
@@ -199,7 +215,7 @@ def run_shards(
         EpochRounds(
             draw(rank),
             rank=rank,
-            exchange=Recorded(lockstep, rank, on_wire),
+            coordinator=Recorded(lockstep, rank, on_wire),
             on_reject=lambda rejection, rank=rank: epochs[rank].rejected.append(rejection.id),
             num_samples=len(everything),
             **defaults | options,
@@ -208,7 +224,7 @@ def run_shards(
     ]
     lockstep.sources = {rank: iter(rounds) for rank, rounds in enumerate(ranks)}
     num_rounds = 0
-    with mock.patch.object(rounds_module, "hand_over", trading):
+    with mock.patch.object(rounds_module, "redistribute", redistributing):
         while lockstep.round():
             num_rounds += 1
             lockstep.leaving = {rank for rank, after in (leave_after or {}).items() if after <= num_rounds}
@@ -226,7 +242,7 @@ def run_epoch(rows: Sequence[Row], *, world_size: int = 1, **options: Any) -> li
 
 
 def sample(id: int, tokens: int, patches: int = 0) -> Sample:
-    return Sample(id, Cost(tokens, patches, max(tokens - 1, 1), patches > 0), {})
+    return Sample(id, Cost(tokens, patches, max(tokens - 1, 1), patches > 0), NO_FEATURES)
 
 
 def rejection(id: int, *, fatal: bool = False) -> Rejection:
@@ -258,7 +274,7 @@ def check_promises(
     num_rejected = sum(len(epoch.rejected) for epoch in epochs)
     emitted = Counter(id for epoch in epochs for id in epoch.ids)
     if epochs[0].error is not None:
-        assert all(isinstance(epoch.error, AgreedError) for epoch in epochs), "all ranks end alike"
+        assert all(isinstance(epoch.error, CollectiveError) for epoch in epochs), "all ranks end alike"
         assert not emitted
         assert not any(held) or (
             not join and any(_ran_short(*rank, emitted, accumulation) for rank in zip(held, epochs))

@@ -35,9 +35,9 @@ def epoch_of(loader: Any) -> list[list[int]]:
     for batch in loader:
         info = pop_step_info(batch)
         assert set(batch) == {"input_ids", "labels"}, "nothing but what the collator made"
-        assert info.all_samples_this_step in (0, len(batch["input_ids"]))
+        assert info.samples_all_ranks == info.samples == (0 if info.is_idle else len(batch["input_ids"]))
         assert batch["input_ids"].numel() <= BUDGET
-        batches.append(rows_of(batch) if info.all_samples_this_step else [])
+        batches.append([] if info.is_idle else rows_of(batch))
     return batches
 
 
@@ -53,7 +53,7 @@ WORKERS = [{"num_workers": 0}, {"num_workers": 2}, {"num_workers": 1, "multiproc
 def test_every_row_once_an_epoch_whatever_the_workers(workers: dict[str, Any]) -> None:
     """I2, I4, I6; the next iteration is the next epoch, and `set_epoch` chooses one."""
     with ODBDataLoader(Rows(), token_budget=BUDGET, buffer_size=16, shuffle=True, collate_fn=pad, **workers) as loader:
-        assert 0 < len(loader) < NUM_ROWS
+        assert 0 < loader.estimate_num_batches() < NUM_ROWS
         first, second = epoch_of(loader), epoch_of(loader)
         loader.set_epoch(0)
         again = epoch_of(loader)
@@ -70,7 +70,7 @@ def test_a_dataset_that_is_iterated(num_workers: int) -> None:
     ) as loader:
         assert flat(epoch_of(loader)) == flat(epoch_of(loader)) == EVERY_ROW
         with pytest.raises(TypeError, match="no length"):
-            len(loader)
+            loader.estimate_num_batches()
 
 
 @pytest.mark.parametrize("kind", [np.array, torch.tensor, lambda ids: torch.tensor([ids])], ids=["np", "pt", "1xL"])
@@ -173,7 +173,7 @@ def test_loss_scales_of_an_optimizer_step() -> None:
         parts = batches[start : start + 3]
         tokens = [int((batch["labels"][:, 1:] != -100).sum()) for batch in parts]
         infos = [pop_step_info(batch, "exact") for batch in parts]
-        idle = [info.all_samples_this_step == 0 for info in infos]
+        idle = [info.is_idle for info in infos]
         tokens = [0 if is_idle else count for count, is_idle in zip(tokens, idle)]
         assert [info.loss_scale for info in infos] == pytest.approx([count / sum(tokens) for count in tokens])
     with pytest.raises(DataError, match="no 'odb_step_info'"):
@@ -254,14 +254,14 @@ def test_a_state_goes_on_behind_the_last_optimizer_step(num_workers: int, tmp_pa
 
     with loader(tmp_path / "whole") as one:
         whole = epoch_of(one) + epoch_of(one)
-        assert len(one) and one.state_dict()["epoch"] == 2
+        assert one.state_dict()["epoch"] == 2
     for stop in range(1, len(whole), 5):
         with loader(tmp_path / str(stop)) as first:
             before, state = [], first.state_dict()
             assert state["snapshot"] is None
             for _ in range(2):
                 for batch in first:
-                    before.append(rows_of(batch) if pop_step_info(batch).all_samples_this_step else [])
+                    before.append([] if pop_step_info(batch).is_idle else rows_of(batch))
                     if len(before) == stop:
                         state = json.loads(json.dumps(first.state_dict()))
                         break
@@ -325,7 +325,7 @@ def test_a_loaded_state_is_not_dropped_in_silence(
         second.set_epoch(3)
         second.load_state_dict(amid)
         second.set_epoch(0)
-        assert len(second) and not caplog.messages
+        assert second.estimate_num_batches() and not caplog.messages
         second.set_epoch(1)
         assert "it stands in epoch 0" in caplog.text
         assert flat(epoch_of(second)) == EVERY_ROW
@@ -353,7 +353,8 @@ def test_an_older_iterator_is_over_once_another_has_begun() -> None:
         next(older)
         loader.set_epoch(5)
         assert flat(epoch_of(loader)) == EVERY_ROW
-        assert list(older) == []
+        with pytest.raises(ConfigError, match="over before its end"):
+            next(older)
     with pytest.raises(ConfigError, match="closed"):
         iter(loader)
 
@@ -395,7 +396,7 @@ def two_ranks(rank: int, sampler: str) -> Any:
         handle.remove()
     infos = [pop_step_info(batch) for batch in batches]
     busy = [rows_of(batch) for batch, info in zip(batches, infos) if info.loss_scale]
-    return [len(batches), busy, [info.all_samples_this_step for info in infos]]
+    return [len(batches), busy, [info.samples_all_ranks for info in infos]]
 
 
 def test_two_ranks_share_what_a_distributed_sampler_would_pad(tmp_path: Path) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 from toy import a_step
 
 import odb_factory
+from odb_factory import keys
 from odb_factory.data.samples import Measured
 from odb_factory.training.metrics import AUDIT_FILE, SUMMARY_FILE, Audit, Tally
 
@@ -61,6 +63,38 @@ def test_keys_of_the_block() -> None:
         "exchange_timeout_s",
         "audit",
         "seed",
+    ]
+
+
+def test_typed_keys_are_those_of_the_block() -> None:
+    """With the same types and choices; a loop of one's own takes those that have an effect in it."""
+    assert keys.TrainerKeys.__annotations__.keys() == {item.name for item in dataclasses.fields(odb_factory.ODBConfig)}
+    only_for_a_trainer = keys.TrainerKeys.__annotations__.keys() - keys.LoopKeys.__annotations__.keys()
+    assert only_for_a_trainer == {"lr_scale", "lr_reference_samples", "audit"}
+    hints = get_type_hints(keys.TrainerKeys)
+    for item in dataclasses.fields(odb_factory.ODBConfig):
+        if item.metadata["choices"]:
+            assert get_args(hints[item.name]) == item.metadata["choices"], item.name
+        else:
+            assert hints[item.name] == get_type_hints(odb_factory.ODBConfig)[item.name], item.name
+
+
+def test_fields_of_the_step_info() -> None:
+    fields = [item.name for item in dataclasses.fields(odb_factory.ODBStepInfo) if item.repr]
+    assert fields == [
+        "loss_scale",
+        "is_idle",
+        "ids",
+        "samples",
+        "tokens",
+        "supervised_tokens",
+        "samples_all_ranks",
+        "optimizer_step_samples",
+        "micro_batch",
+        "micro_batches",
+        "ends_optimizer_step",
+        "epoch",
+        "progress",
     ]
 
 

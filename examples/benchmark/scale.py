@@ -23,8 +23,8 @@ import numpy as np
 from simulation import draw, rounds
 
 from odb_factory.batching import Budget, plan_round
-from odb_factory.data.agreement import Report
-from odb_factory.data.wire import decode, encode
+from odb_factory.comm.codec import decode, encode
+from odb_factory.comm.coordinator import RankMetadata
 
 WORKLOAD = "ShareGPT4o"
 
@@ -61,7 +61,7 @@ def measure(ranks: int, window: int, token_budget: int, num_rounds: int, balance
     budget, rows = Budget(token_budget), []
     epoch = rounds(draw(WORKLOAD, ranks, 4 * window), budget, window, balance=balance, endless=True)
     for one in itertools.islice(epoch, num_rounds):
-        messages, encode_s = timed(lambda one=one: [encode(Report(held, Counter())) for held in one.windows])
+        messages, encode_s = timed(lambda one=one: [encode(RankMetadata(held, Counter())) for held in one.windows])
         reports, read_s = timed(lambda messages=messages: [decode(message) for message in messages])
         windows = [report.window for report in reports]
         plan, plan_s = timed(

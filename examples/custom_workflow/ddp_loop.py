@@ -2,6 +2,8 @@
 
 python examples/custom_workflow/ddp_loop.py
 torchrun --nproc_per_node 2 examples/custom_workflow/ddp_loop.py
+
+Stopped, or killed, it goes on behind its last checkpoint with --resume, also with another number of ranks.
 """
 
 from __future__ import annotations
@@ -50,6 +52,8 @@ def main() -> None:
     parser.add_argument("--token_budget", type=int, default=2048, help="tokens of a micro-batch (%(default)s)")
     parser.add_argument("--gradient_accumulation_steps", type=int, default=2, help="(%(default)s)")
     parser.add_argument("--epochs", type=int, default=2, help="(%(default)s)")
+    parser.add_argument("--save_steps", type=int, default=10, help="optimizer steps between checkpoints (%(default)s)")
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --output")
     parser.add_argument("--learning_rate", type=float, default=2e-3, help="a real model wants about 1e-5 (%(default)s)")
     args = parser.parse_args()
 
@@ -71,6 +75,7 @@ def main() -> None:
     network = AutoModelForCausalLM.from_pretrained(path).float().to(device).train()
     model = DistributedDataParallel(network, [local_rank] if on_gpu else None) if ranks > 1 else network
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate)
+    checkpoint = args.output / "checkpoint.pt"
 
     if args.data:
         rows = [json.loads(line) for line in args.data.read_text("utf-8").splitlines()]
@@ -88,26 +93,31 @@ def main() -> None:
         token_budget=args.token_budget, audit_dir=args.output,
     ) as loader:  # fmt: skip
         step = samples = 0
-        for epoch in range(args.epochs):
-            loader.set_epoch(epoch)  # a new order
+        if args.resume:
+            saved = torch.load(checkpoint, map_location=device)
+            network.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+            loader.load_state_dict(saved["loader"])  # of all ranks; each finds its own
+            step, samples = saved["step"], saved["samples"]
+        for epoch in range(loader.epoch, args.epochs):
+            loader.set_epoch(epoch)  # a new order; where a state was loaded, its place in this epoch
             total = torch.zeros((), device=device)
             # An epoch has a whole number of optimizer steps, the same on all ranks.
-            for micro_step, batch in enumerate(loader, start=1):
+            for batch in loader:
                 info = pop_step_info(batch)  # takes out what is not for the model
-                is_last = micro_step % args.gradient_accumulation_steps == 0
                 batch = {key: value.to(device, non_blocking=True) for key, value in batch.items()}
                 # Ranks exchange gradients once for each optimizer step. A rank that has no samples left when others
                 # have gets a batch with loss_scale 0. It is run all the same: DDP waits for every rank's backward.
-                with model.no_sync() if ranks > 1 and not is_last else nullcontext():
+                with model.no_sync() if ranks > 1 and not info.ends_optimizer_step else nullcontext():
                     with torch.autocast(device.type, torch.bfloat16, enabled=on_gpu and torch.cuda.is_bf16_supported()):
                         loss = model(**batch).loss * info.loss_scale  # do not divide by the accumulation steps
                     loss.backward()
                 total += loss.detach()
-                samples += info.all_samples_this_step  # of all ranks
-                if not is_last:
+                if not info.ends_optimizer_step:
                     continue
 
                 # How many steps there will be nobody knows, so the schedule (here linear) follows the samples.
+                samples += info.optimizer_step_samples  # of all ranks
                 for group in optimizer.param_groups:
                     group["lr"] = args.learning_rate * (1 - samples / (args.epochs * len(dataset) + 1))
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -122,6 +132,14 @@ def main() -> None:
                 if rank == 0:
                     print(f"epoch {epoch} step {step} samples {samples} loss {total.item() / ranks:.5f}", flush=True)
                 total.zero_()
+
+                if step % args.save_steps == 0:
+                    states = [loader.state_dict()] * ranks  # some kilobytes a rank
+                    if ranks > 1:
+                        dist.all_gather_object(states, states[rank])
+                    if rank == 0:
+                        saved = {"model": network.state_dict(), "optimizer": optimizer.state_dict(), "loader": states}
+                        torch.save(saved | {"step": step, "samples": samples}, checkpoint)
 
     if rank == 0:
         print(f"{samples} samples of {len(dataset)} rows in {step} optimizer steps on {ranks} ranks")

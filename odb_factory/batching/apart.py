@@ -62,7 +62,8 @@ def _drain(ranks: Sequence[Rows], model: CostModel) -> Steps:
     cuts = []
     for rows in ranks:
         groups = rows.cut(rows.budget.token_budget)
-        cuts.append([rows.group(*group) for group in sorted(groups, key=lambda group: -rows.cost(*group, model))])
+        groups.sort(key=lambda group: -rows.cost(group[0], group[1], model))
+        cuts.append([rows.group(*group) for group in groups])
     return [list(step) for step in itertools.zip_longest(*cuts)]
 
 
@@ -74,7 +75,7 @@ def _step(ranks: Sequence[Rows], levels: np.ndarray, model: CostModel, kept: int
     """Choose a level, cut the group of each rank, of which each keeps so many samples."""
     busy = [rank for rank, rows in enumerate(ranks) if len(rows)]
     best = {rank: _best(ranks[rank], levels, kept) for rank in busy[:: -(-len(busy) // MOST_JUDGES)]}
-    cost = np.max([_cost(ranks[rank], *groups, model) for rank, (*groups, _) in best.items()], axis=0)
+    cost = np.max([_cost(ranks[rank], starts, ends, model) for rank, (starts, ends, _) in best.items()], axis=0)
     worth = np.sum([worth for _, _, worth in best.values()], axis=0)
     chosen = int((cost / worth).argmin())
     groups: list[np.ndarray | None] = [None] * len(ranks)

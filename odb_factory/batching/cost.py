@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
+
+import numpy as np
+
+Amount = TypeVar("Amount", int, np.ndarray)
+"""A whole number, or an array of them."""
 
 VIDEO = 1
 """The family of samples with videos (see `Cost`)."""
@@ -43,9 +48,10 @@ class CostModel:
     patch: int = 0
     square: int = 0
 
-    def of(self, padded: Any, patches: Any, squares: Any) -> Any:
+    def of(self, padded: Amount, patches: Amount, squares: Amount) -> Amount:
         """Of one group, or of arrays of them."""
-        return self.fixed + self.token * padded + self.patch * patches + self.square * squares
+        total: Amount = self.fixed + self.token * padded + self.patch * patches + self.square * squares
+        return total
 
 
 @dataclass(frozen=True, slots=True)

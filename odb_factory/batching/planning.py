@@ -6,9 +6,10 @@ alone, with the same result (I6): no clock, no communication, no I/O, no sum who
 
 from __future__ import annotations
 
+import itertools
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
@@ -58,6 +59,13 @@ class Plan:
     final: bool
     too_heavy: bool = False
 
+    def checksum(self) -> int:
+        """The same for equal plans: what ranks compare to be sure that all have computed the same one."""
+        sizes = [len(group) for groups in self.groups for group in groups]
+        samples = itertools.chain.from_iterable(itertools.chain.from_iterable(self.groups))
+        content = np.fromiter(itertools.chain((self.final, len(self.groups)), sizes, samples), dtype="<i8")
+        return zlib.crc32(content.tobytes())
+
     @property
     def moves(self) -> bool:
         """Whether any sample goes out on another rank than the one that holds it."""
@@ -99,12 +107,14 @@ def plan_round(
         final = all(dry)
         steps = plan_together(Rows(table, np.arange(len(table)), budget), home, len(windows), model, final=final)
     else:
-        held = [Rows(table, np.arange(start, end), budget) for start, end in pairwise(starts)]
+        held = [Rows(table, np.arange(start, end), budget) for start, end in itertools.pairwise(starts)]
         steps, final = plan_apart(held, dry, model, accumulation=accumulation, join=join)
     steps = list(_shuffled(steps, np.random.default_rng([seed % 2**64, epoch, round_index])))
     if join and final:
         steps += [[None] * len(windows) for _ in range(-(steps_before + len(steps)) % accumulation)]
-    groups = [[[] if step[rank] is None else step[rank].tolist() for step in steps] for rank in range(len(windows))]
+    groups = [[[] if group is None else group.tolist() for group in rank] for rank in zip(*steps)] or [
+        [] for _ in windows
+    ]
     return Plan(groups, starts, [_totals(table, home, step, budget) for step in steps], final, bool(too_heavy))
 
 
@@ -121,11 +131,12 @@ def _shuffled(steps: Steps, rng: np.random.Generator) -> Iterator[list[np.ndarra
 
 
 def _totals(table: np.ndarray, home: np.ndarray, step: Sequence[np.ndarray | None], budget: Budget) -> StepTotals:
-    busy = [rank for rank, group in enumerate(step) if group is not None]
-    if not busy:
+    present = {rank: group for rank, group in enumerate(step) if group is not None}
+    if not present:
         return StepTotals()
-    chosen = np.concatenate([step[rank] for rank in busy])
-    rows, sizes = table[chosen], np.array([len(step[rank]) for rank in busy])
+    busy = list(present)
+    chosen = np.concatenate(list(present.values()))
+    rows, sizes = table[chosen], np.array([len(group) for group in present.values()])
     starts = np.cumsum(sizes) - sizes
     moved = home[chosen] != np.repeat(busy, sizes)
     has_media = np.logical_or.reduceat(rows["has_media"], starts)

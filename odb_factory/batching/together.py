@@ -86,7 +86,9 @@ def _like_with_like(rows: Rows, groups: list[Group], num_ranks: int, model: Cost
         num_classes = round(math.sqrt(num_steps))
         groups = sorted(groups, key=lambda group: (-patches[group], cost[group]))
     size = math.ceil(num_steps / num_classes) * num_ranks
-    ordered = [group for k in range(0, len(groups), size) for group in sorted(groups[k : k + size], key=cost.get)]
+    ordered = [
+        group for k in range(0, len(groups), size) for group in sorted(groups[k : k + size], key=cost.__getitem__)
+    ]
     return [ordered[k : k + num_ranks] for k in range(0, len(ordered), num_ranks)]
 
 

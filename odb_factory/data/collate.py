@@ -10,7 +10,8 @@ from torch.utils.data import Dataset
 
 from odb_factory.data.measure import measure_batch
 from odb_factory.data.rounds import Task
-from odb_factory.data.samples import Measured, Sample, Step, unpack
+from odb_factory.data.samples import Measured, Sample, Step
+from odb_factory.data.serialize import unpack
 from odb_factory.errors import one_line
 
 

@@ -2,48 +2,52 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+from torch.utils.data import Dataset, IterableDataset
 
 from odb_factory.batching import VIDEO, Cost
 from odb_factory.data.measure import DEFAULT_PATCH_SIZE, count_patches, count_supervised, is_ints
-from odb_factory.errors import DataError
+from odb_factory.data.observe import ItemError
+from odb_factory.errors import ConfigError
 
 PATCHES_KEY = "odb_n_patches"
 """An item may bring its vision patches under this key; the collator does not see it."""
 
 
 class ItemObserver:
-    """The `Observer` of a dataset whose items are mappings with `input_ids`.
+    """The `Observer` of a dataset whose items are mappings with `input_ids`, or anything that `cost_fn` can tell of.
 
     `input_ids` and `labels`: list, array or tensor of shape [length] or [1, length]. Patches are taken from
     `odb_n_patches`, or counted from the patch grids or pixel tensors. Where an item has no `labels`, it is
     collated alone and the labels of that batch are counted.
 
-    cost_fn: item -> `Cost` (or int, tokens); where it gives no supervised tokens, labels are counted all the same.
+    cost_fn: item -> `Cost`, or int (tokens; patches are then counted as without it). Where it gives no supervised
+    tokens, labels are counted all the same.
     needs_supervised: supervised tokens must be known (`loss_scaling: exact`); else they may be 0 for want of labels.
     """
 
     def __init__(
         self,
-        collate_fn: Callable,
+        collate_fn: Callable[[list[Any]], Any],
         *,
-        cost_fn: Callable[[Mapping[str, Any]], Cost | int] | None = None,
+        cost_fn: Callable[[Any], Cost | int] | None = None,
         patch_size: int = DEFAULT_PATCH_SIZE,
         needs_supervised: bool = True,
     ):
         self.collate_fn, self.cost_fn, self.patch_size = collate_fn, cost_fn, patch_size
         self.needs_supervised = needs_supervised
 
-    def __call__(self, dataset: Any, index: int) -> tuple[Mapping[str, Any], Cost]:
+    def __call__(self, dataset: Any, index: int) -> tuple[Any, Cost]:
         item = dataset[index]
-        cost = self.cost_fn(item) if self.cost_fn is not None else self._cost(item)
-        if not isinstance(cost, Cost):
-            cost = Cost(tokens=int(cost))
-        features = {key: value for key, value in item.items() if key != PATCHES_KEY}
+        cost = self._cost(item)
+        features = item
+        if isinstance(item, Mapping):
+            features = {key: value for key, value in item.items() if key != PATCHES_KEY}
         if cost.supervised_tokens == 0:
             cost = dataclasses.replace(cost, supervised_tokens=self._supervised(features, cost.tokens))
         return features, cost
@@ -52,20 +56,26 @@ class ItemObserver:
         return f"row {index} of the training dataset"
 
     def _cost(self, item: Any) -> Cost:
-        tokens = _length(item)
+        given = None if self.cost_fn is None else self.cost_fn(item)
+        if isinstance(given, Cost):
+            return given
+        tokens = _length(item) if given is None else int(given)
+        if not isinstance(item, Mapping):
+            return Cost(tokens)
         patches = item.get(PATCHES_KEY)
         patches = count_patches(item, self.patch_size) if patches is None else int(patches)
         video = any(item.get(key) is not None for key in ("video_grid_thw", "pixel_values_videos"))
         return Cost(tokens, patches, has_media=patches > 0, family=VIDEO if video else 0)
 
-    def _supervised(self, features: dict[str, Any], tokens: int) -> int:
-        labels = features.get("labels")
+    def _supervised(self, features: Any, tokens: int) -> int:
+        labels = features.get("labels") if isinstance(features, Mapping) else None
         if labels is None:
-            labels = self.collate_fn([features.copy()]).get("labels")
+            batch = self.collate_fn([copy.copy(features)])
+            labels = batch.get("labels") if isinstance(batch, Mapping) else None
         if labels is not None:
             return count_supervised(labels)
         if self.needs_supervised:
-            raise DataError(
+            raise ItemError(
                 "loss_scaling 'exact' weighs by supervised tokens, and neither the item nor its collated batch has "
                 "`labels`; add them (-100 where no loss is wanted), give cost_fn=... returning "
                 "odb_factory.Cost(tokens, patches, supervised_tokens), or choose loss_scaling 'approx' or 'none'"
@@ -77,10 +87,26 @@ def _length(item: Any) -> int:
     """Tokens of an item; says what was found where it is not what was expected."""
     expected = "expected a mapping with `input_ids` of shape [length] or [1, length] (list, array or tensor)"
     if not isinstance(item, Mapping):
-        raise DataError(f"{expected}, found {type(item).__name__}; give cost_fn=... for items of another kind")
+        raise ItemError(f"{expected}, found {type(item).__name__}; give cost_fn=... for items of another kind")
     if item.get("input_ids") is None:
-        raise DataError(f"{expected}, found the keys {', '.join(map(str, item)) or 'none'}")
+        raise ItemError(f"{expected}, found the keys {', '.join(map(str, item)) or 'none'}")
     shape = (len(item["input_ids"]),) if is_ints(item["input_ids"]) else np.shape(item["input_ids"])
     if len(shape) == 0 or len(shape) > 2 or (len(shape) == 2 and shape[0] != 1):
-        raise DataError(f"{expected}, found shape {list(shape)}")
+        raise ItemError(f"{expected}, found shape {list(shape)}")
     return int(shape[-1])
+
+
+def check_dataset(dataset: Any, sampler: Any = None) -> None:
+    """Raise `ConfigError` where a DataLoader could not read `dataset`."""
+    if isinstance(dataset, IterableDataset):
+        return
+    kind = type(dataset)
+    reads_rows = hasattr(kind, "__getitem__") and kind.__getitem__ is not Dataset.__getitem__
+    if not reads_rows:
+        raise ConfigError(
+            f"dataset: a {kind.__name__} can be iterated only once or has no `__getitem__`; wrap it in a "
+            "torch.utils.data.IterableDataset whose `__iter__` begins anew, or give a dataset with `__getitem__` and "
+            "`__len__`."
+        )
+    if sampler is None and not hasattr(kind, "__len__"):
+        raise ConfigError(f"dataset: a {kind.__name__} has no `__len__`; add one, or give sampler=.")

@@ -14,28 +14,36 @@ from __future__ import annotations
 import dataclasses
 import functools
 import queue
+import threading
 import time
-import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy
+
+import odb_factory
 from odb_factory.batching import Budget, Collation, CostModel
+from odb_factory.comm.coordinator import CollectiveError, Coordinator, SingleProcessCoordinator
 from odb_factory.config import ODBConfig
-from odb_factory.data.agreement import AgreedError, Alone, Exchange
 from odb_factory.data.ahead import Ahead, Direct
-from odb_factory.data.bookmark import Bookmark
 from odb_factory.data.collate import Collated, Failure
+from odb_factory.data.epoch_progress import EpochProgress
 from odb_factory.data.feed import Pass
 from odb_factory.data.observe import Observer
 from odb_factory.data.rounds import EpochRounds
 from odb_factory.data.samples import Rejection, Step
 from odb_factory.data.stages import END, Stages, take
+from odb_factory.data.state import EpochState
 from odb_factory.data.step_times import StepTimes
 from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.log import get_logger
 
 MAX_REJECTIONS_LOGGED = 10
+LOCAL_KEYS = ("audit", "collate_workers", "exchange_timeout_s")
+"""Keys of the block in which ranks may differ: no plan and no weight depends on them."""
+PLACE = ("epoch", "round of the plan", "micro-batches done in it", "samples done before")
+"""Where an epoch goes on: what `EpochProgress.place` says."""
 ABORT_S = 7.0
 """After a failure planning is given this long to end; a DataLoader looks for dead workers every 5 s."""
 
@@ -47,7 +55,8 @@ class ODBLoader:
 
     dataset: what `observer` reads rows from; sampler: row indices of one epoch over all ranks, with
     `set_epoch` if the order changes, None for a dataset that is iterated; collate_fn: the framework's
-    collator, unchanged. accumulation: an epoch has a multiple of this many steps. stages: what else `Stages` takes.
+    collator, unchanged. accumulation: an epoch has a multiple of this many steps. agree_on: settings, beside the
+    config's, that all ranks must have in common. stages: what else `Stages` takes.
     Call `close` when done; it ends the worker processes.
     """
 
@@ -62,18 +71,16 @@ class ODBLoader:
         collation: Collation = Collation(),
         accumulation: int = 1,
         seed: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
-        exchange: Exchange | None = None,
+        coordinator: Coordinator | None = None,
+        agree_on: Mapping[str, object] | None = None,
         **stages: Any,
     ):
         self.dataset, self.config = dataset, config
-        self.rank, self.world_size = rank, world_size
-        self.num_samples: int | None = _length(dataset if sampler is None else sampler)
+        self._coordinator = coordinator or SingleProcessCoordinator()
+        self.rank, self.world_size = rank, world_size = self._coordinator.rank, self._coordinator.world_size
         self.epoch = 0
         self.times = StepTimes()
         self._num_rejected = 0
-        self._exchange = exchange or Alone()
         budget = Budget(config.token_budget, config.max_patches, collation)
         self._stages = Stages(
             dataset,
@@ -88,6 +95,9 @@ class ODBLoader:
             **stages,
         )
         self._order = self._stages.order
+        # The length of a stream that is split is that of this rank's part, or of the whole; nobody says which.
+        is_split = getattr(self._order, "is_split", False)
+        self.num_samples: int | None = None if is_split else _length(dataset if sampler is None else sampler)
         self._plan = functools.partial(
             EpochRounds,
             budget=budget,
@@ -99,14 +109,14 @@ class ODBLoader:
             propose=self.times.fitting() if config.cost_model == "time" else CostModel,
             seed=seed,
             rank=rank,
-            exchange=self._exchange,
+            coordinator=self._coordinator,
             find_spare=self._stages.find_spare,
             on_reject=self._on_reject,
         )
-        self._bookmark = Bookmark(
+        self._bookmark = EpochProgress(
             rank,
             world_size,
-            data={"samples": self.num_samples, "seed": seed, "split": getattr(self._order, "is_split", False)},
+            data={"samples": self.num_samples, "seed": seed, "split": is_split},
             plan={
                 "token_budget": config.token_budget,
                 "max_patches": config.max_patches,
@@ -119,7 +129,18 @@ class ODBLoader:
                 "accumulation": accumulation,
                 "collation": list(dataclasses.astuple(collation)),
             },
+            read_row=self._stages.read_row,
         )
+        self._settings = {
+            **{f"odb.{key}": value for key, value in config.to_dict().items() if key not in LOCAL_KEYS},
+            "seed": seed,
+            "gradient_accumulation_steps": accumulation,
+            "collation": collation,
+            "number of samples": self.num_samples,
+            "odb_factory": odb_factory.__version__,
+            "numpy": numpy.__version__,
+            **(agree_on or {}),
+        }
         self._pass: Pass | None = None
 
     def set_epoch(self, epoch: int) -> None:
@@ -152,6 +173,10 @@ class ODBLoader:
         self._bookmark.load(states, self._fingerprint, ignore_data=self.config.resume == "ignore_data")
         self.epoch = self._bookmark.epoch
 
+    def deals_anew(self, state: EpochState) -> bool:
+        """Whether `load_state_dict` needs the states of all ranks, to deal out the rest of an epoch anew."""
+        return self._bookmark.deals_anew(state)
+
     def pass_over(self, epochs: float) -> int:
         """Take this many epochs for done, the last in part, by the order of draws; returns the samples of that part."""
         self._leave()
@@ -162,13 +187,16 @@ class ODBLoader:
 
     def start(self) -> int:
         """Begin the epoch, unless begun, and wait for its first round. Returns the estimated steps of the epoch."""
+        return self._begun().epoch_steps
+
+    def _begun(self) -> Pass:
         if self._pass is None:
             try:
-                self._begin()
+                self._pass = self._begin()
             except BaseException as error:
                 self._abandon(error)
                 raise
-        return self._pass.epoch_steps
+        return self._pass
 
     @property
     def under_way(self) -> Pass | None:
@@ -179,22 +207,40 @@ class ODBLoader:
         """Begin the epoch, or go on with one that `start` has begun; an iterator handed out before is over."""
         if self._pass is not None and self._pass.taken:
             self._leave()
-        self.start()
-        self._pass.taken = True
-        return self._steps(self._pass)
+        current = self._begun()
+        current.taken = True
+        return self._steps(current)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Leave the epoch (see `_leave`), end the worker processes, give the exchange back."""
+        """Leave the epoch (see `_leave`), end the worker processes, give the coordinator back."""
         self._leave(timeout_s)
         self._stages.close()
-        self._exchange.close()
+        self._coordinator.close()
 
     def abort(self, message: str) -> None:
         """Tell the other ranks why this one ends, then end as `close` does, without waiting for them."""
-        self._exchange.farewell(message)
+        self._coordinator.abort(message)
         self.close(ABORT_S)
 
-    def _begin(self) -> None:
+    def release(self) -> None:
+        """End what this process alone needs, for garbage collection: calls no collective and waits for no rank.
+
+        A thread gives the rest back, the planning thread and the coordinator.
+        """
+        current, self._pass = self._pass, None
+        if current is not None:
+            current.rounds.stop()
+            current.batches = None
+        self._stages.close()
+
+        def close_rest() -> None:
+            if current is not None:
+                current.close(ABORT_S)
+            self._coordinator.close()
+
+        threading.Thread(target=close_rest, name="odb-release", daemon=True).start()
+
+    def _begin(self) -> Pass:
         if self._stages.is_closed:
             raise ConfigError("odb: this loader has been closed; make another one.")
         self._bookmark.turn_to(self.epoch)
@@ -208,25 +254,29 @@ class ODBLoader:
             self._stages.observe(),
             epoch=self.epoch,
             order=functools.partial(self._checked_order, place, self._bookmark.order),
+            compare_orders=self._order.compare,
             done_before=0 if done is None else int(done.sum()),
             resume=resume,
             emitted_before=self._bookmark.draws,
         )
         rounds = iter(plan)
-        self._pass = self._stages.feed.current = Pass(plan, Ahead(rounds) if self._stages.threaded else Direct(rounds))
-        self._pass.batches = self._stages.collate()
-        self._exchange.start()
-        self._pass.rounds.start()
-        while not self._pass.tasks:
+        current = Pass(plan, Ahead(rounds) if self._stages.threaded else Direct(rounds))
+        self._pass = self._stages.feed.current = current
+        current.batches = self._stages.collate()
+        self._coordinator.start()
+        self._coordinator.agree({**self._settings, **dict(zip(PLACE, place))})
+        current.rounds.start()
+        while not current.tasks:
             try:
-                self._pass.tasks.extend(self._pass.rounds.poll())
+                current.tasks.extend(current.rounds.poll())
             except queue.Empty:
-                self._exchange.check()
+                self._coordinator.check()
             except StopIteration:  # nothing is left of a resumed epoch but rows that cannot be used
                 self._bookmark.turn_to(self.epoch + 1)
                 self.set_epoch(self.epoch + 1)
                 return self._begin()
-        self._pass.epoch_steps = self._pass.tasks[0][0].epoch_steps
+        current.epoch_steps = current.tasks[0][0].epoch_steps
+        return current
 
     def _steps(self, current: Pass) -> Iterator[Collated]:
         try:
@@ -243,7 +293,7 @@ class ODBLoader:
                     current.in_flight -= 1
                     yield item
                 else:
-                    self._exchange.check()
+                    self._coordinator.check()
             if current.error is not None:
                 error, current.error = current.error, None
                 try:
@@ -262,15 +312,15 @@ class ODBLoader:
 
     def _abandon(self, error: BaseException) -> None:
         """Leave after an error. The others know of an agreed one; of any other they are told, for they do not leave."""
-        if not isinstance(error, AgreedError):
-            self._exchange.farewell(str(error) if isinstance(error, DataError) else one_line(error))
+        if not isinstance(error, CollectiveError):
+            self._coordinator.abort(str(error) if isinstance(error, DataError) else one_line(error))
         self._leave(ABORT_S)
 
     def _leave(self, timeout_s: float | None = None) -> None:
-        """End the pass; within `timeout_s` (default: that of the exchange) if the planning is stuck."""
+        """End the pass; within `timeout_s` (default: that of the coordinator) if the planning is stuck."""
         current, self._pass = self._pass, None
         if current is not None:
-            current.close(self._exchange.timeout_s if timeout_s is None else timeout_s)
+            current.close(self._coordinator.timeout_s if timeout_s is None else timeout_s)
 
     def _on_reject(self, rejection: Rejection) -> None:
         self._num_rejected += 1
@@ -287,13 +337,13 @@ class ODBLoader:
         return self._order.peek()
 
     def _checked_order(self, place: tuple[int, ...], expected: int | None) -> int:
-        """A checksum of order and place, which all ranks must have in common (planning thread)."""
+        """A number made of order and place, by which the ranks compare them (planning thread)."""
         if expected is not None and self._order.fingerprint != expected:
             raise DataError(
                 "the sampler has drawn another order than before the stop, so what is left of the epoch cannot be "
                 "told; give one whose order depends on its seed and epoch alone, or set `resume: ignore_data`"
             )
-        return zlib.crc32(repr((self._order.fingerprint, place)).encode())
+        return self._order.common(place)
 
 
 def _length(source: Any) -> int | None:

@@ -9,8 +9,8 @@ from typing import Any
 import torch.distributed as dist
 
 from odb_factory.batching import Collation
+from odb_factory.comm.process_group import make_coordinator
 from odb_factory.config import ODBConfig
-from odb_factory.data.exchange import GroupExchange
 from odb_factory.data.items import ItemObserver
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.measure import DEFAULT_PATCH_SIZE
@@ -45,9 +45,6 @@ def make_loader(
     process_group: the data-parallel ranks (None: the default group, if there is one). With several ranks, all make
     theirs at the same place of the program. agree_on: further settings that all ranks must have in common.
     """
-    exchange = None
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size(process_group) > 1:
-        exchange = GroupExchange(config.exchange_timeout_s, process_group)
     context = parts.multiprocessing_context
     if context is None and "fork" in multiprocessing.get_all_start_methods():
         context = "fork"  # a collator may hold the model, which other start methods would pickle
@@ -70,8 +67,7 @@ def make_loader(
         pin_memory=parts.pin_memory,
         multiprocessing_context=context,
         worker_init_fn=parts.worker_init_fn,
-        rank=0 if exchange is None else exchange.rank,
-        world_size=1 if exchange is None else exchange.world_size,
-        exchange=exchange,
+        coordinator=make_coordinator(process_group, config.exchange_timeout_s),
+        agree_on=agree_on,
         **kwargs,
     )

@@ -4,19 +4,34 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset, Sampler
+from torch.utils.data import Dataset, Sampler
 
 from odb_factory.batching import Budget, Cost
+from odb_factory.comm.agreement import name_ranks
 from odb_factory.config import ODBConfig
-from odb_factory.data.samples import Rejection, Sample, pack
-from odb_factory.errors import one_line
+from odb_factory.data.content import checksum
+from odb_factory.data.samples import Rejection, Sample
+from odb_factory.data.serialize import pack
+from odb_factory.errors import DataError, one_line
 
 FINGERPRINTED = 64
+DIFFERENT_ORDERS = (
+    "the ranks draw their samples in different orders ({}), so some would be lost and others trained on twice; give "
+    "every rank the same whole sampler, seeded alike (each takes its own share of it), not a share of it."
+)
+
+
+def ranks_alike(numbers: Sequence[int]) -> str:
+    """Which ranks have the same number: `ranks 0, 2; rank 1`."""
+    ranks: dict[int, list[int]] = {}
+    for rank, number in enumerate(numbers):
+        ranks.setdefault(number, []).append(rank)
+    return "; ".join(map(name_ranks, ranks.values()))
 
 
 class RowDropped(Exception):
@@ -29,6 +44,10 @@ class RowDropped(Exception):
 
 class MediaCut(Exception):
     """Truncation cut visual placeholders, so the sample cannot be trained on in any group."""
+
+
+class ItemError(DataError):
+    """An item is not of the kind that the observer reads, as most likely all are; the message says what to do."""
 
 
 class Observer(Protocol):
@@ -58,7 +77,7 @@ class ObservedDataset(Dataset):
     def __getitem__(self, index: int) -> Sample | Rejection:
         try:
             features, cost = self.observer(self.dataset, index)
-            sample = Sample(index, cost, pack(features))
+            sample = Sample(index, cost, pack(features), checksum(features, cost))
         except RowDropped as error:
             return Rejection(index, error.reason, f"{self._where(index)}: {error}")
         except MediaCut as error:
@@ -70,25 +89,31 @@ class ObservedDataset(Dataset):
                 fatal=self.config.overlong != "drop",
             )
         except Exception as error:
+            cause = str(error) if isinstance(error, ItemError) else one_line(error)
+            advice = "; mend or remove the row, or set `on_error: skip` to go on without such rows."
+            if isinstance(error, ItemError) or self.config.on_error == "skip":
+                advice = ""
             return Rejection(
-                index,
-                "unreadable",
-                f"{self._where(index)}: {one_line(error)}; "
-                "mend or remove the row, or set `on_error: skip` to go on without such rows.",
-                fatal=self.config.on_error == "raise",
+                index, "unreadable", f"{self._where(index)}: {cause}{advice}", fatal=self.config.on_error == "raise"
             )
         if cost.supervised_tokens == 0:
             return Rejection(index, "unsupervised", f"{self._where(index)}: no label carries loss.")
         if self.config.overlong != "singleton" and self.budget.overlong(cost):
-            return Rejection(
-                index,
-                "overlong",
-                f"{self._where(index)}: {cost.tokens} tokens and {cost.patches} patches break the budget of "
-                f"{self.budget.token_budget} tokens and {self.budget.max_patches} patches alone; "
-                "raise the budget, or set `overlong: singleton` or `drop`.",
-                fatal=self.config.overlong == "error",
-            )
+            return self._overlong(index, cost)
         return sample
+
+    def _overlong(self, index: int, cost: Cost) -> Rejection:
+        found, budget = f"{cost.tokens} tokens", f"{self.budget.token_budget} tokens"
+        if self.budget.max_patches is not None:
+            found, budget = f"{found} and {cost.patches} patches", f"{budget} and {self.budget.max_patches} patches"
+        is_fatal = self.config.overlong == "error"
+        advice = "; raise the budget, or set `overlong: singleton` or `drop`." if is_fatal else "."
+        return Rejection(
+            index,
+            "overlong",
+            f"{self._where(index)}: {found} break the budget of {budget} alone{advice}",
+            fatal=is_fatal,
+        )
 
     def _where(self, index: int) -> str:
         return where(self.observer, self.dataset, index)
@@ -125,46 +150,6 @@ class Share:
                 yield pair
 
 
-def is_split_by_node(stream: Any) -> bool:
-    """Whether `datasets.distributed.split_dataset_by_node` has given each rank a part of it."""
-    return getattr(stream, "_distributed", None) is not None
-
-
-class ObservedStream(IterableDataset):
-    """The share of a rank of a dataset that is iterated, observed.
-
-    The id of a sample is its position in the stream. All ranks iterate the same stream, unless it is known to have
-    been split between them (`is_split_by_node`). A resumed stream is read
-    from its beginning, what is done passed over unobserved: a state of its own, where it has one, may forget what
-    waits in it (that of `datasets` loses its shuffle buffer).
-    """
-
-    fingerprint = 0
-
-    def __init__(self, dataset: Any, observer: Observer, config: ODBConfig, budget: Budget, rank: int, world_size: int):
-        self.dataset = dataset
-        self._observed = ObservedDataset(self, observer, config, budget)
-        self._current: Any = None
-        self.rank, self.world_size = rank, world_size
-        self.is_split = is_split_by_node(dataset)
-        self.share = Share(0, 1) if self.is_split else Share(rank, world_size)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._current
-
-    def __iter__(self) -> Iterator[Sample | Rejection]:
-        for position, item in self.share.of(self.dataset):
-            self._current = item
-            yield self._observed[position * self.world_size + self.rank if self.is_split else position]
-
-    def peek(self) -> int:
-        return self.fingerprint
-
-    def set_epoch(self, epoch: int) -> None:
-        if hasattr(self.dataset, "set_epoch"):
-            self.dataset.set_epoch(epoch)
-
-
 class ShardSampler(Sampler[int]):
     """The share of a rank in `sampler`: no padding, no index twice (I2).
 
@@ -177,11 +162,11 @@ class ShardSampler(Sampler[int]):
 
     def peek(self) -> int:
         """The fingerprint of the order that comes next, which stays the next."""
-        generator = getattr(self.sampler, "generator", None)
+        generator: torch.Generator | None = getattr(self.sampler, "generator", None)
         before = generator.get_state() if generator is not None else None
         with torch.random.fork_rng(devices=[]):
             iter(self)
-        if before is not None:
+        if generator is not None and before is not None:
             generator.set_state(before)
         return self.fingerprint
 
@@ -190,6 +175,14 @@ class ShardSampler(Sampler[int]):
         first = [int(index) for index in itertools.islice(order, FINGERPRINTED)]
         self.fingerprint = zlib.crc32(repr((len(self.sampler), first)).encode())
         return (int(index) for _, index in self.share.of(itertools.chain(first, order)))
+
+    def common(self, place: tuple[int, ...]) -> int:
+        """What `compare` compares: a number made of the order and the place in it."""
+        return zlib.crc32(repr((self.fingerprint, place)).encode())
+
+    def compare(self, numbers: Sequence[int]) -> str | None:
+        """Why the ranks, with these numbers of `common`, cannot go on; None if they can."""
+        return DIFFERENT_ORDERS.format(ranks_alike(numbers)) if len(set(numbers)) > 1 else None
 
     def set_epoch(self, epoch: int) -> None:
         if hasattr(self.sampler, "set_epoch"):

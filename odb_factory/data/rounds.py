@@ -18,10 +18,11 @@ from odb_factory.batching import (
     make_window,
     plan_round,
 )
-from odb_factory.data.agreement import AgreedError, Exchange, Report
-from odb_factory.data.handover import hand_over
+from odb_factory.comm.coordinator import CollectiveError, Coordinator, RankMetadata
+from odb_factory.comm.redistribute import redistribute
 from odb_factory.data.samples import Rejection, Sample, Step
-from odb_factory.data.state import Held, Snapshot
+from odb_factory.data.serialize import sample_from_bytes, sample_to_bytes
+from odb_factory.data.snapshot import BufferedSample, Snapshot
 from odb_factory.errors import DataError, one_line
 from odb_factory.log import get_logger
 
@@ -29,14 +30,14 @@ logger = get_logger(__name__)
 
 Task = tuple[Step, list[Sample]]
 """A step and the samples to collate for it; on an idle step the sample that is run with weight 0."""
-DIFFERENT_ORDERS = (
-    "the ranks draw their samples in different orders or go on from different checkpoints, so some would be lost and "
-    "others trained on twice; give every rank the same whole sampler, seeded alike (each takes its own share of it), "
-    "not a share or an order of its own."
-)
 PLANNED_OTHERWISE = (
-    "the round that was under way at the checkpoint is planned otherwise now (by another version of odb_factory or "
-    "numpy?), so what is left of it cannot be told; go on with the version that wrote it, or set `resume: ignore_data`."
+    "the round that was under way at the checkpoint is planned otherwise now although its rows are the same (by "
+    "another version of odb_factory or numpy?), so what is left of it cannot be told; go on with the one that wrote "
+    "it, or set `resume: ignore_data`."
+)
+ROW_CHANGED = (
+    "the training data have changed since the checkpoint: a row{before} that waited or had just been trained on is "
+    "now: {now}; bring it back, or set `resume: ignore_data` to begin the epoch anew."
 )
 TOO_HEAVY = (
     f"balance: the samples of a window weigh more than {MAX_BALANCED_BYTES >> 20} MiB, so they stay on the rank that "
@@ -52,8 +53,8 @@ class Drawn:
     draw: int
     age: int = 0
 
-    def as_held(self) -> Held:
-        return Held(self.draw, self.age, self.sample.cost.tokens)
+    def as_saved(self) -> BufferedSample:
+        return BufferedSample(self.draw, self.age, self.sample.cost.tokens, self.sample.content)
 
 
 class EpochRounds:
@@ -62,7 +63,8 @@ class EpochRounds:
     snapshots: one for each round begun, for whoever consumes the tasks to take a state from.
 
     num_samples: of the epoch on all ranks; None if nobody knows (a stream).
-    order: gives the checksum of the order of draws, once the first sample is drawn.
+    order: gives a number made of the order of draws, once the first sample is drawn.
+    compare_orders: with these numbers of all ranks, why they cannot go on (None: they can).
     done_before: samples of the epoch that were done before its order began (dealt out anew after a stop).
     resume: a snapshot to go on from, and the steps of its round that are consumed; `observed` then begins with
     what was waiting in it.
@@ -84,10 +86,11 @@ class EpochRounds:
         seed: int,
         epoch: int,
         rank: int,
-        exchange: Exchange,
+        coordinator: Coordinator,
         find_spare: Callable[[], Sample],
         on_reject: Callable[[Rejection], None],
         order: Callable[[], int] = int,
+        compare_orders: Callable[[Sequence[int]], str | None] = lambda orders: None,
         propose: Callable[[], CostModel] = CostModel,
         emitted_before: Sequence[int] = (),
         done_before: int = 0,
@@ -99,10 +102,10 @@ class EpochRounds:
         self.buffer_size = buffer_size if join else max(buffer_size, accumulation)
         self.num_samples, self.accumulation, self.join, self.balance = num_samples, accumulation, join, balance
         self.seed, self.epoch, self.rank = seed, epoch, rank
-        self.exchange, self.order, self.find_spare, self.on_reject = exchange, order, find_spare, on_reject
+        self.coordinator, self.order, self.find_spare, self.on_reject = coordinator, order, find_spare, on_reject
 
         self.resume, self.done_before, self.propose = resume, done_before, propose
-        self.emitted_before = list(emitted_before)
+        self.compare_orders, self.emitted_before = compare_orders, list(emitted_before)
         self.snapshots: deque[Snapshot] = deque()
         self.rejected: Counter[str] = Counter()
         self.held: list[Drawn] = []
@@ -115,15 +118,15 @@ class EpochRounds:
         self.final = self.too_heavy = False
 
     def __iter__(self) -> Generator[list[Task], None, None]:
-        """Raises `AgreedError` on all ranks where one cannot go on; `DataError` if the others cannot be told."""
+        """Raises `CollectiveError` on all ranks where one cannot go on; `DataError` if the others cannot be told."""
         try:
             yield from self._rounds()
             return
         except GeneratorExit:
             if not self.final:
-                self.exchange.leave()
+                self.coordinator.leave_epoch()
             raise
-        except AgreedError:
+        except CollectiveError:
             raise
         except DataError as error:
             message = str(error)
@@ -135,8 +138,8 @@ class EpochRounds:
             self.observed = iter(())  # lets its worker processes go, whoever still holds this object
         if self.final:
             raise DataError(message)
-        self.exchange.fail(message)
-        raise AgreedError(message)
+        self.coordinator.fail(message)
+        raise CollectiveError(message)
 
     def _rounds(self) -> Iterator[list[Task]]:
         tasks: list[Task] = []
@@ -147,10 +150,11 @@ class EpochRounds:
             snapshot, num_consumed = self.resume
             self._restore(snapshot)
         while not self.final:
-            if self.model is None:
-                self.model = self.propose()
-            self.snapshots.append(self._snapshot())
-            self._fill()
+            model = self.propose() if self.model is None else self.model
+            snapshot = self._snapshot(model)
+            filled = self._fill()
+            self._check_filled(filled)
+            self.snapshots.append(replace(snapshot, filled=tuple(one.sample.content for one in filled)))
             samples = [one.sample for one in self.held]
             window = make_window(
                 [sample.cost for sample in samples],
@@ -158,13 +162,14 @@ class EpochRounds:
                 dry=self.next is None,
                 sizes=[len(sample.features) for sample in samples],
             )
-            report = Report(window, self.rejected, self.overlong, self.order(), self.model)
-            reports = self.exchange(report, self.round_index)
-            if len({report.order for report in reports}) > 1:
-                raise AgreedError(DIFFERENT_ORDERS)
-            rejected = sum((report.rejected for report in reports), Counter())
-            overlong = sum(report.overlong for report in reports)
-            windows = [report.window for report in reports]
+            metadata = RankMetadata(window, self.rejected, self.overlong, self.order(), model)
+            ranks = self.coordinator.all_gather(metadata, self.round_index)
+            problem = self.compare_orders([rank.order for rank in ranks])
+            if problem is not None:
+                raise CollectiveError(problem)
+            rejected = sum((rank.rejected for rank in ranks), Counter())
+            overlong = sum(rank.overlong for rank in ranks)
+            windows = [rank.window for rank in ranks]
             plan = plan_round(
                 windows,
                 self.budget,
@@ -175,8 +180,10 @@ class EpochRounds:
                 accumulation=self.accumulation,
                 join=self.join,
                 balance=self.balance,
-                model=reports[0].model,
+                model=ranks[0].model,
             )
+            # Before anything is sent, trained on or left out by a plan that only some ranks have.
+            self.coordinator.confirm(plan.checksum(), self.round_index)
             self.model = None
             if plan.too_heavy and not self.too_heavy:
                 self.too_heavy = True
@@ -185,19 +192,21 @@ class EpochRounds:
             known = self.steps + len(plan.totals)
             epoch_steps = known if plan.final else max(known, self._epoch_steps(windows, plan.totals, rejected.total()))
             tasks += self._tasks(plan, rejected=rejected, overlong=overlong, epoch_steps=epoch_steps)
-            if emitted_before != [draw for step, _ in tasks[:num_consumed] for draw in step.draws]:
+            if num_consumed > len(tasks) or emitted_before != [
+                draw for step, _ in tasks[:num_consumed] for draw in step.draws
+            ]:
                 raise DataError(PLANNED_OTHERWISE)
             self.round_index += 1
             if self.final and self.emitted + self.done_before == 0:
-                raise AgreedError(_nothing_left(rejected, self.num_samples))
+                raise CollectiveError(_nothing_left(rejected, self.num_samples))
             # Without join, the end may turn out to have been the step before: one is kept until the next plan.
             kept = 1 if not (self.final or self.join) else 0
             if self.final and tasks:
                 step, samples = tasks[-1]
                 settled = self._settled(rejected)
                 done = settled if self.num_samples is None else self.num_samples
-                end = {"rejected": rejected, "overlong": overlong, "epoch_steps": epoch_steps}
-                tasks[-1] = replace(step, last=True, done=done, left_out=done - settled, **end), samples
+                step = replace(step, last=True, done=done, left_out=done - settled)
+                tasks[-1] = replace(step, rejected=rejected, overlong=overlong, epoch_steps=epoch_steps), samples
             tasks, num_consumed, emitted_before = tasks[num_consumed:], 0, []
             yield tasks[: len(tasks) - kept]
             tasks = tasks[len(tasks) - kept :]
@@ -214,17 +223,37 @@ class EpochRounds:
             self.on_reject(item)
         return None
 
-    def _fill(self) -> None:
-        """Fill the window; one sample ahead is drawn, so that a dry sampler is known before the plan."""
+    def _fill(self) -> list[Drawn]:
+        """Fill the window; one sample ahead is drawn, so that a dry sampler is known before the plan.
+
+        Returns the samples that were drawn for it.
+        """
+        filled: list[Drawn] = []
         while self.next is not None and len(self.held) < self.buffer_size:
             self.overlong += self.budget.overlong(self.next.sample.cost)
             self.held.append(self.next)
             self.next = self._draw()
+            if self.next is not None:
+                filled.append(self.next)
         if self.held:
             # Of this window, not of the epoch: what a resumed run has to find again shall not be far back.
             self.spare = min(self.held, key=lambda one: one.sample.cost.tokens)
+        return filled
 
-    def _snapshot(self) -> Snapshot:
+    def _check_filled(self, filled: list[Drawn]) -> None:
+        """Raise `DataError` if the rows drawn for a round that was under way are others than before the stop."""
+        if self.resume is None or self.round_index != self.resume[0].round_index:
+            return
+        before = self.resume[0].filled
+        for one, content in zip(filled, before):
+            if content and one.sample.content != content:
+                now = f"row {one.sample.id}, which says something else"
+                raise DataError(ROW_CHANGED.format(before="", now=now))
+        if len(filled) != len(before):
+            now = f"one of {len(filled)} usable rows drawn for the round under way, which had {len(before)}"
+            raise DataError(ROW_CHANGED.format(before="", now=now))
+
+    def _snapshot(self, model: CostModel) -> Snapshot:
         return Snapshot(
             round_index=self.round_index,
             steps=self.steps,
@@ -233,10 +262,10 @@ class EpochRounds:
             drawn=self.drawn,
             rejected=dict(self.rejected),
             overlong=self.overlong,
-            held=tuple(one.as_held() for one in self.held),
-            next=self.next and self.next.as_held(),
-            spare=self.spare and self.spare.as_held(),
-            model=self.model,
+            held=tuple(one.as_saved() for one in self.held),
+            next=None if self.next is None else self.next.as_saved(),
+            spare=None if self.spare is None else self.spare.as_saved(),
+            model=model,
         )
 
     def _restore(self, snapshot: Snapshot) -> None:
@@ -244,23 +273,23 @@ class EpochRounds:
         drawn: dict[int, Drawn] = {}
         for held in snapshot.waiting:
             item = next(self.observed, None)
-            if not isinstance(item, Sample) or item.cost.tokens != held.tokens:
-                found = f"{item.cost.tokens} tokens" if isinstance(item, Sample) else getattr(item, "message", "no row")
-                raise DataError(
-                    f"the training data have changed since the checkpoint: a row of {held.tokens} tokens that was "
-                    f"waiting is now: {found}; bring it back, or set `resume: ignore_data` to begin the epoch anew."
-                )
+            before = f" ({held.tokens} tokens)"
+            if not isinstance(item, Sample):
+                raise DataError(ROW_CHANGED.format(before=before, now=getattr(item, "message", "no row")))
+            if item.cost.tokens != held.tokens or (held.content and item.content != held.content):
+                now = f"row {item.id}, of {item.cost.tokens} tokens and with other content"
+                raise DataError(ROW_CHANGED.format(before=before, now=now))
             drawn[held.draw] = Drawn(item, held.draw, held.age)
         self.held = [drawn[held.draw] for held in snapshot.held]
-        self.next = snapshot.next and drawn[snapshot.next.draw]
-        self.spare = snapshot.spare and drawn[snapshot.spare.draw]
+        self.next = None if snapshot.next is None else drawn[snapshot.next.draw]
+        self.spare = None if snapshot.spare is None else drawn[snapshot.spare.draw]
         self.drawn, self.round_index, self.steps = snapshot.drawn, snapshot.round_index, snapshot.steps
         self.emitted, self.tokens_emitted = snapshot.emitted, snapshot.tokens_emitted
         self.rejected, self.overlong, self.model = Counter(snapshot.rejected), snapshot.overlong, snapshot.model
 
     def _tasks(self, plan: Plan, *, rejected: Counter[str], overlong: int, epoch_steps: int) -> list[Task]:
         """This rank's tasks of a planned round; what was not planned stays in the window, one round older."""
-        samples = self._hand_over(plan)
+        samples = self._redistribute(plan)
         gone = self._gone(plan)
         tasks: list[Task] = []
         for k, (group, totals) in enumerate(zip(plan.groups[self.rank], plan.totals)):
@@ -282,6 +311,7 @@ class EpochRounds:
                 last=False,
                 round_index=self.round_index,
                 draws=tuple(self.held[i].draw for i in gone[k]),
+                contents=tuple(sample.content for sample in chosen),
             )
             tasks.append((step, chosen or [self._idle_sample()]))
         self.steps += len(plan.totals)
@@ -290,15 +320,18 @@ class EpochRounds:
         self.held = [Drawn(one.sample, one.draw, one.age + 1) for i, one in enumerate(self.held) if i not in all_gone]
         return tasks
 
-    def _hand_over(self, plan: Plan) -> dict[int, Sample]:
+    def _redistribute(self, plan: Plan) -> dict[int, Sample]:
+        held = [one.sample for one in self.held]
+        send = self.coordinator.all_to_all
         try:
-            return hand_over(plan, self.rank, [one.sample for one in self.held], self.exchange.trade)
-        except AgreedError:
+            return redistribute(plan, self.rank, held, send, encode=sample_to_bytes, decode=sample_from_bytes)
+        except CollectiveError:
             raise
         except Exception as error:
-            # The others may be in the trade already, where they hear of nothing but a farewell.
-            self.exchange.farewell(f"handing over samples: {one_line(error)}")
-            raise AgreedError(one_line(error)) from None
+            # The others may be in the collective already, where no metadata reach them.
+            message = str(error) if isinstance(error, DataError) else one_line(error)
+            self.coordinator.abort(f"redistributing samples: {message}")
+            raise CollectiveError(message) from None
 
     def _gone(self, plan: Plan) -> list[list[int]]:
         """Of each step the positions in this rank's window of what goes out in it, here or on another rank."""

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import pickle
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import torch
 
 from odb_factory.batching import Cost, StepTotals
 
 
 @dataclass(slots=True)
 class Sample:
-    """One observed row: its index in the training dataset, its cost and its light features (see `pack`)."""
+    """One observed row: its index in the training dataset, its cost and its light features (see `serialize.pack`).
+
+    content: a checksum of what it says (see `content.checksum`); 0 if unknown.
+    """
 
     id: int
     cost: Cost
     features: bytes
+    content: int = 0
 
 
 @dataclass(slots=True)
@@ -38,7 +37,7 @@ class Step:
 
     epoch, index: position; index counts the steps of the epoch from 0. round_index: the round it was planned in.
     ids: rows of the training dataset, in batch order; empty on an idle step. draws: their numbers in this
-    rank's draws of the epoch.
+    rank's draws of the epoch. contents: checksums of the rows of `ids`.
     tokens, supervised_tokens: of this rank's group (0 on an idle step).
     totals: the step over all ranks.
     done: samples of the epoch emitted or rejected on all ranks once this step is taken.
@@ -63,6 +62,7 @@ class Step:
     last: bool
     round_index: int = 0
     draws: tuple[int, ...] = ()
+    contents: tuple[int, ...] = ()
 
     @property
     def idle(self) -> bool:
@@ -77,24 +77,3 @@ class Measured:
     length: int
     patches: int
     supervised_tokens: int
-
-
-def pack(features: Mapping[str, Any]) -> bytes:
-    """Features as they wait and travel: pickled, a quarter of the memory that their lists take.
-
-    Nothing is done to lists of ints (ids, labels, masks): as arrays they would be a quarter smaller still, and take
-    ten times as long to make, most of what observing a sample costs.
-    Raises what pickle raises; here, in the worker that made them, rather than in a queue where nobody sees it.
-    """
-    return pickle.dumps({key: _own(value) for key, value in features.items()}, pickle.HIGHEST_PROTOCOL)
-
-
-def unpack(packed: bytes) -> dict[str, Any]:
-    """Undo `pack`: a fresh dict of what the framework's collator expects, which it may change."""
-    return pickle.loads(packed)
-
-
-def _own(value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() > value.nbytes:
-        return value.clone()  # a view would take along all it is a view of
-    return value

@@ -19,8 +19,9 @@ from odb_factory.config import ODBConfig
 from odb_factory.data.collate import GroupDataset
 from odb_factory.data.feed import TaskFeed
 from odb_factory.data.measure import DEFAULT_PATCH_SIZE
-from odb_factory.data.observe import ObservedDataset, ObservedStream, Observer, ShardSampler, where
+from odb_factory.data.observe import ObservedDataset, Observer, ShardSampler, where
 from odb_factory.data.samples import Rejection, Sample
+from odb_factory.data.stream import ObservedStream
 from odb_factory.errors import DataError, one_line
 
 OBSERVE_CHUNK = 8
@@ -32,8 +33,11 @@ END = object()
 class Stages:
     """order: the rows of this rank, epoch by epoch. feed: where groups go in. threaded: whether processes collate them.
 
+    read_row: observes a row of the dataset, by its number, in this process; None for a stream.
+
     num_workers: observe workers (one at most for a dataset that is iterated, which several would each iterate as a
     whole), and as many collate workers where the config does not say.
+    already_split: a dataset that is iterated gives every rank a part of its own.
     """
 
     def __init__(
@@ -54,6 +58,7 @@ class Stages:
         pin_memory: bool = False,
         multiprocessing_context: Any = None,
         worker_init_fn: Callable | None = None,
+        already_split: bool = False,
     ):
         self.feed = TaskFeed()
         collate_workers = num_workers if config.collate_workers is None else config.collate_workers
@@ -72,15 +77,19 @@ class Stages:
 
         options: dict[str, Any] = {"batch_size": OBSERVE_CHUNK, "worker_init_fn": worker_init_fn}
         if sampler is None:
-            self._observed: Any = ObservedStream(dataset, observer, config, budget, rank, world_size)
+            self._observed: Any = ObservedStream(
+                dataset, observer, config, budget, rank, world_size, is_split=already_split
+            )
             self._whole_stream: Any = ObservedStream(dataset, observer, config, budget, 0, 1)
             self.order: Any = self._observed
+            self.read_row: Callable[[int], Sample | Rejection] | None = None
             num_workers = min(num_workers, 1)
             if num_workers:
                 options["persistent_workers"] = False  # one that lives on would not hear of another epoch or state
         else:
             self._observed = ObservedDataset(dataset, observer, config, budget)
             self._whole_stream = None
+            self.read_row = self._observed.__getitem__
             self.order = options["sampler"] = ShardSampler(sampler, rank, world_size)
         groups = GroupDataset(collate_fn, patch_size, functools.partial(where, observer, dataset))
         self._observing: DataLoader | None = loader(self._observed, num_workers, **options)
@@ -95,7 +104,8 @@ class Stages:
     def observe(self) -> Iterator[Sample | Rejection]:
         """The rows of this rank in the epoch that `order` is set to."""
         chunks = iter(self._observing)
-        return itertools.chain.from_iterable(iter(functools.partial(take, chunks, "observes"), END))
+        rows = itertools.chain.from_iterable(iter(functools.partial(take, chunks, "observes"), END))
+        return rows if self._whole_stream is None else self.order.samples(rows)
 
     def collate(self) -> Iterator[Any]:
         """What becomes of the groups of `feed`; to be asked with `take`."""

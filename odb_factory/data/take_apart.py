@@ -13,7 +13,7 @@ from accelerate.data_loader import IterableDatasetShard, SeedableRandomSampler
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from odb_factory.data.observe import is_split_by_node
+from odb_factory.data.stream import is_split_by_node
 from odb_factory.errors import ConfigError
 
 

@@ -22,6 +22,7 @@ import torch
 from PIL import Image
 
 from odb_factory.data.measure import DEFAULT_PATCH_SIZE, count_patches
+from odb_factory.data.serialize import register_dataclass
 from odb_factory.log import get_logger
 
 logger = get_logger(__name__)
@@ -34,6 +35,7 @@ LOSSLESS = (None, "PNG")
 _FEATURE = datasets.Image()
 
 
+@register_dataclass
 @dataclass(frozen=True, slots=True)
 class EncodedImage:
     """An image cell of a dataset with an `Image` column, as stored: the file's bytes, or its path.

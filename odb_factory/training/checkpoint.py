@@ -1,112 +1,128 @@
-"""The data's part of a checkpoint: written beside the Trainer's files, found again, read back.
+"""The data's part of a checkpoint: written beside the Trainer's files, read back when it is gone on from.
 
-Every rank writes a file of its own; when all have, one more says that the checkpoint is whole. Each is
-written under another name and then takes its place, so a crash leaves the older checkpoint as it was.
+The order in which a checkpoint comes to be: states of all ranks, the Trainer's files, of which `trainer_state.json`
+is the last (then the Trainer deletes older checkpoints), our marker. So a checkpoint that is cut off anywhere behind
+the Trainer's last file is complete but for the marker, also where it is the only one (`save_total_limit: 1`).
 """
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from transformers.trainer_callback import TrainerState
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-
-from odb_factory.errors import ConfigError, DataError
+from odb_factory.errors import DataError
 from odb_factory.log import get_logger
+from odb_factory.training.checkpoint_status import WAY_OUT, check_consistent, is_stock, read_states
 from odb_factory.training.run import ODBRun
+from odb_factory.training.state_files import (
+    MARKER,
+    TRAINER_STATE,
+    RankState,
+    TrainerRecord,
+    rank_file,
+    ranks_of,
+    read_trainer_state,
+    write_marker,
+    write_rank_state,
+)
 
 logger = get_logger(__name__)
 
-MARKER = "odb_state.json"
-RANK_FILE = "odb_state_rank{rank}.json"
-TRAINER_STATE = "trainer_state.json"
 
+def begin_save(run: ODBRun, folder: Path, *, barrier: Callable[[], None], marks: bool) -> None:
+    """Write this rank's state, before the Trainer writes its files. Collective.
 
-def save(run: ODBRun, folder: Path, *, barrier: Callable[[], None], marks: bool) -> None:
-    """Write this rank's state. barrier: waits for all ranks; marks: this rank writes the last file (one a node)."""
+    barrier: waits for all ranks. marks: this rank writes the marker (one of each node does).
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    state = {"data": run.loader.state_dict(), "run": run.state_dict()}
-    _write(folder / RANK_FILE.format(rank=run.rank), state)
+    if marks:  # of a checkpoint of this step that is written anew: until all is there, it is not whole
+        (folder / MARKER).unlink(missing_ok=True)
+        (folder / TRAINER_STATE).unlink(missing_ok=True)
+        for rank in ranks_of(folder):
+            if rank >= run.world_size:  # of a run with more ranks
+                rank_file(folder, rank).unlink(missing_ok=True)
+    write_state(run, folder)
     barrier()
-    if marks:
-        _write(folder / MARKER, {"world_size": run.world_size, "optimizer_steps": run.optimizer_steps})
 
 
-def find(asked: str | Path) -> Path:
-    """The checkpoint to go on from: `asked`, or the one before if saving it was cut off."""
-    folder = Path(asked)
-    if not folder.is_dir():
-        raise ConfigError(f"resume_from_checkpoint: {str(asked)!r} is no folder; name a checkpoint of this training.")
-    if (folder / MARKER).exists() or _is_stock(folder):
-        return folder
-    older = [other for other in folder.parent.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if (other / MARKER).exists()]
-    before = [other for other in older if _number(other) < _number(folder)]
-    if not before:
-        return folder
-    newest = max(before, key=_number)
-    logger.warning("%s is not whole (no %s): its saving was cut off; going on from %s", folder, MARKER, newest.name)
-    return newest
+def write_state(run: ODBRun, folder: Path) -> None:
+    """Write this rank's state."""
+    write_rank_state(folder, run.rank, run.optimizer_steps, run.loader.state_dict(), run.state_dict())
+
+
+def end_save(run: ODBRun, folder: Path, *, barrier: Callable[[], None], marks: bool) -> None:
+    """Write the marker, when all ranks have written all files. Collective."""
+    barrier()
+    if marks and not folder.is_dir():
+        # Folders of an older run with higher numbers can make the Trainer take the new one for the oldest.
+        logger.warning("%s has been deleted by the Trainer right after it was written (save_total_limit)", folder)
+    elif marks:
+        write_marker(folder, run.world_size, run.optimizer_steps)
 
 
 def load(run: ODBRun, folder: Path) -> None:
-    """Set `run` and its loader to where the checkpoint left them; warns where it is one of stock training."""
-    if not (folder / MARKER).exists():
-        _load_stock(run, folder)
-        return
-    world_size = json.loads((folder / MARKER).read_text(encoding="utf-8"))["world_size"]
-    files = [folder / RANK_FILE.format(rank=rank) for rank in range(world_size)]
-    saved = [json.loads(path.read_text(encoding="utf-8")) for path in files if path.exists()]
-    if not saved:
-        raise DataError(f"{folder}: {MARKER} is there, but none of the files {files[0].name} and so on; copy them too.")
+    """Set `run` and its loader to where the checkpoint left them; warns where it is one of stock training.
+
+    Reads this rank's file alone, unless what is left of the epoch has to be dealt out anew. Raises `DataError` that
+    says what is damaged or differs.
+    """
+    record = read_trainer_state(folder)
+    if run.config.resume == "ignore_data":
+        _load_without_data(run, folder, record)
+    elif is_stock(folder, record):
+        _load_stock(run, folder, record)
+    else:
+        _load_ours(run, folder)
+
+
+def _load_ours(run: ODBRun, folder: Path) -> None:
     try:
-        run.loader.load_state_dict([one["data"] for one in saved])
+        states = read_states(folder, run.rank, run.world_size)
+        if len(states) == 1 and run.loader.deals_anew(states[0].epoch_state):
+            states = read_states(folder, run.rank, run.world_size, of_all=True)
+    except DataError as error:
+        raise DataError(f"{error}; {WAY_OUT}.") from None
+    try:
+        run.loader.load_state_dict([state.saved for state in states])
     except DataError as error:
         raise DataError(f"{folder}: {error}.") from None
-    mine = next((one for one in saved if one["data"]["rank"] == run.rank), saved[0])
-    run.load_state_dict(mine["run"])
+    _load_figures(run, folder, next((one for one in states if one.epoch_state.rank == run.rank), states[0]))
 
 
-def _load_stock(run: ODBRun, folder: Path) -> None:
+def _load_figures(run: ODBRun, folder: Path, state: RankState) -> None:
+    try:
+        run.load_state_dict(state.run)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise DataError(
+            f"{folder}: the figures of the run in the state of rank {state.epoch_state.rank} are not those this "
+            f"odb_factory writes ({type(error).__name__}: {error}); {WAY_OUT}."
+        ) from None
+
+
+def _load_without_data(run: ODBRun, folder: Path, record: TrainerRecord) -> None:
+    """The model alone, and of our files the figures of the run, if they can be read."""
+    try:
+        if is_stock(folder, record):
+            raise DataError("it was written without odb")
+        states = read_states(folder, run.rank, run.world_size)
+        check_consistent(folder, states, record)
+        _load_figures(run, folder, states[0])
+    except DataError as error:
+        logger.warning("resume: ignore_data: sums and schedule begin anew as well (%s)", error)
+        run.begin_at(record.optimizer_steps, record.epochs)
+    epoch = int(record.epochs)
+    run.loader.pass_over(epoch)
+    logger.warning("resume: ignore_data: epoch %d begins anew, whatever was done of it", epoch)
+
+
+def _load_stock(run: ODBRun, folder: Path, record: TrainerRecord) -> None:
     """A checkpoint of stock training knows no more than its share of an epoch."""
-    path = folder / TRAINER_STATE
-    if not path.exists():
-        raise ConfigError(
-            f"resume_from_checkpoint: {str(folder)!r} has no {TRAINER_STATE}, so it is not whole; name an older one."
-        )
-    state = TrainerState.load_from_json(str(path))
-    done = run.loader.pass_over(state.epoch or 0.0)
+    done = run.loader.pass_over(record.epochs)
     logger.warning(
         "%s was written without odb, so nobody knows which rows were trained on: the first %d samples of epoch %d are "
         "taken for done; as the order may be another, some rows may come twice in this epoch and some not at all",
         folder.name,
         done,
-        int(state.epoch or 0),
+        int(record.epochs),
     )
-    run.begin_at(state.global_step, state.epoch or 0.0)
-
-
-def _is_stock(folder: Path) -> bool:
-    """Whether it is whole, and was written by a training without odb."""
-    if not (folder / TRAINER_STATE).exists():
-        return False
-    state = TrainerState.load_from_json(str(folder / TRAINER_STATE))
-    ours = state.stateful_callbacks.get("ODBCallback", {"attributes": {}})
-    return ours["attributes"].get("optimizer_steps") != state.global_step  # stock training carries an old entry along
-
-
-def _number(folder: Path) -> int:
-    end = folder.name.rpartition("-")[2]
-    return int(end) if end.isdigit() else -1
-
-
-def _write(path: Path, content: Any) -> None:
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    with fresh.open("w", encoding="utf-8") as file:
-        json.dump(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(fresh, path)
+    run.begin_at(record.optimizer_steps, record.epochs)

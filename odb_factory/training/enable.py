@@ -31,7 +31,7 @@ class ODBSettings:
     observer: Observer | None
     collation: Collation | None
     patch_size: int
-    cost_fn: Callable | None
+    cost_fn: Callable[..., Any] | None
     process_group: dist.ProcessGroup | None
 
     def make_run(self, trainer: Any, source: Any, stock: Any) -> ODBRun:
@@ -75,7 +75,7 @@ def enable_odb(
     observer: Observer | None = None,
     collation: Collation | None = None,
     patch_size: int = DEFAULT_PATCH_SIZE,
-    cost_fn: Callable | None = None,
+    cost_fn: Callable[..., Any] | None = None,
     process_group: dist.ProcessGroup | None = None,
     **block: Any,
 ) -> Any:

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
-from transformers.trainer_utils import get_last_checkpoint
 
 from odb_factory.errors import ConfigError
 from odb_factory.log import get_logger
 from odb_factory.training import checkpoint, columns, probes
 from odb_factory.training.checks import check_trainer
+from odb_factory.training.find_checkpoint import find_checkpoint
 from odb_factory.training.loss import without_average_tokens
-from odb_factory.training.progress import ODBCallback
+from odb_factory.training.progress import CheckpointMark, ODBCallback
 from odb_factory.training.run import ODBRun
 from odb_factory.training.schedule import ScheduleClock, follow_clock, scale_learning_rate
 from odb_factory.training.train_loader import TrainLoader
@@ -48,24 +48,28 @@ class ODBTrainerMixin(Base):
     odb_run: ODBRun | None = None
     odb_checkpoint: str | None = None
     odb_is_training: bool = False
+    odb_callback: ODBCallback | None = None
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         if self.odb_settings is None:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         check_trainer(self)
         probes.check_seams(self)
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = get_last_checkpoint(self.args.output_dir)
-            if resume_from_checkpoint is None:
-                raise ConfigError(f"resume_from_checkpoint: True, but {self.args.output_dir!r} holds no checkpoint.")
-        if resume_from_checkpoint:
-            resume_from_checkpoint = str(checkpoint.find(resume_from_checkpoint))
-        self.odb_checkpoint = resume_from_checkpoint or None
+        found = find_checkpoint(
+            resume_from_checkpoint,
+            output_dir=str(self.args.output_dir),
+            rank=self.args.process_index,
+            world_size=self.args.world_size,
+            ignore_data=self.odb_settings.config.resume == "ignore_data",
+            gather=self._odb_gather,
+        )
+        self.odb_checkpoint = resume_from_checkpoint = None if found is None else str(found)
         skips, self.args.ignore_data_skip = self.args.ignore_data_skip, True  # the loader stands where it has to
-        callback = ODBCallback(self)
+        callback = self.odb_callback = ODBCallback(self)
         # First, so that every other callback reads the step count and epoch already set right.
         self.callback_handler.callbacks.insert(0, callback)
         self.odb_is_training = True
+        self.add_callback(CheckpointMark())
         try:
             result = super().train(resume_from_checkpoint, *args, **kwargs)
             if self.odb_run is None:
@@ -80,6 +84,8 @@ class ODBTrainerMixin(Base):
             self.odb_is_training = False
             self.args.ignore_data_skip = skips
             self.callback_handler.callbacks.remove(callback)
+            self.remove_callback(CheckpointMark)
+            self.odb_callback = None
             if self.odb_run is not None:
                 self.odb_run.close()
                 self.odb_run = None
@@ -104,6 +110,16 @@ class ODBTrainerMixin(Base):
         if not self.odb_run.finished:
             self.odb_run.loader.start()
         return TrainLoader(self.odb_run, stock)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if self.odb_run is not None and self.odb_callback is not None:
+            # Before the Trainer writes its files, and deletes older checkpoints.
+            self.odb_callback.begin_save(output_dir)
+        super().save_model(output_dir, _internal_call)
+
+    def _odb_gather(self, numbers: list[int]) -> list[list[int]]:
+        """What each rank says, to all ranks."""
+        return self.accelerator.gather(torch.tensor([numbers], device=self.accelerator.device)).tolist()
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, *args: Any, **kwargs: Any) -> Any:
         if self.odb_run is None:

@@ -10,14 +10,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from odb_factory.comm.coordinator import CollectiveError
 from odb_factory.config import ODBConfig
-from odb_factory.data.agreement import AgreedError
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.samples import Measured, Step
 from odb_factory.errors import ConfigError, one_line
 from odb_factory.log import get_logger
-from odb_factory.training.budget_check import BudgetCheck
-from odb_factory.training.loss import check_supervised, loss_weights
+from odb_factory.training.batch_checks import BatchChecks
+from odb_factory.training.loss import loss_weights
 from odb_factory.training.metrics import Audit, Tally, summary_line, write_summary
 from odb_factory.training.schedule import ScheduleClock, learning_rate_factor
 
@@ -51,7 +51,7 @@ class ODBRun:
         self.clock: ScheduleClock | None = None
         self.lr_factor: float | None = None
         self.total, self.interval = Tally(), Tally()
-        self.budgets = BudgetCheck(config)
+        self.checks = BatchChecks(config)
         self.optimizer_steps = 0
         self._expected = 0
         self._epochs_before = 0.0
@@ -126,8 +126,7 @@ class ODBRun:
         step, measured, self.weight = self._pending[0]
         self.is_weighed = False
         self.loader.times.begin(step.totals)
-        if self.config.loss_scaling == "exact":
-            check_supervised(step, measured)
+        self.checks(step, measured)
 
     @property
     def num_items(self) -> int:
@@ -141,7 +140,6 @@ class ODBRun:
         self.loader.consume(step)
         if self._audit is not None:
             self._audit.write(step, measured, weight, self.total.steps, self.optimizer_steps + 1)
-        self.budgets.check(step, measured)
         self.total.add(step, self.world_size)
         self.interval.add(step, self.world_size)
 
@@ -211,7 +209,7 @@ class ODBRun:
             "lr_factor": self.lr_factor,
             "clock": None if self.clock is None else vars(self.clock),
             "total": self.total.state_dict(),
-            "over_budget": self.budgets.over_budget,
+            "over_budget": self.checks.num_over_budget,
             "dropped": dict(self._dropped),
             "left_out": self._left_out,
             "overlong": self._overlong,
@@ -224,7 +222,7 @@ class ODBRun:
             self.clock = ScheduleClock.of(state["clock"])
         self.total = Tally(**state["total"])
         self._samples_before = self.total.samples
-        self.budgets.over_budget = state["over_budget"]
+        self.checks.num_over_budget = state["over_budget"]
         self._dropped = Counter(state["dropped"])
         self._left_out, self._overlong = state["left_out"], state["overlong"]
 
@@ -248,7 +246,7 @@ class ODBRun:
             "left_out": self._left_out,
             "overlong": self._overlong + (0 if step is None else step.overlong),
             "optimizer_steps": self.optimizer_steps,
-            "over_budget": self.budgets.over_budget,
+            "over_budget": self.checks.num_over_budget,
             "world_size": self.world_size,
             "config": self.config.to_dict(),
         }
@@ -259,7 +257,7 @@ class ODBRun:
 
     def abort(self, error: BaseException) -> None:
         """The training has failed on this rank: tell the others, unless they know, and end everything here."""
-        if not isinstance(error, AgreedError):
+        if not isinstance(error, CollectiveError):
             self.loader.abort(one_line(error))
         self.close()
 

@@ -20,8 +20,8 @@ import torch
 from torch.utils.data import get_worker_info
 
 from odb_factory.batching import Collation, Cost
+from odb_factory.comm.coordinator import RankMetadata, SingleProcessCoordinator
 from odb_factory.config import ODBConfig
-from odb_factory.data.agreement import Alone, Report
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.observe import MediaCut, RowDropped
 from odb_factory.errors import DataError
@@ -306,14 +306,16 @@ def test_two_ranks_take_the_same_steps_and_share_the_rows() -> None:
     """I1, I2: two loaders in lockstep, each with its shard of one sampler."""
     rows = toy_rows(61, r5="raise")
     turn = threading.Barrier(2, timeout=20)
-    told: dict[int, Report] = {}
+    told: dict[int, RankMetadata] = {}
     taken: dict[int, list[Any]] = {}
 
-    class Exchange(Alone):
+    class Coordinator(SingleProcessCoordinator):
+        world_size = 2
+
         def __init__(self, rank: int):
             self.rank = rank
 
-        def __call__(self, report: Report, round_index: int) -> list[Report]:
+        def all_gather(self, report: RankMetadata, round_index: int) -> list[RankMetadata]:
             told[self.rank] = report
             turn.wait()
             reports = [told[0], told[1]]
@@ -321,7 +323,7 @@ def test_two_ranks_take_the_same_steps_and_share_the_rows() -> None:
             return reports
 
     def drive(rank: int) -> None:
-        options = {"rank": rank, "world_size": 2, "exchange": Exchange(rank), "accumulation": 2, "on_error": "skip"}
+        options = {"coordinator": Coordinator(rank), "accumulation": 2, "on_error": "skip"}
         with open_loader(rows, **options) as loader:
             taken[rank] = [run(loader, epoch) for epoch in range(2)]
 
@@ -593,16 +595,16 @@ def test_a_rank_that_fails_does_not_wait_until_the_others_leave(workers: tuple[i
     """Never hang: in the training they wait for it, and so do not leave. It tells them in `abort`, and goes."""
     said: list[str] = []
 
-    class Exchange(Alone):
-        def leave(self) -> None:
+    class Coordinator(SingleProcessCoordinator):
+        def leave_epoch(self) -> None:
             said.append("leave")
 
-        def farewell(self, message: str) -> None:
-            said.append("farewell")
+        def abort(self, message: str) -> None:
+            said.append("abort")
 
     rows = toy_rows(200, r3="uncollatable")
-    options = {"exchange": Exchange(), "sampler": torch.utils.data.SequentialSampler(rows), "buffer_size": 8}
+    options = {"coordinator": Coordinator(), "sampler": torch.utils.data.SequentialSampler(rows), "buffer_size": 8}
     with open_loader(rows, workers, **options) as loader, within(20):
         message = failure(loader)
         loader.abort(message)
-    assert said[0] == "farewell"
+    assert said[0] == "abort"

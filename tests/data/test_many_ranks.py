@@ -13,11 +13,11 @@ import pytest
 from batching_strategies import budgets, costs
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from lockstep import Epoch, Row, check_promises, rejection, run_shards, sample, usable
+from lockstep import NO_FEATURES, Epoch, Row, check_promises, rejection, run_shards, sample, usable
 
 from odb_factory.batching import Budget, Collation, Cost, CostModel
 from odb_factory.batching.window import MAX_WAIT_ROUNDS
-from odb_factory.data.agreement import AgreedError
+from odb_factory.comm.coordinator import CollectiveError
 from odb_factory.data.samples import Rejection, Sample
 
 Case = tuple[list[list[Row]], dict[str, Any]]
@@ -26,7 +26,7 @@ REJECTED = {"none": lambda i: False, "some": lambda i: i % 3 == 1, "all": lambda
 
 
 def a_row(id: int, cost: Cost, rejected: bool) -> Row:
-    return Rejection(id, REASONS[id % 3], "") if rejected else Sample(id, cost, {})
+    return Rejection(id, REASONS[id % 3], "") if rejected else Sample(id, cost, NO_FEATURES)
 
 
 @st.composite
@@ -181,7 +181,7 @@ def test_fatal_rows_end_all_ranks_alike(data: Any, case: Case, num_fatal: int) -
     if not options["join"] and epochs[0].error is None:
         check_promises(world, epochs, **options)  # it ended before any was drawn
         return
-    assert all(isinstance(epoch.error, AgreedError) for epoch in epochs)
+    assert all(isinstance(epoch.error, CollectiveError) for epoch in epochs)
     assert not any(step.last for epoch in epochs for step in epoch.steps)
     assert len({len(epoch.rounds) for epoch in epochs}) == 1, "all take the same steps until then"
     if "no row of the training dataset" in str(epochs[0].error):
@@ -208,7 +208,7 @@ def test_ranks_that_leave_keep_nobody_waiting(data: Any, case: Case) -> None:
         if rank in leavers or after == len(complete.rounds):
             assert epoch.error is None
         else:
-            assert isinstance(epoch.error, AgreedError)
+            assert isinstance(epoch.error, CollectiveError)
             assert f"rank {min(leavers)} stopped: it left" in str(epoch.error)
 
 
@@ -218,7 +218,7 @@ def test_an_error_that_nobody_foresaw_ends_all_ranks(join: bool) -> None:
     killed = OSError("DataLoader worker is\nkilled")
     world = [[sample(i, 8) for i in range(60)], [*(sample(100 + i, 8) for i in range(20)), killed]]
     well, broken = run_shards(world, join=join)
-    assert isinstance(well.error, AgreedError) and isinstance(broken.error, AgreedError)
+    assert isinstance(well.error, CollectiveError) and isinstance(broken.error, CollectiveError)
     assert str(broken.error) == "OSError: DataLoader worker is killed"
     assert str(well.error) == "rank 1 stopped: OSError: DataLoader worker is killed"
     assert len(well.rounds) == len(broken.rounds) > 0
@@ -226,11 +226,11 @@ def test_an_error_that_nobody_foresaw_ends_all_ranks(join: bool) -> None:
 
 @pytest.mark.parametrize("size", [1, 30], ids=["in the only round", "in the first of several rounds"])
 def test_an_error_that_others_do_not_know_of_is_no_agreed_one(size: int) -> None:
-    """Whoever raises `AgreedError` need not tell the others; so they must know."""
+    """Whoever raises `CollectiveError` need not tell the others; so they must know."""
 
     def no_spare() -> Sample:
         raise OSError("the file is gone")
 
     epochs = run_shards([[sample(i, 8) for i in range(size)], []], find_spare=no_spare)
     assert "the file is gone" in str(epochs[1].error)
-    assert isinstance(epochs[0].error, AgreedError) or not isinstance(epochs[1].error, AgreedError)
+    assert isinstance(epochs[0].error, CollectiveError) or not isinstance(epochs[1].error, CollectiveError)

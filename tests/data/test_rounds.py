@@ -16,7 +16,7 @@ from lockstep import Row, rejection, run_epoch, sample, usable
 
 from odb_factory.batching import Budget, Collation
 from odb_factory.batching.window import MAX_WAIT_ROUNDS
-from odb_factory.data.agreement import AgreedError, Alone, Report
+from odb_factory.comm.coordinator import CollectiveError, RankMetadata, SingleProcessCoordinator
 from odb_factory.data.rounds import EpochRounds
 from odb_factory.data.samples import Rejection, Sample
 from odb_factory.errors import DataError
@@ -159,7 +159,7 @@ def test_a_fatal_row_stops_its_rank(rows: list[Row], options: dict[str, Any], po
     position %= len(rows)
     rows[position] = rejection(position, fatal=True)
     epochs = run_epoch(rows, **options)
-    assert all(isinstance(epoch.error, AgreedError) for epoch in epochs)
+    assert all(isinstance(epoch.error, CollectiveError) for epoch in epochs)
     assert all(f"row {position}: cannot be read" in str(epoch.error) for epoch in epochs)
     assert not any(step.last for epoch in epochs for step in epoch.steps)
 
@@ -239,8 +239,8 @@ def test_the_window_is_filled_and_never_above_its_size() -> None:
             drawn += 1
             yield sample(i, 1 + i % 16)
 
-    class Exchange(Alone):
-        def __call__(self, report: Report, round_index: int) -> list[Report]:
+    class Coordinator(SingleProcessCoordinator):
+        def all_gather(self, report: RankMetadata, round_index: int) -> list[RankMetadata]:
             windows.append(len(rounds.held))
             assert drawn - emitted <= 8 + 1
             assert len(rounds.held) == 8 or report.window.dry
@@ -258,7 +258,7 @@ def test_the_window_is_filled_and_never_above_its_size() -> None:
         seed=0,
         epoch=0,
         rank=0,
-        exchange=Exchange(),
+        coordinator=Coordinator(),
         find_spare=lambda: sample(0, 1),
         on_reject=print,
     )
@@ -317,7 +317,7 @@ def test_without_join_no_rank_idles_and_what_is_left_out_is_counted(rows: list[R
     epochs = run_epoch(rows, join=False, **options)
     emitted = Counter(id for epoch in epochs for id in epoch.ids)
     if not emitted:
-        assert all(isinstance(epoch.error, AgreedError) for epoch in epochs)
+        assert all(isinstance(epoch.error, CollectiveError) for epoch in epochs)
         assert (
             min(len(usable(rows[rank :: options["world_size"]])) for rank in range(options["world_size"]))
             < (options["accumulation"])

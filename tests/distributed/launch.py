@@ -31,10 +31,11 @@ POLL_S = 0.05
 
 @dataclass(frozen=True)
 class Node:
-    """Where one launcher runs: a command in front of it, and its environment."""
+    """Where one launcher runs: a command in front of it, its environment, and overrides of the configuration."""
 
     prefix: tuple[str, ...] = ()
     env: dict[str, str] = field(default_factory=dict)
+    overrides: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class Run:
                 mine = {"NODE_RANK": str(number), "PET_LOG_DIR": str(self.folder / f"node{number}")}
                 self.launchers.append(
                     subprocess.Popen(
-                        [*node.prefix, str(BIN / "llamafactory-cli"), "train", str(path)],
+                        [*node.prefix, str(BIN / "llamafactory-cli"), "train", str(path), *node.overrides],
                         stdout=(self.folder / f"launcher{number}.log").open("w"),
                         stderr=subprocess.STDOUT,
                         env=os.environ | common | mine | node.env | (env or {}),

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from distributed.launch import free_port
 
 from odb_factory.batching import Cost
+from odb_factory.comm.process_group import make_coordinator
 from odb_factory.config import ODBConfig
-from odb_factory.data.exchange import GroupExchange
 from odb_factory.data.loader import ODBLoader
 
 TESTS = Path(__file__).parents[1]
@@ -135,26 +135,29 @@ class Collator:
 def toy_loader(
     num_rows: int,
     *,
-    rank: int = 0,
-    world_size: int = 1,
     workers: tuple[int, int] = (1, 1),
     timeout_s: float = 30,
     bad: int | None = None,
     hangs: tuple[int, int] | None = None,
     start_method: str = "fork",
+    process_group: dist.ProcessGroup | None = None,
+    agree_on: dict[str, Any] | None = None,
+    accumulation: int = 2,
+    seed: int = 0,
+    sampler: Any = None,
     **config: Any,
 ) -> Iterator[ODBLoader]:
     """Rows of 2 to 40 tokens, dealt out in turn. workers: those that observe and those that collate."""
     loader = ODBLoader(
         [2 + k * 7 % 39 for k in range(num_rows)],
-        sampler=range(num_rows),
+        sampler=range(num_rows) if sampler is None else sampler,
         observer=Observer(hangs),
         collate_fn=Collator(bad),
         config=ODBConfig(**{"token_budget": 100, "buffer_size": 8, "collate_workers": workers[1]} | config),
-        accumulation=2,
-        rank=rank,
-        world_size=world_size,
-        exchange=GroupExchange(timeout_s) if world_size > 1 else None,
+        accumulation=accumulation,
+        seed=seed,
+        coordinator=make_coordinator(process_group, timeout_s),
+        agree_on=agree_on,
         num_workers=workers[0],
         multiprocessing_context=start_method if any(workers) else None,
     )

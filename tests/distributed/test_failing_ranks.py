@@ -15,7 +15,7 @@ from odb_factory.data import rounds
 NUM_ROWS = 400
 FAILS_AT = 20
 LIMIT_S = 60
-"""Far below the 300 s of the exchange: whoever ends by then has not waited for that."""
+"""Far below the 300 s of the coordinator: whoever ends by then has not waited for that."""
 
 
 def train(
@@ -23,14 +23,14 @@ def train(
     *,
     failing: tuple[int, ...] = (),
     fails_at: int = FAILS_AT,
-    cannot_hand_over: int | None = None,
+    cannot_redistribute: int | None = None,
     timeout_s: float = 300,
     **rows: Any,
 ) -> str:
     """Optimizer steps that end in a collective of all ranks, as those of a training do; how it ended for this rank."""
-    if rank == cannot_hand_over:
-        rounds.hand_over = _no_room
-    with toy_loader(NUM_ROWS, rank=rank, world_size=dist.get_world_size(), timeout_s=timeout_s, **rows) as loader:
+    if rank == cannot_redistribute:
+        rounds.redistribute = _no_room
+    with toy_loader(NUM_ROWS, timeout_s=timeout_s, **rows) as loader:
         try:
             for epoch in range(2):
                 loader.set_epoch(epoch)
@@ -45,7 +45,7 @@ def train(
     return "done"
 
 
-def _no_room(*_: Any) -> None:
+def _no_room(*_: Any, **__: Any) -> None:
     raise MemoryError("no room")
 
 
@@ -67,7 +67,7 @@ def test_a_row_that_never_comes(tmp_path) -> None:
     """A rank that hangs in its own data is missed by the others; it hears of it, and ends as well."""
     first, second = run(tmp_path, hangs=(201, 0), timeout_s=3)
     for outcome in (first, second):
-        assert "within 3 s" in outcome.said and "rank 1 (last word" in outcome.said, outcome
+        assert "within 3 s" in outcome.said and "rank 1 (last seen in" in outcome.said, outcome
 
 
 def test_a_row_that_never_comes_in_the_first_round(tmp_path) -> None:
@@ -105,7 +105,7 @@ def test_all_fail_at_once(tmp_path) -> None:
 
 
 def test_a_rank_that_fails_while_it_hands_samples_over(tmp_path) -> None:
-    """The others are in the trade already, where no message of a round reaches them."""
-    first, second = run(tmp_path, cannot_hand_over=1, balance=True)
-    assert "rank 1 left the training: handing over samples: MemoryError: no room" in first.said
+    """The others are in the collective already, where no metadata reach them."""
+    first, second = run(tmp_path, cannot_redistribute=1, balance=True)
+    assert "rank 1 left the training: redistributing samples: MemoryError: no room" in first.said
     assert "MemoryError: no room" in second.value

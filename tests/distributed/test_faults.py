@@ -132,6 +132,31 @@ def test_forward_raises_on_one_rank(config) -> None:
     said_by(ended, 0, "[odb]", "rank 1", "out of memory, the test pretends")
 
 
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("odb.token_budget=256", "odb.token_budget (128 on rank 0; 256 on rank 1)"),
+        ("template=llama3", "template ('qwen' on rank 0; 'llama3' on rank 1)"),
+    ],
+)
+def test_settings_differ(config, override: str, said: str) -> None:
+    """I11: a YAML that was edited on one node; nobody takes a step, and every rank says in what they differ."""
+    with Run(config, nodes=(Node(), Node(overrides=(override,)))) as run:
+        ended = both_fail(run)
+    for rank in range(2):
+        said_by(ended, rank, "the ranks differ in", said)
+    assert not list(run.output_dir.glob("odb_audit_rank*"))
+
+
+def test_rank_0_frozen(config) -> None:
+    """Where the training itself waits for rank 0 in a collective, only its own timeout ends it; but it is told why."""
+    config["odb"]["exchange_timeout_s"] = 5
+    with Run(config, nodes=NODES) as run:
+        under_way(run)
+        os.kill(run.rank_pid(0), signal.SIGSTOP)
+        run.wait_for("no sign of life from rank 0 for 5 s", rank=1, timeout_s=5 + 30)
+
+
 def test_exchange_times_out(config) -> None:
     """The data of rank 1 stand still, as on a network drive that hangs: rank 0 says who did not answer."""
     config["odb"]["exchange_timeout_s"] = 5
@@ -145,5 +170,5 @@ def test_exchange_times_out(config) -> None:
             os.kill(observes, signal.SIGCONT)  # a stopped process does not even end
         ended = both_fail(run)
     line = said_by(ended, 0, "[odb]", "within 5 s", "rank 1", "exchange_timeout_s")
-    assert "last word" in line and "round" in line
+    assert "last seen in" in line and "round" in line
     said_by(ended, 1, "rank 1", "within 5 s")

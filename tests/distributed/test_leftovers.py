@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from distributed.ranks import run_ranks, toy_loader
 
-from odb_factory.data.exchange import WATCH_S
+from odb_factory.comm.failure_monitor import WATCH_INTERVAL_S
 
 EPOCHS = 20
 NUM_ROWS, NUM_OTHER_ROWS = 101, 30
@@ -58,12 +58,12 @@ def an_epoch(loader: Any, epoch: int, steps: int | None = None) -> list[int]:
 def twenty_epochs(rank: int) -> dict[str, Any]:
     """Epochs of one loader, some left half way, with a second one alive; what was held before, between and after."""
     # What torch and multiprocessing open once and keep, they open here.
-    with toy_loader(NUM_ROWS, rank=rank, world_size=2) as loader:
+    with toy_loader(NUM_ROWS) as loader:
         an_epoch(loader, 0)
     start = settled()
     epochs, between = [], []
-    with toy_loader(NUM_ROWS, rank=rank, world_size=2) as loader:
-        with toy_loader(NUM_OTHER_ROWS, rank=rank, world_size=2) as other:
+    with toy_loader(NUM_ROWS) as loader:
+        with toy_loader(NUM_OTHER_ROWS) as other:
             others = iter(other)
             next(others)
             for epoch in range(EPOCHS):
@@ -97,10 +97,10 @@ def test_twenty_epochs_leave_nothing_behind(tmp_path) -> None:
 
 
 def an_epoch_and_a_pause(rank: int, first: int, fails: bool) -> None:
-    with toy_loader(NUM_ROWS, rank=rank, world_size=2) as loader:
+    with toy_loader(NUM_ROWS) as loader:
         an_epoch(loader, 0)
         if rank != first:
-            time.sleep(3 * WATCH_S)
+            time.sleep(3 * WATCH_INTERVAL_S)
             if fails:
                 loader.abort("cannot save")
 

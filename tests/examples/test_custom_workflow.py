@@ -107,6 +107,19 @@ def test_the_logged_loss_does_not_depend_on_the_ranks(tmp_path: Path) -> None:
     assert logged[0] == pytest.approx(logged[1], abs=1e-4)
 
 
+def test_a_loop_goes_on_behind_its_checkpoint(tmp_path: Path) -> None:
+    """I2: as if it had been stopped behind the only checkpoint it has made, in the middle of an epoch."""
+    data = tmp_path / "data.jsonl"
+    lines = [{"prompt": f"Count to {k}.", "answer": " ".join(map(str, range(1, k + 1)))} for k in range(1, 60)]
+    data.write_text("\n".join(map(json.dumps, lines)), "utf-8")
+    options = ["--data", str(data), "--token_budget", "512", "--save_steps", "3"]
+    whole = losses(run(TWO_RANKS, tmp_path / "out", *options))
+    saved = torch.load(tmp_path / "out" / "checkpoint.pt")
+    assert saved["step"] < len(whole) and all(state["snapshot"] for state in saved["loader"]), "amid an epoch"
+    rest = losses(run(TWO_RANKS, tmp_path / "out", *options, "--resume"))
+    assert rest == whole[saved["step"] :]
+
+
 def test_a_hugging_face_trainer(tmp_path: Path) -> None:
     printed = run(TRAINER, tmp_path)
     assert promised(TRAINER) in printed

@@ -20,7 +20,8 @@ from odb_factory.batching import Budget
 from odb_factory.config import ODBConfig
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.observe import ObservedDataset
-from odb_factory.data.samples import Rejection, unpack
+from odb_factory.data.samples import Rejection
+from odb_factory.data.serialize import unpack
 from odb_factory.llamafactory.attach import probe_collation
 from odb_factory.llamafactory.dataset import OnlineDataset, OpenMedia, RowObserver, TokenizedDataset
 from odb_factory.llamafactory.media import EncodedImage

@@ -15,7 +15,7 @@ from llamafactory.hparams import DataArguments
 from PIL import Image
 from transformers import AutoTokenizer, CLIPImageProcessor, LlavaProcessor
 
-from odb_factory.data.samples import pack, unpack
+from odb_factory.data.serialize import pack, unpack
 from odb_factory.llamafactory.attach import probe_collation
 from odb_factory.llamafactory.dataset import OnlineDataset, OpenMedia, RowObserver
 from odb_factory.llamafactory.media import MediaObserver

@@ -13,7 +13,7 @@ from toy import NUM_ROWS, Rows, pad
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from odb_factory import ConfigError, DataError, enable_odb
-from odb_factory.training.checkpoint import MARKER
+from odb_factory.training.state_files import MARKER
 
 BLOCK = {"token_budget": 128, "buffer_size": 16, "audit": True}
 
@@ -34,6 +34,7 @@ def train(
     block: dict[str, Any] | None = None,
     stop: int | None = None,
     num_rows: int = NUM_ROWS,
+    trainer_class: type[Trainer] = Trainer,
     **changes: Any,
 ) -> Trainer:
     defaults = {
@@ -48,7 +49,7 @@ def train(
         "warmup_ratio": 0.2,
         "num_train_epochs": 2,
     }
-    trainer = Trainer(
+    trainer = trainer_class(
         model=AutoModelForCausalLM.from_pretrained(model, attention_dropout=0.1),
         args=TrainingArguments(**defaults | changes),
         train_dataset=Rows(num_rows=num_rows),

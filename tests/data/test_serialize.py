@@ -1,4 +1,4 @@
-"""Packing loses nothing and saves memory."""
+"""Features as bytes: nothing is lost, memory is saved, and nothing from another rank is unpickled."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toy import a_step
 
-from odb_factory.data.samples import pack, unpack
+from odb_factory.batching import Cost
+from odb_factory.data.samples import Sample
+from odb_factory.data.serialize import pack, sample_from_bytes, sample_to_bytes, unpack
+from odb_factory.errors import DataError
+from odb_factory.llamafactory.media import EncodedImage
 
 ints = st.integers(-(2**63), 2**63 - 1) | st.integers(-200, 200_000)
 
@@ -105,6 +109,70 @@ def test_what_cannot_be_sent_is_said_where_it_was_made() -> None:
     """In a worker's queue it would vanish, and the training wait for ever."""
     with pytest.raises((AttributeError, TypeError, pickle.PicklingError)):
         pack({"audio": lambda: None})
+
+
+TENSORS = [
+    torch.arange(6).reshape(2, 3),
+    torch.tensor(3),
+    torch.empty(0, 4),
+    torch.tensor([True, False]),
+    torch.randn(3, 2, dtype=torch.bfloat16),
+    torch.arange(12).reshape(3, 4).t(),
+    np.arange(6, dtype=np.int16).reshape(3, 2),
+    np.array(2.5),
+    np.zeros((0, 3), np.float32),
+    np.array([True, False]),
+    np.array(["a", "bc"]),
+]
+
+
+@pytest.mark.parametrize(
+    "value", TENSORS, ids=lambda value: f"{type(value).__name__}-{value.dtype}-{list(value.shape)}"
+)
+def test_tensors_and_arrays_travel(value: Any) -> None:
+    arrived = unpack(travelled({"x": value}).features)["x"]
+    assert type(arrived) is type(value) and arrived.dtype == value.dtype and arrived.shape == value.shape
+    assert arrived.tolist() == value.tolist()
+    if isinstance(arrived, torch.Tensor):
+        arrived.clone().zero_()
+
+
+def test_what_arrives_may_be_changed() -> None:
+    """Collators pad and fill in place."""
+    arrived = unpack(travelled({"a": np.zeros(2), "t": torch.zeros(2)}).features)
+    arrived["a"][0] = arrived["t"][0] = 1
+
+
+def travelled(features: dict[str, Any]) -> Sample:
+    cost = Cost(3, 2, 1, True, 1)
+    sample = Sample(7, cost, pack(features), 2**32 - 1)
+    arrived = sample_from_bytes(sample_to_bytes(sample))
+    assert arrived == sample
+    return arrived
+
+
+def test_media_travel_by_reference() -> None:
+    features = {"images": [EncodedImage(b"file", None, 2), "a.png", {"bytes": None, "path": "b.png"}], "videos": None}
+    assert unpack(travelled(features).features) == features
+
+
+def test_what_only_pickle_can_write_stays_where_it_is() -> None:
+    """And the message says which key it is, and what to do."""
+    sample = Sample(7, Cost(1), pack({"input_ids": [1], "odd": range(3)}))
+    assert unpack(sample.features)["odd"] == range(3)
+    with pytest.raises(DataError, match=r"row 7 holds odd \(range\), .*balance: false"):
+        sample_to_bytes(sample)
+
+
+def test_what_comes_from_another_rank_is_not_unpickled() -> None:
+    class Harmful:
+        def __reduce__(self) -> Any:
+            return pytest.fail, ("code of another rank was run",)
+
+    sample = Sample(7, Cost(1), pack({"input_ids": [1]}))
+    harmful = sample_to_bytes(sample)[: -len(sample.features)] + b"\1" + pickle.dumps(Harmful())
+    with pytest.raises(DataError, match="damaged"):
+        sample_from_bytes(harmful)
 
 
 @pytest.mark.parametrize(("ids", "idle"), [((), True), ((0,), False), ((3, 4), False)])

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from odb_factory.batching import ROW, Cost, CostModel, Window, make_window
-from odb_factory.data.agreement import Report
-from odb_factory.data.wire import decode, encode
+from odb_factory.comm.codec import Failure, decode, encode
+from odb_factory.comm.coordinator import RankMetadata
 
 INT32 = 2**31 - 1
 ROW_BYTES, HEADER_BYTES = 19, 240
@@ -21,11 +21,13 @@ a_row = st.tuples(*[st.integers(0, INT32)] * 4, st.integers(0, 255), st.integers
 rows = st.lists(a_row, max_size=50)
 windows = st.builds(Window, rows.map(lambda rows: np.array(rows, dtype=ROW)), st.booleans())
 models = st.builds(CostModel, *[st.integers(0, 2**62)] * 4)
-reports = st.builds(Report, windows, reasons, overlong=st.integers(0, INT32), order=st.integers(0, 2**32), model=models)
+reports = st.builds(
+    RankMetadata, windows, reasons, overlong=st.integers(0, INT32), order=st.integers(0, 2**32), model=models
+)
 
 
 @given(reports)
-def test_a_report_arrives_as_it_was_sent(report: Report) -> None:
+def test_a_report_arrives_as_it_was_sent(report: RankMetadata) -> None:
     arrived = decode(encode(report))
     assert arrived.window.rows.tolist() == report.window.rows.tolist()
     assert dataclasses.replace(arrived, window=report.window) == report
@@ -36,11 +38,11 @@ def test_a_report_arrives_as_it_was_sent(report: Report) -> None:
 @given(st.text(max_size=200))
 def test_a_reason_to_stop_arrives_as_it_was_sent(message: str) -> None:
     """In any language, empty, or looking like a report."""
-    assert decode(encode(message)) == message
+    assert decode(encode(Failure(message))) == Failure(message)
 
 
 @given(reports)
-def test_a_report_has_19_bytes_a_sample_and_a_small_header(report: Report) -> None:
+def test_a_report_has_19_bytes_a_sample_and_a_small_header(report: RankMetadata) -> None:
     empty = dataclasses.replace(report, window=make_window([], [], True), rejected=Counter())
     assert len(encode(report)) <= ROW_BYTES * len(report.window.rows) + HEADER_BYTES + 200 * len(report.rejected)
     assert len(encode(empty)) <= HEADER_BYTES
@@ -52,5 +54,5 @@ def test_messages_do_not_grow_with_tokens_patches_or_pixels(count: int, tokens: 
     sizes = []
     for cost in (Cost(1), Cost(tokens, patches, tokens, True)):
         window = make_window([cost] * count, [0] * count, dry=True, sizes=[patches] * count)
-        sizes.append(len(encode(Report(window, Counter()))))
+        sizes.append(len(encode(RankMetadata(window, Counter()))))
     assert sizes[0] == sizes[1] <= ROW_BYTES * count + HEADER_BYTES

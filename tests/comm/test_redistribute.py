@@ -7,20 +7,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from odb_factory.batching import Budget, make_window, plan_round
-from odb_factory.data.handover import hand_over, make_parcels
+from odb_factory.comm.redistribute import make_buffers, redistribute
 from odb_factory.data.samples import Sample
+from odb_factory.data.serialize import pack, sample_from_bytes, sample_to_bytes
 
 
 @given(st.lists(st.lists(costs(), max_size=12), min_size=2, max_size=5))
 def test_every_rank_gets_the_samples_of_its_groups(world: list[list]) -> None:
-    """And nothing else: a parcel holds what its rank trains on."""
-    held = [[Sample(100 * rank + i, cost, b"") for i, cost in enumerate(window)] for rank, window in enumerate(world)]
+    """And nothing else: a buffer holds what its rank trains on."""
+    held = [
+        [Sample(100 * rank + i, cost, pack({"input_ids": [i]})) for i, cost in enumerate(window)]
+        for rank, window in enumerate(world)
+    ]
     windows = [make_window(window, [0] * len(window), dry=True) for window in world]
     plan = plan_round(windows, Budget(100), seed=0, epoch=0, round_index=0, balance=True)
-    parcels = [make_parcels(plan, rank, window) for rank, window in enumerate(held)]
+    buffers = [make_buffers(plan, rank, window, sample_to_bytes) for rank, window in enumerate(held)]
     everything = [sample for window in held for sample in window]
     for rank, window in enumerate(held):
-        samples = hand_over(plan, rank, window, lambda _, rank=rank: [mine[rank] for mine in parcels])
+        received = [mine[rank] for mine in buffers]
+        samples = redistribute(
+            plan, rank, window, lambda _, received=received: received, encode=sample_to_bytes, decode=sample_from_bytes
+        )
         rows = [row for group in plan.groups[rank] for row in group]
         assert [samples[row] for row in rows] == [everything[row] for row in rows]
         assert set(samples) == set(rows) | set(range(plan.starts[rank], plan.starts[rank + 1]))

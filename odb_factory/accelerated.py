@@ -1,0 +1,73 @@
+"""What accelerate does for a DataLoader it has prepared, done for one whose batches are formed online."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, MutableMapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import send_to_device
+
+from odb_factory.errors import ConfigError, DataError
+
+
+class Stateful(Protocol):
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Sequence[dict[str, Any]]) -> None: ...
+
+
+class FixedBatchesRefused:
+    """In the place of a DataLoader's `collate_fn`: nobody calls it while the batches are formed online.
+
+    Who does has built another DataLoader from the attributes of this one, as `accelerate.skip_first_batches` does.
+    """
+
+    def __call__(self, items: Any) -> Any:
+        raise ConfigError(
+            "a DataLoader was built from the parts of one whose batches odb forms online, as "
+            "accelerate.skip_first_batches does, and would yield fixed batches; to go on in the middle of an epoch use "
+            "state_dict() and load_state_dict(), and else the online loader itself."
+        )
+
+
+def to_device(batch: Mapping[str, Any], *, pin_memory: bool) -> MutableMapping[str, Any]:
+    """Where accelerate puts the batches of the DataLoaders it has prepared."""
+    return send_to_device(batch, AcceleratorState().device, non_blocking=pin_memory)
+
+
+def check_accumulation(accumulation: int) -> None:
+    """Raise `ConfigError` where accelerate ends its optimizer steps elsewhere than the loader."""
+    theirs = GradientState().num_steps
+    if theirs not in (1, accumulation):
+        raise ConfigError(
+            f"gradient_accumulation_steps: {accumulation} here and {theirs} in the Accelerator; give both the same "
+            "(or leave accelerate's at 1 and step where the step info says ends_optimizer_step)."
+        )
+
+
+def checkpoint_with(accelerator: Accelerator, loader: Stateful, name: str) -> None:
+    """Write the loader's state with `accelerator.save_state`, one file a rank, and read it with `load_state`."""
+
+    def save(models: Any, weights: Any, folder: str) -> None:
+        state = loader.state_dict()
+        path = Path(folder, f"{name}_rank{state['rank']}.json")
+        path.write_text(json.dumps(state) + "\n", encoding="utf-8")
+
+    def load(models: Any, folder: str) -> None:
+        paths = sorted(Path(folder).glob(f"{name}_rank*.json"))
+        if not paths:
+            raise DataError(
+                f"{folder}: holds no {name}_rank*.json, so nobody knows which samples were trained on; it was saved "
+                "without checkpoint_with(accelerator). Load it without that call to begin the epoch anew."
+            )
+        states = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+        states.sort(key=lambda state: state["rank"])
+        # A folder that was written before, by more ranks, has files of ranks that are no more.
+        loader.load_state_dict([state for state in states if state["rank"] < states[0]["world_size"]])
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)

@@ -1,0 +1,102 @@
+"""What ranks tell each other, and the interface by which they do: `Coordinator`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from odb_factory.batching import CostModel, Window
+from odb_factory.errors import DataError
+
+
+class CollectiveError(DataError):
+    """An error that every rank knows of and raises: nobody is left waiting, and nobody has to be told."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankMetadata:
+    """What a rank tells the others before each plan: the samples it holds, and counts of this epoch.
+
+    rejected: rows that are not trained on, by reason. overlong: samples that break a budget alone and are trained on.
+    order: a checksum of the order in which all ranks together draw (the same on all ranks).
+    model: the cost model that this rank proposes; that of rank 0 is taken.
+    """
+
+    window: Window
+    rejected: Counter[str]
+    overlong: int = 0
+    order: int = 0
+    model: CostModel = CostModel()
+
+
+class Coordinator(Protocol):
+    """How the data-parallel ranks agree. All ranks make the same calls in the same order, but for `check` and `abort`.
+
+    rank, world_size: position among the data-parallel ranks. timeout_s: how long a rank waits for the others (seconds).
+    """
+
+    rank: int
+    world_size: int
+    timeout_s: float
+
+    def start(self) -> None:
+        """Start watching for failures. The worker processes of the loader have been started: threads may be."""
+
+    def check(self) -> None:
+        """Raise `CollectiveError` if another rank has failed; for the training thread while it waits."""
+
+    def agree(self, settings: Mapping[str, object]) -> None:
+        """Raise `CollectiveError` on every rank if the ranks' settings differ (I11); the message says in what."""
+
+    def all_gather(self, metadata: RankMetadata, round_index: int) -> list[RankMetadata]:
+        """The metadata of all ranks, in rank order. Raises `CollectiveError` if a rank failed or is missing."""
+
+    def confirm(self, checksum: int, round_index: int) -> None:
+        """Raise `CollectiveError` on every rank if the ranks have computed different plans (I6)."""
+
+    def all_to_all(self, buffers: Sequence[bytes]) -> list[bytes]:
+        """Send `buffers[r]` to rank r; returns what each rank has sent to this one, in rank order."""
+
+    def leave_epoch(self) -> None:
+        """Tell the others, in place of the next metadata, that this rank leaves the epoch before its end."""
+
+    def fail(self, message: str) -> None:
+        """Tell the others, in place of the next metadata, why this rank cannot go on."""
+
+    def abort(self, message: str) -> None:
+        """Tell the others why this rank ends, whatever they are doing. The first such message of all ranks stands."""
+
+    def close(self) -> None:
+        """Give process group, store and threads back; nothing is called after it."""
+
+
+class SingleProcessCoordinator:
+    """The `Coordinator` of a training with one data-parallel rank."""
+
+    rank = 0
+    world_size = 1
+    timeout_s = 30.0
+
+    def start(self) -> None: ...
+
+    def check(self) -> None: ...
+
+    def agree(self, settings: Mapping[str, object]) -> None: ...
+
+    def all_gather(self, metadata: RankMetadata, round_index: int) -> list[RankMetadata]:
+        return [metadata]
+
+    def confirm(self, checksum: int, round_index: int) -> None: ...
+
+    def all_to_all(self, buffers: Sequence[bytes]) -> list[bytes]:
+        return list(buffers)
+
+    def leave_epoch(self) -> None: ...
+
+    def fail(self, message: str) -> None: ...
+
+    def abort(self, message: str) -> None: ...
+
+    def close(self) -> None: ...

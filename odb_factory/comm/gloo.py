@@ -1,0 +1,67 @@
+"""Collectives on bytes, over a gloo process group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from odb_factory.comm.bounded import bounded
+from odb_factory.comm.coordinator import CollectiveError
+from odb_factory.errors import one_line
+
+MARGIN_S = 10.0
+"""Beyond its own timeout, torch is given this long to notice that it is over."""
+
+
+def open_group(parent: dist.ProcessGroup | None, timeout_s: float) -> dist.ProcessGroup:
+    """A gloo group of the ranks of `parent` (None: the default group). All its ranks call this.
+
+    A group of its own, so that planning messages never meet the collectives of the training. Where a parent is given,
+    only its ranks take part, and nothing is created on the default group.
+    Raises `CollectiveError` if a rank does not come within `timeout_s` seconds.
+    """
+
+    def make() -> dist.ProcessGroup:
+        group: dist.ProcessGroup = dist.new_group(
+            dist.get_process_group_ranks(parent),
+            backend="gloo",
+            timeout=timedelta(seconds=timeout_s),
+            use_local_synchronization=parent is not None,
+            group_desc="odb_factory",
+        )
+        return group
+
+    try:
+        return bounded(make, timeout_s + MARGIN_S)
+    except Exception as error:
+        raise CollectiveError(
+            f"rank {dist.get_rank(parent)}: the {dist.get_world_size(parent)} ranks cannot make a process group for "
+            "planning; iterate the loader on every rank at the same place of the program, and keep rank 0 alive until "
+            f"all have ended ({one_line(error)})."
+        ) from None
+
+
+def all_gather(message: bytes, group: dist.ProcessGroup) -> list[bytes]:
+    """The messages of all ranks, in rank order. Sizes travel first, then messages padded to the longest."""
+    size = torch.tensor([len(message)])
+    sizes = [torch.zeros_like(size) for _ in range(group.size())]
+    dist.all_gather(sizes, size, group=group)
+    mine = torch.zeros(max(map(int, sizes)), dtype=torch.uint8)
+    mine[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+    messages = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(messages, mine, group=group)
+    return [text.numpy().tobytes()[: int(size)] for text, size in zip(messages, sizes)]
+
+
+def all_to_all(buffers: Sequence[bytes], group: dist.ProcessGroup) -> list[bytes]:
+    """What the ranks have sent to this one, in rank order. Sizes travel first."""
+    sizes = torch.tensor([len(buffer) for buffer in buffers])
+    coming = torch.empty_like(sizes)
+    dist.all_to_all_single(coming, sizes, group=group)
+    outgoing = torch.frombuffer(bytearray(b"".join(buffers)) or bytearray(1), dtype=torch.uint8)[: int(sizes.sum())]
+    incoming = torch.empty(int(coming.sum()), dtype=torch.uint8)
+    dist.all_to_all_single(incoming, outgoing, coming.tolist(), sizes.tolist(), group=group)
+    return [text.numpy().tobytes() for text in torch.split(incoming, coming.tolist())]

@@ -1,0 +1,141 @@
+"""Features of a sample as bytes: how they wait in the buffer, and how samples travel between ranks.
+
+Built-in values, numpy arrays, tensors and registered dataclasses are written as msgpack. Anything else is pickled,
+and then stays in this rank: what comes from another rank is never unpickled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import struct
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgpack
+import numpy as np
+import torch
+
+from odb_factory.batching import Cost
+from odb_factory.data.samples import Sample
+from odb_factory.errors import DataError
+
+_PLAIN, _PICKLED = b"\0", b"\1"
+_TUPLE, _ARRAY, _TENSOR, _DATACLASS = 1, 2, 3, 4
+_SAMPLE = struct.Struct("<qqqq?qI")
+"""id, tokens, patches, supervised tokens, has_media, family, content; the packed features follow."""
+_dataclasses: dict[str, type] = {}
+T = TypeVar("T", bound=type)
+
+
+def register_dataclass(kind: T) -> T:
+    """Class decorator: instances of this dataclass, whose fields are plain values, may travel between ranks."""
+    _dataclasses[kind.__name__] = kind
+    return kind
+
+
+def pack(features: Any) -> bytes:
+    """Features, most often a mapping, as bytes, about a quarter of the memory that their lists take.
+
+    Raises what pickle raises where it cannot write a value either; here, in the worker that made them, rather than in
+    a queue where nobody sees it.
+    """
+    values = {key: _own(value) for key, value in features.items()} if isinstance(features, Mapping) else features
+    try:
+        return _PLAIN + msgpack.packb(values, default=_extended, strict_types=True)
+    except (TypeError, ValueError, OverflowError):
+        return _PICKLED + pickle.dumps(values, pickle.HIGHEST_PROTOCOL)
+
+
+def unpack(packed: bytes) -> Any:
+    """Undo `pack`: a fresh copy of what the framework's collator expects, which it may change."""
+    if packed[:1] == _PICKLED:
+        return pickle.loads(packed[1:])
+    return _read(packed[1:])
+
+
+def sample_to_bytes(sample: Sample) -> bytes:
+    """A sample for another rank. Raises `DataError` where its features hold what must not travel."""
+    if sample.features[:1] == _PICKLED:
+        raise DataError(
+            f"row {sample.id} holds {', '.join(_not_plain(unpack(sample.features)))}, which cannot be sent to another "
+            "rank; let items hold lists, strings, numbers, arrays, tensors or paths, or set `balance: false`"
+        )
+    cost = sample.cost
+    head = _SAMPLE.pack(
+        sample.id, cost.tokens, cost.patches, cost.supervised_tokens, cost.has_media, cost.family, sample.content
+    )
+    return head + sample.features
+
+
+def sample_from_bytes(received: bytes) -> Sample:
+    """Undo `sample_to_bytes`. Raises `DataError` for bytes that it has not made."""
+    features = received[_SAMPLE.size :]
+    if features[:1] != _PLAIN:
+        raise DataError("a sample from another rank is damaged; look for other versions of odb_factory among the ranks")
+    sample_id, tokens, patches, supervised_tokens, has_media, family, content = _SAMPLE.unpack(received[: _SAMPLE.size])
+    return Sample(sample_id, Cost(tokens, patches, supervised_tokens, has_media, family), features, content)
+
+
+def _own(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.untyped_storage().nbytes() > value.nbytes:
+        return value.clone()  # a view would take along all it is a view of
+    return value
+
+
+def _extended(value: Any) -> msgpack.ExtType:
+    """What msgpack has no type for. Raises TypeError for what only pickle can write."""
+    kind = type(value)
+    if kind is tuple:
+        return msgpack.ExtType(_TUPLE, _write(list(value)))
+    if kind is np.ndarray and not value.dtype.hasobject and value.dtype.names is None:
+        return msgpack.ExtType(_ARRAY, _write([value.dtype.str, list(value.shape), value.tobytes()]))
+    if (
+        kind is torch.Tensor
+        and value.layout is torch.strided
+        and not value.requires_grad
+        and value.device.type == "cpu"
+    ):
+        data = value.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        return msgpack.ExtType(_TENSOR, _write([str(value.dtype).removeprefix("torch."), list(value.shape), data]))
+    if _dataclasses.get(kind.__name__) is kind:
+        fields = [getattr(value, field.name) for field in dataclasses.fields(value)]
+        return msgpack.ExtType(_DATACLASS, _write([kind.__name__, fields]))
+    raise TypeError(f"{kind.__name__} is not plain")
+
+
+def _restored(code: int, data: bytes) -> Any:
+    content = _read(data)
+    if code == _TUPLE:
+        return tuple(content)
+    if code == _ARRAY:
+        dtype, shape, values = content
+        return np.frombuffer(bytearray(values), dtype=dtype).reshape(shape)
+    if code == _TENSOR:
+        name, shape, values = content
+        flat = torch.frombuffer(bytearray(values), dtype=torch.uint8) if values else torch.empty(0, dtype=torch.uint8)
+        return flat.view(getattr(torch, name)).reshape(shape)
+    if code == _DATACLASS and content[0] in _dataclasses:
+        return _dataclasses[content[0]](*content[1])
+    raise DataError(f"features of an unknown kind ({code}); look for other versions of odb_factory among the ranks")
+
+
+def _write(value: Any) -> bytes:
+    return msgpack.packb(value, default=_extended, strict_types=True)
+
+
+def _read(data: bytes) -> Any:
+    return msgpack.unpackb(data, ext_hook=_restored, strict_map_key=False)
+
+
+def _not_plain(features: Any) -> list[str]:
+    """`key (type)` of each feature that is not plain."""
+    if not isinstance(features, Mapping):
+        return [f"a {type(features).__name__}"]
+    found = []
+    for key, value in features.items():
+        try:
+            _write(value)
+        except (TypeError, ValueError, OverflowError):
+            found.append(f"{key} ({type(value).__name__})")
+    return found

@@ -1,0 +1,108 @@
+"""Observe a dataset that is iterated: every rank takes its share of the one stream that all iterate alike."""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from torch.utils.data import IterableDataset
+
+from odb_factory.batching import Budget
+from odb_factory.config import ODBConfig
+from odb_factory.data.fingerprint import fingerprint
+from odb_factory.data.observe import ObservedDataset, Observer, Share, ranks_alike
+from odb_factory.data.samples import Rejection, Sample
+
+ITEMS_COMPARED = 16
+"""Of a stream, read ahead and held until they are observed."""
+DIFFERENT_STREAMS = (
+    "the ranks iterate different streams ({}), so samples would be lost: each takes its own share of the one stream "
+    "that all iterate alike; if the dataset gives every rank a part of its own, set already_split=True, else let it "
+    "yield the same items in the same order on every rank."
+)
+SAME_STREAMS = (
+    "already_split=True (or datasets.distributed.split_dataset_by_node), but ranks iterate the same stream ({}), so "
+    "each sample would be trained on several times; leave it out, or give each rank a part of its own."
+)
+
+
+def is_split_by_node(stream: Any) -> bool:
+    """Whether `datasets.distributed.split_dataset_by_node` has given each rank a part of it."""
+    return getattr(stream, "_distributed", None) is not None
+
+
+class StreamStart(NamedTuple):
+    """What an observed stream yields before its samples. fingerprint: of the first items, 0 if there are none."""
+
+    fingerprint: int
+
+
+class ObservedStream(IterableDataset):
+    """The share of a rank of a dataset that is iterated, observed; a `StreamStart` goes before it.
+
+    The id of a sample is its position in the stream. All ranks iterate the same stream, unless it is split between
+    them beforehand (`is_split`), and then each all of its own; the ranks compare their first items. A resumed stream is
+    read from its beginning, what is done passed over unobserved: a state of its own, where it has one, may forget what
+    waits in it (that of `datasets` loses its shuffle buffer).
+    """
+
+    fingerprint = 0
+    """Of the order, for a state: a stream is not begun to find out what it will yield."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        observer: Observer,
+        config: ODBConfig,
+        budget: Budget,
+        rank: int,
+        world_size: int,
+        *,
+        is_split: bool = False,
+    ):
+        self.dataset = dataset
+        self._observed = ObservedDataset(self, observer, config, budget)
+        self._current: Any = None
+        self.rank, self.world_size = rank, world_size
+        self.is_split = is_split or is_split_by_node(dataset)
+        self.share = Share(0, 1) if self.is_split else Share(rank, world_size)
+        self._start = StreamStart(0)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._current
+
+    def __iter__(self) -> Iterator[StreamStart | Sample | Rejection]:
+        items = iter(self.dataset)
+        first = list(itertools.islice(items, ITEMS_COMPARED))
+        yield StreamStart(fingerprint(first) if first else 0)
+        for position, item in self.share.of(itertools.chain(iter(first), items)):
+            self._current = item
+            yield self._observed[position * self.world_size + self.rank if self.is_split else position]
+
+    def samples(self, observed: Iterable[Any]) -> Iterator[Sample | Rejection]:
+        """What has been observed, perhaps in a worker process, without the `StreamStart`, which is kept."""
+        for item in observed:
+            if isinstance(item, StreamStart):
+                self._start = item
+            else:
+                yield item
+
+    def common(self, place: tuple[int, ...]) -> int:
+        """What `compare` compares: a number made of the first items and, unless the stream is split, the place."""
+        return self._start.fingerprint if self.is_split else zlib.crc32(repr((self._start, place)).encode())
+
+    def compare(self, numbers: Sequence[int]) -> str | None:
+        """Why the ranks, with these numbers of `common`, cannot go on; None if they can."""
+        if self.is_split:
+            begun = [number for number in numbers if number]
+            return SAME_STREAMS.format(ranks_alike(numbers)) if len(set(begun)) < len(begun) else None
+        return DIFFERENT_STREAMS.format(ranks_alike(numbers)) if len(set(numbers)) > 1 else None
+
+    def peek(self) -> int:
+        return self.fingerprint
+
+    def set_epoch(self, epoch: int) -> None:
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)

@@ -1,0 +1,31 @@
+"""The keys of `ODBConfig` as typed keyword arguments, for type checkers and completion."""
+
+from __future__ import annotations
+
+from typing import Literal, TypedDict
+
+
+class LoopKeys(TypedDict, total=False):
+    """Keys with an effect in a training loop of one's own."""
+
+    token_budget: int
+    max_patches: int | None
+    buffer_size: int
+    collate_workers: int | None
+    loss_scaling: Literal["exact", "approx", "none"]
+    join: bool
+    balance: bool
+    cost_model: Literal["tokens", "time"]
+    overlong: Literal["singleton", "drop", "error"]
+    on_error: Literal["raise", "skip"]
+    resume: Literal["strict", "ignore_data"]
+    exchange_timeout_s: int
+    seed: int | None
+
+
+class TrainerKeys(LoopKeys, total=False):
+    """All keys: those of a loop, and those that only a trainer can honour."""
+
+    lr_scale: Literal["none", "sqrt", "linear"]
+    lr_reference_samples: int | None
+    audit: bool

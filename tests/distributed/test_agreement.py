@@ -1,0 +1,190 @@
+"""Ranks that are not in agreement stop before the first step, all of them, with one line (I11)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from distributed.ranks import run_ranks, toy_loader
+
+from odb_factory.batching import Plan
+from odb_factory.comm import process_group
+from odb_factory.errors import ODBError
+
+NUM_ROWS = 120
+
+
+def take_epoch(**options: Any) -> dict[str, Any]:
+    """Batches and rows of an epoch on this rank, or the error that ended it."""
+    rows: list[int] = []
+    batches = 0
+    try:
+        with toy_loader(NUM_ROWS, workers=(0, 0), **options) as loader:
+            for step, _, _ in loader:
+                batches += 1
+                rows += step.ids
+    except ODBError as error:
+        return {"batches": batches, "error": str(error)}
+    return {"batches": batches, "rows": rows}
+
+
+def with_options(rank: int, *, options: list[dict[str, Any]]) -> dict[str, Any]:
+    return take_epoch(**options[rank])
+
+
+DIFFERENCES = {
+    "budget": ({"token_budget": 100}, {"token_budget": 200}, "odb.token_budget (100 on rank 0; 200 on rank 1)"),
+    "balanced budget": (
+        {"token_budget": 100, "balance": True},
+        {"token_budget": 200, "balance": True},
+        "odb.token_budget (100 on rank 0; 200 on rank 1)",
+    ),
+    "accumulation": (
+        {"accumulation": 1},
+        {"accumulation": 4},
+        "gradient_accumulation_steps (1 on rank 0; 4 on rank 1)",
+    ),
+    "loss scaling": ({}, {"loss_scaling": "approx"}, "odb.loss_scaling ('exact' on rank 0; 'approx' on rank 1)"),
+    "join": ({}, {"join": False}, "odb.join (True on rank 0; False on rank 1)"),
+    "seed": ({"seed": 1}, {"seed": 2}, "seed (1 on rank 0; 2 on rank 1)"),
+    "further settings": ({"agree_on": {"x": 1}}, {"agree_on": {"x": 2}}, "x (1 on rank 0; 2 on rank 1)"),
+}
+
+
+def each_difference(rank: int, *, differences: list[tuple[dict, dict]]) -> list[dict[str, Any]]:
+    """One after the other in the same processes: a failed agreement leaves the ranks able to begin anew."""
+    return [take_epoch(**pair[rank]) for pair in differences]
+
+
+def test_settings_that_differ(tmp_path: Path) -> None:
+    pairs = [(one, other) for one, other, _ in DIFFERENCES.values()]
+    ended = run_ranks("distributed.test_agreement:each_difference", tmp_path, differences=pairs)
+    for (name, (_, _, said)), *values in zip(DIFFERENCES.items(), *(outcome.value for outcome in ended)):
+        for value in values:
+            assert value["batches"] == 0, name
+            assert said in value["error"] and "\n" not in value["error"], name
+
+
+def test_settings_in_which_ranks_may_differ(tmp_path: Path) -> None:
+    options = [{"exchange_timeout_s": 30, "audit": False}, {"exchange_timeout_s": 60, "audit": True}]
+    ended = run_ranks("distributed.test_agreement:with_options", tmp_path, options=options)
+    assert sorted(ended[0].value["rows"] + ended[1].value["rows"]) == list(range(NUM_ROWS))
+
+
+def other_order(rank: int) -> dict[str, Any]:
+    return take_epoch(sampler=list(reversed(range(NUM_ROWS))) if rank == 1 else None)
+
+
+def test_orders_that_differ(tmp_path: Path) -> None:
+    for outcome in run_ranks("distributed.test_agreement:other_order", tmp_path):
+        assert "different orders (rank 0; rank 1)" in outcome.value["error"] and outcome.value["batches"] == 0
+
+
+def other_plan(rank: int) -> dict[str, Any]:
+    """A rank that computes another plan from the same metadata, as another version might."""
+    if rank == 1:
+        checksum = Plan.checksum
+        Plan.checksum = lambda plan: checksum(plan) + 1
+    return take_epoch(balance=True)
+
+
+def test_plans_that_differ(tmp_path: Path) -> None:
+    """I6 is checked, not assumed: nothing of such a plan is sent or trained on."""
+    for outcome in run_ranks("distributed.test_agreement:other_plan", tmp_path):
+        assert "different plans" in outcome.value["error"] and outcome.value["batches"] == 0
+
+
+def in_groups(rank: int) -> dict[str, Any]:
+    """Two groups of two ranks, each with a training of its own; nothing is made on the default group."""
+    first, second = (dist.new_group(ranks, backend="gloo") for ranks in ([0, 1], [2, 3]))
+    group = first if rank < 2 else second
+    if rank >= 2:
+        time.sleep(1)  # a call on the default group would wait, or meet another one
+    value = take_epoch(process_group=group, seed=rank // 2)
+    dist.barrier()  # rank 0 serves the store of all
+    return value | {"group_rank": dist.get_rank(group)}
+
+
+def test_a_process_group_of_ones_own(tmp_path: Path) -> None:
+    """I2 within each group: every row once, whatever the other group does."""
+    ended = run_ranks("distributed.test_agreement:in_groups", tmp_path, world_size=4)
+    for first, second in (ended[:2], ended[2:]):
+        assert "rows" in first.value, (first, second)
+        assert sorted(first.value["rows"] + second.value["rows"]) == list(range(NUM_ROWS)), (first, second)
+        assert (first.value["group_rank"], second.value["group_rank"]) == (0, 1)
+
+
+def report_failure(rank: int, *, own_store: bool) -> str:
+    """Rank 1 fails; what rank 0 is told, over the process group's own store or over one that rank 0 serves."""
+    if own_store:
+        dist.TCPStore = None  # no second server, and no second port
+    else:
+        process_group._own_store = lambda _: None
+    with toy_loader(NUM_ROWS, workers=(1, 1)) as loader:
+        try:
+            for number, _ in enumerate(loader):
+                if number == 5 and rank == 1:
+                    raise ValueError("rank 1 cannot go on")
+        except Exception as error:
+            loader.abort(str(error))
+            return str(error)
+    return "done"
+
+
+@pytest.mark.parametrize("own_store", [True, False])
+def test_the_store_in_which_failures_are_told(tmp_path: Path, own_store: bool) -> None:
+    first, _ = run_ranks("distributed.test_agreement:report_failure", tmp_path, own_store=own_store)
+    assert "rank 1 cannot go on" in first.value, first
+
+
+def freeze(rank: int, *, victim: int, timeout_s: float) -> str:
+    """Rank `victim` stops dead in the middle of the epoch; the others say how it ended for them."""
+    taken = 0
+    try:
+        with toy_loader(NUM_ROWS * 10, workers=(1, 1), timeout_s=timeout_s) as loader:
+            for _ in loader:
+                taken += 1
+                if rank == victim and taken == 5:
+                    os.kill(os.getpid(), signal.SIGSTOP)
+    except ODBError as error:
+        Path(os.environ["ENDED"]).write_text(str(error))
+        return str(error)
+    return "done"
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_frozen_rank_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: int) -> None:
+    """Rank 0, which serves the process group's store, exactly as another one."""
+    ended = tmp_path / "ended"
+    monkeypatch.setenv("ENDED", str(ended))
+    seconds: list[float] = []
+
+    def thaw() -> None:
+        """The frozen process is let go once the other has ended, so that it ends as well."""
+        started = time.monotonic()
+        while not ended.exists() and time.monotonic() - started < 50:
+            time.sleep(0.1)
+        seconds.append(time.monotonic() - started)
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+                mine = f"ENDED={ended}".encode() in (folder / "environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if mine and state == "T":
+                os.kill(int(folder.name), signal.SIGCONT)
+
+    thread = threading.Thread(target=thaw)
+    thread.start()
+    outcomes = run_ranks("distributed.test_agreement:freeze", tmp_path, victim=victim, timeout_s=4)
+    thread.join(60)
+    other = outcomes[1 - victim]
+    assert other.value and other.value != "done", outcomes
+    assert f"rank {victim}" in other.value and "within 4 s" in other.value
+    assert seconds[0] < 45, "timeout, 30 s, and what it took to start"

@@ -1,0 +1,380 @@
+"""What a loop of one's own can do wrong is noticed and answered in one line; what it needs to know is told."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator, skip_first_batches
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
+from toy import NUM_ROWS, Rows, Stream, item, pad
+
+from odb_factory import ConfigError, Cost, DataError, ODBConfig, ODBDataLoader, apply, pop_step_info
+
+BUDGET = 128
+
+
+def make(dataset: Any = None, **changes: Any) -> ODBDataLoader:
+    settings = {"token_budget": BUDGET, "buffer_size": 16, "collate_fn": pad} | changes
+    return ODBDataLoader(Rows() if dataset is None else dataset, **settings)
+
+
+def rows_of(loader: Any) -> Counter:
+    """The samples of an epoch, by the step info."""
+    return Counter(row for batch in loader for row in pop_step_info(batch).ids)
+
+
+EVERY_ROW = Counter(range(NUM_ROWS))
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    monkeypatch.setattr(logging.getLogger("odb_factory"), "handlers", [caplog.handler])
+    return caplog
+
+
+@pytest.fixture
+def accelerate_state() -> Iterator[None]:
+    """Its state is shared by all Accelerators of a process."""
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+# What a loop needs to know
+
+
+def test_the_step_info_says_what_a_loop_needs() -> None:
+    with make(gradient_accumulation_steps=3, collate_fn=pad) as loader:
+        batches = [(batch, pop_step_info(batch)) for batch in loader]
+    rows = item(0), *(item(k) for k in range(1, NUM_ROWS))
+    done = 0
+    for start in range(0, len(batches), 3):
+        infos = [info for _, info in batches[start : start + 3]]
+        assert [info.micro_batch for info in infos] == [0, 1, 2]
+        assert [info.ends_optimizer_step for info in infos] == [False, False, True]
+        assert {info.micro_batches for info in infos} == {3}
+        assert {info.optimizer_step_samples for info in infos} == {sum(info.samples for info in infos)}
+        for batch, info in batches[start : start + 3]:
+            done += info.samples
+            assert info.samples == info.samples_all_ranks == len(info.ids)
+            assert info.progress == pytest.approx(done / NUM_ROWS)
+            assert info.is_idle == (not info.ids) and info.epoch == 0
+            assert info.tokens == sum(len(rows[k]["input_ids"]) for k in info.ids)
+            assert info.supervised_tokens == info.tokens - info.samples
+            if not info.is_idle:
+                assert [int(row[0]) - 1 for row in batch["input_ids"]] == list(info.ids)
+    assert batches[-1][1].progress == 1.0
+    assert repr(batches[0][1]).startswith("ODBStepInfo(loss_scale=") and "Receipt" not in repr(batches[0][1])
+    assert pop_step_info({"odb_step_info": infos[0]}, "none").loss_scale in (0.0, 1 / 3, 1 / 2, 1.0)
+
+
+def test_a_stream_of_unknown_length_has_no_progress() -> None:
+    with make(Stream()) as loader:
+        assert {pop_step_info(batch).progress for batch in loader} == {None}
+
+
+def test_len_neither_estimates_nor_begins_anything() -> None:
+    with make() as loader:
+        for _ in range(2):
+            with pytest.raises(TypeError, match="estimate_num_batches"):
+                len(loader)
+            assert "not begun" in repr(loader)
+        assert 0 < loader.estimate_num_batches() < NUM_ROWS
+        assert len(list(loader)) < NUM_ROWS
+        assert "rank 0 of 1" in repr(loader)
+
+
+def test_the_figures_of_a_loop_are_those_of_the_trainer() -> None:
+    with make() as loader:
+        padded = sum(batch["input_ids"].numel() for batch in loader)
+    stats = loader.stats()
+    tokens = sum(len(item(k)["input_ids"]) for k in range(NUM_ROWS))
+    assert stats["odb/padding_ratio"] == pytest.approx(1 - tokens / padded, abs=1e-4)
+    assert stats["odb/samples_per_second"] > 0
+    assert stats["odb/over_budget"] == 0
+
+
+def test_a_handle_is_iterated_and_given_back() -> None:
+    stock = DataLoader(Rows(), batch_size=4, collate_fn=pad)
+    with apply(stock, token_budget=BUDGET, buffer_size=16) as loader:
+        assert "ODBHandle(DataLoader" in repr(loader)
+        assert rows_of(loader) == EVERY_ROW
+        assert loader.stats()["odb/budget_use"] > 0
+    assert type(stock) is DataLoader and stock.collate_fn is pad
+    assert len(next(iter(stock))["input_ids"]) == 4
+
+
+# What a loop can forget
+
+
+def test_a_step_info_that_is_not_taken_out_is_told_once(said: pytest.LogCaptureFixture) -> None:
+    def model(input_ids: Any, labels: Any, **ignored: Any) -> None:
+        """Swallows the step info, as models of transformers do."""
+
+    with make() as loader:
+        for batch in loader:
+            pop_step_info(batch)
+        kept = list(loader)
+        assert not said.messages, "batches that are kept may yet be asked"
+        for batch in loader:
+            model(**batch)
+    assert [message.partition(":")[0] for message in said.messages] == [
+        "a batch was dropped with its step info in it, so its loss was not weighed"
+    ]
+    assert kept
+
+
+def test_breaking_off_forgets_nothing(said: pytest.LogCaptureFixture, accelerate_state: None) -> None:
+    """accelerate holds one batch more than it has handed over."""
+    prepared = Accelerator(cpu=True).prepare(DataLoader(Rows(), batch_size=4, collate_fn=pad))
+    with apply(prepared, token_budget=BUDGET, buffer_size=16):
+        for _ in range(2):
+            for batch in prepared:
+                pop_step_info(batch)
+                break
+        assert rows_of(prepared) == EVERY_ROW
+    assert not said.messages
+
+
+@pytest.mark.parametrize("loss_scaling", ["exact", "approx", "none"])
+def test_a_collator_that_drops_rows(loss_scaling: str) -> None:
+    def drop(items: list[Any]) -> Any:
+        return pad(items[:-1] or items)
+
+    with make(collate_fn=drop, loss_scaling=loss_scaling) as loader:
+        with pytest.raises(DataError, match=r"the collator made \d+ rows of \d+ tokens of these \d+ samples"):
+            rows_of(loader)
+
+
+def test_a_collator_that_pads_beyond_the_budget(said: pytest.LogCaptureFixture) -> None:
+    def widen(items: list[Any]) -> Any:
+        return {
+            key: torch.nn.functional.pad(ids, (0, -ids.shape[1] % 64), value=-100) for key, ids in pad(items).items()
+        }
+
+    with make(collate_fn=widen) as loader:
+        assert rows_of(loader) == EVERY_ROW
+        assert loader.stats()["odb/over_budget"] > 3
+    (message,) = said.messages
+    assert "above the budget of 128 tokens" in message and "None" not in message
+
+
+def test_samples_in_one_row_are_not_what_was_planned(said: pytest.LogCaptureFixture) -> None:
+    def flatten(items: list[Any]) -> Any:
+        return {key: torch.tensor([[one for row in items for one in row[key]]]) for key in ("input_ids", "labels")}
+
+    with make(collate_fn=flatten, loss_scaling="approx") as loader:
+        assert rows_of(loader) == EVERY_ROW
+    (message,) = said.messages
+    assert "into one row of" in message and "padding figures are those of the plan" in message
+
+
+def test_an_overlong_row_is_named_without_a_cap_that_is_not_set() -> None:
+    with make(token_budget=20, overlong="error") as loader:
+        with pytest.raises(DataError) as caught:
+            rows_of(loader)
+    assert re.search(r"row \d+ .*: \d+ tokens break the budget of 20 tokens alone; raise the budget", str(caught.value))
+
+
+def test_advice_that_is_set_already_is_not_given(said: pytest.LogCaptureFixture) -> None:
+    def bad(k: int) -> Any:
+        if k == 3:
+            raise OSError("no such file")
+        return item(k)
+
+    with make(Rows(bad), on_error="skip", overlong="drop", token_budget=35) as loader:
+        rows_of(loader)
+    assert "row 3 of the training dataset: OSError: no such file" in said.text
+    assert "on_error" not in said.text and "overlong: singleton" not in said.text
+
+
+# What a loop can do out of turn
+
+
+def test_nested_iteration_is_refused() -> None:
+    with make() as loader:
+        outer = iter(loader)
+        next(outer)
+        assert len(list(loader)) > 1
+        with pytest.raises(ConfigError, match="over before its end"):
+            next(outer)
+
+
+@pytest.mark.parametrize("change", ["set_epoch", "load", "close"])
+def test_an_iterator_that_goes_on_after_a_change(change: str, accelerate_state: None) -> None:
+    prepared = Accelerator(cpu=True).prepare(DataLoader(Rows(), batch_size=4, collate_fn=pad))
+    with apply(prepared, token_budget=BUDGET, buffer_size=16) as handle:
+        batches = iter(prepared)
+        next(batches)
+        if change == "set_epoch":
+            handle.set_epoch(5)
+        elif change == "close":
+            handle.close()
+        else:
+            with pytest.raises(ConfigError, match="batches of this iteration have been taken"):
+                handle.load_state_dict(handle.state_dict())
+            return
+        with pytest.raises(ConfigError, match="over before its end"):
+            list(batches)
+
+
+def test_a_state_is_loaded_before_the_first_batch_or_after_the_loop() -> None:
+    with make() as loader:
+        for batch in loader:
+            before = pop_step_info(batch).ids
+            state = loader.state_dict()
+            with pytest.raises(ConfigError, match="load_state_dict: batches of this iteration have been taken"):
+                loader.load_state_dict(state)
+            break
+        del batch
+        for _ in range(2):
+            loader.load_state_dict(state)
+            loader.set_epoch(0)
+            assert rows_of(loader) + Counter(before) == EVERY_ROW
+
+
+@pytest.mark.parametrize("state", ["x", [], {}, [1], {"version": 2}, None], ids=repr)
+def test_what_is_no_state_is_not_loaded(state: Any) -> None:
+    with make() as loader, pytest.raises(DataError, match=r"load_state_dict: .* is not what state_dict\(\)"):
+        loader.load_state_dict(state)
+
+
+def test_accelerates_skipping_of_batches_is_refused(accelerate_state: None) -> None:
+    accelerator = Accelerator(cpu=True)
+    prepared = accelerator.prepare(DataLoader(Rows(), batch_size=4, collate_fn=pad))
+    with make() as loader, apply(prepared, token_budget=BUDGET):
+        for one in (loader, prepared, accelerator.prepare(loader)):
+            with pytest.raises(ConfigError, match=r"skip_first_batches.*load_state_dict"):
+                next(iter(skip_first_batches(one, 2)))
+    with make(Stream()) as loader, pytest.raises(ConfigError, match="skip_first_batches"):
+        next(iter(skip_first_batches(loader, 2)))
+
+
+# What a loop can be given
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"lr_scale": "sqrt", "lr_reference_samples": 8}, "odb.lr_scale: 'sqrt' has no effect in a loop"),
+        (
+            {"config": ODBConfig(token_budget=8, lr_scale="sqrt", lr_reference_samples=8), "token_budget": None},
+            "lr_scale",
+        ),
+        ({"audit": True}, "give audit_dir= instead"),
+        ({"batch_sampler": BatchSampler(SequentialSampler(Rows()), 4, False)}, "batch_sampler: a BatchSampler decides"),
+        ({"in_order": False}, "in_order: False"),
+        ({"pin_memory_device": "cuda"}, "pin_memory_device: an argument of DataLoader"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps: 0 is not"),
+        ({"already_split": True}, "already_split: this dataset has an index"),
+        ({"process_group": 3}, "process_group: expected .* found a int"),
+        ({"dataset": (item(k) for k in range(9))}, "dataset: a generator .*IterableDataset"),
+        ({"dataset": type("Shards", (), {"__iter__": lambda self: iter(())})()}, "dataset: a Shards .*IterableDataset"),
+        ({"dataset": Dataset()}, "dataset: a Dataset .*IterableDataset"),
+        ({"dataset": type("Rows", (), {"__getitem__": lambda self, k: k})()}, "no `__len__`"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_arguments_are_answered_as_what_they_are(arguments: dict[str, Any], words: str) -> None:
+    arguments = {"token_budget": BUDGET, "collate_fn": pad, "dataset": Rows()} | arguments
+    if "config" in arguments:
+        del arguments["token_budget"]
+    with pytest.raises(ConfigError, match=words) as caught:
+        ODBDataLoader(**arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_batch_size_without_its_name_is_answered() -> None:
+    with pytest.raises(ConfigError, match="batch_size: 4"):
+        ODBDataLoader(Rows(), 4, token_budget=BUDGET, collate_fn=pad)
+
+
+def test_what_torch_takes_reaches_torch() -> None:
+    """`drop_last=False` and the like come from frameworks that build a DataLoader anew."""
+    with make(drop_last=False, num_workers=1, timeout=7, persistent_workers=True) as loader:
+        assert (loader.timeout, loader.persistent_workers, loader.drop_last) == (7, True, False)
+
+
+def test_a_plain_iterable_in_a_dataloader_is_refused() -> None:
+    with pytest.raises(ConfigError, match="dataset: a list_iterator"):
+        apply(DataLoader(iter([1, 2]), collate_fn=pad), token_budget=BUDGET)
+
+
+@pytest.mark.parametrize(
+    "cost_fn",
+    [lambda pair: Cost(len(pair[0]), 0, len(pair[1]) - 1), lambda pair: Cost(len(pair[0])), lambda pair: len(pair[0])],
+    ids=["all", "tokens", "int"],
+)
+def test_items_of_any_kind_with_a_cost_function(cost_fn: Callable[[Any], Any]) -> None:
+    def pairs(k: int) -> Any:
+        return torch.tensor(item(k)["input_ids"]), item(k)["labels"]
+
+    def collate(items: list[Any]) -> Any:
+        return pad([{"input_ids": ids, "labels": labels} for ids, labels in items])
+
+    with make(Rows(pairs), collate_fn=collate, cost_fn=cost_fn) as loader:
+        assert rows_of(loader) == EVERY_ROW
+    with make(Rows(pairs), collate_fn=collate) as loader, pytest.raises(DataError) as caught:
+        rows_of(loader)
+    assert "found tuple; give cost_fn=..." in str(caught.value) and "mend or remove" not in str(caught.value)
+
+
+def test_a_cost_in_tokens_alone_leaves_patches_to_be_counted() -> None:
+    """I4: the patch cap holds."""
+    rows = Rows(lambda k: item(k) | {"odb_n_patches": 5})
+    with make(rows, token_budget=2048, max_patches=11, cost_fn=lambda one: len(one["input_ids"])) as loader:
+        assert {len(pop_step_info(batch).ids) for batch in loader} == {2}
+
+
+@pytest.mark.parametrize(("clash", "words"), [("odb_step_info", "has? the key|with the key"), (None, "no further key")])
+def test_a_batch_that_cannot_hold_the_step_info(clash: str | None, words: str) -> None:
+    from types import MappingProxyType
+
+    def collate(items: list[Any]) -> Any:
+        return pad(items) | {clash: 1} if clash else MappingProxyType(pad(items))
+
+    with make(collate_fn=collate) as loader, pytest.raises(DataError, match=words):
+        rows_of(loader)
+
+
+# accelerate
+
+
+def test_a_prepared_loader_moves_its_batches(accelerate_state: None) -> None:
+    accelerator = Accelerator(cpu=True)
+    PartialState().device = torch.device("meta")  # where an accelerator would be
+    with make() as loader:
+        assert next(iter(loader))["input_ids"].device.type == "cpu"
+        assert accelerator.prepare(loader) is loader
+        batch = next(iter(loader))
+        assert {batch["input_ids"].device.type, batch["labels"].device.type} == {"meta"}
+        assert pop_step_info(batch).samples == len(batch["input_ids"])
+    stock = DataLoader(Rows(), collate_fn=pad)
+    with apply(stock, token_budget=BUDGET):
+        assert next(iter(accelerator.prepare(stock)))["input_ids"].device.type == "meta"
+
+
+def test_accelerate_and_the_loader_agree_on_the_optimizer_step(accelerate_state: None) -> None:
+    loader = Accelerator(cpu=True, gradient_accumulation_steps=4).prepare(make(gradient_accumulation_steps=2))
+    with loader, pytest.raises(ConfigError, match="gradient_accumulation_steps: 2 here and 4 in the Accelerator"):
+        next(iter(loader))
+    with make(gradient_accumulation_steps=4) as loader:
+        pass
+
+
+def test_accelerate_saves_the_state_of_a_single_rank(tmp_path: Any, accelerate_state: None) -> None:
+    accelerator = Accelerator(cpu=True)
+    with accelerator.prepare(make(shuffle=True)) as loader:
+        before = Counter(row for _, batch in zip(range(3), loader) for row in pop_step_info(batch).ids)
+        accelerator.save_state(str(tmp_path))
+    accelerator = Accelerator(cpu=True)
+    with accelerator.prepare(make(shuffle=True)) as loader:
+        accelerator.load_state(str(tmp_path))
+        assert before + rows_of(loader) == EVERY_ROW

@@ -1,0 +1,220 @@
+"""Loops of one's own on two ranks: who shares samples with whom, streams, states, leaving early."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state import AcceleratorState
+from distributed.ranks import run_ranks
+from torch.utils.data import IterableDataset
+from toy import NUM_ROWS, Rows, Stream, item, pad
+
+from odb_factory import ODBDataLoader, ODBError, pop_step_info
+
+SETTINGS = {"token_budget": 128, "buffer_size": 16, "collate_fn": pad}
+
+
+def rows_of(loader: Any) -> list[int]:
+    return [row for batch in loader for row in pop_step_info(batch).ids]
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except ODBError as error:
+        return str(error)
+    return "no error"
+
+
+def every_row_once(*ranks: list[int]) -> bool:
+    return Counter(row for rows in ranks for row in rows) == Counter(range(NUM_ROWS))
+
+
+def made_before_the_process_group(rank: int, store: str) -> dict[str, Any]:
+    dist.destroy_process_group()
+    loader = ODBDataLoader(Rows(), shuffle=True, **SETTINGS)
+    early = error_of(lambda: iter(loader))
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    with loader:
+        shared = rows_of(loader)
+        infos = [pop_step_info(batch) for batch in loader]
+    # Of these groups each rank is in one: it has all samples to itself, and asks nobody.
+    alone = [dist.new_group([0]), dist.new_group([1])]
+    stranger = error_of(lambda: ODBDataLoader(Rows(), process_group=alone[1 - rank], **SETTINGS))
+    with ODBDataLoader(Rows(), process_group=alone[rank], **SETTINGS) as loader:
+        if rank == 0:
+            dist.barrier()
+        whole = rows_of(loader)
+        if rank == 1:
+            dist.barrier()
+    return {
+        "early": early,
+        "shared": shared,
+        "all ranks": sum(info.samples_all_ranks for info in infos),
+        "idle": [[info.is_idle, info.samples, info.loss_scale] for info in infos if not info.ids],
+        "progress": infos[-1].progress,
+        "stranger": stranger,
+        "whole": whole,
+    }
+
+
+def test_rank_and_world_size_are_those_of_the_first_batch(tmp_path: Path) -> None:
+    """I2: also for a loader made before `init_process_group`, and for a process group of one's own."""
+    function = "test_own_loop_ranks:made_before_the_process_group"
+    first, second = (run.value for run in run_ranks(function, tmp_path, store=str(tmp_path / "store")))
+    assert every_row_once(first["shared"], second["shared"])
+    for rank in (first, second):
+        assert rank["early"].startswith("WORLD_SIZE: 2 processes were started") and "\n" not in rank["early"]
+        assert rank["all ranks"] == NUM_ROWS and rank["progress"] == 1.0
+        assert all(idle == [True, 0, 0.0] for idle in rank["idle"])
+        assert rank["stranger"].startswith("process_group: this rank is not in it")
+        assert every_row_once(rank["whole"])
+
+
+class PartOfAStream(IterableDataset):
+    """Splits itself between the ranks, as webdataset's do."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(item, range(dist.get_rank(), NUM_ROWS, 2))
+
+
+def streams(rank: int, num_workers: int) -> dict[str, Any]:
+    def rows(stream: IterableDataset, **settings: Any) -> Any:
+        with ODBDataLoader(stream, num_workers=num_workers, **SETTINGS, **settings) as loader:
+            try:
+                busy = [batch for batch in loader if not pop_step_info(batch).is_idle]
+                return [int(row[0]) - 1 for batch in busy for row in batch["input_ids"]]
+            except ODBError as error:
+                return str(error)
+
+    return {
+        "whole": rows(Stream()),
+        "part": rows(PartOfAStream()),
+        "part, said": rows(PartOfAStream(), already_split=True),
+        "whole, said": rows(Stream(), already_split=True),
+    }
+
+
+def test_a_stream_that_splits_itself_is_found_out(tmp_path: Path) -> None:
+    """I2: no sample is lost or trained on twice because of who splits a stream."""
+    for num_workers in (0, 1):
+        runs = run_ranks("test_own_loop_ranks:streams", tmp_path, num_workers=num_workers)
+        first, second = (run.value for run in runs)
+        for case in ("whole", "part, said"):
+            assert every_row_once(first[case], second[case]), case
+        for rank in (first, second):
+            assert "iterate different streams" in rank["part"] and "already_split=True" in rank["part"]
+            assert "ranks iterate the same stream" in rank["whole, said"]
+
+
+def saved_by_accelerate(rank: int, checkpoint: str) -> dict[str, Any]:
+    os.environ["LOCAL_RANK"] = str(rank)  # without it accelerate takes each process for one alone
+    settings = SETTINGS | {"shuffle": True, "gradient_accumulation_steps": 2, "num_workers": 1}
+    accelerator = Accelerator(cpu=True)
+    with accelerator.prepare(ODBDataLoader(Rows(), **settings)) as loader:
+        batches = iter(loader)
+        before = [row for _ in range(4) for row in pop_step_info(next(batches)).ids]
+        forgotten = error_of(lambda: accelerator.save_state(checkpoint))
+        loader.checkpoint_with(accelerator)
+        accelerator.save_state(checkpoint)
+        state = loader.state_dict()
+        del batches
+    accelerator = Accelerator(cpu=True)
+    with accelerator.prepare(ODBDataLoader(Rows(), **settings)) as loader:
+        loader.checkpoint_with(accelerator)
+        states: list[Any] = [None, None]
+        dist.all_gather_object(states, state)
+        wrong = error_of(lambda: loader.load_state_dict(states[1 - rank]))
+        accelerator.load_state(checkpoint)
+        after = rows_of(loader)
+        loader.load_state_dict(states)  # as a loop that keeps one file for all ranks does
+        again = rows_of(loader)
+    return {"forgotten": forgotten, "wrong": wrong, "before": before, "after": after, "again": again}
+
+
+def test_accelerate_keeps_the_state_of_every_rank(tmp_path: Path) -> None:
+    """I2 over stop and resume."""
+    runs = run_ranks("test_own_loop_ranks:saved_by_accelerate", tmp_path, checkpoint=str(tmp_path / "checkpoint"))
+    first, second = (run.value for run in runs)
+    assert every_row_once(first["before"], first["after"], second["before"], second["after"])
+    for rank in (first, second):
+        assert rank["after"] == rank["again"] != []
+        assert "call loader.checkpoint_with(accelerator)" in rank["forgotten"]
+        assert "checkpoint_with(accelerator)" in rank["wrong"] and "\n" not in rank["wrong"]
+
+
+def on_a_mesh(rank: int) -> dict[str, Any]:
+    os.environ["LOCAL_RANK"] = str(rank)
+    accelerator = Accelerator(cpu=True)
+
+    def prepared(**sizes: int) -> ODBDataLoader:
+        # accelerate builds such a mesh itself, but not on a CPU.
+        AcceleratorState().device_mesh = ParallelismConfig(**sizes).build_device_mesh("cpu")
+        return accelerator.prepare(ODBDataLoader(Rows(), **SETTINGS))
+
+    tensor, context = {"tp_size": 4}, {"dp_shard_size": 2, "cp_size": 2}
+    refused = [error_of(lambda sizes=sizes: iter(prepared(**sizes))) for sizes in (tensor, context)]
+    with prepared(dp_shard_size=2, tp_size=2) as loader:
+        infos = [pop_step_info(batch) for batch in loader]
+    with prepared(dp_shard_size=2, dp_replicate_size=2) as loader:
+        shared = rows_of(loader)
+    return {
+        "refused": refused,
+        "rows": [row for info in infos for row in info.ids],
+        "scales": [info.loss_scale for info in infos],
+        "tokens": [info.supervised_tokens for info in infos],
+        "shared": shared,
+    }
+
+
+def test_the_mesh_of_accelerate_says_who_shares_samples(tmp_path: Path) -> None:
+    """I2 over the data-parallel ranks; tensor-parallel ones get the same batches, with weights for two ranks."""
+    ranks = [run.value for run in run_ranks("test_own_loop_ranks:on_a_mesh", tmp_path, world_size=4)]
+    for rank in ranks:
+        assert "(tp 4) has no data-parallel dimension" in rank["refused"][0] and "process_group=" in rank["refused"][0]
+        assert "context or sequence parallel" in rank["refused"][1]
+    assert ranks[0]["rows"] == ranks[1]["rows"] and ranks[2]["rows"] == ranks[3]["rows"]
+    assert every_row_once(ranks[0]["rows"], ranks[2]["rows"])
+    assert every_row_once(*(rank["shared"] for rank in ranks))
+    for k, (mine, others) in enumerate(zip(ranks[0]["tokens"], ranks[2]["tokens"])):
+        assert ranks[0]["scales"][k] == pytest.approx(2 * mine / (mine + others))
+
+
+def leaves_early(rank: int, how: str) -> Any:
+    loader = ODBDataLoader(Rows(), num_workers=1, exchange_timeout_s=20, **SETTINGS | {"buffer_size": 4})
+    batches = iter(loader)
+    pop_step_info(next(batches))
+    if rank == 0:
+        return error_of(lambda: list(batches))
+    sys.last_value = ValueError("of a notebook's cell, long ago")
+    started = time.monotonic()
+    if how == "garbage":
+        del loader, batches
+        gc.collect()
+    else:
+        try:
+            with loader:
+                sys.exit(0)
+        except SystemExit:
+            pass
+    return time.monotonic() - started
+
+
+def test_a_rank_that_leaves_early_has_not_failed(tmp_path: Path) -> None:
+    """By garbage collection, which waits for no rank and calls no collective, or by `sys.exit(0)`."""
+    for how in ("garbage", "exit"):
+        first, second = run_ranks("test_own_loop_ranks:leaves_early", tmp_path, how=how)
+        assert "left the epoch before its end" in first.value, how
+        assert "long ago" not in first.said + second.said and "SystemExit" not in first.said + second.said
+        assert second.value < 15

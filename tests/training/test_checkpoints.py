@@ -1,0 +1,388 @@
+"""Checkpoints that are damaged, cut off or none: refused in one line, or an older one is taken; no row is lost."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import shutil
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from toy import NUM_ROWS
+from training.test_resume import BLOCK, audit, train
+from transformers import Trainer
+
+from odb_factory.errors import ConfigError, DataError, ODBError
+from odb_factory.training import state_files
+from odb_factory.training.checkpoint_status import read_states
+from odb_factory.training.find_checkpoint import find_checkpoint
+from odb_factory.training.state_files import MARK, MARKER, TRAINER_STATE, read_marker, write_marker
+
+RANK_0 = "odb_state_rank0.json"
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def run(tiny_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was stopped behind optimizer step 4 of its epoch, with a checkpoint of every step."""
+    folder = tmp_path_factory.mktemp("run")
+    train(tiny_text, folder, block=BLOCK, stop=STEPS, num_train_epochs=1)
+    return folder
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    monkeypatch.setattr(logging.getLogger("odb_factory"), "handlers", [caplog.handler])
+    return caplog
+
+
+def copied(run: Path, to: Path, *steps: int) -> Path:
+    """A copy of the run with the checkpoints of these steps; returns the last."""
+    to.mkdir(exist_ok=True)
+    shutil.copy(run / "odb_audit_rank0.jsonl", to)
+    for step in steps:
+        shutil.copytree(run / f"checkpoint-{step}", to / f"checkpoint-{step}")
+    return to / f"checkpoint-{steps[-1]}"
+
+
+def find(asked: Any, *, ignore_data: bool = False, output_dir: Path | str = "") -> Path | None:
+    """On one rank."""
+    return find_checkpoint(
+        asked,
+        output_dir=str(output_dir),
+        rank=0,
+        world_size=1,
+        ignore_data=ignore_data,
+        gather=lambda numbers: [numbers],
+    )
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def edit(path: Path) -> None:
+    """As a person would: one number."""
+    saved = json.loads(path.read_text())
+    content = saved["content"]
+    content["optimizer_steps"] += 1
+    path.write_text(json.dumps(saved))
+
+
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    "missing": lambda path: path.unlink(),
+    "truncated": truncate,
+    "empty": lambda path: path.write_text(""),
+    "a list": lambda path: path.write_text("[]"),
+    "no fields": lambda path: path.write_text("{}"),
+    "binary": lambda path: path.write_bytes(bytes(range(128, 256))),
+    "a folder": lambda path: (path.unlink(), path.mkdir()),
+    "of version 2": lambda path: path.write_text(json.dumps({"version": 2, "data": {}})),
+    "edited": edit,
+}
+
+
+def is_one_line_with(error: ODBError, *words: str) -> bool:
+    return "\n" not in str(error) and all(word in str(error) for word in words)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_state_is_refused_or_the_older_checkpoint_taken(run: Path, tmp_path, damage: str, log) -> None:
+    alone = copied(run, tmp_path / "alone", 4)
+    DAMAGES[damage](alone / RANK_0)
+    with pytest.raises(DataError) as caught:
+        find(str(alone))
+    assert is_one_line_with(caught.value, str(alone / RANK_0), "name an older checkpoint", "resume: ignore_data")
+    assert find(alone, ignore_data=True) == alone
+
+    asked = copied(run, tmp_path / "two", 2, 3, 4)
+    DAMAGES[damage](asked / RANK_0)
+    DAMAGES[damage](asked.with_name("checkpoint-3") / RANK_0)
+    assert find(True, output_dir=asked.parent) == asked.with_name("checkpoint-2")
+    assert str(asked / RANK_0) in log.text and "going on from checkpoint-2" in log.text
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_marker_loses_nothing(run: Path, tmp_path, damage: str, log) -> None:
+    """The older checkpoint is taken; where there is none, the states of all ranks tell the same as a marker."""
+    alone = copied(run, tmp_path / "alone", 4)
+    DAMAGES[damage](alone / MARKER)
+    assert find(alone) == alone
+    assert str(alone / MARKER) in log.text and "cut off" in log.text
+    asked = copied(run, tmp_path / "two", 3, 4)
+    DAMAGES[damage](asked / MARKER)
+    assert find(asked) == asked.with_name("checkpoint-3")
+
+
+@pytest.mark.parametrize("damage", [name for name in DAMAGES if name != "edited"])
+def test_without_a_trainer_state_it_is_no_checkpoint(run: Path, tmp_path, damage: str) -> None:
+    """Before any weights are loaded; and what does not help is not advised."""
+    alone = copied(run, tmp_path / "alone", 4)
+    DAMAGES[damage](alone / TRAINER_STATE)
+    for ignore_data in (False, True):
+        with pytest.raises(DataError) as caught:
+            find(alone, ignore_data=ignore_data)
+        assert is_one_line_with(caught.value, str(alone / TRAINER_STATE), "model_name_or_path")
+        assert "ignore_data" not in str(caught.value)
+    asked = copied(run, tmp_path / "two", 3, 4)
+    DAMAGES[damage](asked / TRAINER_STATE)
+    assert find(asked, ignore_data=True) == find(asked) == asked.with_name("checkpoint-3")
+
+
+def test_a_copy_without_our_files_is_not_called_stock(run: Path, tmp_path) -> None:
+    alone = copied(run, tmp_path / "alone", 4)
+    for path in alone.glob("odb_state*"):
+        path.unlink()
+    with pytest.raises(DataError, match="odb_state_rank0.json: it is missing"):
+        find(alone)
+
+
+def test_a_checkpoint_that_stock_training_has_overwritten_is_refused(run: Path, tmp_path) -> None:
+    """Its weights have seen other rows than the files beside them say."""
+    alone = copied(run, tmp_path / "alone", 4)
+    state = json.loads((alone / TRAINER_STATE).read_text())
+    assert state["stateful_callbacks"][MARK] == {"args": {"optimizer_steps": 4}, "attributes": {}}
+    state["stateful_callbacks"][MARK]["args"]["optimizer_steps"] = 2  # stock carries it along
+    (alone / TRAINER_STATE).write_text(json.dumps(state))
+    with pytest.raises(DataError, match="was written without odb, and odb_state.* are beside it"):
+        find(alone)
+
+
+def test_what_is_no_checkpoint_is_refused(run: Path, tiny_text: Path, tmp_path) -> None:
+    (tmp_path / "empty").mkdir()
+    refused = {
+        5: "5 is no folder",
+        2.5: "2.5 is no folder",
+        str(tmp_path / "nowhere"): "is no folder",
+        str(tmp_path / "empty"): "trainer_state.json: it is missing",
+        str(tiny_text): "trainer_state.json: it is missing",
+        str(run): f"holds checkpoints and is none; name one of them, '{run}/checkpoint-4' is the newest",
+        True: "holds no checkpoint",
+    }
+    for asked, words in refused.items():
+        for ignore_data in (False, True):
+            with pytest.raises(ODBError) as caught:
+                find(asked, output_dir=tmp_path / "empty", ignore_data=ignore_data)
+            assert is_one_line_with(caught.value, words), caught.value
+    with pytest.raises(ConfigError, match="holds no checkpoint"):
+        find(True, output_dir=tmp_path / "nowhere")
+    assert find(None) is find(False) is find("") is None
+    with pytest.raises(ConfigError, match="5 is no folder"):
+        train(tiny_text, tmp_path / "out", resume=5, block=BLOCK)
+
+
+# Trainings that go on
+
+
+def rows_of(folder: Path, before: int) -> Counter:
+    """Rows of the audit: those up to optimizer step `before`, and those of the run that went on from there."""
+    lines = audit(folder)
+    return Counter(row for line in lines[:before] + lines[STEPS:] for row in line["ids"])
+
+
+ONCE = Counter(range(NUM_ROWS))
+
+
+@pytest.mark.parametrize(
+    ("steps", "file", "goes_on_from"), [((4,), MARKER, 4), ((3, 4), MARKER, 3), ((3, 4), RANK_0, 3)], ids=str
+)
+def test_every_row_once(run: Path, tiny_text, tmp_path, steps: tuple[int, ...], file: str, goes_on_from: int) -> None:
+    """I2, over a checkpoint that was cut off or damaged."""
+    checkpoint = copied(run, tmp_path / "out", *steps)
+    (checkpoint / file).unlink()
+    train(tiny_text, tmp_path / "out", resume=str(checkpoint), block=BLOCK, num_train_epochs=1)
+    assert rows_of(tmp_path / "out", goes_on_from) == ONCE
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "of version 2"])
+def test_ignore_data_goes_on_whatever_the_state_is_in(run: Path, tiny_text, tmp_path, damage: str) -> None:
+    checkpoint = copied(run, tmp_path / "out", 3, 4)
+    DAMAGES[damage](checkpoint / RANK_0)
+    block = BLOCK | {"resume": "ignore_data"}
+    trainer = train(tiny_text, tmp_path / "out", resume=str(checkpoint), block=block, num_train_epochs=1)
+    assert rows_of(tmp_path / "out", 0) == ONCE
+    assert trainer.state.log_history[-1]["step"] > STEPS + 4
+
+
+class KilledWhenSaving(Trainer):
+    """Dies behind the Trainer's part of the checkpoint of step 4, when the older ones have been deleted."""
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        super()._save_checkpoint(*args, **kwargs)
+        if self.state.global_step == STEPS:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(("limit", "left", "goes_on_from"), [(1, [4], 4), (None, [1, 2, 3, 4], 3)])
+def test_a_checkpoint_cut_off_loses_nothing(
+    run: Path, tiny_text, tmp_path, limit: int | None, left: list[int], goes_on_from: int
+) -> None:
+    """Also under `save_total_limit: 1`, where the one before is gone, and over a whole one of an older run."""
+    if limit is None:
+        copied(run, tmp_path, 4)
+        (tmp_path / "checkpoint-4" / "odb_state_rank1.json").write_text("of a run with more ranks")
+    with pytest.raises(KeyboardInterrupt):
+        train(
+            tiny_text,
+            tmp_path,
+            block=BLOCK,
+            num_train_epochs=1,
+            save_total_limit=limit,
+            trainer_class=KilledWhenSaving,
+        )
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {f"checkpoint-{step}" for step in left}
+    assert [path.name for path in (tmp_path / "checkpoint-4").glob("odb_state*")] == [RANK_0]
+    train(tiny_text, tmp_path, resume=True, block=BLOCK, num_train_epochs=1)
+    assert rows_of(tmp_path, goes_on_from) == ONCE
+
+
+def test_a_checkpoint_that_the_trainer_deletes_at_once_ends_nothing(run: Path, tiny_text, tmp_path, log) -> None:
+    """It may take it for the oldest, beside a higher number of an older run."""
+    copied(run, tmp_path, 4)
+    trainer = train(tiny_text, tmp_path, block=BLOCK, num_train_epochs=1, save_total_limit=1, stop=2)
+    assert trainer.state.global_step == 2
+    left = {path.name for path in tmp_path.glob("checkpoint-*")}
+    assert "checkpoint-2" in left or "deleted by the Trainer" in log.text
+
+
+class OfATrial(Trainer):
+    """Saves where a hyper-parameter search lets a trial save."""
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return os.path.join(super()._get_output_dir(trial), "run-7")
+
+
+def test_a_trial_and_restored_callbacks(tiny_text, tmp_path) -> None:
+    """States stand beside the Trainer's files; `restore_callback_states_from_checkpoint` can make our mark anew."""
+    train(tiny_text, tmp_path, block=BLOCK, stop=STEPS, num_train_epochs=1, trainer_class=OfATrial)
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == []
+    checkpoint = tmp_path / "run-7" / "checkpoint-4"
+    assert {RANK_0, MARKER, TRAINER_STATE} <= {path.name for path in checkpoint.iterdir()}
+    trainer = train(
+        tiny_text,
+        tmp_path,
+        resume=str(checkpoint),
+        block=BLOCK,
+        num_train_epochs=1,
+        restore_callback_states_from_checkpoint=True,
+    )
+    assert rows_of(tmp_path, STEPS) == ONCE
+    last = max((tmp_path).glob("checkpoint-*"), key=lambda path: int(path.name[11:]))
+    assert json.loads((last / TRAINER_STATE).read_text())["stateful_callbacks"][MARK]["args"] == {
+        "optimizer_steps": trainer.state.global_step
+    }
+    assert not [one for one in trainer.callback_handler.callbacks if type(one).__module__.startswith("odb_factory")]
+
+
+# Ranks
+
+
+def on_ranks(asked: list[Any], **options: Any) -> list[Any]:
+    """What `find_checkpoint` gives or raises on ranks that are threads; asked: by each."""
+    told, barrier, results = [None] * len(asked), threading.Barrier(len(asked)), [None] * len(asked)
+
+    def find_on(rank: int) -> None:
+        def gather(numbers: list[int]) -> list[list[int]]:
+            told[rank] = numbers
+            barrier.wait(10)
+            answers = list(told)
+            barrier.wait(10)
+            return answers
+
+        try:
+            results[rank] = find_checkpoint(
+                asked[rank],
+                rank=rank,
+                gather=gather,
+                **{"output_dir": "", "ignore_data": False, "world_size": len(asked)} | options,
+            )
+        except ODBError as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=find_on, args=(rank,)) for rank in range(len(asked))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return results
+
+
+def of_two_ranks(run: Path, to: Path, *steps: int) -> Path:
+    """Checkpoints as two ranks with one disk would have written them."""
+    last = copied(run, to, *steps)
+    for step in steps:
+        folder = to / f"checkpoint-{step}"
+        saved = json.loads((folder / RANK_0).read_text())["content"]
+        for rank in (0, 1):
+            data = saved["data"] | {"rank": rank, "world_size": 2}
+            state_files.write_rank_state(folder, rank, saved["optimizer_steps"], data, saved["run"])
+        write_marker(folder, 2, step)
+    return last
+
+
+def test_all_ranks_go_on_from_the_same_checkpoint(run: Path, tmp_path) -> None:
+    """On a disk of each node something else is damaged; the newest that is whole on all of them is taken."""
+    here, there = (of_two_ranks(run, tmp_path / name, 1, 2, 3, 4) for name in ("here", "there"))
+    assert on_ranks([here, there]) == [here, there]
+    truncate(there / "odb_state_rank1.json")
+    (here.with_name("checkpoint-3") / RANK_0).unlink()
+    assert on_ranks([here, there]) == [here.with_name("checkpoint-2"), there.with_name("checkpoint-2")]
+    shutil.rmtree(there.with_name("checkpoint-2"))
+    assert on_ranks([here, there]) == [here.with_name("checkpoint-1"), there.with_name("checkpoint-1")]
+    shutil.rmtree(there.with_name("checkpoint-1"))
+    errors = on_ranks([here, there])
+    assert "odb_state_rank1.json" in str(errors[1]) and "ranks [1] cannot go on" in str(errors[0])
+    errors = on_ranks([here, None])
+    assert all("ranks [1] find no checkpoint and the others do" in str(error) for error in errors)
+    assert on_ranks([None, None]) == [None, None]
+    errors = on_ranks([here, 5])
+    assert isinstance(errors[0], DataError) and isinstance(errors[1], ConfigError)
+
+
+def test_a_rank_reads_its_own_state_alone(run: Path, tmp_path) -> None:
+    """Those of the others only to deal out the rest of an epoch anew."""
+    folder = of_two_ranks(run, tmp_path / "out", 4)
+    truncate(folder / "odb_state_rank1.json")
+    (state,) = read_states(folder, 0, 2)
+    assert state.epoch_state.rank == 0
+    for rank, world_size, of_all in ((0, 2, True), (0, 1, False), (2, 3, False)):
+        with pytest.raises(DataError, match="odb_state_rank1.json: it cannot be read"):
+            read_states(folder, rank, world_size, of_all=of_all)
+
+
+def _write_often(folder: Path, pid: int, barrier: Any, failures: Any) -> None:
+    os.getpid = lambda: pid  # containers of several nodes often have the same
+    for k in range(100):
+        barrier.wait(30)
+        try:
+            write_marker(folder, 2, k)
+        except OSError as error:
+            failures.put(repr(error))
+
+
+def test_two_nodes_may_write_a_marker_at_once(tmp_path) -> None:
+    """To one disk, with equal process ids."""
+    context = multiprocessing.get_context("fork")
+    barrier, failures = context.Barrier(2), context.Queue()
+    writers = [context.Process(target=_write_often, args=(tmp_path, 7, barrier, failures)) for _ in range(2)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(60)
+        assert writer.exitcode == 0
+    assert failures.empty()
+    assert read_marker(tmp_path) == (2, 99)
+    assert [path.name for path in tmp_path.iterdir()] == [MARKER]
+
+
+def test_a_write_that_fails_leaves_nothing_behind(tmp_path) -> None:
+    write_marker(tmp_path, 1, 1)
+    with pytest.raises(TypeError):
+        state_files.write_rank_state(tmp_path, 0, 1, {"not JSON": object()}, {})
+    assert [path.name for path in tmp_path.iterdir()] == [MARKER]
