@@ -16,6 +16,7 @@ from odb_factory.data.make_loader import make_config, make_loader
 from odb_factory.data.measure import DEFAULT_PATCH_SIZE
 from odb_factory.data.observe import Observer
 from odb_factory.data.take_apart import take_apart
+from odb_factory.data_parallel import check_process_group
 from odb_factory.errors import ConfigError
 from odb_factory.training import columns
 from odb_factory.training.checks import check_filler, check_methods, check_training_arguments
@@ -50,6 +51,7 @@ class ODBSettings:
             observer=self.observer,
             collation=self.collation or Collation(pad_to_multiple_of=pads_to),
             process_group=self.process_group,
+            agree_on={"num_train_epochs": args.num_train_epochs, "max_steps": args.max_steps},
             patch_size=self.patch_size,
             cost_fn=self.cost_fn,
             accumulation=args.gradient_accumulation_steps,
@@ -98,6 +100,7 @@ def enable_odb(
     if getattr(trainer, "odb_settings", None) is not None:
         raise ConfigError("enable_odb: this trainer has it already; call it once.")
     config = make_config(config, block)
+    check_process_group(process_group)
     check_training_arguments(trainer.args)
     check_filler(config, collation or Collation())
     check_methods(trainer)

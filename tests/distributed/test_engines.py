@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -50,14 +49,6 @@ def fsdp(version: int) -> Engine:
     return Engine({"fsdp": "full_shard auto_wrap", "fsdp_config": config}, evidence, env)
 
 
-def hsdp() -> Engine:
-    """Two replicas of two shards, as `accelerate launch` asks for them."""
-    sizes = {"DP_REPLICATE_SIZE": "2", "DP_SHARD_SIZE": "2", "TP_SIZE": "1", "CP_SIZE": "1"}
-    env = {f"PARALLELISM_CONFIG_{name}": size for name, size in sizes.items()}
-    sharded = fsdp(2)
-    return dataclasses.replace(sharded, env=sharded.env | env | {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"})
-
-
 ENGINES = {
     "ddp": Engine({}),
     "zero1": zero(1),
@@ -65,13 +56,11 @@ ENGINES = {
     "zero3": zero(3),
     "fsdp": fsdp(1),
     "fsdp2": fsdp(2),
-    "hsdp": hsdp(),
     "zero3, balanced": zero(3, balance=True),
 }
 DEFAULT = ["zero2", "zero3", "fsdp", "fsdp2"]
 RUN_ANYWAY = [*DEFAULT, "ddp", "zero3, balanced"]
-NEED_FOUR = ["hsdp"]
-GRID = [(name, 2) for name in ENGINES if name not in RUN_ANYWAY + NEED_FOUR] + [(name, 4) for name in ENGINES]
+GRID = [(name, 2) for name in ENGINES if name not in RUN_ANYWAY] + [(name, 4) for name in ENGINES]
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from training.test_enable import BLOCK, audit, ids, make
 from training.test_lifetime import held, make_odb
 from transformers import Trainer
 
-from odb_factory import enable_odb
+from odb_factory import ConfigError, enable_odb
 
 ACCUMULATION = 2
 
@@ -71,3 +71,8 @@ def test_ranks_of_different_groups_do_not_share_samples_and_none_is_left(tiny_te
         assert counts[2] == counts[1]
     for k in range(3):
         assert ids(tmp_path / f"world{k}") + ids(tmp_path / f"world{k}", rank=1) == Counter(range(NUM_ROWS))
+
+
+def test_a_mesh_is_no_process_group(tiny_text, tmp_path) -> None:
+    with pytest.raises(ConfigError, match="^process_group: expected the torch.distributed.ProcessGroup"):
+        enable_odb(make(Trainer, tiny_text, tmp_path), process_group="dp", **BLOCK)
