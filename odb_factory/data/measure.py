@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from odb_factory.data.samples import Measured
+from odb_factory.errors import DataError
 
 IGNORE_INDEX = -100
 GRID_KEYS = ("image_grid_thw", "video_grid_thw", "image_grid_hws", "spatial_shapes")
@@ -33,6 +34,7 @@ def count_supervised(labels: Any) -> int:
     if is_ints(labels):
         return len(labels) - 1 - labels.count(IGNORE_INDEX) + (labels[0] == IGNORE_INDEX)
     array = np.asarray(labels)
+    _check_labels(array.shape, 1)
     return int((array[..., 1:] != IGNORE_INDEX).sum())
 
 
@@ -48,12 +50,22 @@ def measure_batch(batch: Mapping[str, Any], patch_size: int = DEFAULT_PATCH_SIZE
         raise TypeError(f"collate_fn must return a mapping with `input_ids` [rows, length], it returned {found}")
     rows, length = batch["input_ids"].shape[:2]
     labels = batch.get("labels")
+    if labels is not None:
+        _check_labels(np.shape(labels), 2)
     return Measured(
         rows=rows,
         length=length,
         patches=count_patches(batch, patch_size),
         supervised_tokens=0 if labels is None else count_supervised(labels),
     )
+
+
+def _check_labels(shape: tuple[int, ...], least: int) -> None:
+    if len(shape) < least:
+        raise DataError(
+            f"labels of shape {list(shape)}: odb trains causal language models, with one label for each token of "
+            "`input_ids` (-100 where no loss is wanted); a classification head is not supported"
+        )
 
 
 def _numel(value: Any) -> int:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 
 import numpy as np
+import torch
 
 from odb_factory.batching import CostModel, StepTotals
 
@@ -29,10 +30,14 @@ class StepTimes:
         self._steps: deque[tuple[float, ...]] = deque(maxlen=STEPS_KEPT)
         self._warm_up = WARM_UP_STEPS
         self._under_way: tuple[StepTotals, float] | None = None
-        self.model, self.r2 = CostModel(), None
+        self._is_fitted = False
+        self.model = CostModel()
+        self.r2: float | None = None
 
     def begin(self, totals: StepTotals) -> None:
         """A step begins; the one before it has ended, with all that the training did behind it."""
+        if self._is_fitted:
+            _synchronize()  # kernels are queued: without it this would be the time that queueing them takes
         now = time.perf_counter()
         if self._under_way is not None:
             self.add(self._under_way[0], now - self._under_way[1])
@@ -53,6 +58,7 @@ class StepTimes:
     def fitting(self) -> Callable[[], CostModel]:
         """`fit`, to be called in another thread: what it imports is imported here, not while workers are forked."""
         importlib.import_module("scipy.optimize")
+        self._is_fitted = True
         return self.fit
 
     def fit(self) -> CostModel:
@@ -87,3 +93,13 @@ class StepTimes:
             f"cost model: a step takes {1e3 * fixed:.3g} ms + {1e6 * token:.3g} us a token + {1e6 * patch:.3g} us a "
             f"patch + {1e9 * square:.3g} ns a squared row length; R2 {self.r2:.2f}"
         )
+
+
+def _synchronize() -> None:
+    """Wait until the accelerator, if the training uses one, has done what was queued."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    elif not torch.cuda.is_available():
+        accelerator = getattr(torch, "accelerator", None)  # from torch 2.6
+        if accelerator is not None and accelerator.is_available():
+            accelerator.synchronize()

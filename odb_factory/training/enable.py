@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
+from torch.utils.data import RandomSampler
 from transformers import Trainer
 
 from odb_factory.batching import Collation
@@ -14,12 +16,12 @@ from odb_factory.data.make_loader import make_config, make_loader
 from odb_factory.data.measure import DEFAULT_PATCH_SIZE
 from odb_factory.data.observe import Observer
 from odb_factory.data.take_apart import take_apart
+from odb_factory.data_parallel import check_process_group
 from odb_factory.errors import ConfigError
-from odb_factory.log import get_logger
+from odb_factory.training import columns
+from odb_factory.training.checks import check_filler, check_methods, check_training_arguments
 from odb_factory.training.mixin import ODBTrainerMixin
 from odb_factory.training.run import ODBRun
-
-logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,17 +32,26 @@ class ODBSettings:
     observer: Observer | None
     collation: Collation | None
     patch_size: int
-    cost_fn: Callable | None
+    cost_fn: Callable[..., Any] | None
+    process_group: dist.ProcessGroup | None
 
-    def make_run(self, trainer: Any, stock: Any) -> ODBRun:
-        """stock: the train dataloader that the trainer would use."""
+    def make_run(self, trainer: Any, source: Any, stock: Any) -> ODBRun:
+        """stock: the train dataloader that the trainer would use; source: the same, perhaps with all its columns."""
         args = trainer.args
         seed = next(seed for seed in (self.config.seed, args.data_seed, args.seed) if seed is not None)
+        parts = take_apart(source, seed, stream=trainer.train_dataset)
+        # The Trainer wraps its collator to remove columns from items.
+        collator = getattr(parts.collate_fn, "data_collator", parts.collate_fn)
+        pads_to = getattr(collator, "pad_to_multiple_of", None) or 1
+        if source is not stock:
+            parts = columns.with_columns_of(parts, stock)
         loader = make_loader(
-            take_apart(stock, seed, stream=trainer.train_dataset),
+            parts,
             self.config,
             observer=self.observer,
-            collation=self.collation,
+            collation=self.collation or Collation(pad_to_multiple_of=pads_to),
+            process_group=self.process_group,
+            agree_on={"num_train_epochs": args.num_train_epochs, "max_steps": args.max_steps},
             patch_size=self.patch_size,
             cost_fn=self.cost_fn,
             accumulation=args.gradient_accumulation_steps,
@@ -55,6 +66,7 @@ class ODBSettings:
             output_dir=args.output_dir,
             rank=loader.rank,
             world_size=loader.world_size,
+            is_shuffled=getattr(parts.sampler, "shuffle", isinstance(parts.sampler, RandomSampler)),
         )
 
 
@@ -65,7 +77,8 @@ def enable_odb(
     observer: Observer | None = None,
     collation: Collation | None = None,
     patch_size: int = DEFAULT_PATCH_SIZE,
-    cost_fn: Callable | None = None,
+    cost_fn: Callable[..., Any] | None = None,
+    process_group: dist.ProcessGroup | None = None,
     **block: Any,
 ) -> Any:
     """Make `trainer.train()` form its batches online. Changes this one object; returns it.
@@ -77,22 +90,30 @@ def enable_odb(
     observer: reads a row of the dataset as light features and a cost. collation: what the data collator adds to
     a group (default: its `pad_to_multiple_of`). patch_size: side of a vision patch (pixels), to count patches
     where the model takes no patch grid.
+    process_group: the data-parallel ranks, those that the engine averages gradients over (None: all ranks, as with
+    DDP, ZeRO, FSDP and HSDP); samples are shared among them and the loss weight goes by their number.
+    A `compute_loss_func` of the trainer is given the supervised tokens of the micro-batch as `num_items_in_batch`, and
+    the mean that it returns is weighed as a model's own; one that returns a sum without dividing is not supported.
+    Outside of `train()` the trainer stays as it was: its dataset, its collator, its dataloaders.
     Raises `ConfigError` where a training argument cannot work with it. A second call is an error.
     """
     if getattr(trainer, "odb_settings", None) is not None:
         raise ConfigError("enable_odb: this trainer has it already; call it once.")
     config = make_config(config, block)
+    check_process_group(process_group)
     check_training_arguments(trainer.args)
-    if collation is not None and config.max_patches is not None and config.max_patches < collation.filler_patches:
-        raise ConfigError(
-            f"odb.max_patches: {config.max_patches} is less than the {collation.filler_patches} patches of the fake "
-            "image that the collator adds to every group without media; raise it."
-        )
+    check_filler(config, collation or Collation())
+    check_methods(trainer)
     if not isinstance(trainer, ODBTrainerMixin):
         stock = type(trainer)
         trainer.__class__ = type(stock.__name__, (ODBTrainerMixin, stock), {"__module__": stock.__module__})
     trainer.odb_settings = ODBSettings(
-        config=config, observer=observer, collation=collation, patch_size=patch_size, cost_fn=cost_fn
+        config=config,
+        observer=observer,
+        collation=collation,
+        patch_size=patch_size,
+        cost_fn=cost_fn,
+        process_group=process_group,
     )
     return trainer
 
@@ -103,45 +124,3 @@ class ODBTrainer(ODBTrainerMixin, Trainer):
     def __init__(self, *args: Any, odb: ODBConfig | Mapping[str, Any], **kwargs: Any):
         super().__init__(*args, **kwargs)
         enable_odb(self, odb if isinstance(odb, ODBConfig) else ODBConfig.from_block(odb))
-
-
-def check_training_arguments(args: Any) -> None:
-    """Refuse what cannot work together, naming key, value and way out."""
-    if args.n_gpu > 1:
-        raise ConfigError(
-            f"n_gpu: {args.n_gpu} devices in one process (DataParallel) would cut every batch apart; start one "
-            "process a device with torchrun (FORCE_TORCHRUN=1), or show it one device."
-        )
-    if args.auto_find_batch_size:
-        raise ConfigError(
-            "auto_find_batch_size: True does not go with odb, which sizes batches by tokens; remove the key and "
-            "lower `token_budget` if memory is short."
-        )
-    if getattr(args.accelerator_config, "dispatch_batches", None):
-        raise ConfigError(
-            "accelerator_config.dispatch_batches: True does not go with odb, where every rank forms its own batches; "
-            "remove the key or set it to false."
-        )
-    if getattr(args, "include_tokens_per_second", False):
-        raise ConfigError(
-            "include_tokens_per_second: True would go through the data once more to count tokens; remove the key and "
-            "read odb/tokens_per_step."
-        )
-    deepspeed = getattr(args, "hf_deepspeed_config", None)
-    if deepspeed is not None and deepspeed.config.get("scheduler"):
-        raise ConfigError(
-            f"deepspeed: the scheduler {deepspeed.config['scheduler'].get('type')!r} in its config counts steps that "
-            "are not known ahead; remove `scheduler` there and use lr_scheduler_type."
-        )
-    if args.dataloader_drop_last:
-        raise ConfigError(
-            "dataloader_drop_last: True would leave out the samples of a last, smaller batch, and odb trains on every "
-            "sample; remove the key."
-        )
-    if getattr(args.accelerator_config, "split_batches", False):
-        logger.warning("accelerator_config.split_batches: True has no effect with odb, where no batch is cut apart")
-    if getattr(args, "group_by_length", False) or getattr(args, "train_sampling_strategy", None) == "group_by_length":
-        raise ConfigError(
-            "group_by_length (train_sampling_strategy): it needs all lengths before training, and odb groups online; "
-            "remove the key."
-        )

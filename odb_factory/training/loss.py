@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from odb_factory.data.samples import Measured, Step
 from odb_factory.errors import DataError
@@ -11,6 +13,7 @@ from odb_factory.errors import DataError
 def loss_weights(steps: Sequence[Step], loss_scaling: str, world_size: int) -> list[float]:
     """The factor on this rank's mean loss in each of the `steps` of one optimizer step.
 
+    world_size: ranks that the engine averages gradients over, the data-parallel ranks that planned together.
     The engine sums the gradients of an optimizer step over micro-batches and averages them over
     ranks. With n the supervised tokens of this rank's micro-batch and N those of the whole
     optimizer step on all ranks, the factor n x world_size / N makes that the gradient of the mean
@@ -30,6 +33,17 @@ def loss_weights(steps: Sequence[Step], loss_scaling: str, world_size: int) -> l
     if total == 0:
         return [0.0] * len(mine)
     return [count * world_size / total for count in mine]
+
+
+@contextlib.contextmanager
+def without_average_tokens(args: Any) -> Iterator[None]:
+    """Within it the Trainer does not multiply a loss by the number of processes, which the weights above do already."""
+    before = args.average_tokens_across_devices
+    args.average_tokens_across_devices = False
+    try:
+        yield
+    finally:
+        args.average_tokens_across_devices = before
 
 
 def check_supervised(step: Step, measured: Measured) -> None:

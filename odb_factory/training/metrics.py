@@ -76,6 +76,24 @@ class Tally:
         sums = dataclasses.asdict(self) | {"seconds_before": self.seconds}
         return {name: value for name, value in sums.items() if name != "started"}
 
+    def summary(self) -> dict[str, float]:
+        """The entries of `odb_summary.json` that are sums over the run, or made of such. These names are public."""
+        return {
+            "emitted": self.samples,
+            "steps": self.steps,
+            "idle_steps": self.idle,
+            "tokens": self.tokens,
+            "padded_tokens": self.padded_tokens,
+            "supervised_tokens": self.supervised_tokens,
+            "padding_ratio": self.padding_ratio,
+            "balance": self.balance,
+            "patch_balance": self.patch_balance,
+            "moved": self.moved,
+            "moved_bytes": self.moved_bytes,
+            "data_wait_s": self.data_wait_s,
+            "seconds": self.seconds,
+        }
+
     def metrics(self, token_budget: int, world_size: int) -> dict[str, float]:
         """The `odb/...` entries of a log line. These names are public."""
         steps = max(self.steps, 1)
@@ -121,7 +139,8 @@ class Audit:
         self._file.write(json.dumps(line) + "\n")
 
     def flush(self) -> None:
-        self._file.flush()
+        if self._file is not None:
+            self._file.flush()
 
     def close(self) -> None:
         if self._file is not None:

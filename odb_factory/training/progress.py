@@ -48,6 +48,8 @@ class ODBCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         run = self.trainer.odb_run
+        handler = self.trainer.callback_handler
+        handler.train_dataloader = handler.train_dataloader.stock  # ordinary batches, for callbacks that look at them
         if run.finished:
             logger.info("nothing is left to train: the checkpoint has all %s optimizer steps", run.optimizer_steps)
             return

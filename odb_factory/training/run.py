@@ -19,7 +19,7 @@ from odb_factory.log import get_logger
 from odb_factory.training.batch_checks import BatchChecks
 from odb_factory.training.loss import loss_weights
 from odb_factory.training.metrics import Audit, Tally, summary_line, write_summary
-from odb_factory.training.schedule import ScheduleClock
+from odb_factory.training.schedule import ScheduleClock, learning_rate_factor
 
 logger = get_logger(__name__)
 
@@ -27,7 +27,8 @@ logger = get_logger(__name__)
 class ODBRun:
     """Accounting of one call of `train()`. Optimizer steps count from 1, micro-steps from 0.
 
-    target_epochs: what the run shall do; None if it counts `max_steps`.
+    target_epochs: what the run shall do; None if it counts `max_steps`. is_shuffled: the order of samples is random.
+    rank, world_size: of the data-parallel ranks.
     """
 
     def __init__(
@@ -41,10 +42,12 @@ class ODBRun:
         output_dir: str | Path,
         rank: int = 0,
         world_size: int = 1,
+        is_shuffled: bool = False,
     ):
         self.loader, self.config = loader, config
         self.accumulation, self.target_epochs, self.max_steps = accumulation, target_epochs, max_steps
         self.output_dir, self.rank, self.world_size = Path(output_dir), rank, world_size
+        self.is_shuffled = is_shuffled
         self.clock: ScheduleClock | None = None
         self.lr_factor: float | None = None
         self.total, self.interval = Tally(), Tally()
@@ -54,6 +57,8 @@ class ODBRun:
         self._epochs_before = 0.0
         self._samples_before = 0
         self.weight: float | None = None
+        self.is_weighed = False
+        self._idle_warned = False
         self._pending: deque[tuple[Step, Measured, float]] = deque()
         self._step: Step | None = None
         self._dropped: Counter[str] = Counter()
@@ -63,8 +68,8 @@ class ODBRun:
     @property
     def finished(self) -> bool:
         """Whether a resumed run has nothing left to do."""
-        if self.max_steps is not None:
-            return self.optimizer_steps >= self.max_steps
+        if self.target_epochs is None:
+            return self.max_steps is not None and self.optimizer_steps >= self.max_steps
         return self._epochs_before >= self.target_epochs
 
     def estimated_optimizer_steps(self) -> int:
@@ -73,31 +78,22 @@ class ODBRun:
             return self.max_steps
         if self._expected:
             return self._expected
+        assert self.target_epochs is not None
         return math.ceil(self.target_epochs * self.loader.start() / self.accumulation)
 
     def learning_rate_factor(self) -> float:
         """What `lr_scale` makes of the samples of an optimizer step, estimated from the first round."""
-        if self.lr_factor is not None:
-            return self.lr_factor
-        if self.config.lr_scale == "none":
+        if self.lr_factor is None and self.config.lr_scale == "none":
             return 1.0
-        if self.loader.num_samples is None:
-            raise ConfigError(
-                f"odb.lr_scale: {self.config.lr_scale!r} needs to know how many samples an epoch has, and this dataset "
-                "has no length; leave lr_scale out and set learning_rate itself."
+        if self.lr_factor is None:
+            self.lr_factor = learning_rate_factor(
+                self.config,
+                num_samples=self.loader.num_samples,
+                window=self.config.buffer_size * self.world_size,
+                is_shuffled=self.is_shuffled,
+                optimizer_steps_an_epoch=self.loader.start() / self.accumulation,
             )
-        samples = self.loader.num_samples * self.accumulation / self.loader.start()
-        ratio = samples / self.config.lr_reference_samples
-        factor = ratio if self.config.lr_scale == "linear" else math.sqrt(ratio)
-        logger.info(
-            "learning rate x %.4g (lr_scale %s: about %.1f samples an optimizer step, lr_reference_samples %d)",
-            factor,
-            self.config.lr_scale,
-            samples,
-            self.config.lr_reference_samples,
-        )
-        self.lr_factor = factor
-        return factor
+        return self.lr_factor
 
     def take(self, steps: Iterator[Any], count: int) -> list[Any]:
         """The batches of the next optimizer step, [] at the end of an epoch."""
@@ -112,6 +108,7 @@ class ODBRun:
         self.interval.data_wait_s += waited
         if not items:
             return []
+        self._warn_of_idle([step for step, _, _ in items])
         weights = loss_weights([step for step, _, _ in items], self.config.loss_scaling, self.world_size)
         self._pending = deque((step, measured, weight) for (step, measured, _), weight in zip(items, weights))
         self._step = items[-1][0]
@@ -119,12 +116,22 @@ class ODBRun:
             self.clock.advance(self.optimizer_steps + 1, self.share)
         return [batch for _, _, batch in items]
 
-    def begin_step(self) -> float:
-        """The loss weight of the next micro-batch."""
+    @property
+    def has_batch(self) -> bool:
+        """Whether a micro-batch is left of what `take` gave last."""
+        return bool(self._pending)
+
+    def begin_step(self) -> None:
+        """Go on to the next micro-batch; until `end_step` its loss weight is `weight`."""
         step, measured, self.weight = self._pending[0]
+        self.is_weighed = False
         self.loader.times.begin(step.totals)
         self.checks(step, measured)
-        return self.weight
+
+    @property
+    def num_items(self) -> int:
+        """Supervised tokens of the micro-batch under way on this rank; at least 1, for losses are divided by it."""
+        return max(self._pending[0][1].supervised_tokens, 1)
 
     def end_step(self) -> None:
         """Count the micro-batch whose backward is done."""
@@ -137,6 +144,12 @@ class ODBRun:
         self.interval.add(step, self.world_size)
 
     def end_optimizer_step(self) -> None:
+        """Raises `ConfigError` where micro-batches were trained on without `begin_step`, so with no weight."""
+        if self._pending or self._step is None:
+            raise ConfigError(
+                "training_step: an override of it does not come to the one of odb, so the loss would not be weighed; "
+                "let it call super(), or train without odb."
+            )
         self.optimizer_steps += 1
         if self._audit is not None:
             self._audit.flush()
@@ -157,11 +170,12 @@ class ODBRun:
     @property
     def share(self) -> float:
         """Share of the samples of `target_epochs` done once the current optimizer step is taken."""
+        assert self.target_epochs is not None
         return min(self.epoch / self.target_epochs, 1.0)
 
     @property
     def epoch_ended(self) -> bool:
-        return self._step.last
+        return self._step is not None and self._step.last
 
     def expected_optimizer_steps(self) -> int:
         """Optimizer steps of the whole run as it looks now; equals those taken when and only when it is done."""
@@ -220,29 +234,19 @@ class ODBRun:
 
     def finish(self) -> None:
         """Write the summary, say the one line."""
-        if self.rank != 0 or self._step is None:
+        if self.rank != 0:
             return
+        # Of the epoch under way, which ended before its last step. None, if all was done before this run.
+        step = self._step if self._step is not None and not self._step.last else None
         summary = {
             "samples": self.loader.num_samples,
             "epochs": round(self.epoch, 4),
-            "emitted": self.total.samples,
-            "dropped": dict(self._dropped if self._step.last else self._dropped + self._step.rejected),
+            **self.total.summary(),
+            "dropped": dict(self._dropped if step is None else self._dropped + step.rejected),
             "left_out": self._left_out,
-            "overlong": self._overlong + (0 if self._step.last else self._step.overlong),
-            "steps": self.total.steps,
-            "idle_steps": self.total.idle,
+            "overlong": self._overlong + (0 if step is None else step.overlong),
             "optimizer_steps": self.optimizer_steps,
-            "tokens": self.total.tokens,
-            "padded_tokens": self.total.padded_tokens,
-            "supervised_tokens": self.total.supervised_tokens,
-            "padding_ratio": self.total.padding_ratio,
-            "balance": self.total.balance,
-            "patch_balance": self.total.patch_balance,
-            "moved": self.total.moved,
-            "moved_bytes": self.total.moved_bytes,
             "over_budget": self.checks.num_over_budget,
-            "data_wait_s": self.total.data_wait_s,
-            "seconds": self.total.seconds,
             "world_size": self.world_size,
             "config": self.config.to_dict(),
         }
@@ -262,3 +266,18 @@ class ODBRun:
         self.loader.close()
         if self._audit is not None:
             self._audit.close()
+
+    def _warn_of_idle(self, steps: list[Step]) -> None:
+        """Once, where one optimizer step holds a whole epoch and more than half of its micro-batches are idle."""
+        filled, slots = sum(step.totals.busy_ranks for step in steps), len(steps) * self.world_size
+        if self._idle_warned or steps[0].index > 0 or not steps[-1].last or filled > slots / 2:
+            return
+        self._idle_warned = True
+        if self.accumulation > 1:
+            logger.warning(
+                "gradient_accumulation_steps: %d of the %d micro-batches of an optimizer step hold all samples of an "
+                "epoch, the others are idle and only cost time; set it to %d",
+                filled,
+                slots,
+                -(-filled // self.world_size),
+            )

@@ -13,14 +13,15 @@ class TrainLoader:
 
     The Trainer sizes its loops by `len`, the most steps an epoch can have, and would cut an epoch short at a lower
     figure; there is none if it counts `max_steps`.
+    stock: the DataLoader that the Trainer would have used. Callbacks are given that one, which they may iterate.
     """
 
-    def __init__(self, run: ODBRun):
-        self.run, self.dataset = run, run.loader.dataset
+    def __init__(self, run: ODBRun, stock: Any):
+        self.run, self.dataset, self.stock = run, run.loader.dataset, stock
         self._offset: int | None = None
 
     def __len__(self) -> int:
-        if self.run.max_steps is not None:
+        if self.run.max_steps is not None or self.run.loader.num_samples is None:
             raise TypeError("the number of steps of an epoch is not known ahead")
         # A step emits a sample on some rank, but for the idle steps that fill the last optimizer step.
         return -(-self.run.loader.num_samples // self.run.accumulation) * self.run.accumulation

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from odb_factory.batching import CostModel, StepTotals
 from odb_factory.data.step_times import FEWEST_STEPS, WARM_UP_STEPS, StepTimes
@@ -66,3 +67,17 @@ def test_time_spent_waiting_for_data_is_no_part_of_a_step() -> None:
         times.begin(totals)
         times.wait(1000.0)
     assert all(seconds < 0 for *_, seconds in times._steps)
+
+
+@pytest.mark.parametrize("is_fitted", [True, False])
+def test_a_step_is_timed_to_the_end_of_its_kernels_where_times_are_learnt_from(monkeypatch, is_fitted: bool) -> None:
+    """Elsewhere the training is not made to wait for its kernels."""
+    waited: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(1))
+    times = StepTimes()
+    if is_fitted:
+        times.fitting()
+    times.begin(StepTotals())
+    times.begin(StepTotals())
+    assert len(waited) == (2 if is_fitted else 0)

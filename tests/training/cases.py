@@ -23,7 +23,11 @@ PATCH_VALUES = 3 * 2 * 16 * 16
 
 @dataclass(frozen=True)
 class Case:
-    """One training. `arguments`: changes to the `TrainingArguments`; `zero`: the stage of DeepSpeed, 0 for none."""
+    """One training. `arguments`: changes to the `TrainingArguments`; `zero`: the stage of DeepSpeed, 0 for none.
+
+    `own_loss`: a `compute_loss_func` that divides by the `num_items_in_batch` that it is given ("divides"), or does not
+    look at it ("means").
+    """
 
     model: str
     dtype: str
@@ -31,13 +35,14 @@ class Case:
     zero: int = 0
     loss_scaling: str = "exact"
     lora: bool = False
+    own_loss: str = ""
     arguments: dict[str, Any] = field(default_factory=dict, hash=False)
 
     @property
     def name(self) -> str:
         changes = "-".join(f"{key}={value}" for key, value in self.arguments.items())
-        lora = "-lora" if self.lora else ""
-        return f"{self.model}-{self.dtype}-ga{self.accumulation}-zero{self.zero}-{self.loss_scaling}{lora}-{changes}"
+        options = ("-lora" if self.lora else "") + self.own_loss
+        return f"{self.model}-{self.dtype}-ga{self.accumulation}-zero{self.zero}-{self.loss_scaling}{options}-{changes}"
 
 
 # The model

@@ -87,6 +87,21 @@ class Recorder(TrainerCallback):
             torch.save(record, Path(args.output_dir, RECORD))
 
 
+def divides(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | None = None) -> torch.Tensor:
+    """As functions for the Trainer are: the sum over all supervised tokens, over what they are told is their number."""
+    logits, labels = outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    return torch.nn.functional.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum") / num_items_in_batch
+
+
+def means(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | None = None) -> torch.Tensor:
+    """As LLaMA-Factory's `asft_loss_func` is."""
+    logits, labels = outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    return torch.nn.functional.cross_entropy(logits, labels, ignore_index=IGNORE)
+
+
+OWN_LOSSES = {"divides": divides, "means": means}
+
+
 def trained(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
     """Named parameters that are trained, by the names they have without a wrapper."""
     return [
@@ -145,6 +160,7 @@ def train(case: Case, model: torch.nn.Module, path: str, output_dir: Path) -> No
         train_dataset=make_rows(case, path, dist.get_world_size()),
         data_collator=Collator(model, AutoConfig.from_pretrained(path)),
         callbacks=[Recorder(case.zero)],
+        compute_loss_func=OWN_LOSSES.get(case.own_loss),
     )
     config = ODBConfig(
         token_budget=TOKEN_BUDGET,

@@ -45,12 +45,12 @@ def make(trainer: type, model: Path, folder: Path, dataset: Any = None, **change
     )
 
 
-def audit(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "odb_audit_rank0.jsonl").read_text().splitlines()]
+def audit(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / f"odb_audit_rank{rank}.jsonl").read_text().splitlines()]
 
 
-def ids(folder: Path) -> Counter:
-    return Counter(row for line in audit(folder) for row in line["ids"])
+def ids(folder: Path, rank: int = 0) -> Counter:
+    return Counter(row for line in audit(folder, rank) for row in line["ids"])
 
 
 def test_a_trainer_as_it_is(tiny_text, tmp_path) -> None:

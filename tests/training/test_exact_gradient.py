@@ -42,6 +42,8 @@ OPTIONS: dict[str, Case] = {
     "adamw": Case("text", "float64", 2, arguments={"optim": "adamw_torch", "learning_rate": 1e-3}),
     "gradient checkpointing": Case("text", "float32", 2, arguments={"gradient_checkpointing": True}),
     "bf16": Case("text", "float32", 2, arguments={"bf16": True}),
+    "own loss": Case("text", "float64", 2, own_loss="divides"),
+    "own mean": Case("text", "float64", 2, own_loss="means"),
     "approx": Case("text", "float64", 2, loss_scaling="approx"),
     "none": Case("text", "float64", 2, loss_scaling="none"),
 }
@@ -74,7 +76,7 @@ def zero(*cells: tuple[int, str, int]) -> dict[str, Case]:
 ALL_ZERO = [(stage, model, accumulation) for stage in (2, 3) for model in ("text", "vl") for accumulation in GAS]
 DEFAULT_ZERO = [(2, "text", 2), (3, "vl", 2)]
 SETS: dict[str, tuple[int, dict[str, Case]]] = {
-    "1_rank": (1, plain("float64", *GAS) | plain("float32", 2)),
+    "1_rank": (1, plain("float64", *GAS) | plain("float32", 2) | {"own loss": OPTIONS["own loss"]}),
     "2_ranks": (2, plain("float64", *GAS) | plain("float32", 2) | OPTIONS),
     "4_ranks": (4, plain("float64", *GAS) | plain("float32", 2)),
     "2_ranks_zero": (2, zero(*DEFAULT_ZERO)),

@@ -1,0 +1,196 @@
+"""What cannot work with online batches, refused in one line before the first step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+from odb_factory.batching import Collation
+from odb_factory.config import ODBConfig
+from odb_factory.errors import ConfigError
+from odb_factory.log import get_logger
+
+logger = get_logger(__name__)
+
+HEADS_WITHOUT_A_SHIFT = ("ForMultipleChoice", "ForNextSentencePrediction", "ForPreTraining")
+"""Heads that transformers' table of losses does not have."""
+SHARED_REPLICA = ("tp_size", "cp_size", "sp_size")
+OVERRIDDEN = ("train", "get_train_dataloader", "get_batch_samples", "training_step", "compute_loss", "create_scheduler")
+
+
+def check_training_arguments(args: Any) -> None:
+    """Raise `ConfigError` for training arguments that cannot work with odb, naming key, value and way out."""
+    _check_counts(args)
+    _check_parallel_arguments(args)
+    if args.n_gpu > 1:
+        raise ConfigError(
+            f"n_gpu: {args.n_gpu} devices in one process (DataParallel) would cut every batch apart; start one "
+            "process a device with torchrun (FORCE_TORCHRUN=1), or show it one device."
+        )
+    if args.auto_find_batch_size:
+        raise ConfigError(
+            "auto_find_batch_size: True does not go with odb, which sizes batches by tokens; remove the key and "
+            "lower `token_budget` if memory is short."
+        )
+    if getattr(args.accelerator_config, "dispatch_batches", None):
+        raise ConfigError(
+            "accelerator_config.dispatch_batches: True does not go with odb, where every rank forms its own batches; "
+            "remove the key or set it to false."
+        )
+    if getattr(args, "include_tokens_per_second", False):
+        raise ConfigError(
+            "include_tokens_per_second: True would go through the data once more to count tokens; remove the key and "
+            "read odb/tokens_per_step."
+        )
+    scheduler = _deepspeed_config(args).get("scheduler")
+    if scheduler:
+        raise ConfigError(
+            f"deepspeed: the scheduler {scheduler.get('type')!r} in its config counts steps that "
+            "are not known ahead; remove `scheduler` there and use lr_scheduler_type."
+        )
+    if args.dataloader_drop_last:
+        raise ConfigError(
+            "dataloader_drop_last: True would leave out the samples of a last, smaller batch, and odb trains on every "
+            "sample; remove the key."
+        )
+    if getattr(args.accelerator_config, "split_batches", False):
+        logger.warning("accelerator_config.split_batches: True has no effect with odb, where no batch is cut apart")
+    if getattr(args, "group_by_length", False) or getattr(args, "train_sampling_strategy", None) == "group_by_length":
+        raise ConfigError(
+            "group_by_length (train_sampling_strategy): it needs all lengths before training, and odb groups online; "
+            "remove the key."
+        )
+
+
+def check_filler(config: ODBConfig, collation: Collation) -> None:
+    """Raise `ConfigError` where no micro-batch without media can be within `max_patches`."""
+    if config.max_patches is not None and config.max_patches < collation.filler_patches:
+        raise ConfigError(
+            f"odb.max_patches: {config.max_patches} is less than the {collation.filler_patches} patches of the fake "
+            "image that the collator adds to every group without media; raise it."
+        )
+
+
+def check_trainer(trainer: Any) -> None:
+    """Raise `ConfigError` for a trainer whose model, parallelism or methods cannot work with odb."""
+    _check_labels(trainer.model)
+    _check_model_parallelism(trainer)
+    check_methods(trainer)
+
+
+def _check_counts(args: Any) -> None:
+    if args.gradient_accumulation_steps < 1:
+        raise ConfigError(
+            f"gradient_accumulation_steps: {args.gradient_accumulation_steps} is not the number of micro-batches of an "
+            "optimizer step; choose 1 or more."
+        )
+    if args.max_steps <= 0 and args.num_train_epochs <= 0:
+        raise ConfigError(
+            f"num_train_epochs: {args.num_train_epochs} leaves nothing to train on; choose more than 0, or set "
+            "max_steps."
+        )
+
+
+# Parallelism
+
+
+def _check_parallel_arguments(args: Any) -> None:
+    """All ranks must be data-parallel ranks: what the launcher and the configs say before a model is loaded."""
+    for name in SHARED_REPLICA:
+        _check_size(f"parallelism_config.{name}", getattr(getattr(args, "parallelism_config", None), name, None))
+    config = _deepspeed_config(args)
+    for key, name in (
+        ("tensor_parallel", "autotp_size"),
+        ("tensor_parallel", "tp_size"),
+        ("sequence_parallel", "size"),
+    ):
+        section = config.get(key)
+        _check_size(f"deepspeed {key}.{name}", section.get(name) if isinstance(section, dict) else None)
+    _check_size("deepspeed sequence_parallel_size", config.get("sequence_parallel_size"))
+
+
+def _check_model_parallelism(trainer: Any) -> None:
+    """The same of the model as loaded and of accelerate as started (also from its environment variables)."""
+    model = _unwrapped(trainer.model)
+    for name in ("_tp_size", "tp_size"):
+        _check_size("the model's tensor parallel size (tp_plan)", getattr(model, name, None))
+    parallelism = getattr(trainer.accelerator, "parallelism_config", None)
+    for name in SHARED_REPLICA:
+        _check_size(f"accelerate's {name}", getattr(parallelism, name, None))
+    if parallelism is None:
+        return
+    # HSDP: replicas of shards. The data-parallel ranks are all ranks, so the default group is theirs.
+    replicas, shards = (getattr(parallelism, name, None) or 1 for name in ("dp_replicate_size", "dp_shard_size"))
+    ranks = trainer.accelerator.num_processes
+    if replicas * shards not in (1, ranks) and trainer.odb_settings.process_group is None:
+        raise ConfigError(
+            f"parallelism_config: dp_replicate_size {replicas} x dp_shard_size {shards} is not the {ranks} ranks of "
+            "this training, so its data-parallel ranks cannot be told; give them as enable_odb(process_group=...)."
+        )
+
+
+def _check_size(what: str, size: Any) -> None:
+    if isinstance(size, int) and size > 1:
+        raise ConfigError(
+            f"{what}: {size} ranks would share one replica of the model and have to see the same batches, which odb "
+            "does not support; set it to 1 (ZeRO, FSDP and HSDP are supported)."
+        )
+
+
+def _deepspeed_config(args: Any) -> dict[str, Any]:
+    deepspeed = getattr(args, "hf_deepspeed_config", None)
+    return {} if deepspeed is None else deepspeed.config
+
+
+# Labels
+
+
+def _check_labels(model: Any) -> None:
+    """Supervised tokens are counted after the causal shift, so every other head would be weighed wrongly."""
+    model = _unwrapped(model)
+    name = type(model).__name__
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise ConfigError(
+            f"model: {name} is an encoder-decoder model, whose labels are those of its decoder; odb trains causal "
+            "language models (text and vision-language). Use the Trainer without odb."
+        )
+    loss = LOSS_MAPPING.get(getattr(model, "loss_type", None) or "", ForCausalLMLoss)
+    if loss is not ForCausalLMLoss or name.endswith(HEADS_WITHOUT_A_SHIFT):
+        raise ConfigError(
+            f"model: the labels of {name} are not those of a causal language model, one for each next token, so odb "
+            "cannot weigh its loss; use the Trainer without odb."
+        )
+
+
+def _unwrapped(model: Any) -> Any:
+    """The model inside an adapter or an engine's wrapper, as far as they tell."""
+    while hasattr(model, "module"):
+        model = model.module
+    get_base_model = getattr(model, "get_base_model", None)  # PEFT's
+    return model if get_base_model is None else get_base_model()
+
+
+# Methods
+
+
+def check_methods(trainer: Any) -> None:
+    """Refuse a trainer whose methods somebody has replaced, so that those of odb would not be reached or not hold."""
+    for name in OVERRIDDEN:
+        if name in vars(trainer):
+            found = vars(trainer)[name]
+            raise ConfigError(
+                f"enable_odb: {name} of this trainer has been replaced by {_origin(found)}, which hides odb's own; "
+                "override it in a subclass of the Trainer that calls super(), or train without odb."
+            )
+        for owner in type(trainer).__mro__:
+            found = vars(owner).get(name)
+            if found is not None and _origin(found).startswith("unsloth"):
+                raise ConfigError(
+                    f"enable_odb: {_origin(found)} has taken the place of {owner.__name__}.{name}, and odb drives "
+                    "transformers' own; do not import unsloth in this process (`use_unsloth: false`)."
+                )
+
+
+def _origin(function: Any) -> str:
+    return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', type(function).__name__)}"

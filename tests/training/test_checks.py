@@ -1,0 +1,312 @@
+"""What cannot work with online batches is refused in one line, before the first step."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from toy import NUM_ROWS, item, pad
+from training.test_enable import BLOCK, arguments, audit, ids, make
+from transformers import (
+    BertConfig,
+    BertForTokenClassification,
+    Qwen2Config,
+    Qwen2ForSequenceClassification,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainerCallback,
+)
+
+from odb_factory import Collation, ConfigError, Cost, DataError, enable_odb
+from odb_factory.data.measure import count_supervised, measure_batch
+from odb_factory.training.checks import check_training_arguments
+
+SMALL = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+def refuses(trainer: Trainer, match: str) -> None:
+    """Training it ends in one line, before any step."""
+    with pytest.raises(ConfigError, match=match) as refused:
+        trainer.train()
+    assert "\n" not in str(refused.value)
+    assert trainer.state.global_step == 0
+    assert trainer.odb_run is None
+
+
+# Labels
+
+
+def other_models() -> dict[str, Any]:
+    return {
+        "encoder-decoder": T5ForConditionalGeneration(
+            T5Config(vocab_size=64, d_model=16, d_ff=16, d_kv=8, num_layers=1, num_heads=2, decoder_start_token_id=0)
+        ),
+        "sequence classification": Qwen2ForSequenceClassification(
+            Qwen2Config(**SMALL, num_key_value_heads=2, pad_token_id=0)
+        ),
+        "token classification": BertForTokenClassification(BertConfig(**SMALL)),
+    }
+
+
+@pytest.mark.parametrize("kind", ["encoder-decoder", "sequence classification", "token classification"])
+def test_labels_that_are_not_those_of_a_causal_model_are_refused(tiny_text, tmp_path, kind: str) -> None:
+    trainer = make(Trainer, tiny_text, tmp_path)
+    trainer.model = other_models()[kind]
+    enable_odb(trainer, **BLOCK)
+    refuses(trainer, rf"^model: .*{type(trainer.model).__name__}.* causal language model")
+
+
+@pytest.mark.parametrize("labels", [1, np.int64(1), torch.tensor(1), 0.5])
+def test_one_label_a_sample_is_said_so(labels: Any) -> None:
+    """Where no model tells: a loop or a model of one's own."""
+    with pytest.raises(DataError, match=r"labels.*one label for each token"):
+        count_supervised(labels)
+    with pytest.raises(DataError, match=r"labels.*one label for each token"):
+        measure_batch({"input_ids": torch.ones(3, 4, dtype=torch.long), "labels": torch.ones(3)})
+
+
+# Columns
+
+
+def patches_of(item: Any) -> Cost:
+    return Cost(len(item["input_ids"]), patches=item["width"], supervised_tokens=len(item["input_ids"]) - 1)
+
+
+@pytest.mark.parametrize("told_by", ["odb_n_patches", "cost_fn"])
+def test_max_patches_holds_where_the_trainer_removes_the_column_that_tells(tiny_text, tmp_path, told_by: str) -> None:
+    """I4. Columns that the model does not take are counted from, and do not reach the collator."""
+    column = "odb_n_patches" if told_by == "odb_n_patches" else "width"
+    rows = datasets.Dataset.from_list([item(k) | {column: 100, "note": "text"} for k in range(NUM_ROWS)])
+    trainer = make(Trainer, tiny_text, tmp_path, rows)
+    keys: list[set[str]] = []
+
+    def collate(items: list[dict[str, Any]]) -> Any:
+        keys.extend(set(one) for one in items)
+        return pad(items)
+
+    trainer.data_collator = collate
+    cost_fn = patches_of if told_by == "cost_fn" else None
+    enable_odb(trainer, token_budget=4096, max_patches=200, audit=True, cost_fn=cost_fn)
+    trainer.train()
+    assert max(len(line["ids"]) for line in audit(tmp_path)) == 2
+    assert ids(tmp_path) == Counter(range(NUM_ROWS))
+    assert trainer.args.remove_unused_columns
+    assert all(one == {"input_ids", "labels"} for one in keys)
+
+
+class PadsTo32:
+    """As transformers' collators have it."""
+
+    pad_to_multiple_of = 32
+
+    def __call__(self, items: list[dict[str, Any]]) -> Any:
+        batch = pad(items)
+        missing = -batch["input_ids"].shape[1] % self.pad_to_multiple_of
+        fillers = {"input_ids": 0, "labels": -100}
+        return {key: torch.nn.functional.pad(batch[key], (0, missing), value=fillers[key]) for key in fillers}
+
+
+def test_the_padding_of_a_collator_counts_inside_the_trainers_wrapper(tiny_text, tmp_path) -> None:
+    """I4. The Trainer wraps its collator where the dataset is not one of `datasets`."""
+    trainer = make(Trainer, tiny_text, tmp_path)
+    trainer.data_collator = PadsTo32()
+    enable_odb(trainer, **BLOCK)
+    trainer.train()
+    assert max(line["rows"] * line["length"] for line in audit(tmp_path)) <= BLOCK["token_budget"]
+    assert ids(tmp_path) == Counter(range(NUM_ROWS))
+
+
+# Parallelism
+
+
+@pytest.mark.parametrize(
+    ("key", "section"),
+    [
+        ("tensor_parallel.autotp_size", {"tensor_parallel": {"autotp_size": 2}}),
+        ("sequence_parallel_size", {"sequence_parallel_size": 2}),
+    ],
+)
+def test_parallelism_of_deepspeed_is_refused(tmp_path, monkeypatch, key: str, section: dict[str, Any]) -> None:
+    """As LLaMA-Factory's `examples/deepspeed/ds_z2_autotp_config.json` has it; before a model is loaded."""
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "false")
+    args = arguments(tmp_path)
+    from transformers.integrations.deepspeed import HfDeepSpeedConfig
+
+    args.hf_deepspeed_config = HfDeepSpeedConfig({"zero_optimization": {"stage": 2}} | section)
+    with pytest.raises(ConfigError, match=f"^deepspeed {key}: 2 ranks"):
+        check_training_arguments(args)
+    args.hf_deepspeed_config = HfDeepSpeedConfig({"zero_optimization": {"stage": 2}})
+    check_training_arguments(args)
+
+
+@pytest.mark.parametrize("name", ["tp_size", "cp_size"])
+def test_parallelism_of_accelerate_is_refused(tiny_text, tmp_path, name: str) -> None:
+    from accelerate import ParallelismConfig
+
+    args = arguments(tmp_path)
+    args.parallelism_config = ParallelismConfig(**{name: 2})
+    with pytest.raises(ConfigError, match=f"^parallelism_config.{name}: 2 ranks"):
+        check_training_arguments(args)
+    args.parallelism_config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+    check_training_arguments(args)
+    # Started by `accelerate launch`, it is in accelerate alone.
+    trainer = make(Trainer, tiny_text, tmp_path)
+    enable_odb(trainer, **BLOCK)
+    trainer.accelerator.state.parallelism_config = ParallelismConfig(**{name: 2})
+    try:
+        refuses(trainer, f"^accelerate's {name}: 2 ranks")
+    finally:
+        trainer.accelerator.state.parallelism_config = None
+
+
+def test_a_model_loaded_with_a_tp_plan_is_refused(tiny_text, tmp_path) -> None:
+    trainer = make(Trainer, tiny_text, tmp_path)
+    enable_odb(trainer, **BLOCK)
+    trainer.model._tp_size = 2
+    refuses(trainer, "^the model's tensor parallel size")
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"gradient_accumulation_steps": 0}, "^gradient_accumulation_steps: 0 "),
+        ({"gradient_accumulation_steps": -1}, "^gradient_accumulation_steps: -1 "),
+        ({"num_train_epochs": 0}, "^num_train_epochs: 0"),
+        ({"num_train_epochs": -1}, "^num_train_epochs: -1"),
+    ],
+)
+def test_counts_that_leave_nothing_to_train(tmp_path, changes: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        check_training_arguments(arguments(tmp_path, **changes))
+    check_training_arguments(arguments(tmp_path, num_train_epochs=0, max_steps=1))
+
+
+def test_fewer_patches_than_the_collator_adds(tiny_text, tmp_path) -> None:
+    trainer = make(Trainer, tiny_text, tmp_path)
+    with pytest.raises(ConfigError, match="^odb.max_patches: 1 is less than the 16"):
+        enable_odb(trainer, token_budget=256, max_patches=1, collation=Collation(filler_patches=16))
+
+
+def test_an_accumulation_that_no_epoch_can_fill_is_warned_of(tiny_text, tmp_path, caplog) -> None:
+    def warnings(folder: Path, accumulation: int) -> list[str]:
+        caplog.clear()
+        trainer = make(Trainer, tiny_text, folder, num_train_epochs=2, gradient_accumulation_steps=accumulation)
+        enable_odb(trainer, **BLOCK)
+        logger = logging.getLogger("odb_factory")
+        logger.addHandler(caplog.handler)
+        try:
+            trainer.train()
+        finally:
+            logger.removeHandler(caplog.handler)
+        return [one.getMessage() for one in caplog.records if "gradient_accumulation_steps" in one.getMessage()]
+
+    (warning,) = warnings(tmp_path / "far", 64)
+    idle = sum(line["idle"] for line in audit(tmp_path / "far") if line["epoch"] == 0)
+    assert warning.startswith(f"gradient_accumulation_steps: {64 - idle} of the 64 micro-batches")
+    assert "\n" not in warning
+    assert warnings(tmp_path / "near", 2) == []
+
+
+def test_nothing_left_to_train_has_its_summary(tiny_text, tmp_path) -> None:
+    """The figures of the run that the checkpoint ended."""
+    first = make(Trainer, tiny_text, tmp_path, save_strategy="epoch")
+    enable_odb(first, **BLOCK)
+    first.train()
+    (checkpoint,) = tmp_path.glob("checkpoint-*")
+    summary = json.loads((tmp_path / "odb_summary.json").read_text())
+    (tmp_path / "odb_summary.json").unlink()
+    again = make(Trainer, tiny_text, tmp_path)
+    enable_odb(again, **BLOCK)
+    assert again.train(resume_from_checkpoint=str(checkpoint)).global_step == first.state.global_step
+    found = json.loads((tmp_path / "odb_summary.json").read_text())
+    for changing in ("seconds", "data_wait_s"):
+        del summary[changing], found[changing]
+    assert found == summary
+    assert found["emitted"] == NUM_ROWS
+
+
+# Methods and logs
+
+
+@pytest.mark.parametrize("name", ["get_batch_samples", "training_step", "compute_loss"])
+def test_methods_that_hide_those_of_odb_are_refused(tiny_text, tmp_path, name: str) -> None:
+    """Replaced on the object, as unsloth's patches of LLaMA-Factory do it."""
+    trainer = make(Trainer, tiny_text, tmp_path)
+    setattr(trainer, name, getattr(trainer, name))
+    with pytest.raises(ConfigError, match=f"^enable_odb: {name} of this trainer has been replaced by "):
+        enable_odb(trainer, **BLOCK)
+
+
+@pytest.mark.parametrize("name", ["get_batch_samples", "training_step"])
+def test_methods_of_unsloth_are_refused(tiny_text, tmp_path, monkeypatch, name: str) -> None:
+    def patched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError
+
+    patched.__module__ = "unsloth_zoo.loss_utils"
+    monkeypatch.setattr(Trainer, name, patched)
+    with pytest.raises(ConfigError, match=rf"^enable_odb: unsloth_zoo.* has taken the place of Trainer.{name}"):
+        enable_odb(make(Trainer, tiny_text, tmp_path), **BLOCK)
+
+
+@pytest.mark.parametrize("name", ["get_batch_samples", "training_step", "compute_loss"])
+def test_an_override_that_never_calls_super_is_noticed_with_the_first_step(tiny_text, tmp_path, name: str) -> None:
+    """Of a subclass that has odb's methods below its own: the loss would not be weighed."""
+    from odb_factory import ODBTrainer
+
+    class Mine(ODBTrainer):
+        def get_batch_samples(self, epoch_iterator: Any, num_batches: int, *args: Any, **kwargs: Any) -> Any:
+            if name != "get_batch_samples":
+                return super().get_batch_samples(epoch_iterator, num_batches, *args, **kwargs)
+            return [batch for _, _, batch in (next(epoch_iterator) for _ in range(num_batches))], None
+
+        def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if name != "training_step":
+                return super().training_step(model, inputs, *args, **kwargs)
+            model.train()
+            loss = self.compute_loss(model, inputs)
+            self.accelerator.backward(loss)
+            return loss.detach()
+
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if name != "compute_loss":
+                return super().compute_loss(model, inputs, *args, **kwargs)
+            return model(**inputs).loss
+
+    trainer = make(Mine, tiny_text, tmp_path, odb=BLOCK)
+    with pytest.raises(ConfigError, match=f"^{name} of Mine .* super") as refused:
+        trainer.train()
+    assert "\n" not in str(refused.value)
+    assert trainer.state.global_step == 0
+
+
+def test_a_log_of_ones_own_does_not_end_the_interval(tiny_text, tmp_path) -> None:
+    """`odb/...` entries are those of all steps since the Trainer's last log, whatever else is logged."""
+
+    class Talks(Trainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            self.log({"loss": 1.0, "mine": 1.0})
+            return super().compute_loss(*args, **kwargs)
+
+    class Talker(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            trainer.log({"loss": 2.0, "mine": 2.0})
+
+    trainer = make(Talks, tiny_text, tmp_path, logging_steps=10, callbacks=[Talker()])
+    enable_odb(trainer, **BLOCK)
+    trainer.train()
+    history = trainer.state.log_history
+    assert not [entry for entry in history if "mine" in entry and "odb/samples_per_step" in entry]
+    (first, *_) = [entry for entry in history if "odb/samples_per_step" in entry]
+    samples = [len(line["ids"]) for line in audit(tmp_path)]
+    assert first["odb/samples_per_step"] == pytest.approx(sum(samples[: first["step"]]) / first["step"], abs=0.01)

@@ -1,0 +1,105 @@
+"""One trainer after the other, two at once, one twice, outside `train()`: all work, and nothing is left behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+from toy import NUM_ROWS, Rows
+from training.test_enable import BLOCK, ids, make
+from transformers import Trainer, TrainerCallback
+
+from odb_factory import enable_odb
+
+
+def held() -> tuple[int, int, int, int]:
+    """Child processes, threads, open files and process groups of this process."""
+    groups = len(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else 0
+    return len(multiprocessing.active_children()), threading.active_count(), len(os.listdir("/proc/self/fd")), groups
+
+
+def make_odb(model: Path, folder: Path, **changes: Any) -> Trainer:
+    trainer = make(Trainer, model, folder, dataloader_num_workers=1, **changes)
+    return enable_odb(trainer, **BLOCK)
+
+
+@pytest.fixture
+def nothing_is_left(tiny_text, tmp_path_factory) -> Any:
+    """After a first training, which starts what a process has once (a resource tracker, a pool of autograd)."""
+    make_odb(tiny_text, tmp_path_factory.mktemp("first"), max_steps=1).train()
+    before = held()
+    yield
+    assert held() == before
+
+
+def test_twice_with_an_evaluation_in_between(tiny_text, tmp_path, nothing_is_left) -> None:
+    trainer = make_odb(tiny_text, tmp_path, eval_dataset=Rows(num_rows=12))
+    first = trainer.train()
+    assert ids(tmp_path) == Counter(range(NUM_ROWS))
+    assert trainer.evaluate()["eval_loss"] > 0
+    again = trainer.train()
+    assert ids(tmp_path) == Counter(range(NUM_ROWS))
+    assert again.global_step == first.global_step
+    assert again.training_loss < first.training_loss
+
+
+def test_one_inside_the_other(tiny_text, tmp_path, nothing_is_left) -> None:
+    """Both are in the middle of an epoch at once, and each has its own rows, weights and figures."""
+
+    class TrainAnother(TrainerCallback):
+        trained = False
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 2 and not self.trained:
+                self.trained = True
+                make_odb(tiny_text, tmp_path / "inner").train()
+
+    trainer = make_odb(tiny_text, tmp_path / "outer", callbacks=[TrainAnother()])
+    alone = make_odb(tiny_text, tmp_path / "alone")
+    trainer.train()
+    alone.train()
+    for folder in ("outer", "inner", "alone"):
+        assert ids(tmp_path / folder) == Counter(range(NUM_ROWS))
+    losses = [[entry["loss"] for entry in one.state.log_history if "loss" in entry] for one in (trainer, alone)]
+    assert losses[0] == pytest.approx(losses[1])
+
+
+def test_outside_of_train_the_dataloader_is_stocks_and_nothing_is_started(tiny_text, tmp_path, nothing_is_left) -> None:
+    trainer, stock = make_odb(tiny_text, tmp_path), make(Trainer, tiny_text, tmp_path)
+    loaders = [one.get_train_dataloader() for one in (trainer, trainer, stock)]
+    assert {type(loader) for loader in loaders} == {type(loaders[2])}
+    assert [len(loader) for loader in loaders] == [len(loaders[2])] * 3
+    assert trainer.odb_run is None
+
+
+def test_a_callback_sees_and_may_iterate_an_ordinary_train_dataloader(tiny_text, tmp_path, nothing_is_left) -> None:
+    """Doing so in the middle of an epoch changes nothing of the training."""
+    seen: list[int] = []
+
+    class Looks(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **kwargs: Any) -> None:
+            assert isinstance(train_dataloader, DataLoader)
+            assert (train_dataloader.num_workers, train_dataloader.dataset) == (0, trainer.train_dataset)
+            assert train_dataloader.sampler is not None
+            seen.append(len(next(iter(train_dataloader))["input_ids"]))
+
+    trainer = make(Trainer, tiny_text, tmp_path, callbacks=[Looks()])
+    enable_odb(trainer, **BLOCK)
+    trainer.train()
+    assert seen == [trainer.args.per_device_train_batch_size] * trainer.state.global_step
+    assert ids(tmp_path) == Counter(range(NUM_ROWS))
+
+
+def test_the_trainer_keeps_what_its_user_gave_it(tiny_text, tmp_path) -> None:
+    trainer = make(Trainer, tiny_text, tmp_path)
+    given = trainer.train_dataset, trainer.data_collator, trainer.args.to_dict()
+    enable_odb(trainer, **BLOCK)
+    trainer.train()
+    assert (trainer.train_dataset, trainer.data_collator, trainer.args.to_dict()) == given

@@ -1,0 +1,78 @@
+"""`enable_odb(process_group=)`: samples are shared, and losses weighed, among the data-parallel ranks given."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from distributed.ranks import run_ranks
+from toy import NUM_ROWS
+from training.test_enable import BLOCK, audit, ids, make
+from training.test_lifetime import held, make_odb
+from transformers import Trainer
+
+from odb_factory import ConfigError, enable_odb
+
+ACCUMULATION = 2
+
+
+def train_all(rank: int, model: str, output_dir: str) -> tuple[list[float], list[tuple[int, ...]]]:
+    """Returns the losses of a training in groups of one, and what a process holds after each of some in the world."""
+    os.environ["LOCAL_RANK"] = str(rank)
+    losses = train_in_groups_of_one(rank, model, output_dir)
+    counts = []
+    for k in range(3):
+        make_odb(Path(model), Path(output_dir, f"world{k}")).train()
+        gc.collect()
+        counts.append(held())
+    return losses, counts
+
+
+def train_in_groups_of_one(rank: int, model: str, output_dir: str) -> list[float]:
+    """Two ranks, each the only one of its group: the engine averages two equal gradients."""
+    groups = [dist.new_group([other]) for other in range(dist.get_world_size())]
+    trainer = make(Trainer, Path(model), Path(output_dir, str(rank)), gradient_accumulation_steps=ACCUMULATION)
+    assert trainer.accelerator.num_processes == 2
+    enable_odb(trainer, process_group=groups[rank], **BLOCK)
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_ranks_of_different_groups_do_not_share_samples_and_none_is_left(tiny_text, tmp_path) -> None:
+    outcomes = run_ranks(
+        "training.test_process_group:train_all",
+        tmp_path,
+        world_size=2,
+        limit_s=120,
+        model=str(tiny_text),
+        output_dir=str(tmp_path),
+    )
+    assert all(outcome.returncode == 0 for outcome in outcomes), "\n".join(one.said[-3000:] for one in outcomes)
+    for rank in range(2):
+        folder = tmp_path / str(rank)
+        assert ids(folder) == Counter(range(NUM_ROWS))
+        weights: Counter[int] = Counter()
+        for line in audit(folder):
+            weights[line["optimizer_step"]] += line["weight"]
+        assert list(weights.values()) == pytest.approx([1.0] * len(weights))
+    # What one process alone does.
+    alone = make(Trainer, tiny_text, tmp_path / "alone", gradient_accumulation_steps=ACCUMULATION)
+    enable_odb(alone, **BLOCK)
+    alone.train()
+    expected = [entry["loss"] for entry in alone.state.log_history if "loss" in entry]
+    for outcome in outcomes:
+        losses, counts = outcome.value
+        assert losses == pytest.approx(expected, rel=1e-4)
+        # Processes, threads, files (so ports as well) and groups: the first training starts what a process has once.
+        assert counts[2] == counts[1]
+    for k in range(3):
+        assert ids(tmp_path / f"world{k}") + ids(tmp_path / f"world{k}", rank=1) == Counter(range(NUM_ROWS))
+
+
+def test_a_mesh_is_no_process_group(tiny_text, tmp_path) -> None:
+    with pytest.raises(ConfigError, match="^process_group: expected the torch.distributed.ProcessGroup"):
+        enable_odb(make(Trainer, tiny_text, tmp_path), process_group="dp", **BLOCK)
