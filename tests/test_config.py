@@ -250,7 +250,9 @@ def test_null_is_told_from_the_choice_none(key: str, nothing: Any) -> None:
 def test_a_key_without_a_space_behind_its_colon_is_understood() -> None:
     """`odb={token_budget:100}` on the command line is one key to YAML."""
     message = refusal({"token_budget:100": None})
-    assert message == "odb.token_budget:100: YAML takes this for a key; put a space behind the colon, `token_budget: 100`."
+    assert (
+        message == "odb.token_budget:100: YAML takes this for a key; put a space behind the colon, `token_budget: 100`."
+    )
 
 
 def test_a_key_that_is_no_word_is_like_no_other() -> None:

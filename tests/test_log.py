@@ -32,7 +32,9 @@ def test_the_users_console_handler_prints_each_line_once_in_their_format() -> No
     early = printed(
         "logging.basicConfig(format='mine %(name)s %(message)s'); get_logger('odb_factory.x').info('a line')"
     )
-    late = printed("log = get_logger('odb_factory.x'); logging.basicConfig(format='mine %(message)s'); log.info('a line')")
+    late = printed(
+        "log = get_logger('odb_factory.x'); logging.basicConfig(format='mine %(message)s'); log.info('a line')"
+    )
     assert (early, late) == (["mine odb_factory.x a line"], ["mine a line"])
 
 
@@ -55,7 +57,9 @@ def test_the_level_is_the_users() -> None:
     assert printed("get_logger('odb_factory.x')\n" + quiet + log) == []
 
 
-def test_other_ranks_of_torchrun_do_not_inform(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_other_ranks_of_torchrun_do_not_inform(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("RANK", "1")
     logger.info("a line")
     logger.warning("a warning")
