@@ -64,7 +64,7 @@ class SeamFinder(MetaPathFinder):
             return None
         for finder in sys.meta_path:
             find = getattr(finder, "find_spec", None)  # finders of old style have none
-            spec = find(fullname, path, target) if find is not None and finder is not self else None
+            spec = find(fullname, path, target) if find is not None and not isinstance(finder, SeamFinder) else None
             if spec is not None:
                 if spec.loader is not None:
                     spec.loader = _HookingLoader(spec.loader)

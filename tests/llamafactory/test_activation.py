@@ -46,7 +46,6 @@ def test_a_failure_warns_and_never_reaches_import_torch() -> None:
 
 def test_hooks_are_placed_once_and_reversible() -> None:
     import llamafactory.hparams.parser as parser
-
     from llamafactory.train.sft.trainer import CustomSeq2SeqTrainer
 
     from odb_factory.llamafactory import hooks
