@@ -27,8 +27,9 @@ Collated = tuple[Step, Measured, Mapping[str, Any]]
 class GroupDataset(Dataset):
     """`dataset[task]` is the collated batch of that task: the index is the group itself."""
 
-    def __init__(self, collate_fn: Callable, patch_size: int, describe: Callable[[int], str]):
+    def __init__(self, collate_fn: Callable, patch_size: int, describe: Callable[[int], str], on_error: str = "raise"):
         self.collate_fn, self.patch_size, self.describe = collate_fn, patch_size, describe
+        self.on_error = on_error
 
     def __getitem__(self, task: Task | None) -> Collated | Failure | None:
         if task is None:
@@ -49,9 +50,9 @@ class GroupDataset(Dataset):
             try:
                 self._collate([sample])
             except Exception as alone:
+                skips = " (`on_error: skip` leaves out media that cannot be decoded)" if self.on_error == "raise" else ""
                 return (
-                    f"{self.describe(sample.id)}: cannot be collated: {one_line(alone)}; mend or remove the row "
-                    "(`on_error: skip` finds media that cannot be decoded beforehand)."
+                    f"{self.describe(sample.id)}: cannot be collated: {one_line(alone)}; mend or remove the row{skips}."
                 )
         ids = ", ".join(str(sample.id) for sample in samples)
         return f"rows {ids} cannot be collated together (each can alone): {one_line(error)}"

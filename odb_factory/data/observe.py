@@ -62,33 +62,39 @@ class ObservedDataset(Dataset):
         except RowDropped as error:
             return Rejection(index, error.reason, f"{self._where(index)}: {error}")
         except MediaCut as error:
-            return Rejection(
+            return self._reject(
                 index,
                 "overlong",
-                f"{self._where(index)}: {error} Such a sample cannot travel as a singleton either: "
-                "raise cutoff_len, shrink the media (image_max_pixels, video_maxlen), or set `overlong: drop`.",
+                str(error),
+                "such a sample cannot travel as a singleton either: "
+                "raise cutoff_len, shrink the media (image_max_pixels, video_maxlen), or set `overlong: drop`",
                 fatal=self.config.overlong != "drop",
             )
         except Exception as error:
-            return Rejection(
+            return self._reject(
                 index,
                 "unreadable",
-                f"{self._where(index)}: {one_line(error)}; "
-                "mend or remove the row, or set `on_error: skip` to go on without such rows.",
+                one_line(error),
+                "mend or remove the row, or set `on_error: skip` to go on without such rows",
                 fatal=self.config.on_error == "raise",
             )
         if cost.supervised_tokens == 0:
-            return Rejection(index, "unsupervised", f"{self._where(index)}: no label carries loss.")
+            return self._reject(index, "unsupervised", "no label carries loss (truncation may have cut them off)")
         if self.config.overlong != "singleton" and self.budget.overlong(cost):
-            return Rejection(
+            return self._reject(
                 index,
                 "overlong",
-                f"{self._where(index)}: {cost.tokens} tokens and {cost.patches} patches break the budget of "
-                f"{self.budget.token_budget} tokens and {self.budget.max_patches} patches alone; "
-                "raise the budget, or set `overlong: singleton` or `drop`.",
+                f"{cost.tokens} tokens and {cost.patches} patches break the budget of "
+                f"{self.budget.token_budget} tokens and {self.budget.max_patches} patches alone",
+                "raise the budget, or set `overlong: singleton` or `drop`",
                 fatal=self.config.overlong == "error",
             )
         return sample
+
+    def _reject(self, index: int, reason: str, what: str, way_out: str = "", fatal: bool = False) -> Rejection:
+        """way_out: said where the policy is to stop; elsewhere what it advises has been done."""
+        message = f"{self._where(index)}: {what.rstrip('.')}"
+        return Rejection(index, reason, f"{message}; {way_out}." if fatal else f"{message}.", fatal)
 
     def _where(self, index: int) -> str:
         return where(self.observer, self.dataset, index)

@@ -82,7 +82,7 @@ class Stages:
             self._observed = ObservedDataset(dataset, observer, config, budget)
             self._whole_stream = None
             self.order = options["sampler"] = ShardSampler(sampler, rank, world_size)
-        groups = GroupDataset(collate_fn, patch_size, functools.partial(where, observer, dataset))
+        groups = GroupDataset(collate_fn, patch_size, functools.partial(where, observer, dataset), config.on_error)
         self._observing: DataLoader | None = loader(self._observed, num_workers, **options)
         self._collating: DataLoader | None = loader(
             groups, collate_workers, sampler=self.feed, batch_size=None, pin_memory=pin_memory

@@ -19,6 +19,7 @@ from typing import Any
 
 import datasets
 import torch
+from llamafactory.extras.constants import AUDIO_PLACEHOLDER, IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER
 from PIL import Image
 
 from odb_factory.data.measure import DEFAULT_PATCH_SIZE, count_patches
@@ -31,6 +32,11 @@ CHECK_SIZES = ((37, 211), (640, 480), (1500, 90), (64, 64))
 EXIF_ORIENTATION, EXIF_ROTATED = 0x0112, (5, 6, 7, 8)
 LOSSLESS = (None, "PNG")
 """Formats of an opened image, none if it was turned, that `datasets` encodes without changing a pixel."""
+WRITTEN_FOR_MEDIA = (IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, AUDIO_PLACEHOLDER)
+_WRITTEN_OUT = (
+    "it has {found} of the tokens {name} where its media take {expected}: its text has such a token written out, "
+    "which the model would take for a medium"
+)
 _FEATURE = datasets.Image()
 
 
@@ -92,30 +98,47 @@ class MediaObserver:
 
     def __init__(self, plugin: Any, tokenizer: Any, processor: Any):
         self.original, self.processor = plugin, processor
-        names = {name for name in (plugin.image_token, plugin.video_token, plugin.audio_token) if name is not None}
-        self._token_ids = {name: tokenizer.convert_tokens_to_ids(name) for name in names}
+        self._token_ids = _placeholder_ids(plugin, tokenizer)
         self._by_size = _size_is_exact(plugin, processor)
         self._answers: dict[Any, dict[str, Any]] = {}
-        self._placeholders: Counter[str] = Counter()
+        self._expected: Counter[str] = Counter()
+        self._written: set[str] = set()
         self.plugin = copy.copy(plugin)
         self.plugin._get_mm_inputs = self._get_mm_inputs
         self.plugin.process_messages = self._process_messages
+        self.plugin.process_token_ids = self._process_token_ids
 
     def begin_row(self) -> None:
         self._answers.clear()
-        self._placeholders.clear()
+        self._expected.clear()
+        self._written.clear()
 
     def placeholders_cut(self, input_ids: Sequence[int]) -> bool:
-        """Whether `input_ids` hold fewer visual or audio placeholders than the row's messages did."""
-        return any(input_ids.count(self._token_ids[name]) < expected for name, expected in self._placeholders.items())
+        """Whether `input_ids` hold fewer placeholders than the row's media take.
 
-    def placeholders_missing(self, images: Any, videos: Any, input_ids: Sequence[int]) -> bool:
-        """Whether `input_ids` hold fewer placeholders than the media need; known where sizes tell the cost."""
-        if not self._by_size or not (images or videos):
+        Raises `ValueError` where they hold more: a text, a system prompt or a tool has a placeholder written out.
+        """
+        is_cut = False
+        for name, token_id in self._token_ids.items():
+            found, expected = input_ids.count(token_id), self._expected[name]
+            # As many as expected, some of them written out, is what a cut may leave as well.
+            if found > expected or (found == expected > 0 and name in self._written):
+                raise ValueError(_WRITTEN_OUT.format(name=name, found=found, expected=expected))
+            is_cut |= found < expected
+        return is_cut
+
+    def tokenized_placeholders_cut(self, images: Any, videos: Any, audios: Any, input_ids: Sequence[int]) -> bool:
+        """The same for a row of which no more is known than its media, as far as their sizes tell what they take."""
+        found = sum(input_ids.count(token_id) for token_id in self._token_ids.values())
+        if not (images or videos or audios):
+            expected = 0
+        elif self._by_size and not audios:
+            expected = self.count_patches(images, videos, None, []) // self.processor.image_processor.merge_size**2
+        else:
             return False
-        merged = self.processor.image_processor.merge_size**2
-        needed = self.count_patches(images, videos, None, []) // merged
-        return sum(input_ids.count(token_id) for token_id in self._token_ids.values()) < needed
+        if found > expected:
+            raise ValueError(_WRITTEN_OUT.format(name=" or ".join(self._token_ids), found=found, expected=expected))
+        return found < expected
 
     def check_decodable(self, images: Any, videos: Any, audios: Any) -> None:
         """Decode all media once; raises what their decoders raise."""
@@ -166,11 +189,31 @@ class MediaObserver:
             self._answers[key] = inputs
         return dict(self._answers[key])
 
-    def _process_messages(self, *args: Any, **kwargs: Any) -> list[dict[str, str]]:
-        messages = type(self.plugin).process_messages(self.plugin, *args, **kwargs)
+    def _process_messages(self, messages: Any, *args: Any, **kwargs: Any) -> list[dict[str, str]]:
+        written = [message["content"] for message in messages]
+        messages = type(self.plugin).process_messages(self.plugin, messages, *args, **kwargs)
         for name in self._token_ids:
-            self._placeholders[name] += sum(message["content"].count(name) for message in messages)
+            # Where a placeholder is what people write for a medium, LLaMA-Factory counts them itself.
+            literal = 0 if name in WRITTEN_FOR_MEDIA else sum(text.count(name) for text in written)
+            self._expected[name] += sum(message["content"].count(name) for message in messages) - literal
+            if literal:
+                self._written.add(name)
         return messages
+
+    def _process_token_ids(self, input_ids: Any, *args: Any, **kwargs: Any) -> tuple[list[int], list[int] | None]:
+        before = {name: input_ids.count(token_id) for name, token_id in self._token_ids.items()}
+        answer = type(self.plugin).process_token_ids(self.plugin, input_ids, *args, **kwargs)
+        for name, token_id in self._token_ids.items():
+            self._expected[name] += answer[0].count(token_id) - before[name]
+        return answer
+
+
+def _placeholder_ids(plugin: Any, tokenizer: Any) -> dict[str, int]:
+    """The placeholders of a plugin that are tokens of this tokenizer, and their ids."""
+    names = [name for name in (plugin.image_token, plugin.video_token, plugin.audio_token) if name is not None]
+    ids = {name: tokenizer.convert_tokens_to_ids(name) for name in names}
+    known = {name: token_id for name, token_id in ids.items() if isinstance(token_id, int)}
+    return {name: token_id for name, token_id in known.items() if tokenizer.convert_ids_to_tokens(token_id) == name}
 
 
 def _grid_from_size(plugin: Any, processor: Any, images: Sequence[Any]) -> torch.Tensor:

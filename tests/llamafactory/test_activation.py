@@ -88,8 +88,8 @@ def test_a_finder_of_old_style_is_passed_over(monkeypatch: pytest.MonkeyPatch) -
     from odb_factory.llamafactory.activation import SeamFinder
 
     monkeypatch.setattr(sys, "meta_path", [object(), *sys.meta_path])
-    spec = SeamFinder().find_spec("llamafactory.hparams.parser", llamafactory.__path__)
-    assert spec.name == "llamafactory.hparams.parser"
+    spec = SeamFinder().find_spec("llamafactory.launcher", llamafactory.__path__)
+    assert spec.name == "llamafactory.launcher"
 
 
 def test_a_hooked_module_keeps_its_own_loader() -> None:
