@@ -104,7 +104,7 @@ def _get_train_args(original: Callable, args: Any = None) -> Any:
     args = read_args(args)
     if not isinstance(args, dict) or not _mentions_odb(args):
         return original(args)
-    from odb_factory.llamafactory import block
+    from odb_factory.llamafactory import block, probes
 
     uncaught.install()
     block.check_keys(args)
@@ -115,7 +115,9 @@ def _get_train_args(original: Callable, args: Any = None) -> Any:
             "install a supported release (`odb-factory doctor` names them)."
         )
     config = block.check_block(args)
+    probes.check_signatures()
     parsed = original({key: value for key, value in args.items() if key != "odb"})
+    probes.check_arguments(parsed)
     model_args, data_args, training_args, finetuning_args, _ = parsed
     block.check_combination(model_args, data_args, training_args, finetuning_args)
     _active = config
@@ -163,7 +165,9 @@ def _get_preprocessed_dataset(
         from odb_factory.llamafactory import attach
 
         if attach.is_online(dataset, data_args, kwargs.get("is_eval", False)):
-            return attach.online_dataset(dataset, data_args, training_args, *args, **kwargs)
+            online = attach.online_dataset(dataset, data_args, training_args, *args, **kwargs)
+            attach.check_max_patches(online, _active)
+            return online
         dataset = attach.converted(dataset, data_args, training_args)
     return original(dataset, data_args, training_args, *args, **kwargs)
 

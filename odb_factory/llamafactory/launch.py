@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
-from odb_factory.errors import ConfigError, ODBError
+from odb_factory.errors import ConfigError
 from odb_factory.llamafactory import block, uncaught
 from odb_factory.llamafactory.activation import LAUNCH_RECORD
 
@@ -131,13 +131,3 @@ def _launch_record() -> Iterator[Path]:
             yield record
         finally:
             del os.environ[LAUNCH_RECORD]
-
-
-def check_launcher_file(launcher: Any) -> None:
-    """Raise unless this launcher gives torchrun the file that its `__file__` names, which is how it can be another."""
-    original = getattr(launcher.launch, "__wrapped__", launcher.launch)
-    if "__file__" not in original.__code__.co_names:
-        raise ODBError(
-            "this LLaMA-Factory release starts processes in another way than odb_factory knows, so they would not be "
-            "activated; install a supported release (`odb-factory doctor` names them)."
-        )

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import copy
 import os
+import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -63,9 +65,10 @@ class EncodedImage:
     @property
     def size(self) -> tuple[int, int]:
         """(width, height) after the rotation its EXIF data asks for; reads the header only, if its file is here."""
-        if self.bytes is None and not os.path.isfile(self.path):
+        stored = BytesIO(self.bytes) if self.bytes is not None else self.path
+        if stored is None or (isinstance(stored, str) and not os.path.isfile(stored)):
             return self.open().size
-        with Image.open(BytesIO(self.bytes) if self.bytes is not None else self.path) as image:
+        with Image.open(stored) as image:
             turned = image.getexif().get(EXIF_ORIENTATION) in EXIF_ROTATED
             return image.size[::-1] if turned else image.size
 
@@ -100,6 +103,7 @@ class MediaObserver:
         self.original, self.processor = plugin, processor
         self._token_ids = _placeholder_ids(plugin, tokenizer)
         self._by_size = _size_is_exact(plugin, processor)
+        self._metadata_is_exact = self._by_size and _metadata_is_exact(plugin, processor)
         self._answers: dict[Any, dict[str, Any]] = {}
         self._expected: Counter[str] = Counter()
         self._written: set[str] = set()
@@ -165,8 +169,8 @@ class MediaObserver:
             return count_patches(inputs, self.patch_size)
         total = count_patches(self._get_mm_inputs(images, [], [], self.processor)) if images else 0
         if videos:
-            # Newer releases know the grid of a video from its metadata.
-            from_metadata = getattr(self.plugin, "_get_video_token_metadata", lambda *_: None)(videos, self.processor)
+            known = self._metadata_is_exact
+            from_metadata = self.plugin._get_video_token_metadata(videos, self.processor) if known else None
             total += count_patches(from_metadata or self._get_mm_inputs([], videos, [], self.processor))
         return total
 
@@ -243,6 +247,40 @@ def _size_is_exact(plugin: Any, processor: Any) -> bool:
         logger.info("images are observed through the real processor: sizes alone give other patch counts")
         return False
     return True
+
+
+def _metadata_is_exact(plugin: Any, processor: Any) -> bool:
+    """Whether the grid of a video is known from its metadata, as newer releases have it; tried on a tiny one.
+
+    Where none can be made here (no encoder), LLaMA-Factory, which expands placeholders by these metadata, is believed.
+    """
+    if not hasattr(plugin, "_get_video_token_metadata"):
+        return False
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            video = _write_video(Path(folder, "tiny.avi"))
+            known = plugin._get_video_token_metadata([video], processor)["video_grid_thw"]
+            real = plugin._get_mm_inputs([], [video], [], processor)["video_grid_thw"]
+    except Exception as error:
+        logger.debug("metadata of videos were not tried (%s: %s)", type(error).__name__, error)
+        return True
+    if torch.equal(torch.as_tensor(known).prod(-1), torch.as_tensor(real).prod(-1)):
+        return True
+    logger.info("videos are observed through the real processor: their metadata give other patch counts")
+    return False
+
+
+def _write_video(path: Path) -> str:
+    """Eight blank frames, one second."""
+    import av
+
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mjpeg", rate=8)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuvj420p"
+        for _ in range(8):
+            container.mux(stream.encode(av.VideoFrame.from_image(Image.new("RGB", (64, 48)))))
+        container.mux(stream.encode())
+    return str(path)
 
 
 def _size_of(image: Any) -> tuple[int, int]:

@@ -83,11 +83,8 @@ def enable_odb(
         raise ConfigError("enable_odb: this trainer has it already; call it once.")
     config = make_config(config, block)
     check_training_arguments(trainer.args)
-    if collation is not None and config.max_patches is not None and config.max_patches < collation.filler_patches:
-        raise ConfigError(
-            f"odb.max_patches: {config.max_patches} is less than the {collation.filler_patches} patches of the fake "
-            "image that the collator adds to every group without media; raise it."
-        )
+    if collation is not None:
+        check_filler(config, collation)
     if not isinstance(trainer, ODBTrainerMixin):
         stock = type(trainer)
         trainer.__class__ = type(stock.__name__, (ODBTrainerMixin, stock), {"__module__": stock.__module__})
@@ -95,6 +92,15 @@ def enable_odb(
         config=config, observer=observer, collation=collation, patch_size=patch_size, cost_fn=cost_fn
     )
     return trainer
+
+
+def check_filler(config: ODBConfig, collation: Collation) -> None:
+    """Refuse a patch cap that no group without media keeps."""
+    if config.max_patches is not None and config.max_patches < collation.filler_patches:
+        raise ConfigError(
+            f"odb.max_patches: {config.max_patches} is less than the {collation.filler_patches} patches of the fake "
+            "image that the collator adds to every group without media; raise it."
+        )
 
 
 class ODBTrainer(ODBTrainerMixin, Trainer):

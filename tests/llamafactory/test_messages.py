@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from support import run_llamafactory, training_config
 from odb_factory.errors import ConfigError, ODBError
 from odb_factory.llamafactory import hooks, uncaught
 from odb_factory.llamafactory.activation import LAUNCH_RECORD
-from odb_factory.llamafactory.launch import check_launcher_file, check_yaml, launch
+from odb_factory.llamafactory.launch import check_yaml, launch
 
 BLOCK = {"token_budget": 1024}
 TWO_RANKS = {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "2"}
@@ -223,11 +222,3 @@ def test_the_launcher_shows_torchruns_own_failure(
 
     with pytest.raises(subprocess.CalledProcessError):
         launch(fail)
-
-
-def test_a_launcher_that_starts_another_file_is_found_out() -> None:
-    from llamafactory import launcher
-
-    check_launcher_file(launcher)
-    with pytest.raises(ODBError, match="supported release"):
-        check_launcher_file(SimpleNamespace(launch=lambda: None))
