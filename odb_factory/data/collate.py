@@ -50,7 +50,9 @@ class GroupDataset(Dataset):
             try:
                 self._collate([sample])
             except Exception as alone:
-                skips = " (`on_error: skip` leaves out media that cannot be decoded)" if self.on_error == "raise" else ""
+                skips = (
+                    " (`on_error: skip` leaves out media that cannot be decoded)" if self.on_error == "raise" else ""
+                )
                 return (
                     f"{self.describe(sample.id)}: cannot be collated: {one_line(alone)}; mend or remove the row{skips}."
                 )

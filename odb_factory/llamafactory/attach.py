@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from datasets import Dataset
-from llamafactory.data.converter import align_dataset, get_dataset_converter
 from llamafactory.data.collator import SFTDataCollatorWith4DAttentionMask
+from llamafactory.data.converter import align_dataset, get_dataset_converter
 from llamafactory.data.loader import _get_dataset_processor, _get_preprocessed_dataset
 from llamafactory.train.callbacks import LogCallback
 from transformers import TrainerCallback

@@ -65,8 +65,8 @@ class TokenizedDataset(Dataset):
     def __getitem__(self, index: int) -> dict[str, Any]:
         self.media.begin_row()
         features = self.rows[index]
-        media = (features.get(key) for key in ("images", "videos", "audios"))
-        if self.media.tokenized_placeholders_cut(*media, features["input_ids"]):
+        images, videos, audios = (features.get(key) for key in ("images", "videos", "audios"))
+        if self.media.tokenized_placeholders_cut(images, videos, audios, features["input_ids"]):
             raise MediaCut("it was tokenized with a cutoff_len that cuts its visual placeholders.")
         return features
 

@@ -10,27 +10,20 @@ from __future__ import annotations
 
 import copy
 import os
-import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from io import BytesIO
-from pathlib import Path
 from typing import Any
 
 import datasets
-import torch
 from llamafactory.extras.constants import AUDIO_PLACEHOLDER, IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER
 from PIL import Image
 
 from odb_factory.data.measure import DEFAULT_PATCH_SIZE, count_patches
-from odb_factory.log import get_logger
+from odb_factory.llamafactory.media_size import grid_from_size, metadata_is_exact, size_is_exact
 
-logger = get_logger(__name__)
-
-SIZE_IS_ENOUGH = ("Qwen2VLPlugin", "Qwen3VLPlugin")
-CHECK_SIZES = ((37, 211), (640, 480), (1500, 90), (64, 64))
 EXIF_ORIENTATION, EXIF_ROTATED = 0x0112, (5, 6, 7, 8)
 LOSSLESS = (None, "PNG")
 """Formats of an opened image, none if it was turned, that `datasets` encodes without changing a pixel."""
@@ -57,7 +50,9 @@ class EncodedImage:
     def open(self) -> Image.Image:
         """The decoded image, as `datasets` would have given it."""
         image = _FEATURE.decode_example({"bytes": self.bytes, "path": self.path})
-        is_kept = image.format in LOSSLESS or getattr(image, "filename", "")  # a file with a name is kept as it is
+        is_kept = image.format in LOSSLESS or bool(
+            getattr(image, "filename", "")
+        )  # a file with a name is kept as it is
         for _ in range(0 if is_kept else self.encodings):
             image = _FEATURE.decode_example(_FEATURE.encode_example(image))
         return image
@@ -69,22 +64,8 @@ class EncodedImage:
         if stored is None or (isinstance(stored, str) and not os.path.isfile(stored)):
             return self.open().size
         with Image.open(stored) as image:
-            turned = image.getexif().get(EXIF_ORIENTATION) in EXIF_ROTATED
-            return image.size[::-1] if turned else image.size
-
-
-class SizeOnlyImage(Image.Image):
-    """An image without pixels: LLaMA-Factory's own resizing rules can be run on its size."""
-
-    def __init__(self, size: tuple[int, int], mode: str = "RGB"):
-        super().__init__()
-        self._size, self._mode = size, mode
-
-    def resize(self, size: tuple[int, int], *args: Any, **kwargs: Any) -> SizeOnlyImage:
-        return SizeOnlyImage(size, self.mode)
-
-    def convert(self, mode: str | None = None, *args: Any, **kwargs: Any) -> SizeOnlyImage:
-        return SizeOnlyImage(self.size, mode or self.mode)
+            width, height = image.size
+            return (height, width) if image.getexif().get(EXIF_ORIENTATION) in EXIF_ROTATED else (width, height)
 
 
 def decoded(images: Sequence[Any] | None) -> list[Any]:
@@ -102,8 +83,8 @@ class MediaObserver:
     def __init__(self, plugin: Any, tokenizer: Any, processor: Any):
         self.original, self.processor = plugin, processor
         self._token_ids = _placeholder_ids(plugin, tokenizer)
-        self._by_size = _size_is_exact(plugin, processor)
-        self._metadata_is_exact = self._by_size and _metadata_is_exact(plugin, processor)
+        self._by_size = size_is_exact(plugin, processor)
+        self._metadata_is_exact = self._by_size and metadata_is_exact(plugin, processor)
         self._answers: dict[Any, dict[str, Any]] = {}
         self._expected: Counter[str] = Counter()
         self._written: set[str] = set()
@@ -186,7 +167,9 @@ class MediaObserver:
         if key not in self._answers:
             inputs: dict[str, Any] = {}
             if images and self._by_size:
-                inputs["image_grid_thw"] = _grid_from_size(self.original, processor, images)
+                inputs["image_grid_thw"] = grid_from_size(
+                    self.original, processor, [_size_of(image) for image in images]
+                )
                 images = []
             if images or videos or audios:
                 inputs |= self.original._get_mm_inputs(decoded(images), videos, audios, processor, *args, **kwargs)
@@ -218,69 +201,6 @@ def _placeholder_ids(plugin: Any, tokenizer: Any) -> dict[str, int]:
     ids = {name: tokenizer.convert_tokens_to_ids(name) for name in names}
     known = {name: token_id for name, token_id in ids.items() if isinstance(token_id, int)}
     return {name: token_id for name, token_id in known.items() if tokenizer.convert_ids_to_tokens(token_id) == name}
-
-
-def _grid_from_size(plugin: Any, processor: Any, images: Sequence[Any]) -> torch.Tensor:
-    """[images, 3] whose rows multiply to the patches of each image (their own shape does not matter here)."""
-    sizes = [_size_of(image) for image in images]
-    regular = plugin._regularize_images(
-        [SizeOnlyImage(size) for size in sizes],
-        image_max_pixels=getattr(processor, "image_max_pixels", 768 * 768),
-        image_min_pixels=getattr(processor, "image_min_pixels", 32 * 32),
-    )["images"]
-    count = processor.image_processor.get_number_of_image_patches
-    return torch.tensor([[1, 1, count(image.height, image.width, {})] for image in regular])
-
-
-def _size_is_exact(plugin: Any, processor: Any) -> bool:
-    """Whether sizes alone give the real processor's patch counts; tried on a few blank images."""
-    if type(plugin).__name__ not in SIZE_IS_ENOUGH:
-        return False
-    blanks = [Image.new("RGB", size, "white") for size in CHECK_SIZES]
-    try:
-        real = plugin._get_mm_inputs(blanks, [], [], processor)["image_grid_thw"].prod(-1)
-        by_size = _grid_from_size(plugin, processor, blanks).prod(-1)
-    except (AttributeError, KeyError, TypeError) as error:
-        logger.info("images are observed through the real processor (%s: %s)", type(error).__name__, error)
-        return False
-    if not torch.equal(real, by_size):
-        logger.info("images are observed through the real processor: sizes alone give other patch counts")
-        return False
-    return True
-
-
-def _metadata_is_exact(plugin: Any, processor: Any) -> bool:
-    """Whether the grid of a video is known from its metadata, as newer releases have it; tried on a tiny one.
-
-    Where none can be made here (no encoder), LLaMA-Factory, which expands placeholders by these metadata, is believed.
-    """
-    if not hasattr(plugin, "_get_video_token_metadata"):
-        return False
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            video = _write_video(Path(folder, "tiny.avi"))
-            known = plugin._get_video_token_metadata([video], processor)["video_grid_thw"]
-            real = plugin._get_mm_inputs([], [video], [], processor)["video_grid_thw"]
-    except Exception as error:
-        logger.debug("metadata of videos were not tried (%s: %s)", type(error).__name__, error)
-        return True
-    if torch.equal(torch.as_tensor(known).prod(-1), torch.as_tensor(real).prod(-1)):
-        return True
-    logger.info("videos are observed through the real processor: their metadata give other patch counts")
-    return False
-
-
-def _write_video(path: Path) -> str:
-    """Eight blank frames, one second."""
-    import av
-
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("mjpeg", rate=8)
-        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuvj420p"
-        for _ in range(8):
-            container.mux(stream.encode(av.VideoFrame.from_image(Image.new("RGB", (64, 48)))))
-        container.mux(stream.encode())
-    return str(path)
 
 
 def _size_of(image: Any) -> tuple[int, int]:
