@@ -4,7 +4,8 @@
 included where it is asked for. The recording is the same for every way of batching: it looks at the tensors that
 reach `Trainer.training_step`. One JSON line a micro-batch: `lengths` (real tokens of each row), `length` (of the
 padded row), `begin` and `end` (seconds since the epoch of the clock), `cpu_begin` and `cpu_end` (seconds of CPU time of
-the process), `peak_memory` (its largest resident set until then, bytes; 0 where it is not known). Rank 1 writes to BATCHES.jsonl.1, and so on.
+the process), `peak_memory` (its largest resident set until then, bytes; 0 where it is not known). Rank 1 writes to
+BATCHES.jsonl.1, and so on.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def test_another_processor_of_rows_is_found(config: dict[str, Any], monkeypatch:
 def test_other_sizes_of_images_turn_to_the_real_processor(
     config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`_regularize_images` resizes otherwise by size than the processor is given: patches are then counted by pixels."""
+    """`_regularize_images` answers otherwise than the processor resizes: patches are then counted by pixels."""
     patches = media.MediaObserver.count_patches
     online = load(config)
     assert online.media._by_size and online.media._metadata_is_exact
