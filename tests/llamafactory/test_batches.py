@@ -224,17 +224,15 @@ def test_placeholders_written_out_are_found_at_observation(tiny_vl, tmp_path) ->
 
 
 def test_a_cut_does_not_hide_a_placeholder_written_out(tiny_vl, tmp_path) -> None:
-    """As many as the picture takes, one of them written out, one cut off; and one written where it is cut off."""
+    """Wherever it is cut: as many as the picture takes may be left, one of them written out."""
     Image.new("RGB", (90, 60), "red").save(tmp_path / "red.png")
     rows = [conversation("<|image_pad|> <image>", ("red.png",))]
-    folder = write_dataset(tmp_path, {"mine": rows})
-    whole = Setting(training_config(tiny_vl, folder, tmp_path / "out", dataset="mine"))
-    ids = whole.stock["train_dataset"][0]["input_ids"]
-    pad = whole.dataset.media._token_ids["<|image_pad|>"]
-    answer = len(ids) - 1 - max(k for k, token in enumerate(ids) if token == pad)
-    for cutoff_len in range(len(ids) - answer - 3, len(ids) - answer + 2):
-        config = training_config(tiny_vl, folder, tmp_path / "out", dataset="mine", cutoff_len=cutoff_len)
-        assert isinstance(Setting(config).observe(0), Rejection), cutoff_len
+    config = training_config(tiny_vl, write_dataset(tmp_path, {"mine": rows}), tmp_path / "out", dataset="mine")
+    setting = Setting(config)
+    data_args = setting.dataset.processor.data_args
+    for cutoff_len in range(4, len(setting.stock["train_dataset"][0]["input_ids"]) + 2):
+        data_args.cutoff_len = cutoff_len
+        assert isinstance(setting.observe(0), Rejection), cutoff_len
 
 
 def test_placeholders_written_out_in_tokenized_data_are_found_too(vl: Setting) -> None:
