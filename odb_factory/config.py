@@ -9,20 +9,24 @@ import dataclasses
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 from odb_factory.errors import ConfigError
 
 LARGEST = 2**32 - 1
 """The largest number a key takes; what random number generators accept as a seed."""
-
+MOST_WORKERS = 1024
 
 LOSS_SCALINGS = ("exact", "approx", "none")
 
 
-def _key(meaning: str, *, choices: tuple = (), minimum: int | None = None, **kwargs: Any) -> Any:
+def _key(
+    meaning: str, *, choices: tuple[str, ...] = (), minimum: int | None = None, maximum: int = LARGEST, **kwargs: Any
+) -> Any:
     """A dataclass field with what the checks and the docs need to know about it."""
-    return field(metadata={"meaning": meaning, "choices": choices, "minimum": minimum}, **kwargs)
+    limits = {"choices": choices, "minimum": minimum, "maximum": maximum}
+    return field(metadata={"meaning": meaning} | limits, **kwargs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +56,7 @@ class ODBConfig:
         "worker processes that collate groups (pixels are processed there); "
         "none: as many as dataloader_num_workers, 0: in the training process (slow)",
         minimum=0,
+        maximum=MOST_WORKERS,
         default=None,
     )
     loss_scaling: str = _key(
@@ -122,7 +127,10 @@ class ODBConfig:
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
-            _check(item, getattr(self, item.name))
+            value = getattr(self, item.name)
+            _check(item, value)
+            if isinstance(value, Integral) and not isinstance(value, bool):
+                object.__setattr__(self, item.name, int(value))  # numpy's integers are no JSON
         if self.balance and not self.join:
             raise ConfigError(
                 "odb.balance: with `join: false` the epoch ends when one rank runs short, and balanced ranks run short "
@@ -144,46 +152,65 @@ class ODBConfig:
         known = {item.name: item for item in dataclasses.fields(cls)}
         for name in block:
             if name not in known:
-                near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.4)
-                hint = f"did you mean `{near[0]}`?" if near else f"known keys: {', '.join(known)}."
-                name_shown = " ".join(str(name).split())
-                raise ConfigError(f"odb.{name_shown}: {block[name]!r} is set, but there is no such key; {hint}")
+                raise ConfigError(_unknown(name, block[name], known))
         if "token_budget" not in block:
             raise ConfigError(
                 "odb.token_budget: missing; set it to the tokens one micro-batch may hold, padding included, "
                 "for example `token_budget: 8192`."
             )
-        # YAML's own word for nothing is `null`; people write the word.
-        values = {name: None if value == "none" and _optional(known[name]) else value for name, value in block.items()}
+        if block.get("lr_reference_samples") is not None and "lr_scale" not in block:
+            raise ConfigError(
+                f"odb.lr_reference_samples: {block['lr_reference_samples']!r} has no effect without lr_scale; set "
+                "`lr_scale: sqrt` or `linear`, or leave the key out."
+            )
+        # YAML's own word for nothing is `null`; people write the word, as YAML or as Python spells it.
+        values: dict[str, Any] = {
+            name: None if value in ("none", "None") and _optional(known[name]) else value
+            for name, value in block.items()
+        }
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
 
-def _optional(item: dataclasses.Field) -> bool:
-    return item.type.endswith("| None")
+def _unknown(name: Any, value: Any, known: Mapping[str, Any]) -> str:
+    """What is said of a key that does not exist: the nearest one, or what it seems to be instead."""
+    shown = " ".join(str(name).split())
+    key, colon, given = shown.partition(":")
+    if colon and value is None and key in known:
+        return f"odb.{shown}: YAML takes this for a key; put a space behind the colon, `{key}: {given or 8192}`."
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4) if isinstance(name, str) else []
+    hint = f"did you mean `{near[0]}`?" if near else f"known keys: {', '.join(known)}."
+    return f"odb.{shown}: {value!r} is set, but there is no such key; {hint}"
 
 
-def _check(item: dataclasses.Field, value: Any) -> None:
+def _optional(item: dataclasses.Field[Any]) -> bool:
+    return str(item.type).endswith("| None")
+
+
+def _check(item: dataclasses.Field[Any], value: Any) -> None:
     """Check one key by its declared type, range and choices; raise a one-line `ConfigError`."""
-    choices, minimum = item.metadata["choices"], item.metadata["minimum"]
+    choices, minimum, maximum = (item.metadata[name] for name in ("choices", "minimum", "maximum"))
     optional = _optional(item)
     if value is None and optional:
         return
     if choices:
         if value not in choices:
-            raise ConfigError(f"odb.{item.name}: {value!r} is not one of {', '.join(choices)}.")
+            quoted = ""
+            if "none" in choices and value in (None, "None"):
+                quoted = "; write the word none (YAML's null is no value), or leave the key out"
+            raise ConfigError(f"odb.{item.name}: {value!r} is not one of {', '.join(choices)}{quoted}.")
     elif item.type == "bool":
         if not isinstance(value, bool):
             raise ConfigError(f"odb.{item.name}: {value!r} is not true or false.")
-    elif isinstance(value, bool) or not isinstance(value, int):
+    elif isinstance(value, bool) or not isinstance(value, Integral):
         also = ", or none" if optional else ""
         raise ConfigError(
             f"odb.{item.name}: {value!r} is not a whole number; write one of at least {minimum}{also}, without quotes."
         )
-    elif value < minimum:
+    elif int(value) < minimum:
         also = ", or leave the key out" if optional else ""
         raise ConfigError(f"odb.{item.name}: {value!r} is too small; the least is {minimum}{also}.")
-    elif value > LARGEST:
-        raise ConfigError(f"odb.{item.name}: {value!r} is too large; the most is {LARGEST}.")
+    elif int(value) > maximum:
+        raise ConfigError(f"odb.{item.name}: {value!r} is too large; the most is {maximum}.")

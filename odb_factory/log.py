@@ -1,16 +1,49 @@
-"""One logger for odb_factory: plain lines on stderr, beside whatever the framework logs."""
+"""Logging for odb_factory: plain lines on stderr, unless the user's own logging prints them."""
+
+from __future__ import annotations
 
 import logging
 import os
+import sys
 
 
 def get_logger(name: str) -> logging.Logger:
-    """A child of the `odb_factory` logger, which prints INFO and above; other ranks than 0 print warnings only."""
-    root = logging.getLogger("odb_factory")
-    if not root.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("[odb] %(message)s"))
-        root.addHandler(handler)
-        root.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
-        root.propagate = False
-    return logging.getLogger(name)
+    """A child of the `odb_factory` logger. Ranks other than 0 log warnings and above only.
+
+    Records go to the handlers of the root logger as any others; `[odb]` lines are printed where none of them prints
+    to the console. The level is INFO, unless the user has set one for `odb_factory`.
+    """
+    package = logging.getLogger("odb_factory")
+    if not any(isinstance(handler, _Console) for handler in package.handlers):
+        package.addHandler(_Console())
+        if package.level == logging.NOTSET:
+            package.setLevel(logging.INFO)
+    logger = logging.getLogger(name)
+    logger.addFilter(_is_for_this_rank)  # a filter that is there already is not added twice
+    return logger
+
+
+class _Console(logging.StreamHandler):
+    """Prints to what is `sys.stderr` when a record comes, as long as the root logger does not print it too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter("[odb] %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        streams = [getattr(handler, "stream", None) for handler in logging.getLogger().handlers]
+        if sys.stderr is not None and not any(stream in (sys.stderr, sys.stdout) for stream in streams if stream):
+            self.setStream(sys.stderr)
+            super().emit(record)
+
+
+def _is_for_this_rank(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.WARNING or _rank() == 0
+
+
+def _rank() -> int:
+    """Asked for each record: processes that `torch.multiprocessing.spawn` starts learn their rank after the import."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank()
+    return int(os.environ.get("RANK") or 0)

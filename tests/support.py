@@ -27,6 +27,7 @@ MARK = "ODB_TEST_RUN"
 def write_dataset(folder: Path, datasets: dict[str, list[dict[str, Any]]]) -> Path:
     """Write rows and LLaMA-Factory's `dataset_info.json`; returns `folder`."""
     tags = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
+    tags["system_tag"] = "system"
     info = {}
     for name, rows in datasets.items():
         (folder / f"{name}.json").write_text(json.dumps(rows), encoding="utf-8")

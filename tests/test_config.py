@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy import int64
 
 from odb_factory.config import ODBConfig
 from odb_factory.errors import ConfigError
 
 KEYS = [item.name for item in dataclasses.fields(ODBConfig)]
-OPTIONAL = ["max_patches", "collate_workers", "lr_reference_samples", "exchange_timeout_s", "seed"]
-WHOLE_NUMBERS = ["token_budget", *OPTIONAL, "buffer_size"]
+OPTIONAL = ["max_patches", "collate_workers", "lr_reference_samples", "seed"]
+WHOLE_NUMBERS = ["token_budget", *OPTIONAL, "buffer_size", "exchange_timeout_s"]
 WORDS = {
     "loss_scaling": ["exact", "approx", "none"],
     "lr_scale": ["none", "sqrt", "linear"],
@@ -37,7 +38,8 @@ yaml_values = st.recursive(
 
 
 def block(**keys: Any) -> dict[str, Any]:
-    return {"token_budget": 8192} | keys
+    """A right block with these keys; lr_reference_samples is right beside lr_scale only."""
+    return {"token_budget": 8192} | ({"lr_scale": "none"} if "lr_reference_samples" in keys else {}) | keys
 
 
 def refusal(content: Any) -> str:
@@ -184,7 +186,7 @@ def test_true_and_false_are_allowed(key: str, value: bool) -> None:
     assert getattr(ODBConfig.from_block(block(**{key: value})), key) is value
 
 
-@pytest.mark.parametrize("nothing", [None, "none"])
+@pytest.mark.parametrize("nothing", [None, "none", "None"])
 @pytest.mark.parametrize("key", OPTIONAL)
 def test_none_is_understood_where_a_key_may_be_absent(key: str, nothing: Any) -> None:
     """YAML's own word is null, people write none; both mean the default."""
@@ -208,7 +210,7 @@ def test_any_value_is_taken_as_it_is_or_refused_in_one_line(key: str, value: Any
         assert len(str(error).splitlines()) == 1
     else:
         taken = getattr(config, key)
-        assert taken is value or (value == "none" and key in OPTIONAL and taken is None)
+        assert taken is value or (value in ("none", "None") and key in OPTIONAL and taken is None)
 
 
 @given(st.dictionaries(st.text(st.characters(min_codepoint=32, max_codepoint=126)), yaml_values, max_size=4))
@@ -229,6 +231,37 @@ def test_an_unknown_key_of_two_lines_is_refused_in_one() -> None:
 def test_a_seed_beyond_64_bits_is_refused() -> None:
     """Such a seed would end in an error of torch, far from the YAML."""
     refusal(block(seed=2**64))
+
+
+def test_more_workers_than_any_machine_has_are_refused() -> None:
+    assert "the most is 1024" in refusal(block(collate_workers=100_000))
+
+
+def test_a_reference_without_a_scale_is_refused() -> None:
+    assert "lr_scale" in refusal({"token_budget": 1, "lr_reference_samples": 8})
+
+
+@pytest.mark.parametrize("key", ["loss_scaling", "lr_scale"])
+@pytest.mark.parametrize("nothing", [None, "None"])
+def test_null_is_told_from_the_choice_none(key: str, nothing: Any) -> None:
+    assert "write the word none" in refusal(block(**{key: nothing}))
+
+
+def test_a_key_without_a_space_behind_its_colon_is_understood() -> None:
+    """`odb={token_budget:100}` on the command line is one key to YAML."""
+    message = refusal({"token_budget:100": None})
+    assert (
+        message == "odb.token_budget:100: YAML takes this for a key; put a space behind the colon, `token_budget: 100`."
+    )
+
+
+def test_a_key_that_is_no_word_is_like_no_other() -> None:
+    assert "did you mean" not in refusal({None: 1})
+
+
+def test_integers_of_numpy_are_integers() -> None:
+    config = ODBConfig(token_budget=int64(4096), seed=int64(3))
+    assert (type(config.token_budget), config.token_budget, type(config.seed)) == (int, 4096, int)
 
 
 def test_a_block_may_be_any_mapping_and_is_not_changed() -> None:

@@ -35,8 +35,8 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "fixed batch": ({}, None),
     "length-grouped": ({"group": True}, None),
     "odb, equal epochs": ({}, {}),
-    "odb, equal epochs, lr_scale sqrt": ({}, {"lr_scale": "sqrt"}),
-    "odb, equal epochs, lr_scale linear": ({}, {"lr_scale": "linear"}),
+    "odb, equal epochs, lr_scale sqrt": ({}, {"lr_scale": "sqrt", "lr_reference_samples": BATCH_SIZE}),
+    "odb, equal epochs, lr_scale linear": ({}, {"lr_scale": "linear", "lr_reference_samples": BATCH_SIZE}),
     "odb, equal optimizer steps": ({"equal_steps": True}, {}),
 }
 
@@ -97,7 +97,7 @@ def train(model_path: Path, samples: Any, validation: Any, seed: int, name: str,
             data_collator=pad,
         )
         if block is not None:
-            enable_odb(trainer, token_budget=BATCH_SIZE * LONGEST, lr_reference_samples=BATCH_SIZE, **block)
+            enable_odb(trainer, token_budget=BATCH_SIZE * LONGEST, **block)
         started = time.perf_counter()
         trainer.train()
         seconds = time.perf_counter() - started

@@ -12,6 +12,7 @@ import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from odb_factory.llamafactory import activation
 
@@ -70,7 +71,7 @@ def _look_at_seams(probe: Probe) -> None:
 
     for seam in hooks.seams():
         home = next(name for name in activation.SEAMS if seam.startswith(f"{name}."))
-        target = sys.modules[home]
+        target: Any = sys.modules[home]
         for part in seam.removeprefix(f"{home}.").split("."):
             target = getattr(target, part, None)
         # A wrapper takes the name and module of what it wraps; its code tells where it comes from.

@@ -54,7 +54,8 @@ def build_builtin_mix(folder: Path, *, samples: int = 600, seed: int = 0) -> Mix
     shutil.rmtree(folder / _MEDIA, ignore_errors=True)
     (folder / _MEDIA).mkdir(parents=True)
 
-    rows, parts = {}, Counter()
+    rows: dict[str, list[Row]] = {}
+    parts: Counter[str] = Counter()
     for i, (name, count) in enumerate({TRAIN: samples, VAL: num_validation(samples)}.items()):
         rng = random.Random(f"{name} {seed}")
         studio = _Studio(name, folder, rng, dict(by_length[i]), dict(pictures[i]), videos)
@@ -86,12 +87,12 @@ class _Studio:
     def compare(self) -> Row:
         images = [self._view()[0] for _ in range(2)]
         turns = []
-        for word, values in {
+        sizes: dict[str, list[float]] = {
             "wider": [image.width for image in images],
             "taller": [image.height for image in images],
             "brighter": [_light(image) for image in images],
-        }.items():
-            first, second = values
+        }
+        for word, (first, second) in sizes.items():
             answer = "They are alike." if first == second else "The first." if first > second else "The second."
             turns.append((f"Which is {word}?", answer))
         self.rng.shuffle(turns)
@@ -129,6 +130,7 @@ class _Studio:
         path = self.rng.choice(self.videos)
         with av.open(str(path)) as container:
             stream = container.streams.video[0]
+            assert stream.duration and stream.time_base and stream.average_rate  # the clips of gradio tell
             seconds, rate = float(stream.duration * stream.time_base), float(stream.average_rate)
             size = f"{stream.width} by {stream.height} pixels"
         shutil.copyfile(path, self.folder / _MEDIA / path.name)
@@ -254,8 +256,9 @@ _COLOURS = {
 def _main_colour(image: Image) -> str:
     """The name nearest to the most frequent of the picture's four main colours."""
     reduced = image.resize((32, 32)).quantize(4)
-    _, index = max(reduced.getcolors())
-    colour = reduced.getpalette()[3 * index : 3 * index + 3]
+    counts = reduced.histogram()
+    index = max(range(len(counts)), key=lambda index: (counts[index], index))
+    colour = (reduced.getpalette() or [])[3 * index : 3 * index + 3]
     return min(_COLOURS, key=lambda name: math.dist(_COLOURS[name], colour))
 
 

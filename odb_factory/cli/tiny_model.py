@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -143,7 +143,7 @@ def _build(
 def _train_tokenizer(text: str) -> PreTrainedTokenizerBase:
     """A byte-level BPE tokenizer of Qwen's make; it loses no byte of NFC-normalised text."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-    from transformers import Qwen2TokenizerFast
+    from transformers import Qwen2TokenizerFast  # type: ignore[attr-defined]  # made when it is asked for
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
@@ -195,7 +195,7 @@ def _write_processor(folder: Path) -> None:
 
 
 # The language model of both.
-_TEXT = {
+_TEXT: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 192,
     "num_hidden_layers": 2,
@@ -206,7 +206,7 @@ _TEXT = {
 }
 
 
-def _token_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+def _token_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     return {
         "vocab_size": len(tokenizer),
         "eos_token_id": tokenizer.eos_token_id,
@@ -217,7 +217,7 @@ def _token_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
 def _qwen3_vl(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-    text_config = _TEXT | _token_ids(tokenizer)
+    text_config: dict[str, Any] = _TEXT | _token_ids(tokenizer)
     # Half of head_dim is shared out between time, height and width.
     text_config |= {
         "head_dim": 16,
@@ -235,7 +235,7 @@ def _qwen3_vl(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
         "num_position_embeddings": 20 * 20,  # the grid of the largest square picture
         "deepstack_visual_indexes": [0],
     }
-    ids = {
+    ids: dict[str, Any] = {
         f"{name}_token_id": tokenizer.convert_tokens_to_ids(token)
         for name, token in {
             "image": "<|image_pad|>",

@@ -24,13 +24,11 @@ class Failure:
     ids: tuple[int, ...]
     cause: str
 
-    def message(self, describe: Callable[[int], str]) -> str:
+    def message(self, describe: Callable[[int], str], on_error: str) -> str:
         """describe: where a row comes from. Called in the main process, which has the dataset."""
         if len(self.ids) == 1:
-            return (
-                f"{describe(self.ids[0])}: cannot be collated: {self.cause}; mend or remove the row "
-                "(`on_error: skip` finds media that cannot be decoded beforehand)."
-            )
+            skips = " (`on_error: skip` leaves out media that cannot be decoded)" if on_error == "raise" else ""
+            return f"{describe(self.ids[0])}: cannot be collated: {self.cause}; mend or remove the row{skips}."
         rows = ", ".join(map(str, self.ids))
         return f"rows {rows} cannot be collated together (each can alone): {self.cause}"
 

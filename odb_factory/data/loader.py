@@ -287,7 +287,7 @@ class ODBLoader:
                 if item is END:
                     break
                 if isinstance(item, Failure):
-                    raise DataError(item.message(self._stages.describe))
+                    raise DataError(item.message(self._stages.describe, self.config.on_error))
                 if item is not None:
                     current.in_flight -= 1
                     yield item

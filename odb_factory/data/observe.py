@@ -83,39 +83,42 @@ class ObservedDataset(WorkerDataset):
         except RowDropped as error:
             return Rejection(index, error.reason, f"{self._where(index)}: {error}")
         except MediaCut as error:
-            return Rejection(
+            return self._reject(
                 index,
                 "overlong",
-                f"{self._where(index)}: {error} Such a sample cannot travel as a singleton either: "
-                "raise cutoff_len, shrink the media (image_max_pixels, video_maxlen), or set `overlong: drop`.",
+                str(error),
+                "such a sample cannot travel as a singleton either: "
+                "raise cutoff_len, shrink the media (image_max_pixels, video_maxlen), or set `overlong: drop`",
                 fatal=self.config.overlong != "drop",
             )
         except Exception as error:
-            cause = str(error) if isinstance(error, ItemError) else one_line(error)
-            advice = "; mend or remove the row, or set `on_error: skip` to go on without such rows."
-            if isinstance(error, ItemError) or self.config.on_error == "skip":
-                advice = ""
-            return Rejection(
-                index, "unreadable", f"{self._where(index)}: {cause}{advice}", fatal=self.config.on_error == "raise"
+            is_item = isinstance(error, ItemError)
+            return self._reject(
+                index,
+                "unreadable",
+                str(error) if is_item else one_line(error),
+                "" if is_item else "mend or remove the row, or set `on_error: skip` to go on without such rows",
+                fatal=self.config.on_error == "raise",
             )
         if cost.supervised_tokens == 0:
-            return Rejection(index, "unsupervised", f"{self._where(index)}: no label carries loss.")
+            return self._reject(index, "unsupervised", "no label carries loss (truncation may have cut them off)")
         if self.config.overlong != "singleton" and self.budget.overlong(cost):
-            return self._overlong(index, cost)
+            found, budget = f"{cost.tokens} tokens", f"{self.budget.token_budget} tokens"
+            if self.budget.max_patches is not None:
+                found, budget = f"{found} and {cost.patches} patches", f"{budget} and {self.budget.max_patches} patches"
+            return self._reject(
+                index,
+                "overlong",
+                f"{found} break the budget of {budget} alone",
+                "raise the budget, or set `overlong: singleton` or `drop`",
+                fatal=self.config.overlong == "error",
+            )
         return sample
 
-    def _overlong(self, index: int, cost: Cost) -> Rejection:
-        found, budget = f"{cost.tokens} tokens", f"{self.budget.token_budget} tokens"
-        if self.budget.max_patches is not None:
-            found, budget = f"{found} and {cost.patches} patches", f"{budget} and {self.budget.max_patches} patches"
-        is_fatal = self.config.overlong == "error"
-        advice = "; raise the budget, or set `overlong: singleton` or `drop`." if is_fatal else "."
-        return Rejection(
-            index,
-            "overlong",
-            f"{self._where(index)}: {found} break the budget of {budget} alone{advice}",
-            fatal=is_fatal,
-        )
+    def _reject(self, index: int, reason: str, what: str, way_out: str = "", fatal: bool = False) -> Rejection:
+        """way_out: said where the policy is to stop; elsewhere what it advises has been done."""
+        message = f"{self._where(index)}: {what.rstrip('.')}"
+        return Rejection(index, reason, f"{message}; {way_out}." if fatal and way_out else f"{message}.", fatal)
 
     def _where(self, index: int) -> str:
         return where(self.observer, self.dataset, index)

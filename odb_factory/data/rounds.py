@@ -366,4 +366,5 @@ def _nothing_left(rejected: Counter[str], num_samples: int | None) -> str:
     reasons = ", ".join(f"{count} {reason}" for reason, count in rejected.items())
     if num_samples is not None and rejected.total() < num_samples:
         reasons += f"{', ' if reasons else ''}{num_samples - rejected.total()} left out because a rank ran short"
-    return f"no row of the training dataset can be trained on: {reasons or 'it is empty'}."
+    reasons = f"{reasons}; the warnings above name the first of them" if reasons else "it is empty"
+    return f"no row of the training dataset can be trained on: {reasons}."

@@ -12,12 +12,19 @@ import importlib
 import os
 import sys
 import warnings
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 DISABLE = "ODB_FACTORY_DISABLE"
+LAUNCH_RECORD = "ODB_FACTORY_LAUNCH_RECORD"
+"""Names a file in a run that the hooked launcher has given to torchrun: see `uncaught`."""
 SEAMS = ("llamafactory.hparams.parser", "llamafactory.data.loader", "llamafactory.train.sft.trainer")
 """The modules of LLaMA-Factory that are hooked once they have been executed."""
+LAUNCHERS = ("llamafactory.launcher", "llamafactory.v1.launcher")
+"""Hooked likewise, to check a YAML before processes are started; training does not depend on it."""
 
 
 def activate() -> None:
@@ -27,41 +34,62 @@ def activate() -> None:
     try:
         if not is_active():
             sys.meta_path.insert(0, SeamFinder())
-        for name in SEAMS:
+        for name in (*SEAMS, *LAUNCHERS):
             if name in sys.modules:
                 _hook(sys.modules[name])
+        if LAUNCH_RECORD in os.environ:
+            importlib.import_module("odb_factory.llamafactory.uncaught").quiet_torchrun()
     except Exception as error:  # a failing entry point would make `import torch` fail
         warnings.warn(f"odb_factory could not be activated: {error!r}; run `odb-factory doctor`.", stacklevel=2)
+
+
+def deactivate() -> None:
+    """Take the import hook away and put every wrapped function back: nothing of odb_factory stays."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, SeamFinder)]
+    if hooks := sys.modules.get("odb_factory.llamafactory.hooks"):
+        hooks.unhook()
 
 
 def is_active() -> bool:
     return any(isinstance(finder, SeamFinder) for finder in sys.meta_path)
 
 
-class SeamFinder:
-    """Finds the modules of `SEAMS` as usual and hooks them after they have been executed."""
+class SeamFinder(MetaPathFinder):
+    """Finds the modules of `SEAMS` and `LAUNCHERS` as usual and hooks them after they have been executed."""
 
-    def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> Any:
-        if name not in SEAMS:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in SEAMS and fullname not in LAUNCHERS:
             return None
-        others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
-        spec = next((spec for spec in others if spec is not None), None)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _HookingLoader(spec.loader)
-        return spec
+        for finder in sys.meta_path:
+            find = getattr(finder, "find_spec", None)  # finders of old style have none
+            spec = find(fullname, path, target) if find is not None and not isinstance(finder, SeamFinder) else None
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _HookingLoader(spec.loader)
+                return spec
+        return None
 
 
-class _HookingLoader:
+class _HookingLoader(Loader):
+    """Stands in for a module's loader until the module has been executed."""
+
     def __init__(self, loader: Any):
         self._loader = loader
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_loader":  # a copy is asked for these before it has a loader
+            raise AttributeError(name)
         return getattr(self._loader, name)
 
-    def create_module(self, spec: Any) -> ModuleType | None:
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
         self._loader.exec_module(module)
         _hook(module)
 

@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from datasets import Dataset
+from llamafactory.data.collator import SFTDataCollatorWith4DAttentionMask
 from llamafactory.data.converter import align_dataset, get_dataset_converter
-from llamafactory.data.loader import _get_dataset_processor
+from llamafactory.data.loader import _get_dataset_processor, _get_preprocessed_dataset
 from llamafactory.train.callbacks import LogCallback
 from transformers import TrainerCallback
 from transformers.integrations import is_deepspeed_zero3_enabled
@@ -21,10 +22,11 @@ from odb_factory.config import ODBConfig
 from odb_factory.data.measure import IGNORE_INDEX, count_patches
 from odb_factory.data.pickling import Picklable
 from odb_factory.errors import DataError
-from odb_factory.llamafactory import sources
+from odb_factory.llamafactory import probes, sources
 from odb_factory.llamafactory.dataset import OnlineDataset, OpenMedia, RowObserver, TokenizedDataset
 from odb_factory.llamafactory.media import MediaObserver
 from odb_factory.log import get_logger
+from odb_factory.training.checks import check_filler
 from odb_factory.training.enable import enable_odb
 
 logger = get_logger(__name__)
@@ -50,6 +52,11 @@ def mark_source(dataset: Any, dataset_attr: Any, data_args: Any, training_args: 
         dataset, converter = align_dataset(dataset, dataset_attr, data_args, training_args), None
     source = sources.Source(dataset, dataset_attr, converter)
     source.check_columns()
+    if converter is not None:
+        one_row = probes.without_processes(data_args)
+        probes.check_conversion(
+            source.__getitem__, dataset, lambda rows: align_dataset(rows, dataset_attr, one_row, training_args)
+        )
     return sources.index_of(source)
 
 
@@ -82,7 +89,27 @@ def online_dataset(
     online = OnlineDataset(sources.IndexedRows(index), dataset_processor, media)
     if training_args.should_log:
         _print_example(online)
+    one_row = probes.without_processes(data_args)
+    probes.check_preprocessing(
+        online.__getitem__,
+        online.rows.__getitem__,
+        len(online),
+        lambda rows: _get_preprocessed_dataset(
+            rows, one_row, training_args, stage, template, tokenizer, processor, is_eval=False
+        ),
+    )
     return online
+
+
+def check_max_patches(online: OnlineDataset, config: ODBConfig) -> None:
+    """Refuse a cap that no group without media keeps, before the model is loaded."""
+    made_of = online.processor
+    template = copy.copy(made_of.template)
+    template.mm_plugin = online.media.original
+    collator = SFTDataCollatorWith4DAttentionMask(
+        template=template, tokenizer=made_of.tokenizer, processor=made_of.processor, label_pad_token_id=IGNORE_INDEX
+    )
+    check_filler(config, probe_collation(collator))
 
 
 def attach_block(trainer: Any, block: Mapping[str, Any]) -> None:
@@ -93,6 +120,10 @@ def attach_block(trainer: Any, block: Mapping[str, Any]) -> None:
 
 def attach(trainer: Any, config: ODBConfig) -> None:
     """Call `enable_odb` on LLaMA-Factory's trainer with its own collator and an observer for its dataset."""
+    probes.check_images()
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, LogCallback):
+            probes.check_progress(callback)
     collator = trainer.data_collator
     collation = probe_collation(collator)
     if isinstance(trainer.train_dataset, OnlineDataset):

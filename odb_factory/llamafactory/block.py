@@ -1,76 +1,132 @@
 """The `odb:` block and what it cannot be combined with, checked before a model is loaded.
 
-`check_block` and `check_combination` are called by the plugin's hooks and by patched forks (`odb_factory/patches`).
+`check_block` sees the arguments as they stand in the YAML, before LLaMA-Factory reads them and where possible before
+processes are started; `check_combination` sees what LLaMA-Factory has made of them. Both are called by the plugin's
+hooks and by patched forks (`odb_factory/patches`). Nothing heavy is imported for the first of them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from odb_factory.config import ODBConfig
 from odb_factory.errors import ConfigError
-from odb_factory.llamafactory import sources
-from odb_factory.training.enable import check_training_arguments
+from odb_factory.llamafactory import uncaught
 
 STAGES = ("sft",)
+SHARED_KEYS = ("seed",)
+"""Keys that both the block and LLaMA-Factory's arguments have."""
+
+BACKENDS = {
+    "USE_MCA": "use_mca (Megatron), which has a trainer of its own that odb cannot drive",
+    "USE_MEGATRON_BRIDGE": "the Megatron bridge, which has a trainer of its own that odb cannot drive",
+    "USE_RAY": "Ray, whose workers odb has not been tried in (FORCE_TORCHRUN=1 starts several processes without it)",
+}
+"""What an environment variable of LLaMA-Factory's selects that does not go with odb."""
+
+REFUSED = {
+    "use_mca": "the Megatron trainer has a data path of its own; remove the key",
+    "use_kt": "the KTransformers trainer has a data path of its own; remove the key",
+    "use_hyper_parallel": "that trainer has a data path of its own; remove the key",
+    "use_unsloth": "Unsloth puts its own code in place of the Trainer's that odb builds on; remove the key",
+    "neat_packing": "odb groups whole samples instead of packing them; remove the key",
+    "packing": "odb groups whole samples instead of cutting them into packs; remove the key",
+    "streaming": "odb reads rows by index, and preprocesses them online anyway; set it to false",
+    "predict_with_generate": "it cannot be used while training; evaluate in a run of its own",
+    "include_effective_tokens_per_second": (
+        "it would preprocess the whole dataset once more; read odb/tokens_per_step instead and remove the key"
+    ),
+}
+"""Keys of the YAML that must not be true, and why."""
+
+
+def check_keys(args: Mapping[Any, Any]) -> None:
+    """Refuse keys that are meant for the block and are not in it."""
+    for key in args:
+        if isinstance(key, str) and key != "odb" and key.strip("-").lower() == "odb":
+            raise ConfigError(
+                f"{key}: there is no such key; write `odb:` in the YAML, or `odb.KEY=VALUE` as an override."
+            )
+    if "odb" in args:
+        ours = {item.name for item in dataclasses.fields(ODBConfig)}.difference(SHARED_KEYS)
+        for key in args:
+            if key in ours:
+                raise ConfigError(f"{key}: {args[key]!r} stands beside odb:, not in it; indent it by two spaces.")
 
 
 def check_block(args: Mapping[str, Any]) -> ODBConfig:
-    """Check arguments that hold an `odb:` block before LLaMA-Factory reads them; returns what the block says."""
+    """Check arguments that hold an `odb:` block before LLaMA-Factory reads them; returns what the block says.
+
+    Raises a one-line `ConfigError`; from now on such errors, if uncaught, end the process in that line.
+    """
+    uncaught.install()
     config = ODBConfig.from_block(args["odb"])
-    _check_backend(args)
-    sources.forget()
+    check_keys(args)
+    check_backend()
+    _check_values(args)
+    if args.get("do_train"):
+        _check_arguments(args.get)
     return config
 
 
-def _check_backend(args: Mapping[str, Any]) -> None:
-    """Refuse trainers other than LLaMA-Factory's own before it reads its arguments, where they are chosen so early."""
-    if args.get("use_mca"):
-        _refuse("use_mca", args["use_mca"], "the Megatron trainer has a data path of its own; remove the key")
-    for name, what in (("USE_MCA", "use_mca (Megatron)"), ("USE_MEGATRON_BRIDGE", "the Megatron bridge")):
+def check_backend() -> None:
+    """Refuse what LLaMA-Factory's environment variables select."""
+    for name, what in BACKENDS.items():
         if os.environ.get(name, "").lower() in ("true", "y", "1"):
-            raise ConfigError(
-                f"{name}: {os.environ[name]!r} selects {what}, which has a trainer of its own that odb cannot drive; "
-                f"unset {name} or remove the odb: block."
-            )
+            raise ConfigError(f"{name}: {os.environ[name]!r} selects {what}; unset {name} or remove the odb: block.")
 
 
 def check_combination(model_args: Any, data_args: Any, training_args: Any, finetuning_args: Any) -> None:
     """Raise a one-line `ConfigError` naming key, value and way out for what cannot work with odb."""
+    from odb_factory.llamafactory import sources
+    from odb_factory.training.checks import check_training_arguments
+
+    sources.forget()
     if not training_args.do_train:
         return
-    if finetuning_args.stage not in STAGES:
-        _refuse("stage", finetuning_args.stage, f"odb trains stage {', '.join(STAGES)}; remove the odb: block")
-    for owner, key, why in (
-        (data_args, "neat_packing", "odb groups whole samples instead of packing them; remove the key"),
-        (data_args, "packing", "odb groups whole samples instead of cutting them into packs; remove the key"),
-        (data_args, "streaming", "odb reads rows by index, and preprocesses them online anyway; set it to false"),
-        (training_args, "predict_with_generate", "it cannot be used while training; evaluate in a run of its own"),
-        (model_args, "use_kt", "the KTransformers trainer has a data path of its own; remove the key"),
-        (finetuning_args, "use_hyper_parallel", "that trainer has a data path of its own; remove the key"),
-        (
-            finetuning_args,
-            "include_effective_tokens_per_second",
-            "it would preprocess the whole dataset once more; read odb/tokens_per_step instead and remove the key",
-        ),
-    ):
-        if getattr(owner, key, None):
-            _refuse(key, getattr(owner, key), why)
-    if not data_args.ignore_pad_token_for_loss:
+    owners = (model_args, data_args, training_args, finetuning_args)
+
+    def value_of(key: str, default: Any = None) -> Any:
+        return next((getattr(owner, key) for owner in owners if hasattr(owner, key)), default)
+
+    _check_arguments(value_of)
+    check_training_arguments(training_args)
+
+
+def _check_arguments(value_of: Callable[..., Any]) -> None:
+    """value_of(key, default): an argument of LLaMA-Factory's, as it stands in the YAML or as it has been read."""
+    stage = value_of("stage", "sft")
+    if stage not in STAGES:
+        _refuse("stage", stage, f"odb trains stage {', '.join(STAGES)}; remove the odb: block")
+    for key, why in REFUSED.items():
+        if value_of(key):
+            _refuse(key, value_of(key), why)
+    if not value_of("ignore_pad_token_for_loss", True):
         _refuse(
             "ignore_pad_token_for_loss",
             False,
             "padding would carry loss and its amount depends on the grouping; set it to true",
         )
-    if training_args.per_device_train_batch_size != 1:
+    batch_size = value_of("per_device_train_batch_size", 8)
+    if batch_size != 1:
         _refuse(
             "per_device_train_batch_size",
-            training_args.per_device_train_batch_size,
+            batch_size,
             "it sizes batches by tokens; set it to 1 and choose `token_budget` in the odb: block",
         )
-    check_training_arguments(training_args)
+
+
+def _check_values(args: Mapping[str, Any]) -> None:
+    """Refuse what would end in an error of another library's that does not name the key."""
+    workers = args.get("dataloader_num_workers", 0)
+    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 0:
+        raise ConfigError(f"dataloader_num_workers: {workers!r} is not a whole number of at least 0, without quotes.")
+    checkpoint = args.get("resume_from_checkpoint")
+    if not isinstance(checkpoint, str | bool | None):
+        raise ConfigError(f"resume_from_checkpoint: {checkpoint!r} is not the path of a checkpoint folder.")
 
 
 def _refuse(key: str, value: Any, why: str) -> None:

@@ -22,8 +22,8 @@ class OnlineDataset(Dataset):
     """`dataset[i]`: one converted row through LLaMA-Factory's own dataset processor.
 
     Gives what stock preprocessing would have stored for the row (token ids, labels, attention mask
-    as lists of int; media as references). Raises `RowDropped` where stock drops the row and
-    `MediaCut` where truncation cut visual placeholders.
+    as lists of int; media as references). Raises `RowDropped` where stock drops the row, `MediaCut` where truncation
+    cut visual placeholders, and `ValueError` where its text has one written out.
     """
 
     def __init__(self, rows: IndexedRows | StoredRows, dataset_processor: Any, media: MediaObserver):
@@ -52,7 +52,8 @@ class OnlineDataset(Dataset):
 class TokenizedDataset(Dataset):
     """`dataset[i]`: one row of data that LLaMA-Factory tokenized beforehand, used as it is.
 
-    Raises `MediaCut` where it holds fewer placeholders than its media have tokens, if that can be known.
+    Columns of media may be missing. Raises `MediaCut` where it holds fewer placeholders than its media have tokens, and
+    `ValueError` where it holds more, if that can be known.
     """
 
     def __init__(self, rows: datasets.Dataset, media: MediaObserver):
@@ -64,7 +65,8 @@ class TokenizedDataset(Dataset):
     def __getitem__(self, index: int) -> dict[str, Any]:
         self.media.begin_row()
         features = self.rows[index]
-        if self.media.placeholders_missing(features["images"], features["videos"], features["input_ids"]):
+        images, videos, audios = (features.get(key) for key in ("images", "videos", "audios"))
+        if self.media.tokenized_placeholders_cut(images, videos, audios, features["input_ids"]):
             raise MediaCut("it was tokenized with a cutoff_len that cuts its visual placeholders.")
         return features
 
@@ -119,6 +121,12 @@ class OpenMedia:
 
     def __init__(self, collator: Any):
         self.collator = collator
+
+    def __getattr__(self, name: str) -> Any:
+        """What others read of the collator, its tokenizer for example."""
+        if name.startswith("__") or name == "collator":  # a copy is asked for these before it has a collator
+            raise AttributeError(name)
+        return getattr(self.collator, name)
 
     def __call__(self, features: list[dict[str, Any]]) -> Any:
         for feature in features:

@@ -1,4 +1,4 @@
-"""The seams: the four functions of LLaMA-Factory that are wrapped, and what each wrapper does.
+"""The seams: the functions of LLaMA-Factory that are wrapped, and what each wrapper does.
 
 | module | name | what happens with an `odb:` block (without one, the original is called as it is) |
 |---|---|---|
@@ -6,6 +6,9 @@
 | data.loader | align_dataset | an index stands for the dataset, whose rows are converted when they are needed |
 | data.loader | _get_preprocessed_dataset | training rows are preprocessed one at a time too; others stay stock's |
 | train.sft.trainer | CustomSeq2SeqTrainer.train | `enable_odb` is called on the trainer first |
+
+Three more serve messages only, and may be missing in a release: `launcher.launch` and `v1.launcher.launch` (the YAML is
+checked before processes are started, see `launch.py`), and hparams.parser `get_ray_args` (Ray is refused).
 
 The same names and meanings in LLaMA-Factory 0.9.4 and 0.9.5. In a fork with the patch of `odb_factory/patches` the
 block never gets past the first seam, so that the patch has nothing to do and odb attaches once. This module is
@@ -21,6 +24,7 @@ from typing import Any
 
 from odb_factory.config import ODBConfig
 from odb_factory.errors import ConfigError
+from odb_factory.llamafactory import uncaught
 from odb_factory.log import get_logger
 
 logger = get_logger(__name__)
@@ -28,22 +32,35 @@ logger = get_logger(__name__)
 _active: ODBConfig | None = None
 """The `odb:` block of the training that this process runs; LLaMA-Factory runs one at a time."""
 _originals: dict[tuple[Any, str], Callable] = {}
+_inherited: set[tuple[Any, str]] = set()
+"""Those among them that a class has from its base: it must not keep them as its own."""
 _missing: list[str] = []
 
 
 def hook(module: ModuleType) -> None:
     """Wrap the seams of one LLaMA-Factory module, once."""
-    for path, wrapper in _WRAPPERS[module.__name__].items():
-        owner: Any = module
-        *owners, name = path.split(".")
-        for part in owners:
-            owner = getattr(owner, part, None)
-        original = getattr(owner, name, None)
-        if original is None:
+    for path, wrapper in _WRAPPERS.get(module.__name__, {}).items():
+        if not _wrap(module, path, wrapper):
             _missing.append(f"{module.__name__}.{path}")
-        elif (owner, name) not in _originals:
-            _originals[owner, name] = original
-            setattr(owner, name, _wrapped(wrapper, original))
+    for path, wrapper in _FOR_MESSAGES.get(module.__name__, {}).items():
+        _wrap(module, path, wrapper)
+
+
+def _wrap(module: ModuleType, path: str, wrapper: Callable) -> bool:
+    """Put `wrapper` around the function at `path`, once. Returns whether there is one."""
+    owner: Any = module
+    *owners, name = path.split(".")
+    for part in owners:
+        owner = getattr(owner, part, None)
+    original = getattr(owner, name, None)
+    if original is None:
+        return False
+    if (owner, name) not in _originals:
+        _originals[owner, name] = original
+        if name not in vars(owner):
+            _inherited.add((owner, name))
+        setattr(owner, name, _wrapped(wrapper, original))
+    return True
 
 
 def unhook() -> None:
@@ -51,9 +68,14 @@ def unhook() -> None:
     global _active
     _active = None
     for (owner, name), original in _originals.items():
-        setattr(owner, name, original)
+        if (owner, name) in _inherited:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)
     _originals.clear()
+    _inherited.clear()
     _missing.clear()
+    uncaught.uninstall()
 
 
 def seams() -> list[str]:
@@ -80,9 +102,12 @@ def _get_train_args(original: Callable, args: Any = None) -> Any:
     from llamafactory.hparams.parser import read_args
 
     args = read_args(args)
-    if not isinstance(args, dict) or "odb" not in args:
+    if not isinstance(args, dict) or not _mentions_odb(args):
         return original(args)
-    from odb_factory.llamafactory import block
+    from odb_factory.llamafactory import block, probes
+
+    uncaught.install()
+    block.check_keys(args)
 
     if _missing:
         raise ConfigError(
@@ -90,11 +115,39 @@ def _get_train_args(original: Callable, args: Any = None) -> Any:
             "install a supported release (`odb-factory doctor` names them)."
         )
     config = block.check_block(args)
+    probes.check_signatures()
     parsed = original({key: value for key, value in args.items() if key != "odb"})
+    probes.check_arguments(parsed)
     model_args, data_args, training_args, finetuning_args, _ = parsed
     block.check_combination(model_args, data_args, training_args, finetuning_args)
     _active = config
     return parsed
+
+
+def _mentions_odb(args: dict[str, Any]) -> bool:
+    """Whether there is an `odb:` block, or what seems to be meant for one (`--odb.token_budget=8192`)."""
+    return any(str(key).strip("-").lower() == "odb" for key in args)
+
+
+def _get_ray_args(original: Callable, args: Any = None) -> Any:
+    if isinstance(args, dict) and "odb" in args:
+        from odb_factory.llamafactory import block
+
+        uncaught.install()
+        block.check_backend()
+    return original(args)
+
+
+def _launch(original: Callable) -> Any:
+    from odb_factory.llamafactory import launch
+
+    return launch.launch(original)
+
+
+def _launch_v1(original: Callable) -> Any:
+    from odb_factory.llamafactory import launch
+
+    return launch.launch_v1(original)
 
 
 def _align_dataset(original: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -112,7 +165,9 @@ def _get_preprocessed_dataset(
         from odb_factory.llamafactory import attach
 
         if attach.is_online(dataset, data_args, kwargs.get("is_eval", False)):
-            return attach.online_dataset(dataset, data_args, training_args, *args, **kwargs)
+            online = attach.online_dataset(dataset, data_args, training_args, *args, **kwargs)
+            attach.check_max_patches(online, _active)
+            return online
         dataset = attach.converted(dataset, data_args, training_args)
     return original(dataset, data_args, training_args, *args, **kwargs)
 
@@ -134,4 +189,9 @@ _WRAPPERS: dict[str, dict[str, Callable]] = {
         "_get_preprocessed_dataset": _get_preprocessed_dataset,
     },
     "llamafactory.train.sft.trainer": {"CustomSeq2SeqTrainer.train": _train},
+}
+_FOR_MESSAGES: dict[str, dict[str, Callable]] = {
+    "llamafactory.hparams.parser": {"get_ray_args": _get_ray_args},
+    "llamafactory.launcher": {"launch": _launch},
+    "llamafactory.v1.launcher": {"launch": _launch_v1},
 }

@@ -18,20 +18,21 @@ from io import BytesIO
 from typing import Any
 
 import datasets
-import torch
+from llamafactory.extras.constants import AUDIO_PLACEHOLDER, IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER
 from PIL import Image
 
 from odb_factory.data.measure import DEFAULT_PATCH_SIZE, count_patches
 from odb_factory.data.serialize import register_dataclass
-from odb_factory.log import get_logger
+from odb_factory.llamafactory.media_size import grid_from_size, metadata_is_exact, size_is_exact
 
-logger = get_logger(__name__)
-
-SIZE_IS_ENOUGH = ("Qwen2VLPlugin", "Qwen3VLPlugin")
-CHECK_SIZES = ((37, 211), (640, 480), (1500, 90), (64, 64))
 EXIF_ORIENTATION, EXIF_ROTATED = 0x0112, (5, 6, 7, 8)
 LOSSLESS = (None, "PNG")
 """Formats of an opened image, none if it was turned, that `datasets` encodes without changing a pixel."""
+WRITTEN_FOR_MEDIA = (IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, AUDIO_PLACEHOLDER)
+_WRITTEN_OUT = (
+    "it has {found} of the tokens {name} where its media take {expected}: its text has such a token written out, "
+    "which the model would take for a medium"
+)
 _FEATURE = datasets.Image()
 
 
@@ -51,7 +52,9 @@ class EncodedImage:
     def open(self) -> Image.Image:
         """The decoded image, as `datasets` would have given it."""
         image = _FEATURE.decode_example({"bytes": self.bytes, "path": self.path})
-        is_kept = image.format in LOSSLESS or getattr(image, "filename", "")  # a file with a name is kept as it is
+        is_kept = image.format in LOSSLESS or bool(
+            getattr(image, "filename", "")
+        )  # a file with a name is kept as it is
         for _ in range(0 if is_kept else self.encodings):
             image = _FEATURE.decode_example(_FEATURE.encode_example(image))
         return image
@@ -59,25 +62,12 @@ class EncodedImage:
     @property
     def size(self) -> tuple[int, int]:
         """(width, height) after the rotation its EXIF data asks for; reads the header only, if its file is here."""
-        if self.bytes is None and not os.path.isfile(self.path):
+        stored = BytesIO(self.bytes) if self.bytes is not None else self.path
+        if stored is None or (isinstance(stored, str) and not os.path.isfile(stored)):
             return self.open().size
-        with Image.open(BytesIO(self.bytes) if self.bytes is not None else self.path) as image:
-            turned = image.getexif().get(EXIF_ORIENTATION) in EXIF_ROTATED
-            return image.size[::-1] if turned else image.size
-
-
-class SizeOnlyImage(Image.Image):
-    """An image without pixels: LLaMA-Factory's own resizing rules can be run on its size."""
-
-    def __init__(self, size: tuple[int, int], mode: str = "RGB"):
-        super().__init__()
-        self._size, self._mode = size, mode
-
-    def resize(self, size: tuple[int, int], *args: Any, **kwargs: Any) -> SizeOnlyImage:
-        return SizeOnlyImage(size, self.mode)
-
-    def convert(self, mode: str | None = None, *args: Any, **kwargs: Any) -> SizeOnlyImage:
-        return SizeOnlyImage(self.size, mode or self.mode)
+        with Image.open(stored) as image:
+            width, height = image.size
+            return (height, width) if image.getexif().get(EXIF_ORIENTATION) in EXIF_ROTATED else (width, height)
 
 
 def decoded(images: Sequence[Any] | None) -> list[Any]:
@@ -94,30 +84,48 @@ class MediaObserver:
 
     def __init__(self, plugin: Any, tokenizer: Any, processor: Any):
         self.original, self.processor = plugin, processor
-        names = {name for name in (plugin.image_token, plugin.video_token, plugin.audio_token) if name is not None}
-        self._token_ids = {name: tokenizer.convert_tokens_to_ids(name) for name in names}
-        self._by_size = _size_is_exact(plugin, processor)
+        self._token_ids = _placeholder_ids(plugin, tokenizer)
+        self._by_size = size_is_exact(plugin, processor)
+        self._metadata_is_exact = self._by_size and metadata_is_exact(plugin, processor)
         self._answers: dict[Any, dict[str, Any]] = {}
-        self._placeholders: Counter[str] = Counter()
+        self._expected: Counter[str] = Counter()
+        self._written: set[str] = set()
         self.plugin = copy.copy(plugin)
         self.plugin._get_mm_inputs = self._get_mm_inputs
         self.plugin.process_messages = self._process_messages
+        self.plugin.process_token_ids = self._process_token_ids
 
     def begin_row(self) -> None:
         self._answers.clear()
-        self._placeholders.clear()
+        self._expected.clear()
+        self._written.clear()
 
     def placeholders_cut(self, input_ids: Sequence[int]) -> bool:
-        """Whether `input_ids` hold fewer visual or audio placeholders than the row's messages did."""
-        return any(input_ids.count(self._token_ids[name]) < expected for name, expected in self._placeholders.items())
+        """Whether `input_ids` hold fewer placeholders than the row's media take.
 
-    def placeholders_missing(self, images: Any, videos: Any, input_ids: Sequence[int]) -> bool:
-        """Whether `input_ids` hold fewer placeholders than the media need; known where sizes tell the cost."""
-        if not self._by_size or not (images or videos):
+        Raises `ValueError` where they hold more: a text, a system prompt or a tool has a placeholder written out.
+        """
+        is_cut = False
+        for name, token_id in self._token_ids.items():
+            found, expected = input_ids.count(token_id), self._expected[name]
+            # As many as expected, some of them written out, is what a cut may leave as well.
+            if found > expected or (found == expected > 0 and name in self._written):
+                raise ValueError(_WRITTEN_OUT.format(name=name, found=found, expected=expected))
+            is_cut |= found < expected
+        return is_cut
+
+    def tokenized_placeholders_cut(self, images: Any, videos: Any, audios: Any, input_ids: Sequence[int]) -> bool:
+        """The same for a row of which no more is known than its media, as far as their sizes tell what they take."""
+        found = sum(input_ids.count(token_id) for token_id in self._token_ids.values())
+        if not (images or videos or audios):
+            expected = 0
+        elif self._by_size and not audios:
+            expected = self.count_patches(images, videos, None, []) // self.processor.image_processor.merge_size**2
+        else:
             return False
-        merged = self.processor.image_processor.merge_size**2
-        needed = self.count_patches(images, videos, None, []) // merged
-        return sum(input_ids.count(token_id) for token_id in self._token_ids.values()) < needed
+        if found > expected:
+            raise ValueError(_WRITTEN_OUT.format(name=" or ".join(self._token_ids), found=found, expected=expected))
+        return found < expected
 
     def check_decodable(self, images: Any, videos: Any, audios: Any) -> None:
         """Decode all media once; raises what their decoders raise."""
@@ -144,8 +152,8 @@ class MediaObserver:
             return count_patches(inputs, self.patch_size)
         total = count_patches(self._get_mm_inputs(images, [], [], self.processor)) if images else 0
         if videos:
-            # Newer releases know the grid of a video from its metadata.
-            from_metadata = getattr(self.plugin, "_get_video_token_metadata", lambda *_: None)(videos, self.processor)
+            known = self._metadata_is_exact
+            from_metadata = self.plugin._get_video_token_metadata(videos, self.processor) if known else None
             total += count_patches(from_metadata or self._get_mm_inputs([], videos, [], self.processor))
         return total
 
@@ -161,47 +169,40 @@ class MediaObserver:
         if key not in self._answers:
             inputs: dict[str, Any] = {}
             if images and self._by_size:
-                inputs["image_grid_thw"] = _grid_from_size(self.original, processor, images)
+                inputs["image_grid_thw"] = grid_from_size(
+                    self.original, processor, [_size_of(image) for image in images]
+                )
                 images = []
             if images or videos or audios:
                 inputs |= self.original._get_mm_inputs(decoded(images), videos, audios, processor, *args, **kwargs)
             self._answers[key] = inputs
         return dict(self._answers[key])
 
-    def _process_messages(self, *args: Any, **kwargs: Any) -> list[dict[str, str]]:
-        messages = type(self.plugin).process_messages(self.plugin, *args, **kwargs)
+    def _process_messages(self, messages: Any, *args: Any, **kwargs: Any) -> list[dict[str, str]]:
+        written = [message["content"] for message in messages]
+        messages = type(self.plugin).process_messages(self.plugin, messages, *args, **kwargs)
         for name in self._token_ids:
-            self._placeholders[name] += sum(message["content"].count(name) for message in messages)
+            # Where a placeholder is what people write for a medium, LLaMA-Factory counts them itself.
+            literal = 0 if name in WRITTEN_FOR_MEDIA else sum(text.count(name) for text in written)
+            self._expected[name] += sum(message["content"].count(name) for message in messages) - literal
+            if literal:
+                self._written.add(name)
         return messages
 
-
-def _grid_from_size(plugin: Any, processor: Any, images: Sequence[Any]) -> torch.Tensor:
-    """[images, 3] whose rows multiply to the patches of each image (their own shape does not matter here)."""
-    sizes = [_size_of(image) for image in images]
-    regular = plugin._regularize_images(
-        [SizeOnlyImage(size) for size in sizes],
-        image_max_pixels=getattr(processor, "image_max_pixels", 768 * 768),
-        image_min_pixels=getattr(processor, "image_min_pixels", 32 * 32),
-    )["images"]
-    count = processor.image_processor.get_number_of_image_patches
-    return torch.tensor([[1, 1, count(image.height, image.width, {})] for image in regular])
+    def _process_token_ids(self, input_ids: Any, *args: Any, **kwargs: Any) -> tuple[list[int], list[int] | None]:
+        before = {name: input_ids.count(token_id) for name, token_id in self._token_ids.items()}
+        answer = type(self.plugin).process_token_ids(self.plugin, input_ids, *args, **kwargs)
+        for name, token_id in self._token_ids.items():
+            self._expected[name] += answer[0].count(token_id) - before[name]
+        return answer
 
 
-def _size_is_exact(plugin: Any, processor: Any) -> bool:
-    """Whether sizes alone give the real processor's patch counts; tried on a few blank images."""
-    if type(plugin).__name__ not in SIZE_IS_ENOUGH:
-        return False
-    blanks = [Image.new("RGB", size, "white") for size in CHECK_SIZES]
-    try:
-        real = plugin._get_mm_inputs(blanks, [], [], processor)["image_grid_thw"].prod(-1)
-        by_size = _grid_from_size(plugin, processor, blanks).prod(-1)
-    except (AttributeError, KeyError, TypeError) as error:
-        logger.info("images are observed through the real processor (%s: %s)", type(error).__name__, error)
-        return False
-    if not torch.equal(real, by_size):
-        logger.info("images are observed through the real processor: sizes alone give other patch counts")
-        return False
-    return True
+def _placeholder_ids(plugin: Any, tokenizer: Any) -> dict[str, int]:
+    """The placeholders of a plugin that are tokens of this tokenizer, and their ids."""
+    names = [name for name in (plugin.image_token, plugin.video_token, plugin.audio_token) if name is not None]
+    ids = {name: tokenizer.convert_tokens_to_ids(name) for name in names}
+    known = {name: token_id for name, token_id in ids.items() if isinstance(token_id, int)}
+    return {name: token_id for name, token_id in known.items() if tokenizer.convert_ids_to_tokens(token_id) == name}
 
 
 def _size_of(image: Any) -> tuple[int, int]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import subprocess
 import sys
 
@@ -44,19 +46,23 @@ def test_a_failure_warns_and_never_reaches_import_torch() -> None:
 
 def test_hooks_are_placed_once_and_reversible() -> None:
     import llamafactory.hparams.parser as parser
+    from llamafactory.train.sft.trainer import CustomSeq2SeqTrainer
 
     from odb_factory.llamafactory import hooks
-    from odb_factory.llamafactory.activation import SEAMS, activate
+    from odb_factory.llamafactory.activation import SEAMS, activate, deactivate, is_active
 
     wrapped = parser.get_train_args
     assert wrapped.__wrapped__ is not wrapped
     activate()
     assert parser.get_train_args is wrapped, "a second activation changes nothing"
-    hooks.unhook()
+    deactivate()
     try:
         assert parser.get_train_args is wrapped.__wrapped__
+        assert "train" not in vars(CustomSeq2SeqTrainer), "it inherits the method, as stock"
+        assert not is_active()
     finally:
         activate()
+    assert is_active()
     assert parser.get_train_args.__wrapped__ is wrapped.__wrapped__
     assert {seam.rsplit(".", 1)[0].removesuffix(".CustomSeq2SeqTrainer") for seam in hooks.seams()} == set(SEAMS)
 
@@ -73,6 +79,30 @@ def test_a_release_without_a_seam_is_named_only_when_odb_is_used() -> None:
     done = run(code, HF_HUB_OFFLINE="1")
     assert "llamafactory.data.loader._get_preprocessed_dataset" in done.stdout
     assert "odb-factory doctor" in done.stderr.strip().splitlines()[-1]
+
+
+def test_a_finder_of_old_style_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`sys.meta_path` may hold finders without `find_spec`."""
+    import llamafactory
+
+    from odb_factory.llamafactory.activation import SeamFinder
+
+    monkeypatch.setattr(sys, "meta_path", [object(), *sys.meta_path])
+    spec = SeamFinder().find_spec("llamafactory.launcher", llamafactory.__path__)
+    assert spec.name == "llamafactory.launcher"
+
+
+def test_a_hooked_module_keeps_its_own_loader() -> None:
+    """The stand-in is gone once the module has been executed, and can be copied before (sphinx, cloudpickle)."""
+    import llamafactory.hparams.parser as parser
+
+    from odb_factory.llamafactory.activation import _HookingLoader
+
+    assert not isinstance(parser.__spec__.loader, _HookingLoader)
+    assert not isinstance(parser.__loader__, _HookingLoader)
+    stand_in = _HookingLoader(parser.__loader__)
+    assert copy.copy(stand_in).get_source(parser.__name__) == stand_in.get_source(parser.__name__)
+    assert pickle.loads(pickle.dumps(_HookingLoader("any"))).upper() == "ANY"
 
 
 @pytest.mark.parametrize("name", ["ODBConfig", "enable_odb", "ODBError", "ConfigError", "DataError"])

@@ -185,7 +185,8 @@ def test_cut_placeholders_are_caught_at_observation(tiny_vl, data_dir, tmp_path)
     for word in ("cutoff_len 48", "row 1 of pictures.json", "picture_1_0.png", "singleton", "overlong: drop"):
         assert word in sample.message
     assert "\n" not in sample.message
-    assert not Setting(config, BLOCK | {"overlong": "drop"}).observe(1).fatal
+    dropped = Setting(config, BLOCK | {"overlong": "drop"}).observe(1)
+    assert not dropped.fatal and "overlong" not in dropped.message, "no advice to set what is set"
 
 
 def test_cut_placeholders_of_tokenized_data_are_caught_too(vl: Setting) -> None:
@@ -196,9 +197,83 @@ def test_cut_placeholders_of_tokenized_data_are_caught_too(vl: Setting) -> None:
     tokenized = TokenizedDataset(datasets.Dataset.from_list(rows), vl.dataset.media)
     budget = Budget(vl.config.token_budget, vl.config.max_patches, vl.collation)
     whole, part = (ObservedDataset(tokenized, vl.observer, vl.config, budget)[index] for index in range(2))
-    assert whole.cost == vl.observe(49).cost
+    assert whole.cost == vl.observe(49).cost, part
     assert isinstance(part, Rejection) and part.fatal and part.reason == "overlong"
     assert "picture_1_0.png" in part.message and "\n" not in part.message
+
+
+def conversation(question: str, images: tuple[str, ...] = (), system: str = "") -> dict[str, Any]:
+    said = [("system", system)] if system else []
+    said += [("user", question), ("assistant", "an answer of some words")]
+    return {"messages": [{"role": role, "content": content} for role, content in said], "images": list(images)}
+
+
+def test_placeholders_written_out_are_found_at_observation(tiny_vl, tmp_path) -> None:
+    """A text with `<|image_pad|>` in it is a bad row, which `on_error` is for; stock would end at collation."""
+    Image.new("RGB", (90, 60), "red").save(tmp_path / "red.png")
+    rows = [
+        conversation("what is <|image_pad|> for"),
+        conversation("what is <|video_pad|> for"),
+        conversation("<image>what is <|image_pad|> for", ("red.png",)),
+        conversation("what?", system="say <|image_pad|>"),
+        conversation("what?"),
+        conversation("<image>what is <|vision_start|> for", ("red.png",)),
+    ]
+    config = training_config(tiny_vl, write_dataset(tmp_path, {"mine": rows}), tmp_path / "out", dataset="mine")
+    setting = Setting(config, BLOCK | {"on_error": "skip"})
+    seen = [setting.observe(index) for index in range(len(rows))]
+    assert [isinstance(row, Rejection) for row in seen] == [True] * 4 + [False] * 2
+    for index, rejection in enumerate(seen[:4]):
+        assert (rejection.reason, rejection.fatal) == ("unreadable", False)
+        assert f"row {index} of mine.json" in rejection.message and "written out" in rejection.message
+    assert "1 of the tokens <|image_pad|> where its media take 0" in seen[0].message
+
+
+def test_a_cut_does_not_hide_a_placeholder_written_out(tiny_vl, tmp_path) -> None:
+    """Wherever it is cut: as many as the picture takes may be left, one of them written out."""
+    Image.new("RGB", (90, 60), "red").save(tmp_path / "red.png")
+    rows = [conversation("<|image_pad|> <image>", ("red.png",))]
+    config = training_config(tiny_vl, write_dataset(tmp_path, {"mine": rows}), tmp_path / "out", dataset="mine")
+    setting = Setting(config)
+    data_args = setting.dataset.processor.data_args
+    for cutoff_len in range(4, len(setting.stock["train_dataset"][0]["input_ids"]) + 2):
+        data_args.cutoff_len = cutoff_len
+        assert isinstance(setting.observe(0), Rejection), cutoff_len
+
+
+def test_placeholders_written_out_in_tokenized_data_are_found_too(vl: Setting) -> None:
+    pad = vl.dataset.media._token_ids["<|image_pad|>"]
+    rows = [dict(vl.stock["train_dataset"][index]) for index in (0, 49)]
+    for row in rows:
+        for key, value in (("input_ids", pad), ("attention_mask", 1), ("labels", -100)):
+            row[key] = [value, *row[key]]
+    tokenized = TokenizedDataset(datasets.Dataset.from_list(rows), vl.dataset.media)
+    budget = Budget(vl.config.token_budget, vl.config.max_patches, vl.collation)
+    for index in range(2):
+        row = ObservedDataset(tokenized, vl.observer, vl.config, budget)[index]
+        assert row.reason == "unreadable" and "written out" in row.message, row
+
+
+@pytest.mark.parametrize("name", ["vl", "text"])
+def test_tokenized_data_without_media_columns_are_trained_on(name: str, request: pytest.FixtureRequest) -> None:
+    """As stock does: data that were tokenized elsewhere, or of text alone."""
+    setting = request.getfixturevalue(name)
+    columns = ("input_ids", "attention_mask", "labels")
+    rows = [{key: setting.stock["train_dataset"][index][key] for key in columns} for index in range(3)]
+    tokenized = TokenizedDataset(datasets.Dataset.from_list(rows), setting.dataset.media)
+    observed = ObservedDataset(tokenized, setting.observer, setting.config, Budget(1024))
+    samples = [observed[index] for index in range(3)]
+    batch = OpenMedia(setting.collator)([unpack(sample.features) for sample in samples])
+    assert_same_batch(batch, setting.collator([dict(row) for row in rows]))
+
+
+def test_the_collator_answers_as_the_one_it_stands_for(text: Setting) -> None:
+    """Callbacks and trainers ask it for its tokenizer; workers get it pickled."""
+    ours = OpenMedia(text.collator)
+    assert ours.tokenizer is text.collator.tokenizer and ours.pad_to_multiple_of == 8
+    assert pickle.loads(pickle.dumps(OpenMedia("any"))).collator == "any"
+    with pytest.raises(AttributeError):
+        ours.nothing_of_that_name  # noqa: B018
 
 
 def test_rows_that_stock_drops_are_dropped_and_counted(tiny_text, tmp_path) -> None:
@@ -236,8 +311,9 @@ def test_unreadable_image_names_dataset_row_and_file(tiny_vl, tmp_path, on_error
     assert not isinstance(setting.observe(0), Rejection)
     bad = setting.observe(1)
     assert (bad.reason, bad.fatal) == ("unreadable", on_error == "raise")
-    for word in ("row 1 of pictures.json", "not_an_image.png", "on_error: skip"):
+    for word in ("row 1 of pictures.json", "not_an_image.png"):
         assert word in bad.message
+    assert ("on_error: skip" in bad.message) == (on_error == "raise"), "no advice to set what is set"
     # A file that breaks off only shows when it is decoded: in a collate worker, or here if bad rows are skipped.
     assert isinstance(setting.observe(2), Rejection) == (on_error == "skip")
     assert hooks._active is not None

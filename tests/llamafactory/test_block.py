@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from llamafactory.hparams import FinetuningArguments, TrainingArguments, get_train_args
-from support import run_llamafactory, training_config
+from support import training_config
 
 from odb_factory.errors import ConfigError
 from odb_factory.llamafactory import hooks
@@ -77,14 +77,3 @@ def test_a_block_is_kept_for_one_training_only(config) -> None:
     assert hooks._active is not None and hooks._active.token_budget == 1024
     get_train_args({key: value for key, value in config.items() if key != "odb"})
     assert hooks._active is None
-
-
-def test_the_command_line_stops_before_the_model_is_loaded(config) -> None:
-    done = run_llamafactory(config, "odb.overlong=sometimes")
-    assert done.returncode != 0
-    assert (
-        done.stdout.rstrip()
-        .splitlines()[-1]
-        .endswith("odb.overlong: 'sometimes' is not one of singleton, drop, error.")
-    )
-    assert "Loading dataset" not in done.stdout and "loading weights" not in done.stdout

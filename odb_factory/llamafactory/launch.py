@@ -1,0 +1,133 @@
+"""`llamafactory-cli train` with an `odb:` block: what can be checked of a YAML is checked before processes start."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+
+from odb_factory.errors import ConfigError
+from odb_factory.llamafactory import block, uncaught
+from odb_factory.llamafactory.activation import LAUNCH_RECORD
+
+BLOCK_KEY = re.compile(r"""^["']?odb["']?\s*:""", re.MULTILINE)
+DECIMAL = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
+
+
+def launch(original: Callable[[], Any]) -> Any:
+    """Around LLaMA-Factory's `launcher.launch`."""
+    command, *given = [*sys.argv[1:], ""]
+    path, overrides = Path(given[0] if given else ""), given[1:-1]
+    if command != "train" or not _has_block(path, overrides):
+        return original()
+    uncaught.install()
+    check_yaml(path, overrides)
+    with _launch_record() as record:
+        try:
+            return original()
+        except subprocess.CalledProcessError as ended:
+            if uncaught.torchrun_was_quiet(record):
+                sys.exit(ended.returncode)
+            raise
+
+
+def launch_v1(original: Callable[[], Any]) -> Any:
+    """Around the launcher of LLaMA-Factory's v1 trainer, whose arguments know no `odb:`."""
+    if len(sys.argv) > 2 and _has_block(Path(sys.argv[2]), sys.argv[3:]):
+        uncaught.install()
+        raise ConfigError(
+            f"USE_V1: {os.environ.get('USE_V1')!r} selects LLaMA-Factory's v1 trainer, which has a data path of its "
+            "own that odb cannot drive; unset USE_V1 or remove the odb: block."
+        )
+    return original()
+
+
+def check_yaml(path: Path, overrides: Sequence[str]) -> None:
+    """Raise a one-line `ConfigError` for what is wrong with the block, or known not to go with it.
+
+    Nothing but the YAML is looked at: what needs LLaMA-Factory's arguments is checked where they are read.
+    """
+    text = path.read_text(encoding="utf-8")
+    for override in overrides:
+        if _is_ours(override):
+            _check_override(override)
+    try:
+        loaded = OmegaConf.load(path)
+    except yaml.MarkedYAMLError as error:
+        if error.problem_mark is not None and _is_in_block(text, error.problem_mark.line):
+            line = error.problem_mark.line
+            problem = "has a tab; indent it by spaces" if "\t" in text.splitlines()[line] else error.problem
+            raise ConfigError(f"odb: the block cannot be read: {path}, line {line + 1}: {problem}.") from None
+        return  # LLaMA-Factory will say so
+    args = OmegaConf.to_container(OmegaConf.merge(loaded, OmegaConf.from_cli(list(overrides))))
+    if isinstance(args, dict):
+        block.check_keys(args)
+        if "odb" in args:
+            block.check_block({str(key): value for key, value in args.items()})
+    _check_numbers(text, str(path))
+
+
+def _has_block(path: Path, overrides: Sequence[str]) -> bool:
+    if path.suffix not in (".yaml", ".yml") or not path.is_file():
+        return False
+    return bool(BLOCK_KEY.search(path.read_text(encoding="utf-8", errors="replace"))) or any(map(_is_ours, overrides))
+
+
+def _is_ours(override: str) -> bool:
+    return bool(re.match(r"-*odb[.=]", override))
+
+
+def _check_override(override: str) -> None:
+    try:
+        OmegaConf.from_cli([override])
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{override}: cannot be read ({' '.join(str(error).split())[:100]}); quote it.") from None
+    _, equals, value = override.partition("=")
+    if not equals:
+        raise ConfigError(f"{override}: has no value; write {override}=VALUE.")
+    _check_decimal(override.partition("=")[0], yaml.compose(value, Loader=yaml.SafeLoader))
+
+
+def _check_numbers(text: str, path: str) -> None:
+    """Refuse numbers that YAML 1.1 reads as others than people do: `010000` is 4096 to it, `10:30` is 630."""
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    pairs = root.value if isinstance(root, yaml.MappingNode) else []
+    for key, value in pairs:
+        if key.value == "odb" and isinstance(value, yaml.MappingNode):
+            for name, number in value.value:
+                _check_decimal(f"odb.{name.value}", number)
+
+
+def _check_decimal(name: str, node: Any) -> None:
+    if isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:int" and not DECIMAL.fullmatch(node.value):
+        read = yaml.safe_load(node.value)
+        raise ConfigError(f"{name}: {node.value} is {read} to YAML (1.1); write {read} if you mean that.")
+
+
+def _is_in_block(text: str, line: int) -> bool:
+    """Whether a line (from 0) belongs to `odb:`, the nearest key above it, or on it, that is not indented."""
+    lines = text.splitlines()[: line + 1]
+    top = next((line for line in reversed(lines) if line[:1] not in ("", " ", "\t", "#")), "")
+    return BLOCK_KEY.match(top) is not None
+
+
+@contextmanager
+def _launch_record() -> Iterator[Path]:
+    """The file that `uncaught` writes to, for as long as processes run that were started from here."""
+    with tempfile.TemporaryDirectory(prefix="odb_factory_") as folder:
+        record = Path(folder, "launch")
+        record.touch()
+        os.environ[LAUNCH_RECORD] = str(record)
+        try:
+            yield record
+        finally:
+            del os.environ[LAUNCH_RECORD]

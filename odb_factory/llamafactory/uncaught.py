@@ -1,0 +1,104 @@
+"""An error of odb_factory that nobody catches ends its process in one line instead of a traceback.
+
+Under torchrun each rank prints that line, and torchrun and the launcher that called it print nothing more about it.
+They tell such an end by a file that the launcher makes (`launch.py`) and the environment names: every rank that ends
+so adds a byte to it. What else may end a rank is reported as without odb_factory. Standard library only: torchrun
+imports torch, and with it this module.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from odb_factory.errors import ODBError
+from odb_factory.llamafactory.activation import LAUNCH_RECORD
+
+TRACEBACK = "ODB_FACTORY_TRACEBACK"
+TORCHRUN_LOGGERS = ("torch.distributed.elastic.multiprocessing.api", "torch.distributed.elastic.agent.server.api")
+OF_A_RANK, OF_TORCHRUN = b".", b"!"
+
+_before: Any = None
+"""The `sys.excepthook` that ours stands in front of."""
+
+
+def shows_tracebacks() -> bool:
+    return os.environ.get(TRACEBACK, "").lower() in ("1", "true", "y", "yes")
+
+
+def install() -> None:
+    """From now on an uncaught `ODBError` is one line of this process, unless `ODB_FACTORY_TRACEBACK` is set."""
+    global _before
+    if _before is None:
+        _before, sys.excepthook = sys.excepthook, _in_one_line
+
+
+def uninstall() -> None:
+    """Back to what was, where nobody has put another hook in front of ours since."""
+    global _before
+    if sys.excepthook is _in_one_line:
+        sys.excepthook, _before = _before, None
+
+
+def _in_one_line(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    if not isinstance(error, ODBError) or shows_tracebacks():
+        _before(kind, error, traceback)
+        return
+    print(f"[odb] {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+    _add(OF_A_RANK)
+
+
+def quiet_torchrun() -> None:
+    """In torchrun's own process: say nothing of ranks that have ended in their one line."""
+    if "LOCAL_RANK" in os.environ or shows_tracebacks():
+        return
+    for name in TORCHRUN_LOGGERS:
+        logging.getLogger(name).addFilter(_is_news)
+    before = sys.excepthook
+
+    def excepthook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        if _is_known(error):
+            _add(OF_TORCHRUN)
+        else:
+            before(kind, error, traceback)
+
+    sys.excepthook = excepthook
+
+
+def torchrun_was_quiet(record: Path) -> bool:
+    return OF_TORCHRUN in record.read_bytes()
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    exit_code = record.args[0] if isinstance(record.args, tuple) and "exitcode" in str(record.msg) else 1
+    return exit_code != 1 or not _num_ended()
+
+
+def _is_known(error: BaseException) -> bool:
+    """Whether it says no more than that ranks ended in their one line, and that the others were ended for it."""
+    failures = getattr(error, "failures", None)
+    if type(error).__name__ != "ChildFailedError" or not isinstance(failures, dict):
+        return False
+    codes = [getattr(failure, "exitcode", None) for failure in failures.values()]
+    return set(codes) <= {1, -signal.SIGTERM} and 0 < codes.count(1) <= _num_ended()
+
+
+def _num_ended() -> int:
+    try:
+        return Path(os.environ[LAUNCH_RECORD]).read_bytes().count(OF_A_RANK)
+    except (KeyError, OSError):
+        return 0
+
+
+def _add(mark: bytes) -> None:
+    try:
+        record = os.open(os.environ[LAUNCH_RECORD], os.O_WRONLY | os.O_APPEND)
+    except (KeyError, OSError):  # no launcher waits for it
+        return
+    os.write(record, mark)
+    os.close(record)

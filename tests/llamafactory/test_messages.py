@@ -1,0 +1,224 @@
+"""A user's mistake ends in one line without a traceback: by the command line, under torchrun, on every rank once."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from support import run_llamafactory, training_config
+
+from odb_factory.errors import ConfigError, ODBError
+from odb_factory.llamafactory import hooks, uncaught
+from odb_factory.llamafactory.activation import LAUNCH_RECORD
+from odb_factory.llamafactory.launch import check_yaml, launch
+
+BLOCK = {"token_budget": 1024}
+TWO_RANKS = {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "2"}
+
+
+@pytest.fixture
+def config(tiny_text: Path, data_dir: Path, tmp_path: Path) -> dict[str, Any]:
+    return training_config(tiny_text, data_dir, tmp_path / "out", odb=BLOCK)
+
+
+@pytest.fixture
+def hook_undone() -> Any:
+    before = sys.excepthook
+    yield
+    uncaught.uninstall()
+    sys.excepthook = before
+
+
+def refusal(tmp_path: Path, text: str, *overrides: str) -> str:
+    path = tmp_path / "my.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError) as caught:
+        check_yaml(path, overrides)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_the_command_line_ends_in_one_line(config: dict[str, Any]) -> None:
+    """Under torchrun as well: it is not even started."""
+    done = run_llamafactory(config, "odb.overlong=sometimes", env=TWO_RANKS)
+    assert done.returncode == 1
+    assert done.stdout == "[odb] odb.overlong: 'sometimes' is not one of singleton, drop, error.\n"
+
+
+def test_each_rank_ends_in_one_line_and_torchrun_adds_none(config: dict[str, Any]) -> None:
+    """What is known in the ranks only: here by the training arguments that they have made."""
+    done = run_llamafactory(config | {"ddp_backend": "gloo"}, "auto_find_batch_size=true", env=TWO_RANKS)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stdout
+    assert "torch.distributed.elastic" not in done.stdout
+    lines = done.stdout.splitlines()
+    ours = [line for line in lines if "auto_find_batch_size: True does not go with odb" in line]
+    assert len(set(ours)) == len(ours) and 1 <= len(ours) <= 2  # torchrun may end the second one before it speaks
+    assert all(line.startswith("[rank") and ": [odb] " in line for line in ours)
+    assert lines[-1] in ours
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "words"),
+    [
+        ("odb:\n  token_bugdet: 1\n", (), ("odb.token_bugdet", "token_budget")),
+        ("odb:\n  join: true\n  join: false\n", (), ("line 3", "duplicate key join")),
+        ("odb:\n\ttoken_budget: 1\n", (), ("line 2", "tab", "spaces")),
+        ("odb:\n  token_budget: 1\nseed: 1\nodb:\n  token_budget: 2\n", (), ("line 4", "duplicate key odb")),
+        ("odb:\n  token_budget: 010000\n", (), ("odb.token_budget", "010000", "4096")),
+        ("odb:\n  token_budget: 10:30\n", (), ("odb.token_budget", "10:30", "630")),
+        ("odb:\n  token_budget: 1\n", ("odb.token_budget=0x10",), ("odb.token_budget", "0x10", "16")),
+        ("odb:\n  token_budget: 1\n", ("odb.token_budget",), ("odb.token_budget", "has no value")),
+        ("odb:\n  token_budget: 1\n", ("odb={token_budget: [",), ("odb=", "quote it")),
+        ("seed: 1\n", ("odb={token_budget:100}",), ("odb.token_budget:100", "`token_budget: 100`")),
+        ("odb:\n  token_budget: 1\n", ("--odb.token_budget=2",), ("--odb", "odb.KEY=VALUE")),
+        ("odb:\n  token_budget: 1\noverlong: drop\n", (), ("overlong", "indent")),
+        ("odb:\ntoken_budget: 1\n", (), ("token_budget", "1", "indent")),
+        ("odb:\n  token_budget: 1\ndataloader_num_workers: -1\n", (), ("dataloader_num_workers", "-1")),
+        ("odb:\n  token_budget: 1\ndataloader_num_workers: '2'\n", (), ("dataloader_num_workers", "'2'", "quotes")),
+        ("odb:\n  token_budget: 1\nresume_from_checkpoint: 5\n", (), ("resume_from_checkpoint", "5", "folder")),
+        ("odb:\n  token_budget: 1\ndo_train: true\npacking: true\n", (), ("packing", "True", "remove")),
+        ("odb:\n  token_budget: 1\ndo_train: true\n", (), ("per_device_train_batch_size", "8", "set it to 1")),
+        ("odb:\n  token_budget: 1\ndo_train: true\nuse_unsloth: true\n", (), ("use_unsloth", "True", "remove")),
+        ("odb:\n  token_budget: 1\ndo_train: true\nuse_kt: true\n", (), ("use_kt", "True", "remove")),
+        ("odb:\n  token_budget: 1\ndo_train: true\nuse_mca: true\n", (), ("use_mca", "True", "remove")),
+        ("odb:\n  token_budget: 1\ndo_train: true\nuse_hyper_parallel: true\n", (), ("use_hyper_parallel", "True")),
+    ],
+)
+def test_what_the_yaml_shows_is_said_before_the_launch(
+    tmp_path: Path, text: str, overrides: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    message = refusal(tmp_path, text, *overrides)
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize("variable", ["USE_MCA", "USE_MEGATRON_BRIDGE", "USE_RAY"])
+def test_other_backends_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    monkeypatch.setenv(variable, "1")
+    message = refusal(tmp_path, "odb:\n  token_budget: 1\n")
+    assert message.startswith(f"{variable}: '1' selects ") and f"unset {variable}" in message
+
+
+def test_ray_is_refused_without_the_launcher_too(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from llamafactory.train.tuner import run_exp
+
+    monkeypatch.setenv("USE_RAY", "1")
+    with pytest.raises(ConfigError, match="USE_RAY: '1' selects Ray"):
+        run_exp(config)
+
+
+def test_an_error_elsewhere_in_the_yaml_is_left_to_llamafactory(tmp_path: Path) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_text("odb:\n  token_budget: 1\nseed: 1\nseed: 2\n", encoding="utf-8")
+    check_yaml(path, ())
+
+
+@pytest.mark.parametrize("overrides", [(), ("odb.token_budget=1",)])
+def test_the_v1_trainer_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], hook_undone: None
+) -> None:
+    launcher = importlib.import_module("llamafactory.v1.launcher")
+    path = tmp_path / "my.yaml"
+    path.write_text("model: x\n" if overrides else "model: x\nodb:\n  token_budget: 1\n", encoding="utf-8")
+    monkeypatch.setenv("USE_V1", "1")
+    monkeypatch.setattr(sys, "argv", ["llamafactory-cli", "train", str(path), *overrides])
+    with pytest.raises(ConfigError, match="USE_V1: '1' selects .* v1 trainer"):
+        launcher.launch()
+
+
+def test_without_a_block_the_launcher_is_stocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_text("seed: 010\n# odb:\n", encoding="utf-8")
+    before = sys.excepthook
+    for argv in (["train", str(path)], ["train", str(tmp_path / "none.yaml")], ["train"], ["version"], []):
+        monkeypatch.setattr(sys, "argv", ["llamafactory-cli", *argv])
+        assert launch(lambda: "stock") == "stock"
+    assert sys.excepthook is before
+
+
+def test_only_our_errors_are_shortened(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, hook_undone: None
+) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+
+    def end_by(error: Exception) -> str:
+        try:
+            raise error
+        except Exception:
+            sys.excepthook(*sys.exc_info())
+        return capsys.readouterr().err
+
+    assert "Traceback" in end_by(ODBError("two\nlines")), "not before a block has been seen"
+    uncaught.install()
+    uncaught.install()
+    assert end_by(ODBError("two\nlines")) == "[odb] two lines\n"
+    assert "Traceback" in end_by(ValueError("of another library"))
+    monkeypatch.setenv("ODB_FACTORY_TRACEBACK", "1")
+    assert "Traceback" in end_by(ODBError("two\nlines"))
+    hooks.uncaught.uninstall()
+    assert sys.excepthook is sys.__excepthook__
+
+
+@pytest.mark.parametrize(
+    ("num_ended", "exit_codes", "is_quiet"),
+    [
+        (2, [1, 1], True),
+        (1, [1, -signal.SIGTERM], True),
+        (1, [1, 1], False),  # the other rank had another error
+        (1, [1, -signal.SIGKILL], False),  # the one was ended because the other had been killed
+        (0, [1, 1], False),
+    ],
+)
+def test_torchrun_is_quiet_about_no_other_end(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    num_ended: int,
+    exit_codes: list[int],
+    is_quiet: bool,
+) -> None:
+    """By torch's own error and logger, as torchrun's process has them."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+    record = tmp_path / "record"
+    record.write_bytes(uncaught.OF_A_RANK * num_ended)
+    monkeypatch.setenv(LAUNCH_RECORD, str(record))
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    shown: list[BaseException] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, traceback: shown.append(error))
+    uncaught.quiet_torchrun()
+    failures = {
+        rank: ProcessFailure(local_rank=rank, pid=1, exitcode=code, error_file="none")
+        for rank, code in enumerate(exit_codes)
+    }
+    error = ChildFailedError("main", failures)
+    sys.excepthook(type(error), error, None)
+    assert (not shown, uncaught.torchrun_was_quiet(record)) == (is_quiet, is_quiet)
+
+    logger = logging.getLogger(uncaught.TORCHRUN_LOGGERS[0])
+    logger.error("failed (exitcode: %s) local_rank: %s", 1, 0)
+    logger.error("failed (exitcode: %s) local_rank: %s", -9, 0)
+    assert len(caplog.messages) == (1 if num_ended else 2)
+    for name in uncaught.TORCHRUN_LOGGERS:
+        logging.getLogger(name).removeFilter(uncaught._is_news)
+
+
+def test_the_launcher_shows_torchruns_own_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hook_undone: None
+) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_text(yaml.safe_dump({"odb": BLOCK}), encoding="utf-8")
+    monkeypatch.setattr(sys, "argv", ["llamafactory-cli", "train", str(path)])
+
+    def fail() -> None:
+        raise subprocess.CalledProcessError(3, ["torchrun"])
+
+    with pytest.raises(subprocess.CalledProcessError):
+        launch(fail)

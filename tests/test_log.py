@@ -1,0 +1,87 @@
+"""What odb_factory logs reaches the user once, whatever logging they have, and information from one rank only."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+import torch.multiprocessing
+
+from odb_factory.log import get_logger
+
+logger = get_logger("odb_factory.test")
+
+
+def printed(code: str) -> list[str]:
+    """What a new process with this code in it prints to stderr."""
+    code = f"import logging, sys\nfrom odb_factory.log import get_logger\n{code}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    return done.stderr.splitlines()
+
+
+def test_lines_are_marked_where_nothing_is_configured() -> None:
+    assert printed("get_logger('odb_factory.x').info('a line')") == ["[odb] a line"]
+
+
+def test_the_users_console_handler_prints_each_line_once_in_their_format() -> None:
+    """Whether it was set before the import or after."""
+    early = printed(
+        "logging.basicConfig(format='mine %(name)s %(message)s'); get_logger('odb_factory.x').info('a line')"
+    )
+    late = printed(
+        "log = get_logger('odb_factory.x'); logging.basicConfig(format='mine %(message)s'); log.info('a line')"
+    )
+    assert (early, late) == (["mine odb_factory.x a line"], ["mine a line"])
+
+
+def test_a_handler_for_a_file_does_not_take_the_lines_off_the_console(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    lines = printed(f"logging.basicConfig(filename={str(log)!r}); get_logger('odb_factory.x').warning('a line')")
+    assert lines == ["[odb] a line"]
+    assert log.read_text() == "WARNING:odb_factory.x:a line\n"
+
+
+def test_records_can_be_caught(caplog: pytest.LogCaptureFixture) -> None:
+    logger.info("a line")
+    assert caplog.messages == ["a line"]
+
+
+def test_the_level_is_the_users() -> None:
+    quiet = "logging.getLogger('odb_factory').setLevel(logging.ERROR)\n"
+    log = "get_logger('odb_factory.x').warning('a line')\n"
+    assert printed(quiet + log) == []
+    assert printed("get_logger('odb_factory.x')\n" + quiet + log) == []
+
+
+def test_other_ranks_of_torchrun_do_not_inform(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    logger.info("a line")
+    logger.warning("a warning")
+    assert caplog.messages == ["a warning"]
+
+
+def _log(rank: int, folder: Path) -> None:
+    sys.stderr = (folder / str(rank)).open("w", encoding="utf-8", buffering=1)
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2)
+    logger.info("a line")
+    logger.warning("a warning")
+    dist.destroy_process_group()
+
+
+def test_ranks_that_are_spawned_know_their_number(tmp_path: Path) -> None:
+    """RANK is not set there, and was not known when the logger was made."""
+    torch.multiprocessing.spawn(_log, (tmp_path,), nprocs=2)
+    lines = [(tmp_path / str(rank)).read_text().splitlines() for rank in range(2)]
+    assert lines == [["[odb] a line", "[odb] a warning"], ["[odb] a warning"]]
+
+
+def test_the_console_is_whatever_stderr_is_by_then(capsys: pytest.CaptureFixture) -> None:
+    logger.info("a line")
+    assert capsys.readouterr().err == "[odb] a line\n"
+    assert logging.getLogger("odb_factory").propagate
