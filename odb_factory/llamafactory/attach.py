@@ -22,7 +22,7 @@ from odb_factory.config import ODBConfig
 from odb_factory.data.measure import IGNORE_INDEX, count_patches
 from odb_factory.data.pickling import Picklable
 from odb_factory.errors import DataError
-from odb_factory.llamafactory import probes, sources
+from odb_factory.llamafactory import agreement, probes, sources
 from odb_factory.llamafactory.dataset import OnlineDataset, OpenMedia, RowObserver, TokenizedDataset
 from odb_factory.llamafactory.media import MediaObserver
 from odb_factory.log import get_logger
@@ -132,16 +132,18 @@ def attach(trainer: Any, config: ODBConfig) -> None:
         media = MediaObserver(collator.template.mm_plugin, collator.tokenizer, collator.processor)
         trainer.train_dataset = TokenizedDataset(trainer.train_dataset, media)
     trainer.data_collator = Picklable(OpenMedia(collator), "data_collator")  # evaluation sends it to workers, too
+    observer = RowObserver(
+        media,
+        decode=config.on_error == "skip",
+        shards_parameters=trainer.args.world_size > 1 and (is_deepspeed_zero3_enabled() or trainer.is_fsdp_enabled),
+    )
     enable_odb(
         trainer,
         config,
-        observer=RowObserver(
-            media,
-            decode=config.on_error == "skip",
-            shards_parameters=trainer.args.world_size > 1 and (is_deepspeed_zero3_enabled() or trainer.is_fsdp_enabled),
-        ),
+        observer=observer,
         collation=collation,
         patch_size=media.patch_size,
+        agree_on=agreement.settings_of(trainer.train_dataset, observer),
     )
     trainer.add_callback(_MirrorMaxSteps(trainer))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch.distributed as dist
 from torch.utils.data import RandomSampler
@@ -23,6 +23,9 @@ from odb_factory.training.checks import check_filler, check_methods, check_train
 from odb_factory.training.mixin import ODBTrainerMixin
 from odb_factory.training.run import ODBRun
 
+if TYPE_CHECKING:
+    from odb_factory.keys import TrainerKeys
+
 
 @dataclass(frozen=True, kw_only=True)
 class ODBSettings:
@@ -34,6 +37,7 @@ class ODBSettings:
     patch_size: int
     cost_fn: Callable[..., Any] | None
     process_group: dist.ProcessGroup | None
+    agree_on: Mapping[str, object]
 
     def make_run(self, trainer: Any, source: Any, stock: Any) -> ODBRun:
         """stock: the train dataloader that the trainer would use; source: the same, perhaps with all its columns."""
@@ -51,7 +55,7 @@ class ODBSettings:
             observer=self.observer,
             collation=self.collation or Collation(pad_to_multiple_of=pads_to),
             process_group=self.process_group,
-            agree_on={"num_train_epochs": args.num_train_epochs, "max_steps": args.max_steps},
+            agree_on={"num_train_epochs": args.num_train_epochs, "max_steps": args.max_steps, **self.agree_on},
             patch_size=self.patch_size,
             cost_fn=self.cost_fn,
             accumulation=args.gradient_accumulation_steps,
@@ -79,7 +83,8 @@ def enable_odb(
     patch_size: int = DEFAULT_PATCH_SIZE,
     cost_fn: Callable[..., Any] | None = None,
     process_group: dist.ProcessGroup | None = None,
-    **block: Any,
+    agree_on: Mapping[str, object] | None = None,
+    **block: Unpack[TrainerKeys],
 ) -> Any:
     """Make `trainer.train()` form its batches online. Changes this one object; returns it.
 
@@ -92,6 +97,7 @@ def enable_odb(
     where the model takes no patch grid.
     process_group: the data-parallel ranks, those that the engine averages gradients over (None: all ranks, as with
     DDP, ZeRO, FSDP and HSDP); samples are shared among them and the loss weight goes by their number.
+    agree_on: settings of your own that all ranks must have in common; where they differ, no step is taken.
     A `compute_loss_func` of the trainer is given the supervised tokens of the micro-batch as `num_items_in_batch`, and
     the mean that it returns is weighed as a model's own; one that returns a sum without dividing is not supported.
     Outside of `train()` the trainer stays as it was: its dataset, its collator, its dataloaders.
@@ -114,6 +120,7 @@ def enable_odb(
         patch_size=patch_size,
         cost_fn=cost_fn,
         process_group=process_group,
+        agree_on=agree_on or {},
     )
     return trainer
 
