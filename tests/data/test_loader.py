@@ -22,8 +22,10 @@ from torch.utils.data import get_worker_info
 from odb_factory.batching import Collation, Cost
 from odb_factory.config import ODBConfig
 from odb_factory.data.agreement import Alone, Report
+from odb_factory.data.collate import GroupDataset
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.observe import MediaCut, RowDropped
+from odb_factory.data.samples import Sample, pack
 from odb_factory.errors import DataError
 
 pytestmark = pytest.mark.timeout(60)
@@ -606,3 +608,16 @@ def test_a_rank_that_fails_does_not_wait_until_the_others_leave(workers: tuple[i
         message = failure(loader)
         loader.abort(message)
     assert said[0] == "farewell"
+
+
+@pytest.mark.parametrize(("on_error", "advised"), [("raise", True), ("skip", False)])
+def test_no_advice_to_set_what_is_set(on_error: str, advised: bool) -> None:
+    """A row that is found to be bad only when it is collated."""
+
+    def fail(features: list[Any]) -> Any:
+        raise ValueError("cannot be padded")
+
+    groups = GroupDataset(fail, 14, lambda index: f"row {index}", on_error)
+    failure = groups[(None, [Sample(3, Cost(4), pack({"input_ids": [1]}))])]
+    assert failure.message.startswith("row 3: cannot be collated: ValueError: cannot be padded; mend or remove the row")
+    assert ("on_error" in failure.message) == advised
