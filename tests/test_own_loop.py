@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from accelerate import Accelerator, skip_first_batches
@@ -255,6 +256,16 @@ def test_accelerates_skipping_of_batches_is_refused(accelerate_state: None) -> N
                 next(iter(skip_first_batches(one, 2)))
     with make(Stream()) as loader, pytest.raises(ConfigError, match="skip_first_batches"):
         next(iter(skip_first_batches(loader, 2)))
+
+
+def test_a_stream_that_does_not_tell_whether_it_is_split_is_refused() -> None:
+    """A private attribute of `datasets`: without it parts of a split stream would be lost."""
+    stream = datasets.IterableDataset.from_generator(lambda: map(item, range(9)))
+    with make(stream) as loader:
+        assert len(list(loader)) > 0
+    del stream._distributed
+    with make(stream) as loader, pytest.raises(ConfigError, match="already_split"):
+        next(iter(loader))
 
 
 # What a loop can be given

@@ -65,3 +65,22 @@ def all_to_all(buffers: Sequence[bytes], group: dist.ProcessGroup) -> list[bytes
     incoming = torch.empty(int(coming.sum()), dtype=torch.uint8)
     dist.all_to_all_single(incoming, outgoing, coming.tolist(), sizes.tolist(), group=group)
     return [text.numpy().tobytes() for text in torch.split(incoming, coming.tolist())]
+
+
+def gather_once(message: bytes, timeout_s: float) -> list[bytes]:
+    """The messages of all ranks of the default group, before there is a coordinator; alone this rank's.
+
+    Raises `CollectiveError` if a rank does not answer within `timeout_s` seconds.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return [message]
+    group = open_group(None, timeout_s)
+    try:
+        return all_gather(message, group)
+    except RuntimeError as error:
+        raise CollectiveError(
+            f"rank {dist.get_rank()} had no answer from another rank within {timeout_s:g} s before the training; look "
+            f"for its own last message ({one_line(error)})."
+        ) from None
+    finally:
+        dist.destroy_process_group(group)

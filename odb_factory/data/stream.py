@@ -15,6 +15,7 @@ from odb_factory.data.fingerprint import fingerprint
 from odb_factory.data.observe import ObservedDataset, Observer, Share, ranks_alike
 from odb_factory.data.samples import Rejection, Sample
 from odb_factory.data.worker import WorkerDataset
+from odb_factory.errors import ConfigError
 
 ITEMS_COMPARED = 16
 """Of a stream, read ahead and held until they are observed."""
@@ -30,7 +31,15 @@ SAME_STREAMS = (
 
 
 def is_split_by_node(stream: Any) -> bool:
-    """Whether `datasets.distributed.split_dataset_by_node` has given each rank a part of it."""
+    """Whether `datasets.distributed.split_dataset_by_node` has given each rank a part of it.
+
+    Raises `ConfigError` for a release of `datasets` whose streams do not tell.
+    """
+    if type(stream).__module__.startswith("datasets.") and not hasattr(stream, "_distributed"):
+        raise ConfigError(
+            "dataset: this release of datasets does not tell whether split_dataset_by_node has split a stream, so parts "
+            "of it could be lost; say so yourself with already_split=True, or install datasets 4.0."
+        )
     return getattr(stream, "_distributed", None) is not None
 
 

@@ -7,12 +7,14 @@ The Trainer keeps its loop; `ODBCallback` sets its figures right.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from odb_factory.comm.gloo import gather_once
 from odb_factory.errors import ConfigError
 from odb_factory.log import get_logger
 from odb_factory.training import checkpoint, columns, probes
@@ -119,7 +121,9 @@ class ODBTrainerMixin(Base):
 
     def _odb_gather(self, numbers: list[int]) -> list[list[int]]:
         """What each rank says, to all ranks."""
-        return self.accelerator.gather(torch.tensor([numbers], device=self.accelerator.device)).tolist()
+        assert self.odb_settings is not None
+        answers = gather_once(json.dumps(numbers).encode(), self.odb_settings.config.exchange_timeout_s)
+        return [json.loads(answer) for answer in answers]
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, *args: Any, **kwargs: Any) -> Any:
         if self.odb_run is None:

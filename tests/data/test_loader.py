@@ -22,6 +22,7 @@ from torch.utils.data import get_worker_info
 from odb_factory.batching import Collation, Cost
 from odb_factory.comm.coordinator import RankMetadata, SingleProcessCoordinator
 from odb_factory.config import ODBConfig
+from odb_factory.data.collate import Failure
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.observe import MediaCut, RowDropped
 from odb_factory.errors import DataError
@@ -608,3 +609,12 @@ def test_a_rank_that_fails_does_not_wait_until_the_others_leave(workers: tuple[i
         message = failure(loader)
         loader.abort(message)
     assert said[0] == "abort"
+
+
+@pytest.mark.parametrize(("on_error", "advised"), [("raise", True), ("skip", False)])
+def test_no_advice_to_set_what_is_set(on_error: str, advised: bool) -> None:
+    """A row that is found to be bad only when it is collated."""
+
+    failure = Failure((3,), "ValueError: cannot be padded").message("row {}".format, on_error)
+    assert failure.startswith("row 3: cannot be collated: ValueError: cannot be padded; mend or remove the row")
+    assert ("on_error" in failure) == advised
