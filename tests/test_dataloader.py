@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections import Counter
 from pathlib import Path
@@ -307,11 +306,7 @@ def test_a_dataset_with_a_sampler_needs_no_length() -> None:
         assert flat(epoch_of(loader)) == Counter(range(40))
 
 
-def test_a_loaded_state_is_not_dropped_in_silence(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logging.getLogger("odb_factory"), "handlers", [caplog.handler])
-
+def test_a_loaded_state_is_not_dropped_in_silence(caplog: pytest.LogCaptureFixture) -> None:
     def loader() -> ODBDataLoader:
         return ODBDataLoader(Rows(), token_budget=BUDGET, buffer_size=16, collate_fn=pad)
 

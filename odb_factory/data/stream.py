@@ -37,8 +37,8 @@ def is_split_by_node(stream: Any) -> bool:
     """
     if type(stream).__module__.startswith("datasets.") and not hasattr(stream, "_distributed"):
         raise ConfigError(
-            "dataset: this release of datasets does not tell whether split_dataset_by_node has split a stream, so parts "
-            "of it could be lost; say so yourself with already_split=True, or install datasets 4.0."
+            "dataset: this release of datasets does not tell whether split_dataset_by_node has split a stream, so parts"
+            " of it could be lost; say so yourself with already_split=True, or install datasets 4.0."
         )
     return getattr(stream, "_distributed", None) is not None
 
