@@ -68,15 +68,17 @@ def run_llamafactory(config: dict[str, Any], *overrides: str, env: dict[str, str
     """Run the real `llamafactory-cli train` on `config`; kills the whole process group at the timeout."""
     folder = Path(config["output_dir"])
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder.parent / f"{folder.name}.yaml"
-    path.write_text(yaml.safe_dump(config), encoding="utf-8")
-    command = [str(Path(sys.executable).parent / "llamafactory-cli"), "train", str(path), *overrides]
+    yaml_path = folder.parent / f"{folder.name}.yaml"
+    yaml_path.write_text(yaml.safe_dump(config), encoding="utf-8")
+    bin_folder = str(Path(sys.executable).parent)
+    command = [f"{bin_folder}/llamafactory-cli", "train", str(yaml_path), *overrides]
+    path = f"{bin_folder}{os.pathsep}{os.environ['PATH']}"  # torchrun is looked up there
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=os.environ | (env or {}),
+        env=os.environ | {"PATH": path} | (env or {}),
         start_new_session=True,
     )
     try:
