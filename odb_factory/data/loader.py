@@ -112,7 +112,7 @@ class ODBLoader:
             find_spare=self._stages.find_spare,
             on_reject=self._on_reject,
         )
-        self._bookmark = EpochProgress(
+        self._progress = EpochProgress(
             rank,
             world_size,
             data={"samples": self.num_samples, "seed": seed, "split": is_split},
@@ -145,7 +145,7 @@ class ODBLoader:
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration; a new order every epoch."""
         if epoch != self.epoch:
-            if self._bookmark.is_loaded:
+            if self._progress.is_loaded:
                 logger.warning(
                     "epoch %d begins and the state that was loaded is dropped: it stands in epoch %d, begin with that",
                     epoch,
@@ -153,15 +153,15 @@ class ODBLoader:
                 )
             self._leave()
             self.epoch = epoch
-            self._bookmark.turn_to(epoch)
+            self._progress.turn_to(epoch)
 
     def consume(self, step: Step) -> None:
         """Note that this step, and all before it, has been trained on: a state is taken from there."""
-        self._bookmark.consume(step, self._pass.plan.snapshots if self._pass is not None else deque())
+        self._progress.consume(step, self._pass.plan.snapshots if self._pass is not None else deque())
 
     def state_dict(self) -> dict[str, Any]:
         """Where this rank stands behind the last step consumed: JSON types, some kilobytes whatever the dataset."""
-        return self._bookmark.state(self._fingerprint(self._bookmark.epoch))
+        return self._progress.state(self._fingerprint(self._progress.epoch))
 
     def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
         """Go on from the states of all ranks. This rank's alone is enough if ranks and settings are as they were.
@@ -169,19 +169,19 @@ class ODBLoader:
         Raises `DataError` where the data are not those of the states (see the key `resume`).
         """
         self._leave()
-        self._bookmark.load(states, self._fingerprint, ignore_data=self.config.resume == "ignore_data")
-        self.epoch = self._bookmark.epoch
+        self._progress.load(states, self._fingerprint, ignore_data=self.config.resume == "ignore_data")
+        self.epoch = self._progress.epoch
 
     def deals_anew(self, state: EpochState) -> bool:
         """Whether `load_state_dict` needs the states of all ranks, to deal out the rest of an epoch anew."""
-        return self._bookmark.deals_anew(state)
+        return self._progress.deals_anew(state)
 
     def pass_over(self, epochs: float) -> int:
         """Take this many epochs for done, the last in part, by the order of draws; returns the samples of that part."""
         self._leave()
         self.epoch = int(epochs)
         done = round((epochs - self.epoch) * (self.num_samples or 0))
-        self._bookmark.pass_over(self.epoch, done)
+        self._progress.pass_over(self.epoch, done)
         return done
 
     def start(self) -> int:
@@ -242,8 +242,8 @@ class ODBLoader:
     def _begin(self) -> Pass:
         if self._stages.is_closed:
             raise ConfigError("odb: this loader has been closed; make another one.")
-        self._bookmark.turn_to(self.epoch)
-        done, resume, place = self._bookmark.done, self._bookmark.resume, self._bookmark.place
+        self._progress.turn_to(self.epoch)
+        done, resume, place = self._progress.done, self._progress.resume, self._progress.place
         self._order.set_epoch(self.epoch)
         self._order.share.done = done
         if resume is not None:
@@ -252,11 +252,11 @@ class ODBLoader:
         plan = self._plan(
             self._stages.observe(self.epoch),
             epoch=self.epoch,
-            order=functools.partial(self._checked_order, place, self._bookmark.order),
+            order=functools.partial(self._checked_order, place, self._progress.order),
             compare_orders=self._order.compare,
             done_before=0 if done is None else int(done.sum()),
             resume=resume,
-            emitted_before=self._bookmark.draws,
+            emitted_before=self._progress.draws,
         )
         rounds = iter(plan)
         current = Pass(plan, Ahead(rounds) if self._stages.threaded else Direct(rounds))
@@ -271,7 +271,7 @@ class ODBLoader:
             except queue.Empty:
                 self._coordinator.check()
             except StopIteration:  # nothing is left of a resumed epoch but rows that cannot be used
-                self._bookmark.turn_to(self.epoch + 1)
+                self._progress.turn_to(self.epoch + 1)
                 self.set_epoch(self.epoch + 1)
                 return self._begin()
         current.epoch_steps = current.tasks[0][0].epoch_steps
