@@ -102,6 +102,9 @@ class FailureMonitor:
             _await(store, [f"ack/{rank}" for rank in others], ABORT_ACK_TIMEOUT_S)
             silent = [rank for rank in others if not store.has([f"ack/{rank}"])]
         except StoreError:
+            logger.error(
+                "no sign of life from rank 0 or its launcher, which serve the store; look for their last message"
+            )
             return []  # the others may never read it; they have their own timeouts
         if silent:
             logger.error(
