@@ -266,6 +266,26 @@ def test_a_stream_that_does_not_tell_whether_it_is_split_is_refused() -> None:
         next(iter(loader))
 
 
+@pytest.mark.parametrize("cost", [-3, 0, Cost(5, -1), Cost(5, 1, -1)])
+def test_a_cost_that_cannot_be_is_refused(cost: Any) -> None:
+    """It would become a budget that holds anything, or a loss weight below 0."""
+    with make(cost_fn=lambda _: cost, loss_scaling="approx") as loader, pytest.raises(DataError, match="its cost is"):
+        next(iter(loader))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_stream_that_raises_says_where(num_workers: int) -> None:
+    class Breaks(Stream):
+        def __iter__(self) -> Any:
+            yield from map(item, range(20))
+            raise OSError("no route to host")
+
+    with make(Breaks(), num_workers=num_workers) as loader:
+        with pytest.raises(DataError, match="behind item 19: OSError: no route to host") as caught:
+            list(loader)
+    assert "\n" not in str(caught.value)
+
+
 # What a loop can be given
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import sys
 import time
 from collections import Counter
@@ -17,7 +18,7 @@ from accelerate import Accelerator
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState
 from distributed.ranks import run_ranks
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, Subset
 from toy import NUM_ROWS, Rows, Stream, item, pad
 
 from odb_factory import ODBDataLoader, ODBError, pop_step_info
@@ -116,6 +117,29 @@ def test_a_stream_that_splits_itself_is_found_out(tmp_path: Path) -> None:
         for rank in (first, second):
             assert "iterate different streams" in rank["part"] and "already_split=True" in rank["part"]
             assert "ranks iterate the same stream" in rank["whole, said"]
+
+
+def parts_of_a_dataset(rank: int) -> dict[str, Any]:
+    def rows(dataset: Any) -> Any:
+        try:
+            with ODBDataLoader(dataset, **SETTINGS) as loader:
+                return rows_of(loader)
+        except ODBError as error:
+            return str(error)
+
+    def masked(k: int) -> Any:
+        """As a dataset that draws its masks at random, on each rank others."""
+        return item(k) | {"mask": [random.randrange(1000 * (rank + 1)) for _ in range(9)]}
+
+    return {"part": rows(Subset(Rows(), range(rank, NUM_ROWS, 2))), "random": rows(Rows(masked))}
+
+
+def test_a_rank_with_a_part_of_its_own_is_found_out(tmp_path: Path) -> None:
+    """I2, I11: each rank would take its share of that part alone, and the rest would be lost without a word."""
+    first, second = (run.value for run in run_ranks("test_own_loop_ranks:parts_of_a_dataset", tmp_path))
+    for rank in (first, second):
+        assert "the ranks differ in what the first and the last row of the dataset say" in rank["part"]
+    assert every_row_once(first["random"], second["random"])
 
 
 def saved_by_accelerate(rank: int, checkpoint: str) -> dict[str, Any]:

@@ -22,6 +22,8 @@ ABORT_ACK_TIMEOUT_S = 5.0
 """A failing rank waits this long, at most, until the others have read why."""
 SHUTDOWN_TIMEOUT_S = 2.0
 """Rank 0 waits this long, at most, until no other rank asks the store, which may end with it."""
+LEAST_SILENCE_S = 10.0
+"""A busy machine may be silent for some seconds."""
 _FAILURE = "failure"
 LOST = (
     "no sign of life from {} for {:g} s: it is frozen or lost, and the training cannot go on without it; look for its "
@@ -35,7 +37,7 @@ class FailureMonitor:
     Each rank also gives a sign of life, and looks for that of the rank before it: one that is frozen while the others
     wait for it in a collective of the training, where no planning timeout runs, is found out all the same.
     The monitor never ends the process: `check` raises in the thread that calls it. timeout_s: how long a rank, or the
-    store, may be silent (seconds, in which this process itself has run).
+    store, may be silent (seconds, in which this process itself has run; 10 at least).
 
         >>> monitor = FailureMonitor(lambda: dist.TCPStore(...), rank=0, world_size=2, timeout_s=600)
         >>> monitor.start()
@@ -43,7 +45,7 @@ class FailureMonitor:
     """
 
     def __init__(self, open_store: Callable[[], dist.Store], rank: int, world_size: int, timeout_s: float):
-        self.rank, self.world_size, self.timeout_s = rank, world_size, timeout_s
+        self.rank, self.world_size, self.timeout_s = rank, world_size, max(timeout_s, LEAST_SILENCE_S)
         self._open_store = open_store
         self._store: BoundedStore | None = None
         self._failure: str | None = None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch
@@ -12,6 +13,8 @@ from odb_factory.comm.bounded import bounded
 from odb_factory.comm.coordinator import CollectiveError
 from odb_factory.errors import one_line
 
+SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.0001, 0.02
+"""Between two looks whether a collective has ended."""
 MARGIN_S = 10.0
 """Beyond its own timeout, torch is given this long to notice that it is over."""
 
@@ -44,27 +47,43 @@ def open_group(parent: dist.ProcessGroup | None, timeout_s: float) -> dist.Proce
         ) from None
 
 
-def all_gather(message: bytes, group: dist.ProcessGroup) -> list[bytes]:
-    """The messages of all ranks, in rank order. Sizes travel first, then messages padded to the longest."""
+def all_gather(message: bytes, group: dist.ProcessGroup, check: Callable[[], None] = lambda: None) -> list[bytes]:
+    """The messages of all ranks, in rank order. Sizes travel first, then messages padded to the longest.
+
+    check: called while this rank waits for the others; what it raises ends the wait.
+    """
     size = torch.tensor([len(message)])
     sizes = [torch.zeros_like(size) for _ in range(group.size())]
-    dist.all_gather(sizes, size, group=group)
+    _wait(dist.all_gather(sizes, size, group=group, async_op=True), check)
     mine = torch.zeros(max(map(int, sizes)), dtype=torch.uint8)
     mine[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
     messages = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(messages, mine, group=group)
+    _wait(dist.all_gather(messages, mine, group=group, async_op=True), check)
     return [text.numpy().tobytes()[: int(size)] for text, size in zip(messages, sizes)]
 
 
-def all_to_all(buffers: Sequence[bytes], group: dist.ProcessGroup) -> list[bytes]:
-    """What the ranks have sent to this one, in rank order. Sizes travel first."""
+def all_to_all(
+    buffers: Sequence[bytes], group: dist.ProcessGroup, check: Callable[[], None] = lambda: None
+) -> list[bytes]:
+    """What the ranks have sent to this one, in rank order. Sizes travel first. check: see `all_gather`."""
     sizes = torch.tensor([len(buffer) for buffer in buffers])
     coming = torch.empty_like(sizes)
-    dist.all_to_all_single(coming, sizes, group=group)
+    _wait(dist.all_to_all_single(coming, sizes, group=group, async_op=True), check)
     outgoing = torch.frombuffer(bytearray(b"".join(buffers)) or bytearray(1), dtype=torch.uint8)[: int(sizes.sum())]
     incoming = torch.empty(int(coming.sum()), dtype=torch.uint8)
-    dist.all_to_all_single(incoming, outgoing, coming.tolist(), sizes.tolist(), group=group)
+    work = dist.all_to_all_single(incoming, outgoing, coming.tolist(), sizes.tolist(), group=group, async_op=True)
+    _wait(work, check)
     return [text.numpy().tobytes() for text in torch.split(incoming, coming.tolist())]
+
+
+def _wait(work: dist.Work, check: Callable[[], None]) -> None:
+    """Wait for a collective; raises what it raises (its timeout, a lost peer), or what `check` does."""
+    pause_s = SHORTEST_PAUSE_S
+    while not work.is_completed():
+        check()
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+    work.wait()
 
 
 def gather_once(message: bytes, timeout_s: float) -> list[bytes]:

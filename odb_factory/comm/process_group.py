@@ -120,19 +120,19 @@ class ProcessGroupCoordinator:
         if group is not None and not failed and not self._is_busy and dist.is_initialized():
             dist.destroy_process_group(group)
 
-    def _collective(self, phase: str, call: Callable[[dist.ProcessGroup], list[bytes]]) -> list[bytes]:
+    def _collective(self, phase: str, call: Callable[..., list[bytes]]) -> list[bytes]:
         """Run a collective; if it fails, tell the ranks that are not missing."""
         try:
             return self._call(phase, call)
         except CollectiveError as error:
-            if not self._is_closed and not self._failed:
+            if not self._is_closed and not self._failed and self._monitor.failure is None:
                 logger.error("%s", error)  # the training may be waiting in a collective of its own, and never ask
                 silent = self._abort(str(error))
                 if silent:
                     raise CollectiveError(f"{error} No sign of life from {name_ranks(silent)}.") from None
             raise
 
-    def _call(self, phase: str, call: Callable[[dist.ProcessGroup], list[bytes]]) -> list[bytes]:
+    def _call(self, phase: str, call: Callable[..., list[bytes]]) -> list[bytes]:
         """Run a collective. Raises `CollectiveError` with the ranks that are missing."""
         group = self._group
         if self._failed or group is None:
@@ -142,7 +142,9 @@ class ProcessGroupCoordinator:
         self._is_busy = True
         try:
             self._monitor.set_phase(phase)
-            return call(group)
+            return call(group, check=self._monitor.check)
+        except CollectiveError:
+            raise  # another rank has failed, and says why
         except Exception as error:
             timed_out = time.monotonic() - started >= 0.9 * self.timeout_s
             limit_s = self.timeout_s if timed_out else None

@@ -54,13 +54,14 @@ class GroupDataset(WorkerDataset):
             return None
         step, samples = task
         try:
-            batch = self._collate(samples)
-            return step, measure_batch(batch, self.patch_size), batch
+            batch, measured = self._collate(samples)
+            return step, measured, batch
         except Exception as error:
             return self._failure(samples, error)
 
-    def _collate(self, samples: list[Sample]) -> Mapping[str, Any]:
-        return self.collate_fn([unpack(sample.features) for sample in samples])
+    def _collate(self, samples: list[Sample]) -> tuple[Mapping[str, Any], Measured]:
+        batch = self.collate_fn([unpack(sample.features) for sample in samples])
+        return batch, measure_batch(batch, self.patch_size)
 
     def _failure(self, samples: list[Sample], error: Exception) -> Failure:
         """Find the sample that cannot be collated, or name all of them where each one can alone."""

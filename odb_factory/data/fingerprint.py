@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import zlib
 from collections.abc import Mapping
 from typing import Any
@@ -37,6 +38,23 @@ def fingerprint(value: Any, before: int = 0) -> int:
             before = fingerprint(one, before)
         return _add(f"{len(value)} items", before)
     return _add(type(value).__name__, before)
+
+
+def of_rows(dataset: Any) -> object:
+    """What the first and the last row of a dataset with an index say, for ranks to compare; None if that is random.
+
+    A row that reads differently the second time (augmentation, masks drawn at random) says nothing about the data.
+    """
+    states = random.getstate(), np.random.get_state()  # the training draws the same numbers with and without this
+    try:
+        with torch.random.fork_rng(devices=[]):
+            first, again, last = (fingerprint(dataset[index]) for index in (0, 0, len(dataset) - 1))
+    except Exception as error:  # the loader reports what cannot be read
+        return type(error).__name__
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+    return [first, last] if first == again else None
 
 
 def _add(text: str, before: int) -> int:

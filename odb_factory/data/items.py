@@ -45,6 +45,11 @@ class ItemObserver:
     def __call__(self, dataset: Any, index: int) -> tuple[Any, Cost]:
         item = dataset[index]
         cost = self._cost(item)
+        if cost.tokens < 1 or min(cost.patches, cost.supervised_tokens) < 0:
+            raise ItemError(
+                f"its cost is {cost.tokens} tokens, {cost.patches} patches and {cost.supervised_tokens} supervised "
+                f"tokens, and there are no fewer than 1, 0 and 0 of them; mend cost_fn or {PATCHES_KEY!r}"
+            )
         features = item
         if isinstance(item, Mapping):
             features = {key: value for key, value in item.items() if key != PATCHES_KEY}

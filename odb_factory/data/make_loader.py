@@ -10,6 +10,7 @@ import torch.distributed as dist
 from odb_factory.batching import Collation
 from odb_factory.comm.process_group import make_coordinator
 from odb_factory.config import ODBConfig
+from odb_factory.data.fingerprint import of_rows
 from odb_factory.data.items import ItemObserver
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.measure import DEFAULT_PATCH_SIZE
@@ -69,6 +70,14 @@ def make_loader(
         worker_init_fn=parts.worker_init_fn,
         generator=parts.generator,
         coordinator=make_coordinator(process_group, config.exchange_timeout_s),
-        agree_on=agree_on,
+        agree_on={**({} if observer else _rows(parts, process_group)), **(agree_on or {})},
         **kwargs,
     )
+
+
+def _rows(parts: Parts, process_group: dist.ProcessGroup | None) -> dict[str, object]:
+    """What ranks compare of processed items: a rank with a part of its own would take a share of that part alone."""
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size(process_group) > 1
+    if parts.sampler is None or not several:
+        return {}
+    return {"what the first and the last row of the dataset say": of_rows(parts.dataset)}

@@ -15,7 +15,7 @@ from odb_factory.data.fingerprint import fingerprint
 from odb_factory.data.observe import ObservedDataset, Observer, Share, ranks_alike
 from odb_factory.data.samples import Rejection, Sample
 from odb_factory.data.worker import WorkerDataset
-from odb_factory.errors import ConfigError
+from odb_factory.errors import ConfigError, one_line
 
 ITEMS_COMPARED = 16
 """Of a stream, read ahead and held until they are observed."""
@@ -87,8 +87,20 @@ class ObservedStream(WorkerDataset, IterableDataset):
         items = iter(self.dataset)
         first = list(itertools.islice(items, ITEMS_COMPARED))
         yield StreamStart(fingerprint(first) if first else 0)
-        for position, item in self.share.of(itertools.chain(iter(first), items)):
-            self._current = item
+        pairs = iter(self.share.of(itertools.chain(iter(first), items)))
+        position = -1
+        while True:
+            try:
+                position, self._current = next(pairs)
+            except StopIteration:
+                return
+            except Exception as error:
+                message = (
+                    f"the dataset raised an error while it was iterated, behind item {position}: {one_line(error)}; "
+                    "nothing can be read behind it, so mend the dataset (`on_error: skip` is for items alone)."
+                )
+                yield Rejection(position + 1, "unreadable", message, fatal=True)
+                return
             yield self._observed[position * self.world_size + self.rank if self.is_split else position]
 
     def samples(self, observed: Iterable[Any]) -> Iterator[Sample | Rejection]:

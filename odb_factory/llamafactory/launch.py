@@ -64,7 +64,7 @@ def check_yaml(path: Path, overrides: Sequence[str]) -> None:
         loaded = OmegaConf.load(path)
     except yaml.MarkedYAMLError as error:
         if error.problem_mark is not None and _is_in_block(text, error.problem_mark.line):
-            line = error.problem_mark.line
+            line = min(error.problem_mark.line, max(len(text.splitlines()) - 1, 0))  # it may lie behind the last one
             problem = "has a tab; indent it by spaces" if "\t" in text.splitlines()[line] else error.problem
             raise ConfigError(f"odb: the block cannot be read: {path}, line {line + 1}: {problem}.") from None
         return  # LLaMA-Factory will say so

@@ -55,7 +55,7 @@ class ODBSettings:
             observer=self.observer,
             collation=self.collation or Collation(pad_to_multiple_of=pads_to),
             process_group=self.process_group,
-            agree_on={"num_train_epochs": args.num_train_epochs, "max_steps": args.max_steps, **self.agree_on},
+            agree_on={**_arguments(args), **self.agree_on},
             patch_size=self.patch_size,
             cost_fn=self.cost_fn,
             accumulation=args.gradient_accumulation_steps,
@@ -72,6 +72,24 @@ class ODBSettings:
             world_size=loader.world_size,
             is_shuffled=getattr(parts.sampler, "shuffle", isinstance(parts.sampler, RandomSampler)),
         )
+
+
+LOCAL_ARGUMENTS = (
+    "output_dir", "logging_dir", "run_name", "local_rank", "resume_from_checkpoint", "log_level", "log_level_replica",
+    "disable_tqdm", "data_seed", "use_cpu", "no_cuda", "deepspeed", "fsdp_config", "hub_token", "push_to_hub_token",
+)  # fmt: skip
+"""Training arguments that may differ from node to node, or hold paths that do; the seed is compared by itself."""
+
+
+def _arguments(args: Any) -> dict[str, object]:
+    """The training arguments that ranks compare: plain values, but for what belongs to one node or its workers."""
+    return {
+        key: value
+        for key, value in vars(args).items()
+        if isinstance(value, str | int | float | None)
+        and key not in LOCAL_ARGUMENTS
+        and not key.startswith(("_", "dataloader_", "ray_"))
+    }
 
 
 def enable_odb(

@@ -186,5 +186,5 @@ def test_a_frozen_rank_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     thread.join(60)
     other = outcomes[1 - victim]
     assert other.value and other.value != "done", outcomes
-    assert f"rank {victim}" in other.value and "within 4 s" in other.value
+    assert f"rank {victim}" in other.value and "4 s" in other.value
     assert seconds[0] < 45, "timeout, 30 s, and what it took to start"

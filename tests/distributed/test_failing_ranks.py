@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,27 @@ def test_one_of_three_fails(tmp_path, failing: int) -> None:
     ended = run(tmp_path, world_size=3, failing=[failing])
     for rank, outcome in enumerate(ended):
         assert f"rank {failing} cannot go on" in outcome.said + outcome.value, (rank, outcome)
+
+
+def lives_on(rank: int) -> float:
+    """Rank 1 fails and stays alive; how long rank 0 waits for it (seconds). No worker, so that it waits itself."""
+    started = time.monotonic()
+    with toy_loader(NUM_ROWS, timeout_s=50, workers=(0, 0)) as loader:
+        try:
+            for number, _ in enumerate(loader):
+                if number == FAILS_AT and rank == 1:
+                    raise ValueError("rank 1 cannot go on")
+        except Exception as error:
+            loader.abort(str(error))
+    ended = time.monotonic() - started
+    dist.barrier()
+    return ended
+
+
+def test_a_failed_rank_that_lives_on_is_not_waited_for(tmp_path) -> None:
+    """Once it has said why it ends, nobody waits for its answer."""
+    first, _ = run_ranks("distributed.test_failing_ranks:lives_on", tmp_path, limit_s=LIMIT_S)
+    assert first.value < 40, first
 
 
 def test_all_fail_at_once(tmp_path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from distributed.invariants import check_audits, check_books, read_audits
-from distributed.launch import Ended, Node, Run, shimmed
+from distributed.launch import TIMEOUT_S, Ended, Node, Run, shimmed
 from distributed.rows import row
 from PIL import Image
 from support import training_config, write_dataset
@@ -56,8 +56,8 @@ def under_way(run: Run) -> None:
     run.wait_until(lambda: audit.exists() and audit.read_text().count("\n") > 8, "no step was taken")
 
 
-def both_fail(run: Run) -> Ended:
-    ended = run.end(LIMIT_S)
+def both_fail(run: Run, limit_s: float = LIMIT_S) -> Ended:
+    ended = run.end(limit_s)
     assert all(ended.returncodes), ended
     left = run.left_behind()
     assert not left, f"{left}\n{ended}"
@@ -142,7 +142,7 @@ def test_forward_raises_on_one_rank(config) -> None:
 def test_settings_differ(config, override: str, said: str) -> None:
     """I11: a YAML that was edited on one node; nobody takes a step, and every rank says in what they differ."""
     with Run(config, nodes=(Node(), Node(overrides=(override,)))) as run:
-        ended = both_fail(run)
+        ended = both_fail(run, TIMEOUT_S)  # from the start
     for rank in range(2):
         said_by(ended, rank, "the ranks differ in", said)
     assert not list(run.output_dir.glob("odb_audit_rank*"))
@@ -154,7 +154,7 @@ def test_rank_0_frozen(config) -> None:
     with Run(config, nodes=NODES) as run:
         under_way(run)
         os.kill(run.rank_pid(0), signal.SIGSTOP)
-        run.wait_for("no sign of life from rank 0 for 5 s", rank=1, timeout_s=5 + 30)
+        run.wait_for("no sign of life from rank 0 for 10 s", rank=1, timeout_s=5 + 30)
 
 
 def test_exchange_times_out(config) -> None:

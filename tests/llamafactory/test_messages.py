@@ -72,6 +72,7 @@ def test_each_rank_ends_in_one_line_and_torchrun_adds_none(config: dict[str, Any
         ("odb:\n  join: true\n  join: false\n", (), ("line 3", "duplicate key join")),
         ("odb:\n\ttoken_budget: 1\n", (), ("line 2", "tab", "spaces")),
         ("odb:\n  token_budget: 1\nseed: 1\nodb:\n  token_budget: 2\n", (), ("line 4", "duplicate key odb")),
+        ("seed: 1\nodb: {token_budget: 1", (), ("line 2", "cannot be read")),
         ("odb:\n  token_budget: 010000\n", (), ("odb.token_budget", "010000", "4096")),
         ("odb:\n  token_budget: 10:30\n", (), ("odb.token_budget", "10:30", "630")),
         ("odb:\n  token_budget: 1\n", ("odb.token_budget=0x10",), ("odb.token_budget", "0x10", "16")),
