@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -35,6 +36,15 @@ def served() -> Iterator[tuple[subprocess.Popen, int]]:
     finally:
         server.kill()
         server.wait(10)
+
+
+def freeze(process: subprocess.Popen) -> None:
+    """Return once it has stopped: a signal takes its time on a busy machine."""
+    os.kill(process.pid, signal.SIGSTOP)
+    until = time.monotonic() + 20
+    while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 def connect(port: int) -> dist.Store:
@@ -69,7 +79,7 @@ def test_a_server_that_is_frozen(call: str) -> None:
     with served() as (server, port):
         store = BoundedStore(lambda: connect(port), limit_s=0.5)
         store.set("a", "0")
-        os.kill(server.pid, signal.SIGSTOP)
+        freeze(server)
         started = time.monotonic()
         with pytest.raises(StoreError, match="no answer within 0.5 s"):
             getattr(store, call)(*arguments[call])
