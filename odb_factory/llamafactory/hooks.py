@@ -178,6 +178,7 @@ def _train(original: Callable, trainer: Any, *args: Any, **kwargs: Any) -> Any:
     from odb_factory.llamafactory import attach
 
     attach.attach(trainer, _active)
+    uncaught.training_begins()
     logger.info("online dynamic batching is on; hooked: %s", ", ".join(seams()))
     return trainer.train(*args, **kwargs)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from odb_factory.errors import ODBError
+from odb_factory.errors import ODBError, one_line
 from odb_factory.llamafactory.activation import LAUNCH_RECORD
 
 TRACEBACK = "ODB_FACTORY_TRACEBACK"
@@ -25,6 +25,8 @@ OF_A_RANK, OF_TORCHRUN = b".", b"!"
 
 _before: Any = None
 """The `sys.excepthook` that ours stands in front of."""
+_has_begun = False
+"""Whether the training has begun, and with it what a YAML cannot be blamed for."""
 
 
 def shows_tracebacks() -> bool:
@@ -32,24 +34,36 @@ def shows_tracebacks() -> bool:
 
 
 def install() -> None:
-    """From now on an uncaught `ODBError` is one line of this process, unless `ODB_FACTORY_TRACEBACK` is set."""
+    """From now on an uncaught `ODBError` is one line of this process, and so is any error before the training begins.
+
+    Unless `ODB_FACTORY_TRACEBACK` is set.
+    """
     global _before
     if _before is None:
         _before, sys.excepthook = sys.excepthook, _in_one_line
 
 
+def training_begins() -> None:
+    """From now on an error of another library is no mistake in the YAML or the data: it keeps its traceback."""
+    global _has_begun
+    _has_begun = True
+
+
 def uninstall() -> None:
     """Back to what was, where nobody has put another hook in front of ours since."""
-    global _before
+    global _before, _has_begun
+    _has_begun = False
     if sys.excepthook is _in_one_line:
         sys.excepthook, _before = _before, None
 
 
 def _in_one_line(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    if not isinstance(error, ODBError) or shows_tracebacks():
+    is_ours = isinstance(error, ODBError)
+    if shows_tracebacks() or not (is_ours or (isinstance(error, Exception) and not _has_begun)):
         _before(kind, error, traceback)
         return
-    print(f"[odb] {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+    said = " ".join(str(error).split()) if is_ours else f"{one_line(error)} ({TRACEBACK}=1 shows where)"
+    print(f"[odb] {said}", file=sys.stderr, flush=True)
     _add(OF_A_RANK)
 
 

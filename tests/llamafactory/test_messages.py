@@ -52,6 +52,14 @@ def test_the_command_line_ends_in_one_line(config: dict[str, Any]) -> None:
     assert done.stdout == "[odb] odb.overlong: 'sometimes' is not one of singleton, drop, error.\n"
 
 
+def test_a_mistake_that_llamafactory_finds_is_one_line_too(config: dict[str, Any]) -> None:
+    """A run without an `odb:` block shows these as ever."""
+    done = run_llamafactory(config, "dataset=nope")
+    assert done.returncode == 1 and "Traceback" not in done.stdout
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("[odb]")]
+    assert "nope" in line and "ODB_FACTORY_TRACEBACK=1" in line
+
+
 def test_each_rank_ends_in_one_line_and_torchrun_adds_none(config: dict[str, Any]) -> None:
     """What is known in the ranks only: here by the training arguments that they have made."""
     done = run_llamafactory(config | {"ddp_backend": "gloo"}, "auto_find_batch_size=true", env=TWO_RANKS)
