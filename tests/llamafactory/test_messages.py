@@ -152,7 +152,7 @@ def test_without_a_block_the_launcher_is_stocks(tmp_path: Path, monkeypatch: pyt
     assert sys.excepthook is before
 
 
-def test_only_our_errors_are_shortened(
+def test_which_errors_are_shortened(
     capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, hook_undone: None
 ) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
@@ -168,7 +168,11 @@ def test_only_our_errors_are_shortened(
     uncaught.install()
     uncaught.install()
     assert end_by(ODBError("two\nlines")) == "[odb] two lines\n"
+    shown = end_by(ValueError("of another library"))
+    assert shown == "[odb] ValueError: of another library (ODB_FACTORY_TRACEBACK=1 shows where)\n"
+    uncaught.training_begins()
     assert "Traceback" in end_by(ValueError("of another library"))
+    assert end_by(ODBError("two\nlines")) == "[odb] two lines\n"
     monkeypatch.setenv("ODB_FACTORY_TRACEBACK", "1")
     assert "Traceback" in end_by(ODBError("two\nlines"))
     hooks.uncaught.uninstall()
