@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 MAX_KEYS_NAMED = 3
 MAX_VALUES_NAMED = 3
@@ -55,3 +55,11 @@ def name_ranks(ranks: Sequence[int]) -> str:
     if len(ranks) <= 8:
         return f"ranks {', '.join(map(str, ranks))}"
     return f"{len(ranks)} ranks ({', '.join(map(str, ranks[:3]))}, ...)"
+
+
+def ranks_alike(values: Sequence[Hashable]) -> str:
+    """Which ranks have the same value: `ranks 0, 2; rank 1`."""
+    ranks: dict[Hashable, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return "; ".join(map(name_ranks, ranks.values()))

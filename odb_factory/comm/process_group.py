@@ -14,7 +14,7 @@ from functools import partial
 
 import torch.distributed as dist
 
-from odb_factory.comm.agreement import difference, encode_settings, name_ranks
+from odb_factory.comm.agreement import difference, encode_settings, name_ranks, ranks_alike
 from odb_factory.comm.codec import Failure, decode, encode
 from odb_factory.comm.coordinator import CollectiveError, Coordinator, RankMetadata, SingleProcessCoordinator
 from odb_factory.comm.failure_monitor import FailureMonitor
@@ -80,11 +80,8 @@ class ProcessGroupCoordinator:
     def confirm(self, checksum: int, round_index: int) -> None:
         phase = f"comparing the plans of round {round_index}"
         answers = self._collective(phase, partial(all_gather, str(checksum).encode()))
-        ranks: dict[bytes, list[int]] = {}
-        for rank, answer in enumerate(answers):
-            ranks.setdefault(answer, []).append(rank)
-        if len(ranks) > 1:
-            raise CollectiveError(DIFFERENT_PLANS.format("; ".join(map(name_ranks, ranks.values()))))
+        if len(set(answers)) > 1:
+            raise CollectiveError(DIFFERENT_PLANS.format(ranks_alike(answers)))
 
     def all_to_all(self, buffers: Sequence[bytes]) -> list[bytes]:
         return self._collective("redistributing samples", partial(all_to_all, buffers))

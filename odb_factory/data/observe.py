@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import Sampler
 
 from odb_factory.batching import Budget, Cost
-from odb_factory.comm.agreement import name_ranks
+from odb_factory.comm.agreement import ranks_alike
 from odb_factory.config import ODBConfig
 from odb_factory.data.content import checksum
 from odb_factory.data.samples import Rejection, Sample
@@ -26,14 +26,6 @@ DIFFERENT_ORDERS = (
     "the ranks draw their samples in different orders ({}), so some would be lost and others trained on twice; give "
     "every rank the same whole sampler, seeded alike (each takes its own share of it), not a share of it."
 )
-
-
-def ranks_alike(numbers: Sequence[int]) -> str:
-    """Which ranks have the same number: `ranks 0, 2; rank 1`."""
-    ranks: dict[int, list[int]] = {}
-    for rank, number in enumerate(numbers):
-        ranks.setdefault(number, []).append(rank)
-    return "; ".join(map(name_ranks, ranks.values()))
 
 
 class RowDropped(Exception):
