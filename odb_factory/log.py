@@ -23,7 +23,7 @@ def get_logger(name: str) -> logging.Logger:
     return logger
 
 
-class _Console(logging.StreamHandler):
+class _Console(logging.Handler):
     """Prints to what is `sys.stderr` when a record comes, as long as the root logger does not print it too."""
 
     def __init__(self) -> None:
@@ -33,8 +33,11 @@ class _Console(logging.StreamHandler):
     def emit(self, record: logging.LogRecord) -> None:
         streams = [getattr(handler, "stream", None) for handler in logging.getLogger().handlers]
         if sys.stderr is not None and not any(stream in (sys.stderr, sys.stdout) for stream in streams if stream):
-            self.setStream(sys.stderr)
-            super().emit(record)
+            try:
+                sys.stderr.write(self.format(record) + "\n")
+                sys.stderr.flush()
+            except Exception:
+                self.handleError(record)
 
 
 def _is_for_this_rank(record: logging.LogRecord) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import subprocess
 import sys
@@ -85,3 +87,11 @@ def test_the_console_is_whatever_stderr_is_by_then(capsys: pytest.CaptureFixture
     logger.info("a line")
     assert capsys.readouterr().err == "[odb] a line\n"
     assert logging.getLogger("odb_factory").propagate
+
+
+def test_a_console_that_was_closed_is_not_asked_again() -> None:
+    with io.StringIO() as before, contextlib.redirect_stderr(before):
+        logger.info("a line")
+    with contextlib.redirect_stderr(io.StringIO()) as after:
+        logger.info("another")
+    assert after.getvalue() == "[odb] another\n"
