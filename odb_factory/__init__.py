@@ -12,20 +12,20 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Collation": "odb_factory.batching",
+    "Collation": "odb_factory.planning",
     "ConfigError": "odb_factory.errors",
-    "Cost": "odb_factory.batching",
+    "Cost": "odb_factory.planning",
     "DataError": "odb_factory.errors",
     "ODBConfig": "odb_factory.config",
-    "ODBDataLoader": "odb_factory.dataloader",
+    "ODBDataLoader": "odb_factory.loop.dataloader",
     "ODBError": "odb_factory.errors",
-    "ODBHandle": "odb_factory.wrapping",
-    "ODBStepInfo": "odb_factory.step_info",
+    "ODBHandle": "odb_factory.loop.wrapping",
+    "ODBStepInfo": "odb_factory.loop.step_info",
     "ODBTrainer": "odb_factory.training.enable",
     "ODBTrainerMixin": "odb_factory.training.mixin",
-    "apply": "odb_factory.wrapping",
+    "apply": "odb_factory.loop.wrapping",
     "enable_odb": "odb_factory.training.enable",
-    "pop_step_info": "odb_factory.step_info",
+    "pop_step_info": "odb_factory.loop.step_info",
 }
 
 __all__ = ["__version__", *_HOMES]

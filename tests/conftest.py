@@ -11,7 +11,7 @@ import pytest
 from PIL import Image, ImageDraw
 from support import write_dataset
 
-from odb_factory.cli.tiny_model import build_tiny_qwen2, build_tiny_qwen3_vl
+from odb_factory.demo.tiny_model import build_tiny_qwen2, build_tiny_qwen3_vl
 
 
 @pytest.fixture(scope="session")

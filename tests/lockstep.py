@@ -1,4 +1,4 @@
-"""Whole epochs of many ranks in one thread: the production `EpochRounds` of each, and a coordinator between them.
+"""Whole epochs of many ranks in one thread: the production `FillEpoch` of each, and a coordinator between them.
 
 A rank that calls its coordinator waits for the others; here the call itself runs them, each to its own
 call, one inside the other. Once the last has told its report, all are there, and the calls
@@ -14,17 +14,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
-from odb_factory.batching import Budget, Collation, Cost, Plan
-from odb_factory.batching.apart import LOWEST_LEVEL
-from odb_factory.batching.window import MAX_WAIT_ROUNDS
 from odb_factory.comm.codec import Failure, decode, encode
 from odb_factory.comm.coordinator import CollectiveError, RankMetadata
 from odb_factory.comm.redistribute import make_buffers, redistribute
-from odb_factory.data import rounds as rounds_module
+from odb_factory.data import fill_epoch as rounds_module
+from odb_factory.data.fill_epoch import FillEpoch, Task
 from odb_factory.data.observe import ShardSampler
-from odb_factory.data.rounds import EpochRounds, Task
-from odb_factory.data.samples import Rejection, Sample, Step
+from odb_factory.data.samples import MicroBatch, Rejection, Sample
 from odb_factory.data.serialize import pack
+from odb_factory.planning import Budget, Collation, Cost, Plan
+from odb_factory.planning.candidates import MAX_WAIT_ROUNDS
+from odb_factory.planning.per_rank import LOWEST_LEVEL
 
 Row = Sample | Rejection | Exception
 """What a sampler hands out; an exception is raised when it is its turn."""
@@ -49,7 +49,7 @@ class Epoch:
     error: BaseException | None = None
 
     @property
-    def steps(self) -> list[Step]:
+    def steps(self) -> list[MicroBatch]:
         return [step for tasks in self.rounds for step, _ in tasks]
 
     @property
@@ -175,7 +175,7 @@ def run_shards(
 ) -> list[Epoch]:
     """One epoch of one rank a shard; the `Epoch` of each.
 
-    leave_after: {rank: rounds after which it is closed}. options: of `EpochRounds`.
+    leave_after: {rank: rounds after which it is closed}. options: of `FillEpoch`.
     """
     epochs = [Epoch(undrawn=len(shard)) for shard in shards]
     lockstep = Lockstep(len(shards), order)
@@ -212,7 +212,7 @@ def run_shards(
     defaults = {"budget": Budget(32), "buffer_size": 8, "accumulation": 1, "join": True, "seed": 0, "epoch": 0}
     defaults["find_spare"] = lambda: next(row for row in everything if isinstance(row, Sample))
     ranks = [
-        EpochRounds(
+        FillEpoch(
             draw(rank),
             rank=rank,
             coordinator=Recorded(lockstep, rank, on_wire),
@@ -299,7 +299,7 @@ def check_promises(
     assert steps[-1].left_out == num_rows - len(emitted) - num_rejected
     if join:
         assert len(emitted) == len(costs) and steps[-1].left_out == 0, "I2"
-        assert sum(not step.busy_ranks for step in totals) < accumulation, "I7: filled up, and no further"
+        assert sum(not step.active_ranks for step in totals) < accumulation, "I7: filled up, and no further"
     else:
         assert any(_ran_short(*rank, emitted, accumulation) for rank in zip(held, epochs)), "I3"
 
@@ -307,8 +307,8 @@ def check_promises(
         groups = [[costs[id] for id in epoch.steps[k].ids] for epoch in epochs]
         assert all(len({cost.family for cost in group}) <= 1 for group in groups)
         assert all(len(group) < 2 or budget.fits(group) for group in groups), "I4"
-        if balance and step.busy_ranks < len(epochs):
-            assert step.samples == step.busy_ranks, "I7: there are too few for all ranks"
+        if balance and step.active_ranks < len(epochs):
+            assert step.samples == step.active_ranks, "I7: there are too few for all ranks"
 
     # A balanced round sends out a sample for each rank, or all there are.
     most_rounds = max(map(len, held)) + (len(costs) // len(held) if balance else 0)

@@ -10,9 +10,9 @@ from typing import get_args, get_type_hints
 from toy import a_step
 
 import odb_factory
-from odb_factory import keys
+from odb_factory.accounting.statistics import AUDIT_FILE, SUMMARY_FILE, Audit, StepStatistics
 from odb_factory.data.samples import Measured
-from odb_factory.training.metrics import AUDIT_FILE, SUMMARY_FILE, Audit, Tally
+from odb_factory.loop import keys
 
 
 def test_names_of_the_package() -> None:
@@ -109,8 +109,8 @@ def test_metric_names() -> None:
         "odb/samples_per_second",
         "odb/data_wait_s",
     }
-    assert set(Tally().metrics(token_budget=8, world_size=1)) == names, "also before the first step"
-    tally = Tally()
+    assert set(StepStatistics().metrics(token_budget=8, world_size=1)) == names, "also before the first step"
+    tally = StepStatistics()
     tally.add(a_step(), world_size=1)
     assert set(tally.metrics(token_budget=8, world_size=1)) == names
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from odb_factory.batching import StepTotals
-from odb_factory.data.samples import Step
+from odb_factory.data.samples import MicroBatch
+from odb_factory.planning import MicroStepTotals
 
 NUM_ROWS = 60
 
@@ -48,9 +48,9 @@ def pad(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids.masked_fill(ids == 0, -100)}
 
 
-def a_step(**changes: Any) -> Step:
+def a_step(**changes: Any) -> MicroBatch:
     """A step of two samples on one of the ranks, the only one of its epoch."""
-    totals = StepTotals(samples=2, tokens=5, padded_tokens=6, supervised_tokens=3, busy_ranks=1)
+    totals = MicroStepTotals(samples=2, tokens=5, padded_tokens=6, supervised_tokens=3, active_ranks=1)
     defaults = {
         "epoch": 0,
         "index": 0,
@@ -65,4 +65,4 @@ def a_step(**changes: Any) -> Step:
         "epoch_steps": 1,
         "last": True,
     }
-    return Step(**defaults | changes)
+    return MicroBatch(**defaults | changes)

@@ -24,8 +24,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
 
 from odb_factory import enable_odb
-from odb_factory.cli.runs import grouping_by_length
-from odb_factory.cli.tiny_model import build_tiny_qwen2
+from odb_factory.demo.runs import grouping_by_length
+from odb_factory.demo.tiny_model import build_tiny_qwen2
 
 BATCH_SIZE, EPOCHS, LEARNING_RATE = 8, 2, 2e-3
 VALIDATION_SAMPLES = 200

@@ -23,7 +23,7 @@ import numpy as np
 import processes
 from simulation import PATCHES_PER_TOKEN, WORKLOADS, draw, rounds
 
-from odb_factory.batching import Budget, CostModel
+from odb_factory.planning import Budget, CostModel
 
 FIXED_COST = 500
 """Tokens that the fixed cost of a step is worth."""
@@ -81,7 +81,7 @@ def oracle(samples: Samples) -> Steps:
 
 def odb(samples: Samples, balance: bool = False) -> Steps:
     plans = rounds(samples, Budget(TOKEN_BUDGET), WINDOW, balance=balance)
-    return [totals.largest_tokens for one in plans for totals in one.plan.totals]
+    return [totals.max_rank_tokens for one in plans for totals in one.plan.totals]
 
 
 WAYS: dict[str, Callable[[Samples], Steps]] = {
@@ -107,8 +107,8 @@ def with_images(workload: str, ranks: int, samples: int, **options: Any) -> dict
         totals += one.plan.totals
         seconds += sum(max(_time(held[group]) for group in step if group) for step in zip(*one.plan.groups))
     return {
-        "tokens": efficiency(drawn, [step.largest_tokens for step in totals]),
-        "patches": sum(step.patches for step in totals) / (ranks * sum(step.largest_patches for step in totals)),
+        "tokens": efficiency(drawn, [step.max_rank_tokens for step in totals]),
+        "patches": sum(step.patches for step in totals) / (ranks * sum(step.max_rank_patches for step in totals)),
         "time": float(work.sum() / (ranks * seconds)),
         "moved": sum(step.moved for step in totals) / len(table),
     }

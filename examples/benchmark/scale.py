@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 from simulation import draw, rounds
 
-from odb_factory.batching import Budget, plan_round
 from odb_factory.comm.codec import decode, encode
 from odb_factory.comm.coordinator import RankMetadata
+from odb_factory.planning import Budget, plan_buffers
 
 WORKLOAD = "ShareGPT4o"
 
@@ -65,7 +65,7 @@ def measure(ranks: int, window: int, token_budget: int, num_rounds: int, balance
         reports, read_s = timed(lambda messages=messages: [decode(message) for message in messages])
         windows = [report.window for report in reports]
         plan, plan_s = timed(
-            lambda windows=windows: plan_round(windows, budget, seed=0, epoch=0, round_index=0, balance=balance)
+            lambda windows=windows: plan_buffers(windows, budget, seed=0, epoch=0, round_index=0, balance=balance)
         )
         size = np.dtype(np.int64).itemsize + max(map(len, messages))
         rows.append((len(plan.totals), encode_s / ranks, read_s, plan_s, ranks * size))

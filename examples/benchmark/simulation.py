@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from odb_factory.batching import ROW, Budget, CostModel, Plan, Window, plan_round
+from odb_factory.planning import ROW, Budget, BufferMetadata, CostModel, Plan, plan_buffers
 
 SHORTEST, LONGEST = 16, 8192
 PATCHES_PER_TOKEN = 4
@@ -57,7 +57,7 @@ def draw(workload: str, ranks: int, samples: int, seed: int = 0, image_share: fl
 
 @dataclass(frozen=True)
 class Round:
-    windows: list[Window]
+    windows: list[BufferMetadata]
     plan: Plan
 
 
@@ -81,8 +81,10 @@ def rounds(
             fresh = rows[wanted % len(rows)] if endless else rows[wanted[wanted < len(rows)]]
             drawn[rank] += len(fresh)
             held[rank] = np.concatenate([held[rank], fresh])
-        windows = [Window(rows, not endless and drawn[rank] == len(samples[rank])) for rank, rows in enumerate(held)]
-        plan = plan_round(
+        windows = [
+            BufferMetadata(rows, not endless and drawn[rank] == len(samples[rank])) for rank, rows in enumerate(held)
+        ]
+        plan = plan_buffers(
             windows,
             budget,
             seed=0,

@@ -85,7 +85,7 @@ def write_rows(folder: Path, count: int) -> Path:
 
 def start(model: Path, data: Path, rows: int, name: str, output: Path) -> Start:
     """Run the command line in a process of its own until it has taken one step. Raises `ODBError` if it fails."""
-    from odb_factory.cli.runs import train
+    from odb_factory.demo.runs import train
 
     marks = output / "marks.json"
     paths = {"model_name_or_path": str(model), "dataset_dir": str(data.parent), "output_dir": str(output)}
@@ -101,7 +101,7 @@ def recorded(marks: Path, arguments: Sequence[str]) -> None:
     from llamafactory.data import loader
     from llamafactory.train.sft import workflow
 
-    from odb_factory.cli import recorder
+    from odb_factory.demo import recorder
 
     times: dict[str, tuple[float, float]] = {}
 
@@ -162,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> list[Start]:
     parser.add_argument("--repeats", type=int, default=3, help="of each run; the one in the middle is shown")
     parser.add_argument("--output-dir", type=Path, default=Path("start_benchmark"), help="for start.json and start.png")
     given = parser.parse_args(argv)
-    from odb_factory.cli.tiny_model import build_tiny_qwen2
+    from odb_factory.demo.tiny_model import build_tiny_qwen2
 
     starts = []
     for rows in given.rows:

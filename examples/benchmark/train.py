@@ -26,9 +26,9 @@ import numpy as np
 from report import COLUMNS, PADDING, SAMPLES, SECONDS, VALIDATION, Column, Result, balance, draw, markdown, rivals_ahead
 from simulation import lognormal
 
-from odb_factory.cli.mm_mix_builtin import build_builtin_mix
-from odb_factory.cli.runs import Run, grouping_by_length, padded_tokens, run_llamafactory, sft_config, train
-from odb_factory.cli.tiny_model import build_tiny_qwen2, build_tiny_qwen3_vl
+from odb_factory.demo.mm_mix_builtin import build_builtin_mix
+from odb_factory.demo.runs import Run, grouping_by_length, padded_tokens, run_llamafactory, sft_config, train
+from odb_factory.demo.tiny_model import build_tiny_qwen2, build_tiny_qwen3_vl
 
 NUM_WORDS, SUCCESSORS = 256, (0.7, 0.2, 0.1)
 """The made-up language: each word is followed by one of three, so a token is worth 0.80 nats once it is learnt."""

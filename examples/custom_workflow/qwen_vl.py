@@ -18,8 +18,8 @@ from torch.utils.data import Dataset
 from transformers import AutoModelForImageTextToText, AutoProcessor, Trainer, TrainingArguments
 
 from odb_factory import enable_odb
-from odb_factory.cli.mm_mix_builtin import build_builtin_mix
-from odb_factory.cli.tiny_model import build_tiny_qwen3_vl
+from odb_factory.demo.mm_mix_builtin import build_builtin_mix
+from odb_factory.demo.tiny_model import build_tiny_qwen3_vl
 
 
 class VisualChats(Dataset):

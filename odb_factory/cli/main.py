@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from odb_factory import __version__
 from odb_factory.errors import ODBError
 
-# Each is a module of this package with a `main(argv)` that returns an exit code (None: 0), and is
-# imported only when it is called for.
+# name: (module with a `main(argv)` that returns an exit code (None: 0), what it does). A module is imported only when
+# it is called for.
 COMMANDS = {
-    "demo": "train a tiny model with and without odb and compare",
-    "doctor": "say whether odb will be active here, and what to mend",
-    "patch": "put odb into a fork of LLaMA-Factory, or take it out",
-    "train": "`llamafactory-cli train` with odb activated explicitly",
+    "demo": ("odb_factory.demo.demo", "train a tiny model with and without odb and compare"),
+    "doctor": ("odb_factory.cli.doctor", "say whether odb will be active here, and what to mend"),
+    "patch": ("odb_factory.cli.patch", "put odb into a fork of LLaMA-Factory, or take it out"),
+    "train": ("odb_factory.cli.train", "`llamafactory-cli train` with odb activated explicitly"),
 }
 
 
@@ -29,12 +29,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"odb-factory {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, meaning in COMMANDS.items():
+    for name, (_, meaning) in COMMANDS.items():
         commands.add_parser(name, help=meaning, add_help=False)  # the command's own parser answers --help
     # Whatever follows the command's name is the command's to read.
     arguments, rest = parser.parse_known_args(argv)
     try:
-        return importlib.import_module(f"odb_factory.cli.{arguments.command}").main(rest) or 0
+        return importlib.import_module(COMMANDS[arguments.command][0]).main(rest) or 0
     except ODBError as error:
         print(f"odb-factory {arguments.command}: {error}", file=sys.stderr)
         return 1

@@ -8,8 +8,8 @@ from collections import Counter
 
 import numpy as np
 
-from odb_factory.batching import ROW, CostModel, Window
 from odb_factory.comm.coordinator import RankMetadata
+from odb_factory.planning import ROW, BufferMetadata, CostModel
 
 MAX_REASON_CHARACTERS = 2000
 _LENGTH_BYTES = 4
@@ -29,7 +29,7 @@ def encode(message: RankMetadata | Failure) -> bytes:
         rows = b""
     else:
         header = {
-            "exhausted": message.window.dry,
+            "exhausted": message.window.exhausted,
             "rejected": message.rejected,
             "overlong": message.overlong,
             "order": message.order,
@@ -46,7 +46,7 @@ def decode(message: bytes) -> RankMetadata | Failure:
     header = json.loads(message[_LENGTH_BYTES:end])
     if "failure" in header:
         return Failure(header["failure"])
-    window = Window(np.frombuffer(message, dtype=ROW, offset=end), header["exhausted"])
+    window = BufferMetadata(np.frombuffer(message, dtype=ROW, offset=end), header["exhausted"])
     return RankMetadata(
         window, Counter(header["rejected"]), header["overlong"], header["order"], CostModel(*header["model"])
     )

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from odb_factory.batching import CostModel, Window
 from odb_factory.errors import DataError
+from odb_factory.planning import BufferMetadata, CostModel
 
 
 class CollectiveError(DataError):
@@ -24,7 +24,7 @@ class RankMetadata:
     model: the cost model that this rank proposes; that of rank 0 is taken.
     """
 
-    window: Window
+    window: BufferMetadata
     rejected: Counter[str]
     overlong: int = 0
     order: int = 0

@@ -6,7 +6,7 @@ import bisect
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from odb_factory.batching import Plan
+from odb_factory.planning import Plan
 
 T = TypeVar("T")
 _LENGTH_BYTES = 8

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from odb_factory.data.fill_epoch import Task
 from odb_factory.data.measure import measure_batch
-from odb_factory.data.rounds import Task
-from odb_factory.data.samples import Measured, Sample, Step
+from odb_factory.data.samples import Measured, MicroBatch, Sample
 from odb_factory.data.serialize import unpack
 from odb_factory.data.worker import WorkerDataset
 from odb_factory.errors import one_line
@@ -33,7 +33,7 @@ class Failure:
         return f"rows {rows} cannot be collated together (each can alone): {self.cause}"
 
 
-Collated = tuple[Step, Measured, Mapping[str, Any]]
+Collated = tuple[MicroBatch, Measured, Mapping[str, Any]]
 
 
 class GroupDataset(WorkerDataset):

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from odb_factory.batching import Cost
+from odb_factory.planning import Cost
 
 
 def checksum(features: Any, cost: Cost) -> int:

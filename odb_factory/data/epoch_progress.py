@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from odb_factory.data.done_bitmap import mark_done
-from odb_factory.data.samples import Rejection, Sample, Step
+from odb_factory.data.samples import MicroBatch, Rejection, Sample
 from odb_factory.data.snapshot import Snapshot
 from odb_factory.data.state import EpochState, check_states, differences
 from odb_factory.errors import DataError
@@ -68,7 +68,7 @@ class EpochProgress:
         round_index, consumed = (self.resume[0].round_index, self.resume[1]) if self.resume else (-1, 0)
         return self.epoch, round_index, consumed, -1 if self.done is None else int(self.done.sum())
 
-    def consume(self, step: Step, snapshots: deque[Snapshot]) -> None:
+    def consume(self, step: MicroBatch, snapshots: deque[Snapshot]) -> None:
         """Stand behind `step`. snapshots: those of the pass; older ones than that of its round are dropped."""
         self.probes.extend(zip(step.ids, step.contents))
         if step.last:

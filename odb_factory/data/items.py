@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset, IterableDataset
 
-from odb_factory.batching import VIDEO, Cost
 from odb_factory.data.measure import DEFAULT_PATCH_SIZE, count_patches, count_supervised, is_ints
 from odb_factory.data.observe import ItemError
 from odb_factory.errors import ConfigError
+from odb_factory.planning import VIDEO, Cost
 
 PATCHES_KEY = "odb_n_patches"
 """An item may bring its vision patches under this key; the collator does not see it."""

@@ -23,21 +23,21 @@ from typing import Any
 import numpy
 
 import odb_factory
-from odb_factory.batching import Budget, Collation, CostModel
 from odb_factory.comm.coordinator import CollectiveError, Coordinator, SingleProcessCoordinator
 from odb_factory.config import ODBConfig
-from odb_factory.data.ahead import Ahead, Direct
 from odb_factory.data.collate import Collated, Failure
 from odb_factory.data.epoch_progress import EpochProgress
-from odb_factory.data.feed import Pass
+from odb_factory.data.fill_epoch import FillEpoch
+from odb_factory.data.loader_workers import END, LoaderWorkers, take
 from odb_factory.data.observe import Observer
-from odb_factory.data.rounds import EpochRounds
-from odb_factory.data.samples import Rejection, Step
-from odb_factory.data.stages import END, Stages, take
+from odb_factory.data.prefetch import BackgroundPrefetcher, InlinePrefetcher
+from odb_factory.data.samples import MicroBatch, Rejection
 from odb_factory.data.state import EpochState
 from odb_factory.data.step_times import StepTimes
+from odb_factory.data.task_sampler import Pass
 from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.log import get_logger
+from odb_factory.planning import Budget, Collation, CostModel
 
 MAX_REJECTIONS_LOGGED = 10
 LOCAL_KEYS = ("audit", "collate_workers", "exchange_timeout_s")
@@ -51,12 +51,12 @@ logger = get_logger(__name__)
 
 
 class ODBLoader:
-    """Iterate over the collated steps of one epoch on this rank: (`Step`, `Measured`, batch).
+    """Iterate over the collated steps of one epoch on this rank: (`MicroBatch`, `Measured`, batch).
 
     dataset: what `observer` reads rows from; sampler: row indices of one epoch over all ranks, with
     `set_epoch` if the order changes, None for a dataset that is iterated; collate_fn: the framework's
     collator, unchanged. accumulation: an epoch has a multiple of this many steps. agree_on: settings, beside the
-    config's, that all ranks must have in common. stages: what else `Stages` takes.
+    config's, that all ranks must have in common. stages: what else `LoaderWorkers` takes.
     Call `close` when done; it ends the worker processes.
     """
 
@@ -82,7 +82,7 @@ class ODBLoader:
         self.times = StepTimes()
         self._num_rejected = 0
         budget = Budget(config.token_budget, config.max_patches, collation)
-        self._stages = Stages(
+        self._stages = LoaderWorkers(
             dataset,
             sampler=sampler,
             observer=observer,
@@ -98,7 +98,7 @@ class ODBLoader:
         is_split = getattr(self._order, "is_split", False)
         self.num_samples: int | None = None if is_split else _length(dataset if sampler is None else sampler)
         self._plan = functools.partial(
-            EpochRounds,
+            FillEpoch,
             budget=budget,
             buffer_size=config.buffer_size,
             num_samples=self.num_samples,
@@ -109,7 +109,7 @@ class ODBLoader:
             seed=seed,
             rank=rank,
             coordinator=self._coordinator,
-            find_spare=self._stages.find_spare,
+            find_dummy_sample=self._stages.find_dummy_sample,
             on_reject=self._on_reject,
         )
         self._progress = EpochProgress(
@@ -155,7 +155,7 @@ class ODBLoader:
             self.epoch = epoch
             self._progress.turn_to(epoch)
 
-    def consume(self, step: Step) -> None:
+    def consume(self, step: MicroBatch) -> None:
         """Note that this step, and all before it, has been trained on: a state is taken from there."""
         self._progress.consume(step, self._pass.plan.snapshots if self._pass is not None else deque())
 
@@ -259,7 +259,7 @@ class ODBLoader:
             emitted_before=self._progress.draws,
         )
         rounds = iter(plan)
-        current = Pass(plan, Ahead(rounds) if self._stages.threaded else Direct(rounds))
+        current = Pass(plan, BackgroundPrefetcher(rounds) if self._stages.threaded else InlinePrefetcher(rounds))
         self._pass = self._stages.feed.current = current
         current.batches = self._stages.collate(self.epoch)
         self._coordinator.start()

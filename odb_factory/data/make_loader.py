@@ -7,17 +7,17 @@ from typing import Any
 
 import torch.distributed as dist
 
-from odb_factory.batching import Collation
 from odb_factory.comm.process_group import make_coordinator
 from odb_factory.config import ODBConfig
+from odb_factory.data.components import DataLoaderParts
 from odb_factory.data.fingerprint import of_rows
 from odb_factory.data.items import ItemObserver
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.measure import DEFAULT_PATCH_SIZE
 from odb_factory.data.observe import Observer
 from odb_factory.data.pickling import Picklable
-from odb_factory.data.take_apart import Parts
 from odb_factory.errors import ConfigError
+from odb_factory.planning import Collation
 
 
 def make_config(config: ODBConfig | None, block: Mapping[str, Any]) -> ODBConfig:
@@ -30,7 +30,7 @@ def make_config(config: ODBConfig | None, block: Mapping[str, Any]) -> ODBConfig
 
 
 def make_loader(
-    parts: Parts,
+    parts: DataLoaderParts,
     config: ODBConfig,
     *,
     observer: Observer | None = None,
@@ -75,7 +75,7 @@ def make_loader(
     )
 
 
-def _rows(parts: Parts, process_group: dist.ProcessGroup | None) -> dict[str, object]:
+def _rows(parts: DataLoaderParts, process_group: dist.ProcessGroup | None) -> dict[str, object]:
     """What ranks compare of processed items: a rank with a part of its own would take a share of that part alone."""
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size(process_group) > 1
     if parts.sampler is None or not several:

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch.utils.data import Sampler
 
-from odb_factory.batching import Budget, Cost
 from odb_factory.comm.agreement import ranks_alike
 from odb_factory.config import ODBConfig
 from odb_factory.data.content import checksum
@@ -20,6 +19,7 @@ from odb_factory.data.samples import Rejection, Sample
 from odb_factory.data.serialize import pack
 from odb_factory.data.worker import WorkerDataset
 from odb_factory.errors import DataError, one_line
+from odb_factory.planning import Budget, Cost
 
 FINGERPRINTED = 64
 DIFFERENT_ORDERS = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from odb_factory.batching import Cost, StepTotals
+from odb_factory.planning import Cost, MicroStepTotals
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class Rejection:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class MicroBatch:
     """One micro-batch of this rank and what all ranks know about it before the first forward.
 
     epoch, index: position; index counts the steps of the epoch from 0. round_index: the round it was planned in.
@@ -53,7 +53,7 @@ class Step:
     ids: tuple[int, ...]
     tokens: int
     supervised_tokens: int
-    totals: StepTotals
+    totals: MicroStepTotals
     done: int
     rejected: Counter[str]
     overlong: int

@@ -16,9 +16,9 @@ import msgpack
 import numpy as np
 import torch
 
-from odb_factory.batching import Cost
 from odb_factory.data.samples import Sample
 from odb_factory.errors import DataError
+from odb_factory.planning import Cost
 
 _PLAIN, _PICKLED = b"\0", b"\1"
 _TUPLE, _ARRAY, _TENSOR, _DATACLASS = 1, 2, 3, 4

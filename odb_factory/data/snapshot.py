@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from odb_factory.batching import CostModel
 from odb_factory.data.fields import Fields, pack_checksums
+from odb_factory.planning import CostModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from odb_factory.batching import CostModel, StepTotals
+from odb_factory.planning import CostModel, MicroStepTotals
 
 STEPS_KEPT, FEWEST_STEPS = 512, 32
 WARM_UP_STEPS = 5
@@ -29,12 +29,12 @@ class StepTimes:
     def __init__(self) -> None:
         self._steps: deque[tuple[float, ...]] = deque(maxlen=STEPS_KEPT)
         self._warm_up = WARM_UP_STEPS
-        self._under_way: tuple[StepTotals, float] | None = None
+        self._under_way: tuple[MicroStepTotals, float] | None = None
         self._is_fitted = False
         self.model = CostModel()
         self.r2: float | None = None
 
-    def begin(self, totals: StepTotals) -> None:
+    def begin(self, totals: MicroStepTotals) -> None:
         """A step begins; the one before it has ended, with all that the training did behind it."""
         if self._is_fitted:
             _synchronize()  # kernels are queued: without it this would be the time that queueing them takes
@@ -48,11 +48,11 @@ class StepTimes:
         if self._under_way is not None:
             self._under_way = (self._under_way[0], self._under_way[1] + seconds)
 
-    def add(self, totals: StepTotals, seconds: float) -> None:
+    def add(self, totals: MicroStepTotals, seconds: float) -> None:
         if self._warm_up:
             self._warm_up -= 1
         else:
-            largest = (totals.largest_tokens, totals.largest_patches, totals.largest_squares)
+            largest = (totals.max_rank_tokens, totals.max_rank_patches, totals.max_rank_attention)
             self._steps.append((1.0, *map(float, largest), seconds))
 
     def fitting(self) -> Callable[[], CostModel]:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset
 
-from odb_factory.batching import Budget
 from odb_factory.comm.agreement import ranks_alike
 from odb_factory.config import ODBConfig
 from odb_factory.data.fingerprint import fingerprint
@@ -17,6 +16,7 @@ from odb_factory.data.observe import ObservedDataset, Observer, Share
 from odb_factory.data.samples import Rejection, Sample
 from odb_factory.data.worker import WorkerDataset
 from odb_factory.errors import ConfigError, one_line
+from odb_factory.planning import Budget
 
 ITEMS_COMPARED = 16
 """Of a stream, read ahead and held until they are observed."""

@@ -17,7 +17,6 @@ from llamafactory.train.callbacks import LogCallback
 from transformers import TrainerCallback
 from transformers.integrations import is_deepspeed_zero3_enabled
 
-from odb_factory.batching import Collation
 from odb_factory.config import ODBConfig
 from odb_factory.data.measure import IGNORE_INDEX, count_patches
 from odb_factory.data.pickling import Picklable
@@ -26,7 +25,8 @@ from odb_factory.llamafactory import agreement, probes, sources
 from odb_factory.llamafactory.dataset import OnlineDataset, OpenMedia, RowObserver, TokenizedDataset
 from odb_factory.llamafactory.media import MediaObserver
 from odb_factory.log import get_logger
-from odb_factory.training.checks import check_filler
+from odb_factory.planning import Collation
+from odb_factory.training.checks import check_dummy_media
 from odb_factory.training.enable import enable_odb
 
 logger = get_logger(__name__)
@@ -109,7 +109,7 @@ def check_max_patches(online: OnlineDataset, config: ODBConfig) -> None:
     collator = SFTDataCollatorWith4DAttentionMask(
         template=template, tokenizer=made_of.tokenizer, processor=made_of.processor, label_pad_token_id=IGNORE_INDEX
     )
-    check_filler(config, probe_collation(collator))
+    check_dummy_media(config, probe_collation(collator))
 
 
 def attach_block(trainer: Any, block: Mapping[str, Any]) -> None:
@@ -161,8 +161,8 @@ def probe_collation(collator: Any) -> Collation:
     batch = unpadded([sample])
     return Collation(
         pad_to_multiple_of=collator.pad_to_multiple_of or 1,
-        filler_tokens=batch["input_ids"].shape[1] - PROBE_TOKENS,
-        filler_patches=count_patches(batch),
+        dummy_media_tokens=batch["input_ids"].shape[1] - PROBE_TOKENS,
+        dummy_media_patches=count_patches(batch),
     )
 
 

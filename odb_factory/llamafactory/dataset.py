@@ -8,11 +8,11 @@ from typing import Any
 import datasets
 from torch.utils.data import Dataset
 
-from odb_factory.batching import VIDEO, Cost
 from odb_factory.data.measure import count_supervised
 from odb_factory.data.observe import MediaCut, RowDropped
 from odb_factory.llamafactory.media import MediaObserver, decoded
 from odb_factory.llamafactory.sources import IndexedRows, StoredRows, stored
+from odb_factory.planning import VIDEO, Cost
 
 MEDIA_COLUMNS = ("_images", "_videos", "_audios", "images", "videos", "audios")
 MAX_FILES_NAMED = 3

@@ -6,10 +6,10 @@ from typing import Any
 
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
-from odb_factory.batching import Collation
 from odb_factory.config import ODBConfig
 from odb_factory.errors import ConfigError
 from odb_factory.log import get_logger
+from odb_factory.planning import Collation
 
 logger = get_logger(__name__)
 
@@ -63,12 +63,12 @@ def check_training_arguments(args: Any) -> None:
         )
 
 
-def check_filler(config: ODBConfig, collation: Collation) -> None:
+def check_dummy_media(config: ODBConfig, collation: Collation) -> None:
     """Raise `ConfigError` where no micro-batch without media can be within `max_patches`."""
-    if config.max_patches is not None and config.max_patches < collation.filler_patches:
+    if config.max_patches is not None and config.max_patches < collation.dummy_media_patches:
         raise ConfigError(
-            f"odb.max_patches: {config.max_patches} is less than the {collation.filler_patches} patches of the fake "
-            "image that the collator adds to every group without media; raise it."
+            f"odb.max_patches: {config.max_patches} is less than the {collation.dummy_media_patches} patches of the "
+            "fake image that the collator adds to every group without media; raise it."
         )
 
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import datasets
 
+from odb_factory.data.components import DataLoaderParts, unwrap
 from odb_factory.data.items import PATCHES_KEY
-from odb_factory.data.take_apart import Parts, innermost
 
 
 class KeepColumns:
@@ -24,14 +24,14 @@ class KeepColumns:
 
 def are_needed(stock: Any, train_dataset: Any, cost_fn: Callable | None) -> bool:
     """Whether `stock`, the Trainer's DataLoader, lacks columns of `train_dataset` that costs are counted from."""
-    found = innermost(stock).dataset
+    found = unwrap(stock).dataset
     if not isinstance(found, datasets.Dataset) or not isinstance(train_dataset, datasets.Dataset):
         return False
     removed = set(train_dataset.column_names) - set(found.column_names)
     return PATCHES_KEY in removed or (cost_fn is not None and bool(removed))
 
 
-def with_columns_of(whole: Parts, stock: Any) -> Parts:
+def with_columns_of(whole: DataLoaderParts, stock: Any) -> DataLoaderParts:
     """`whole`, which has all columns, with a collator that gets those of `stock` alone."""
-    kept: Any = innermost(stock).dataset
+    kept: Any = unwrap(stock).dataset
     return dataclasses.replace(whole, collate_fn=KeepColumns(whole.collate_fn, kept.column_names))

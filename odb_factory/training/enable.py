@@ -10,21 +10,21 @@ import torch.distributed as dist
 from torch.utils.data import RandomSampler
 from transformers import Trainer
 
-from odb_factory.batching import Collation
+from odb_factory.comm.data_parallel import check_process_group
 from odb_factory.config import ODBConfig
+from odb_factory.data.components import dismantle
 from odb_factory.data.make_loader import make_config, make_loader
 from odb_factory.data.measure import DEFAULT_PATCH_SIZE
 from odb_factory.data.observe import Observer
-from odb_factory.data.take_apart import take_apart
-from odb_factory.data_parallel import check_process_group
 from odb_factory.errors import ConfigError
+from odb_factory.planning import Collation
 from odb_factory.training import columns
-from odb_factory.training.checks import check_filler, check_methods, check_training_arguments
+from odb_factory.training.checks import check_dummy_media, check_methods, check_training_arguments
 from odb_factory.training.mixin import ODBTrainerMixin
 from odb_factory.training.run import ODBRun
 
 if TYPE_CHECKING:
-    from odb_factory.keys import TrainerKeys
+    from odb_factory.loop.keys import TrainerKeys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class ODBSettings:
         """stock: the train dataloader that the trainer would use; source: the same, perhaps with all its columns."""
         args = trainer.args
         seed = next(seed for seed in (self.config.seed, args.data_seed, args.seed) if seed is not None)
-        parts = take_apart(source, seed, stream=trainer.train_dataset)
+        parts = dismantle(source, seed, stream=trainer.train_dataset)
         # The Trainer wraps its collator to remove columns from items.
         collator = getattr(parts.collate_fn, "data_collator", parts.collate_fn)
         pads_to = getattr(collator, "pad_to_multiple_of", None) or 1
@@ -126,7 +126,7 @@ def enable_odb(
     config = make_config(config, block)
     check_process_group(process_group)
     check_training_arguments(trainer.args)
-    check_filler(config, collation or Collation())
+    check_dummy_media(config, collation or Collation())
     check_methods(trainer)
     if not isinstance(trainer, ODBTrainerMixin):
         stock = type(trainer)

@@ -22,9 +22,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
 
-from odb_factory.data.take_apart import take_apart
+from odb_factory.accounting.loss_weights import without_average_tokens
+from odb_factory.data.components import dismantle
 from odb_factory.errors import ConfigError
-from odb_factory.training.loss import without_average_tokens
 
 ACCUMULATION = 4
 LOSS = 3.0
@@ -122,12 +122,12 @@ def prepared_loader_can_be_taken_apart() -> None:
         put_on_device=False,
         use_seedable_sampler=True,
     )
-    sampler = take_apart(prepared, seed=1).sampler
+    sampler = dismantle(prepared, seed=1).sampler
     found = isinstance(sampler, SeedableRandomSampler) and sorted(sampler) == rows
     _expect(found, True, "a prepared DataLoader", "the order of all ranks inside it", accelerate)
     orders = []
     for seed, epoch in ((1, 0), (1, 0), (1, 1), (2, 0)):
-        again = take_apart(prepared, seed=seed).sampler
+        again = dismantle(prepared, seed=seed).sampler
         again.set_epoch(epoch)
         orders.append(list(again))
     differ = [order != orders[0] for order in orders]

@@ -10,15 +10,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from odb_factory.accounting.batch_checks import BatchChecks
+from odb_factory.accounting.loss_weights import loss_weights
+from odb_factory.accounting.statistics import Audit, StepStatistics, summary_line, write_summary
 from odb_factory.comm.coordinator import CollectiveError
 from odb_factory.config import ODBConfig
 from odb_factory.data.loader import ODBLoader
-from odb_factory.data.samples import Measured, Step
+from odb_factory.data.samples import Measured, MicroBatch
 from odb_factory.errors import ConfigError, one_line
 from odb_factory.log import get_logger
-from odb_factory.training.batch_checks import BatchChecks
-from odb_factory.training.loss import loss_weights
-from odb_factory.training.metrics import Audit, Tally, summary_line, write_summary
 from odb_factory.training.schedule import ScheduleClock, learning_rate_factor
 
 logger = get_logger(__name__)
@@ -50,7 +50,7 @@ class ODBRun:
         self.is_shuffled = is_shuffled
         self.clock: ScheduleClock | None = None
         self.lr_factor: float | None = None
-        self.total, self.interval = Tally(), Tally()
+        self.total, self.interval = StepStatistics(), StepStatistics()
         self.checks = BatchChecks(config)
         self.optimizer_steps = 0
         self._expected = 0
@@ -59,8 +59,8 @@ class ODBRun:
         self.weight: float | None = None
         self.is_weighed = False
         self._idle_warned = False
-        self._pending: deque[tuple[Step, Measured, float]] = deque()
-        self._step: Step | None = None
+        self._pending: deque[tuple[MicroBatch, Measured, float]] = deque()
+        self._step: MicroBatch | None = None
         self._dropped: Counter[str] = Counter()
         self._left_out = self._overlong = 0
         self._audit = Audit(self.output_dir, rank) if config.audit else None
@@ -188,7 +188,7 @@ class ODBRun:
     def interval_metrics(self) -> dict[str, float]:
         """The `odb/...` entries since the last call."""
         metrics = self.interval.metrics(self.config.token_budget, self.world_size)
-        self.interval = Tally()
+        self.interval = StepStatistics()
         if self.loader.times.r2 is not None:
             metrics["odb/cost_model_r2"] = round(self.loader.times.r2, 4)
         return metrics
@@ -220,7 +220,7 @@ class ODBRun:
         self._expected, self.lr_factor = state["expected_optimizer_steps"], state["lr_factor"]
         if state["clock"] is not None:
             self.clock = ScheduleClock.of(state["clock"])
-        self.total = Tally(**state["total"])
+        self.total = StepStatistics(**state["total"])
         self._samples_before = self.total.samples
         self.checks.num_over_budget = state["over_budget"]
         self._dropped = Counter(state["dropped"])
@@ -267,9 +267,9 @@ class ODBRun:
         if self._audit is not None:
             self._audit.close()
 
-    def _warn_of_idle(self, steps: list[Step]) -> None:
+    def _warn_of_idle(self, steps: list[MicroBatch]) -> None:
         """Once, where one optimizer step holds a whole epoch and more than half of its micro-batches are idle."""
-        filled, slots = sum(step.totals.busy_ranks for step in steps), len(steps) * self.world_size
+        filled, slots = sum(step.totals.active_ranks for step in steps), len(steps) * self.world_size
         if self._idle_warned or steps[0].index > 0 or not steps[-1].last or filled > slots / 2:
             return
         self._idle_warned = True

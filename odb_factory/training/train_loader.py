@@ -9,7 +9,7 @@ from odb_factory.training.run import ODBRun
 
 
 class TrainLoader:
-    """Its items, (`Step`, `Measured`, batch), are taken by the run.
+    """Its items, (`MicroBatch`, `Measured`, batch), are taken by the run.
 
     The Trainer sizes its loops by `len`, the most steps an epoch can have, and would cut an epoch short at a lower
     figure; there is none if it counts `max_steps`.

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from batching_strategies import costs
 from hypothesis import given
 from hypothesis import strategies as st
+from planning_strategies import costs
 
-from odb_factory.batching import Budget, make_window, plan_round
 from odb_factory.comm.redistribute import make_buffers, redistribute
 from odb_factory.data.samples import Sample
 from odb_factory.data.serialize import pack, sample_from_bytes, sample_to_bytes
+from odb_factory.planning import Budget, make_metadata, plan_buffers
 
 
 @given(st.lists(st.lists(costs(), max_size=12), min_size=2, max_size=5))
@@ -19,8 +19,8 @@ def test_every_rank_gets_the_samples_of_its_groups(world: list[list]) -> None:
         [Sample(100 * rank + i, cost, pack({"input_ids": [i]})) for i, cost in enumerate(window)]
         for rank, window in enumerate(world)
     ]
-    windows = [make_window(window, [0] * len(window), dry=True) for window in world]
-    plan = plan_round(windows, Budget(100), seed=0, epoch=0, round_index=0, balance=True)
+    windows = [make_metadata(window, [0] * len(window), exhausted=True) for window in world]
+    plan = plan_buffers(windows, Budget(100), seed=0, epoch=0, round_index=0, balance=True)
     buffers = [make_buffers(plan, rank, window, sample_to_bytes) for rank, window in enumerate(held)]
     everything = [sample for window in held for sample in window]
     for rank, window in enumerate(held):

@@ -1,7 +1,7 @@
 """Every small world, without chance: I1 to I7 for all epochs of a few ranks with a few samples each.
 
 A world is the shard of each rank, in the order in which its sampler hands it out; `buffer_size`
-decides how the windows fill from it. The production `EpochRounds` of all ranks run each world from
+decides how the windows fill from it. The production `FillEpoch` of all ranks run each world from
 the first draw to the last step. Worlds that differ in names only are run once; that these
 are the same is a test of its own:
 
@@ -27,8 +27,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lockstep import check_promises, run_shards, sample
 
-from odb_factory.batching import ROW, Budget, Plan, Window, plan_round, window
-from odb_factory.data import rounds
+from odb_factory.data import fill_epoch
+from odb_factory.planning import ROW, Budget, BufferMetadata, Plan, plan_buffers
 
 LENGTHS = (2, 3, 7)
 BUDGET = Budget(6)
@@ -65,13 +65,15 @@ def run(world: Sequence[Shard], **options: Any) -> tuple[Any, Any]:
 
 @functools.lru_cache(maxsize=500_000)
 def _planned(windows: tuple[tuple[bytes, bool], ...], options: tuple[tuple[str, Any], ...]) -> Plan:
-    return plan_round([Window(np.frombuffer(rows, ROW), dry) for rows, dry in windows], BUDGET, **dict(options))
+    return plan_buffers(
+        [BufferMetadata(np.frombuffer(rows, ROW), dry) for rows, dry in windows], BUDGET, **dict(options)
+    )
 
 
-def remembered(windows: Sequence[Window], budget: Budget, **options: Any) -> Plan:
+def remembered(windows: Sequence[BufferMetadata], budget: Budget, **options: Any) -> Plan:
     """The production plan of a round, made once: it depends on its arguments only, and worlds have rounds in common."""
     options["steps_before"] %= options["accumulation"]
-    return _planned(tuple((window.rows.tobytes(), window.dry) for window in windows), tuple(options.items()))
+    return _planned(tuple((window.rows.tobytes(), window.exhausted) for window in windows), tuple(options.items()))
 
 
 def explore(
@@ -86,7 +88,7 @@ def explore(
     """Check every world of a kind; how many there are. again: a second time, its ranks run in reverse order (I6)."""
     options = {"buffer_size": buffer_size, "accumulation": accumulation, "join": join, "balance": balance}
     count = 0
-    with mock.patch.object(rounds, "plan_round", remembered):
+    with mock.patch.object(fill_epoch, "plan_buffers", remembered):
         for world in worlds(num_ranks, buffer_size, max_samples):
             rows, epochs = run(world, **options)
             try:
@@ -130,7 +132,7 @@ def test_every_small_world_in_which_little_may_wait(monkeypatch: pytest.MonkeyPa
     """I5, I7: five samples are too few for the real bound to be reached; here it is one round."""
     for module in (window, lockstep):
         monkeypatch.setattr(module, "MAX_WAIT_ROUNDS", 1)
-    monkeypatch.setattr(sys.modules[__name__], "remembered", plan_round)
+    monkeypatch.setattr(sys.modules[__name__], "remembered", plan_buffers)
     for (num_ranks, max_samples), (accumulation, join) in itertools.product([(1, 5), (2, 3)], MODES):
         for buffer_size in range(2, max_samples + 1):
             explore(num_ranks, buffer_size, max_samples, accumulation, join)

@@ -19,13 +19,13 @@ import pytest
 import torch
 from torch.utils.data import get_worker_info
 
-from odb_factory.batching import Collation, Cost
 from odb_factory.comm.coordinator import RankMetadata, SingleProcessCoordinator
 from odb_factory.config import ODBConfig
 from odb_factory.data.collate import Failure
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.observe import MediaCut, RowDropped
 from odb_factory.errors import DataError
+from odb_factory.planning import Collation, Cost
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -10,15 +10,15 @@ import random
 from typing import Any
 
 import pytest
-from batching_strategies import budgets, costs
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from lockstep import NO_FEATURES, Epoch, Row, check_promises, rejection, run_shards, sample, usable
+from planning_strategies import budgets, costs
 
-from odb_factory.batching import Budget, Collation, Cost, CostModel
-from odb_factory.batching.window import MAX_WAIT_ROUNDS
 from odb_factory.comm.coordinator import CollectiveError
 from odb_factory.data.samples import Rejection, Sample
+from odb_factory.planning import Budget, Collation, Cost, CostModel
+from odb_factory.planning.candidates import MAX_WAIT_ROUNDS
 
 Case = tuple[list[list[Row]], dict[str, Any]]
 REASONS = ("overlong", "unreadable", "unsupervised")
@@ -152,7 +152,7 @@ def in_a_row(first: int, lengths: list[int]) -> list[Row]:
     ("budget", "buffer_size", "lengths"),
     [
         (Budget(8192), 64, [4200] * 3 + [8000] * 300),
-        (Budget(100, collation=Collation(filler_tokens=4)), 16, [10] + [11] * 1500),
+        (Budget(100, collation=Collation(dummy_media_tokens=4)), 16, [10] + [11] * 1500),
         (Budget(300), 24, [300, 3] + [2] * 22 + ([300] * 32 + [2] * 22) * 6),
     ],
     ids=["others overdue are worth more", "a filler takes its room", "behind a long row"],
@@ -231,6 +231,6 @@ def test_an_error_that_others_do_not_know_of_is_no_agreed_one(size: int) -> None
     def no_spare() -> Sample:
         raise OSError("the file is gone")
 
-    epochs = run_shards([[sample(i, 8) for i in range(size)], []], find_spare=no_spare)
+    epochs = run_shards([[sample(i, 8) for i in range(size)], []], find_dummy_sample=no_spare)
     assert "the file is gone" in str(epochs[1].error)
     assert isinstance(epochs[0].error, CollectiveError) or not isinstance(epochs[1].error, CollectiveError)

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 from toy import pad
 
-from odb_factory.batching import Cost, CostModel
 from odb_factory.comm.codec import Failure, decode, encode
 from odb_factory.comm.coordinator import CollectiveError
 from odb_factory.config import ODBConfig
@@ -28,6 +27,7 @@ from odb_factory.data.loader import ODBLoader
 from odb_factory.data.observe import RowDropped
 from odb_factory.data.step_times import StepTimes
 from odb_factory.errors import DataError
+from odb_factory.planning import Cost, CostModel
 
 
 class Observer:

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from toy import a_step
 
-from odb_factory.batching import Cost
 from odb_factory.data.samples import Sample
 from odb_factory.data.serialize import pack, sample_from_bytes, sample_to_bytes, unpack
 from odb_factory.errors import DataError
 from odb_factory.llamafactory.media import EncodedImage
+from odb_factory.planning import Cost
 
 ints = st.integers(-(2**63), 2**63 - 1) | st.integers(-200, 200_000)
 

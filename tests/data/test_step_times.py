@@ -6,27 +6,27 @@ import numpy as np
 import pytest
 import torch
 
-from odb_factory.batching import CostModel, StepTotals
 from odb_factory.data.step_times import FEWEST_STEPS, WARM_UP_STEPS, StepTimes
+from odb_factory.planning import CostModel, MicroStepTotals
 
 FIXED, TOKEN, PATCH, SQUARE = 0.05, 2e-5, 1e-5, 3e-9
 
 
-def steps(count: int, seed: int = 0) -> list[tuple[StepTotals, float]]:
+def steps(count: int, seed: int = 0) -> list[tuple[MicroStepTotals, float]]:
     """Steps of some size, and what they take (seconds)."""
     rng = np.random.default_rng(seed)
     made = []
     for _ in range(count):
         length, rows, patches = int(rng.integers(50, 4000)), int(rng.integers(1, 9)), int(rng.integers(0, 20_000))
-        totals = StepTotals(
-            largest_tokens=rows * length, largest_patches=patches, largest_squares=rows * length * length
+        totals = MicroStepTotals(
+            max_rank_tokens=rows * length, max_rank_patches=patches, max_rank_attention=rows * length * length
         )
         seconds = FIXED + TOKEN * rows * length + PATCH * patches + SQUARE * rows * length**2
         made.append((totals, seconds * rng.normal(1, 0.02)))
     return made
 
 
-def fitted(measured: list[tuple[StepTotals, float]]) -> StepTimes:
+def fitted(measured: list[tuple[MicroStepTotals, float]]) -> StepTimes:
     times = StepTimes()
     for totals, seconds in [*measured[:1] * WARM_UP_STEPS, *measured]:
         times.add(totals, seconds)
@@ -57,7 +57,7 @@ def test_few_steps_are_no_model() -> None:
 
 def test_steps_that_all_take_as_long_leave_the_model_alone() -> None:
     """Nothing can be learnt of what tokens cost; the groups go on meeting by tokens."""
-    times = fitted([(StepTotals(largest_tokens=100 + k % 2, largest_squares=1), 0.5) for k in range(100)])
+    times = fitted([(MicroStepTotals(max_rank_tokens=100 + k % 2, max_rank_attention=1), 0.5) for k in range(100)])
     assert times.model.token > 0 or times.model == CostModel()
 
 
@@ -78,6 +78,6 @@ def test_a_step_is_timed_to_the_end_of_its_kernels_where_times_are_learnt_from(m
     times = StepTimes()
     if is_fitted:
         times.fitting()
-    times.begin(StepTotals())
-    times.begin(StepTotals())
+    times.begin(MicroStepTotals())
+    times.begin(MicroStepTotals())
     assert len(waited) == (2 if is_fitted else 0)

@@ -24,9 +24,9 @@ from transformers.trainer_utils import seed_worker
 
 from odb_factory import ConfigError
 from odb_factory.config import ODBConfig
+from odb_factory.data.components import dismantle
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.make_loader import make_loader
-from odb_factory.data.take_apart import take_apart
 from odb_factory.data.worker import worker_seed
 
 BLOCK = {"token_budget": 128, "buffer_size": 16}
@@ -37,7 +37,7 @@ def wrapped(dataset: Any = None, collate_fn: Any = pad, **options: Any) -> Itera
     """Ours for the DataLoader with these options."""
     options = {"num_workers": 1} | options
     stock = DataLoader(Rows() if dataset is None else dataset, collate_fn=collate_fn, **options)
-    loader = make_loader(take_apart(stock, seed=0), ODBConfig(**BLOCK), seed=0)
+    loader = make_loader(dismantle(stock, seed=0), ODBConfig(**BLOCK), seed=0)
     try:
         yield loader
     finally:
@@ -164,7 +164,7 @@ def test_memory_is_pinned_for_every_accelerator_that_torch_pins_for(
     """No such device is here: torch's answers are put into its mouth."""
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(device))
-    parts = take_apart(DataLoader(Rows(), collate_fn=pad, pin_memory=True), seed=0)
+    parts = dismantle(DataLoader(Rows(), collate_fn=pad, pin_memory=True), seed=0)
     assert parts.pin_memory is pins
 
 
@@ -280,7 +280,7 @@ def test_a_sample_for_idle_micro_batches_is_one_of_the_sampler() -> None:
     with wrapped(sampler=subset, num_workers=0) as loader:
         an_epoch(loader)
         before = subset.generator.get_state()
-        assert loader._stages.find_spare().id >= 40
+        assert loader._stages.find_dummy_sample().id >= 40
         assert torch.equal(subset.generator.get_state(), before)
 
 

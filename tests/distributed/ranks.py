@@ -23,10 +23,10 @@ import torch
 import torch.distributed as dist
 from distributed.launch import free_port
 
-from odb_factory.batching import Cost
 from odb_factory.comm.process_group import make_coordinator
 from odb_factory.config import ODBConfig
 from odb_factory.data.loader import ODBLoader
+from odb_factory.planning import Cost
 
 TESTS = Path(__file__).parents[1]
 IGNORE = -100

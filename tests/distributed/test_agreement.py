@@ -13,9 +13,9 @@ import pytest
 import torch.distributed as dist
 from distributed.ranks import run_ranks, toy_loader
 
-from odb_factory.batching import Plan
 from odb_factory.comm import process_group
 from odb_factory.errors import ODBError
+from odb_factory.planning import Plan
 
 NUM_ROWS = 120
 

@@ -16,7 +16,6 @@ from PIL import Image
 from stock import load_stock
 from support import training_config, write_dataset
 
-from odb_factory.batching import Budget
 from odb_factory.config import ODBConfig
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.observe import ObservedDataset
@@ -25,6 +24,7 @@ from odb_factory.data.serialize import unpack
 from odb_factory.llamafactory.attach import probe_collation
 from odb_factory.llamafactory.dataset import OnlineDataset, OpenMedia, RowObserver, TokenizedDataset
 from odb_factory.llamafactory.media import EncodedImage
+from odb_factory.planning import Budget
 
 BLOCK = {"token_budget": 1024, "max_patches": 900, "buffer_size": 24}
 PATCH_BYTES = 3 * 2 * 16 * 16 * 4
@@ -146,8 +146,8 @@ def test_images_are_not_opened_for_pixels_at_observation(vl: Setting, monkeypatc
 
 def test_filler_of_a_text_only_group_is_known(vl: Setting, text: Setting) -> None:
     assert vl.collation.pad_to_multiple_of == 8
-    assert vl.collation.filler_tokens > 0 and vl.collation.filler_patches > 0
-    assert (text.collation.filler_tokens, text.collation.filler_patches) == (0, 0)
+    assert vl.collation.dummy_media_tokens > 0 and vl.collation.dummy_media_patches > 0
+    assert (text.collation.dummy_media_tokens, text.collation.dummy_media_patches) == (0, 0)
 
 
 def test_images_inside_the_dataset_stay_encoded_until_collation(tiny_vl, tmp_path) -> None:

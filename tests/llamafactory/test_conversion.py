@@ -18,13 +18,13 @@ from llamafactory.train.tuner import run_exp
 from PIL import Image
 from support import training_config
 
-from odb_factory.batching import Budget
 from odb_factory.config import ODBConfig
 from odb_factory.data.observe import ObservedDataset, RowDropped
 from odb_factory.errors import DataError
 from odb_factory.llamafactory import sources
 from odb_factory.llamafactory.dataset import OnlineDataset, RowObserver
 from odb_factory.llamafactory.media import EncodedImage
+from odb_factory.planning import Budget
 
 BLOCK = {"token_budget": 1024, "buffer_size": 8}
 SHAREGPT_TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}

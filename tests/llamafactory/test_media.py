@@ -87,4 +87,4 @@ def test_filler_of_a_text_only_group_is_the_fake_image(llava: SimpleNamespace) -
     batch = llava.collator([stock_features(llava, 0)])
     length = len(llava.stock[0]["input_ids"][0])
     assert batch["input_ids"].shape[1] == collation.length(length, length, has_media=False)
-    assert collation.filler_patches == (SIDE // PATCH) ** 2 and collation.filler_tokens > 0
+    assert collation.dummy_media_patches == (SIDE // PATCH) ** 2 and collation.dummy_media_tokens > 0

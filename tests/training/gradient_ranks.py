@@ -31,7 +31,7 @@ from training.cases import (
 from transformers import AutoConfig, Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from odb_factory import ODBConfig, enable_odb
-from odb_factory.batching import Cost
+from odb_factory.planning import Cost
 
 RECORD = "record.pt"
 

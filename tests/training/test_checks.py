@@ -194,7 +194,7 @@ def test_counts_that_leave_nothing_to_train(tmp_path, changes: dict[str, Any], m
 def test_fewer_patches_than_the_collator_adds(tiny_text, tmp_path) -> None:
     trainer = make(Trainer, tiny_text, tmp_path)
     with pytest.raises(ConfigError, match="^odb.max_patches: 1 is less than the 16"):
-        enable_odb(trainer, token_budget=256, max_patches=1, collation=Collation(filler_patches=16))
+        enable_odb(trainer, token_budget=256, max_patches=1, collation=Collation(dummy_media_patches=16))
 
 
 def test_an_accumulation_that_no_epoch_can_fill_is_warned_of(tiny_text, tmp_path, caplog) -> None:

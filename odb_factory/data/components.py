@@ -1,0 +1,155 @@
+"""Take a DataLoader apart that somebody else has built: what it reads, in which order, and with how many workers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.data_loader import IterableDatasetShard, SeedableRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from odb_factory.data.stream import is_split_by_node
+from odb_factory.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataLoaderParts:
+    """What a DataLoader is made of, as far as an online loader takes it over; each name as in torch.
+
+    sampler: indices of the whole epoch, the same on all ranks; None for a dataset that is iterated.
+    """
+
+    dataset: Any
+    sampler: Any
+    collate_fn: Callable[[list[Any]], Any]
+    num_workers: int
+    prefetch_factor: int
+    persistent_workers: bool
+    timeout: float
+    pin_memory: bool
+    pin_memory_device: str
+    multiprocessing_context: Any
+    worker_init_fn: Callable[[int], None] | None
+    generator: torch.Generator | None
+
+
+def unwrap(dataloader: Any) -> DataLoader:
+    """The torch DataLoader inside what accelerate has prepared, or `dataloader` itself."""
+    while not isinstance(dataloader, DataLoader) or hasattr(dataloader, "base_dataloader"):
+        inner = getattr(dataloader, "base_dataloader", None)
+        if inner is None:
+            raise ConfigError(f"odb: expected a torch DataLoader, found {type(dataloader).__name__}.")
+        dataloader = inner
+    return dataloader
+
+
+def dismantle(dataloader: Any, seed: int, stream: Any = None) -> DataLoaderParts:
+    """What an online loader needs of `dataloader` (torch's, or one that accelerate has prepared).
+
+    stream: the dataset itself, where it is iterated and known: accelerate may have cut `dataloader`'s into shards.
+
+    Shares of a rank (`DistributedSampler`, accelerate's shards) are undone: shards without padding are
+    made later. A random sampler gets its order from `seed` and the epoch. Raises `ConfigError` where the
+    order cannot be told, and for options that have no meaning here.
+    """
+    loader = unwrap(dataloader)
+    _refuse_options(loader)
+    dataset = stream if isinstance(stream, IterableDataset) else loader.dataset
+    if loader is not dataloader and stream is None and type(dataset) is not IterableDatasetShard:
+        _refuse_shards(dataset)
+    while isinstance(dataset, IterableDatasetShard):
+        dataset = dataset.dataset
+    return DataLoaderParts(
+        dataset=dataset,
+        sampler=None if isinstance(dataset, IterableDataset) else _whole(_sampler(loader), seed),
+        collate_fn=loader.collate_fn,
+        num_workers=loader.num_workers,
+        prefetch_factor=loader.prefetch_factor or 2,
+        persistent_workers=loader.persistent_workers,
+        timeout=loader.timeout,
+        pin_memory=loader.pin_memory and _can_pin(),
+        pin_memory_device=loader.pin_memory_device,
+        multiprocessing_context=loader.multiprocessing_context,
+        worker_init_fn=loader.worker_init_fn,
+        generator=loader.generator,
+    )
+
+
+def _can_pin() -> bool:
+    """Whether torch can pin memory here; where it cannot, it only warns."""
+    if not hasattr(torch, "accelerator"):  # before torch 2.6
+        return torch.cuda.is_available()
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return device is not None and device.type != "mps"
+
+
+def _refuse_options(loader: DataLoader) -> None:
+    """Raise `ConfigError` for what a loader that forms its batches online cannot do as torch does."""
+    if loader.drop_last or getattr(_batch_sampler(loader), "drop_last", False):
+        raise ConfigError(
+            "drop_last: True (dataloader_drop_last) would leave out the samples of a last, smaller batch, and odb "
+            "trains on every sample; set it to False."
+        )
+    if not getattr(loader, "in_order", True):  # torch >= 2.6
+        raise ConfigError(
+            "in_order: False would let the workers' timing decide which samples meet; leave it at True, odb needs the "
+            "same order in every run."
+        )
+    if loader.timeout and not loader.num_workers:
+        raise ConfigError(
+            f"timeout: {loader.timeout} bounds the wait for workers, of which there are none; leave it at 0."
+        )
+
+
+def _refuse_shards(dataset: Any) -> None:
+    """A stream of `datasets` that accelerate has prepared for several ranks may have been cut, and does not tell."""
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if several and isinstance(dataset, IterableDataset) and not is_split_by_node(dataset):
+        raise ConfigError(
+            "odb: accelerate has prepared this DataLoader over a stream, and nobody can tell which part of it this "
+            "rank has; apply odb to the DataLoader before `prepare`, or give the dataset to ODBDataLoader."
+        )
+
+
+def _batch_sampler(loader: DataLoader) -> Any:
+    """The user's own, of all ranks; None if the dataset yields batches."""
+    batches: Any = loader.batch_sampler
+    while hasattr(batches, "batch_sampler"):  # accelerate's share of a rank
+        batches = batches.batch_sampler
+    return batches
+
+
+def _sampler(loader: DataLoader) -> Any:
+    if loader.batch_sampler is None:
+        raise ConfigError(
+            "odb: a DataLoader with batch_size=None yields batches of its dataset's own making; give one whose dataset "
+            "yields single samples."
+        )
+    batches = _batch_sampler(loader)
+    sampler = getattr(batches, "sampler", None)
+    if sampler is None:
+        raise ConfigError(
+            f"odb: {type(batches).__name__} decides which samples meet in a batch, and does not tell its sampler; "
+            "build the DataLoader with `sampler=` or `shuffle=`, for odb forms the batches."
+        )
+    return sampler
+
+
+def _whole(sampler: Any, seed: int) -> Any:
+    """The order of all ranks together, the same on each."""
+    if type(sampler) is DistributedSampler:
+        return DistributedSampler(sampler.dataset, 1, 0, shuffle=sampler.shuffle, seed=sampler.seed)
+    if type(sampler) in (RandomSampler, SeedableRandomSampler):
+        return SeedableRandomSampler(
+            sampler.data_source,
+            replacement=sampler.replacement,
+            num_samples=sampler.num_samples,
+            generator=torch.Generator(),
+            data_seed=seed,
+        )
+    return copy.copy(sampler)

@@ -1,0 +1,195 @@
+"""The two stages of an `ODBLoader`, each an ordinary torch DataLoader: one observes rows, one collates micro-batches.
+
+Both start their workers when an epoch begins, in the caller's thread, before the planning thread of that epoch runs:
+where workers are forked, no thread of ours that draws, plans or logs can hold a lock then. What still runs is the
+thread that watches the other ranks; it holds locks of its own store and of nothing that a worker uses. The same goes
+for workers that others fork in the middle of an epoch, such as those of transformers' evaluation: what the planning
+thread may hold just then is the locks of our queues, which they never touch; Python and libc make those of the
+interpreter, of logging and of memory anew in a forked process.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from pickle import PicklingError
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from odb_factory.config import ODBConfig
+from odb_factory.data.collate import GroupDataset
+from odb_factory.data.measure import DEFAULT_PATCH_SIZE
+from odb_factory.data.observe import ObservedDataset, Observer, ShardSampler, where
+from odb_factory.data.pickling import Picklable
+from odb_factory.data.samples import Rejection, Sample
+from odb_factory.data.stream import ObservedStream
+from odb_factory.data.task_sampler import TaskSampler
+from odb_factory.data.worker import WorkerInit, worker_seed
+from odb_factory.errors import ConfigError, DataError, one_line
+from odb_factory.planning import Budget
+
+OBSERVE_CHUNK = 8
+"""Samples an observe worker hands over at a time: fewer messages, still a short first wait."""
+END = object()
+"""What `take` returns behind the last."""
+
+
+class LoaderWorkers:
+    """The DataLoaders that observe and that collate, and the worker processes of both.
+
+    order: the rows of this rank, epoch by epoch. feed: where tasks go in. threaded: whether processes collate them.
+
+    read_row: observes a row of the dataset, by its number, in this process; None for a stream.
+
+    num_workers: observe workers (one at most for a dataset that is iterated, which several would each iterate as a
+    whole), and as many collate workers where the config does not say. persistent_workers, timeout (seconds that a
+    worker may take for its next result; 0: any), worker_init_fn, pin_memory and the others: as in torch, for both
+    stages; only what is collated is pinned. generator: torch's, whose seed is that of the workers (None: the global).
+    Raises `ConfigError` where what the workers need cannot be sent to them.
+    already_split: a dataset that is iterated gives every rank a part of its own.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        sampler: Any,
+        observer: Observer,
+        collate_fn: Callable[[list[Any]], Any],
+        config: ODBConfig,
+        budget: Budget,
+        rank: int,
+        world_size: int,
+        patch_size: int = DEFAULT_PATCH_SIZE,
+        num_workers: int = 0,
+        prefetch_factor: int = 2,
+        persistent_workers: bool = False,
+        timeout: float = 0,
+        pin_memory: bool = False,
+        pin_memory_device: str = "",
+        multiprocessing_context: Any = None,
+        worker_init_fn: Callable[[int], None] | None = None,
+        generator: torch.Generator | None = None,
+        already_split: bool = False,
+    ):
+        collate_workers = num_workers if config.collate_workers is None else config.collate_workers
+        self.feed = TaskSampler(collate_workers)
+        self.threaded = collate_workers > 0
+        self._dataset, self._observer = dataset, observer
+        self._rank, self._generator = rank, generator
+
+        def loader(source: Any, workers: int, **kwargs: Any) -> DataLoader:
+            if workers:
+                kwargs = {
+                    "persistent_workers": persistent_workers,
+                    "prefetch_factor": prefetch_factor,
+                    "timeout": timeout,
+                    "multiprocessing_context": multiprocessing_context,
+                    "worker_init_fn": WorkerInit(worker_init_fn),
+                } | kwargs
+            return DataLoader(source, num_workers=workers, collate_fn=_identity, generator=torch.Generator(), **kwargs)
+
+        options: dict[str, Any] = {"batch_size": OBSERVE_CHUNK}
+        self._whole_stream: Iterable[Sample | Rejection] | None = None
+        if sampler is None:
+            observed: Any = ObservedStream(dataset, observer, config, budget, rank, world_size, is_split=already_split)
+            self._whole_stream = ObservedStream(dataset, observer, config, budget, 0, 1)
+            self.order: Any = observed
+            self.read_row: Callable[[int], Sample | Rejection] | None = None
+            num_workers = min(num_workers, 1)
+            if num_workers:
+                options["persistent_workers"] = False  # one that lives on would not hear of another epoch or state
+        else:
+            observed = ObservedDataset(dataset, observer, config, budget)
+            self.read_row = observed.__getitem__
+            self.order = options["sampler"] = ShardSampler(sampler, rank, world_size)
+        self._observed = observed
+        groups = GroupDataset(Picklable(collate_fn, "collate_fn"), patch_size, dataset)
+        self._observing: DataLoader | None = loader(observed, num_workers, **options)
+        self._collating: DataLoader | None = loader(
+            groups,
+            collate_workers,
+            sampler=self.feed,
+            batch_size=None,
+            pin_memory=pin_memory,
+            pin_memory_device=pin_memory_device,
+        )
+
+    @property
+    def is_closed(self) -> bool:
+        return self._observing is None
+
+    def observe(self, epoch: int) -> Iterator[Sample | Rejection]:
+        """The rows of this rank in the epoch that `order` is set to."""
+        chunks = self._start(self._observing, 0, epoch)
+        rows = itertools.chain.from_iterable(iter(functools.partial(take, chunks, "observes"), END))
+        return rows if self._whole_stream is None else self.order.samples(rows)
+
+    def collate(self, epoch: int) -> Iterator[Any]:
+        """What becomes of the tasks of `feed`; to be asked with `take`."""
+        return self._start(self._collating, 1, epoch)
+
+    def describe(self, index: int) -> str:
+        """Where a row comes from, for messages."""
+        return where(self._observer, self._dataset, index)
+
+    def find_dummy_sample(self) -> Sample:
+        """The first usable row in the order of all ranks, for idle micro-batches of a rank whose shard had none."""
+        rows: Iterable[Any] = self._whole_stream or map(self._observed.__getitem__, self.order.whole())
+        spare = next((row for row in rows if isinstance(row, Sample)), None)
+        if spare is None:
+            raise DataError("no row of the dataset can be read here to take idle steps with; other ranks could.")
+        return spare
+
+    def close(self) -> None:
+        """End the worker processes."""
+        self._observing = self._collating = None
+
+    def _start(self, loader: DataLoader | None, stage: int, epoch: int) -> Iterator[Any]:
+        """Begin an epoch; starts the workers, unless they live on.
+
+        Their seeds follow torch's global one, or that of the user's generator, of which nothing is drawn: a training
+        sees the same random numbers with and without us, and workers of an epoch the same after a resume.
+        """
+        assert loader is not None, "the loader has been closed"
+        seed = torch.initial_seed() if self._generator is None else self._generator.initial_seed()
+        loader.generator.manual_seed(worker_seed(seed, self._rank, stage, epoch))
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Got pickle error")  # torch says it before it raises
+                return iter(loader)
+        except (TypeError, AttributeError, PicklingError) as error:
+            context = loader.multiprocessing_context or torch.multiprocessing
+            if not loader.num_workers or context.get_start_method() == "fork":
+                raise
+            raise ConfigError(
+                f"dataset: {type(self._dataset).__name__}, or its observer, cannot be sent to a worker process, as the "
+                f"start methods 'spawn' and 'forkserver' have to ({one_line(error)}); make it picklable, choose 'fork' "
+                "(multiprocessing.set_start_method), or take no workers (num_workers and collate_workers 0)."
+            ) from None
+
+
+def take(batches: Iterator[Any], task: str) -> Any:
+    """What the workers of a DataLoader give next, or `END`. Their death in the middle of it is called by its name."""
+    try:
+        return next(batches, END)
+    except (ConnectionError, EOFError, FileNotFoundError) as error:
+        raise DataError(
+            f"a DataLoader worker that {task} was killed while it handed over its result ({one_line(error)}); look for "
+            "the system's out-of-memory killer, or lower dataloader_num_workers."
+        ) from None
+    except RuntimeError as error:
+        if not str(error).startswith("DataLoader timed out after"):
+            raise
+        raise DataError(
+            f"a DataLoader worker that {task} gave nothing: {str(error).rstrip('.')}; look for what it waits for, or "
+            "raise `timeout`."
+        ) from None
+
+
+def _identity(item: Any) -> Any:
+    return item

@@ -1,0 +1,63 @@
+"""Between the planner and the collating workers: one pass over an epoch, and the sampler that hands its tasks on."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+from collections import deque
+from collections.abc import Iterator
+
+from odb_factory.data.fill_epoch import FillEpoch, Task
+from odb_factory.data.prefetch import POLL_S, BackgroundPrefetcher, InlinePrefetcher
+
+
+class Pass:
+    """One pass over an epoch: its rounds, the tasks planned and not yet handed on, its batches, how it failed.
+
+    in_flight: tasks handed on whose batches have not been taken yet.
+    """
+
+    def __init__(self, plan: FillEpoch, rounds: BackgroundPrefetcher | InlinePrefetcher):
+        self.plan, self.rounds = plan, rounds
+        self.tasks: deque[Task] = deque()
+        self.in_flight = 0
+        self.batches: Iterator | None = None
+        self.error: Exception | None = None
+        self.epoch_steps = 0
+        self.taken = False
+
+    def close(self, timeout_s: float) -> None:
+        self.rounds.close(timeout_s)
+        self.batches = None
+        self.tasks.clear()
+
+
+class TaskSampler:
+    """The sampler of the collating loader: planned tasks, and None while there is none yet.
+
+    It waits a moment for a plan only if no batch is in flight, for torch asks here before it hands over one that is
+    ready. torch hands the tasks to its workers in turn; None comes once for each, so that a task always goes to the
+    same worker, whenever its plan was ready, and meets the same random numbers there (I6).
+    """
+
+    current: Pass
+
+    def __init__(self, num_workers: int):
+        self._num_workers = max(num_workers, 1)
+
+    def __iter__(self) -> Iterator[Task | None]:
+        current = self.current
+        while True:
+            while current.tasks:
+                current.in_flight += 1
+                yield current.tasks.popleft()
+            try:
+                current.tasks.extend(current.rounds.poll(0 if current.in_flight else POLL_S))
+            except queue.Empty:
+                yield from itertools.repeat(None, self._num_workers)
+            except StopIteration:
+                return
+            except Exception as error:
+                # Not through torch's frames, which would keep its workers alive with the traceback.
+                current.error = error
+                return

@@ -1,0 +1,1 @@
+"""`odb-factory demo`: its data, its tiny models, its runs."""

@@ -1,0 +1,83 @@
+"""Run LLaMA-Factory's command line and write down every micro-batch it trains on.
+
+`python -m odb_factory.demo.recorder BATCHES.jsonl my.yaml` does what `llamafactory-cli train my.yaml` does, torchrun
+included where it is asked for. The recording is the same for every way of batching: it looks at the tensors that
+reach `Trainer.training_step`. One JSON line a micro-batch: `lengths` (real tokens of each row), `length` (of the
+padded row), `begin` and `end` (seconds since the epoch of the clock), `cpu_begin` and `cpu_end` (seconds of CPU time of
+the process), `peak_memory` (its largest resident set until then, bytes; 0 where it is not known). Rank 1 writes to
+BATCHES.jsonl.1, and so on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    # The folder of a script comes first on sys.path, where its modules would pass for top-level ones.
+    sys.path[:] = [entry for entry in sys.path if entry != str(Path(__file__).parent)]
+
+RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes; getrusage counts in KiB elsewhere
+
+
+def _peak_memory() -> int:
+    """Bytes; 0 on Windows, which does not tell it this way."""
+    try:
+        import resource
+    except ImportError:
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * RSS_UNIT
+
+
+def record_of(record: Path, rank: int) -> Path:
+    return record if rank == 0 else record.with_name(f"{record.name}.{rank}")
+
+
+def main() -> None:
+    record, config = sys.argv[1:]
+
+    from llamafactory import cli, launcher
+    from llamafactory.extras.misc import is_env_enabled
+
+    if is_env_enabled("FORCE_TORCHRUN") and "RANK" not in os.environ:
+        launcher.__file__ = __file__  # what the launcher gives to torchrun, with the arguments behind "train"
+        sys.argv = ["llamafactory-cli", "train", record, config]
+        cli.main()
+        return
+
+    from llamafactory.train.tuner import run_exp
+    from transformers import Trainer
+
+    training_step = Trainer.training_step
+    with record_of(Path(record), int(os.environ.get("RANK", 0))).open("w", encoding="utf-8", buffering=1) as lines:
+
+        def recorded(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if "attention_mask" not in inputs:  # a probe of odb's, before the training
+                return training_step(self, model, inputs, *args, **kwargs)
+            line: dict[str, Any] = {"lengths": _real_tokens(inputs), "length": inputs["input_ids"].shape[1]}
+            line |= {"begin": time.time(), "cpu_begin": time.process_time()}
+            loss = training_step(self, model, inputs, *args, **kwargs)
+            line |= {"end": time.time(), "cpu_end": time.process_time()}
+            line |= {"peak_memory": _peak_memory()}
+            lines.write(json.dumps(line) + "\n")
+            return loss
+
+        setattr(Trainer, "training_step", recorded)  # noqa: B010
+        sys.argv = ["llamafactory-cli", config]
+        run_exp()
+
+
+def _real_tokens(inputs: Any) -> list[int]:
+    """Of each row, from its attention mask: [rows, length], or [rows, 1, length, length] of added minima and zeros."""
+    mask = inputs["attention_mask"]
+    if mask.dim() == 4:
+        mask = mask.diagonal(dim1=-2, dim2=-1)[:, 0] == 0  # a padding token does not see itself
+    return mask.sum(-1).tolist()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""For training loops of your own: `ODBDataLoader`, `apply`, the step info."""

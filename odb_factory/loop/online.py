@@ -1,0 +1,167 @@
+"""What `ODBDataLoader` and a DataLoader that `apply` has changed have in common."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar
+
+from torch.utils.data import DataLoader
+
+from odb_factory.config import ODBConfig
+from odb_factory.data.make_loader import make_config
+from odb_factory.errors import ConfigError, DataError, one_line
+from odb_factory.loop.accelerated import checkpoint_with
+from odb_factory.loop.iteration import Iteration
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+Batch = MutableMapping[str, Any]
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Controls(Generic[T_co]):
+    """What can be asked of an online DataLoader. Generic as `DataLoader` is: only then may an object become one."""
+
+    _odb: Iteration
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next iteration. Without it every iteration is the epoch after the last one."""
+        self._odb.set_epoch(epoch)
+
+    @property
+    def epoch(self) -> int:
+        """Of the iteration under way or over, or of the next one after `set_epoch` or `load_state_dict`."""
+        return self._odb.epoch
+
+    def estimate_num_batches(self) -> int:
+        """Batches of the next epoch, or of the one under way, if all samples are as long as those seen until now.
+
+        Begins the epoch and waits for its first plan: with several ranks, all call it. It can be wrong by a factor
+        where the data are sorted. Raises `TypeError` for a dataset without a length.
+        """
+        return self._odb.estimate_num_batches()
+
+    def stats(self) -> dict[str, float]:
+        """Padding, balance, waiting and throughput since the first batch, all ranks together, to be logged.
+
+        The names and meanings of the Trainer's `odb/...` figures, and odb/over_budget: micro-batches of this rank that
+        the collator made larger than the budget.
+        """
+        return self._odb.stats()
+
+    def close(self) -> None:
+        """End the worker processes and give the process group of the planning back (on all ranks)."""
+        self._odb.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """After an error the other ranks are told why this one leaves."""
+        if error is not None and not (isinstance(error, SystemExit) and not error.code):
+            self._odb.abort(one_line(error))
+        self.close()
+
+
+class State:
+    """Not part of `Online`: accelerate would add counts of its own to the state of a DataLoader it has wrapped."""
+
+    _odb: Iteration
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this rank stands, behind the last optimizer step whose batches were all yielded (JSON types).
+
+        On the contract of torchdata's loaders; micro-batches of an unfinished optimizer step come again.
+        """
+        return self._odb.loader.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Go on from this rank's state, or from a list of all ranks', which also serves other ranks or settings.
+
+        Before the first batch of an iteration; the state's epoch is the next to be iterated, and `set_epoch` with that
+        epoch keeps the place in it. Raises `DataError` for what is no state of this rank, and where the data are not
+        those of the state.
+        """
+        loader = self._odb.loader
+        self._odb.load(_checked_states(state, loader.rank, loader.world_size))
+
+    def checkpoint_with(self, accelerator: Accelerator, name: str = "odb_state") -> None:
+        """Let `accelerator.save_state(folder)` and `load_state(folder)` keep this loader's state on every rank.
+
+        Call it once. Each rank writes `{name}_rank{r}.json`; give two loaders two names.
+        """
+        checkpoint_with(accelerator, self, name)
+        self._odb.is_checkpointed = True
+
+
+class Online(Controls[T_co]):
+    """Goes before a `DataLoader` class: the same object, iterated online."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self._odb.batches()
+
+    def __len__(self) -> NoReturn:
+        raise TypeError(
+            "the number of batches is not known before they are formed; estimate_num_batches() estimates it, and the "
+            "step info says where an optimizer step ends and how much of the epoch is done (progress)"
+        )
+
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        """`accelerator.prepare` would build another DataLoader, of fixed batches; it leaves prepared ones alone."""
+        return True
+
+    @_is_accelerate_prepared.setter
+    def _is_accelerate_prepared(self, value: bool) -> None:
+        """`accelerator.prepare` sets it: from now on the batches are moved, and its mesh says who shares samples."""
+        self._odb.is_prepared = self._odb.moves_batches = value
+
+
+def loop_config(config: ODBConfig | None, block: Mapping[str, Any]) -> ODBConfig:
+    """Raises `ConfigError` for keys that have no effect outside of a trainer."""
+    for key in block:
+        if key in inspect.signature(DataLoader.__init__).parameters:
+            raise ConfigError(f"{key}: an argument of DataLoader that odb does not take here; leave it out.")
+    config = make_config(config, block)
+    if config.audit:
+        raise ConfigError("odb.audit: True does not say where to; give audit_dir= instead.")
+    if config.lr_scale != "none":
+        raise ConfigError(
+            f"odb.lr_scale: {config.lr_scale!r} has no effect in a loop of your own, whose learning rate you set; "
+            "leave it out, and scale by optimizer_step_samples of the step info."
+        )
+    if config.lr_reference_samples is not None:
+        raise ConfigError("odb.lr_reference_samples: has no effect in a loop of your own; leave it out.")
+    return config
+
+
+def _checked_states(state: object, rank: int, world_size: int) -> list[dict[str, Any]]:
+    """A list of states. Raises `DataError` for what cannot be gone on from on this rank."""
+    states = [state] if isinstance(state, Mapping) else state
+    if (
+        not isinstance(states, Sequence)
+        or not states
+        or not all(isinstance(one, Mapping) and {"version", "rank", "world_size"} <= one.keys() for one in states)
+    ):
+        raise DataError(
+            f"load_state_dict: {_short(state)} is not what state_dict() has returned; give this rank's, or a list of "
+            "those of all ranks."
+        )
+    only = states[0]
+    if len(states) == 1 and only["world_size"] == world_size and only["rank"] != rank:
+        raise DataError(
+            f"load_state_dict: rank {rank} was given the state of rank {only['rank']}; give each rank its own, or "
+            "every rank a list of all (accelerator.register_for_checkpointing keeps one for all ranks: call "
+            "checkpoint_with(accelerator) instead)."
+        )
+    return [dict(one) for one in states]
+
+
+def _short(value: object) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 40 else f"{text[:40]}..."

@@ -1,0 +1,135 @@
+"""`ODBStepInfo`: what a training loop has to know of a micro-batch. Travels beside the model inputs of a batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from odb_factory.accounting.loss_weights import loss_weights
+from odb_factory.config import LOSS_SCALINGS
+from odb_factory.data.samples import MicroBatch
+from odb_factory.errors import DataError
+
+STEP_INFO_KEY = "odb_step_info"
+
+
+class Receipt:
+    """Whether a step info has been taken out of its batch; known also when both are gone."""
+
+    taken = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ODBStepInfo:
+    """A micro-batch of this rank, and the optimizer step that it is a part of.
+
+    loss_scale: multiply the mean loss of this micro-batch by it before `backward()`. It is made for gradients that
+        are averaged over ranks (as DDP, ZeRO and FSDP do) and summed over the micro-batches of an optimizer step: do
+        not divide by their number (where `accelerator.backward` does, multiply by it). 0 on an idle micro-batch.
+    is_idle: this rank has no sample left for this micro-batch, others have. It holds a sample that is trained on
+        elsewhere, and is run all the same, with loss_scale 0: every rank takes part in every exchange of gradients.
+    ids: samples of this micro-batch in the order of its rows, as indices of the dataset; () if idle.
+    samples, tokens, supervised_tokens: of this micro-batch on this rank, without padding; 0 if idle.
+    samples_all_ranks: samples of this micro-batch on all ranks.
+    optimizer_step_samples: samples of the whole optimizer step, all its micro-batches on all ranks.
+    micro_batch, micro_batches: number of this one within its optimizer step, from 0, and how many that has.
+    ends_optimizer_step: whether it is the last of them: call `optimizer.step()` after its backward.
+    epoch: from 0. progress: share of the epoch's samples that all ranks have done once this micro-batch is, 0 to 1;
+        None if the dataset has no length.
+
+    Example::
+
+        for batch in loader:
+            info = pop_step_info(batch)
+            (model(**batch).loss * info.loss_scale).backward()
+            if info.ends_optimizer_step:
+                optimizer.step()
+                optimizer.zero_grad()
+    """
+
+    loss_scale: float
+    is_idle: bool
+    ids: tuple[int, ...]
+    samples: int
+    tokens: int
+    supervised_tokens: int
+    samples_all_ranks: int
+    optimizer_step_samples: int
+    micro_batch: int
+    micro_batches: int
+    ends_optimizer_step: bool
+    epoch: int
+    progress: float | None
+    _loss_scales: Mapping[str, float] = field(repr=False, compare=False)
+    _loss_scaling: str = field(repr=False, compare=False)
+    receipt: Receipt = field(default_factory=Receipt, repr=False, compare=False)
+
+    def to(self, *args: Any, **kwargs: Any) -> ODBStepInfo:
+        """Itself: what moves all of a batch to a device leaves it as it is."""
+        return self
+
+
+def step_infos(
+    steps: Sequence[MicroBatch], loss_scaling: str, world_size: int, num_samples: int | None
+) -> list[ODBStepInfo]:
+    """One for each micro-batch of an optimizer step. num_samples: of an epoch."""
+    scales = {scaling: loss_weights(steps, scaling, world_size) for scaling in LOSS_SCALINGS}
+    optimizer_step_samples = sum(step.totals.samples for step in steps)
+    return [
+        ODBStepInfo(
+            loss_scale=scales[loss_scaling][k],
+            is_idle=step.idle,
+            ids=step.ids,
+            samples=len(step.ids),
+            tokens=step.tokens,
+            supervised_tokens=step.supervised_tokens,
+            samples_all_ranks=step.totals.samples,
+            optimizer_step_samples=optimizer_step_samples,
+            micro_batch=k,
+            micro_batches=len(steps),
+            ends_optimizer_step=k == len(steps) - 1,
+            epoch=step.epoch,
+            progress=None if num_samples is None else min(step.done / max(num_samples, 1), 1.0),
+            _loss_scales={scaling: weights[k] for scaling, weights in scales.items()},
+            _loss_scaling=loss_scaling,
+        )
+        for k, step in enumerate(steps)
+    ]
+
+
+def put_step_info(batch: Mapping[str, Any], info: ODBStepInfo) -> MutableMapping[str, Any]:
+    """The batch with the step info in it. Raises `DataError` where it cannot hold one."""
+    if STEP_INFO_KEY in batch:
+        raise DataError(
+            f"collate_fn returned a batch with the key {STEP_INFO_KEY!r}, under which odb hands over the step info; "
+            "let the collator name it otherwise."
+        )
+    if not isinstance(batch, MutableMapping):
+        raise DataError(
+            f"collate_fn returned a {type(batch).__name__}, which takes no further key; odb adds the step info to each "
+            "batch, so return a dict or a BatchEncoding."
+        )
+    batch[STEP_INFO_KEY] = info
+    return batch
+
+
+def pop_step_info(batch: MutableMapping[str, Any], loss_scaling: str | None = None) -> ODBStepInfo:
+    """Take the step info out of a batch of an `ODBDataLoader`; do so before `model(**batch)`.
+
+    loss_scaling: exact, approx or none; default: that of the loader. Raises `DataError` where the batch has no info,
+    and `ValueError` for another word.
+    """
+    info: ODBStepInfo | None = batch.pop(STEP_INFO_KEY, None)
+    if info is None:
+        raise DataError(
+            f"this batch has no {STEP_INFO_KEY!r}: it does not come from an ODBDataLoader, or the info was taken out "
+            "before; call pop_step_info once for each batch, before anything else drops the key."
+        )
+    info.receipt.taken = True
+    if loss_scaling is None or loss_scaling == info._loss_scaling:
+        return info
+    if loss_scaling not in LOSS_SCALINGS:
+        raise ValueError(f"loss_scaling: {loss_scaling!r} is not one of {', '.join(LOSS_SCALINGS)}.")
+    return dataclasses.replace(info, loss_scale=info._loss_scales[loss_scaling], _loss_scaling=loss_scaling)

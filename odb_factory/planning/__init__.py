@@ -1,0 +1,20 @@
+"""Pure planning: cost, grouping under budgets, alignment over ranks, order. No I/O, no torch."""
+
+from odb_factory.planning.candidates import ROW, BufferMetadata, make_metadata
+from odb_factory.planning.cost import VIDEO, Budget, Collation, Cost, CostModel
+from odb_factory.planning.plan import MAX_REDISTRIBUTED_BYTES, MicroStepTotals, Plan, plan_buffers
+
+__all__ = [
+    "MAX_REDISTRIBUTED_BYTES",
+    "ROW",
+    "VIDEO",
+    "Budget",
+    "BufferMetadata",
+    "Collation",
+    "Cost",
+    "CostModel",
+    "MicroStepTotals",
+    "Plan",
+    "make_metadata",
+    "plan_buffers",
+]

@@ -1,0 +1,100 @@
+"""What a sample costs, what a group costs once collated, and the budgets that bound it (I4)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+Amount = TypeVar("Amount", int, np.ndarray)
+"""A whole number, or an array of them."""
+
+VIDEO = 1
+"""The family of samples with videos (see `Cost`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """The cost of one sample, known after template, tokenizer and multimodal plugin have run.
+
+    tokens: length after expansion and truncation.
+    patches: vision-tower input patches.
+    supervised_tokens: labels that carry loss, after the causal shift.
+    has_media: the sample brings media of its own, so the collator injects none beside it.
+    family: only samples of one family share a group. Videos are one: a model runs its vision tower once for
+        the images of a batch and once for its videos, and engines that shard parameters hang unless every
+        rank runs it equally often.
+    """
+
+    tokens: int
+    patches: int = 0
+    supervised_tokens: int = 0
+    has_media: bool = False
+    family: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """What a group costs: fixed + token x padded tokens + patch x patches + square x rows x padded row length squared.
+
+    Whole numbers, so that all ranks compute the same, in a unit of their own: one is what a padded token costs, as
+    long as nothing better is known, and a step costs 500 of these beside its tokens.
+    """
+
+    fixed: int = 500
+    token: int = 1
+    patch: int = 0
+    square: int = 0
+
+    def of(self, padded: Amount, patches: Amount, squares: Amount) -> Amount:
+        """Of one group, or of arrays of them."""
+        total: Amount = self.fixed + self.token * padded + self.patch * patches + self.square * squares
+        return total
+
+
+@dataclass(frozen=True, slots=True)
+class Collation:
+    """What the framework's collator adds to the samples of a group.
+
+    pad_to_multiple_of: the row length is rounded up to a multiple of this.
+    dummy_media_tokens, dummy_media_patches: fake media that the collator injects into the first row of a
+        group without media (so that every rank runs the vision tower).
+    """
+
+    pad_to_multiple_of: int = 1
+    dummy_media_tokens: int = 0
+    dummy_media_patches: int = 0
+
+    def length(self, longest: int, first: int, has_media: bool) -> int:
+        """Padded row length of a group (tokens); `first` is the length of its first row."""
+        if not has_media:
+            longest = max(longest, first + self.dummy_media_tokens)
+        return -(-longest // self.pad_to_multiple_of) * self.pad_to_multiple_of
+
+    def shape(self, group: Sequence[Cost]) -> tuple[int, int, int]:
+        """(rows, padded row length in tokens, patches) of a group, its rows in the given order."""
+        has_media = any(cost.has_media for cost in group)
+        length = self.length(max(cost.tokens for cost in group), group[0].tokens, has_media)
+        patches = sum(cost.patches for cost in group) + (0 if has_media else self.dummy_media_patches)
+        return len(group), length, patches
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Both budgets of a group, measured as collated. `max_patches` None: not limited."""
+
+    token_budget: int
+    max_patches: int | None = None
+    collation: Collation = Collation()
+
+    def holds(self, rows: int, length: int, patches: int) -> bool:
+        return rows * length <= self.token_budget and (self.max_patches is None or patches <= self.max_patches)
+
+    def fits(self, group: Sequence[Cost]) -> bool:
+        return self.holds(*self.collation.shape(group))
+
+    def overlong(self, cost: Cost) -> bool:
+        """Whether this sample breaks a budget even when it travels alone."""
+        return not self.fits((cost,))

@@ -1,0 +1,468 @@
+"""One round of all ranks: aligned (I1), lossless (I2), making progress (I5), repeatable (I6), thrifty (I7)."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planning_strategies import budgets, collated, costs, within
+
+from odb_factory import planning
+from odb_factory.planning import MAX_REDISTRIBUTED_BYTES, Budget, Collation, Cost, CostModel, Plan, make_metadata
+from odb_factory.planning.candidates import MAX_WAIT_ROUNDS
+from odb_factory.planning.per_rank import LOWEST_LEVEL
+
+
+@dataclass(frozen=True)
+class BufferMetadata:
+    """The samples a rank holds: costs, ages in rounds, and whether its sampler is exhausted."""
+
+    costs: Sequence[Cost]
+    ages: Sequence[int]
+    exhausted: bool
+
+
+def plan_buffers(world: Sequence[BufferMetadata], budget: Budget, **options: Any) -> Plan:
+    windows = [make_metadata(window.costs, window.ages, window.exhausted) for window in world]
+    return planning.plan_buffers(windows, budget, **options)
+
+
+def costs_of(world: Sequence[BufferMetadata]) -> list[Cost]:
+    """By the number that a sample has in a plan."""
+    return [cost for window in world for cost in window.costs]
+
+
+@st.composite
+def a_window(draw: st.DrawFn) -> BufferMetadata:
+    held = draw(st.lists(costs(), max_size=12))
+    ages = draw(st.lists(st.integers(0, MAX_WAIT_ROUNDS + 2), min_size=len(held), max_size=len(held)))
+    return BufferMetadata(held, ages, exhausted=not held or draw(st.booleans()))
+
+
+worlds = st.lists(a_window(), min_size=1, max_size=4)
+dry_worlds = worlds.map(lambda world: [BufferMetadata(window.costs, window.ages, exhausted=True) for window in world])
+
+
+@st.composite
+def positions(draw: st.DrawFn) -> dict[str, int]:
+    """Where in the run a round stands; `steps_before` need not be whole optimizer steps."""
+    return {
+        "seed": draw(st.integers(0, 3)),
+        "epoch": draw(st.integers(0, 3)),
+        "round_index": draw(st.integers(0, 3)),
+        "steps_before": draw(st.integers(0, 9)),
+        "accumulation": draw(st.integers(1, 4)),
+    }
+
+
+def emitted(plan: Plan, rank: int) -> list[int]:
+    """The samples that go out on a rank, by their number in the plan."""
+    return [i for group in plan.groups[rank] for i in group]
+
+
+def emitted_of(plan: Plan, rank: int) -> list[int]:
+    """The samples that leave the window of a rank, as positions in it."""
+    start, end = plan.starts[rank : rank + 2]
+    return [i - start for steps in plan.groups for group in steps for i in group if start <= i < end]
+
+
+def check_round(
+    world: Sequence[BufferMetadata],
+    budget: Budget,
+    plan: Plan,
+    steps_before: int,
+    accumulation: int,
+    balance: bool = False,
+) -> None:
+    """All that a single round promises."""
+    num_steps, costs = len(plan.totals), costs_of(world)
+    assert len(plan.groups) == len(world)
+    assert all(len(steps) == num_steps for steps in plan.groups), "I1"
+    assert plan.final is all(window.exhausted for window in world)
+    out = Counter(i for rank in range(len(world)) for i in emitted(plan, rank))
+    assert set(out) <= set(range(len(costs)))
+    assert all(count == 1 for count in out.values()), "I2: no sample twice"
+    assert not plan.final or len(out) == len(costs), "I2: a final round leaves nothing"
+    for rank, window in enumerate(world):
+        gone = emitted_of(plan, rank)
+        assert balance or len(emitted(plan, rank)) == len(gone), "a rank keeps its samples"
+        assert gone or not window.costs or balance, "I5: progress on every rank that holds a sample"
+        for group in plan.groups[rank]:
+            if len(group) >= 2:
+                assert within([costs[i] for i in group], budget), "I4"
+                assert len({costs[i].family for i in group}) == 1
+        busy = [bool(group) for group in plan.groups[rank]]
+        assert busy == sorted(busy, reverse=True), "I7: idle steps only behind the last group"
+        if not all(busy):
+            assert balance or window.exhausted, "I7"
+            assert len(gone) == len(window.costs), "I7"
+    active_ranks = [totals.active_ranks for totals in plan.totals]
+    if plan.final:
+        assert (steps_before + num_steps) % accumulation == 0, "I1"
+        assert sum(not busy for busy in active_ranks) < accumulation, "I7: filled up, and no further"
+    else:
+        assert all(active_ranks), "I7: a step on which every rank idles only fills up the epoch"
+
+
+@given(worlds, budgets, positions())
+def test_a_round_keeps_its_promises(world: list[BufferMetadata], budget: Budget, position: dict[str, int]) -> None:
+    """I1, I2, I4, I5, I7 for one round of one to four ranks."""
+    plan = plan_buffers(world, budget, **position)
+    check_round(world, budget, plan, position["steps_before"], position["accumulation"])
+
+
+@given(worlds.filter(lambda world: any(window.costs for window in world)), budgets, positions())
+def test_a_balanced_round_keeps_its_promises(
+    world: list[BufferMetadata], budget: Budget, position: dict[str, int]
+) -> None:
+    """The same of all windows as one; something goes out, on every rank if there are enough samples."""
+    plan = plan_buffers(world, budget, balance=True, **position)
+    check_round(world, budget, plan, position["steps_before"], position["accumulation"], len(world) > 1)
+    assert plan.totals[0].samples
+    if len(world) > 1:
+        enough = sum(len(window.costs) for window in world) >= len(world)
+        assert all(totals.active_ranks == len(world) for totals in plan.totals[:1]) or not enough, "I5, I7"
+
+
+def test_every_tiny_world_of_two_ranks_keeps_its_promises() -> None:
+    """The same, without chance: all pairs of windows of up to three samples of one to three tokens."""
+    budget = Budget(4)
+    windows = [
+        BufferMetadata([Cost(tokens) for tokens in lengths], [age] * count, exhausted)
+        for count in range(4)
+        for lengths in itertools.combinations_with_replacement((1, 2, 3), count)
+        for age in ((0, MAX_WAIT_ROUNDS) if count else (0,))
+        for exhausted in ((False, True) if count else (True,))
+    ]
+    for world in itertools.product(windows, repeat=2):
+        plan = plan_buffers(world, budget, seed=0, epoch=0, round_index=0, steps_before=1, accumulation=3)
+        check_round(list(world), budget, plan, 1, 3)
+
+
+@given(dry_worlds, budgets, positions())
+def test_a_final_round_emits_everything_and_is_no_longer_than_needed(
+    world: list[BufferMetadata], budget: Budget, position: dict[str, int]
+) -> None:
+    """I1, I7: the rank with most groups sets the length, and idle steps fill the last optimizer step."""
+    plan = plan_buffers(world, budget, **position)
+    before, accumulation = position["steps_before"], position["accumulation"]
+    alone = [plan_buffers([window], budget, seed=0, epoch=0, round_index=0) for window in world]
+    needed = max(len(one.totals) for one in alone)
+    assert plan.final
+    assert len(plan.totals) == -(-(before + needed) // accumulation) * accumulation - before
+
+
+@given(st.lists(st.lists(st.integers(1, 40).map(Cost), min_size=1, max_size=30), min_size=1, max_size=3))
+def test_no_group_is_cut_down_to_raise_a_count(lengths: list[list[Cost]]) -> None:
+    """I7: beside a group that is not full even for the lowest level, no shorter sample stays behind."""
+    budget = Budget(60)
+    world = [BufferMetadata(costs, [0] * len(costs), exhausted=False) for costs in lengths]
+    plan = plan_buffers(world, budget, seed=0, epoch=0, round_index=0)
+    costs, lowest = costs_of(world), Budget(int(60 * LOWEST_LEVEL))
+    for rank in range(len(world)):
+        gone = set(emitted(plan, rank))
+        left = [costs[i] for i in range(*plan.starts[rank : rank + 2]) if i not in gone]
+        for group in plan.groups[rank]:
+            rows = [costs[i] for i in group]
+            shorter = [cost for cost in left if cost.tokens < max(row.tokens for row in rows)]
+            assert not any(lowest.fits([*rows, cost]) for cost in shorter)
+
+
+@given(worlds, budgets, positions())
+def test_what_is_overdue_goes_first(world: list[BufferMetadata], budget: Budget, position: dict[str, int]) -> None:
+    """I5: a round does not end while something is overdue, unless a rank has nothing left to send out with it."""
+    plan = plan_buffers(world, budget, **position)
+    for rank, window in enumerate(world):
+        gone = set(emitted_of(plan, rank))
+        overdue = {i for i, age in enumerate(window.ages) if age >= MAX_WAIT_ROUNDS}
+        emptied = any(
+            not other.exhausted and len(emitted_of(plan, k)) == len(other.costs) for k, other in enumerate(world)
+        )
+        assert overdue <= gone or emptied, "the round ends before only where a window is empty"
+
+
+@given(worlds, budgets, positions(), st.booleans())
+def test_totals_are_the_sums_over_all_ranks(
+    world: list[BufferMetadata], budget: Budget, position: dict[str, int], balance: bool
+) -> None:
+    """Loss weights (I8) and progress rest on these sums; here they are added up again."""
+    plan, costs = plan_buffers(world, budget, balance=balance, **position), costs_of(world)
+    for k, totals in enumerate(plan.totals):
+        groups = [[costs[i] for i in steps[k]] for steps in plan.groups]
+        shapes = [collated(group, budget.collation) for group in groups if group]
+        assert totals.samples == sum(map(len, groups))
+        assert totals.tokens == sum(cost.tokens for group in groups for cost in group)
+        assert totals.supervised_tokens == sum(cost.supervised_tokens for group in groups for cost in group)
+        assert totals.padded_tokens == sum(rows * length for rows, length, _ in shapes)
+        assert totals.active_ranks == len(shapes)
+        assert totals.patches == sum(patches for _, _, patches in shapes)
+        assert totals.max_rank_tokens == max((rows * length for rows, length, _ in shapes), default=0)
+        assert totals.max_rank_patches == max((patches for _, _, patches in shapes), default=0)
+        own = [range(*plan.starts[rank : rank + 2]) for rank in range(len(world))]
+        strangers = [i for rank, steps in enumerate(plan.groups) for i in steps[k] if i not in own[rank]]
+        assert totals.moved == len(strangers)
+        assert totals.moved_bytes == 0
+
+
+@given(worlds, budgets, positions(), st.integers(0, 100), st.booleans())
+def test_a_plan_depends_on_nothing_but_its_arguments(
+    world: list[BufferMetadata], budget: Budget, position: dict[str, int], noise: int, balance: bool
+) -> None:
+    """I6: equal, not identical arguments and another state of every global generator give the same plan."""
+    position["balance"] = balance
+    plan = plan_buffers(world, budget, **position)
+    np.random.seed(noise)
+    random.seed(noise)
+    again = [
+        BufferMetadata(tuple(window.costs), tuple(window.ages), window.exhausted) for window in copy.deepcopy(world)
+    ]
+    assert plan_buffers(again, copy.deepcopy(budget), **position) == plan
+
+
+@given(worlds, budgets, positions(), positions())
+def test_seed_epoch_and_round_change_the_order_only(
+    world: list[BufferMetadata], budget: Budget, one: dict[str, int], other: dict[str, int]
+) -> None:
+    """The same groups, whatever the seed: only the steps they go out on differ."""
+    other |= {key: one[key] for key in ("steps_before", "accumulation")}
+    plans = [plan_buffers(world, budget, **position) for position in (one, other)]
+    for first, second in zip(plans[0].groups, plans[1].groups):
+        assert sorted(first) == sorted(second)
+
+
+@pytest.mark.parametrize("key", ["seed", "epoch", "round_index"])
+def test_the_order_is_another_one_for_another_seed_epoch_or_round(key: str) -> None:
+    """Long groups do not always come first, nor in the same order every epoch."""
+    window = BufferMetadata([Cost(tokens) for tokens in range(50, 100)], [0] * 50, exhausted=True)
+    position = {"seed": 1, "epoch": 1, "round_index": 1}
+    orders = [plan_buffers([window], Budget(100), **position | {key: value}).groups[0] for value in range(5)]
+    assert len({str(order) for order in orders}) == 5
+    assert all(sorted(order) == sorted(orders[0]) for order in orders)
+
+
+def test_like_groups_meet_on_the_same_step() -> None:
+    """Ranks wait for the slowest one in every step, so their k-th largest groups go out together, old or new."""
+    world = [
+        BufferMetadata([Cost(tokens) for tokens in range(51, 100, 5)], list(range(10)), exhausted=True),
+        BufferMetadata([Cost(tokens) for tokens in range(53, 102, 5)], [0, 3] * 5, exhausted=True),
+    ]
+    plan, costs = plan_buffers(world, Budget(100), seed=0, epoch=0, round_index=0), costs_of(world)
+    for mine, theirs in zip(*plan.groups):
+        assert abs(costs[mine[0]].tokens - costs[theirs[0]].tokens) == 2
+
+
+def test_ranks_choose_a_level_that_all_can_fill() -> None:
+    """One has rows of 6,000 only, another some among those of 5,000: they go together, and 5,000 waits for its like."""
+    world = [
+        BufferMetadata([Cost(6000)] * 8, [0] * 8, exhausted=False),
+        BufferMetadata([Cost(6000)] * 4 + [Cost(5000)] * 8, [0] * 12, exhausted=False),
+    ]
+    plan, costs = plan_buffers(world, Budget(10_000), seed=0, epoch=0, round_index=0), costs_of(world)
+    assert {costs[i].tokens for steps in plan.groups for group in steps for i in group} == {6000}
+
+
+@settings(deadline=None)
+@given(st.lists(costs(), min_size=1, max_size=60), budgets, st.integers(1, 12))
+def test_one_rank_keeps_a_sample_back_a_bounded_number_of_rounds(
+    samples: list[Cost], budget: Budget, buffer_size: int
+) -> None:
+    """I5: and every round sends something out."""
+    to_come, held, ages, num_rounds = list(samples), [], [], 0
+    final = False
+    while not final:
+        while to_come and len(held) < buffer_size:
+            held.append(to_come.pop(0))
+            ages.append(0)
+        assert max(ages) <= MAX_WAIT_ROUNDS
+        window = BufferMetadata(held, ages, exhausted=not to_come)
+        plan = plan_buffers([window], budget, seed=0, epoch=0, round_index=num_rounds)
+        final = plan.final
+        gone = set(emitted(plan, 0))
+        kept = [i for i in range(len(held)) if i not in gone]
+        held, ages = [held[i] for i in kept], [ages[i] + 1 for i in kept]
+        num_rounds += 1
+    assert not held
+    assert num_rounds <= len(samples)
+
+
+def test_what_fits_badly_waits_for_its_like_and_no_longer_than_allowed() -> None:
+    """Both sides of the bound: it does wait while it may, and goes out when it has waited long enough."""
+    budget = Budget(16)
+    for age, goes in ((0, False), (MAX_WAIT_ROUNDS - 1, False), (MAX_WAIT_ROUNDS, True)):
+        window = BufferMetadata([Cost(8)] * 8 + [Cost(3)], [0] * 8 + [age], exhausted=False)
+        plan = plan_buffers([window], budget, seed=0, epoch=0, round_index=0)
+        assert (8 in emitted(plan, 0)) is goes
+
+
+def test_a_rank_with_more_groups_carries_the_surplus_over() -> None:
+    """I7: no idle step while a rank still draws samples, and no smaller groups for the sake of the count."""
+    many = BufferMetadata([Cost(8)] * 10, [0] * 10, exhausted=False)
+    few = BufferMetadata([Cost(8)] * 3, [0] * 3, exhausted=False)
+    plan = plan_buffers([many, few], Budget(16), seed=0, epoch=0, round_index=0)
+    assert [[len(group) for group in steps] for steps in plan.groups] == [[2], [2]]
+
+
+def test_a_dry_rank_does_not_hold_up_the_others() -> None:
+    """A exhausted rank idles while the others go on; it does not end the round early."""
+    exhausted = BufferMetadata([Cost(8)] * 2, [0] * 2, exhausted=True)
+    busy = BufferMetadata([Cost(8)] * 16, [0] * 16, exhausted=False)
+    plan = plan_buffers(
+        [exhausted, busy, BufferMetadata([], [], exhausted=True)], Budget(16), seed=0, epoch=0, round_index=0
+    )
+    assert [[len(group) for group in steps] for steps in plan.groups] == [[2, 0], [2, 2], [0, 0]]
+    assert not plan.final
+
+
+def test_no_sample_at_all_is_no_step_at_all() -> None:
+    plan = plan_buffers(
+        [BufferMetadata([], [], exhausted=True)] * 2, Budget(8), seed=0, epoch=0, round_index=0, accumulation=4
+    )
+    assert plan == Plan(groups=[[], []], starts=[0, 0, 0], totals=[], final=True)
+
+
+@given(a_window().filter(lambda window: window.costs), st.integers(1, 3))
+def test_a_filler_larger_than_the_budget_still_makes_progress(window: BufferMetadata, accumulation: int) -> None:
+    """I5 where every text sample is overlong for what the collator injects beside it."""
+    budget = Budget(8, 1, Collation(dummy_media_tokens=50, dummy_media_patches=9))
+    plan = plan_buffers([window], budget, seed=0, epoch=0, round_index=0, accumulation=accumulation)
+    check_round([window], budget, plan, 0, accumulation)
+
+
+# Quota closure
+
+
+@given(worlds, budgets, positions())
+def test_a_round_without_join_has_no_idle_step(
+    world: list[BufferMetadata], budget: Budget, position: dict[str, int]
+) -> None:
+    """I1, I3, I4: whole optimizer steps, every rank busy in every one, no sample twice."""
+    position["steps_before"] = 0
+    plan = plan_buffers(world, budget, join=False, **position)
+    assert len(plan.totals) % position["accumulation"] == 0
+    assert all(totals.active_ranks == len(world) for totals in plan.totals)
+    costs = costs_of(world)
+    for rank in range(len(world)):
+        assert len(plan.groups[rank]) == len(plan.totals)
+        assert all(plan.groups[rank])
+        assert all(count == 1 for count in Counter(emitted(plan, rank)).values())
+        assert all(len(group) == 1 or within([costs[i] for i in group], budget) for group in plan.groups[rank])
+
+
+@given(worlds, budgets, st.integers(1, 3))
+def test_an_epoch_without_join_ends_when_a_dry_rank_runs_short(
+    world: list[BufferMetadata], budget: Budget, accumulation: int
+) -> None:
+    """I3, I5: not before, and every round until then takes an optimizer step."""
+    world = [BufferMetadata(one.costs, one.ages, one.exhausted or len(one.costs) < accumulation) for one in world]
+    plan = plan_buffers(world, budget, seed=0, epoch=0, round_index=0, accumulation=accumulation, join=False)
+    left = [len(one.costs) - len(emitted(plan, rank)) for rank, one in enumerate(world)]
+    assert plan.final is any(one.exhausted and count < accumulation for one, count in zip(world, left))
+    assert plan.final or plan.totals
+    if plan.final:
+        assert min(left) < accumulation, "no optimizer step that all could have taken is left out"
+
+
+# Balance
+
+
+def test_balanced_ranks_share_what_they_hold() -> None:
+    """One rank holds everything: all of them have the same number of groups, and what stays is given first."""
+    world = [BufferMetadata([Cost(8)] * 16, [0] * 16, exhausted=True), *[BufferMetadata([], [], exhausted=True)] * 3]
+    plan = plan_buffers(world, Budget(16), seed=0, epoch=0, round_index=0, balance=True)
+    assert [[len(group) for group in steps] for steps in plan.groups] == [[2, 2]] * 4
+    assert [totals.moved for totals in plan.totals] == [6, 6]
+
+
+def test_a_balanced_round_leaves_no_rank_idle_while_there_are_samples_enough() -> None:
+    """I7: 9 short samples would fit in one group; four ranks take some each."""
+    world = [BufferMetadata([Cost(1)] * 9, [0] * 9, exhausted=True), *[BufferMetadata([], [], exhausted=True)] * 3]
+    plan = plan_buffers(world, Budget(16), seed=0, epoch=0, round_index=0, balance=True)
+    sizes = [len(group) for steps in plan.groups for group in steps]
+    assert len(sizes) == 4 and min(sizes) > 0 and max(sizes) == 3
+
+
+def test_a_group_that_cannot_be_halved_for_a_filler_is_split_elsewhere() -> None:
+    """I7: of (6, 6, 6), one with media, the half without gets 20 tokens more than the budget has room for."""
+    costs = [Cost(6), Cost(6, has_media=True), Cost(3), Cost(3, has_media=True), Cost(6), Cost(2)]
+    world = [BufferMetadata(costs, [0] * 6, exhausted=True), *[BufferMetadata([], [], exhausted=True)] * 2]
+    budget = Budget(20, collation=Collation(dummy_media_tokens=20))
+    plan = plan_buffers(world, budget, seed=0, epoch=0, round_index=0, balance=True)
+    assert plan.totals[0].active_ranks == 3
+
+
+def test_what_does_not_fill_a_step_waits_and_no_longer_than_allowed() -> None:
+    for age, steps in ((MAX_WAIT_ROUNDS - 1, 1), (MAX_WAIT_ROUNDS, 1)):
+        world = [
+            BufferMetadata([Cost(8)] * 4 + [Cost(2)], [0] * 4 + [age], exhausted=False),
+            BufferMetadata([Cost(8)], [0], exhausted=False),
+        ]
+        plan = plan_buffers(world, Budget(16), seed=0, epoch=0, round_index=0, balance=True)
+        assert len(plan.totals) == steps
+        assert (4 in emitted(plan, 0) + emitted(plan, 1)) is (age >= MAX_WAIT_ROUNDS)
+
+
+def test_balanced_groups_of_like_patches_meet() -> None:
+    """The vision towers of all ranks wait for each other too."""
+    world = [
+        BufferMetadata([Cost(8, 8, has_media=True), Cost(8)] * 8, [0] * 16, exhausted=True),
+        BufferMetadata([Cost(8, 4, has_media=True)] * 16, [0] * 16, exhausted=True),
+    ]
+    plan = plan_buffers(world, Budget(16), seed=0, epoch=0, round_index=0, balance=True)
+    assert sum(totals.max_rank_patches for totals in plan.totals) * 2 <= 1.25 * sum(t.patches for t in plan.totals)
+
+
+def test_samples_that_weigh_too_much_stay_where_they_are() -> None:
+    rows = [make_metadata([Cost(8)] * 4, [0] * 4, True, [MAX_REDISTRIBUTED_BYTES // 4 + more] * 4) for more in (0, 1)]
+    for own, exceeds_transfer_limit in ((rows[0], False), (rows[1], True)):
+        windows = [own, make_metadata([], [], True)]
+        plan = planning.plan_buffers(windows, Budget(16), seed=0, epoch=0, round_index=0, balance=True)
+        assert plan.exceeds_transfer_limit is exceeds_transfer_limit
+        moved = sum(totals.moved for totals in plan.totals)
+        assert (moved == 0) is exceeds_transfer_limit
+        assert sum(totals.moved_bytes for totals in plan.totals) == moved * MAX_REDISTRIBUTED_BYTES // 4 * (
+            not exceeds_transfer_limit
+        )
+
+
+def test_planning_needs_no_torch() -> None:
+    """Pure code: it can be replayed anywhere."""
+    code = "import sys, odb_factory.planning; print('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False"
+
+
+# Time
+
+
+def test_groups_that_take_as_long_meet() -> None:
+    """By tokens 4 rows of 25 equal 2 of 50; by time two rows of 50 take twice as long, and meet their like."""
+    lengths = [25] * 16 + [50] * 8
+    world = [BufferMetadata([Cost(length) for length in lengths], [0] * len(lengths), exhausted=True)] * 2
+    for options in ({}, {"balance": True}):
+        plan = plan_buffers(world, Budget(100), seed=0, epoch=0, round_index=0, model=CostModel(0, 0, 0, 1), **options)
+        costs = costs_of(world)
+        for mine, theirs in zip(*plan.groups):
+            assert costs[mine[0]].tokens == costs[theirs[0]].tokens
+
+
+@given(worlds, budgets, positions(), st.booleans(), st.tuples(*[st.integers(0, 10**9)] * 4))
+def test_a_round_keeps_its_promises_whatever_the_cost_model(
+    world: list[BufferMetadata],
+    budget: Budget,
+    position: dict[str, int],
+    balance: bool,
+    model: tuple[int, int, int, int],
+) -> None:
+    plan = plan_buffers(world, budget, balance=balance, model=CostModel(*model), **position)
+    check_round(world, budget, plan, position["steps_before"], position["accumulation"], balance and len(world) > 1)
