@@ -1,7 +1,7 @@
 """Pure planning: cost, grouping under budgets, alignment over ranks, order. No I/O, no torch."""
 
-from odb_factory.planning.candidates import ROW, BufferMetadata, make_metadata
 from odb_factory.planning.cost import VIDEO, Budget, Collation, Cost, CostModel
+from odb_factory.planning.metadata import ROW, BufferMetadata, make_metadata
 from odb_factory.planning.plan import MAX_REDISTRIBUTED_BYTES, MicroStepTotals, Plan, plan_buffers
 
 __all__ = [

@@ -1,57 +1,15 @@
-"""What a rank tells the others of its window, integers only; and the order in which groups are cut from windows."""
+"""The order in which groups are cut out of the samples that a plan may choose from."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import numpy as np
 
-from odb_factory.planning.cost import Budget, Cost, CostModel
+from odb_factory.planning.cost import Budget, CostModel
 
 MAX_WAIT_ROUNDS = 32
 """A sample that was kept back in so many rounds is overdue: it goes before all others."""
 PATIENCE = 256
 """Until then each round adds one part in so many to what it is worth to send it out."""
-ROW = np.dtype(
-    [
-        ("tokens", "<i4"),
-        ("patches", "<i4"),
-        ("supervised_tokens", "<i4"),
-        ("bytes", "<i4"),
-        ("age", "u1"),
-        ("family", "u1"),
-        ("has_media", "?"),
-    ]
-)
-"""A sample: its `Cost`, its features in bytes, and its age, the rounds in which it was kept back (255: or more)."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class BufferMetadata:
-    """The samples a rank holds, as an array of `ROW`. exhausted: its sampler has no further one."""
-
-    rows: np.ndarray
-    exhausted: bool
-
-
-def make_metadata(
-    costs: Sequence[Cost], ages: Sequence[int], exhausted: bool, sizes: Sequence[int] | None = None
-) -> BufferMetadata:
-    """costs, ages, sizes (bytes; default 0): one entry a sample."""
-    rows = [
-        (
-            cost.tokens,
-            cost.patches,
-            cost.supervised_tokens,
-            min(size, np.iinfo(np.int32).max),
-            min(age, 255),
-            cost.family,
-            cost.has_media,
-        )
-        for cost, age, size in zip(costs, ages, sizes or [0] * len(costs))
-    ]
-    return BufferMetadata(np.array(rows, dtype=ROW), exhausted)
 
 
 class Rows:

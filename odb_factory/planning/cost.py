@@ -23,6 +23,7 @@ class Cost:
     patches: vision-tower input patches.
     supervised_tokens: labels that carry loss, after the causal shift.
     has_media: the sample brings media of its own, so the collator injects none beside it.
+    leading_label: the first label is one too, though nothing predicts it: stock counts it when it takes a mean.
     family: only samples of one family share a group. Videos are one: a model runs its vision tower once for
         the images of a batch and once for its videos, and engines that shard parameters hang unless every
         rank runs it equally often.
@@ -33,6 +34,7 @@ class Cost:
     supervised_tokens: int = 0
     has_media: bool = False
     family: int = 0
+    leading_label: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from odb_factory.planning.candidates import ROW, BufferMetadata, Rows
+from odb_factory.planning.candidates import Rows
 from odb_factory.planning.cost import Budget, CostModel
+from odb_factory.planning.metadata import ROW, BufferMetadata
 from odb_factory.planning.per_rank import Steps, plan_per_rank
 from odb_factory.planning.pooled import plan_pooled
 

@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 from lockstep import check_promises, run_shards, sample
 
 from odb_factory.data import fill_epoch
-from odb_factory.planning import ROW, Budget, BufferMetadata, Plan, plan_buffers
+from odb_factory.planning import ROW, Budget, BufferMetadata, Plan, candidates, plan_buffers
 
 LENGTHS = (2, 3, 7)
 BUDGET = Budget(6)
@@ -130,7 +130,7 @@ def test_every_small_balanced_world_keeps_its_promises(capsys: pytest.CaptureFix
 
 def test_every_small_world_in_which_little_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """I5, I7: five samples are too few for the real bound to be reached; here it is one round."""
-    for module in (window, lockstep):
+    for module in (candidates, lockstep):
         monkeypatch.setattr(module, "MAX_WAIT_ROUNDS", 1)
     monkeypatch.setattr(sys.modules[__name__], "remembered", plan_buffers)
     for (num_ranks, max_samples), (accumulation, join) in itertools.product([(1, 5), (2, 3)], MODES):
