@@ -210,7 +210,7 @@ def run_shards(
             yield row
 
     defaults = {"budget": Budget(32), "buffer_size": 8, "accumulation": 1, "join": True, "seed": 0, "epoch": 0}
-    defaults["find_spare"] = lambda: next(row for row in everything if isinstance(row, Sample))
+    defaults["find_dummy_sample"] = lambda: next(row for row in everything if isinstance(row, Sample))
     ranks = [
         FillEpoch(
             draw(rank),
