@@ -8,18 +8,12 @@ import numpy as np
 
 from odb_factory.planning.candidates import Rows
 from odb_factory.planning.cost import Budget, CostModel
-from odb_factory.planning.cuts import (
-    Cut,
-    Pools,
-    cheapest_cut,
-    cut_by_one_cap,
-    cut_by_two_caps,
-    fewest_steps,
-    lower_bound,
-)
-from odb_factory.planning.matching import assign_to_ranks
+from odb_factory.planning.cuts import cheapest_cut, cut_by_one_cap, fewest_steps
+from odb_factory.planning.matching import Cut, assign_to_ranks, match_patches
 from odb_factory.planning.metadata import BufferMetadata
 from odb_factory.planning.plan import Plan, exceeds, pool, to_plan
+from odb_factory.planning.pools import Pools, lower_bound
+from odb_factory.planning.two_caps import cut_by_two_caps
 
 NUM_CANDIDATES = 4
 """So many K are tried, from the least that the budgets allow."""
@@ -48,7 +42,7 @@ def plan_optimizer_step(
         pools = Pools(Rows(table, index, budget), np.array([0, len(table)]), len(buffers), model)
     else:
         pools = Pools(Rows(table, index, budget, owner_rank), np.array(starts), 1, model)
-    cut = _best_cut(pools)
+    cut = match_patches(pools, _best_cut(pools))
     groups = [pools.rows.group(start, end) for start, end in zip(cut.starts.tolist(), cut.ends.tolist())]
     num_steps = int(cut.steps.max(initial=-1)) + 1
     steps: list[list[np.ndarray | None]] = []

@@ -13,8 +13,8 @@ import numpy as np
 
 from odb_factory.planning.candidates import Rows
 from odb_factory.planning.cost import CostModel
-from odb_factory.planning.cuts import Group, split_to_fill_slots
-from odb_factory.planning.matching import assign_to_ranks
+from odb_factory.planning.cuts import split_to_fill_slots
+from odb_factory.planning.matching import Group, assign_to_ranks
 from odb_factory.planning.per_rank import Steps
 
 
