@@ -12,7 +12,7 @@ import numpy as np
 
 from odb_factory.planning.candidates import Rows
 from odb_factory.planning.matching import Cut, Group, make_cut
-from odb_factory.planning.pools import NO_CAP, Pools, next_ends
+from odb_factory.planning.pools import NO_CAP, Pools, cap_range, next_ends
 
 PRECISION = 12
 """The one cap is searched to one part in 2 ** PRECISION."""
@@ -27,6 +27,7 @@ def walk(ends: list[int], start: int, end: int) -> list[Group]:
     """The groups from `start` on, each as large as it can be."""
     groups = []
     while start < end:
+        assert ends[start] > start
         groups.append((start, ends[start]))
         start = ends[start]
     return groups
@@ -58,11 +59,7 @@ def cut_by_one_cap(pools: Pools, num_steps: int) -> Cut:
     rows, model = pools.rows, pools.model
     pool = np.repeat(np.arange(len(pools.starts)), np.diff(pools.bounds))
     slots = num_steps * pools.slots
-    single = rows.costs(np.arange(len(rows)), np.arange(len(rows)) + 1, model)
-    ends = next_ends(rows, np.array([[NO_CAP]]), model)[0]
-    low, high = np.zeros((2, len(pools.starts)), dtype=np.int64)
-    np.maximum.at(low, pool, single)
-    np.maximum.at(high, pool, rows.costs(np.arange(len(rows)), ends[:-1], model))
+    low, high = cap_range(pools)
     while (searching := (high - low) << PRECISION > high).any():
         middle = (low + high) // 2
         tried = next_ends(rows, middle[pool][None], model)
@@ -80,9 +77,7 @@ def cut_by_stretches(pools: Pools) -> Cut | None:
     but for the values of caps that are tried.
     """
     rows, model = pools.rows, pools.model
-    starts = np.arange(len(rows))
-    whole = next_ends(rows, np.array([[NO_CAP]]), model)[0]
-    highest = int(rows.costs(starts, whole[:-1], model).max())
+    starts, highest = np.arange(len(rows)), int(cap_range(pools)[1].max())
     num_caps = min(MAX_CAPS, MAX_STATES // len(rows))
     if num_caps < MIN_CAPS or pools.slots > MAX_SLOTS or highest <= model.fixed:
         return None
