@@ -71,7 +71,7 @@ class ODBConfig:
     loss_scaling: str = _key(
         "stock: every supervised token weighs what it does in stock training (default with kept optimizer steps); "
         "exact: every supervised token of an optimizer step weighs the same (default with fill); sample: every sample "
-        "does; square: a sample weighs the square root of its supervised tokens; approx: every input token weighs the same; "
+        "does; square: the square root of its supervised tokens; approx: every input token weighs the same; "
         "none: every micro-batch does",
         choices=LOSS_SCALINGS,
         default="",
