@@ -103,8 +103,8 @@ def _check_samples(micro_batch: MicroBatch, measured: Measured) -> None:
     if measured.rows < len(micro_batch.ids) and not shares_one_row:
         raise DataError(
             f"rows {list(micro_batch.ids)}: the collator made {measured.rows} rows of {measured.length} tokens of "
-            f"these {len(micro_batch.ids)} samples, so some were left out; keep every sample, or leave such rows out of "
-            "the dataset (a row without supervised tokens is left out and counted)."
+            f"these {len(micro_batch.ids)} samples, so some were left out; keep every sample, or leave such rows out "
+            "of the dataset (a row without supervised tokens is left out and counted)."
         )
 
 
