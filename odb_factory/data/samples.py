@@ -80,7 +80,8 @@ class MicroBatch:
     tokens: of this rank's samples, without padding. supervised: supervised tokens of each sample of `ids`.
     stock_tokens: of each sample the tokens that stock divides by to take the mean it is part of; () with `fill`.
     totals: the micro-step over all ranks.
-    round_index, positions: with `fill` the round it was planned in, and the samples' numbers in this rank's draws.
+    number, round_index, positions: with `fill` its number in the epoch, the round it was planned in, and which of its
+        draws this rank has given away for the micro-step.
     contents: checksums of the rows of `ids`.
     """
 
@@ -91,6 +92,7 @@ class MicroBatch:
     supervised: tuple[int, ...]
     stock_tokens: tuple[int, ...]
     totals: MicroStepTotals
+    number: int = 0
     round_index: int = 0
     positions: tuple[int, ...] = ()
     contents: tuple[int, ...] = ()
