@@ -51,24 +51,24 @@ def accelerate_state() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    "steps", [{"batch_size": 2, "gradient_accumulation_steps": 3}, {"global_batch_size": 6}], ids=["keep", "number"]
+    "steps", [{"batch_size": 2, "gradient_accumulation_steps": 2}, {"global_batch_size": 4}], ids=["keep", "number"]
 )
 def test_the_step_info_says_what_a_loop_needs(steps: dict[str, Any]) -> None:
-    """I9: each optimizer step has 6 samples, those that come next in the order."""
+    """I9: each optimizer step has 4 samples, those that come next in the order."""
     with make(**steps) as loader:
-        assert loader.num_optimizer_steps == loader.estimate_optimizer_steps() == 10
+        assert loader.num_optimizer_steps == loader.estimate_optimizer_steps() == 15
         batches = [(batch, pop_step_info(batch)) for batch in loader]
     starts = [k for k, (_, info) in enumerate(batches) if info.micro_batch == 0]
-    assert len(starts) == 10 and len({batches[k][1].micro_batches for k in starts}) > 1, "K changes"
+    assert len(starts) == 15 and len({batches[k][1].micro_batches for k in starts}) > 1, "K changes"
     for step, (start, stop) in enumerate(zip(starts, [*starts[1:], len(batches)])):
         infos = [info for _, info in batches[start:stop]]
         assert [info.micro_batch for info in infos] == list(range(len(infos)))
         assert [info.ends_optimizer_step for info in infos] == [False] * (len(infos) - 1) + [True]
         assert {info.micro_batches for info in infos} == {len(infos)}
         assert {info.optimizer_step for info in infos} == {step}
-        assert {info.optimizer_step_samples for info in infos} == {sum(info.samples for info in infos)} == {6}
-        assert {row for info in infos for row in info.ids} == set(range(6 * step, 6 * step + 6))
-        assert {info.progress for info in infos} == {(step + 1) / 10}
+        assert {info.optimizer_step_samples for info in infos} == {sum(info.samples for info in infos)} == {4}
+        assert {row for info in infos for row in info.ids} == set(range(4 * step, 4 * step + 4))
+        assert {info.progress for info in infos} == {(step + 1) / 15}
         for batch, info in batches[start:stop]:
             assert info.samples == info.samples_all_ranks == len(info.ids) == len(info.token_weights)
             assert not info.is_idle and info.epoch == 0
