@@ -192,10 +192,13 @@ def sums(planned: Sequence[PlannedMicroBatch]) -> Sums:
     }
 
 
-def nothing_left(rejected: Counter[str], num_samples: int | None) -> str:
+def nothing_left(rejected: Counter[str], num_samples: int | None, epoch: int) -> str:
     """Why an epoch has no sample to train on."""
     reasons = ", ".join(f"{count} {reason}" for reason, count in rejected.items())
     if num_samples is not None and rejected.total() < num_samples:
         reasons += f"{', ' if reasons else ''}{num_samples - rejected.total()} left out because a rank ran short"
-    reasons = f"{reasons}; the warnings above name the first of them" if reasons else "it is empty"
+    empty = "it is empty"
+    if epoch:
+        empty = f"it yields nothing in epoch {epoch}; its `__iter__` must begin anew each time it is called"
+    reasons = f"{reasons}; the warnings above name the first of them" if reasons else empty
     return f"no row of the training dataset can be trained on: {reasons}."

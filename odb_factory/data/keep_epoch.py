@@ -156,7 +156,7 @@ class KeepEpoch(EpochPlanner):
         rejected = sum((rank.rejected for rank in ranks), self._rejected_before)
         self.trained += len(rows)
         if self.final and self.trained == 0:
-            raise CollectiveError(nothing_left(rejected, self.context.num_samples))
+            raise CollectiveError(nothing_left(rejected, self.context.num_samples, self.epoch))
         held = self._redistribute(plan, samples)
         stock_tokens, num_means = stock_means(rows, self.stock)
         planned = [

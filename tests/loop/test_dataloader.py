@@ -313,9 +313,7 @@ def test_a_dataset_with_a_sampler_needs_no_length() -> None:
         def __getitem__(self, index: int) -> Any:
             return item(index)
 
-    with ODBDataLoader(
-        Endless(), 16, sampler=range(40), token_budget=BUDGET, collate_fn=pad, num_workers=1
-    ) as loader:
+    with ODBDataLoader(Endless(), 16, sampler=range(40), token_budget=BUDGET, collate_fn=pad, num_workers=1) as loader:
         assert flat(epoch_of(loader)) == Counter(range(40))
 
 

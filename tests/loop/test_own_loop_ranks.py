@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import random
+import re
+import shutil
 import sys
 import time
 from collections import Counter
@@ -167,7 +169,25 @@ def saved_by_accelerate(rank: int, checkpoint: str) -> dict[str, Any]:
         after = rows_of(loader)
         loader.load_state_dict(states)  # as a loop that keeps one file for all ranks does
         again = rows_of(loader)
-    return {"forgotten": forgotten, "wrong": wrong, "before": before, "after": after, "again": again}
+        dist.barrier()
+        damaged = error_of(lambda: _load_damaged(accelerator, Path(checkpoint), rank))
+    return {
+        "damaged": damaged,
+        "forgotten": forgotten,
+        "wrong": wrong,
+        "before": before,
+        "after": after,
+        "again": again,
+    }
+
+
+def _load_damaged(accelerator: Accelerator, checkpoint: Path, rank: int) -> None:
+    """Each rank has a copy of its own, in which the other's file says another epoch."""
+    copy = checkpoint.with_name(f"copy{rank}")
+    shutil.copytree(checkpoint, copy)
+    path = copy / f"odb_state_rank{1 - rank}.json"
+    path.write_text(path.read_text().replace('"epoch": 0', '"epoch": 3'))
+    accelerator.load_state(str(copy))
 
 
 def test_accelerate_keeps_the_state_of_every_rank(tmp_path: Path) -> None:
@@ -179,6 +199,9 @@ def test_accelerate_keeps_the_state_of_every_rank(tmp_path: Path) -> None:
         assert rank["after"] == rank["again"] != []
         assert "call loader.checkpoint_with(accelerator)" in rank["forgotten"]
         assert "checkpoint_with(accelerator)" in rank["wrong"] and "\n" not in rank["wrong"]
+        assert re.search(r"odb_state_rank\d.json: its checksum is not that of its content.*; load", rank["damaged"])
+    left = {path.name for path in (tmp_path / "checkpoint").glob("*odb_state*")}
+    assert left == {"odb_state_rank0.json", "odb_state_rank1.json"}, "nothing half written stays"
 
 
 def on_a_mesh(rank: int) -> dict[str, Any]:
