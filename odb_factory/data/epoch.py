@@ -192,10 +192,13 @@ def sums(planned: Sequence[PlannedMicroBatch]) -> Sums:
     }
 
 
-def nothing_left(rejected: Counter[str], left_out: int, why: str) -> str:
+def nothing_left(rejected: Counter[str], left_out: int, why: str, epoch: int) -> str:
     """Why an epoch has no sample to train on. left_out: usable rows, for the reason `why`."""
     reasons = [f"{count} {reason}" for reason, count in rejected.items()]
     if left_out:
         reasons.append(f"{left_out} left out {why}")
+    empty = "it is empty"
+    if epoch:
+        empty = f"it yields nothing in epoch {epoch}; its `__iter__` must begin anew each time it is called"
     named = "; the warnings above name the first of them" if rejected else ""
-    return f"no row of the training dataset can be trained on: {', '.join(reasons) or 'it is empty'}{named}."
+    return f"no row of the training dataset can be trained on: {', '.join(reasons) or empty}{named}."
