@@ -70,7 +70,7 @@ class ItemObserver:
         patches = item.get(PATCHES_KEY)
         patches = count_patches(item, self.patch_size) if patches is None else int(patches)
         video = any(item.get(key) is not None for key in ("video_grid_thw", "pixel_values_videos"))
-        return Cost(tokens, patches, has_media=patches > 0, family=VIDEO if video else 0)
+        return Cost(tokens, patches, has_media=patches > 0, modality=VIDEO if video else 0)
 
     def _supervised(self, features: Any, tokens: int) -> int:
         labels = features.get("labels") if isinstance(features, Mapping) else None

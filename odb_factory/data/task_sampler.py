@@ -7,7 +7,7 @@ import queue
 from collections import deque
 from collections.abc import Iterator
 
-from odb_factory.data.fill_epoch import FillEpoch, Task
+from odb_factory.data.epoch import EpochPlanner
 from odb_factory.data.prefetch import POLL_S, BackgroundPrefetcher, InlinePrefetcher
 
 
@@ -17,7 +17,7 @@ class Pass:
     in_flight: tasks handed on whose batches have not been taken yet.
     """
 
-    def __init__(self, plan: FillEpoch, rounds: BackgroundPrefetcher | InlinePrefetcher):
+    def __init__(self, plan: EpochPlanner, rounds: BackgroundPrefetcher | InlinePrefetcher):
         self.plan, self.rounds = plan, rounds
         self.tasks: deque[Task] = deque()
         self.in_flight = 0
