@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
 import numpy as np
 
@@ -168,7 +169,16 @@ class EpochPlanner(ABC):
         return self._dummy
 
 
-def sums(planned: Sequence[PlannedMicroBatch]) -> dict[str, int | float]:
+class Sums(TypedDict):
+    num_micro_batches: int
+    num_active: int
+    samples: int
+    tokens: int
+    supervised_tokens: int
+    root_supervised_tokens: float
+
+
+def sums(planned: Sequence[PlannedMicroBatch]) -> Sums:
     """The fields of an `OptimizerStep` that are sums over its micro-steps."""
     totals = [one.totals for one in planned]
     return {

@@ -14,14 +14,14 @@ import numpy as np
 
 from odb_factory.comm.coordinator import CollectiveError, RankMetadata
 from odb_factory.data.epoch import EpochContext, EpochPlanner, PlannedMicroBatch, nothing_left, sums
-from odb_factory.data.samples import MicroBatch, OptimizerStep, Rejection, Sample, Task
+from odb_factory.data.samples import OptimizerStep, Rejection, Sample, Task
 from odb_factory.data.snapshot import BufferedSample, Snapshot
 from odb_factory.errors import DataError
-from odb_factory.planning import BufferMetadata, CostModel, MicroStepTotals, Plan, make_metadata, plan_buffers
+from odb_factory.planning import BufferMetadata, CostModel, Plan, make_metadata, plan_buffers
 
 PLANNED_OTHERWISE = (
-    "what was planned before the checkpoint is planned otherwise now although its rows are the same (by another version "
-    "of odb_factory or numpy?), so what is left of it cannot be told; go on with the one that wrote it, or set "
+    "the plan that was under way at the checkpoint comes out otherwise now although its rows are the same (another "
+    "version of odb_factory or numpy?), so what is left of it cannot be told; go on with the one that wrote it, or set "
     "`resume: ignore_data`."
 )
 ROW_CHANGED = (
@@ -43,7 +43,7 @@ class Drawn:
 
 
 class FillEpoch(EpochPlanner):
-    """Plans round by round; hands on whole optimizer steps of `accumulation` micro-steps, the last one perhaps of fewer.
+    """Plans round by round; hands on whole optimizer steps of `accumulation` micro-steps (the last may have fewer).
 
     snapshots: one for each round begun, for whoever consumes the tasks to take a state from.
 
@@ -260,7 +260,13 @@ class FillEpoch(EpochPlanner):
         return planned[num_consumed:]
 
     def _optimizer_step(
-        self, planned: Sequence[PlannedMicroBatch], rejected: Counter[str], overlong: int, epoch_steps: int, *, last: bool
+        self,
+        planned: Sequence[PlannedMicroBatch],
+        rejected: Counter[str],
+        overlong: int,
+        epoch_steps: int,
+        *,
+        last: bool,
     ) -> list[Task]:
         self.trained += sum(one.totals.samples for one in planned)
         processed = self.done_before + self.trained + rejected.total()

@@ -46,11 +46,14 @@ class FillProgress(Progress):
         self.resume: tuple[Snapshot, int] | None = None
         self.draws: list[int] = []
 
-    def pass_over(self, epoch: int, num_samples: int) -> None:
-        """Stand in `epoch`, behind the first samples of its order."""
-        self.open(epoch)
-        if num_samples:
-            self.done = np.arange(self.data["samples"]) < num_samples
+    def skip(self, optimizer_steps: int, epochs: float) -> int:
+        """Returns how many samples of the order are taken for done."""
+        num_samples = self.data["samples"] or 0
+        done = round((epochs - int(epochs)) * num_samples)
+        self.open(int(epochs))
+        if done:
+            self.done = np.arange(num_samples) < done
+        return done
 
     @property
     def place(self) -> dict[str, int]:

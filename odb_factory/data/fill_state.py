@@ -1,4 +1,4 @@
-"""What a stopped epoch of filled optimizer steps needs to go on: what is done, what the buffers hold, where the plan is.
+"""What a stopped epoch of filled optimizer steps needs to go on: what is done, what is buffered, what was planned.
 
 A state belongs to what the training has consumed, not to what was fetched or planned ahead. It does not
 list the samples that are done: every rank draws its share in order, so the number of draws and the few that
@@ -11,7 +11,7 @@ Checksums of what the rows said make sure that they say the same when they are r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 

@@ -17,7 +17,7 @@ from odb_factory.errors import DataError
 
 
 class KeepProgress(Progress):
-    """Budget, layout, workers and (but for a stream that is split beforehand) ranks may change at any optimizer step."""
+    """Budget, workers and (but for a stream that is split beforehand) ranks may change at any optimizer step."""
 
     mode = "keep"
 
@@ -31,14 +31,19 @@ class KeepProgress(Progress):
         self.stock = stock
         steps = {"global_batch_size": stock.global_batch_size, "drop_last": stock.left_out > 0}
         super().__init__(rank, stock.world_size, data | steps, read_row)
+        self.global_batch_size, self.steps_an_epoch = stock.global_batch_size, stock.steps_an_epoch
+
+    def plans_ahead(self, buffer_size: int) -> int:
+        """As many optimizer steps as the buffer holds of a rank's samples."""
+        return max(1, buffer_size * self.stock.world_size // self.stock.global_batch_size)
 
     def open(self, epoch: int) -> None:
         super().open(epoch)
         self.optimizer_steps = self.trained = self.overlong = 0
         self.rejected: Counter[str] = Counter()
 
-    def skip(self, optimizer_steps: int) -> None:
-        """Stand behind so many optimizer steps of a run of stock training. Raises `DataError` for a stream."""
+    def skip(self, optimizer_steps: int, epochs: float) -> None:
+        """Raises `DataError` for a dataset without a length."""
         an_epoch = self.stock.steps_an_epoch
         if an_epoch is None:
             raise DataError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-
 from odb_factory.config import ODBConfig
 from odb_factory.data.content import checksum
 from odb_factory.data.samples import Rejection, Sample

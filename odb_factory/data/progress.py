@@ -31,6 +31,10 @@ class Progress(ABC):
     """
 
     mode: str
+    global_batch_size: int | None = None
+    """Samples of an optimizer step on all ranks; None with `fill`."""
+    steps_an_epoch: int | None = None
+    """Optimizer steps of an epoch, where they are known ahead."""
 
     def __init__(
         self, rank: int, world_size: int, data: dict[str, Any], read_row: Callable[[int], Sample | Rejection] | None
@@ -99,6 +103,14 @@ class Progress(ABC):
         self.probes = deque(mine.probes, maxlen=NUM_PROBES)
         self._restore(mine, states, rows_are_same=are_same)
 
+    @abstractmethod
+    def skip(self, optimizer_steps: int, epochs: float) -> int | None:
+        """Stand where stock training stands after so many optimizer steps and epochs (see `ODBLoader.skip`)."""
+
+    def plans_ahead(self, buffer_size: int) -> int:
+        """Plans made ahead of what is collated."""
+        return 1
+
     def needs_all(self, state: DataState) -> bool:
         """Whether going on from it needs the states of all ranks."""
         return False
@@ -120,9 +132,9 @@ class Progress(ABC):
         mode = state.to_dict()["mode"]
         if mode != self.mode:
             raise DataError(
-                f"global_batch_size: the state was written with optimizer steps that `{mode}` makes, so where it stands "
-                f"among those of `{self.mode}` cannot be told; go on with what it was, or set `resume: ignore_data` to "
-                "begin the epoch anew"
+                f"global_batch_size: the state was written with `{mode}`, so where it stands among the steps of "
+                f"`{self.mode}` cannot be told; go on with what it was, or set `resume: ignore_data` to begin the "
+                "epoch anew"
             )
         differs = [
             f"{key} {then!r} then, {now!r} now"
