@@ -20,6 +20,7 @@ FSDP_WEIGHTS, FSDP_OPTIMIZER = "pytorch_model_fsdp*", "optimizer_*"
 DEEPSPEED = "global_step*"
 OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
 SCHEDULER = "scheduler.pt"
+CHECKED = (".safetensors", ".pt", ".bin", ".json")
 MARK_OF_A_RANK = "_pp_rank_"
 """In the names of DeepSpeed's files of one rank: `zero_pp_rank_3_mp_rank_00_model_states.pt`."""
 
@@ -38,19 +39,20 @@ def check_weights(folder: Path, rank: int) -> None:
         _check_whole(path)
 
 
-def check_optimizer(folder: Path, rank: int) -> None:
-    """Raise `DataError` where the state of optimizer or schedule is missing or cut off."""
+def check_optimizer(folder: Path, rank: int, *, may_be_missing: bool = False) -> None:
+    """Raise `DataError` where the state of optimizer or schedule is missing, unless it may be, or cut off."""
     found = [folder / name for name in OPTIMIZERS if (folder / name).is_file()]
     engines = [*_files(folder, FSDP_OPTIMIZER, rank)]
     engines += [path for path in _files(folder, DEEPSPEED, rank) if path.name.endswith("optim_states.pt")]
-    if not found and not engines:
+    scheduler = folder / SCHEDULER
+    if not may_be_missing and not found and not engines:
         raise DataError(
             f"{folder / OPTIMIZERS[0]}: it is missing, so the optimizer would begin anew (`save_only_model: true` leaves "
             "it out)"
         )
-    if not (folder / SCHEDULER).is_file():
-        raise DataError(f"{folder / SCHEDULER}: it is missing, so the schedule would begin anew")
-    for path in (*found, *engines, folder / SCHEDULER):
+    if not may_be_missing and not scheduler.is_file():
+        raise DataError(f"{scheduler}: it is missing, so the schedule would begin anew")
+    for path in (*found, *engines, *([scheduler] if scheduler.is_file() else [])):
         _check_whole(path)
 
 
@@ -72,6 +74,8 @@ def _shards(index: Path) -> list[Path]:
 
 def _check_whole(path: Path) -> None:
     """Raise `DataError` for a file that is missing, empty or cut off. Reads its head and its end."""
+    if path.suffix not in CHECKED:
+        return
     try:
         size = path.stat().st_size
         if size == 0:

@@ -65,7 +65,7 @@ class ODBRun:
             self.fill = FillSchedule(loader, config, length.epochs, length.max_steps, accumulation, is_shuffled)
         self.step: OptimizerStep | None = None
         self.computing: Computing | None = None
-        self.taken_anew = 0
+        self._anew: tuple[int, int] | None = None
         self._token_loss: TokenLoss | None = None
         self._epochs_before = 0.0
 
@@ -92,7 +92,7 @@ class ODBRun:
         if self.fill is not None:
             return self.fill.most_steps_an_epoch
         an_epoch = self.loader.num_optimizer_steps
-        if an_epoch is None or not self.taken_anew:
+        if an_epoch is None or self._anew is None:
             return an_epoch
         # The Trainer divides the steps taken by this, and must not find more epochs in them than were done.
         return max(an_epoch, self.optimizer_steps // (self.loader.epoch + 1) + 1)
@@ -116,6 +116,14 @@ class ODBRun:
             return self.fill.epoch(step)
         assert self.length.max_steps is not None
         return step.epoch + (step.index + 1) / self.length.max_steps
+
+    @property
+    def taken_anew(self) -> int:
+        """Optimizer steps beyond those of whole epochs, of an epoch that has been begun once more."""
+        if self._anew is None:
+            return 0
+        steps, epoch = self._anew
+        return steps - epoch * (self.loader.num_optimizer_steps or 0)
 
     # Its steps
 
@@ -143,12 +151,14 @@ class ODBRun:
 
     def state_dict(self) -> dict[str, Any]:
         """JSON types: what the figures, the schedule and the summary go on from."""
-        state = {"accounting": self.accounting.state_dict(), "epochs": self.epoch, "taken_anew": self.taken_anew}
+        anew = None if self._anew is None else list(self._anew)
+        state = {"accounting": self.accounting.state_dict(), "epochs": self.epoch, "anew": anew}
         return state if self.fill is None else state | {"fill": self.fill.state_dict(self.epoch, self.optimizer_steps)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.accounting.load_state_dict(state["accounting"])
-        self._epochs_before, self.taken_anew = state["epochs"], state["taken_anew"]
+        self._epochs_before = state["epochs"]
+        self._anew = None if state["anew"] is None else tuple(state["anew"])
         if self.fill is not None:
             self.fill.load_state_dict(state["fill"])
 
@@ -161,7 +171,7 @@ class ODBRun:
         """Take the epoch as a whole, whatever has been done of it: the run is as much longer."""
         self.loader.set_epoch(epoch)
         self._epochs_before = float(epoch)
-        self.taken_anew = self.optimizer_steps - epoch * (self.loader.num_optimizer_steps or 0)
+        self._anew = (self.optimizer_steps, epoch)
 
     def finish(self) -> None:
         """Write the summary, say the one line."""
