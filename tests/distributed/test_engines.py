@@ -1,4 +1,4 @@
-"""Full fine-tuning by several ranks, real `llamafactory-cli train`: every engine as one stock process, shards of any size."""
+"""Full fine-tuning by several ranks, real `llamafactory-cli train`: every engine as one stock process; unequal shards."""
 
 from __future__ import annotations
 
