@@ -1,11 +1,12 @@
 """A callback that writes down what a training has computed, micro-batch by micro-batch, whoever formed the batches.
 
-One JSON line for each optimizer step of a rank: `micro_batches` (of each the checksums of its rows, see `row_checksums`)
-and `learning_rates` (of each parameter group). Rank r writes to PATH.r. Needs nothing of odb_factory, nor of the tests.
+One JSON line for each optimizer step of a rank: `micro_batches` (of each the checksums of its rows) and
+`learning_rates` (of each parameter group). Rank r writes to PATH.r. Needs nothing of odb_factory, nor of the tests.
 """
 
 import json
 import zlib
+from pathlib import Path
 
 from transformers import TrainerCallback
 
@@ -15,7 +16,7 @@ class TrainingRecord(TrainerCallback):
         self.path, self.micro_batches, self.file = path, [], None
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        self.file = open(f"{self.path}.{args.process_index}", "w", encoding="utf-8")
+        self.file = Path(f"{self.path}.{args.process_index}").open("w", encoding="utf-8")
         self.handle = model.register_forward_pre_hook(self.see, with_kwargs=True)
 
     def see(self, module, args, kwargs):
