@@ -85,9 +85,14 @@ def check_backend() -> None:
             raise ConfigError(f"{name}: {os.environ[name]!r} selects {what}; unset {name} or remove the odb: block.")
 
 
-def check_combination(model_args: Any, data_args: Any, training_args: Any, finetuning_args: Any) -> None:
-    """Raise a one-line `ConfigError` naming key, value and way out for what cannot work with odb."""
-    from odb_factory.llamafactory import sources
+def check_combination(
+    model_args: Any, data_args: Any, training_args: Any, finetuning_args: Any, config: ODBConfig | None = None
+) -> None:
+    """Raise a one-line `ConfigError` naming key, value and way out for what cannot work with odb.
+
+    config: the block, where `data_args` do not hold it as a patched fork's do.
+    """
+    from odb_factory.llamafactory import losses, sources
     from odb_factory.training.checks import check_training_arguments
 
     sources.forget()
@@ -100,6 +105,7 @@ def check_combination(model_args: Any, data_args: Any, training_args: Any, finet
 
     _check_arguments(value_of)
     check_training_arguments(training_args)
+    losses.check_losses(config or ODBConfig.from_block(data_args.odb), model_args, training_args, value_of)
 
 
 def _check_arguments(value_of: Callable[..., Any]) -> None:

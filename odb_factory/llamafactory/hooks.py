@@ -119,7 +119,7 @@ def _get_train_args(original: Callable, args: Any = None) -> Any:
     parsed = original({key: value for key, value in args.items() if key != "odb"})
     probes.check_arguments(parsed)
     model_args, data_args, training_args, finetuning_args, _ = parsed
-    block.check_combination(model_args, data_args, training_args, finetuning_args)
+    block.check_combination(model_args, data_args, training_args, finetuning_args, config)
     _active = config
     return parsed
 

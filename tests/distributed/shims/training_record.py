@@ -6,17 +6,15 @@ One JSON line for each optimizer step of a rank: `micro_batches` (of each the ch
 
 import json
 import zlib
-from pathlib import Path
 
 from transformers import TrainerCallback
 
 
 class TrainingRecord(TrainerCallback):
     def __init__(self, path):
-        self.path, self.micro_batches, self.file = path, [], None
+        self.path, self.micro_batches = path, []
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        self.file = Path(f"{self.path}.{args.process_index}").open("w", encoding="utf-8")
         self.handle = model.register_forward_pre_hook(self.see, with_kwargs=True)
 
     def see(self, module, args, kwargs):
@@ -25,12 +23,12 @@ class TrainingRecord(TrainerCallback):
 
     def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
         rates = [group["lr"] for group in optimizer.param_groups]
-        self.file.write(json.dumps({"micro_batches": self.micro_batches, "learning_rates": rates}) + "\n")
+        with open(f"{self.path}.{args.process_index}", "a", encoding="utf-8") as file:
+            file.write(json.dumps({"micro_batches": self.micro_batches, "learning_rates": rates}) + "\n")
         self.micro_batches = []
 
     def on_train_end(self, args, state, control, **kwargs):
         self.handle.remove()
-        self.file.close()
 
 
 def row_checksums(inputs):
