@@ -25,7 +25,7 @@ ROWS = 2
 TOKEN_BUDGET = ROWS * (CUTOFF_LEN + 8)
 """The peak of fixed batches of two: rows of CUTOFF_LEN tokens and the 8 of a fake image in a text-only batch."""
 GLOBAL_BATCH_SIZE = 32
-SAMPLES, SHORT_SAMPLES = 640, 128  # multiples of the global batch size: fixed batches repeat no sample at the end
+SAMPLES, SHORT_SAMPLES = 512, 96  # multiples of the global batch size: fixed batches repeat no sample at the end
 
 ODB = {"token_budget": TOKEN_BUDGET, "buffer_size": 256}
 CONTESTANTS: dict[str, dict[str, Any]] = {
@@ -169,8 +169,8 @@ def _conclusion(results: dict[str, Result]) -> str:
     difference = abs(ours.validation_loss - fixed.validation_loss)
     return (
         f"odb takes the optimizer steps of fixed batches, on the same samples, in {ours.seconds / fixed.seconds:.0%} "
-        f"of the time; the validation losses differ by {difference:.0e}. On a CPU only padding costs time; on a GPU the "
-        f"fewer micro-steps count as well ({ours.micro_steps} instead of {fixed.micro_steps}).\n"
+        f"of the time; the validation losses differ by {difference:.0e}. On a CPU only padding costs time; on a GPU "
+        f"the fewer micro-steps count as well ({ours.micro_steps} instead of {fixed.micro_steps}).\n"
         f"Filling every micro-batch (`global_batch_size: fill`) is another training: {fill.optimizer_steps} optimizer "
         f"steps, {fill.samples_per_second:.1f} samples/s, validation loss {fill.validation_loss:.4f}."
     )
