@@ -15,7 +15,7 @@ from odb_factory import ODBDataLoader, pop_step_info
 
 PUBLISHED = "online-dynamic-batching"
 WINDOW = 256
-"""Samples that odb and online-dynamic-batching may hold: what the README of the latter gives it, 4 workers x prefetch_factor 64."""
+"""Samples that odb and the published package may hold: 4 workers x prefetch_factor 64, as the README of the latter."""
 
 
 @contextmanager
