@@ -305,7 +305,7 @@ def check_promises(
 
     for k, step in enumerate(totals):
         groups = [[costs[id] for id in epoch.steps[k].ids] for epoch in epochs]
-        assert all(len({cost.family for cost in group}) <= 1 for group in groups)
+        assert all(len({cost.modality for cost in group}) <= 1 for group in groups)
         assert all(len(group) < 2 or budget.fits(group) for group in groups), "I4"
         if balance and step.active_ranks < len(epochs):
             assert step.samples == step.active_ranks, "I7: there are too few for all ranks"
@@ -333,7 +333,7 @@ def check_promises(
 def _could_take(group: Sequence[Cost], other: Cost, budget: Budget) -> bool:
     """Whether a shorter sample was left behind beside a group that is not even full for the lowest level."""
     lowest = replace(budget, token_budget=int(LOWEST_LEVEL * budget.token_budget))
-    is_like = other.family == group[0].family and other.tokens < max(cost.tokens for cost in group)
+    is_like = other.modality == group[0].modality and other.tokens < max(cost.tokens for cost in group)
     return is_like and lowest.fits([other, *group])
 
 

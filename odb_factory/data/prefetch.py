@@ -11,13 +11,13 @@ POLL_S = 0.02
 
 
 class BackgroundPrefetcher:
-    """The items of `source`, produced one ahead by a daemon thread; its exception is raised in `poll`.
+    """The items of `source`, produced by a daemon thread so many ahead; its exception is raised in `poll`.
 
     The thread runs from `start` on, so that a caller can fork what it needs before.
     """
 
-    def __init__(self, source: Generator[Any, None, None]):
-        self._items: queue.Queue = queue.Queue(maxsize=1)
+    def __init__(self, source: Generator[Any, None, None], ahead: int = 1):
+        self._items: queue.Queue = queue.Queue(maxsize=ahead)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(source,), name="odb-planner", daemon=True)
 

@@ -96,7 +96,7 @@ class RowObserver:
             patches=self.media.count_patches(images, videos, audios, features["input_ids"]),
             supervised_tokens=count_supervised(features["labels"]),
             has_media=self.media.has_media(images, videos, audios),
-            family=VIDEO if videos else 0,
+            modality=VIDEO if videos else 0,
         )
         return features, cost
 

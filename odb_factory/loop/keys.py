@@ -12,9 +12,10 @@ class LoopKeys(TypedDict, total=False):
     max_patches: int | None
     buffer_size: int
     collate_workers: int | None
-    loss_scaling: Literal["exact", "approx", "none"]
+    global_batch_size: int | Literal["keep", "fill"]
+    loss_scaling: Literal["stock", "exact", "sample", "square", "approx", "none"]
     join: bool
-    balance: bool
+    balance: bool | None
     cost_model: Literal["tokens", "time"]
     overlong: Literal["singleton", "drop", "error"]
     on_error: Literal["raise", "skip"]

@@ -1,6 +1,7 @@
 """Pure planning: cost, grouping under budgets, alignment over ranks, order. No I/O, no torch."""
 
 from odb_factory.planning.cost import VIDEO, Budget, Collation, Cost, CostModel
+from odb_factory.planning.keep import plan_optimizer_step
 from odb_factory.planning.metadata import ROW, BufferMetadata, make_metadata
 from odb_factory.planning.plan import MAX_REDISTRIBUTED_BYTES, MicroStepTotals, Plan, plan_buffers
 
@@ -17,4 +18,5 @@ __all__ = [
     "Plan",
     "make_metadata",
     "plan_buffers",
+    "plan_optimizer_step",
 ]

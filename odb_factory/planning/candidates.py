@@ -13,7 +13,7 @@ PATIENCE = 256
 
 
 class Rows:
-    """Samples in the order in which groups are cut out of them: each family by itself, from long to short.
+    """Samples in the order in which groups are cut out of them: each modality by itself, from long to short.
 
     A group is a stretch [start, end) of this order: neighbours differ little in length, so little is padded.
     index: the samples, as positions in the table they are taken from; the other arrays follow the same order. Those
@@ -24,34 +24,34 @@ class Rows:
     def __init__(self, table: np.ndarray, index: np.ndarray, budget: Budget):
         self.budget = budget
         rows = table[index]
-        order = np.lexsort((-rows["patches"], -rows["tokens"], rows["family"]))
+        order = np.lexsort((-rows["patches"], -rows["tokens"], rows["modality"]))
         self.index, rows = index[order], rows[order]
         tokens, waited = rows["tokens"].astype(np.int64), rows["age"].astype(np.int64)
         multiple = budget.collation.pad_to_multiple_of
         length = np.maximum(-(-tokens // multiple) * multiple, 1)
         worth = tokens * (PATIENCE + np.minimum(waited, MAX_WAIT_ROUNDS))
         summed = [worth, rows["patches"], rows["has_media"], waited >= MAX_WAIT_ROUNDS]
-        self._columns = np.array([tokens, length, rows["family"], waited, *summed], dtype=np.int64)
+        self._columns = np.array([tokens, length, rows["modality"], waited, *summed], dtype=np.int64)
         self._measure()
 
     def __len__(self) -> int:
         return len(self.index)
 
     def _measure(self) -> None:
-        self.tokens, self.length, family, waited = self._columns[:4]
+        self.tokens, self.length, modality, waited = self._columns[:4]
         sums = np.zeros((len(self._columns) - 4, len(self) + 1), dtype=np.int64)
         np.cumsum(self._columns[4:], axis=1, out=sums[:, 1:])
         self.worth_before, self.patches_before, self.media_before, self.overdue_before = sums
         self.oldest = int(np.lexsort((self.index, -waited))[0]) if self.overdue_before[-1] else None
-        self.furthest = self._furthest(family)
+        self.furthest = self._furthest(modality)
 
-    def _furthest(self, family: np.ndarray) -> np.ndarray:
-        """Where a group that starts here must end at the latest, for its family or its patches."""
-        ends = np.searchsorted(family, family, side="right")
+    def _furthest(self, modality: np.ndarray) -> np.ndarray:
+        """Where a group that starts here must end at the latest, for its modality or its patches."""
+        ends = np.searchsorted(modality, modality, side="right")
         if self.budget.max_patches is not None:
             most = self.patches_before[:-1] + self.budget.max_patches
             within = np.searchsorted(self.patches_before, most, side="right") - 1
-            ends = np.minimum(ends, np.maximum(within, np.arange(len(family)) + 1))
+            ends = np.minimum(ends, np.maximum(within, np.arange(len(modality)) + 1))
         return ends
 
     def without(self, start: int, end: int) -> None:

@@ -12,7 +12,7 @@ Amount = TypeVar("Amount", int, np.ndarray)
 """A whole number, or an array of them."""
 
 VIDEO = 1
-"""The family of samples with videos (see `Cost`)."""
+"""The modality of samples with videos (see `Cost`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Cost:
     supervised_tokens: labels that carry loss, after the causal shift.
     has_media: the sample brings media of its own, so the collator injects none beside it.
     leading_label: the first label is one too, though nothing predicts it: stock counts it when it takes a mean.
-    family: only samples of one family share a group. Videos are one: a model runs its vision tower once for
+    modality: only samples of one modality share a group. Videos are one: a model runs its vision tower once for
         the images of a batch and once for its videos, and engines that shard parameters hang unless every
         rank runs it equally often.
     """
@@ -33,7 +33,7 @@ class Cost:
     patches: int = 0
     supervised_tokens: int = 0
     has_media: bool = False
-    family: int = 0
+    modality: int = 0
     leading_label: bool = False
 
 

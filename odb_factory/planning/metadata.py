@@ -17,7 +17,7 @@ ROW = np.dtype(
         ("bytes", "<i4"),
         ("position", "<i4"),
         ("age", "u1"),
-        ("family", "u1"),
+        ("modality", "u1"),
         ("has_media", "?"),
         ("leading_label", "?"),
     ]
@@ -51,7 +51,7 @@ def make_metadata(
             min(size, np.iinfo(np.int32).max),
             position,
             min(age, 255),
-            cost.family,
+            cost.modality,
             cost.has_media,
             cost.leading_label,
         )

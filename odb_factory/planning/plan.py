@@ -80,7 +80,6 @@ def plan_buffers(
     seed: int,
     epoch: int,
     round_index: int,
-    steps_before: int = 0,
     accumulation: int = 1,
     join: bool = True,
     balance: bool = False,
@@ -89,38 +88,55 @@ def plan_buffers(
     """Choose the steps of one round for all ranks.
 
     windows: one a rank; a rank that is not exhausted holds a sample (`accumulation` samples without join).
-    steps_before: steps of this epoch already planned.
-    join: once all samplers are exhausted everything goes out, ranks with less taking idle steps, and the epoch is
-    filled up to a multiple of `accumulation` with them (I1, I2). Without join the epoch ends, on a whole optimizer
-    step, when an exhausted rank has nothing left; there are no idle steps (I3).
+    join: once all samplers are exhausted everything goes out, ranks with less taking idle micro-batches (I1, I2).
+    Without join the round is whole optimizer steps of `accumulation` micro-steps, and the epoch ends when an exhausted
+    rank cannot fill another; no rank idles (I3).
     balance: a rank may be given samples that another holds (with join only), unless they are too heavy.
     model: what makes ranks wait, by which groups that go out in one step are chosen.
     Emits at least one sample on every rank that holds one, but for the end without join; with balance, one on every
     rank if there are so many (I5).
     """
-    table = np.concatenate([np.empty(0, ROW), *(window.rows for window in windows)])
-    starts = np.cumsum([0] + [len(window.rows) for window in windows]).tolist()
-    home = np.repeat(np.arange(len(windows)), np.diff(starts))
+    table, starts, owner_rank = pool(windows)
     exhausted = [window.exhausted for window in windows]
     balance = balance and len(windows) > 1
-    exceeds_transfer_limit = (
-        balance and max(window.rows["bytes"].sum(dtype=np.int64) for window in windows) > MAX_REDISTRIBUTED_BYTES
-    )
+    exceeds_transfer_limit = balance and exceeds(windows)
     if balance and not exceeds_transfer_limit:
         final = all(exhausted)
-        steps = plan_pooled(Rows(table, np.arange(len(table)), budget), home, len(windows), model, final=final)
+        steps = plan_pooled(Rows(table, np.arange(len(table)), budget), owner_rank, len(windows), model, final=final)
     else:
         held = [Rows(table, np.arange(start, end), budget) for start, end in itertools.pairwise(starts)]
         steps, final = plan_per_rank(held, exhausted, model, accumulation=accumulation, join=join)
     steps = list(_shuffled(steps, np.random.default_rng([seed % 2**64, epoch, round_index])))
-    if join and final:
-        steps += [[None] * len(windows) for _ in range(-(steps_before + len(steps)) % accumulation)]
+    return to_plan(steps, table, starts, owner_rank, budget, final, exceeds_transfer_limit)
+
+
+def pool(buffers: Sequence[BufferMetadata]) -> tuple[np.ndarray, list[int], np.ndarray]:
+    """The samples of all ranks as one array of `ROW`, where those of each rank start in it, and the rank of each."""
+    table = np.concatenate([np.empty(0, ROW), *(buffer.rows for buffer in buffers)])
+    sizes = [len(buffer.rows) for buffer in buffers]
+    return table, np.cumsum([0, *sizes]).tolist(), np.repeat(np.arange(len(buffers)), sizes)
+
+
+def exceeds(buffers: Sequence[BufferMetadata]) -> bool:
+    """Whether the samples of any rank are too heavy to travel (bytes)."""
+    return max(int(buffer.rows["bytes"].sum(dtype=np.int64)) for buffer in buffers) > MAX_REDISTRIBUTED_BYTES
+
+
+def to_plan(
+    steps: Steps,
+    table: np.ndarray,
+    starts: list[int],
+    owner_rank: np.ndarray,
+    budget: Budget,
+    final: bool,
+    exceeds_transfer_limit: bool,
+) -> Plan:
+    """The plan of these micro-steps, with the totals of each."""
     groups = [[[] if group is None else group.tolist() for group in rank] for rank in zip(*steps)] or [
-        [] for _ in windows
+        [] for _ in starts[1:]
     ]
-    return Plan(
-        groups, starts, [_totals(table, home, step, budget) for step in steps], final, bool(exceeds_transfer_limit)
-    )
+    totals = [_totals(table, owner_rank, step, budget) for step in steps]
+    return Plan(groups, starts, totals, final, exceeds_transfer_limit)
 
 
 def _shuffled(steps: Steps, rng: np.random.Generator) -> Iterator[list[np.ndarray | None]]:

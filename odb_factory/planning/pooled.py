@@ -57,7 +57,7 @@ def _spread(rows: Rows, groups: list[Group], slots: int) -> list[Group]:
             low = level + 1
     heap = [(start - end, start, end) for start, end in groups]
     heapq.heapify(heap)
-    while len(heap) < slots and heap[0][0] < -1:
+    while heap and len(heap) < slots and heap[0][0] < -1:
         _, start, end = heapq.heappop(heap)
         # A half without the media of the whole gets a filler, which may be too much for it. Then the longest or the
         # shortest goes alone: the media are not in both, and what keeps them fits as it did.

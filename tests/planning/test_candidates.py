@@ -129,6 +129,6 @@ def test_a_filler_that_would_break_the_budget_closes_the_group() -> None:
     assert [len(group) for group in cut([Cost(8)] * 3, budget)] == [2, 1]
 
 
-def test_families_never_share_a_group() -> None:
-    window = [Cost(4, family=k % 2) for k in range(8)]
+def test_modalities_never_share_a_group() -> None:
+    window = [Cost(4, modality=k % 2) for k in range(8)]
     assert [sorted(i % 2 for i in group) for group in cut(window, Budget(12))] == [[0] * 3, [0], [1] * 3, [1]]

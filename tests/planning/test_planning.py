@@ -101,7 +101,7 @@ def check_round(
         for group in plan.groups[rank]:
             if len(group) >= 2:
                 assert within([costs[i] for i in group], budget), "I4"
-                assert len({costs[i].family for i in group}) == 1
+                assert len({costs[i].modality for i in group}) == 1
         busy = [bool(group) for group in plan.groups[rank]]
         assert busy == sorted(busy, reverse=True), "I7: idle steps only behind the last group"
         if not all(busy):
