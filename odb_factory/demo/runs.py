@@ -92,7 +92,7 @@ def sft_config(model: Path, data: Path, output: Path, *, dataset: str, template:
         "eval_strategy": "epoch",
         "per_device_eval_batch_size": 1,
         "num_train_epochs": 1,
-        "learning_rate": 2e-3,
+        "learning_rate": 6e-3,
         "lr_scheduler_type": "cosine",
         "warmup_ratio": 0.05,
         "logging_steps": 1,
