@@ -16,13 +16,13 @@ import numpy as np
 from odb_factory.planning.candidates import Rows
 from odb_factory.planning.cost import CostModel
 
-NUM_LEVELS, LOWEST_LEVEL = 21, 0.8
+NUM_CAPS, LOWEST_CAP = 21, 0.8
 """Levels are parts of the token budget, evenly from the lowest to the whole."""
-ROUNDS_A_WINDOW = 4
+FLUSH_FRACTION = 4
 """A round sends out one part in so many of what the windows hold: there is always much to choose from."""
-STARTS_A_GROUP, MOST_STARTS = 8, 1024
+CANDIDATES_PER_GROUP, MAX_CANDIDATES = 8, 1024
 """Groups are tried at about so many places in the stretch of one, and at no more places in all."""
-MOST_JUDGES = 32
+NUM_SAMPLED_RANKS = 32
 """The level is chosen by what it means for so many ranks, spread over all."""
 
 Steps = list[list[np.ndarray | None]]
@@ -38,18 +38,18 @@ def plan_per_rank(
     steps with a group on every rank, and the epoch ends when a exhausted rank cannot fill another.
     """
     if join and all(exhausted):
-        return _drain(ranks, model), True
+        return _flush_all(ranks, model), True
     drawing = [rows for rows, is_dry in zip(ranks, exhausted) if not is_dry]
     needed, needy = (1, drawing) if join else (accumulation, ranks)
-    levels = (np.linspace(LOWEST_LEVEL, 1, NUM_LEVELS) * ranks[0].budget.token_budget).astype(np.int64)
-    left = _worth(drawing or ranks) * (ROUNDS_A_WINDOW - 1) // ROUNDS_A_WINDOW
+    levels = (np.linspace(LOWEST_CAP, 1, NUM_CAPS) * ranks[0].budget.token_budget).astype(np.int64)
+    left = _worth(drawing or ranks) * (FLUSH_FRACTION - 1) // FLUSH_FRACTION
     steps: Steps = []
     while True:
         missing = -len(steps) % needed
         if not missing:
             if min(map(len, needy)) < needed:
                 break
-            if steps and _worth(drawing or ranks) <= left and all(rows.oldest is None for rows in ranks):
+            if steps and _worth(drawing or ranks) <= left and all(rows.most_overdue is None for rows in ranks):
                 break
             missing = needed
         # A rank that must be there for the steps still missing keeps a sample for each.
@@ -57,24 +57,24 @@ def plan_per_rank(
     return steps, not join and any(is_dry and len(rows) < accumulation for rows, is_dry in zip(ranks, exhausted))
 
 
-def _drain(ranks: Sequence[Rows], model: CostModel) -> Steps:
+def _flush_all(ranks: Sequence[Rows], model: CostModel) -> Steps:
     """Everything goes out: each rank cuts all it holds, and the costliest groups of all go together."""
     cuts = []
     for rows in ranks:
-        groups = rows.cut(rows.budget.token_budget)
+        groups = rows.next_fit(rows.budget.token_budget)
         groups.sort(key=lambda group: -rows.cost(group[0], group[1], model))
         cuts.append([rows.group(*group) for group in groups])
     return [list(step) for step in itertools.zip_longest(*cuts)]
 
 
 def _worth(ranks: Sequence[Rows]) -> int:
-    return sum(int(rows.worth_before[-1]) for rows in ranks)
+    return sum(int(rows.priority_before[-1]) for rows in ranks)
 
 
 def _step(ranks: Sequence[Rows], levels: np.ndarray, model: CostModel, kept: int) -> list[np.ndarray | None]:
     """Choose a level, cut the group of each rank, of which each keeps so many samples."""
     busy = [rank for rank, rows in enumerate(ranks) if len(rows)]
-    best = {rank: _best(ranks[rank], levels, kept) for rank in busy[:: -(-len(busy) // MOST_JUDGES)]}
+    best = {rank: _best(ranks[rank], levels, kept) for rank in busy[:: -(-len(busy) // NUM_SAMPLED_RANKS)]}
     cost = np.max([_cost(ranks[rank], starts, ends, model) for rank, (starts, ends, _) in best.items()], axis=0)
     worth = np.sum([worth for _, _, worth in best.values()], axis=0)
     chosen = int((cost / worth).argmin())
@@ -85,9 +85,9 @@ def _step(ranks: Sequence[Rows], levels: np.ndarray, model: CostModel, kept: int
         start, limit, level = int(found[0][at]), int(found[1][at]), int(levels[chosen])
         if (limit - start) * rows.length[start] > level:  # no group is within it
             level = int(levels[-1])
-        end = rows.fitted(start, limit, level)
-        if rows.oldest is not None and end <= rows.oldest:  # what the collator adds has left no room for it
-            start, end = rows.oldest, rows.fitted(rows.oldest, limit, level)
+        end = rows.largest_fitting_end(start, limit, level)
+        if rows.most_overdue is not None and end <= rows.most_overdue:  # what the collator adds has left no room for it
+            start, end = rows.most_overdue, rows.largest_fitting_end(rows.most_overdue, limit, level)
         groups[rank] = rows.group(start, end)
         rows.without(start, end)
     return groups
@@ -107,20 +107,20 @@ def _best(rows: Rows, levels: np.ndarray, kept: int) -> tuple[np.ndarray, np.nda
     last level is taken, which is the whole budget; there a sample that breaks it goes alone.
     """
     whole = levels[-1]
-    reach = np.minimum(np.maximum(whole // rows.length, 1), rows.furthest - np.arange(len(rows)))
+    reach = np.minimum(np.maximum(whole // rows.length, 1), rows.max_end - np.arange(len(rows)))
     # Every start for large samples; for small ones, of which many make a group, some in the stretch of each.
-    density = (1 << 20) // np.maximum(reach // STARTS_A_GROUP, 1)
+    density = (1 << 20) // np.maximum(reach // CANDIDATES_PER_GROUP, 1)
     starts = np.flatnonzero(np.diff(np.cumsum(density) >> 20, prepend=-1))
-    starts = starts[:: -(-len(starts) // MOST_STARTS)]
-    if rows.oldest is not None:
-        starts = np.append(starts[starts < rows.oldest], rows.oldest)
+    starts = starts[:: -(-len(starts) // MAX_CANDIDATES)]
+    if rows.most_overdue is not None:
+        starts = np.append(starts[starts < rows.most_overdue], rows.most_overdue)
     counts = levels[:, None] // rows.length[starts]
     counts[-1] = np.maximum(counts[-1], 1)
     counts = np.minimum(counts, len(rows) - kept)
-    ends = np.minimum(starts + counts, rows.furthest[starts])
-    worth = rows.worth_before[ends] - rows.worth_before[starts]
-    if rows.oldest is not None:
-        worth = np.where(ends > rows.oldest, worth, 0)
+    ends = np.minimum(starts + counts, rows.max_end[starts])
+    worth = rows.priority_before[ends] - rows.priority_before[starts]
+    if rows.most_overdue is not None:
+        worth = np.where(ends > rows.most_overdue, worth, 0)
     which, level = worth.argmax(axis=1), np.arange(len(levels))
     worth = worth[level, which]
     none = worth == 0
