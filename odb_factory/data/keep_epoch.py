@@ -194,9 +194,12 @@ class KeepEpoch(EpochPlanner):
 def stock_means(rows: np.ndarray, stock: StockSteps) -> tuple[np.ndarray, int]:
     """int64[len(rows)]: the tokens that stock divides each sample's losses by; and how many such means it averages.
 
-    rows: all samples of an optimizer step, as `ROW`. Stock counts labels before the causal shift.
+    rows: all samples of an optimizer step, as `ROW`. The Trainer counts labels before the causal shift, a model that
+    takes the mean of a micro-batch itself those behind it.
     """
-    counted = rows["supervised_tokens"].astype(np.int64) + rows["leading_label"]
+    counted = rows["supervised_tokens"].astype(np.int64)
+    if stock.mean != "micro_batch":
+        counted += rows["leading_label"]
     group = np.zeros(len(rows), dtype=np.int64)
     if stock.mean != "step":
         group = rows["position"] // stock.batch_size
