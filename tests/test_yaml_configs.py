@@ -88,9 +88,13 @@ def test_data_sets_are_known_to_llamafactory(parsed: dict[str, dict[str, Any]]) 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_block_and_batch_size(path: Path) -> None:
+    """Optimizer steps are kept, and hold what people train with."""
     config = load(path)
-    ODBConfig.from_block(config["odb"])
-    assert config["per_device_train_batch_size"] == 1
+    kept = ODBConfig.from_block(config["odb"])
+    assert kept.keeps and kept.loss_scaling == "stock"
+    samples = config["per_device_train_batch_size"] * config["gradient_accumulation_steps"]
+    assert samples >= 8
+    assert kept.global_batch_size in ("keep", 16 * samples), "two nodes of eight GPUs"
     assert all(key in config for key in ("freeze_vision_tower", "freeze_multi_modal_projector", "output_dir"))
 
 

@@ -174,6 +174,7 @@ class Sums(TypedDict):
     num_active: int
     samples: int
     tokens: int
+    padded_tokens: int
     supervised_tokens: int
     root_supervised_tokens: float
 
@@ -186,6 +187,7 @@ def sums(planned: Sequence[PlannedMicroBatch]) -> Sums:
         "num_active": sum(one.active_ranks for one in totals),
         "samples": sum(one.samples for one in totals),
         "tokens": sum(one.tokens for one in totals),
+        "padded_tokens": sum(one.padded_tokens for one in totals),
         "supervised_tokens": sum(one.supervised_tokens for one in totals),
         # `fsum` is exact before it rounds: the same whatever the cut, and on all ranks.
         "root_supervised_tokens": math.fsum(root for one in planned for root in np.sqrt(one.supervised).tolist()),

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from odb_factory.data.fields import Fields, check_figures
-from odb_factory.data.state import VERSION, EpochState
+from odb_factory.data.fields import VERSION, Fields, check_figures
+from odb_factory.data.state import DataState, read_state
 from odb_factory.errors import DataError, one_line
 
 MARKER = "odb_state.json"
@@ -27,10 +27,10 @@ MARK = "CheckpointMark"
 
 @dataclass(frozen=True)
 class RankState:
-    """One rank's file. saved: its data state, as it is to be loaded; run: the figures of the run."""
+    """One rank's file. data: its data state, and `saved` as it is to be loaded; run: the figures of the run."""
 
     optimizer_steps: int
-    epoch_state: EpochState
+    data: DataState
     saved: dict[str, Any]
     run: dict[str, Any]
 
@@ -72,8 +72,8 @@ def read_rank_state(folder: Path, rank: int) -> RankState:
         fields = _read(path)
         saved, run = fields.mapping("data"), fields.mapping("run")
         check_figures(run, "run")
-        state = RankState(fields.whole("optimizer_steps"), EpochState.from_dict(saved), saved, run)
-        fields.require(state.epoch_state.rank == rank, "data", "it is of another rank")
+        state = RankState(fields.whole("optimizer_steps"), read_state(saved), saved, run)
+        fields.require(state.data.rank == rank, "data", "it is of another rank")
     except DataError as error:
         raise DataError(f"{path}: {error}") from None
     return state

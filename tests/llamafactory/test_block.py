@@ -26,7 +26,6 @@ def config(tiny_text: Path, data_dir: Path, tmp_path: Path) -> dict[str, Any]:
         ({"odb": {"token_budgte": 1024}}, ("odb.token_budgte", "1024", "token_budget")),
         ({"odb": {"token_budget": "many"}}, ("odb.token_budget", "many")),
         ({"odb": None}, ("odb:", "token_budget")),
-        ({"per_device_train_batch_size": 4}, ("per_device_train_batch_size", "4", "token_budget")),
         ({"packing": True}, ("packing", "True", "remove")),
         ({"neat_packing": True}, ("eat", "packing")),
         ({"predict_with_generate": True, "val_size": 4}, ("predict_with_generate", "True")),
