@@ -1,7 +1,7 @@
 """Whether the Trainer's own files of a checkpoint are there and whole, told from sizes and ends of files alone.
 
-The Trainer goes on with a fresh optimizer where `optimizer.pt` or `scheduler.pt` is missing, and a file that was cut off
-ends it inside safetensors or pickle, long after the model has been loaded.
+The Trainer goes on with a fresh optimizer where `optimizer.pt` or `scheduler.pt` is missing, and a file that was cut
+off ends it inside safetensors or pickle, long after the model has been loaded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MARK_OF_A_RANK = "_pp_rank_"
 
 
 def check_weights(folder: Path, rank: int) -> None:
-    """Raise `DataError` where the weights are missing or cut off. rank: whose files are looked at, beside common ones."""
+    """Raise `DataError` where the weights are missing or cut off. rank: whose files are read, beside common ones."""
     found = [folder / name for name in WEIGHTS if (folder / name).is_file()]
     found += [path for path in folder.glob("*/adapter_model.*") if path.suffix in (".safetensors", ".bin")]
     for name in INDICES:
@@ -47,8 +47,8 @@ def check_optimizer(folder: Path, rank: int, *, may_be_missing: bool = False) ->
     scheduler = folder / SCHEDULER
     if not may_be_missing and not found and not engines:
         raise DataError(
-            f"{folder / OPTIMIZERS[0]}: it is missing, so the optimizer would begin anew (`save_only_model: true` leaves "
-            "it out)"
+            f"{folder / OPTIMIZERS[0]}: it is missing, so the optimizer would begin anew (`save_only_model: true` "
+            "leaves it out)"
         )
     if not may_be_missing and not scheduler.is_file():
         raise DataError(f"{scheduler}: it is missing, so the schedule would begin anew")

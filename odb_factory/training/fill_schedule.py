@@ -39,7 +39,7 @@ class FillSchedule:
 
     @property
     def most_steps_an_epoch(self) -> int | None:
-        """A micro-step emits a sample on some rank, and all optimizer steps but the last have `accumulation` of them."""
+        """A micro-step emits a sample on some rank, and all optimizer steps but the last have `accumulation`."""
         if self.max_steps is not None or self.loader.num_samples is None:
             return None
         return -(-self.loader.num_samples // self.accumulation)

@@ -31,12 +31,13 @@ def check_loss(trainer: Any, config: ODBConfig, mean: StockMean) -> None:
     name = _loss_of_the_trainer(trainer)
     if name is None:
         return
-    if config.loss_scaling in ("sample", "square") or (config.loss_scaling == "stock" and _weights_differ(trainer, mean)):
+    scaling = config.loss_scaling
+    if scaling in ("sample", "square") or (scaling == "stock" and _weights_differ(trainer, mean)):
         raise ConfigError(
-            f"odb.loss_scaling: {config.loss_scaling!r} gives the samples of a micro-batch different weights here, and "
+            f"odb.loss_scaling: {scaling!r} gives the samples of a micro-batch different weights here, and "
             f"{name} is computed over the whole micro-batch; set `loss_scaling: exact`, or leave that loss out."
         )
-    if trainer.compute_loss_func is None and config.loss_scaling == "stock" and mean == "step":
+    if trainer.compute_loss_func is None and scaling == "stock" and mean == "step":
         times = trainer.args.gradient_accumulation_steps * trainer.args.world_size
         if times > 1:
             logger.warning(

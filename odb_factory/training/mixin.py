@@ -22,12 +22,12 @@ from odb_factory.comm.gloo import gather_once
 from odb_factory.errors import ConfigError
 from odb_factory.log import get_logger
 from odb_factory.training import checkpoint, columns, probes
-from odb_factory.training.accumulation import Accumulation, HideAccumulation
 from odb_factory.training.checks import check_trainer
 from odb_factory.training.find_checkpoint import find_checkpoint
 from odb_factory.training.output_dirs import compare_output_dirs
 from odb_factory.training.progress import CheckpointMark, ODBCallback
 from odb_factory.training.run import ODBRun
+from odb_factory.training.run_arguments import HideArguments, RunArguments
 from odb_factory.training.schedule import scale_learning_rate
 from odb_factory.training.train_loader import StepInputs, TrainLoader
 
@@ -49,13 +49,13 @@ class ODBTrainerMixin(Base):
     Then `enable_odb(trainer, ...)` switches it on (it also does so for a trainer without the mixin).
     odb_settings: makes the run, given the trainer and its stock train dataloader; None: stock behaviour.
     odb_run: the run of the `train()` under way; None outside of it, where everything is stock's.
-    odb_accumulation: what `gradient_accumulation_steps` was given; None outside of `train()`.
+    odb_arguments: the training arguments that the run changes; None outside of `train()`.
     """
 
     odb_settings: ODBSettings | None = None
     odb_run: ODBRun | None = None
     odb_checkpoint: str | None = None
-    odb_accumulation: Accumulation | None = None
+    odb_arguments: RunArguments | None = None
     odb_callback: ODBCallback | None = None
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -74,10 +74,10 @@ class ODBTrainerMixin(Base):
             gather=self._odb_gather_numbers,
         )
         self.odb_checkpoint = resume_from_checkpoint = None if found is None else str(found)
-        accumulation = Accumulation(self)
-        callback = ODBCallback(self, accumulation)
-        with self._odb_callbacks(callback, HideAccumulation(accumulation)), accumulation.of_one():
-            self.odb_accumulation, self.odb_callback = accumulation, callback
+        arguments = RunArguments(self)
+        callback = ODBCallback(self, arguments)
+        with self._odb_callbacks(callback, HideArguments(arguments)), arguments.changed():
+            self.odb_arguments, self.odb_callback = arguments, callback
             try:
                 result = super().train(resume_from_checkpoint, *args, **kwargs)
                 if self.odb_run is None:
@@ -89,15 +89,14 @@ class ODBTrainerMixin(Base):
                     self.odb_run.abort(error)
                 raise
             finally:
-                self.odb_accumulation = self.odb_callback = None
+                self.odb_arguments = self.odb_callback = None
                 if self.odb_run is not None:
                     self.odb_run.close()
                     self.odb_run = None
 
     @contextlib.contextmanager
-    def _odb_callbacks(self, first: ODBCallback, last: HideAccumulation) -> Iterator[None]:
-        """Callbacks and arguments of the Trainer as a run needs them."""
-        skips, self.args.ignore_data_skip = self.args.ignore_data_skip, True  # the loader stands where it has to
+    def _odb_callbacks(self, first: ODBCallback, last: HideArguments) -> Iterator[None]:
+        """The Trainer's callbacks as a run needs them."""
         callbacks = self.callback_handler.callbacks
         # First, so that every other callback reads figures that are set right.
         callbacks.insert(0, first)
@@ -105,15 +104,14 @@ class ODBTrainerMixin(Base):
         try:
             yield
         finally:
-            self.args.ignore_data_skip = skips
             # In place: the Trainer may have made some anew from a checkpoint.
             callbacks[:] = [one for one in callbacks if not isinstance(one, type(first) | CheckpointMark | type(last))]
 
     def get_train_dataloader(self) -> Any:
         """In `train()` the loader of the run; at all other times stock's, and nothing is started."""
         stock = super().get_train_dataloader()
-        accumulation = self.odb_accumulation
-        if self.odb_settings is None or accumulation is None or self.odb_run is not None:
+        arguments = self.odb_arguments
+        if self.odb_settings is None or arguments is None or self.odb_run is not None:
             return stock
         source = stock
         if self.odb_settings.observer is None and columns.are_needed(
@@ -124,7 +122,7 @@ class ODBTrainerMixin(Base):
                 source = super().get_train_dataloader()
             finally:
                 self.args.remove_unused_columns = True
-        with accumulation.shown():
+        with arguments.shown():
             self.odb_run = self.odb_settings.make_run(self, source, stock)
         if self.odb_checkpoint is not None:
             checkpoint.load(self.odb_run, Path(self.odb_checkpoint))
@@ -135,17 +133,17 @@ class ODBTrainerMixin(Base):
     def get_total_train_batch_size(self, args: Any) -> int:
         """Samples of an optimizer step, as the Trainer says them."""
         stock: int = super().get_total_train_batch_size(args)
-        if self.odb_run is None or self.odb_accumulation is None:
+        if self.odb_run is None or self.odb_arguments is None:
             return stock
-        return self.odb_run.loader.global_batch_size or stock * self.odb_accumulation.given
+        return self.odb_run.loader.global_batch_size or stock * self.odb_arguments.accumulation
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        if self.odb_run is None or self.odb_callback is None or self.odb_accumulation is None:
+        if self.odb_run is None or self.odb_callback is None or self.odb_arguments is None:
             super().save_model(output_dir, _internal_call)
             return
         # Before the Trainer writes its files, and deletes older checkpoints.
         self.odb_callback.begin_save(output_dir)
-        with self.odb_accumulation.shown():
+        with self.odb_arguments.shown():
             super().save_model(output_dir, _internal_call)
 
     def _odb_gather(self, message: bytes) -> list[bytes]:
@@ -177,7 +175,7 @@ class ODBTrainerMixin(Base):
 
     @contextlib.contextmanager
     def _odb_gradients_summed(self, model: Any, *, is_last: bool) -> Iterator[None]:
-        """Gradients add up on each rank, and are synchronised with those of the last micro-batch, as the Trainer does."""
+        """Gradients add up on each rank, and are synchronised with those of the last micro-batch, as in the Trainer."""
         accelerator = self.accelerator
         is_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
         if is_deepspeed:  # newer releases of accelerate do the same by `sync_gradients`

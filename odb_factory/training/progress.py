@@ -13,8 +13,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from odb_factory.errors import ConfigError
 from odb_factory.log import get_logger
 from odb_factory.training import checkpoint
-from odb_factory.training.accumulation import Accumulation
 from odb_factory.training.expectation import say_what_to_expect
+from odb_factory.training.run_arguments import RunArguments
 
 logger = get_logger(__name__)
 
@@ -45,15 +45,15 @@ class CheckpointMark(TrainerCallback, ExportableState):
 class ODBCallback(TrainerCallback):
     """Runs before the other callbacks."""
 
-    def __init__(self, trainer: Any, accumulation: Accumulation):
-        self.trainer, self.accumulation = trainer, accumulation
+    def __init__(self, trainer: Any, arguments: RunArguments):
+        self.trainer, self.arguments = trainer, arguments
         self._begun: Path | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         run = self.trainer.odb_run
         handler = self.trainer.callback_handler
         handler.train_dataloader = handler.train_dataloader.stock  # ordinary batches, for callbacks that look at them
-        self.accumulation.show()  # until `HideAccumulation`: trackers of experiments read the arguments now
+        self.arguments.show()  # until `HideArguments`: trackers of experiments read them now
         if run.finished:
             logger.info("nothing is left to train: the checkpoint has all %s optimizer steps", run.optimizer_steps)
             return

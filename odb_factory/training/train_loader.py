@@ -22,10 +22,12 @@ class StepInputs(dict[str, torch.Tensor]):
     """
 
     def __init__(self, step: OptimizerStep, main_input: str, num_tokens: int, num_real_tokens: int):
-        super().__init__({
-            main_input: torch.empty(num_tokens, device="meta"),
-            "attention_mask": torch.tensor(num_real_tokens),
-        })
+        super().__init__(
+            {
+                main_input: torch.empty(num_tokens, device="meta"),
+                "attention_mask": torch.tensor(num_real_tokens),
+            }
+        )
         self.step = step
         self.micro_batches: Iterator[Collated] = iter(())
 

@@ -65,6 +65,8 @@ class _Widened(TorchFunctionMode):
     """Every cast to float32 in the model's Python code is one to float64."""
 
     def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if function is torch.Tensor.view:  # of bytes as numbers, when features are unpacked
+            return function(*args, **(kwargs or {}))
         if function is torch.Tensor.float:
             function = torch.Tensor.double
         widen = {torch.float32: torch.float64}

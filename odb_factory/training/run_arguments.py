@@ -1,7 +1,8 @@
-"""While odb trains, the Trainer's own accumulation is 1: what it counts are optimizer steps.
+"""Training arguments that are others while odb trains.
 
-A checkpoint, an experiment tracker and DeepSpeed's engine take it from the training arguments, so it is put back where
-they look at it, and changed in the configuration of the engine before that is made.
+The Trainer's own accumulation is 1, so that what it counts are optimizer steps, and it skips no batches after a resume,
+for the loader stands where it has to. Checkpoints and experiment trackers are shown the arguments as they were given, and
+DeepSpeed's engine is made for an accumulation of 1 as well.
 """
 
 from __future__ import annotations
@@ -13,25 +14,27 @@ from typing import Any
 from transformers import TrainerCallback
 
 GAS, TRAIN_BATCH, MICRO_BATCH = "gradient_accumulation_steps", "train_batch_size", "train_micro_batch_size_per_gpu"
+RUNNING = {GAS: 1, "ignore_data_skip": True}
 
 
-class Accumulation:
-    """given: `gradient_accumulation_steps` as the user gave it."""
+class RunArguments:
+    """accumulation: `gradient_accumulation_steps` as it was given."""
 
     def __init__(self, trainer: Any):
-        self._args, self.given = trainer.args, trainer.args.gradient_accumulation_steps
+        self._args, self._world_size = trainer.args, trainer.args.world_size
+        self._given = {name: getattr(trainer.args, name) for name in RUNNING}
         self._engine_configs = _deepspeed_configs(trainer)
-        self._world_size = trainer.args.world_size
+        self.accumulation: int = self._given[GAS]
 
     @contextlib.contextmanager
-    def of_one(self) -> Iterator[None]:
-        """Within it the Trainer and DeepSpeed accumulate nothing by themselves."""
+    def changed(self) -> Iterator[None]:
+        """Within it they are as a run needs them, for the Trainer and for DeepSpeed."""
         before = [{key: config[key] for key in (GAS, TRAIN_BATCH) if key in config} for config in self._engine_configs]
-        self.hide()
         for config in self._engine_configs:
             config[GAS] = 1
             if isinstance(config.get(MICRO_BATCH), int):
                 config[TRAIN_BATCH] = config[MICRO_BATCH] * self._world_size
+        self.hide()
         try:
             yield
         finally:
@@ -41,30 +44,32 @@ class Accumulation:
                     config.pop(key, None)
                 config.update(values)
 
-    def show(self) -> None:
-        self._args.gradient_accumulation_steps = self.given
-
-    def hide(self) -> None:
-        self._args.gradient_accumulation_steps = 1
-
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
-        """Within it the arguments are as the user gave them."""
+        """Within it they are as they were given."""
         self.show()
         try:
             yield
         finally:
             self.hide()
 
+    def show(self) -> None:
+        for name, value in self._given.items():
+            setattr(self._args, name, value)
 
-class HideAccumulation(TrainerCallback):
-    """The last callback: the others have seen the arguments as they were given."""
+    def hide(self) -> None:
+        for name, value in RUNNING.items():
+            setattr(self._args, name, value)
 
-    def __init__(self, accumulation: Accumulation):
-        self.accumulation = accumulation
+
+class HideArguments(TrainerCallback):
+    """The last callback: at the begin of the training the others have seen the arguments as they were given."""
+
+    def __init__(self, arguments: RunArguments):
+        self.arguments = arguments
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.accumulation.hide()
+        self.arguments.hide()
 
 
 def _deepspeed_configs(trainer: Any) -> list[dict[str, Any]]:
