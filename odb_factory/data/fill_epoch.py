@@ -32,7 +32,7 @@ ROW_CHANGED = (
 
 @dataclass(slots=True)
 class Drawn:
-    """A sample in the window. draw: its number in this rank's draws; age: rounds it was kept back."""
+    """A sample in the buffer. draw: its number in this rank's draws; age: rounds it was kept back."""
 
     sample: Sample
     draw: int
@@ -89,7 +89,7 @@ class FillEpoch(EpochPlanner):
             self._restore(snapshot)
         while not self.final:
             ranks = self._exchange()
-            buffers = [rank.window for rank in ranks]
+            buffers = [rank.buffer for rank in ranks]
             plan = plan_buffers(
                 buffers,
                 self.context.budget,

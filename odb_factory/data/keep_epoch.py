@@ -117,7 +117,7 @@ class KeepEpoch(EpochPlanner):
             )
             ranks = self.context.coordinator.all_gather(metadata, index)
             self._compare_orders([rank.order for rank in ranks])
-            buffers = [rank.window for rank in ranks]
+            buffers = [rank.buffer for rank in ranks]
             plan = plan_optimizer_step(buffers, self.context.budget, balance=self.context.balance, model=ranks[0].model)
             self._accept(plan, index)
             self.final = all(buffer.exhausted for buffer in buffers)

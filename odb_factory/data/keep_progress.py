@@ -94,7 +94,7 @@ class KeepProgress(Progress):
 
     def _move(self, step: OptimizerStep, micro_batches: Sequence[MicroBatch], planner: EpochPlanner) -> None:
         self.optimizer_steps = step.index + 1
-        self.trained += step.samples
+        self.trained = step.done - step.rejected.total()  # of steps that were passed over unsaid, too
         self.rejected, self.overlong = step.rejected, step.overlong
 
     def _restore(self, mine: DataState, states: Sequence[DataState], *, rows_are_same: bool) -> None:

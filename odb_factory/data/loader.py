@@ -156,10 +156,11 @@ class ODBLoader:
 
     def consume(self, step: OptimizerStep) -> None:
         """Note that this optimizer step, and all before it, has been trained on: a state is taken from there."""
-        mine = [one for one in self._handed_out if (one.step.epoch, one.step.index) == (step.epoch, step.index)]
-        self._handed_out = []
-        if self._pass is not None:
-            self._progress.consume(step, mine, self._pass.planner)
+        last = (step.epoch, step.index)
+        mine = [one for one in self._handed_out if (one.step.epoch, one.step.index) <= last]
+        del self._handed_out[: len(mine)]  # a loop may have fetched some of the next step ahead
+        if self._pass is not None or step.last:  # or asked for what comes behind the last
+            self._progress.consume(step, mine, None if self._pass is None else self._pass.planner)
 
     def state_dict(self) -> dict[str, Any]:
         """Where this rank stands behind the last optimizer step consumed: JSON types, some kilobytes at most."""

@@ -67,14 +67,15 @@ class Progress(ABC):
     def planner(self, observed: Iterator[Sample | Rejection], context: EpochContext) -> EpochPlanner:
         """The planner of the epoch from there on."""
 
-    def consume(self, step: OptimizerStep, micro_batches: Sequence[MicroBatch], planner: EpochPlanner) -> None:
-        """Stand behind `step`. micro_batches: those of this rank."""
+    def consume(self, step: OptimizerStep, micro_batches: Sequence[MicroBatch], planner: EpochPlanner | None) -> None:
+        """Stand behind `step`. micro_batches: those of this rank since the last call. planner: None behind the last."""
         for one in micro_batches:
             self.probes.extend(zip(one.ids, one.contents))
         if step.last:
             self.open(step.epoch + 1)
         else:
             self.has_moved, self.is_loaded = True, False
+            assert planner is not None
             self._move(step, micro_batches, planner)
 
     @abstractmethod

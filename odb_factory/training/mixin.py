@@ -163,7 +163,7 @@ class ODBTrainerMixin(Base):
         for micro_batch, measured, batch in inputs.micro_batches:
             run.begin_micro_batch(micro_batch, measured, batch)
             with self._odb_gradients_summed(model, is_last=micro_batch.ends_optimizer_step):
-                loss = super().training_step(model, batch)
+                loss = super().training_step(model, batch)  # type: ignore[arg-type]
             del batch
             if run.computing is None or not run.computing.is_weighed:
                 raise ConfigError(_not_reached(self, "compute_loss"))

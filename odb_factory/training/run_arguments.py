@@ -1,8 +1,8 @@
 """Training arguments that are others while odb trains.
 
 The Trainer's own accumulation is 1, so that what it counts are optimizer steps, and it skips no batches after a resume,
-for the loader stands where it has to. Checkpoints and experiment trackers are shown the arguments as they were given, and
-DeepSpeed's engine is made for an accumulation of 1 as well.
+for the loader stands where it has to. Checkpoints and experiment trackers are shown the arguments as they were given,
+and DeepSpeed's engine is made for an accumulation of 1 as well.
 """
 
 from __future__ import annotations
