@@ -39,13 +39,14 @@ def to_device(batch: Mapping[str, Any], *, pin_memory: bool) -> MutableMapping[s
     return send_to_device(batch, AcceleratorState().device, non_blocking=pin_memory)
 
 
-def check_accumulation(accumulation: int) -> None:
-    """Raise `ConfigError` where accelerate ends its optimizer steps elsewhere than the loader."""
+def check_accumulation() -> None:
+    """Raise `ConfigError` where accelerate would end optimizer steps by a count of its own."""
     theirs = GradientState().num_steps
-    if theirs not in (1, accumulation):
+    if theirs != 1:
         raise ConfigError(
-            f"gradient_accumulation_steps: {accumulation} here and {theirs} in the Accelerator; give both the same "
-            "(or leave accelerate's at 1 and step where the step info says ends_optimizer_step)."
+            f"gradient_accumulation_steps: {theirs} in the Accelerator, which would end its optimizer steps by that "
+            "count, and odb cuts each into as many micro-batches as it needs; leave it at 1 there (give it to "
+            "ODBDataLoader or apply), and step where the step info says ends_optimizer_step."
         )
 
 

@@ -18,10 +18,11 @@ from toy import NUM_ROWS, Rows, Stream, item, pad
 from odb_factory import ConfigError, Cost, DataError, ODBConfig, ODBDataLoader, apply, pop_step_info
 
 BUDGET = 128
+FILLED_AND_SCALED = ODBConfig(token_budget=8, global_batch_size="fill", lr_scale="sqrt", lr_reference_samples=8)
 
 
 def make(dataset: Any = None, **changes: Any) -> ODBDataLoader:
-    settings = {"token_budget": BUDGET, "buffer_size": 16, "collate_fn": pad} | changes
+    settings = {"token_budget": BUDGET, "batch_size": 16, "collate_fn": pad} | changes
     return ODBDataLoader(Rows() if dataset is None else dataset, **settings)
 
 
@@ -49,29 +50,52 @@ def accelerate_state() -> Iterator[None]:
 # What a loop needs to know
 
 
-def test_the_step_info_says_what_a_loop_needs() -> None:
-    with make(gradient_accumulation_steps=3, collate_fn=pad) as loader:
+@pytest.mark.parametrize(
+    "steps", [{"batch_size": 2, "gradient_accumulation_steps": 3}, {"global_batch_size": 6}], ids=["keep", "number"]
+)
+def test_the_step_info_says_what_a_loop_needs(steps: dict[str, Any]) -> None:
+    """I9: each optimizer step has 6 samples, those that come next in the order."""
+    with make(**steps) as loader:
+        assert loader.num_optimizer_steps == loader.estimate_optimizer_steps() == 10
         batches = [(batch, pop_step_info(batch)) for batch in loader]
-    rows = item(0), *(item(k) for k in range(1, NUM_ROWS))
-    done = 0
-    for start in range(0, len(batches), 3):
-        infos = [info for _, info in batches[start : start + 3]]
-        assert [info.micro_batch for info in infos] == [0, 1, 2]
-        assert [info.ends_optimizer_step for info in infos] == [False, False, True]
-        assert {info.micro_batches for info in infos} == {3}
-        assert {info.optimizer_step_samples for info in infos} == {sum(info.samples for info in infos)}
-        for batch, info in batches[start : start + 3]:
-            done += info.samples
-            assert info.samples == info.samples_all_ranks == len(info.ids)
-            assert info.progress == pytest.approx(done / NUM_ROWS)
-            assert info.is_idle == (not info.ids) and info.epoch == 0
-            assert info.tokens == sum(len(rows[k]["input_ids"]) for k in info.ids)
+    starts = [k for k, (_, info) in enumerate(batches) if info.micro_batch == 0]
+    assert len(starts) == 10 and len({batches[k][1].micro_batches for k in starts}) > 1, "K changes"
+    for step, (start, stop) in enumerate(zip(starts, [*starts[1:], len(batches)])):
+        infos = [info for _, info in batches[start:stop]]
+        assert [info.micro_batch for info in infos] == list(range(len(infos)))
+        assert [info.ends_optimizer_step for info in infos] == [False] * (len(infos) - 1) + [True]
+        assert {info.micro_batches for info in infos} == {len(infos)}
+        assert {info.optimizer_step for info in infos} == {step}
+        assert {info.optimizer_step_samples for info in infos} == {sum(info.samples for info in infos)} == {6}
+        assert {row for info in infos for row in info.ids} == set(range(6 * step, 6 * step + 6))
+        assert {info.progress for info in infos} == {(step + 1) / 10}
+        for batch, info in batches[start:stop]:
+            assert info.samples == info.samples_all_ranks == len(info.ids) == len(info.token_weights)
+            assert not info.is_idle and info.epoch == 0
+            assert info.tokens == sum(len(item(k)["input_ids"]) for k in info.ids)
             assert info.supervised_tokens == info.tokens - info.samples
-            if not info.is_idle:
-                assert [int(row[0]) - 1 for row in batch["input_ids"]] == list(info.ids)
-    assert batches[-1][1].progress == 1.0
-    assert repr(batches[0][1]).startswith("ODBStepInfo(loss_scale=") and "Receipt" not in repr(batches[0][1])
-    assert pop_step_info({"odb_step_info": infos[0]}, "none").loss_scale in (0.0, 1 / 3, 1 / 2, 1.0)
+            assert [int(row[0]) - 1 for row in batch["input_ids"]] == list(info.ids)
+    assert repr(infos[0]).startswith("ODBStepInfo(loss_scaling='exact'") and "Receipt" not in repr(infos[0])
+    assert pop_step_info({"odb_step_info": infos[0]}, "none").loss_scale == 1 / len(infos)
+
+
+def test_an_epoch_ends_as_in_torch() -> None:
+    """With what is left, or with `drop_last` at the last whole batch of all ranks."""
+    for drop_last, samples in ((False, [21, 21, 18]), (True, [21, 21, 14])):
+        with make(drop_last=drop_last, batch_size=7, gradient_accumulation_steps=3) as loader:
+            infos = [pop_step_info(batch) for batch in loader]
+            assert loader.num_optimizer_steps == 3
+        assert [info.optimizer_step_samples for info in infos if info.ends_optimizer_step] == samples
+        assert infos[-1].progress == 1.0
+
+
+def test_filled_steps_end_an_epoch_with_what_is_left() -> None:
+    with make(global_batch_size="fill", gradient_accumulation_steps=3, buffer_size=16) as loader:
+        assert loader.num_optimizer_steps is None
+        assert 0 < loader.estimate_optimizer_steps() < NUM_ROWS
+        infos = [pop_step_info(batch) for batch in loader]
+    assert Counter(row for info in infos for row in info.ids) == EVERY_ROW
+    assert {info.micro_batches for info in infos[:3]} == {3} and infos[-1].ends_optimizer_step
 
 
 def test_a_stream_of_unknown_length_has_no_progress() -> None:
@@ -82,10 +106,10 @@ def test_a_stream_of_unknown_length_has_no_progress() -> None:
 def test_len_neither_estimates_nor_begins_anything() -> None:
     with make() as loader:
         for _ in range(2):
-            with pytest.raises(TypeError, match="estimate_num_batches"):
+            with pytest.raises(TypeError, match="num_optimizer_steps"):
                 len(loader)
             assert "not begun" in repr(loader)
-        assert 0 < loader.estimate_num_batches() < NUM_ROWS
+        assert loader.num_optimizer_steps == 4
         assert len(list(loader)) < NUM_ROWS
         assert "rank 0 of 1" in repr(loader)
 
@@ -226,12 +250,15 @@ def test_an_iterator_that_goes_on_after_a_change(change: str, accelerate_state: 
 
 def test_a_state_is_loaded_before_the_first_batch_or_after_the_loop() -> None:
     with make() as loader:
+        before = []
         for batch in loader:
-            before = pop_step_info(batch).ids
-            state = loader.state_dict()
-            with pytest.raises(ConfigError, match="load_state_dict: batches of this iteration have been taken"):
-                loader.load_state_dict(state)
-            break
+            info = pop_step_info(batch)
+            before += info.ids
+            if info.ends_optimizer_step:
+                state = loader.state_dict()
+                with pytest.raises(ConfigError, match="load_state_dict: batches of this iteration have been taken"):
+                    loader.load_state_dict(state)
+                break
         del batch
         for _ in range(2):
             loader.load_state_dict(state)
@@ -292,10 +319,14 @@ def test_a_stream_that_raises_says_where(num_workers: int) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"lr_scale": "sqrt", "lr_reference_samples": 8}, "odb.lr_scale: 'sqrt' has no effect in a loop"),
+        ({"lr_scale": "sqrt", "lr_reference_samples": 8}, "odb.lr_scale: 'sqrt' has no effect on kept optimizer steps"),
+        ({"loss_scaling": "stock"}, "odb.loss_scaling: 'stock' is the loss of a trainer, and a loop of your own makes"),
+        ({"sampler": (k for k in range(9))}, "sampler: a generator can be iterated only once"),
+        ({"batch_size": 0}, "batch_size: 0 is not a whole number"),
+        ({"batch_size": None}, "batch_size: None is not a whole number"),
         (
-            {"config": ODBConfig(token_budget=8, lr_scale="sqrt", lr_reference_samples=8), "token_budget": None},
-            "lr_scale",
+            {"config": FILLED_AND_SCALED, "token_budget": None},
+            "odb.lr_scale: 'sqrt' has no effect in a loop",
         ),
         ({"audit": True}, "give audit_dir= instead"),
         ({"batch_sampler": BatchSampler(SequentialSampler(Rows()), 4, False)}, "batch_sampler: a BatchSampler decides"),
@@ -320,9 +351,9 @@ def test_arguments_are_answered_as_what_they_are(arguments: dict[str, Any], word
     assert "\n" not in str(caught.value)
 
 
-def test_a_batch_size_without_its_name_is_answered() -> None:
-    with pytest.raises(ConfigError, match="batch_size: 4"):
-        ODBDataLoader(Rows(), 4, token_budget=BUDGET, collate_fn=pad)
+def test_a_batch_size_needs_no_name() -> None:
+    with ODBDataLoader(Rows(), 6, token_budget=BUDGET, collate_fn=pad) as loader:
+        assert {pop_step_info(batch).optimizer_step_samples for batch in loader} == {6}
 
 
 def test_what_torch_takes_reaches_torch() -> None:
@@ -391,17 +422,24 @@ def test_a_prepared_loader_moves_its_batches(accelerate_state: None) -> None:
 
 
 def test_accelerate_and_the_loader_agree_on_the_optimizer_step(accelerate_state: None) -> None:
-    loader = Accelerator(cpu=True, gradient_accumulation_steps=4).prepare(make(gradient_accumulation_steps=2))
-    with loader, pytest.raises(ConfigError, match="gradient_accumulation_steps: 2 here and 4 in the Accelerator"):
-        next(iter(loader))
-    with make(gradient_accumulation_steps=4) as loader:
-        pass
+    """Its own count would end them elsewhere."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    prepared = accelerator.prepare(DataLoader(Rows(), batch_size=4, collate_fn=pad))
+    wrapped = apply(prepared, gradient_accumulation_steps=4, token_budget=BUDGET)
+    for loader in (accelerator.prepare(make(gradient_accumulation_steps=4)), wrapped):
+        with loader, pytest.raises(ConfigError, match="gradient_accumulation_steps: 4 in the Accelerator.*leave it at"):
+            next(iter(loader))
 
 
 def test_accelerate_saves_the_state_of_a_single_rank(tmp_path: Any, accelerate_state: None) -> None:
     accelerator = Accelerator(cpu=True)
     with accelerator.prepare(make(shuffle=True)) as loader:
-        before = Counter(row for _, batch in zip(range(3), loader) for row in pop_step_info(batch).ids)
+        before = Counter[int]()
+        for batch in loader:
+            info = pop_step_info(batch)
+            before.update(info.ids)
+            if info.ends_optimizer_step and info.optimizer_step == 1:
+                break
         accelerator.save_state(str(tmp_path))
     accelerator = Accelerator(cpu=True)
     with accelerator.prepare(make(shuffle=True)) as loader:
