@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from odb_factory.accounting.statistics import StepStatistics
+from odb_factory.cli.main import COMMANDS
 from odb_factory.config import ODBConfig
 from odb_factory.loop.step_info import ODBStepInfo
 
@@ -33,7 +35,8 @@ def anchors(page: Path) -> set[str]:
 def first_column(title: str) -> set[str]:
     """The names in the tables of a section of docs/reference.md."""
     _, section = REFERENCE.split(f"\n## {title}\n")
-    return set(re.findall(r"^\| `([^`]+)` \|", section.split("\n## ")[0], re.MULTILINE))
+    cells = re.findall(r"^\| (`.+?`) \|", section.split("\n## ")[0], re.MULTILINE)
+    return {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -73,4 +76,9 @@ def test_snippets_are_valid(page: Path) -> None:
 
 def test_reference_has_every_public_name() -> None:
     assert first_column("The `odb:` block") == {item.name for item in dataclasses.fields(ODBConfig)}
-    assert first_column("Step info") == {item.name for item in dataclasses.fields(ODBStepInfo) if item.repr}
+    fields = {item.name for item in dataclasses.fields(ODBStepInfo) if item.repr}
+    assert first_column("Step info") == fields | {"loss_scale"}
+    metrics = StepStatistics().metrics(token_budget=8, world_size=1).keys()
+    assert first_column("Metrics") == metrics | {"odb/cost_model_r2", "odb/dropped", "odb/over_budget"}
+    assert StepStatistics().summary().keys() < first_column("Summary")
+    assert {command.split()[1] for command in first_column("Commands")} == COMMANDS.keys()
