@@ -18,7 +18,7 @@ LARGEST = 2**32 - 1
 """The largest number a key takes; what random number generators accept as a seed."""
 MOST_WORKERS = 1024
 
-LOSS_SCALINGS = ("exact", "approx", "none")
+LOSS_SCALINGS = ("stock", "exact", "sample", "square", "approx", "none")
 
 
 def _key(
@@ -47,8 +47,17 @@ class ODBConfig:
         minimum=1,
         default=None,
     )
+    global_batch_size: int | str = _key(
+        "samples of an optimizer step on all ranks: keep (those of stock training: per_device_train_batch_size x "
+        "gradient_accumulation_steps x ranks), a number, or fill (as many as gradient_accumulation_steps micro-batches "
+        "of the budget hold, which changes what is learnt)",
+        choices=("keep", "fill"),
+        minimum=1,
+        default="keep",
+    )
     buffer_size: int = _key(
-        "samples a rank may hold and group at a time; larger groups better and uses more host memory",
+        "samples a rank may hold before they are collated; grows to an optimizer step where it is smaller. With `fill` "
+        "larger groups better; with kept optimizer steps it is how far ahead of the training is planned",
         minimum=1,
         default=1024,
     )
@@ -60,14 +69,16 @@ class ODBConfig:
         default=None,
     )
     loss_scaling: str = _key(
-        "exact: every supervised token of an optimizer step weighs the same; "
-        "approx: every input token does; none: every micro-batch does, as stock",
+        "stock: every supervised token weighs what it does in stock training (default with kept optimizer steps); "
+        "exact: every supervised token of an optimizer step weighs the same (default with fill); sample: every sample "
+        "does; square: the square root of its supervised tokens; approx: every input token weighs the same; "
+        "none: every micro-batch does",
         choices=LOSS_SCALINGS,
-        default="exact",
+        default="",
     )
     lr_scale: str = _key(
         "none: the learning rate as it is; linear or sqrt: times (samples of an optimizer step / lr_reference_samples)"
-        ", or the square root of that, for online batches are larger than those it was chosen for",
+        ", or the square root of that, for filled batches are larger than those it was chosen for",
         choices=("none", "sqrt", "linear"),
         default="none",
     )
@@ -82,10 +93,10 @@ class ODBConfig:
         "false: the epoch ends for all when one rank runs short",
         default=True,
     )
-    balance: bool = _key(
-        "true: ranks hand samples to each other before collation and plan their windows as one, so that none waits "
-        "for another; ids and references to media travel, pixels do not",
-        default=False,
+    balance: bool | None = _key(
+        "true: a sample may be computed by another rank than the one that read it, so that none waits for another; ids "
+        "and references to media travel, pixels do not. none: true, unless `join: false`",
+        default=None,
     )
     cost_model: str = _key(
         "by what groups meet in a step: tokens, or time: predicted by a model of tokens, patches and row lengths that "
@@ -126,11 +137,22 @@ class ODBConfig:
     )
 
     def __post_init__(self) -> None:
+        if self.loss_scaling == "":
+            object.__setattr__(self, "loss_scaling", "stock" if self.keeps else "exact")
+        if self.balance is None:
+            object.__setattr__(self, "balance", self.join)
         for item in dataclasses.fields(self):
             value = getattr(self, item.name)
             _check(item, value)
             if isinstance(value, Integral) and not isinstance(value, bool):
                 object.__setattr__(self, item.name, int(value))  # numpy's integers are no JSON
+        if self.keeps:
+            self._check_kept()
+        elif self.loss_scaling == "stock":
+            raise ConfigError(
+                "odb.loss_scaling: 'stock' weighs tokens as in the optimizer steps of stock training, which "
+                "`global_batch_size: fill` does not keep; choose exact, or keep them."
+            )
         if self.balance and not self.join:
             raise ConfigError(
                 "odb.balance: with `join: false` the epoch ends when one rank runs short, and balanced ranks run short "
@@ -140,6 +162,24 @@ class ODBConfig:
             raise ConfigError(
                 f"odb.lr_scale: {self.lr_scale!r} needs a batch to scale from; set `lr_reference_samples` to the "
                 "samples of an optimizer step for which learning_rate was chosen, or leave lr_scale out."
+            )
+
+    @property
+    def keeps(self) -> bool:
+        """Whether optimizer steps are kept (`global_batch_size` is keep or a number)."""
+        return self.global_batch_size != "fill"
+
+    def _check_kept(self) -> None:
+        """What has a meaning with `fill` only."""
+        if not self.join:
+            raise ConfigError(
+                "odb.join: false ends an epoch when one rank runs short, and kept optimizer steps have all samples; "
+                "leave it out, or set `global_batch_size: fill`."
+            )
+        if self.lr_scale != "none":
+            raise ConfigError(
+                f"odb.lr_scale: {self.lr_scale!r} has no effect on kept optimizer steps, which have the samples that "
+                "learning_rate was chosen for; leave it out, or set `global_batch_size: fill`."
             )
 
     @classmethod
@@ -195,13 +235,14 @@ def _check(item: dataclasses.Field[Any], value: Any) -> None:
     optional = _optional(item)
     if value is None and optional:
         return
-    if choices:
+    if choices and not (minimum is not None and isinstance(value, Integral) and not isinstance(value, bool)):
         if value not in choices:
             quoted = ""
             if "none" in choices and value in (None, "None"):
                 quoted = "; write the word none (YAML's null is no value), or leave the key out"
-            raise ConfigError(f"odb.{item.name}: {value!r} is not one of {', '.join(choices)}{quoted}.")
-    elif item.type == "bool":
+            number = " or a whole number" if minimum is not None else ""
+            raise ConfigError(f"odb.{item.name}: {value!r} is not one of {', '.join(choices)}{number}{quoted}.")
+    elif item.type in ("bool", "bool | None"):
         if not isinstance(value, bool):
             raise ConfigError(f"odb.{item.name}: {value!r} is not true or false.")
     elif isinstance(value, bool) or not isinstance(value, Integral):

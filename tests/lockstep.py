@@ -1,13 +1,14 @@
-"""Whole epochs of many ranks in one thread: the production `FillEpoch` of each, and a coordinator between them.
+"""Whole epochs of many ranks in one thread: the production planner of each, and a coordinator between them.
 
 A rank that calls its coordinator waits for the others; here the call itself runs them, each to its own
-call, one inside the other. Once the last has told its report, all are there, and the calls
-return one by one, each rank going on to its round. So nothing depends on threads or on time, a
+call, one inside the other. Once the last has told its metadata, all are there, and the calls
+return one by one, each rank going on to its plan. So nothing depends on threads or on time, a
 rank that would wait for ever is seen at once (`Hang`), and any order of the ranks can be played.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,10 +18,12 @@ from unittest import mock
 from odb_factory.comm.codec import Failure, decode, encode
 from odb_factory.comm.coordinator import CollectiveError, RankMetadata
 from odb_factory.comm.redistribute import make_buffers, redistribute
-from odb_factory.data import fill_epoch as rounds_module
-from odb_factory.data.fill_epoch import FillEpoch, Task
-from odb_factory.data.observe import ShardSampler
-from odb_factory.data.samples import MicroBatch, Rejection, Sample
+from odb_factory.data import epoch as epoch_module
+from odb_factory.data.epoch import EpochContext, EpochPlanner
+from odb_factory.data.fill_epoch import FillEpoch
+from odb_factory.data.keep_epoch import KeepEpoch, StockSteps
+from odb_factory.data.sampler import ShardSampler, Start, shard
+from odb_factory.data.samples import MicroBatch, OptimizerStep, Rejection, Sample, Task
 from odb_factory.data.serialize import pack
 from odb_factory.planning import Budget, Collation, Cost, Plan
 from odb_factory.planning.candidates import MAX_WAIT_ROUNDS
@@ -39,32 +42,49 @@ class Hang(BaseException):
 
 @dataclass
 class Epoch:
-    """What one rank saw: its rounds, the ids in its window and its report in each, what it rejected, its error."""
+    """What one rank saw: its plans, the ids in its buffer and its metadata in each, what it rejected, its error."""
 
-    rounds: list[list[Task]] = field(default_factory=list)
-    windows: list[list[int]] = field(default_factory=list)
-    reports: list[RankMetadata] = field(default_factory=list)
+    plans: list[list[Task]] = field(default_factory=list)
+    buffers: list[list[int]] = field(default_factory=list)
+    metadata: list[RankMetadata] = field(default_factory=list)
     rejected: list[int] = field(default_factory=list)
     undrawn: int = 0
     error: BaseException | None = None
 
     @property
-    def steps(self) -> list[MicroBatch]:
-        return [step for tasks in self.rounds for step, _ in tasks]
+    def tasks(self) -> list[Task]:
+        return [task for tasks in self.plans for task in tasks]
+
+    @property
+    def micro_batches(self) -> list[MicroBatch]:
+        return [micro_batch for micro_batch, _ in self.tasks]
+
+    @property
+    def optimizer_steps(self) -> list[list[MicroBatch]]:
+        """The micro-batches of each optimizer step."""
+        return [list(group) for _, group in itertools.groupby(self.micro_batches, lambda one: one.step.index)]
+
+    @property
+    def steps(self) -> list[OptimizerStep]:
+        return [micro_batches[0].step for micro_batches in self.optimizer_steps]
 
     @property
     def ids(self) -> list[int]:
-        return [id for step in self.steps for id in step.ids]
+        return [id for one in self.micro_batches for id in one.ids]
 
     @property
     def groups(self) -> list[list[tuple[int, ...]]]:
-        """The groups that each round has taken out of its window, in step order."""
-        last_seen = {id: k for k, window in enumerate(self.windows) for id in window}
-        groups: list[list[tuple[int, ...]]] = [[] for _ in self.windows]
-        for step in self.steps:
-            if not step.idle:
-                groups[last_seen[step.ids[0]]].append(step.ids)
+        """With `fill`: the groups that each round has taken out of its buffer, in order."""
+        groups: list[list[tuple[int, ...]]] = [[] for _ in self.buffers]
+        for one in self.micro_batches:
+            if not one.idle:
+                groups[one.round_index].append(one.ids)
         return groups
+
+
+def of_all_ranks(step: OptimizerStep) -> OptimizerStep:
+    """What is the same on all ranks."""
+    return replace(step, stock_input_tokens=None)
 
 
 class Lockstep:
@@ -77,11 +97,11 @@ class Lockstep:
         self.told_ahead: dict[int, Any] = {}
         self.running: set[int] = set()
         self.leaving: set[int] = set()
-        self.on_round: Callable[[int, list[Task]], None] = lambda rank, tasks: None
+        self.on_plan: Callable[[int, list[Task]], None] = lambda rank, tasks: None
         self.errors: dict[int, BaseException] = {}
 
     def round(self) -> bool:
-        """Run every rank that has not ended for one round; whether one is left."""
+        """Run every rank that has not ended for one plan; whether one is left."""
         self.told, self.told_ahead = self.told_ahead, {}
         for rank in self.order:
             if rank in self.sources and rank not in self.told:
@@ -90,7 +110,7 @@ class Lockstep:
 
     def tell(self, rank: int, message: Any) -> list[Any]:
         """What all ranks tell in this round, in rank order. Runs those that have not told yet."""
-        if rank in self.told:  # last words after its report, while others have not returned with this round
+        if rank in self.told:  # last words after its metadata, while others have not returned with this round
             self.told_ahead[rank] = message
             return []
         self.told[rank] = message
@@ -110,7 +130,7 @@ class Lockstep:
                 del self.sources[rank]
                 source.close()
             else:
-                self.on_round(rank, next(source))
+                self.on_plan(rank, next(source))
         except StopIteration:
             del self.sources[rank]
         except Exception as error:
@@ -127,13 +147,13 @@ class Seat:
 
     def __init__(self, lockstep: Lockstep, rank: int, on_wire: bool):
         self.lockstep, self.rank, self.on_wire = lockstep, rank, on_wire
+        self.world_size = len(lockstep.order)
 
-    def all_gather(self, report: RankMetadata, round_index: int) -> list[RankMetadata]:
+    def all_gather(self, metadata: RankMetadata, round_index: int) -> list[RankMetadata]:
         # What a rank goes on changing is never shared.
-        told = (
-            encode(report) if self.on_wire else RankMetadata(report.window, report.rejected.copy(), model=report.model)
+        answers = self._tell(
+            encode(metadata) if self.on_wire else replace(metadata, rejected=metadata.rejected.copy())
         )
-        answers = self._tell(told)
         for rank, answer in enumerate(answers):
             if isinstance(answer, Failure):
                 raise CollectiveError(f"rank {rank} stopped: {answer.reason}")
@@ -165,32 +185,55 @@ class Seat:
         return [decode(answer) for answer in answers] if self.on_wire else answers
 
 
+class RecordedFill(FillEpoch):
+    """What it holds when it tells the others."""
+
+    @property
+    def buffered(self) -> list[Sample]:
+        return [one.sample for one in self.held]
+
+
+class RecordedKeep(KeepEpoch):
+    buffered: Sequence[Sample] = ()
+
+    def _observe(self, index: int) -> tuple[list[int], list[Sample]]:
+        positions, self.buffered = super()._observe(index)
+        return positions, list(self.buffered)
+
+
+FILL_OPTIONS = {"buffer_size": 8, "accumulation": 1, "join": True}
+CONTEXT_OPTIONS = {"budget": Budget(32), "balance": False, "seed": 0}
+
+
 def run_shards(
     shards: Sequence[Sequence[Row]],
     *,
     order: Sequence[int] | None = None,
     leave_after: dict[int, int] | None = None,
     on_wire: bool = True,
+    stock: StockSteps | None = None,
+    epoch: int = 0,
     **options: Any,
 ) -> list[Epoch]:
     """One epoch of one rank a shard; the `Epoch` of each.
 
-    leave_after: {rank: rounds after which it is closed}. options: of `FillEpoch`.
+    leave_after: {rank: plans after which it is closed}. stock: of `KeepEpoch`, and `FillEpoch` is run without it.
+    options: of `EpochContext` and of the planner.
     """
     epochs = [Epoch(undrawn=len(shard)) for shard in shards]
     lockstep = Lockstep(len(shards), order)
-    lockstep.on_round = lambda rank, tasks: epochs[rank].rounds.append(tasks)
+    lockstep.on_plan = lambda rank, tasks: epochs[rank].plans.append(tasks)
     everything = [row for shard in shards for row in shard]
     held: list[list[Sample]] = [[] for _ in shards]
 
     class Recorded(Seat):
-        def all_gather(self, report: RankMetadata, round_index: int) -> list[RankMetadata]:
+        def all_gather(self, metadata: RankMetadata, round_index: int) -> list[RankMetadata]:
             epoch = epochs[self.rank]
-            assert round_index == len(epoch.windows)
-            epoch.windows.append([one.sample.id for one in ranks[self.rank].held])
-            epoch.reports.append(RankMetadata(report.window, report.rejected.copy()))
-            held[self.rank] = [one.sample for one in ranks[self.rank].held]
-            return super().all_gather(report, round_index)
+            assert stock is not None or round_index == len(epoch.buffers)
+            held[self.rank] = list(ranks[self.rank].buffered)
+            epoch.buffers.append([sample.id for sample in held[self.rank]])
+            epoch.metadata.append(replace(metadata, rejected=metadata.rejected.copy()))
+            return super().all_gather(metadata, round_index)
 
     def redistributing(
         plan: Plan, rank: int, samples: Sequence[Sample], _: Any, *, encode: Any, decode: Any
@@ -209,36 +252,86 @@ def run_shards(
                 raise row
             yield row
 
-    defaults = {"budget": Budget(32), "buffer_size": 8, "accumulation": 1, "join": True, "seed": 0, "epoch": 0}
-    defaults["find_dummy_sample"] = lambda: next(row for row in everything if isinstance(row, Sample))
-    ranks = [
-        FillEpoch(
+    context = {
+        "num_samples": len(everything),
+        "find_dummy_sample": lambda: next(row for row in everything if isinstance(row, Sample)),
+        **CONTEXT_OPTIONS,
+    } | {key: value for key, value in options.items() if key in EpochContext.__dataclass_fields__}
+    settings = {key: value for key, value in options.items() if key not in EpochContext.__dataclass_fields__}
+    planner: Callable[..., EpochPlanner] = RecordedKeep
+    if stock is None:
+        planner, settings = RecordedFill, FILL_OPTIONS | settings
+    else:
+        settings["stock"] = stock
+    ranks: list[Any] = [
+        planner(
             draw(rank),
-            rank=rank,
-            coordinator=Recorded(lockstep, rank, on_wire),
-            on_reject=lambda rejection, rank=rank: epochs[rank].rejected.append(rejection.id),
-            num_samples=len(everything),
-            **defaults | options,
+            EpochContext(
+                rank=rank,
+                coordinator=Recorded(lockstep, rank, on_wire),
+                on_reject=lambda rejection, rank=rank: epochs[rank].rejected.append(rejection.id),
+                **context,
+            ),
+            epoch=epoch,
+            **settings,
         )
         for rank in range(len(shards))
     ]
-    lockstep.sources = {rank: iter(rounds) for rank, rounds in enumerate(ranks)}
-    num_rounds = 0
-    with mock.patch.object(rounds_module, "redistribute", redistributing):
+    lockstep.sources = {rank: iter(plans) for rank, plans in enumerate(ranks)}
+    num_plans = 0
+    with mock.patch.object(epoch_module, "redistribute", redistributing):
         while lockstep.round():
-            num_rounds += 1
-            lockstep.leaving = {rank for rank, after in (leave_after or {}).items() if after <= num_rounds}
-            if num_rounds > 2 * len(everything) + 10:
-                raise Hang("rounds without end")
+            num_plans += 1
+            lockstep.leaving = {rank for rank, after in (leave_after or {}).items() if after <= num_plans}
+            if num_plans > 2 * len(everything) + 10:
+                raise Hang("plans without end")
     for rank, error in lockstep.errors.items():
         epochs[rank].error = error
     return epochs
 
 
 def run_epoch(rows: Sequence[Row], *, world_size: int = 1, **options: Any) -> list[Epoch]:
-    """One epoch over `rows`, sharded over `world_size` ranks as the loader does it."""
+    """One filled epoch over `rows`, sharded over `world_size` ranks as the loader does it."""
     shards = [[rows[i] for i in ShardSampler(range(len(rows)), rank, world_size)] for rank in range(world_size)]
     return run_shards(shards, **options)
+
+
+def stock_steps(
+    num_rows: int | None,
+    *,
+    size: int,
+    batch_size: int = 1,
+    world_size: int = 1,
+    drop_last: bool = False,
+    mean: str = "step",
+    is_split: bool = False,
+) -> StockSteps:
+    """size: N. num_rows: of the epoch, None where nobody knows."""
+    left_out = num_rows % (batch_size * world_size) if drop_last and num_rows else 0
+    return StockSteps(
+        global_batch_size=size,
+        batch_size=batch_size,
+        world_size=world_size,
+        num_samples=None if num_rows is None else num_rows - left_out,
+        left_out=left_out,
+        mean=mean,
+        is_split=is_split,
+    )
+
+
+def run_kept(rows: Sequence[Row], stock: StockSteps, *, first_step: int = 0, **options: Any) -> list[Epoch]:
+    """One epoch of kept optimizer steps over `rows` (those that `drop_last` leaves out among them)."""
+    stop = stock.num_samples if stock.left_out else None
+    shards = []
+    for rank in range(stock.world_size):
+        start = Start(first=stock.first_number(rank, first_step), stop=stop)
+        shards.append([row for _, row in shard(rows, rank, stock.world_size, start)])
+    context = {
+        "balance": True,
+        "num_samples": None if stock.num_samples is None else len(rows),
+        "find_dummy_sample": lambda: usable(rows)[0],
+    }
+    return run_shards(shards, stock=stock, first_step=first_step, **context | options)
 
 
 def sample(id: int, tokens: int, patches: int = 0) -> Sample:
@@ -264,7 +357,7 @@ def check_promises(
     balance: bool = False,
     **_: Any,
 ) -> None:
-    """I1 to I5 and I7, and of I6 that all ranks planned the same, for an epoch without fatal rows.
+    """I1 to I5 and I7 of a filled epoch without fatal rows, and of I6 that all ranks planned the same.
 
     With balance, I7 speaks of the samples of all ranks together, and so does the progress of I5.
     """
@@ -282,29 +375,31 @@ def check_promises(
         return
     assert [epoch.error for epoch in epochs] == [None] * len(epochs)
 
-    rounds = [len(tasks) for tasks in epochs[0].rounds]
+    plans = [len(tasks) for tasks in epochs[0].plans]
+    totals = [one.totals for one in epochs[0].micro_batches]
     steps = epochs[0].steps
-    totals = [step.totals for step in steps]
-    assert all([len(tasks) for tasks in epoch.rounds] == rounds for epoch in epochs), "I1"
-    assert len(steps) % accumulation == 0, "I1"
-    assert [step.last for step in steps] == [False] * (len(steps) - 1) + [True]
-    assert all([step.totals for step in epoch.steps] == totals for epoch in epochs), "I6: all ranks plan the same"
+    assert all([len(tasks) for tasks in epoch.plans] == plans for epoch in epochs), "I1"
+    check_whole_optimizer_steps(epochs)
+    sizes = [step.num_micro_batches for step in steps]
+    assert sizes[:-1] == [accumulation] * (len(steps) - 1), "I1"
+    assert sizes[-1] == accumulation or (join and 0 < sizes[-1] < accumulation), "only the last may be smaller"
+    assert all([one.totals for one in epoch.micro_batches] == totals for epoch in epochs), "I6: all plan the same"
 
     assert all(count == 1 for count in emitted.values()) and costs.keys() >= set(emitted), "I2, I3: no id twice"
     for rank, epoch in zip(held, epochs):
         assert balance or rank.keys() >= set(epoch.ids), "only balanced samples leave their rank"
-        idle = [step.idle for step in epoch.steps]
+        idle = [one.idle for one in epoch.micro_batches]
         assert join or not any(idle), "I3"
         assert balance or idle == sorted(idle), "I7: a rank idles behind its last sample"
     assert steps[-1].left_out == num_rows - len(emitted) - num_rejected
     if join:
         assert len(emitted) == len(costs) and steps[-1].left_out == 0, "I2"
-        assert sum(not step.active_ranks for step in totals) < accumulation, "I7: filled up, and no further"
     else:
         assert any(_ran_short(*rank, emitted, accumulation) for rank in zip(held, epochs)), "I3"
+    assert all(step.active_ranks for step in totals), "I7: never all at once"
 
     for k, step in enumerate(totals):
-        groups = [[costs[id] for id in epoch.steps[k].ids] for epoch in epochs]
+        groups = [[costs[id] for id in epoch.micro_batches[k].ids] for epoch in epochs]
         assert all(len({cost.modality for cost in group}) <= 1 for group in groups)
         assert all(len(group) < 2 or budget.fits(group) for group in groups), "I4"
         if balance and step.active_ranks < len(epochs):
@@ -312,22 +407,92 @@ def check_promises(
 
     # A balanced round sends out a sample for each rank, or all there are.
     most_rounds = max(map(len, held)) + (len(costs) // len(held) if balance else 0)
-    assert len(epochs[0].windows) <= most_rounds, "I5"
+    assert len(epochs[0].buffers) <= most_rounds, "I5"
     # Once it may wait no longer, a sample is kept back only by older ones, and one of these goes out every round.
     longest_wait = MAX_WAIT_ROUNDS + buffer_size - 1
     for epoch in epochs:
-        num_rounds_held = Counter(id for window in epoch.windows for id in window)
+        num_rounds_held = Counter(id for buffer in epoch.buffers for id in buffer)
         assert all(count <= 1 + longest_wait for count in num_rounds_held.values()), "I5: a bounded wait"
-        for k, (window, after) in enumerate(zip(epoch.windows, [*epoch.windows[1:], []]), start=1):
-            assert len(window) <= buffer_size
-            gone = set(window) - set(after)
-            closing = not join and k == len(epoch.windows)
-            assert gone or not window or closing or balance, "I5: progress on every rank that holds a sample"
+        for k, (buffer, after) in enumerate(zip(epoch.buffers, [*epoch.buffers[1:], []]), start=1):
+            assert len(buffer) <= buffer_size
+            gone = set(buffer) - set(after)
+            closing = not join and k == len(epoch.buffers)
+            assert gone or not buffer or closing or balance, "I5: progress on every rank that holds a sample"
             plain = budget.max_patches is None and budget.collation == Collation()
-            if join and not balance and plain and k < len(epoch.windows):
-                left = [costs[id] for id in after if id in window]
-                taken = [[costs[id] for id in step.ids] for step in epoch.steps if step.ids and step.ids[0] in gone]
+            if join and not balance and plain and k < len(epoch.buffers):
+                left = [costs[id] for id in after if id in buffer]
+                taken = [[costs[id] for id in one.ids] for one in epoch.micro_batches if one.ids and one.ids[0] in gone]
                 assert not any(_could_take(group, cost, budget) for group in taken for cost in left), "I7: cut down"
+
+
+def check_whole_optimizer_steps(epochs: Sequence[Epoch]) -> None:
+    """I1, I6: the same optimizer steps on all ranks, each of as many micro-batches as it says, in one piece."""
+    steps = [of_all_ranks(step) for step in epochs[0].steps]
+    for epoch in epochs:
+        assert [of_all_ranks(step) for step in epoch.steps] == steps
+        assert [tasks[-1][0].ends_optimizer_step for tasks in epoch.plans if tasks] == [True] * len(
+            list(filter(None, epoch.plans))
+        ), "a plan is whole optimizer steps"
+        for step, micro_batches in zip(epoch.steps, epoch.optimizer_steps):
+            assert [one.index for one in micro_batches] == list(range(step.num_micro_batches))
+            assert [one.ends_optimizer_step for one in micro_batches] == [False] * (len(micro_batches) - 1) + [True]
+            assert all(one.step is step for one in micro_batches)
+    assert [step.last for step in steps] == [False] * (len(steps) - 1) + [True]
+
+
+def check_kept(
+    rows: Sequence[Row],
+    epochs: Sequence[Epoch],
+    stock: StockSteps,
+    *,
+    budget: Budget = Budget(32),
+    balance: bool = True,
+    first_step: int = 0,
+    **_: Any,
+) -> None:
+    """I1, I2, I4, I5, I7 and I9 of an epoch of kept optimizer steps without fatal rows; of I6 that all plan the same.
+
+    rows: in the order of all ranks, those that `drop_last` leaves out among them.
+    """
+    size, world_size = stock.global_batch_size, stock.world_size
+    end = len(rows) - stock.left_out
+    expected = [rows[start : min(start + size, end)] for start in range(first_step * size, end, size)]
+    costs = {row.id: row.cost for row in usable(rows)}
+    if not any(map(usable, expected)):
+        assert all(isinstance(epoch.error, CollectiveError) for epoch in epochs), "all ranks end alike"
+        return
+    assert [epoch.error for epoch in epochs] == [None] * len(epochs)
+    check_whole_optimizer_steps(epochs)
+    assert [len(epoch.plans) for epoch in epochs] == [len(expected)] * world_size, "I5: a plan is an optimizer step"
+    rejected: Counter[str] = Counter()
+    for k, wanted in enumerate(expected):
+        micro_steps = list(zip(*(epoch.optimizer_steps[k] for epoch in epochs)))
+        step = micro_steps[0][0].step
+        ids = [id for micro_step in micro_steps for one in micro_step for id in one.ids]
+        assert sorted(ids) == sorted(row.id for row in usable(wanted)), "I2, I9"
+        rejected += Counter(row.reason for row in wanted if isinstance(row, Rejection))
+        assert step.index == first_step + k and step.rejected == rejected
+        assert step.samples == len(ids) and step.tokens == sum(costs[id].tokens for id in ids)
+        assert step.done == min((step.index + 1) * size, end)
+        assert step.left_out == (stock.left_out if step.last else 0)
+        if not ids:
+            assert len(micro_steps) == 1 and step.num_active == 0
+        for micro_step in micro_steps:
+            groups = [[costs[id] for id in one.ids] for one in micro_step]
+            totals = micro_step[0].totals
+            assert all(one.totals == totals for one in micro_step), "I6: all ranks plan the same"
+            assert all(len({cost.modality for cost in group}) <= 1 for group in groups)
+            assert all(len(group) < 2 or budget.fits(group) for group in groups), "I4"
+            assert totals.active_ranks == sum(map(bool, groups))
+            assert any(groups) or not ids, "I7: never all at once"
+            if balance and totals.active_ranks < world_size:
+                assert totals.samples == totals.active_ranks, "I7: there are too few for all ranks"
+        for rank, epoch in enumerate(epochs):
+            idle = [one.idle for one in epoch.optimizer_steps[k]]
+            assert idle == sorted(idle), "I7: a rank idles behind its last sample of the step"
+            if not balance and not stock.is_split:
+                own = {row.id for row in usable(wanted[(rank - step.index * size) % world_size :: world_size])}
+                assert {id for one in epoch.optimizer_steps[k] for id in one.ids} == own, "none leaves its rank"
 
 
 def _could_take(group: Sequence[Cost], other: Cost, budget: Budget) -> bool:

@@ -23,19 +23,19 @@ class Failure:
 
 
 def encode(message: RankMetadata | Failure) -> bytes:
-    """The length of a JSON header, the header, the samples of the window as an array of `ROW` (24 bytes a sample)."""
+    """The length of a JSON header, the header, the buffered samples as an array of `ROW` (24 bytes a sample)."""
     if isinstance(message, Failure):
         header: dict[str, object] = {"failure": message.reason[:MAX_REASON_CHARACTERS]}
         rows = b""
     else:
         header = {
-            "exhausted": message.window.exhausted,
+            "exhausted": message.buffer.exhausted,
             "rejected": message.rejected,
             "overlong": message.overlong,
             "order": message.order,
             "model": dataclasses.astuple(message.model),
         }
-        rows = message.window.rows.tobytes()
+        rows = message.buffer.rows.tobytes()
     text = json.dumps(header).encode()
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text + rows
 
@@ -46,7 +46,7 @@ def decode(message: bytes) -> RankMetadata | Failure:
     header = json.loads(message[_LENGTH_BYTES:end])
     if "failure" in header:
         return Failure(header["failure"])
-    window = BufferMetadata(np.frombuffer(message, dtype=ROW, offset=end), header["exhausted"])
+    buffer = BufferMetadata(np.frombuffer(message, dtype=ROW, offset=end), header["exhausted"])
     return RankMetadata(
-        window, Counter(header["rejected"]), header["overlong"], header["order"], CostModel(*header["model"])
+        buffer, Counter(header["rejected"]), header["overlong"], header["order"], CostModel(*header["model"])
     )

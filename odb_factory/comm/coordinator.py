@@ -24,7 +24,7 @@ class RankMetadata:
     model: the cost model that this rank proposes; that of rank 0 is taken.
     """
 
-    window: BufferMetadata
+    buffer: BufferMetadata
     rejected: Counter[str]
     overlong: int = 0
     order: int = 0

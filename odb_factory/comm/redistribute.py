@@ -15,7 +15,7 @@ _LENGTH_BYTES = 8
 def make_buffers(plan: Plan, rank: int, held: Sequence[T], encode: Callable[[T], bytes]) -> list[bytes]:
     """What this rank sends to each rank: its samples in the order in which they will be taken, each behind its length.
 
-    held: the samples of this rank's window.
+    held: the samples in this rank's buffer.
     """
     start, end = plan.starts[rank : rank + 2]
     buffers = []

@@ -1,1 +1,1 @@
-"""The running loader: observe, window, plan, collate."""
+"""The running loader: observe, agree, plan, redistribute, collate."""

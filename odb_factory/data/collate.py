@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from odb_factory.data.fill_epoch import Task
 from odb_factory.data.measure import measure_batch
-from odb_factory.data.samples import Measured, MicroBatch, Sample
+from odb_factory.data.samples import Measured, MicroBatch, Sample, Task
 from odb_factory.data.serialize import unpack
 from odb_factory.data.worker import WorkerDataset
 from odb_factory.errors import one_line

@@ -22,10 +22,13 @@ class DataLoaderParts:
     """What a DataLoader is made of, as far as an online loader takes it over; each name as in torch.
 
     sampler: indices of the whole epoch, the same on all ranks; None for a dataset that is iterated.
+    batch_size: rows of its batches (of this rank).
     """
 
     dataset: Any
     sampler: Any
+    batch_size: int
+    drop_last: bool
     collate_fn: Callable[[list[Any]], Any]
     num_workers: int
     prefetch_factor: int
@@ -67,6 +70,8 @@ def dismantle(dataloader: Any, seed: int, stream: Any = None) -> DataLoaderParts
     return DataLoaderParts(
         dataset=dataset,
         sampler=None if isinstance(dataset, IterableDataset) else _whole(_sampler(loader), seed),
+        batch_size=_batch_size(loader),
+        drop_last=loader.drop_last or bool(getattr(_batch_sampler(loader), "drop_last", False)),
         collate_fn=loader.collate_fn,
         num_workers=loader.num_workers,
         prefetch_factor=loader.prefetch_factor or 2,
@@ -90,11 +95,6 @@ def _can_pin() -> bool:
 
 def _refuse_options(loader: DataLoader) -> None:
     """Raise `ConfigError` for what a loader that forms its batches online cannot do as torch does."""
-    if loader.drop_last or getattr(_batch_sampler(loader), "drop_last", False):
-        raise ConfigError(
-            "drop_last: True (dataloader_drop_last) would leave out the samples of a last, smaller batch, and odb "
-            "trains on every sample; set it to False."
-        )
     if not getattr(loader, "in_order", True):  # torch >= 2.6
         raise ConfigError(
             "in_order: False would let the workers' timing decide which samples meet; leave it at True, odb needs the "
@@ -122,6 +122,11 @@ def _batch_sampler(loader: DataLoader) -> Any:
     while hasattr(batches, "batch_sampler"):  # accelerate's share of a rank
         batches = batches.batch_sampler
     return batches
+
+
+def _batch_size(loader: DataLoader) -> int:
+    size = loader.batch_size or getattr(_batch_sampler(loader), "batch_size", None)
+    return size if isinstance(size, int) else 1
 
 
 def _sampler(loader: DataLoader) -> Any:

@@ -12,10 +12,10 @@ from odb_factory.data.fields import packed
 from odb_factory.errors import DataError
 
 if TYPE_CHECKING:
-    from odb_factory.data.state import EpochState
+    from odb_factory.data.fill_state import FillState
 
 
-def mark_done(states: Sequence[EpochState], num_samples: int | None) -> np.ndarray:
+def mark_done(states: Sequence[FillState], num_samples: int | None) -> np.ndarray:
     """bool[num_samples]: the positions of the epoch's order that are done by these states, one a rank.
 
     num_samples: of the epoch; None for a stream, of which as many positions are marked as were looked at.
@@ -40,7 +40,7 @@ def mark_done(states: Sequence[EpochState], num_samples: int | None) -> np.ndarr
     return done
 
 
-def _num_looked_at(states: Sequence[EpochState]) -> int:
+def _num_looked_at(states: Sequence[FillState]) -> int:
     drawn = [max([-1, *state.emitted, state.snapshot.drawn if state.snapshot else 0]) + 1 for state in states]
     before = max(0 if state.done is None else len(state.done) for state in states)
     return before + max(drawn) * len(states)

@@ -12,6 +12,9 @@ import numpy as np
 
 from odb_factory.errors import DataError
 
+VERSION = 4
+"""Of what is saved; another is not read."""
+
 
 class Fields:
     """The fields of a saved object.

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset, IterableDataset
 
-from odb_factory.data.measure import DEFAULT_PATCH_SIZE, count_patches, count_supervised, is_ints
+from odb_factory.data.measure import DEFAULT_PATCH_SIZE, count_patches, count_supervised, has_leading_label, is_ints
 from odb_factory.data.observe import ItemError
 from odb_factory.errors import ConfigError
 from odb_factory.planning import VIDEO, Cost
@@ -28,7 +28,7 @@ class ItemObserver:
 
     cost_fn: item -> `Cost`, or int (tokens; patches are then counted as without it). Where it gives no supervised
     tokens, labels are counted all the same.
-    needs_supervised: supervised tokens must be known (`loss_scaling: exact`); else they may be 0 for want of labels.
+    loss_scaling: if it weighs by supervised tokens, they must be known; else they may be 0 for want of labels.
     """
 
     def __init__(
@@ -37,10 +37,11 @@ class ItemObserver:
         *,
         cost_fn: Callable[[Any], Cost | int] | None = None,
         patch_size: int = DEFAULT_PATCH_SIZE,
-        needs_supervised: bool = True,
+        loss_scaling: str = "exact",
     ):
         self.collate_fn, self.cost_fn, self.patch_size = collate_fn, cost_fn, patch_size
-        self.needs_supervised = needs_supervised
+        self.loss_scaling = loss_scaling
+        self.needs_supervised = loss_scaling not in ("approx", "none")
 
     def __call__(self, dataset: Any, index: int) -> tuple[Any, Cost]:
         item = dataset[index]
@@ -54,7 +55,12 @@ class ItemObserver:
         if isinstance(item, Mapping):
             features = {key: value for key, value in item.items() if key != PATCHES_KEY}
         if cost.supervised_tokens == 0:
-            cost = dataclasses.replace(cost, supervised_tokens=self._supervised(features, cost.tokens))
+            labels = self._labels(features)
+            cost = dataclasses.replace(
+                cost,
+                supervised_tokens=cost.tokens if labels is None else count_supervised(labels),
+                leading_label=labels is not None and has_leading_label(labels),
+            )
         return features, cost
 
     def describe(self, dataset: Any, index: int) -> str:
@@ -72,20 +78,19 @@ class ItemObserver:
         video = any(item.get(key) is not None for key in ("video_grid_thw", "pixel_values_videos"))
         return Cost(tokens, patches, has_media=patches > 0, modality=VIDEO if video else 0)
 
-    def _supervised(self, features: Any, tokens: int) -> int:
+    def _labels(self, features: Any) -> Any:
+        """Those of an item, or of the batch that it makes alone; None if there are none and none are needed."""
         labels = features.get("labels") if isinstance(features, Mapping) else None
         if labels is None:
             batch = self.collate_fn([copy.copy(features)])
             labels = batch.get("labels") if isinstance(batch, Mapping) else None
-        if labels is not None:
-            return count_supervised(labels)
-        if self.needs_supervised:
+        if labels is None and self.needs_supervised:
             raise ItemError(
-                "loss_scaling 'exact' weighs by supervised tokens, and neither the item nor its collated batch has "
-                "`labels`; add them (-100 where no loss is wanted), give cost_fn=... returning "
+                f"loss_scaling {self.loss_scaling!r} weighs by supervised tokens, and neither the item nor its "
+                "collated batch has `labels`; add them (-100 where no loss is wanted), give cost_fn=... returning "
                 "odb_factory.Cost(tokens, patches, supervised_tokens), or choose loss_scaling 'approx' or 'none'"
             )
-        return tokens
+        return labels
 
 
 def _length(item: Any) -> int:

@@ -1,11 +1,11 @@
 """`ODBLoader`: two ordinary torch DataLoaders with the planner between them.
 
 The first observes: rows become light samples in its workers. The second collates: its sampler
-yields whole groups, its workers run the framework's collator. Between them one background thread
-fills the window and plans, a round ahead of what is being collated.
+yields whole micro-batches, its workers run the framework's collator. Between them one background
+thread plans, ahead of what is being collated.
 
 A trap of torch shapes this module: a DataLoader asks its sampler for the next index before it
-hands over a batch that is ready. So the sampler here never waits, it yields None while no group
+hands over a batch that is ready. So the sampler here never waits, it yields None while nothing
 is planned, and the worker's answer to None is passed over.
 """
 
@@ -16,7 +16,7 @@ import functools
 import queue
 import threading
 import time
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,13 +26,14 @@ import odb_factory
 from odb_factory.comm.coordinator import CollectiveError, Coordinator, SingleProcessCoordinator
 from odb_factory.config import ODBConfig
 from odb_factory.data.collate import Collated, Failure
-from odb_factory.data.epoch_progress import EpochProgress
-from odb_factory.data.fill_epoch import FillEpoch
+from odb_factory.data.epoch import EpochContext
 from odb_factory.data.loader_workers import END, LoaderWorkers, take
 from odb_factory.data.observe import Observer
 from odb_factory.data.prefetch import BackgroundPrefetcher, InlinePrefetcher
-from odb_factory.data.samples import MicroBatch, Rejection
-from odb_factory.data.state import EpochState
+from odb_factory.data.progress import Progress
+from odb_factory.data.samples import MicroBatch, OptimizerStep, Rejection
+from odb_factory.data.state import DataState
+from odb_factory.data.step_rule import OptimizerStepRule, progress_for
 from odb_factory.data.step_times import StepTimes
 from odb_factory.data.task_sampler import Pass
 from odb_factory.errors import ConfigError, DataError, one_line
@@ -42,8 +43,6 @@ from odb_factory.planning import Budget, Collation, CostModel
 MAX_REJECTIONS_LOGGED = 10
 LOCAL_KEYS = ("audit", "collate_workers", "exchange_timeout_s")
 """Keys of the block in which ranks may differ: no plan and no weight depends on them."""
-PLACE = ("epoch", "round of the plan", "micro-batches done in it", "samples done before")
-"""Where an epoch goes on: what `EpochProgress.place` says."""
 ABORT_S = 7.0
 """After a failure planning is given this long to end; a DataLoader looks for dead workers every 5 s."""
 
@@ -51,12 +50,12 @@ logger = get_logger(__name__)
 
 
 class ODBLoader:
-    """Iterate over the collated steps of one epoch on this rank: (`MicroBatch`, `Measured`, batch).
+    """Iterate over the collated micro-batches of one epoch on this rank: (`MicroBatch`, `Measured`, batch).
 
     dataset: what `observer` reads rows from; sampler: row indices of one epoch over all ranks, with
     `set_epoch` if the order changes, None for a dataset that is iterated; collate_fn: the framework's
-    collator, unchanged. accumulation: an epoch has a multiple of this many steps. agree_on: settings, beside the
-    config's, that all ranks must have in common. stages: what else `LoaderWorkers` takes.
+    collator, unchanged. rule: what makes an optimizer step. agree_on: settings, beside the config's, that all ranks
+    must have in common. workers: what else `LoaderWorkers` takes.
     Call `close` when done; it ends the worker processes.
     """
 
@@ -69,20 +68,21 @@ class ODBLoader:
         collate_fn: Callable,
         config: ODBConfig,
         collation: Collation = Collation(),
-        accumulation: int = 1,
+        rule: OptimizerStepRule,
         seed: int = 0,
         coordinator: Coordinator | None = None,
         agree_on: Mapping[str, object] | None = None,
-        **stages: Any,
+        **workers: Any,
     ):
         self.dataset, self.config = dataset, config
         self._coordinator = coordinator or SingleProcessCoordinator()
         self.rank, self.world_size = rank, world_size = self._coordinator.rank, self._coordinator.world_size
         self.epoch = 0
         self.times = StepTimes()
+        self.rejected: Counter[str] = Counter()
         self._num_rejected = 0
         budget = Budget(config.token_budget, config.max_patches, collation)
-        self._stages = LoaderWorkers(
+        self._workers = LoaderWorkers(
             dataset,
             sampler=sampler,
             observer=observer,
@@ -91,49 +91,37 @@ class ODBLoader:
             budget=budget,
             rank=rank,
             world_size=world_size,
-            **stages,
+            **workers,
         )
-        self._order = self._stages.order
+        self._order = self._workers.order
         # The length of a stream that is split is that of this rank's part, or of the whole; nobody says which.
         is_split = getattr(self._order, "is_split", False)
         self.num_samples: int | None = None if is_split else _length(dataset if sampler is None else sampler)
-        self._plan = functools.partial(
-            FillEpoch,
+        self._context = EpochContext(
             budget=budget,
-            buffer_size=config.buffer_size,
             num_samples=self.num_samples,
-            accumulation=accumulation,
-            join=config.join,
-            balance=config.balance,
-            propose=self.times.fitting() if config.cost_model == "time" else CostModel,
+            balance=bool(config.balance),
             seed=seed,
             rank=rank,
             coordinator=self._coordinator,
-            find_dummy_sample=self._stages.find_dummy_sample,
+            find_dummy_sample=self._workers.find_dummy_sample,
             on_reject=self._on_reject,
+            compare_orders=self._order.compare,
+            propose=self.times.fitting() if config.cost_model == "time" else CostModel,
         )
-        self._progress = EpochProgress(
-            rank,
-            world_size,
+        self._progress: Progress = progress_for(
+            config,
+            rule,
+            budget=budget,
+            rank=rank,
+            world_size=world_size,
             data={"samples": self.num_samples, "seed": seed, "split": is_split},
-            plan={
-                "token_budget": config.token_budget,
-                "max_patches": config.max_patches,
-                "buffer_size": config.buffer_size,
-                "join": config.join,
-                "balance": config.balance,
-                "cost_model": config.cost_model,
-                "overlong": config.overlong,
-                "on_error": config.on_error,
-                "accumulation": accumulation,
-                "collation": list(dataclasses.astuple(collation)),
-            },
-            read_row=self._stages.read_row,
+            read_row=self._workers.read_row,
         )
         self._settings = {
             **{f"odb.{key}": value for key, value in config.to_dict().items() if key not in LOCAL_KEYS},
+            **rule.settings,
             "seed": seed,
-            "gradient_accumulation_steps": accumulation,
             "collation": collation,
             "number of samples": self.num_samples,
             "odb_factory": odb_factory.__version__,
@@ -141,6 +129,17 @@ class ODBLoader:
             **(agree_on or {}),
         }
         self._pass: Pass | None = None
+        self._handed_out: list[MicroBatch] = []
+
+    @property
+    def global_batch_size(self) -> int | None:
+        """Samples of an optimizer step on all ranks; None with `fill`."""
+        return self._progress.global_batch_size
+
+    @property
+    def num_optimizer_steps(self) -> int | None:
+        """Optimizer steps of an epoch; None where nobody knows (`fill`, no length)."""
+        return self._progress.steps_an_epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration; a new order every epoch."""
@@ -155,16 +154,20 @@ class ODBLoader:
             self.epoch = epoch
             self._progress.turn_to(epoch)
 
-    def consume(self, step: MicroBatch) -> None:
-        """Note that this step, and all before it, has been trained on: a state is taken from there."""
-        self._progress.consume(step, self._pass.plan.snapshots if self._pass is not None else deque())
+    def consume(self, step: OptimizerStep) -> None:
+        """Note that this optimizer step, and all before it, has been trained on: a state is taken from there."""
+        last = (step.epoch, step.index)
+        mine = [one for one in self._handed_out if (one.step.epoch, one.step.index) <= last]
+        del self._handed_out[: len(mine)]  # a loop may have fetched some of the next step ahead
+        if self._pass is not None or step.last:  # or asked for what comes behind the last
+            self._progress.consume(step, mine, None if self._pass is None else self._pass.planner)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this rank stands behind the last step consumed: JSON types, some kilobytes whatever the dataset."""
-        return self._progress.state(self._fingerprint(self._progress.epoch))
+        """Where this rank stands behind the last optimizer step consumed: JSON types, some kilobytes at most."""
+        return self._progress.state(self._fingerprint(self._progress.epoch)).to_dict()
 
     def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
-        """Go on from the states of all ranks. This rank's alone is enough if ranks and settings are as they were.
+        """Go on from the states of all ranks, or from this one's alone unless `needs_all`.
 
         Raises `DataError` where the data are not those of the states (see the key `resume`).
         """
@@ -172,21 +175,29 @@ class ODBLoader:
         self._progress.load(states, self._fingerprint, ignore_data=self.config.resume == "ignore_data")
         self.epoch = self._progress.epoch
 
-    def deals_anew(self, state: EpochState) -> bool:
+    def needs_all(self, state: DataState) -> bool:
         """Whether `load_state_dict` needs the states of all ranks, to deal out the rest of an epoch anew."""
-        return self._progress.deals_anew(state)
+        return self._progress.needs_all(state)
 
-    def pass_over(self, epochs: float) -> int:
-        """Take this many epochs for done, the last in part, by the order of draws; returns the samples of that part."""
+    def skip(self, *, optimizer_steps: int, epochs: float) -> int | None:
+        """Stand where a stock training stands that has taken so many optimizer steps and epochs.
+
+        Exact with kept optimizer steps (returns None); else the samples of the last epoch that are taken for done.
+        """
         self._leave()
-        self.epoch = int(epochs)
-        done = round((epochs - self.epoch) * (self.num_samples or 0))
-        self._progress.pass_over(self.epoch, done)
-        return done
+        skipped = self._progress.skip(optimizer_steps, epochs)
+        self.epoch = self._progress.epoch
+        return skipped
 
-    def start(self) -> int:
-        """Begin the epoch, unless begun, and wait for its first round. Returns the estimated steps of the epoch."""
+    def estimate_optimizer_steps(self) -> int:
+        """Optimizer steps of an epoch. With `fill` it begins the epoch and is an estimate; 0 where nobody can say."""
+        if self._progress.steps_an_epoch is not None:
+            return self._progress.steps_an_epoch
         return self._begun().epoch_steps
+
+    def begin(self) -> None:
+        """Begin the epoch, unless begun, and wait for its first plan. Collective."""
+        self._begun()
 
     def _begun(self) -> Pass:
         if self._pass is None:
@@ -202,18 +213,24 @@ class ODBLoader:
         """The pass that has begun and is not over."""
         return self._pass
 
+    @property
+    def first_planned(self) -> OptimizerStep | None:
+        """The optimizer step that comes first in the pass that has begun, if it has not been handed on yet."""
+        tasks = () if self._pass is None else self._pass.tasks
+        return tasks[0][0].step if tasks else None
+
     def __iter__(self) -> Iterator[Collated]:
-        """Begin the epoch, or go on with one that `start` has begun; an iterator handed out before is over."""
+        """Begin the epoch, or go on with one that `begin` has begun; an iterator handed out before is over."""
         if self._pass is not None and self._pass.taken:
             self._leave()
         current = self._begun()
         current.taken = True
-        return self._steps(current)
+        return self._micro_batches(current)
 
     def close(self, timeout_s: float | None = None) -> None:
         """Leave the epoch (see `_leave`), end the worker processes, give the coordinator back."""
         self._leave(timeout_s)
-        self._stages.close()
+        self._workers.close()
         self._coordinator.close()
 
     def abort(self, message: str) -> None:
@@ -228,9 +245,9 @@ class ODBLoader:
         """
         current, self._pass = self._pass, None
         if current is not None:
-            current.rounds.stop()
+            current.plans.stop()
             current.batches = None
-        self._stages.close()
+        self._workers.close()
 
         def close_rest() -> None:
             if current is not None:
@@ -240,44 +257,39 @@ class ODBLoader:
         threading.Thread(target=close_rest, name="odb-release", daemon=True).start()
 
     def _begin(self) -> Pass:
-        if self._stages.is_closed:
+        if self._workers.is_closed:
             raise ConfigError("odb: this loader has been closed; make another one.")
         self._progress.turn_to(self.epoch)
-        done, resume, place = self._progress.done, self._progress.resume, self._progress.place
+        self._handed_out = []
+        place = self._progress.place
         self._order.set_epoch(self.epoch)
-        self._order.share.done = done
-        if resume is not None:
-            self._order.share.again = [held.draw for held in resume[0].waiting]
-            self._order.share.begin = resume[0].drawn
-        plan = self._plan(
-            self._stages.observe(self.epoch),
-            epoch=self.epoch,
-            order=functools.partial(self._checked_order, place, self._progress.order),
-            compare_orders=self._order.compare,
-            done_before=0 if done is None else int(done.sum()),
-            resume=resume,
-            emitted_before=self._progress.draws,
+        self._order.start = self._progress.start()
+        order = functools.partial(self._checked_order, tuple(place.values()), self._progress.order)
+        context = dataclasses.replace(self._context, order=order)
+        planner = self._progress.planner(self._workers.observe(self.epoch), context)
+        plans = iter(planner)
+        ahead = self._progress.plans_ahead(self.config.buffer_size)
+        current = Pass(
+            planner, BackgroundPrefetcher(plans, ahead) if self._workers.threaded else InlinePrefetcher(plans)
         )
-        rounds = iter(plan)
-        current = Pass(plan, BackgroundPrefetcher(rounds) if self._stages.threaded else InlinePrefetcher(rounds))
-        self._pass = self._stages.feed.current = current
-        current.batches = self._stages.collate(self.epoch)
+        self._pass = self._workers.feed.current = current
+        current.batches = self._workers.collate(self.epoch)
         self._coordinator.start()
-        self._coordinator.agree({**self._settings, **dict(zip(PLACE, place))})
-        current.rounds.start()
+        self._coordinator.agree({**self._settings, **place})
+        current.plans.start()
         while not current.tasks:
             try:
-                current.tasks.extend(current.rounds.poll())
+                current.tasks.extend(current.plans.poll())
             except queue.Empty:
                 self._coordinator.check()
             except StopIteration:  # nothing is left of a resumed epoch but rows that cannot be used
                 self._progress.turn_to(self.epoch + 1)
                 self.set_epoch(self.epoch + 1)
                 return self._begin()
-        current.epoch_steps = current.tasks[0][0].epoch_steps
+        current.epoch_steps = current.tasks[0][0].step.epoch_steps
         return current
 
-    def _steps(self, current: Pass) -> Iterator[Collated]:
+    def _micro_batches(self, current: Pass) -> Iterator[Collated]:
         try:
             # No reference to the iterator but the pass's own: leaving must end the worker processes.
             while current.batches is not None:
@@ -287,9 +299,11 @@ class ODBLoader:
                 if item is END:
                     break
                 if isinstance(item, Failure):
-                    raise DataError(item.message(self._stages.describe, self.config.on_error))
+                    raise DataError(item.message(self._workers.describe, self.config.on_error))
                 if item is not None:
                     current.in_flight -= 1
+                    self._handed_out.append(item[0])
+                    self.rejected = item[0].step.rejected
                     yield item
                 else:
                     self._coordinator.check()
@@ -301,7 +315,7 @@ class ODBLoader:
                     del error
         except GeneratorExit:
             # Not waited for: the loop may have ended by an exception, of which the others must hear first.
-            current.rounds.stop()
+            current.plans.stop()
             raise
         except BaseException as error:
             self._abandon(error)
@@ -335,14 +349,17 @@ class ODBLoader:
         self._order.set_epoch(epoch)
         return self._order.peek()
 
-    def _checked_order(self, place: tuple[int, ...], expected: int | None) -> int:
-        """A number made of order and place, by which the ranks compare them (planning thread)."""
+    def _checked_order(self, place: tuple[int, ...], expected: int | None, optimizer_step: int) -> int:
+        """A number made of order and place, by which the ranks compare them (planning thread).
+
+        optimizer_step: the one that is planned, of kept ones.
+        """
         if expected is not None and self._order.fingerprint != expected:
             raise DataError(
                 "the sampler has drawn another order than before the stop, so what is left of the epoch cannot be "
                 "told; give one whose order depends on its seed and epoch alone, or set `resume: ignore_data`"
             )
-        return self._order.common(place)
+        return self._order.common((*place, self._order.checksum_before(optimizer_step)))
 
 
 def _length(source: Any) -> int | None:

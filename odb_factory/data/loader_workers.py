@@ -23,8 +23,9 @@ from torch.utils.data import DataLoader
 from odb_factory.config import ODBConfig
 from odb_factory.data.collate import GroupDataset
 from odb_factory.data.measure import DEFAULT_PATCH_SIZE
-from odb_factory.data.observe import ObservedDataset, Observer, ShardSampler, where
+from odb_factory.data.observe import ObservedDataset, Observer, where
 from odb_factory.data.pickling import Picklable
+from odb_factory.data.sampler import ShardSampler
 from odb_factory.data.samples import Rejection, Sample
 from odb_factory.data.stream import ObservedStream
 from odb_factory.data.task_sampler import TaskSampler
@@ -41,7 +42,8 @@ END = object()
 class LoaderWorkers:
     """The DataLoaders that observe and that collate, and the worker processes of both.
 
-    order: the rows of this rank, epoch by epoch. feed: where tasks go in. threaded: whether processes collate them.
+    order: the rows of this rank, epoch by epoch; its `start` says where the next pass begins. feed: where tasks go in.
+    threaded: whether processes collate them.
 
     read_row: observes a row of the dataset, by its number, in this process; None for a stream.
 
@@ -140,10 +142,13 @@ class LoaderWorkers:
     def find_dummy_sample(self) -> Sample:
         """The first usable row in the order of all ranks, for idle micro-batches of a rank whose shard had none."""
         rows: Iterable[Any] = self._whole_stream or map(self._observed.__getitem__, self.order.whole())
-        spare = next((row for row in rows if isinstance(row, Sample)), None)
-        if spare is None:
-            raise DataError("no row of the dataset can be read here to take idle steps with; other ranks could.")
-        return spare
+        dummy = next((row for row in rows if isinstance(row, Sample)), None)
+        if dummy is None:
+            raise DataError(
+                "no row of the training dataset can be trained on, as far as this rank can read it; the warnings above "
+                "name the first of them."
+            )
+        return dummy
 
     def close(self) -> None:
         """End the worker processes."""

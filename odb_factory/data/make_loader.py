@@ -16,6 +16,7 @@ from odb_factory.data.loader import ODBLoader
 from odb_factory.data.measure import DEFAULT_PATCH_SIZE
 from odb_factory.data.observe import Observer
 from odb_factory.data.pickling import Picklable
+from odb_factory.data.step_rule import OptimizerStepRule, StockMean
 from odb_factory.errors import ConfigError
 from odb_factory.planning import Collation
 
@@ -39,12 +40,17 @@ def make_loader(
     cost_fn: Callable | None = None,
     process_group: dist.ProcessGroup | None = None,
     agree_on: Mapping[str, Any] | None = None,
-    **kwargs: Any,
+    accumulation: int = 1,
+    stock_mean: StockMean = "step",
+    seed: int = 0,
+    already_split: bool = False,
 ) -> ODBLoader:
     """observer None: the items are processed samples. collation None: the collator's `pad_to_multiple_of`.
 
     process_group: the data-parallel ranks (None: the default group, if there is one). With several ranks, all make
     theirs at the same place of the program. agree_on: further settings that all ranks must have in common.
+    accumulation, stock_mean: of `OptimizerStepRule`, the rest of which the DataLoader says.
+    already_split: the dataset is a stream that gives each rank a part of its own.
     """
     return ODBLoader(
         parts.dataset,
@@ -54,7 +60,7 @@ def make_loader(
             Picklable(parts.collate_fn, "collate_fn"),
             cost_fn=cost_fn,
             patch_size=patch_size,
-            needs_supervised=config.loss_scaling == "exact",
+            loss_scaling=config.loss_scaling,
         ),
         collate_fn=parts.collate_fn,
         config=config,
@@ -71,7 +77,14 @@ def make_loader(
         generator=parts.generator,
         coordinator=make_coordinator(process_group, config.exchange_timeout_s),
         agree_on={**({} if observer else _rows(parts, process_group)), **(agree_on or {})},
-        **kwargs,
+        rule=OptimizerStepRule(
+            batch_size=parts.batch_size,
+            accumulation=accumulation,
+            drop_last=parts.drop_last,
+            stock_mean=stock_mean,
+        ),
+        seed=seed,
+        already_split=already_split,
     )
 
 

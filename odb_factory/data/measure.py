@@ -38,6 +38,12 @@ def count_supervised(labels: Any) -> int:
     return int((array[..., 1:] != IGNORE_INDEX).sum())
 
 
+def has_leading_label(labels: Any) -> bool:
+    """Whether the first of the labels ([length] or [1, length]) is one, though nothing predicts it."""
+    first = labels[0] if is_ints(labels) else np.asarray(labels).reshape(-1)[:1]
+    return bool(np.any(np.asarray(first) != IGNORE_INDEX)) and np.size(first) > 0
+
+
 def is_ints(values: Any) -> bool:
     """Whether this is a list of ints as a tokenizer gives it, to be counted as it is: as an array it takes longer."""
     return isinstance(values, list) and bool(values) and isinstance(values[0], int)

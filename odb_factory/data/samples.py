@@ -1,4 +1,4 @@
-"""What travels through the loader: light samples in, steps out."""
+"""What travels through the loader: light samples in, micro-batches of optimizer steps out."""
 
 from __future__ import annotations
 
@@ -31,47 +31,93 @@ class Rejection:
     fatal: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """One micro-batch of this rank and what all ranks know about it before the first forward.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerStep:
+    """One update of the weights, as every rank knows it before its first forward.
 
-    epoch, index: position; index counts the steps of the epoch from 0. round_index: the round it was planned in.
-    ids: rows of the training dataset, in batch order; empty on an idle step. draws: their numbers in this
-    rank's draws of the epoch. contents: checksums of the rows of `ids`.
-    tokens, supervised_tokens: of this rank's group (0 on an idle step).
-    totals: the step over all ranks.
-    done: samples of the epoch emitted or rejected on all ranks once this step is taken.
-    rejected: rows of the epoch rejected on all ranks, by reason, when the step was planned.
-    overlong: samples of the epoch that break a budget alone, on all ranks, seen when the step was planned.
-    left_out: on the last step, rows neither emitted nor rejected (`join: false` only); 0 before.
-    epoch_steps: steps of the whole epoch, estimated when the step was planned; exact in the last round.
+    epoch, index: position; index counts the optimizer steps of the epoch from 0.
+    num_micro_batches: K, the micro-batches of each rank. num_active: those of all ranks that are not idle.
+    samples, tokens, supervised_tokens: of all ranks and micro-steps, without padding. padded_tokens: as collated.
+    root_supervised_tokens: sum over the samples of the square root of their supervised tokens.
+    num_stock_means: stock's loss is the mean of so many token means (1: of all tokens of the step; 0: there is no stock
+        step to compare with, as with `fill`).
+    stock_input_tokens: padded tokens of the batches that stock would have given this rank (None: as above).
+    done: samples of the epoch trained on or rejected, on all ranks, once this step is taken.
+    progress: of the epoch in stock's micro-steps once this step is taken, 0 to 1; None where that is not known.
+    rejected: rows of the epoch rejected on all ranks until this step was planned, by reason.
+    overlong: samples of the epoch that break a budget alone, on all ranks, seen until this step was planned.
+    left_out: on the last step, rows neither trained on nor rejected (`join: false`, `drop_last`); 0 before.
+    epoch_steps: optimizer steps of the whole epoch: exact with kept steps of a dataset with a length (and in the last
+        step), else estimated; 0 where nobody can say.
     last: no step follows in this epoch.
     """
 
     epoch: int
     index: int
-    ids: tuple[int, ...]
+    num_micro_batches: int
+    num_active: int
+    samples: int
     tokens: int
+    padded_tokens: int
     supervised_tokens: int
-    totals: MicroStepTotals
+    root_supervised_tokens: float
+    num_stock_means: int
+    stock_input_tokens: int | None
     done: int
+    progress: float | None
     rejected: Counter[str]
     overlong: int
     left_out: int
     epoch_steps: int
     last: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """One forward and backward of this rank, and what all ranks know about that micro-step.
+
+    step: the optimizer step that it is a part of. index: its number in it, from 0.
+    ids: rows of the training dataset, in batch order; empty on an idle micro-batch.
+    tokens: of this rank's samples, without padding. supervised: supervised tokens of each sample of `ids`.
+    stock_tokens: of each sample the tokens that stock divides by to take the mean it is part of; () with `fill`.
+    totals: the micro-step over all ranks.
+    number, round_index, positions: with `fill` its number in the epoch, the round it was planned in, and which of its
+        draws this rank has given away for the micro-step.
+    contents: checksums of the rows of `ids`.
+    """
+
+    step: OptimizerStep
+    index: int
+    ids: tuple[int, ...]
+    tokens: int
+    supervised: tuple[int, ...]
+    stock_tokens: tuple[int, ...]
+    totals: MicroStepTotals
+    number: int = 0
     round_index: int = 0
-    draws: tuple[int, ...] = ()
+    positions: tuple[int, ...] = ()
     contents: tuple[int, ...] = ()
 
     @property
     def idle(self) -> bool:
         return not self.ids
 
+    @property
+    def supervised_tokens(self) -> int:
+        return sum(self.supervised)
+
+    @property
+    def ends_optimizer_step(self) -> bool:
+        return self.index == self.step.num_micro_batches - 1
+
+
+Task = tuple[MicroBatch, list[Sample]]
+"""A micro-batch and the samples to collate for it; on an idle one the sample that is run with weight 0."""
+
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The collated tensors of a step: rows, padded row length (tokens), patches, supervised tokens."""
+    """The collated tensors of a micro-batch: rows, padded row length (tokens), patches, supervised tokens."""
 
     rows: int
     length: int

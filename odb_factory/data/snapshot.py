@@ -28,7 +28,7 @@ class BufferedSample:
 class Snapshot:
     """A rank before it fills its buffer and plans a round. steps, emitted, tokens_emitted: of the epoch, on all ranks.
 
-    drawn, rejected, overlong: of this rank. next: drawn beyond the buffer; spare: what idle steps are run with.
+    drawn, rejected, overlong: of this rank. next: drawn beyond the buffer; dummy: what idle steps are run with.
     model: the cost model it proposes. filled: checksums of the samples that were drawn for this round, in order.
     """
 
@@ -41,7 +41,7 @@ class Snapshot:
     overlong: int
     held: tuple[BufferedSample, ...]
     next: BufferedSample | None
-    spare: BufferedSample | None
+    dummy: BufferedSample | None
     model: CostModel
     filled: tuple[int, ...] = ()
 
@@ -52,7 +52,7 @@ class Snapshot:
             "rejected": dict(self.rejected),
             "held": _columns(self.held),
             "next": _columns(() if self.next is None else (self.next,)),
-            "spare": _columns(() if self.spare is None else (self.spare,)),
+            "dummy": _columns(() if self.dummy is None else (self.dummy,)),
             "model": dataclasses.asdict(self.model),
             "filled": pack_checksums(self.filled),
         }
@@ -71,7 +71,7 @@ class Snapshot:
             overlong=fields.whole("overlong"),
             held=_samples(fields.part("held")),
             next=_one(fields, "next"),
-            spare=_one(fields, "spare"),
+            dummy=_one(fields, "dummy"),
             model=CostModel(*(model.whole(field.name) for field in dataclasses.fields(CostModel))),
             filled=fields.checksums("filled"),
         )
@@ -95,7 +95,7 @@ class Snapshot:
     @property
     def waiting(self) -> list[BufferedSample]:
         """All that was drawn and is to be observed again, in the order of the draws, each once."""
-        by_draw = {} if self.spare is None else {self.spare.draw: self.spare}
+        by_draw = {} if self.dummy is None else {self.dummy.draw: self.dummy}
         by_draw |= {one.draw: one for one in self.undone}  # the buffer's ages
         return [by_draw[draw] for draw in sorted(by_draw)]
 
@@ -109,7 +109,7 @@ class Snapshot:
             self,
             held=tuple(dataclasses.replace(one, content=0) for one in self.held),
             next=blank(self.next),
-            spare=blank(self.spare),
+            dummy=blank(self.dummy),
             filled=(0,) * len(self.filled),
         )
 

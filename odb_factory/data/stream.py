@@ -12,7 +12,8 @@ from torch.utils.data import IterableDataset
 from odb_factory.comm.agreement import ranks_alike
 from odb_factory.config import ODBConfig
 from odb_factory.data.fingerprint import fingerprint
-from odb_factory.data.observe import ObservedDataset, Observer, Share
+from odb_factory.data.observe import ObservedDataset, Observer
+from odb_factory.data.sampler import Start, shard
 from odb_factory.data.samples import Rejection, Sample
 from odb_factory.data.worker import WorkerDataset
 from odb_factory.errors import ConfigError, one_line
@@ -78,8 +79,8 @@ class ObservedStream(WorkerDataset, IterableDataset):
         self._current: Any = None
         self.rank, self.world_size = rank, world_size
         self.is_split = is_split or is_split_by_node(dataset)
-        self.share = Share(0, 1) if self.is_split else Share(rank, world_size)
-        self._start = StreamStart(0)
+        self.start = Start()
+        self._begun = StreamStart(0)
 
     def __getitem__(self, index: int) -> Any:
         return self._current
@@ -88,7 +89,8 @@ class ObservedStream(WorkerDataset, IterableDataset):
         items = iter(self.dataset)
         first = list(itertools.islice(items, ITEMS_COMPARED))
         yield StreamStart(fingerprint(first) if first else 0)
-        pairs = iter(self.share.of(itertools.chain(iter(first), items)))
+        whole = (0, 1) if self.is_split else (self.rank, self.world_size)
+        pairs = shard(itertools.chain(first, items), *whole, self.start)
         position = -1
         while True:
             try:
@@ -108,13 +110,13 @@ class ObservedStream(WorkerDataset, IterableDataset):
         """What has been observed, perhaps in a worker process, without the `StreamStart`, which is kept."""
         for item in observed:
             if isinstance(item, StreamStart):
-                self._start = item
+                self._begun = item
             else:
                 yield item
 
     def common(self, place: tuple[int, ...]) -> int:
         """What `compare` compares: a number made of the first items and, unless the stream is split, the place."""
-        return self._start.fingerprint if self.is_split else zlib.crc32(repr((self._start, place)).encode())
+        return self._begun.fingerprint if self.is_split else zlib.crc32(repr((self._begun, place)).encode())
 
     def compare(self, numbers: Sequence[int]) -> str | None:
         """Why the ranks, with these numbers of `common`, cannot go on; None if they can."""
@@ -125,6 +127,10 @@ class ObservedStream(WorkerDataset, IterableDataset):
 
     def peek(self) -> int:
         return self.fingerprint
+
+    def checksum_before(self, block: int) -> int:
+        """Of a stream only the first items are compared."""
+        return 0
 
     def set_epoch(self, epoch: int) -> None:
         if hasattr(self.dataset, "set_epoch"):

@@ -7,18 +7,20 @@ import queue
 from collections import deque
 from collections.abc import Iterator
 
-from odb_factory.data.fill_epoch import FillEpoch, Task
+from odb_factory.data.epoch import EpochPlanner
 from odb_factory.data.prefetch import POLL_S, BackgroundPrefetcher, InlinePrefetcher
+from odb_factory.data.samples import Task
 
 
 class Pass:
-    """One pass over an epoch: its rounds, the tasks planned and not yet handed on, its batches, how it failed.
+    """One pass over an epoch: its planner, what is planned and not yet handed on, its batches, how it failed.
 
-    in_flight: tasks handed on whose batches have not been taken yet.
+    plans: the planner's lists of tasks, made ahead. in_flight: tasks handed on whose batches have not been taken yet.
+    epoch_steps: optimizer steps of the epoch as its first plan says.
     """
 
-    def __init__(self, plan: FillEpoch, rounds: BackgroundPrefetcher | InlinePrefetcher):
-        self.plan, self.rounds = plan, rounds
+    def __init__(self, planner: EpochPlanner, plans: BackgroundPrefetcher | InlinePrefetcher):
+        self.planner, self.plans = planner, plans
         self.tasks: deque[Task] = deque()
         self.in_flight = 0
         self.batches: Iterator | None = None
@@ -27,7 +29,7 @@ class Pass:
         self.taken = False
 
     def close(self, timeout_s: float) -> None:
-        self.rounds.close(timeout_s)
+        self.plans.close(timeout_s)
         self.batches = None
         self.tasks.clear()
 
@@ -52,7 +54,7 @@ class TaskSampler:
                 current.in_flight += 1
                 yield current.tasks.popleft()
             try:
-                current.tasks.extend(current.rounds.poll(0 if current.in_flight else POLL_S))
+                current.tasks.extend(current.plans.poll(0 if current.in_flight else POLL_S))
             except queue.Empty:
                 yield from itertools.repeat(None, self._num_workers)
             except StopIteration:

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from lockstep import Row, rejection, run_epoch, sample, usable
+from lockstep import Row, check_whole_optimizer_steps, rejection, run_epoch, sample, usable
 
 from odb_factory.comm.coordinator import CollectiveError, RankMetadata, SingleProcessCoordinator
+from odb_factory.data.epoch import EpochContext
 from odb_factory.data.fill_epoch import FillEpoch
 from odb_factory.data.samples import Rejection, Sample
 from odb_factory.errors import DataError
@@ -66,25 +67,26 @@ def test_an_epoch_of_any_world_keeps_its_promises(rows: list[Row], options: dict
         assert Counter(epoch.ids) == Counter(row.id for row in usable(rows[rank::world_size]))
         assert epoch.rejected == [row.id for row in rows[rank::world_size] if isinstance(row, Rejection)]
 
-    # I1: the same steps on every rank, a multiple of the accumulation.
-    num_steps = len(epochs[0].steps)
-    assert all(len(epoch.steps) == num_steps for epoch in epochs)
-    assert num_steps % options["accumulation"] == 0
-    assert all([len(tasks) for tasks in epoch.rounds] == [len(tasks) for tasks in epochs[0].rounds] for epoch in epochs)
+    # I1: the same optimizer steps on every rank, all but the last of `accumulation` micro-steps.
+    check_whole_optimizer_steps(epochs)
+    sizes = [step.num_micro_batches for step in epochs[0].steps]
+    assert sizes[:-1] == [options["accumulation"]] * (len(sizes) - 1)
+    assert 1 <= sizes[-1] <= options["accumulation"]
+    assert all([len(tasks) for tasks in epoch.plans] == [len(tasks) for tasks in epochs[0].plans] for epoch in epochs)
 
-    # I5: rounds per epoch <= the largest shard; a sample waits a bounded number of rounds.
-    assert len(epochs[0].rounds) <= max(len(usable(rows[rank::world_size])) for rank in range(world_size))
+    # I5: plans per epoch <= the largest shard; a sample waits a bounded number of rounds.
+    assert len(epochs[0].plans) <= max(len(usable(rows[rank::world_size])) for rank in range(world_size))
     bound = MAX_WAIT_ROUNDS if world_size == 1 else MAX_WAIT_ROUNDS + buffer_size
     for epoch in epochs:
-        rounds_in_window = Counter(id for window in epoch.windows for id in window)
-        assert all(count <= 1 + bound for count in rounds_in_window.values())
-        assert all(len(window) <= buffer_size for window in epoch.windows)
+        rounds_in_buffer = Counter(id for buffer in epoch.buffers for id in buffer)
+        assert all(count <= 1 + bound for count in rounds_in_buffer.values())
+        assert all(len(buffer) <= buffer_size for buffer in epoch.buffers)
 
-    # I7: a rank idles only when nothing is left for it, and all ranks only to fill the last optimizer step.
+    # I7: a rank idles only when nothing is left for it, and never all at once.
     for epoch in epochs:
-        idle = [step.idle for step in epoch.steps]
+        idle = [one.idle for one in epoch.micro_batches]
         assert idle == sorted(idle)
-    assert sum(step.totals.active_ranks == 0 for step in epochs[0].steps) < options["accumulation"]
+    assert all(one.totals.active_ranks for one in epochs[0].micro_batches)
 
 
 @settings(deadline=None)
@@ -94,34 +96,41 @@ def test_what_a_step_says_is_true_on_every_rank(rows: list[Row], options: dict[s
     assume(usable(rows))
     epochs = run_epoch(rows, **options)
     costs = {row.id: row.cost for row in usable(rows)}
-    shared = [
-        [(step.epoch, step.index, step.totals, step.done, step.epoch_steps, step.last) for step in epoch.steps]
-        for epoch in epochs
-    ]
-    assert all(steps == shared[0] for steps in shared)
+    check_whole_optimizer_steps(epochs)
+    for number, micro_step in enumerate(zip(*(epoch.micro_batches for epoch in epochs))):
+        totals, ids = micro_step[0].totals, [id for one in micro_step for id in one.ids]
+        assert [one.totals for one in micro_step] == [totals] * len(epochs)
+        assert [one.number for one in micro_step] == [number] * len(epochs)
+        assert totals.samples == len(ids)
+        assert totals.active_ranks == sum(not one.idle for one in micro_step)
+        assert totals.tokens == sum(one.tokens for one in micro_step) == sum(costs[id].tokens for id in ids)
+        assert totals.supervised_tokens == sum(one.supervised_tokens for one in micro_step)
+        for one in micro_step:
+            assert one.tokens == sum(costs[id].tokens for id in one.ids)
+            assert one.supervised == tuple(costs[id].supervised_tokens for id in one.ids)
 
     num_emitted, num_rejected = 0, len(rows) - len(usable(rows))
-    num_steps = len(shared[0])
-    for index, steps in enumerate(zip(*(epoch.steps for epoch in epochs))):
-        totals, ids = steps[0].totals, [id for step in steps for id in step.ids]
-        assert (steps[0].epoch, steps[0].index) == (options["epoch"], index)
-        assert totals.samples == len(ids)
-        assert totals.active_ranks == sum(not step.idle for step in steps)
-        assert totals.tokens == sum(step.tokens for step in steps) == sum(costs[id].tokens for id in ids)
-        assert totals.supervised_tokens == sum(step.supervised_tokens for step in steps)
-        for step in steps:
-            assert step.tokens == sum(costs[id].tokens for id in step.ids)
-            assert step.supervised_tokens == sum(costs[id].supervised_tokens for id in step.ids)
-        num_emitted += len(ids)
-        assert num_emitted <= steps[0].done <= num_emitted + num_rejected
-        assert steps[0].epoch_steps % options["accumulation"] == 0
-        assert steps[0].epoch_steps > index, "a step beyond the estimate"
-        assert steps[0].last is (index == num_steps - 1)
+    steps = epochs[0].steps
+    for index, step in enumerate(steps):
+        trained = [costs[id] for epoch in epochs for one in epoch.optimizer_steps[index] for id in one.ids]
+        assert (step.epoch, step.index) == (options["epoch"], index)
+        assert (step.num_stock_means, step.stock_input_tokens) == (0, None), "no stock step to compare with"
+        assert step.samples == len(trained)
+        assert step.tokens == sum(cost.tokens for cost in trained)
+        assert step.supervised_tokens == sum(cost.supervised_tokens for cost in trained)
+        assert step.root_supervised_tokens == pytest.approx(sum(cost.supervised_tokens**0.5 for cost in trained))
+        assert step.num_active == sum(
+            not one.idle for epoch in epochs for one in epoch.optimizer_steps[index]
+        )
+        num_emitted += len(trained)
+        assert num_emitted <= step.done <= num_emitted + num_rejected
+        assert step.progress == step.done / len(rows)
+        assert step.epoch_steps > index, "a step beyond the estimate"
     assert num_emitted + num_rejected == len(rows)
-    assert shared[0][-1][3] == len(rows), "all is done with the last step"
-    done = [step.done for step in epochs[0].steps]
-    assert done == sorted(done)
-    assert all(step.epoch_steps == num_steps for step, _ in epochs[0].rounds[-1]), "exact in the final round"
+    assert steps[-1].done == len(rows), "all is done with the last step"
+    assert [step.done for step in steps] == sorted(step.done for step in steps)
+    last_plan = next(tasks for tasks in reversed(epochs[0].plans) if tasks)
+    assert last_plan[-1][0].step.epoch_steps == len(steps), "exact in the end"
 
 
 @settings(deadline=None)
@@ -130,16 +139,16 @@ def test_a_task_carries_what_its_step_says(rows: list[Row], options: dict[str, A
     """I2: the samples to collate are the ids of the step, in order; an idle step runs a real one, if it can its own."""
     assume(usable(rows))
     for epoch in run_epoch(rows, **options):
-        last_held = next((set(window) for window in reversed(epoch.windows) if window), None)
+        last_held = next((set(buffer) for buffer in reversed(epoch.buffers) if buffer), None)
         shard = [row for row in usable(rows) if last_held is None or row.id in last_held]
-        for step, samples in (task for tasks in epoch.rounds for task in tasks):
-            if not step.idle:
-                assert tuple(item.id for item in samples) == step.ids
+        for one, samples in epoch.tasks:
+            if not one.idle:
+                assert tuple(item.id for item in samples) == one.ids
             else:
-                (spare,) = samples
-                assert spare in shard
+                (dummy,) = samples
+                assert dummy in shard
                 if last_held is not None:
-                    assert spare.cost.tokens == min(item.cost.tokens for item in shard), "the cheapest it held last"
+                    assert dummy.cost.tokens == min(item.cost.tokens for item in shard), "the cheapest it held last"
 
 
 @settings(deadline=None, max_examples=30)
@@ -148,7 +157,7 @@ def test_an_epoch_is_the_same_again(rows: list[Row], options: dict[str, Any]) ->
     """I6: whatever order the threads of the ranks run in."""
     assume(usable(rows))
     first, second = (run_epoch(rows, **options) for _ in range(2))
-    assert [epoch.rounds for epoch in first] == [epoch.rounds for epoch in second]
+    assert [epoch.plans for epoch in first] == [epoch.plans for epoch in second]
 
 
 @settings(deadline=None, max_examples=30)
@@ -202,7 +211,7 @@ def test_an_empty_shard_takes_part_in_every_step(rows: list[Row]) -> None:
     full, empty = run_epoch(rows, world_size=2, accumulation=2)
     assert full.error is None and empty.error is None
     assert len(full.steps) == len(empty.steps)
-    assert all(step.idle for step in empty.steps)
+    assert all(one.idle for one in empty.micro_batches)
     assert sorted(full.ids) == [row.id for row in usable(rows)]
 
 
@@ -210,7 +219,7 @@ def test_an_empty_shard_takes_part_in_every_step(rows: list[Row]) -> None:
 def test_an_idle_step_of_an_empty_shard_has_a_real_sample_to_run(rows: list[Row]) -> None:
     """An idle step is a real forward and backward of a small real batch, on every rank."""
     _, empty = run_epoch(rows, world_size=2)
-    for _, samples in (task for tasks in empty.rounds for task in tasks):
+    for _, samples in empty.tasks:
         assert all(isinstance(item, Sample) for item in samples)
 
 
@@ -218,7 +227,7 @@ def test_a_short_sample_among_long_ones_waits_no_longer_than_allowed() -> None:
     """I5: rows of 16 fill their groups, the row of 3 waits for company, in vain."""
     rows: list[Row] = [sample(0, 3)] + [sample(i, 16) for i in range(1, 40)]
     (epoch,) = run_epoch(rows, budget=Budget(16), buffer_size=4)
-    goes_out = [any(0 in step.ids for step, _ in tasks) for tasks in epoch.rounds]
+    goes_out = [any(0 in one.ids for one, _ in tasks) for tasks in epoch.plans]
     assert goes_out.index(True) == MAX_WAIT_ROUNDS
 
 
@@ -229,7 +238,7 @@ def test_rejected_rows_are_done_as_soon_as_they_are_known() -> None:
     assert [step.done for step in epoch.steps] == [4 + 4 * k for k in range(1, 16)]
 
 
-def test_the_window_is_filled_and_never_above_its_size() -> None:
+def test_the_buffer_is_filled_and_never_above_its_size() -> None:
     """Host memory: at most `buffer_size` samples wait, and one is drawn ahead to know when the sampler is exhausted."""
     drawn = 0
 
@@ -240,38 +249,35 @@ def test_the_window_is_filled_and_never_above_its_size() -> None:
             yield sample(i, 1 + i % 16)
 
     class Coordinator(SingleProcessCoordinator):
-        def all_gather(self, report: RankMetadata, round_index: int) -> list[RankMetadata]:
-            windows.append(len(rounds.held))
+        def all_gather(self, metadata: RankMetadata, round_index: int) -> list[RankMetadata]:
+            buffers.append(len(planner.held))
             assert drawn - emitted <= 8 + 1
-            assert len(rounds.held) == 8 or report.window.exhausted
-            return [report]
+            assert len(planner.held) == 8 or metadata.buffer.exhausted
+            return [metadata]
 
-    windows: list[int] = []
+    buffers: list[int] = []
     emitted = 0
-    rounds = FillEpoch(
-        rows(),
+    context = EpochContext(
         budget=Budget(32),
-        buffer_size=8,
         num_samples=100,
-        accumulation=1,
-        join=True,
+        balance=False,
         seed=0,
-        epoch=0,
         rank=0,
         coordinator=Coordinator(),
         find_dummy_sample=lambda: sample(0, 1),
         on_reject=print,
     )
-    for tasks in rounds:
-        emitted += sum(len(step.ids) for step, _ in tasks)
+    planner = FillEpoch(rows(), context, epoch=0, buffer_size=8, accumulation=1, join=True)
+    for tasks in planner:
+        emitted += sum(len(one.ids) for one, _ in tasks)
     assert emitted == 100
-    assert max(windows) == 8
+    assert max(buffers) == 8
 
 
-def test_a_sampler_that_ends_with_the_window_full_is_known_to_be_dry() -> None:
-    """One round for as many samples as the window holds: no further round that would find nothing."""
+def test_a_sampler_that_ends_with_the_buffer_full_is_known_to_be_exhausted() -> None:
+    """One round for as many samples as the buffer holds: no further round that would find nothing."""
     (epoch,) = run_epoch([sample(i, 8) for i in range(8)], buffer_size=8)
-    assert len(epoch.rounds) == 1
+    assert len(epoch.plans) == 1
     assert epoch.steps[-1].last
 
 
@@ -279,14 +285,14 @@ def test_rejected_rows_at_the_end_do_not_leave_a_last_round_empty() -> None:
     """The look-ahead passes over rejected rows, so the round with the last sample is the final one."""
     rows: list[Row] = [sample(i, 8) for i in range(8)] + [rejection(i) for i in range(8, 20)]
     (epoch,) = run_epoch(rows, buffer_size=8)
-    assert len(epoch.rounds) == 1
+    assert len(epoch.plans) == 1
     assert epoch.steps[-1].done == 20
 
 
 def test_the_estimate_of_the_epoch_follows_the_steps_planned_so_far() -> None:
     """The learning rate and the progress bar read it: even data make it exact from the first round on."""
     (epoch,) = run_epoch([sample(i, 8) for i in range(400)], buffer_size=40, accumulation=2)
-    assert {step.epoch_steps for step in epoch.steps} == {100}
+    assert {step.epoch_steps for step in epoch.steps} == {50}
 
 
 def test_order_changes_with_the_epoch_and_the_seed() -> None:
@@ -300,7 +306,7 @@ def test_order_changes_with_the_epoch_and_the_seed() -> None:
 def test_rounds_of_the_same_samples_go_out_in_another_order() -> None:
     """Every round draws a new order, so that steps do not follow the same pattern of lengths all epoch long."""
     (epoch,) = run_epoch([sample(i, 21 + i % 20) for i in range(200)], budget=Budget(40), buffer_size=20)
-    lengths = [[step.tokens for step, _ in tasks] for tasks in epoch.rounds if len(tasks) == 5]
+    lengths = [[one.tokens for one, _ in tasks] for tasks in epoch.plans if len(tasks) == 5]
     assert len(lengths) > 5
     assert len({tokens.index(max(tokens)) for tokens in lengths}) > 1
 
@@ -326,16 +332,16 @@ def test_without_join_no_rank_idles_and_what_is_left_out_is_counted(rows: list[R
     assert [epoch.error for epoch in epochs] == [None] * options["world_size"]
     assert all(count == 1 for count in emitted.values())
     assert set(emitted) <= {row.id for row in usable(rows)}
-    assert len({len(epoch.steps) for epoch in epochs}) == 1
-    assert len(epochs[0].steps) % options["accumulation"] == 0
-    assert not any(step.idle for epoch in epochs for step in epoch.steps)
+    check_whole_optimizer_steps(epochs)
+    assert {step.num_micro_batches for step in epochs[0].steps} == {options["accumulation"]}
+    assert not any(one.idle for epoch in epochs for one in epoch.micro_batches)
     for epoch in epochs:
         last = epoch.steps[-1]
         assert last.last and not any(step.last for step in epoch.steps[:-1])
         assert last.epoch_steps == len(epoch.steps)
         assert last.left_out + len(emitted) + last.rejected.total() == len(rows)
         assert not any(step.left_out for step in epoch.steps[:-1])
-        assert all(len(window) <= options["buffer_size"] for window in epoch.windows)
+        assert all(len(buffer) <= options["buffer_size"] for buffer in epoch.buffers)
 
 
 def test_without_join_a_single_rank_leaves_out_less_than_an_optimizer_step() -> None:
@@ -345,7 +351,7 @@ def test_without_join_a_single_rank_leaves_out_less_than_an_optimizer_step() -> 
     assert epoch.steps[-1].left_out == 2
 
 
-def test_without_join_a_window_smaller_than_an_optimizer_step_still_ends() -> None:
+def test_without_join_a_buffer_smaller_than_an_optimizer_step_still_ends() -> None:
     """Never hang: with buffer_size below gradient_accumulation_steps no rank can fill an optimizer step."""
     (epoch,) = run_epoch([sample(i, 8) for i in range(20)], join=False, buffer_size=2, accumulation=4)
     assert epoch.error is None or isinstance(epoch.error, DataError)

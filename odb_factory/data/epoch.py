@@ -1,0 +1,206 @@
+"""What the epochs of both modes have in common: draw, redistribute, make micro-batches, end alike on all ranks."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypedDict
+
+import numpy as np
+
+from odb_factory.comm.coordinator import CollectiveError, Coordinator
+from odb_factory.comm.redistribute import redistribute
+from odb_factory.data.samples import MicroBatch, OptimizerStep, Rejection, Sample, Task
+from odb_factory.data.serialize import sample_from_bytes, sample_to_bytes
+from odb_factory.errors import DataError, one_line
+from odb_factory.log import get_logger
+from odb_factory.planning import MAX_REDISTRIBUTED_BYTES, Budget, CostModel, MicroStepTotals, Plan
+
+logger = get_logger(__name__)
+
+TOO_HEAVY = (
+    f"balance: the samples that a rank holds weigh more than {MAX_REDISTRIBUTED_BYTES >> 20} MiB, so they stay on the "
+    "rank that drew them; let items hold paths instead of pixels, or lower buffer_size (or the optimizer batch)."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochContext:
+    """What every epoch of a loader is planned with.
+
+    num_samples: of the epoch on all ranks; None if nobody knows (a stream).
+    order: makes a number of the order drawn so far, given the optimizer step. compare_orders: with these numbers of all
+    ranks, why they cannot go on (None: they can). propose: the cost model as it is known by then.
+    find_dummy_sample: a usable sample of the dataset, for the idle micro-batches of a rank that holds none.
+    """
+
+    budget: Budget
+    num_samples: int | None
+    balance: bool
+    seed: int
+    rank: int
+    coordinator: Coordinator
+    find_dummy_sample: Callable[[], Sample]
+    on_reject: Callable[[Rejection], None]
+    order: Callable[[int], int] = int
+    compare_orders: Callable[[Sequence[int]], str | None] = lambda orders: None
+    propose: Callable[[], CostModel] = CostModel
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedMicroBatch:
+    """A micro-batch of this rank before its optimizer step is complete.
+
+    supervised: supervised tokens of the samples of all ranks in this micro-step. The others as in `MicroBatch`.
+    """
+
+    samples: Sequence[Sample]
+    totals: MicroStepTotals
+    supervised: np.ndarray
+    stock_tokens: tuple[int, ...] = ()
+    number: int = 0
+    round_index: int = 0
+    positions: tuple[int, ...] = ()
+
+
+class EpochPlanner(ABC):
+    """Iterates over lists of tasks, each of whole optimizer steps; deterministic for its arguments (I6)."""
+
+    def __init__(self, observed: Iterator[Sample | Rejection], context: EpochContext, epoch: int):
+        self.observed, self.context, self.epoch = observed, context, epoch
+        self.rejected: Counter[str] = Counter()
+        self.overlong = 0
+        self.final = False
+        self._dummy: Sample | None = None
+        self._has_warned = False
+
+    @abstractmethod
+    def _plan_epoch(self) -> Iterator[list[Task]]:
+        """Observe, agree, plan, redistribute, until the epoch is over on all ranks; sets `final` with the last plan."""
+
+    def __iter__(self) -> Generator[list[Task], None, None]:
+        """Raises `CollectiveError` on all ranks where one cannot go on; `DataError` if the others cannot be told."""
+        coordinator = self.context.coordinator
+        try:
+            yield from self._plan_epoch()
+            return
+        except GeneratorExit:
+            if not self.final:
+                coordinator.leave_epoch()
+            raise
+        except CollectiveError:
+            raise
+        except DataError as error:
+            message = str(error)
+        except Exception as error:
+            # Logged here and not chained: its traceback would keep the worker processes alive.
+            logger.error("planning failed", exc_info=error)
+            message = one_line(error)
+        finally:
+            self.observed = iter(())  # lets its worker processes go, whoever still holds this object
+        if self.final:
+            raise DataError(message)
+        coordinator.fail(message)
+        raise CollectiveError(message)
+
+    def _reject(self, row: Rejection) -> None:
+        if row.fatal:
+            raise DataError(row.message)
+        self.rejected[row.reason] += 1
+        self.context.on_reject(row)
+
+    def _compare_orders(self, numbers: Sequence[int]) -> None:
+        problem = self.context.compare_orders(numbers)
+        if problem is not None:
+            raise CollectiveError(problem)
+
+    def _accept(self, plan: Plan, round_index: int) -> None:
+        """All ranks have computed this plan, before anything is sent, trained on or left out by it."""
+        self.context.coordinator.confirm(plan.checksum(), round_index)
+        if plan.exceeds_transfer_limit and not self._has_warned:
+            self._has_warned = True
+            logger.warning(TOO_HEAVY)
+
+    def _redistribute(self, plan: Plan, held: Sequence[Sample]) -> dict[int, Sample]:
+        """The samples that this rank computes, by their number in the plan. held: those it has observed."""
+        coordinator = self.context.coordinator
+        try:
+            return redistribute(
+                plan,
+                self.context.rank,
+                held,
+                coordinator.all_to_all,
+                encode=sample_to_bytes,
+                decode=sample_from_bytes,
+            )
+        except CollectiveError:
+            raise
+        except Exception as error:
+            # The others may be in the collective already, where no metadata reach them.
+            message = str(error) if isinstance(error, DataError) else one_line(error)
+            coordinator.abort(f"redistributing samples: {message}")
+            raise CollectiveError(message) from None
+
+    def _tasks(self, step: OptimizerStep, planned: Sequence[PlannedMicroBatch]) -> list[Task]:
+        tasks: list[Task] = []
+        for index, one in enumerate(planned):
+            micro_batch = MicroBatch(
+                step=step,
+                index=index,
+                ids=tuple(sample.id for sample in one.samples),
+                tokens=sum(sample.cost.tokens for sample in one.samples),
+                supervised=tuple(sample.cost.supervised_tokens for sample in one.samples),
+                stock_tokens=one.stock_tokens,
+                totals=one.totals,
+                number=one.number,
+                round_index=one.round_index,
+                positions=one.positions,
+                contents=tuple(sample.content for sample in one.samples),
+            )
+            tasks.append((micro_batch, list(one.samples) or [self._idle_sample()]))
+        return tasks
+
+    def _idle_sample(self) -> Sample:
+        if self._dummy is None:
+            self._dummy = self.context.find_dummy_sample()
+        return self._dummy
+
+
+class Sums(TypedDict):
+    num_micro_batches: int
+    num_active: int
+    samples: int
+    tokens: int
+    padded_tokens: int
+    supervised_tokens: int
+    root_supervised_tokens: float
+
+
+def sums(planned: Sequence[PlannedMicroBatch]) -> Sums:
+    """The fields of an `OptimizerStep` that are sums over its micro-steps."""
+    totals = [one.totals for one in planned]
+    return {
+        "num_micro_batches": len(planned),
+        "num_active": sum(one.active_ranks for one in totals),
+        "samples": sum(one.samples for one in totals),
+        "tokens": sum(one.tokens for one in totals),
+        "padded_tokens": sum(one.padded_tokens for one in totals),
+        "supervised_tokens": sum(one.supervised_tokens for one in totals),
+        # `fsum` is exact before it rounds: the same whatever the cut, and on all ranks.
+        "root_supervised_tokens": math.fsum(root for one in planned for root in np.sqrt(one.supervised).tolist()),
+    }
+
+
+def nothing_left(rejected: Counter[str], left_out: int, why: str, epoch: int) -> str:
+    """Why an epoch has no sample to train on. left_out: usable rows, for the reason `why`."""
+    reasons = [f"{count} {reason}" for reason, count in rejected.items()]
+    if left_out:
+        reasons.append(f"{left_out} left out {why}")
+    empty = "it is empty"
+    if epoch:
+        empty = f"it yields nothing in epoch {epoch}; its `__iter__` must begin anew each time it is called"
+    named = "; the warnings above name the first of them" if rejected else ""
+    return f"no row of the training dataset can be trained on: {', '.join(reasons) or empty}{named}."

@@ -1,0 +1,224 @@
+"""An epoch with kept optimizer steps: step t is the samples [tN, (t+1)N) of the order, planned by itself (I9)."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from odb_factory.comm.coordinator import CollectiveError, RankMetadata
+from odb_factory.data.epoch import EpochContext, EpochPlanner, PlannedMicroBatch, nothing_left, sums
+from odb_factory.data.samples import OptimizerStep, Rejection, Sample, Task
+from odb_factory.log import get_logger
+from odb_factory.planning import Collation, MicroStepTotals, Plan, make_metadata, plan_optimizer_step
+
+logger = get_logger(__name__)
+
+OTHER_LENGTH = (
+    "the training dataset (or its sampler) says by its __len__ that an epoch has {} samples, and yields {}; mend its "
+    "__len__, for the steps of an epoch are counted by it."
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StockSteps:
+    """The optimizer steps of stock training, which are kept.
+
+    global_batch_size: N, samples of an optimizer step on all ranks. batch_size: rows of a micro-batch of stock's.
+    world_size: data-parallel ranks. num_samples: of an epoch that are trained on (without those that `drop_last` leaves
+    out), None if nobody knows. left_out: those that `drop_last` leaves out.
+    mean: what stock's loss is the mean of: the tokens of the whole "step", of each "rank", or of each "micro_batch".
+    is_split: every rank iterates a stream of its own.
+    """
+
+    global_batch_size: int
+    batch_size: int
+    world_size: int
+    num_samples: int | None
+    left_out: int = 0
+    mean: str = "step"
+    is_split: bool = False
+
+    @property
+    def steps_an_epoch(self) -> int | None:
+        return None if self.num_samples is None else -(-self.num_samples // self.global_batch_size)
+
+    def position(self, rank: int, number: int) -> int:
+        """Where the sample that this rank draws with this number stands in the order of all ranks."""
+        if not self.is_split:
+            return rank + number * self.world_size
+        micro_step, row = divmod(number, self.batch_size)
+        return (micro_step * self.world_size + rank) * self.batch_size + row
+
+    def first_number(self, rank: int, step: int) -> int:
+        """The number of the first sample that this rank draws for an optimizer step, or for one behind it."""
+        if self.is_split:
+            micro_steps, rest = divmod(step * self.global_batch_size, self.batch_size * self.world_size)
+            return micro_steps * self.batch_size + min(max(rest - rank * self.batch_size, 0), self.batch_size)
+        return max(0, -(-(step * self.global_batch_size - rank) // self.world_size))
+
+    def progress(self, step: int) -> float | None:
+        """Share of the epoch once this optimizer step is taken, as stock says it: in whole micro-steps of its own."""
+        if self.num_samples is None:
+            return None
+        of_all_ranks = self.batch_size * self.world_size
+        total = max(-(-self.num_samples // of_all_ranks), 1)
+        done, rest = divmod((step + 1) * self.global_batch_size, of_all_ranks)
+        return min(done + rest / of_all_ranks, total) / total
+
+
+class KeepEpoch(EpochPlanner):
+    """Plans one optimizer step after the other.
+
+    observed: what this rank draws, from the first sample of optimizer step `first_step` on.
+    trained, rejected, overlong: of the steps before that, on all ranks.
+    """
+
+    def __init__(
+        self,
+        observed: Iterator[Sample | Rejection],
+        context: EpochContext,
+        *,
+        stock: StockSteps,
+        epoch: int,
+        first_step: int = 0,
+        trained: int = 0,
+        rejected: Counter[str] | None = None,
+        overlong: int = 0,
+    ):
+        super().__init__(observed, context, epoch)
+        self.stock, self.first_step, self.trained = stock, first_step, trained
+        self._rejected_before, self._overlong_before = rejected or Counter(), overlong
+        self._positions = (
+            stock.position(context.rank, number)
+            for number in itertools.count(stock.first_number(context.rank, first_step))
+        )
+        self._next: tuple[int, Sample | Rejection] | None = None
+
+    def _plan_epoch(self) -> Iterator[list[Task]]:
+        self._next = self._draw()
+        for index in itertools.count(self.first_step):
+            positions, samples = self._observe(index)
+            metadata = RankMetadata(
+                make_metadata(
+                    [sample.cost for sample in samples],
+                    [0] * len(samples),
+                    exhausted=self._next is None,
+                    sizes=[len(sample.features) for sample in samples],
+                    positions=[position - index * self.stock.global_batch_size for position in positions],
+                ),
+                self.rejected,
+                self.overlong,
+                self.context.order(index),
+                self.context.propose(),
+            )
+            ranks = self.context.coordinator.all_gather(metadata, index)
+            self._compare_orders([rank.order for rank in ranks])
+            buffers = [rank.buffer for rank in ranks]
+            plan = plan_optimizer_step(buffers, self.context.budget, balance=self.context.balance, model=ranks[0].model)
+            self._accept(plan, index)
+            self.final = all(buffer.exhausted for buffer in buffers)
+            expected = self.stock.steps_an_epoch
+            if expected is not None and self.final != (index + 1 >= expected):
+                raise CollectiveError(OTHER_LENGTH.format(self.stock.num_samples, "fewer" if self.final else "more"))
+            if samples:
+                self._dummy = min(samples, key=lambda sample: sample.cost.tokens)
+            yield self._tasks_of(index, plan, np.concatenate([buffer.rows for buffer in buffers]), samples, ranks)
+            if self.final:
+                return
+
+    def _draw(self) -> tuple[int, Sample | Rejection] | None:
+        """The next row of this rank and its position in the order; one is drawn ahead, so that the end is known."""
+        item = next(self.observed, None)
+        return None if item is None else (next(self._positions), item)
+
+    def _observe(self, index: int) -> tuple[list[int], list[Sample]]:
+        """Positions and samples of this rank in an optimizer step."""
+        positions: list[int] = []
+        samples: list[Sample] = []
+        end = (index + 1) * self.stock.global_batch_size
+        while self._next is not None and self._next[0] < end:
+            position, item = self._next
+            if isinstance(item, Rejection):
+                self._reject(item)
+            else:
+                self.overlong += self.context.budget.overlong(item.cost)
+                positions.append(position)
+                samples.append(item)
+            self._next = self._draw()
+        return positions, samples
+
+    def _tasks_of(
+        self, index: int, plan: Plan, rows: np.ndarray, samples: Sequence[Sample], ranks: Sequence[RankMetadata]
+    ) -> list[Task]:
+        rejected = sum((rank.rejected for rank in ranks), self._rejected_before)
+        self.trained += len(rows)
+        if self.final and self.trained == 0:
+            raise CollectiveError(nothing_left(rejected, self.stock.left_out, "by drop_last", self.epoch))
+        held = self._redistribute(plan, samples)
+        stock_tokens, num_means = stock_means(rows, self.stock)
+        planned = [
+            PlannedMicroBatch(
+                samples=[held[row] for row in group],
+                totals=totals,
+                supervised=rows["supervised_tokens"][list(itertools.chain.from_iterable(groups))],
+                stock_tokens=tuple(stock_tokens[group].tolist()),
+            )
+            for group, groups, totals in zip(plan.groups[self.context.rank], zip(*plan.groups), plan.totals)
+        ]
+        if not planned:
+            logger.warning("optimizer step %d of epoch %d has no usable sample: its loss is 0", index + 1, self.epoch)
+            planned = [PlannedMicroBatch((), MicroStepTotals(), np.empty(0, np.int64))]
+        done = (index + 1) * self.stock.global_batch_size
+        if self.stock.num_samples is None:
+            done = self.trained + rejected.total()
+        step = OptimizerStep(
+            epoch=self.epoch,
+            index=index,
+            **sums(planned),
+            num_stock_means=num_means,
+            stock_input_tokens=stock_input_tokens(rows, self.stock, self.context.rank, self.context.budget.collation),
+            done=done if self.stock.num_samples is None else min(done, self.stock.num_samples),
+            progress=self.stock.progress(index),
+            rejected=rejected,
+            overlong=self._overlong_before + sum(rank.overlong for rank in ranks),
+            left_out=self.stock.left_out if self.final else 0,
+            epoch_steps=self.stock.steps_an_epoch or (index + 1 if self.final else 0),
+            last=self.final,
+        )
+        return self._tasks(step, planned)
+
+
+def stock_means(rows: np.ndarray, stock: StockSteps) -> tuple[np.ndarray, int]:
+    """int64[len(rows)]: the tokens that stock divides each sample's losses by; and how many such means it averages.
+
+    rows: all samples of an optimizer step, as `ROW`. The Trainer counts labels before the causal shift, a model that
+    takes the mean of a micro-batch itself those behind it.
+    """
+    counted = rows["supervised_tokens"].astype(np.int64)
+    if stock.mean != "micro_batch":
+        counted += rows["leading_label"]
+    group = np.zeros(len(rows), dtype=np.int64)
+    if stock.mean != "step":
+        group = rows["position"] // stock.batch_size
+    if stock.mean == "rank":
+        group %= stock.world_size
+    tokens = np.bincount(group, weights=counted).astype(np.int64)
+    return tokens[group], int(np.count_nonzero(tokens))
+
+
+def stock_input_tokens(rows: np.ndarray, stock: StockSteps, rank: int, collation: Collation) -> int:
+    """Padded tokens of the batches that stock would have collated on this rank of these samples (as `ROW`)."""
+    slots = rows["position"] // stock.batch_size
+    mine = np.flatnonzero(slots % stock.world_size == rank)
+    mine = mine[np.argsort(rows["position"][mine], kind="stable")]
+    total = 0
+    for batch in np.split(mine, np.flatnonzero(np.diff(slots[mine])) + 1):
+        if len(batch):
+            tokens = rows["tokens"][batch]
+            has_media = bool(rows["has_media"][batch].any())
+            total += len(batch) * collation.length(int(tokens.max()), int(tokens[0]), has_media)
+    return total
