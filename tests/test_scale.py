@@ -10,6 +10,7 @@ from types import ModuleType
 
 import pytest
 
+REALLY_RUN = "odb, fill, `balance: false`, really run"
 FOLDER = Path(__file__).parents[1] / "examples" / "benchmark"
 
 
@@ -73,5 +74,5 @@ def test_no_online_way_plans_better(script: ModuleType, tmp_path: Path, capsys: 
 @pytest.mark.timeout(120)
 def test_a_loader_on_real_ranks_gives_the_steps_of_the_simulation(script: ModuleType) -> None:
     samples = script.draw("MM-Mix", ranks=2, samples=1500)
-    run = script.processes.run("odb, really run", samples, token_budget=script.TOKEN_BUDGET, window=script.WINDOW)
+    run = script.processes.run(REALLY_RUN, samples, token_budget=script.TOKEN_BUDGET, window=script.WINDOW)
     assert run == script.odb(samples)

@@ -64,7 +64,7 @@ def measure(ranks: int, window: int, token_budget: int, num_rounds: int, balance
     for one in itertools.islice(epoch, num_rounds):
         messages, encode_s = timed(lambda one=one: [encode(RankMetadata(held, Counter())) for held in one.windows])
         reports, read_s = timed(lambda messages=messages: [decode(message) for message in messages])
-        windows = [report.window for report in reports]
+        windows = [report.buffer for report in reports]
         plan, plan_s = timed(
             lambda windows=windows: plan_buffers(windows, budget, seed=0, epoch=0, round_index=0, balance=balance)
         )
