@@ -31,7 +31,12 @@ def plan_optimizer_step(
     model: K and the cut are those for which the sum over micro-steps of what the costliest rank costs is least.
 
     Every sample is in exactly one micro-batch, every micro-batch of two or more is within both budgets, and a rank
-    idles, in the last micro-steps, only where there are too few samples. The costliest micro-step comes first.
+    idles, in the last micro-steps, only where there are too few samples. The costliest micro-step comes first, so that
+    the peak of memory shows at once.
+
+        buffers = [make_metadata([Cost(8), Cost(3)], [0, 0], exhausted=False)]
+        plan = plan_optimizer_step(buffers, Budget(16), balance=True)
+        plan.groups  # [[[1, 0]]]: of rank 0 the samples of each micro-step
     """
     table, starts, owner_rank = pool(buffers)
     balance = balance and len(buffers) > 1
