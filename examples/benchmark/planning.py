@@ -102,7 +102,7 @@ KEEPS_N: dict[str, Callable[[Samples], Steps]] = {
     for name, way in (("fixed batch", fixed_batch), ("length-grouped", length_grouped))
     for size in (1, 2, 4, 8)
 }
-"""Ways that allow any N, with the same figures for all: they know no budget, and what they take at once has no bound."""
+"""Ways that allow any N, with the same figures for all. They know no budget: what they take at once has no bound."""
 
 
 def kept_batches(ranks: int, sizes: Sequence[int], steps: int, seeds: int) -> dict[str, dict[str, float]]:
