@@ -47,8 +47,8 @@ class MicroStepTotals:
 class Plan:
     """One round (fill) or one optimizer step (keep).
 
-    groups: of each rank the group of each micro-step, in batch order; empty where it idles. Samples are numbered through
-    the buffers of all ranks: rank r holds those from starts[r] on, up to starts[r + 1].
+    groups: of each rank the group of each micro-step, in batch order; empty where it idles. Samples are numbered
+    through the buffers of all ranks: rank r holds those from starts[r] on, up to starts[r + 1].
     final: the epoch ends with this round. exceeds_transfer_limit: samples were to be balanced, and weigh too much.
     """
 
