@@ -27,7 +27,7 @@ from odb_factory.data.samples import MicroBatch, OptimizerStep, Rejection, Sampl
 from odb_factory.data.serialize import pack
 from odb_factory.planning import Budget, Collation, Cost, Plan
 from odb_factory.planning.candidates import MAX_WAIT_ROUNDS
-from odb_factory.planning.per_rank import LOWEST_LEVEL
+from odb_factory.planning.per_rank import LOWEST_CAP
 
 Row = Sample | Rejection | Exception
 """What a sampler hands out; an exception is raised when it is its turn."""
@@ -497,7 +497,7 @@ def check_kept(
 
 def _could_take(group: Sequence[Cost], other: Cost, budget: Budget) -> bool:
     """Whether a shorter sample was left behind beside a group that is not even full for the lowest level."""
-    lowest = replace(budget, token_budget=int(LOWEST_LEVEL * budget.token_budget))
+    lowest = replace(budget, token_budget=int(LOWEST_CAP * budget.token_budget))
     is_like = other.modality == group[0].modality and other.tokens < max(cost.tokens for cost in group)
     return is_like and lowest.fits([other, *group])
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from odb_factory.accounting.loss_weights import check_supervised
+from typing import Any
+
+import torch
+
+from odb_factory.accounting.loss_weights import token_weights
 from odb_factory.config import ODBConfig
+from odb_factory.data.measure import IGNORE_INDEX
 from odb_factory.data.samples import Measured, MicroBatch
 from odb_factory.errors import DataError
 from odb_factory.log import get_logger
@@ -12,11 +17,12 @@ logger = get_logger(__name__)
 
 
 class BatchChecks:
-    """Call it with each micro-batch and the shape of its collated tensors.
+    """Call it with each micro-batch, the shape of its collated tensors and, where there are any, its labels.
 
-    Raises `DataError` where the collator has left out samples or, with `loss_scaling: exact`, labels. Warns once of
-    each kind: a sample beyond a budget, a micro-batch that grew beyond one in the collator (num_over_budget counts
-    these), samples that share one row.
+    Raises `DataError` where the collator has left out samples, where it has left out or moved labels that the loss is
+    weighed by, or where the samples' weights differ and their rows cannot be told. Warns once of each kind: a sample
+    beyond a budget, a micro-batch that grew beyond one in the collator (num_over_budget counts these), samples that
+    share one row, rows in another order than their ids.
     """
 
     def __init__(self, config: ODBConfig):
@@ -24,39 +30,65 @@ class BatchChecks:
         self.num_over_budget = 0
         self._said: set[str] = set()
 
-    def __call__(self, step: MicroBatch, measured: Measured) -> None:
-        if step.idle:
+    def __call__(self, micro_batch: MicroBatch, measured: Measured, labels: Any = None) -> None:
+        if micro_batch.idle:
             return
-        _check_samples(step, measured)
-        if self._config.loss_scaling == "exact":
-            check_supervised(step, measured)
-        if measured.rows < len(step.ids):
+        _check_samples(micro_batch, measured)
+        if self._config.loss_scaling not in ("approx", "none"):
+            _check_supervised(micro_batch, measured)
+        self._check_rows(micro_batch, measured, labels)
+        self._check_budgets(micro_batch, measured)
+
+    def _check_rows(self, micro_batch: MicroBatch, measured: Measured, labels: Any) -> None:
+        """One row a sample, in their order, is what weights that differ, and the ids of the step info, rely on."""
+        ids, rows = list(micro_batch.ids), measured.rows
+        if rows < len(ids):
             self._warn_once(
                 "one row",
-                f"the collator lays the {len(step.ids)} samples of rows {list(step.ids)} into one row of "
-                f"{measured.length} tokens, but they were planned as padded rows: the budget is not filled, and "
-                "padding figures are those of the plan; the audit has the shape that was collated.",
+                f"the collator lays the {len(ids)} samples of rows {ids} into one row of {measured.length} tokens, but "
+                "they were planned as padded rows: the budget is not filled, and padding figures are those of the "
+                "plan; the audit has the shape that was collated.",
             )
-        self._check_budgets(step, measured)
+        scaling = self._config.loss_scaling
+        differ = len(set(token_weights(micro_batch, scaling, 1))) > 1
+        if differ and rows != len(ids):
+            raise DataError(
+                f"rows {ids}: the collator made {rows} rows of these {len(ids)} samples, and loss_scaling {scaling!r} "
+                "gives them different weights; use a collator that makes one row of each, or set `loss_scaling: exact`."
+            )
+        if not torch.is_tensor(labels) or rows != len(ids):
+            return
+        found = (labels[:, 1:] != IGNORE_INDEX).sum(1).tolist()
+        if found == list(micro_batch.supervised):
+            return
+        told = f"rows {ids}: the collator returns them with {found} supervised tokens and they have "
+        told += f"{list(micro_batch.supervised)}, so it has changed their order or their labels"
+        if differ:
+            raise DataError(
+                f"{told}, and loss_scaling {scaling!r} gives them different weights; use a collator that keeps both, "
+                "or set `loss_scaling: exact`."
+            )
+        self._warn_once("order", f"{told}; `ids` of the step info and of the audit are not in the order of the rows")
 
-    def _check_budgets(self, step: MicroBatch, measured: Measured) -> None:
+    def _check_budgets(self, micro_batch: MicroBatch, measured: Measured) -> None:
         tokens, max_patches = measured.rows * measured.length, self._config.max_patches
         if tokens <= self._config.token_budget and (max_patches is None or measured.patches <= max_patches):
             return
         shape, budget = f"{tokens} tokens", f"{self._config.token_budget} tokens"
         if max_patches is not None:
             shape, budget = f"{shape} and {measured.patches} patches", f"{budget} and {max_patches} patches"
-        if len(step.ids) == 1:
+        if len(micro_batch.ids) == 1:
             self._warn_once(
-                "overlong", f"overlong samples travel alone: row {step.ids[0]} has {shape}, the budget is {budget}"
+                "overlong",
+                f"overlong samples travel alone: row {micro_batch.ids[0]} has {shape}, the budget is {budget}",
             )
             return
         self.num_over_budget += 1
         self._warn_once(
             "over budget",
-            f"rows {list(step.ids)} were collated to {shape}, above the budget of {budget}: the collator pads beyond "
-            "the longest sample, or cost_fn says less than there is; tell what it pads (collation=) or lower the "
-            "budget if memory is short",
+            f"rows {list(micro_batch.ids)} were collated to {shape}, above the budget of {budget}: the collator pads "
+            "beyond the longest sample, or cost_fn says less than there is; tell what it pads (collation=) or lower "
+            "the budget if memory is short",
         )
 
     def _warn_once(self, kind: str, message: str) -> None:
@@ -65,12 +97,21 @@ class BatchChecks:
             logger.warning("%s", message)
 
 
-def _check_samples(step: MicroBatch, measured: Measured) -> None:
+def _check_samples(micro_batch: MicroBatch, measured: Measured) -> None:
     """One row a sample, or all in one row; a collator of pairs may make more rows."""
-    shares_one_row = measured.rows == 1 and measured.length >= step.tokens
-    if measured.rows < len(step.ids) and not shares_one_row:
+    shares_one_row = measured.rows == 1 and measured.length >= micro_batch.tokens
+    if measured.rows < len(micro_batch.ids) and not shares_one_row:
         raise DataError(
-            f"rows {list(step.ids)}: the collator made {measured.rows} rows of {measured.length} tokens of these "
-            f"{len(step.ids)} samples, so some were left out; keep every sample, or leave such rows out of the dataset "
-            "(a row without supervised tokens is left out and counted)."
+            f"rows {list(micro_batch.ids)}: the collator made {measured.rows} rows of {measured.length} tokens of "
+            f"these {len(micro_batch.ids)} samples, so some were left out; keep every sample, or leave such rows out "
+            "of the dataset (a row without supervised tokens is left out and counted)."
+        )
+
+
+def _check_supervised(micro_batch: MicroBatch, measured: Measured) -> None:
+    if measured.supervised_tokens != micro_batch.supervised_tokens:
+        raise DataError(
+            f"rows {list(micro_batch.ids)}: the collator left {measured.supervised_tokens} supervised tokens of "
+            f"{micro_batch.supervised_tokens} observed, so the loss cannot be weighed exactly; use a collator that "
+            "keeps labels as they are (and `ignore_pad_token_for_loss: true`), or set `loss_scaling: approx`."
         )

@@ -1,38 +1,77 @@
-"""The weight of each micro-batch's mean loss within its optimizer step (I8)."""
+"""The weight of every supervised token within its optimizer step, and the loss that is made of them (I8, I9).
+
+With `loss_scaling` one of these, a supervised token of sample s, which has n supervised tokens, weighs
+
+    stock     1 / (num_stock_means x stock_tokens of s)     what it weighs in stock training
+    exact     1 / (supervised tokens of the step)           the token mean of the step
+    sample    1 / (samples of the step x n)                 every sample weighs the same
+    square    1 / (sum of the roots x sqrt(n))              a sample weighs the root of its supervised tokens
+    approx    as exact, with the micro-batch's share of the step's input tokens in place of its supervised ones
+    none      1 / (micro-batches of all ranks x supervised tokens of this one)      the mean of micro-batch means
+
+All that is summed up is known from the plan, so no communication is needed.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from odb_factory.data.samples import Measured, MicroBatch
-from odb_factory.errors import DataError
+from odb_factory.data.samples import MicroBatch
 
 
-def loss_weights(steps: Sequence[MicroBatch], loss_scaling: str, world_size: int) -> list[float]:
-    """The factor on this rank's mean loss in each of the `steps` of one optimizer step.
+@dataclass(frozen=True, slots=True)
+class MicroBatchLoss:
+    """How the loss of a micro-batch is made: `scale` times the model's loss.
 
-    world_size: ranks that the engine averages gradients over, the data-parallel ranks that planned together.
-    The engine sums the gradients of an optimizer step over micro-batches and averages them over
-    ranks. With n the supervised tokens of this rank's micro-batch and N those of the whole
-    optimizer step on all ranks, the factor n x world_size / N makes that the gradient of the mean
-    over all N tokens: sum over ranks and steps of (n / N) x (its mean over n tokens).
-    `approx` counts input tokens instead, `none` counts every micro-batch as one (mean of means).
-    Idle steps weigh 0. N comes from the plan, so no communication is needed.
+    scale: the micro-batch's share of the loss of its optimizer step, times the ranks that gradients are averaged over;
+        0 on an idle micro-batch.
+    row_weights: None: the model's loss is its own mean over the supervised tokens of the micro-batch. Else one number a
+        row: in place of that mean goes the weighted one, the sum of row weight x token loss (see `TokenLoss`).
+
+    Losses that a model adds to the one of its tokens (of the routers of a mixture of experts) are multiplied by `scale`
+    too: over an optimizer step their mean by the micro-batches' shares. Stock takes their plain mean over its own
+    micro-batches where its loss is a mean of means, and their sum where it is a mean over tokens; as they depend on
+    which samples meet in a micro-batch, no other cut of the same samples gives the very same.
     """
-    if loss_scaling == "exact":
-        mine = [step.supervised_tokens for step in steps]
-        total = sum(step.totals.supervised_tokens for step in steps)
-    elif loss_scaling == "approx":
-        mine = [step.tokens for step in steps]
-        total = sum(step.totals.tokens for step in steps)
-    else:
-        mine = [0 if step.idle else 1 for step in steps]
-        total = sum(step.totals.active_ranks for step in steps)
-    if total == 0:
-        return [0.0] * len(mine)
-    return [count * world_size / total for count in mine]
+
+    scale: float
+    row_weights: tuple[float, ...] | None
+
+
+def token_weights(micro_batch: MicroBatch, loss_scaling: str, world_size: int) -> tuple[float, ...]:
+    """Of each sample of the micro-batch the weight of each of its supervised tokens, times `world_size`; () if idle.
+
+    world_size: the data-parallel ranks, over which the engine averages gradients; it sums them over micro-batches.
+    """
+    step, supervised = micro_batch.step, micro_batch.supervised
+    divisors: list[float]
+    match loss_scaling:
+        case "stock":
+            divisors = [step.num_stock_means * tokens for tokens in micro_batch.stock_tokens]
+        case "exact":
+            divisors = [step.supervised_tokens for _ in supervised]
+        case "sample":
+            divisors = [step.samples * n for n in supervised]
+        case "square":
+            divisors = [step.root_supervised_tokens * math.sqrt(n) for n in supervised]
+        case "approx":
+            divisors = [step.tokens * micro_batch.supervised_tokens / micro_batch.tokens for _ in supervised]
+        case _:
+            divisors = [step.num_active * micro_batch.supervised_tokens for _ in supervised]
+    return tuple(world_size / divisor for divisor in divisors)
+
+
+def micro_batch_loss(micro_batch: MicroBatch, loss_scaling: str, world_size: int) -> MicroBatchLoss:
+    """What the weights of `token_weights` make of the model's loss; its own mean wherever they are all equal."""
+    weights = token_weights(micro_batch, loss_scaling, world_size)
+    if len(set(weights)) <= 1:
+        return MicroBatchLoss(weights[0] * micro_batch.supervised_tokens if weights else 0.0, None)
+    scale = sum(weight * n for weight, n in zip(weights, micro_batch.supervised))
+    return MicroBatchLoss(scale, tuple(weight / scale for weight in weights))
 
 
 @contextlib.contextmanager
@@ -44,13 +83,3 @@ def without_average_tokens(args: Any) -> Iterator[None]:
         yield
     finally:
         args.average_tokens_across_devices = before
-
-
-def check_supervised(step: MicroBatch, measured: Measured) -> None:
-    """Raise `DataError` where a collated step does not hold the supervised tokens that the plan counted."""
-    if not step.idle and measured.supervised_tokens != step.supervised_tokens:
-        raise DataError(
-            f"rows {list(step.ids)}: the collator left {measured.supervised_tokens} supervised tokens of "
-            f"{step.supervised_tokens} observed, so the loss cannot be weighed exactly; use a collator that keeps "
-            "labels as they are (and `ignore_pad_token_for_loss: true`), or set `loss_scaling: approx`."
-        )

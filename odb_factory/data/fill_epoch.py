@@ -110,7 +110,7 @@ class FillEpoch(EpochPlanner):
             self.round_index += 1
             if self.final and self.emitted + self.done_before == 0:
                 left_out = (self.context.num_samples or 0) - rejected.total()
-                raise CollectiveError(nothing_left(rejected, left_out, "because a rank ran short"))
+                raise CollectiveError(nothing_left(rejected, left_out, "because a rank ran short", self.epoch))
             tasks: list[Task] = []
             # Without join, the end may turn out to have been the step before: one is kept until the next plan.
             kept = 0 if self.final or self.join else self.accumulation

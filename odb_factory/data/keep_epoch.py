@@ -157,7 +157,7 @@ class KeepEpoch(EpochPlanner):
         rejected = sum((rank.rejected for rank in ranks), self._rejected_before)
         self.trained += len(rows)
         if self.final and self.trained == 0:
-            raise CollectiveError(nothing_left(rejected, self.stock.left_out, "by drop_last"))
+            raise CollectiveError(nothing_left(rejected, self.stock.left_out, "by drop_last", self.epoch))
         held = self._redistribute(plan, samples)
         stock_tokens, num_means = stock_means(rows, self.stock)
         planned = [

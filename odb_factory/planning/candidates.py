@@ -7,51 +7,58 @@ import numpy as np
 from odb_factory.planning.cost import Budget, CostModel
 
 MAX_WAIT_ROUNDS = 32
-"""A sample that was kept back in so many rounds is overdue: it goes before all others."""
-PATIENCE = 256
-"""Until then each round adds one part in so many to what it is worth to send it out."""
+"""A sample that was held back in so many rounds is overdue: it goes before all others."""
+AGING_DENOMINATOR = 256
+"""Until then each round raises the priority of a sample by one part in so many."""
 
 
 class Rows:
     """Samples in the order in which groups are cut out of them: each modality by itself, from long to short.
 
     A group is a stretch [start, end) of this order: neighbours differ little in length, so little is padded.
-    index: the samples, as positions in the table they are taken from; the other arrays follow the same order. Those
-    named `_before` are sums over all samples before each position, and over all at the end. oldest: the place of the
-    sample that is overdue the longest, if one is.
+
+    table: array of `ROW`. index: the samples to take, as positions in `table` [n]. pool: of each of them the pool it
+    belongs to [n]; groups never mix pools, and one pool follows the other (default: all in one).
+
+    index, length (padded row length in tokens) and the like follow the sorted order [n]. Those named `_before` are
+    sums over all samples before each position, and over all at the end [n + 1]. max_end: where a group that starts
+    here must end at the latest, for its pool, modality and patches. most_overdue: the position of the sample that is
+    overdue the longest, if one is.
     """
 
-    def __init__(self, table: np.ndarray, index: np.ndarray, budget: Budget):
+    def __init__(self, table: np.ndarray, index: np.ndarray, budget: Budget, pool: np.ndarray | None = None):
         self.budget = budget
         rows = table[index]
-        order = np.lexsort((-rows["patches"], -rows["tokens"], rows["modality"]))
-        self.index, rows = index[order], rows[order]
+        kind = rows["modality"].astype(np.int64)
+        if pool is not None:
+            kind += pool.astype(np.int64) << 8
+        order = np.lexsort((-rows["patches"], -rows["tokens"], kind))
+        self.index, rows, kind = index[order], rows[order], kind[order]
         tokens, waited = rows["tokens"].astype(np.int64), rows["age"].astype(np.int64)
         multiple = budget.collation.pad_to_multiple_of
         length = np.maximum(-(-tokens // multiple) * multiple, 1)
-        worth = tokens * (PATIENCE + np.minimum(waited, MAX_WAIT_ROUNDS))
-        summed = [worth, rows["patches"], rows["has_media"], waited >= MAX_WAIT_ROUNDS]
-        self._columns = np.array([tokens, length, rows["modality"], waited, *summed], dtype=np.int64)
+        priority = tokens * (AGING_DENOMINATOR + np.minimum(waited, MAX_WAIT_ROUNDS))
+        summed = [priority, rows["patches"], rows["has_media"], waited >= MAX_WAIT_ROUNDS]
+        self._columns = np.array([tokens, length, kind, waited, *summed], dtype=np.int64)
         self._measure()
 
     def __len__(self) -> int:
         return len(self.index)
 
     def _measure(self) -> None:
-        self.tokens, self.length, modality, waited = self._columns[:4]
+        self.tokens, self.length, kind, waited = self._columns[:4]
         sums = np.zeros((len(self._columns) - 4, len(self) + 1), dtype=np.int64)
         np.cumsum(self._columns[4:], axis=1, out=sums[:, 1:])
-        self.worth_before, self.patches_before, self.media_before, self.overdue_before = sums
-        self.oldest = int(np.lexsort((self.index, -waited))[0]) if self.overdue_before[-1] else None
-        self.furthest = self._furthest(modality)
+        self.priority_before, self.patches_before, self.media_before, self.overdue_before = sums
+        self.most_overdue = int(np.lexsort((self.index, -waited))[0]) if self.overdue_before[-1] else None
+        self.max_end = self._max_end(kind)
 
-    def _furthest(self, modality: np.ndarray) -> np.ndarray:
-        """Where a group that starts here must end at the latest, for its modality or its patches."""
-        ends = np.searchsorted(modality, modality, side="right")
+    def _max_end(self, kind: np.ndarray) -> np.ndarray:
+        ends = np.searchsorted(kind, kind, side="right")
         if self.budget.max_patches is not None:
             most = self.patches_before[:-1] + self.budget.max_patches
             within = np.searchsorted(self.patches_before, most, side="right") - 1
-            ends = np.minimum(ends, np.maximum(within, np.arange(len(modality)) + 1))
+            ends = np.minimum(ends, np.maximum(within, np.arange(len(kind)) + 1))
         return ends
 
     def without(self, start: int, end: int) -> None:
@@ -61,40 +68,62 @@ class Rows:
         self._measure()
 
     def group(self, start: int, end: int) -> np.ndarray:
-        """Its samples, the shortest first: a filler added to the first row then rarely makes it the longest."""
+        """Its samples, the shortest first: dummy media added to the first row then rarely make it the longest."""
         return self.index[start:end][::-1]
 
     def shape(self, start: int, end: int) -> tuple[int, int, int]:
-        """(rows, padded row length, patches) as collated."""
+        """(rows, padded row length in tokens, patches) of a group as collated."""
         has_media = bool(self.media_before[end] - self.media_before[start])
         collation = self.budget.collation
         length = collation.length(int(self.tokens[start]), int(self.tokens[end - 1]), has_media)
         patches = int(self.patches_before[end] - self.patches_before[start])
         return end - start, length, patches if has_media else patches + collation.dummy_media_patches
 
+    def shapes(self, starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """`shape` of many groups, none of them empty."""
+        collation, lengths = self.budget.collation, self.length[starts]
+        patches = self.patches_before[ends] - self.patches_before[starts]
+        if collation.dummy_media_tokens or collation.dummy_media_patches:
+            is_text = self.media_before[ends] == self.media_before[starts]
+            first = self.tokens[ends - 1] + collation.dummy_media_tokens
+            first = -(-first // collation.pad_to_multiple_of) * collation.pad_to_multiple_of
+            lengths = np.where(is_text, np.maximum(lengths, first), lengths)
+            patches = patches + np.where(is_text, collation.dummy_media_patches, 0)
+        return ends - starts, lengths, patches
+
     def cost(self, start: int, end: int, model: CostModel) -> int:
+        """Of a group, in the unit of the model."""
         rows, length, patches = self.shape(start, end)
         return model.of(rows * length, patches, rows * length * length)
 
-    def fitted(self, start: int, end: int, level: int) -> int:
-        """The end that a group of at most `level` padded tokens can have, at most `end`; at least one sample is in it.
+    def costs(self, starts: np.ndarray, ends: np.ndarray, model: CostModel) -> np.ndarray:
+        """`cost` of many groups, none of them empty."""
+        rows, lengths, patches = self.shapes(starts, ends)
+        padded = rows * lengths
+        return model.of(padded, patches, padded * lengths)
+
+    def largest_fitting_end(self, start: int, end: int, token_cap: int) -> int:
+        """The end that a group of at most `token_cap` padded tokens can have, at most `end`, with one sample at least.
 
         Both budgets are kept (I4): a group without media is made larger by what the collator adds to it.
         """
         while end - start > 1:
             rows, length, patches = self.shape(start, end)
-            if rows * length <= level and self.budget.holds(rows, length, patches):
+            if rows * length <= token_cap and self.budget.holds(rows, length, patches):
                 break
             # Fewer rows are never shorter, so this many is the most that can fit.
-            end = max(start + 1, min(end - 1, start + level // max(length, 1)))
+            end = max(start + 1, min(end - 1, start + token_cap // max(length, 1)))
         return end
 
-    def cut(self, level: int) -> list[tuple[int, int]]:
-        """All of them in groups of at most `level` padded tokens, each as large as it can be (next-fit decreasing)."""
-        ends = np.minimum(np.arange(len(self)) + np.maximum(level // self.length, 1), self.furthest).tolist()
+    def next_fit(self, token_cap: int) -> list[tuple[int, int]]:
+        """All of them in groups of at most `token_cap` padded tokens, each as large as it can be.
+
+        Next-fit decreasing (Johnson 1973), with the padded size of a bin instead of the sum.
+        """
+        ends = np.minimum(np.arange(len(self)) + np.maximum(token_cap // self.length, 1), self.max_end).tolist()
         groups, start = [], 0
         while start < len(ends):
-            end = self.fitted(start, ends[start], level)
+            end = self.largest_fitting_end(start, ends[start], token_cap)
             groups.append((start, end))
             start = end
         return groups

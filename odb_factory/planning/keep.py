@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from odb_factory.planning.candidates import Rows
 from odb_factory.planning.cost import Budget, CostModel
+from odb_factory.planning.cuts import cut_by_one_cap, cut_by_stretches, fewest_steps
+from odb_factory.planning.matching import Cut, assign_to_ranks, make_cut, match_patches
 from odb_factory.planning.metadata import BufferMetadata
-from odb_factory.planning.per_rank import Steps
-from odb_factory.planning.plan import Plan, exceeds, pool, to_plan
-from odb_factory.planning.pooled import Group, _deal, _like_with_like, _spread
+from odb_factory.planning.plan import Plan, exceeds_limit, pool, to_plan
+from odb_factory.planning.pools import Pools, lower_bound
+from odb_factory.planning.two_caps import cut_by_two_caps
 
 NUM_CANDIDATES = 4
 """So many K are tried, from the least that the budgets allow."""
+MAX_STEPS_OF_TWO_CAPS = 4
+"""Up to this K micro-steps may have different caps: with more of them that saves next to nothing."""
 
 
 def plan_optimizer_step(
@@ -33,48 +35,43 @@ def plan_optimizer_step(
     """
     table, starts, owner_rank = pool(buffers)
     balance = balance and len(buffers) > 1
-    exceeds_transfer_limit = balance and exceeds(buffers)
-    if balance and not exceeds_transfer_limit:
-        rows = Rows(table, np.arange(len(table)), budget)
-        steps = [_deal(rows, step, owner_rank, len(buffers)) for step in _cut_pooled(rows, len(buffers), model)]
+    exceeds_transfer_limit = balance and exceeds_limit(buffers)
+    balance = balance and not exceeds_transfer_limit
+    index = np.arange(len(table))
+    if balance:
+        pools = Pools(Rows(table, index, budget), np.array([0, len(table)]), len(buffers), model)
     else:
-        ranks = [Rows(table, np.arange(start, end), budget) for start, end in itertools.pairwise(starts)]
-        steps = _cut_per_rank(ranks, model)
+        pools = Pools(Rows(table, index, budget, owner_rank), np.array(starts), 1, model)
+    cut = match_patches(pools, _best_cut(pools))
+    groups = [pools.rows.group(start, end) for start, end in zip(cut.starts.tolist(), cut.ends.tolist())]
+    num_steps = int(cut.steps.max(initial=-1)) + 1
+    steps: list[list[np.ndarray | None]] = []
+    for step in range(num_steps):
+        chosen = np.flatnonzero(cut.steps == step).tolist()
+        if balance:
+            steps.append(assign_to_ranks([groups[i] for i in chosen], owner_rank, len(buffers)))
+        else:
+            row: list[np.ndarray | None] = [None] * len(buffers)
+            for i in chosen:
+                row[cut.pools[i]] = groups[i]
+            steps.append(row)
     final = all(buffer.exhausted for buffer in buffers)
     return to_plan(steps, table, starts, owner_rank, budget, final, exceeds_transfer_limit)
 
 
-def _cut_pooled(rows: Rows, num_ranks: int, model: CostModel) -> list[list[Group]]:
-    if not len(rows):
-        return []
-    whole = rows.cut(rows.budget.token_budget)
-    least = math.ceil(len(whole) / num_ranks)
-    best: tuple[int, list[list[Group]]] | None = None
-    for num_steps in range(least, least + NUM_CANDIDATES):
-        groups = _spread(rows, list(whole), num_steps * num_ranks)
-        steps = _like_with_like(rows, groups, num_ranks, model)
-        cost = sum(max(rows.cost(*group, model) for group in step) for step in steps)
-        if best is None or cost < best[0]:
-            best = cost, steps
-    return sorted(best[1], key=lambda step: (-len(step), -max(rows.cost(*group, model) for group in step)))
-
-
-def _cut_per_rank(ranks: Sequence[Rows], model: CostModel) -> Steps:
-    whole = [rows.cut(rows.budget.token_budget) for rows in ranks]
-    least = max(map(len, whole))
-    best: tuple[int, list[list[Group]]] | None = None
-    for num_steps in range(least, least + NUM_CANDIDATES if least else 0):
-        cuts = []
-        for rows, groups in zip(ranks, whole):
-            groups = _spread(rows, list(groups), num_steps)
-            cuts.append(sorted(groups, key=lambda group: (-rows.cost(*group, model), group)))
-        cost = sum(
-            max(rows.cost(*group, model) for rows, group in zip(ranks, step) if group)
-            for step in itertools.zip_longest(*cuts)
-        )
-        if best is None or cost < best[0]:
-            best = cost, cuts
-    if best is None:
-        return []
-    grouped = [[rows.group(*group) for group in groups] for rows, groups in zip(ranks, best[1])]
-    return [list(step) for step in itertools.zip_longest(*grouped)]
+def _best_cut(pools: Pools) -> Cut:
+    if not len(pools.rows):
+        return make_cut(pools, [[] for _ in pools.starts])
+    least = fewest_steps(pools)
+    best = cut_by_one_cap(pools, least)
+    if len(pools.starts) == 1:
+        best = min(best, cut_by_stretches(pools) or best, key=lambda cut: cut.cost)
+    for num_steps in range(least + 1, least + NUM_CANDIDATES):
+        if lower_bound(pools, num_steps) < best.cost:
+            best = min(best, cut_by_one_cap(pools, num_steps), key=lambda cut: cut.cost)
+    for num_steps in range(max(least, 2), min(least + NUM_CANDIDATES, MAX_STEPS_OF_TWO_CAPS + 1)):
+        for num_first in range(1, num_steps):
+            other = cut_by_two_caps(pools, num_first, num_steps - num_first, best.cost)
+            if other is not None and other.cost < best.cost:
+                best = other
+    return best

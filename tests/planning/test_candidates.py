@@ -25,7 +25,7 @@ def rows_of(window: Sequence[Cost], budget: Budget) -> Rows:
 def cut(window: Sequence[Cost], budget: Budget, level: int | None = None) -> list[list[int]]:
     rows = rows_of(window, budget)
     level = budget.token_budget if level is None else level
-    return [rows.group(*group).tolist() for group in rows.cut(level)]
+    return [rows.group(*group).tolist() for group in rows.next_fit(level)]
 
 
 @given(windows, budgets)
@@ -110,7 +110,7 @@ def test_what_is_left_when_a_group_is_taken_out_is_as_if_it_had_never_been(
     left = [i for i in range(len(window)) if i not in gone]
     alone = cut([window[i] for i in left], budget)
     cost_of = [[window[left[i]] for i in group] for group in alone]
-    assert [[window[i] for i in rows.group(*group)] for group in rows.cut(budget.token_budget)] == cost_of
+    assert [[window[i] for i in rows.group(*group)] for group in rows.next_fit(budget.token_budget)] == cost_of
 
 
 def test_an_empty_window_has_no_groups() -> None:

@@ -1,0 +1,76 @@
+"""`odb_audit_rank{r}.jsonl`: line by line what was trained on."""
+
+from __future__ import annotations
+
+import json
+import mmap
+from pathlib import Path
+from typing import TextIO
+
+from odb_factory.accounting.loss_weights import MicroBatchLoss
+from odb_factory.data.samples import Measured, MicroBatch
+from odb_factory.errors import ConfigError, one_line
+
+AUDIT_FILE = "odb_audit_rank{rank}.jsonl"
+
+
+class Audit:
+    """One line a micro-batch that this rank has trained on. The key names are public.
+
+    The file is opened with the first line. append: go on behind the lines of the run that is resumed; what that one did
+    behind its last checkpoint then stands there twice. Raises `ConfigError` where the file cannot be opened.
+    """
+
+    def __init__(self, folder: str | Path, rank: int):
+        self.path, self.append = Path(folder) / AUDIT_FILE.format(rank=rank), False
+        self._file: TextIO | None = None
+
+    def write(self, micro_batch: MicroBatch, measured: Measured, loss: MicroBatchLoss, optimizer_step: int) -> None:
+        """optimizer_step: of the run, from 1."""
+        line = {
+            "epoch": micro_batch.step.epoch,
+            "optimizer_step": optimizer_step,
+            "micro_batch": micro_batch.index,
+            "micro_batches": micro_batch.step.num_micro_batches,
+            "ids": list(micro_batch.ids),
+            "rows": measured.rows,
+            "length": measured.length,
+            "patches": measured.patches,
+            "supervised_tokens": micro_batch.supervised_tokens,
+            # On the mean loss of the micro-batch, or on each token loss of each row.
+            "weight": loss.scale if loss.row_weights is None else [loss.scale * weight for weight in loss.row_weights],
+            "idle": micro_batch.idle,
+        }
+        if self._file is None:
+            self._file = self._open()
+        self._file.write(json.dumps(line) + "\n")
+
+    def flush(self) -> None:
+        if self._file is not None:
+            self._file.flush()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def _open(self) -> TextIO:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if self.append and self.path.exists():
+                _cut_off_last_line(self.path)
+            return self.path.open("a" if self.append else "w", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"{self.path}: the audit cannot be written ({one_line(error)}); give another folder, or leave the "
+                "audit out."
+            ) from None
+
+
+def _cut_off_last_line(path: Path) -> None:
+    """Take away what stands behind the last line end, where a kill has cut off a line; reads from the end only."""
+    with path.open("r+b") as file:
+        if path.stat().st_size == 0:
+            return
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+            end = text.rfind(b"\n") + 1
+        file.truncate(end)

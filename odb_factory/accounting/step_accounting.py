@@ -1,0 +1,180 @@
+"""`StepAccounting`: everything that is counted, checked and written while optimizer steps are taken."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from odb_factory.accounting.audit import Audit
+from odb_factory.accounting.batch_checks import BatchChecks
+from odb_factory.accounting.loss_weights import MicroBatchLoss, micro_batch_loss
+from odb_factory.accounting.statistics import StepStatistics
+from odb_factory.config import ODBConfig
+from odb_factory.data.loader import ODBLoader
+from odb_factory.data.samples import Measured, MicroBatch, OptimizerStep
+
+
+class StepAccounting:
+    """The accounting of one run of a loader, for a trainer as for a loop of one's own.
+
+    audit_dir: where `odb_audit_rank{r}.jsonl` is written; None: nowhere.
+    is_fetched_ahead: a framework asks for a micro-batch before it hands over the one before, so what `end` closes is
+        trained on only then.
+    optimizer_steps: taken in the run, those before a resume included.
+
+    Example::
+
+        for micro_batch, measured, batch in loader:
+            loss = accounting.begin(micro_batch, measured, batch.get("labels"))
+            (model(**batch).loss * loss.scale).backward()  # where loss.row_weights is None
+            accounting.end()
+            if micro_batch.ends_optimizer_step: ...
+    """
+
+    def __init__(
+        self,
+        loader: ODBLoader,
+        config: ODBConfig,
+        audit_dir: str | Path | None = None,
+        *,
+        is_fetched_ahead: bool = False,
+    ):
+        self.loader, self.config = loader, config
+        self.total, self.interval = StepStatistics(), StepStatistics()
+        self.optimizer_steps = 0
+        self._is_fetched_ahead = is_fetched_ahead
+        self._checks = BatchChecks(config)
+        self._audit = None if audit_dir is None else Audit(audit_dir, loader.rank)
+        self._samples_before = 0
+        self._step: OptimizerStep | None = None
+        self._under_way: tuple[MicroBatch, Measured, MicroBatchLoss] | None = None
+        self._dropped: Counter[str] = Counter()
+        self._left_out = self._overlong = 0
+
+    def wait(self, seconds: float) -> None:
+        """Count time spent waiting for the loader."""
+        self.total.wait(seconds)
+        self.interval.wait(seconds)
+
+    def begin(self, micro_batch: MicroBatch, measured: Measured, labels: Any = None) -> MicroBatchLoss:
+        """Check a micro-batch; its forward comes next, and its loss is made as the answer says.
+
+        labels: as collated ([rows, length]), where there are any. Raises `DataError` where the collator has changed
+        what was planned.
+        """
+        self._checks(micro_batch, measured, labels)
+        step, before = micro_batch.step, self._step
+        if before is not None and before.epoch != step.epoch:  # left before its end
+            self._end_epoch(before)
+        self._step = step
+        loss = micro_batch_loss(micro_batch, self.config.loss_scaling, self.loader.world_size)
+        self._under_way = (micro_batch, measured, loss)
+        if not self._is_fetched_ahead:
+            self.loader.times.begin(micro_batch.totals)
+        return loss
+
+    def end(self) -> None:
+        """Count the micro-batch whose backward is done and, with the last one of an optimizer step, that step."""
+        assert self._under_way is not None, "begin comes first"
+        (micro_batch, measured, loss), self._under_way = self._under_way, None
+        if self._is_fetched_ahead:
+            self.loader.times.begin(micro_batch.totals)
+        if self._audit is not None:
+            self._audit.write(micro_batch, measured, loss, self.optimizer_steps + 1)
+        for statistics in (self.total, self.interval):
+            statistics.add(micro_batch, self.loader.world_size)
+        if micro_batch.ends_optimizer_step:
+            self._end_optimizer_step(micro_batch.step)
+
+    def interval_metrics(self) -> dict[str, float]:
+        """The `odb/...` entries since the last call."""
+        metrics = self.interval.metrics(self.config.token_budget, self.loader.world_size)
+        self.interval = StepStatistics()
+        if self.loader.times.r2 is not None:
+            metrics["odb/cost_model_r2"] = round(self.loader.times.r2, 4)
+        return metrics
+
+    def metrics(self) -> dict[str, float]:
+        """The `odb/...` entries of the whole run."""
+        return self.total.metrics(self.config.token_budget, self.loader.world_size)
+
+    def stats(self) -> dict[str, float]:
+        """`metrics`, and odb/dropped: rows left out on all ranks; odb/over_budget: micro-batches of this rank that the
+        collator made larger than the budget."""
+        return self.metrics() | {
+            "odb/dropped": self.dropped.total(),
+            "odb/over_budget": self._checks.num_over_budget,
+        }
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """Rows that were rejected on all ranks, by reason; of the epoch under way as of its last plan."""
+        return self._dropped if self._step is None else self._dropped + self._step.rejected
+
+    @property
+    def samples_since_resume(self) -> int:
+        """Samples trained on by all ranks since this process began."""
+        return self.total.samples - self._samples_before
+
+    def summary(self) -> dict[str, Any]:
+        """What `odb_summary.json` says; the names are public."""
+        return {
+            "samples": self.loader.num_samples,
+            "optimizer_steps": self.optimizer_steps,
+            **self.total.summary(),
+            "dropped": dict(self.dropped),
+            "left_out": self._left_out,
+            "overlong": self._overlong + (0 if self._step is None else self._step.overlong),
+            "over_budget": self._checks.num_over_budget,
+            "world_size": self.loader.world_size,
+            "config": self.config.to_dict(),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON types: what the figures go on from. Of the epoch under way the loader knows what was rejected."""
+        return {
+            "optimizer_steps": self.optimizer_steps,
+            "total": self.total.state_dict(),
+            "over_budget": self._checks.num_over_budget,
+            "dropped": dict(self._dropped),
+            "left_out": self._left_out,
+            "overlong": self._overlong,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.resume_at(state["optimizer_steps"])
+        self.total = StepStatistics(**state["total"])
+        self._samples_before = self.total.samples
+        self._checks.num_over_budget = state["over_budget"]
+        self._dropped = Counter(state["dropped"])
+        self._left_out, self._overlong = state["left_out"], state["overlong"]
+
+    def resume_at(self, optimizer_steps: int) -> None:
+        """Go on behind that many optimizer steps of the run, with the audit behind what it holds."""
+        self.optimizer_steps = optimizer_steps
+        if self._audit is not None:
+            self._audit.append = True
+
+    def close(self) -> None:
+        """Close the audit; safe to call twice."""
+        if self._audit is not None:
+            self._audit.close()
+
+    def _end_optimizer_step(self, step: OptimizerStep) -> None:
+        self.optimizer_steps += 1
+        self.loader.consume(step)
+        if self._audit is not None:
+            self._audit.flush()
+        for statistics in (self.total, self.interval):
+            statistics.add_optimizer_step(step)
+        if step.last:
+            self._end_epoch(step)
+
+    def _end_epoch(self, step: OptimizerStep) -> None:
+        """step: the last one of the epoch that was trained on."""
+        self._dropped += step.rejected
+        self._left_out += step.left_out
+        self._overlong += step.overlong
+        self._step = None

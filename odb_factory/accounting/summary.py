@@ -1,0 +1,30 @@
+"""The end of a run: `odb_summary.json` and one line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+SUMMARY_FILE = "odb_summary.json"
+
+
+def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / SUMMARY_FILE).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+
+
+def summary_line(summary: Mapping[str, Any]) -> str:
+    """summary: as `StepAccounting.summary` returns it."""
+    dropped = ", ".join(f"{count} {reason}" for reason, count in summary["dropped"].items()) or "none"
+    overlong = f", {summary['overlong']} overlong ones alone" if summary["overlong"] else ""
+    left_out = f", left out: {summary['left_out']}" if summary["left_out"] else ""
+    mib = summary["moved_bytes"] / 2**20
+    moved = f"; {summary['moved']} samples ({mib:.1f} MiB) moved between ranks" if summary["moved"] else ""
+    return (
+        f"done: {summary['emitted']} samples emitted{overlong}, dropped: {dropped}{left_out}; "
+        f"{summary['optimizer_steps']} optimizer steps of {summary['micro_steps']} micro-steps "
+        f"({summary['idle_micro_batches']} idle micro-batches); padding {summary['padding_ratio']:.1%} of "
+        f"{summary['padded_tokens']} tokens, balance {summary['balance']:.3f}{moved}"
+    )

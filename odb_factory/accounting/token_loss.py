@@ -1,0 +1,125 @@
+"""Weighted token losses: from logits, and in the place of the loss function inside a transformers model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from odb_factory.data.measure import IGNORE_INDEX
+from odb_factory.errors import ConfigError, DataError
+
+
+def weighted_token_loss(
+    logits: Tensor,
+    labels: Tensor | None,
+    row_weights: Sequence[float],
+    *,
+    shift_labels: Tensor | None = None,
+    ignore_index: int = IGNORE_INDEX,
+) -> Tensor:
+    """Sum over the rows of row weight x the sum of the row's token losses, in float32 (float64 stays).
+
+    logits: [rows, length, vocabulary]; labels: [rows, length], `ignore_index` where there is no loss. The token at t
+    predicts label t + 1, as in transformers' `ForCausalLMLoss`; shift_labels: labels that are shifted already.
+    row_weights: one a row. The peak of memory is that of the mean: beside it stands one number a token.
+    Raises `DataError` where rows and weights differ in number.
+    """
+    rows = logits.shape[0]
+    if rows != len(row_weights):
+        raise DataError(
+            f"the model computes its loss over logits of {rows} rows and the micro-batch has {len(row_weights)} "
+            "samples, so their weights cannot be told; set `loss_scaling: exact`."
+        )
+    if shift_labels is None:
+        assert labels is not None
+        shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    if logits.dtype != torch.float64:
+        logits = logits.float()
+    targets = shift_labels.to(logits.device).reshape(-1)
+    losses = functional.cross_entropy(
+        logits.reshape(-1, logits.shape[-1]), targets, ignore_index=ignore_index, reduction="none"
+    )
+    return losses.view(rows, -1).sum(1) @ losses.new_tensor(row_weights)
+
+
+class TokenLoss:
+    """Lets a model's own forward compute the weighted loss, so that what it adds (of routers) stays in.
+
+    model: a transformers model, also wrapped by PEFT, DDP, FSDP, DeepSpeed or torch.compile. Its causal models call
+    `self.loss_function(logits, labels, ...)`; while `weighing` lasts, that is this object. One object serves a whole
+    run. loss_scaling: the word that error messages name.
+
+    Example::
+
+        token_loss = TokenLoss(model, "sample")
+        with token_loss.weighing(loss.row_weights):
+            output = model(**batch)
+        (output.loss * loss.scale).backward()
+    """
+
+    def __init__(self, model: nn.Module, loss_scaling: str):
+        self._loss_scaling = loss_scaling
+        models = [module for module in model.modules() if _has_loss_function(module)]
+        self._name = type(models[0] if models else model).__name__
+        self._models: list[Any] = [module for module in models if _is_causal(module)]
+        self._row_weights: Sequence[float] = ()
+        self._calls = 0
+
+    @contextlib.contextmanager
+    def weighing(self, row_weights: Sequence[float]) -> Iterator[None]:
+        """For one forward with labels. row_weights: one a row of the micro-batch.
+
+        Raises `ConfigError` at the end where the model has computed its loss otherwise.
+        """
+        self._row_weights, self._calls = row_weights, 0
+        own = [module.loss_function for module in self._models]
+        try:
+            for module in self._models:
+                module.loss_function = self
+            yield
+        finally:
+            for module, function in zip(self._models, own):
+                module.loss_function = function
+        if not self._calls:
+            raise ConfigError(
+                f"odb.loss_scaling: {self._loss_scaling!r} gives the samples of a micro-batch different weights, and "
+                f"{self._name} computes its loss without transformers' ForCausalLMLoss (by a fused kernel such as "
+                "Liger's, or by code of its own); set `loss_scaling: exact`, or turn the kernel off."
+            )
+
+    def __call__(
+        self,
+        logits: Tensor,
+        labels: Tensor | None,
+        vocab_size: int | None = None,
+        num_items_in_batch: Any = None,
+        ignore_index: int = IGNORE_INDEX,
+        shift_labels: Tensor | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """What the model calls; the signature is that of `ForCausalLMLoss`."""
+        self._calls += 1
+        return weighted_token_loss(
+            logits, labels, self._row_weights, shift_labels=shift_labels, ignore_index=ignore_index
+        )
+
+
+def _has_loss_function(module: nn.Module) -> bool:
+    """Whether it is one of transformers' models and takes labels; a vision tower is one and does not."""
+    kind = type(module)  # whose forward says what it takes, however the module's own has been wrapped
+    function = getattr(kind, "loss_function", None)
+    return (
+        isinstance(function, property) and function.fset is not None and "labels" in signature(kind.forward).parameters
+    )
+
+
+def _is_causal(module: Any) -> bool:
+    from transformers.loss.loss_utils import LOSS_MAPPING  # heavy, and a loop of one's own may have no such model
+
+    return module.loss_function is LOSS_MAPPING["ForCausalLM"]

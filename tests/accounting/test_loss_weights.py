@@ -1,0 +1,112 @@
+"""I8, I9: with any cut of an optimizer step over ranks and micro-steps, the losses add up to what the word says."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from statistics import fmean
+
+import pytest
+from accounting.steps import Row, cut, optimizer_step, random_rows
+
+from odb_factory.accounting.loss_weights import micro_batch_loss, token_weights
+
+Losses = list[list[float]]
+"""Of each sample the losses of its supervised tokens."""
+
+
+def _mean(rows: Sequence[int], losses: Losses) -> float:
+    return fmean(loss for k in rows for loss in losses[k])
+
+
+def _stock(rows: list[Row], losses: Losses, stock_mean: str) -> float:
+    """As stock makes it: sums over its own micro-batches, divided by what the Trainer divides by."""
+    if stock_mean == "step":
+        return math.fsum(map(math.fsum, losses)) / sum(row.stock_labels for row in rows)
+    if stock_mean == "rank":
+        ranks = sorted({row.stock_rank for row in rows})
+        mine = [[k for k, row in enumerate(rows) if row.stock_rank == rank] for rank in ranks]
+        labels = [sum(rows[k].stock_labels for k in own) for own in mine]
+        return fmean(math.fsum(x for k in own for x in losses[k]) / n for own, n in zip(mine, labels))
+    batches = sorted({row.stock_micro_batch for row in rows})
+    return fmean(_mean([k for k, row in enumerate(rows) if row.stock_micro_batch == b], losses) for b in batches)
+
+
+def _defined(scaling: str, rows: list[Row], losses: Losses, slots: list[list[list[int]]], stock_mean: str) -> float:
+    active = [ids for rank in slots for ids in rank if ids]
+    if scaling == "stock":
+        return _stock(rows, losses, stock_mean)
+    if scaling == "exact":
+        return _mean(range(len(rows)), losses)
+    if scaling == "sample":
+        return fmean(map(fmean, losses))
+    if scaling == "square":
+        roots = [math.sqrt(len(own)) for own in losses]
+        return math.fsum(root * fmean(own) for root, own in zip(roots, losses)) / math.fsum(roots)
+    if scaling == "approx":
+        tokens = [sum(rows[k].tokens for k in ids) for ids in active]
+        return math.fsum(n * _mean(ids, losses) for n, ids in zip(tokens, active)) / sum(tokens)
+    return fmean(_mean(ids, losses) for ids in active)
+
+
+def _summed(scaling: str, losses: Losses, micro_batches: list[list]) -> float:
+    """What an engine makes of the losses of all micro-batches: their sum over micro-steps, averaged over ranks."""
+    total = 0.0
+    for micro_batch in (one for rank in micro_batches for one in rank):
+        loss = micro_batch_loss(micro_batch, scaling, len(micro_batches))
+        if micro_batch.idle:
+            assert (loss.scale, loss.row_weights) == (0.0, None)
+        elif loss.row_weights is None:
+            total += loss.scale * _mean(micro_batch.ids, losses)
+        else:
+            own = zip(loss.row_weights, micro_batch.ids)
+            total += loss.scale * math.fsum(weight * math.fsum(losses[k]) for weight, k in own)
+    return total / len(micro_batches)
+
+
+CASES = [("stock", "step"), ("stock", "rank"), ("stock", "micro_batch")]
+CASES += [(scaling, "step") for scaling in ("exact", "sample", "square", "approx", "none")]
+
+
+@pytest.mark.parametrize(("scaling", "stock_mean"), CASES)
+def test_any_cut_adds_up_to_the_definition(scaling: str, stock_mean: str) -> None:
+    for seed in range(40):
+        rng = random.Random(seed)
+        rows = random_rows(rng, rng.randrange(1, 25))
+        losses = [[rng.uniform(0.1, 9) for _ in range(row.supervised)] for row in rows]
+        slots = cut(rng, len(rows), world_size=rng.randrange(1, 5), micro_batches=rng.randrange(1, 5))
+        micro_batches = optimizer_step(rows, slots, stock_mean=stock_mean)
+        defined = _defined(scaling, rows, losses, slots, stock_mean)
+        assert _summed(scaling, losses, micro_batches) == pytest.approx(defined, rel=1e-12), seed
+
+
+@pytest.mark.parametrize(("scaling", "stock_mean"), CASES)
+def test_shares_of_an_optimizer_step_add_up_to_one(scaling: str, stock_mean: str) -> None:
+    """By them the losses that a model adds to that of its tokens are averaged."""
+    rng = random.Random(3)
+    rows = [Row(9, n, False, k % 2, k // 2) for k, n in enumerate((3, 1, 7, 7, 5, 2, 8))]
+    micro_batches = optimizer_step(rows, cut(rng, len(rows), 3, 4), stock_mean=stock_mean)
+    scales = [micro_batch_loss(one, scaling, 3).scale for rank in micro_batches for one in rank]
+    assert sum(scales) / 3 == pytest.approx(1, rel=1e-12)
+
+
+@pytest.mark.parametrize("scaling", ["exact", "approx", "none", "stock"])
+def test_equal_weights_use_the_mean_of_the_model_itself(scaling: str) -> None:
+    """`stock` where stock takes the mean over the tokens of the step: text."""
+    rows = random_rows(random.Random(1), 12)
+    (micro_batches,) = optimizer_step(rows, [[list(range(5)), list(range(5, 12))]])
+    assert all(micro_batch_loss(one, scaling, 1).row_weights is None for one in micro_batches)
+
+
+@pytest.mark.parametrize("scaling", ["sample", "square", "stock"])
+def test_one_sample_alone_and_samples_of_one_length_have_equal_weights(scaling: str) -> None:
+    rows = [Row(9, n, False, 0, k // 3) for k, n in enumerate((4, 4, 4, 7, 2, 6))]
+    (micro_batches,) = optimizer_step(rows, [[[0, 1, 2], [3], [4, 5], []]], stock_mean="micro_batch")
+    weighted = [micro_batch_loss(one, scaling, 1).row_weights is not None for one in micro_batches]
+    assert weighted == [False, False, scaling != "stock", False]
+
+
+def test_an_idle_micro_batch_has_no_weights() -> None:
+    ((_, idle),) = optimizer_step([Row(9, 4, False, 0, 0)], [[[0], []]])
+    assert token_weights(idle, "exact", 1) == ()

@@ -1,0 +1,185 @@
+"""What is counted, checked and written of the optimizer steps of a run."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from collections import Counter
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accounting.steps import Row, cut, measured, optimizer_step, random_rows
+
+from odb_factory.accounting.step_accounting import StepAccounting
+from odb_factory.accounting.summary import summary_line
+from odb_factory.config import ODBConfig
+from odb_factory.data.samples import Measured, MicroBatch, OptimizerStep
+from odb_factory.data.step_times import StepTimes
+from odb_factory.errors import ConfigError, DataError
+
+
+class Loader:
+    """What the accounting knows of a loader."""
+
+    rank, num_samples = 0, 40
+
+    def __init__(self, world_size: int = 1):
+        self.world_size, self.times = world_size, StepTimes()
+        self.consumed: list[OptimizerStep] = []
+
+    def consume(self, step: OptimizerStep) -> None:
+        self.consumed.append(step)
+
+
+def _accounting(loader: Loader | None = None, folder: Path | None = None, **block: Any) -> StepAccounting:
+    return StepAccounting(loader or Loader(), ODBConfig(token_budget=1000, **block), folder)  # type: ignore[arg-type]
+
+
+def _run(accounting: StepAccounting, micro_batches: list[MicroBatch]) -> None:
+    for one in micro_batches:
+        accounting.begin(one, measured(one, 70))
+        accounting.end()
+
+
+def test_figures_are_those_of_all_ranks_and_of_whole_optimizer_steps(tmp_path: Path) -> None:
+    rng = random.Random(2)
+    loader = Loader(world_size=3)
+    accounting = _accounting(loader, tmp_path)
+    steps, rows = [], random_rows(rng, 30)
+    for index, num_micro_batches in enumerate((2, 4, 3)):
+        mine = rows[10 * index : 10 * index + 10]
+        rejected = Counter({"unreadable": index})
+        slots = cut(rng, 10, 3, num_micro_batches)
+        last = index == 2
+        (first, *_) = optimizer_step(mine, slots, index=index, rejected=rejected, last=last, left_out=last, overlong=2)
+        steps.append(first)
+        _run(accounting, first[:-1])
+        assert [step.index for step in loader.consumed] == list(range(index)), "not before its last micro-batch"
+        _run(accounting, first[-1:])
+    assert loader.consumed == [first[0].step for first in steps]
+    summary = accounting.summary()
+    supervised = [sum(row.supervised for row in rows[k : k + 10]) for k in (0, 10, 20)]
+    mean = sum(supervised) / 3
+    spread = (sum((n - mean) ** 2 for n in supervised) / 3) ** 0.5
+    assert summary["emitted"] == 30
+    assert summary["tokens"] == sum(row.tokens for row in rows)
+    assert (summary["optimizer_steps"], summary["micro_steps"]) == (3, 9)
+    assert summary["idle_micro_batches"] == 27 - sum(first[0].step.num_active for first in steps)
+    assert (summary["dropped"], summary["left_out"], summary["overlong"]) == ({"unreadable": 2}, 1, 2)
+    metrics = accounting.metrics()
+    assert metrics["odb/micro_batches"] == 3
+    assert metrics["odb/supervised_tokens"] == round(mean, 1)
+    assert metrics["odb/supervised_tokens_cv"] == round(spread / mean, 4)
+    assert accounting.stats()["odb/dropped"] == 2
+    assert "30 samples emitted, 2 overlong ones alone, dropped: 2 unreadable, left out: 1; 3 optimizer steps of 9 " in (
+        summary_line(summary)
+    )
+    lines = [json.loads(line) for line in (tmp_path / "odb_audit_rank0.jsonl").read_text().splitlines()]
+    assert [(line["optimizer_step"], line["micro_batch"], line["micro_batches"]) for line in lines] == [
+        *((1, k, 2) for k in range(2)),
+        *((2, k, 4) for k in range(4)),
+        *((3, k, 3) for k in range(3)),
+    ]
+    assert [line["ids"] for line in lines] == [list(one.ids) for first in steps for one in first]
+
+
+def test_an_interval_begins_anew_and_the_run_goes_on() -> None:
+    rows = random_rows(random.Random(1), 8)
+    accounting = _accounting()
+    for index in range(2):
+        _run(accounting, optimizer_step(rows, [[[0, 1, 2], [3, 4, 5, 6, 7]]], index=index)[0])
+    assert accounting.interval_metrics()["odb/micro_batches"] == 2
+    _run(accounting, optimizer_step(rows, [[list(range(8))]], index=2)[0])
+    assert accounting.interval_metrics()["odb/micro_batches"] == 1
+    assert accounting.metrics()["odb/micro_batches"] == round(5 / 3, 2)
+
+
+def test_a_state_goes_on_with_figures_and_audit(tmp_path: Path) -> None:
+    rows = random_rows(random.Random(1), 8)
+    steps = [optimizer_step(rows, [[[0, 1, 2], [3, 4, 5, 6, 7]]], index=index)[0] for index in range(4)]
+    whole, before, after = (_accounting(folder=tmp_path / name) for name in ("whole", "parts", "parts"))
+    _run(whole, [*chain.from_iterable(steps)])
+    _run(before, [*chain.from_iterable(steps[:3])])
+    before.close()
+    after.load_state_dict(json.loads(json.dumps(before.state_dict())))
+    _run(after, steps[3])
+    for accounting in (whole, after):
+        accounting.close()
+    timed = ("seconds", "data_wait_s")
+    assert all(after.summary()[key] == value for key, value in whole.summary().items() if key not in timed)
+    assert after.samples_since_resume == 8
+    name = "odb_audit_rank0.jsonl"
+    assert (tmp_path / "parts" / name).read_text() == (tmp_path / "whole" / name).read_text()
+
+
+def test_rows_dropped_in_an_epoch_that_was_left_are_counted() -> None:
+    rows = random_rows(random.Random(1), 4)
+    accounting = _accounting()
+    for epoch, dropped in enumerate((3, 1)):
+        (first,) = optimizer_step(rows, [[[0, 1, 2, 3]]], epoch=epoch, rejected=Counter(unreadable=dropped))
+        _run(accounting, first)
+    assert accounting.stats()["odb/dropped"] == 4
+
+
+def test_the_audit_has_the_weight_of_each_row_where_they_differ(tmp_path: Path) -> None:
+    rows = [Row(9, n, False, 0, 0) for n in (2, 4, 8, 8)]
+    accounting = _accounting(folder=tmp_path, loss_scaling="sample")
+    _run(accounting, optimizer_step(rows, [[[0, 1], [2, 3]]])[0])
+    accounting.close()
+    lines = [json.loads(line) for line in (tmp_path / "odb_audit_rank0.jsonl").read_text().splitlines()]
+    assert [line["weight"] for line in lines] == [pytest.approx([1 / 8, 1 / 16]), pytest.approx(1 / 2)]
+
+
+def test_an_audit_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    accounting = _accounting(folder=tmp_path / "file")
+    with pytest.raises(ConfigError, match=r"odb_audit_rank0.jsonl: the audit cannot be written \(.*Error: .*\); give"):
+        _run(accounting, optimizer_step([Row(9, 4, False, 0, 0)], [[[0]]])[0])
+
+
+def _labels(*supervised: int) -> torch.Tensor:
+    return torch.stack([torch.tensor([-100] * (70 - n) + [5] * n) for n in supervised])
+
+
+@pytest.mark.parametrize(
+    ("scaling", "found", "message"),
+    [
+        ("sample", Measured(2, 70, 0, 6), None),
+        ("sample", Measured(1, 70, 0, 6), "made 1 rows of these 2 samples, and loss_scaling 'sample' gives"),
+        ("sample", Measured(4, 70, 0, 6), "made 4 rows of these 2 samples"),
+        ("square", Measured(2, 70, 0, 5), "the collator left 5 supervised tokens of 6 observed"),
+        ("exact", Measured(2, 70, 0, 5), "the collator left 5 supervised tokens of 6 observed"),
+        ("approx", Measured(2, 70, 0, 5), None),
+        ("exact", Measured(1, 12, 0, 6), "some were left out"),
+    ],
+)
+def test_what_the_collator_changed_is_said(scaling: str, found: Measured, message: str | None) -> None:
+    rows = [Row(9, 2, False, 0, 0), Row(9, 4, False, 0, 0)]
+    ((one,),) = optimizer_step(rows, [[[0, 1]]])
+    accounting = _accounting(loss_scaling=scaling)
+    if message is None:
+        accounting.begin(one, found)
+    else:
+        with pytest.raises(DataError, match=message):
+            accounting.begin(one, found)
+
+
+def test_rows_in_another_order_are_said_and_refused_where_their_weights_differ(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    rows = [Row(9, 2, False, 0, 0), Row(9, 4, False, 0, 0)]
+    ((one,),) = optimizer_step(rows, [[[0, 1]]])
+    with caplog.at_level(logging.WARNING, "odb_factory"):
+        for labels in (_labels(2, 4), _labels(4, 2), _labels(4, 2)):
+            _accounting(loss_scaling="sample").begin(one, measured(one, 70), _labels(2, 4))
+            accounting = _accounting(loss_scaling="exact")
+            accounting.begin(one, measured(one, 70), labels)
+            accounting.begin(one, measured(one, 70), labels)
+    said = [record.message for record in caplog.records if "the order of the rows" in record.message]
+    assert len(said) == 2, "once a run, and not for rows in their order"
+    with pytest.raises(DataError, match="rows \\[0, 1\\]: the collator returns them with \\[4, 2\\] supervised tokens"):
+        _accounting(loss_scaling="sample").begin(one, measured(one, 70), _labels(4, 2))
