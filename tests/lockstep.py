@@ -151,9 +151,7 @@ class Seat:
 
     def all_gather(self, metadata: RankMetadata, round_index: int) -> list[RankMetadata]:
         # What a rank goes on changing is never shared.
-        answers = self._tell(
-            encode(metadata) if self.on_wire else replace(metadata, rejected=metadata.rejected.copy())
-        )
+        answers = self._tell(encode(metadata) if self.on_wire else replace(metadata, rejected=metadata.rejected.copy()))
         for rank, answer in enumerate(answers):
             if isinstance(answer, Failure):
                 raise CollectiveError(f"rank {rank} stopped: {answer.reason}")

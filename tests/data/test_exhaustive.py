@@ -146,7 +146,9 @@ def test_every_small_world_in_which_little_may_wait(monkeypatch: pytest.MonkeyPa
             explore(num_ranks, buffer_size, max_samples, accumulation, join, planner=plan_buffers)
 
 
-def explore_kept(num_ranks: int, max_samples: int, max_size: int, *, rejected: bool = False, again: bool = False) -> int:
+def explore_kept(
+    num_ranks: int, max_samples: int, max_size: int, *, rejected: bool = False, again: bool = False
+) -> int:
     """Every order of up to so many samples, N up to `max_size`, stock batches of 1 and 2, with and without balance and
     `drop_last`. rejected: a row may also be one that is rejected. again: a second time, ranks in reverse order (I6)."""
     kinds = (*LENGTHS, None) if rejected else LENGTHS
@@ -209,7 +211,9 @@ def test_the_full_grid_of_kept_worlds(num_ranks: int, capsys: pytest.CaptureFixt
 
 @pytest.mark.full_grid
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize(("accumulation", "join", "balance"), [(*mode, False) for mode in MODES] + [(1, True, True), (2, True, True)])
+@pytest.mark.parametrize(
+    ("accumulation", "join", "balance"), [(*mode, False) for mode in MODES] + [(1, True, True), (2, True, True)]
+)
 @pytest.mark.parametrize("buffer_size", range(1, MAX_SAMPLES + 1))
 @pytest.mark.parametrize("num_ranks", range(1, MAX_RANKS + 1))
 def test_the_full_grid(
