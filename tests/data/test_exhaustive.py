@@ -191,9 +191,9 @@ def no_warnings() -> Iterator[None]:
 
 
 def test_every_small_kept_world_keeps_its_promises(capsys: pytest.CaptureFixture) -> None:
-    """Orders of up to 5 samples for one rank, 4 for two and three; N up to 6; and of fewer with rejected rows."""
-    count = sum(explore_kept(num_ranks, most, 6, again=True) for num_ranks, most in ((1, 5), (2, 4), (3, 4)))
-    count += sum(explore_kept(num_ranks, 3, 4, rejected=True) for num_ranks in (1, 2, 3))
+    """Orders of up to 4 samples for one and two ranks, 3 for three; N up to 5; and of fewer with rejected rows."""
+    count = sum(explore_kept(num_ranks, most, 5, again=True) for num_ranks, most in ((1, 4), (2, 4), (3, 3)))
+    count += sum(explore_kept(num_ranks, 3, 3, rejected=True) for num_ranks in (1, 2, 3))
     with capsys.disabled():
         print(f"\nI1, I2, I4 to I7, I9 hold in {count:,} kept worlds of up to 3 ranks")
     assert count > 5_000
