@@ -26,6 +26,7 @@ _HOMES = {
     "apply": "odb_factory.loop.wrapping",
     "enable_odb": "odb_factory.training.enable",
     "pop_step_info": "odb_factory.loop.step_info",
+    "weighted_loss": "odb_factory.loop.weighted_loss",
 }
 
 __all__ = ["__version__", *_HOMES]

@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import Literal, get_args, get_type_hints
 
-from toy import a_step
+from toy import a_micro_batch
 
 import odb_factory
-from odb_factory.accounting.statistics import AUDIT_FILE, SUMMARY_FILE, Audit, StepStatistics
+from odb_factory.accounting.audit import AUDIT_FILE, Audit
+from odb_factory.accounting.loss_weights import MicroBatchLoss
+from odb_factory.accounting.statistics import StepStatistics
+from odb_factory.accounting.summary import SUMMARY_FILE
 from odb_factory.data.samples import Measured
 from odb_factory.loop import keys
 
@@ -32,6 +35,7 @@ def test_names_of_the_package() -> None:
         "apply",
         "enable_odb",
         "pop_step_info",
+        "weighted_loss",
     ]
     assert all(getattr(odb_factory, name) is not None for name in odb_factory.__all__)
     assert sorted(dir(odb_factory)) == sorted(odb_factory.__all__)
@@ -49,6 +53,7 @@ def test_keys_of_the_block() -> None:
     assert [item.name for item in dataclasses.fields(odb_factory.ODBConfig)] == [
         "token_budget",
         "max_patches",
+        "global_batch_size",
         "buffer_size",
         "collate_workers",
         "loss_scaling",
@@ -73,7 +78,9 @@ def test_typed_keys_are_those_of_the_block() -> None:
     assert only_for_a_trainer == {"lr_scale", "lr_reference_samples", "audit"}
     hints = get_type_hints(keys.TrainerKeys)
     for item in dataclasses.fields(odb_factory.ODBConfig):
-        if item.metadata["choices"]:
+        if item.name == "global_batch_size":
+            assert hints[item.name] == int | Literal["keep", "fill"]
+        elif item.metadata["choices"]:
             assert get_args(hints[item.name]) == item.metadata["choices"], item.name
         else:
             assert hints[item.name] == get_type_hints(odb_factory.ODBConfig)[item.name], item.name
@@ -82,13 +89,15 @@ def test_typed_keys_are_those_of_the_block() -> None:
 def test_fields_of_the_step_info() -> None:
     fields = [item.name for item in dataclasses.fields(odb_factory.ODBStepInfo) if item.repr]
     assert fields == [
-        "loss_scale",
+        "loss_scaling",
+        "token_weights",
         "is_idle",
         "ids",
         "samples",
         "tokens",
         "supervised_tokens",
         "samples_all_ranks",
+        "optimizer_step",
         "optimizer_step_samples",
         "micro_batch",
         "micro_batches",
@@ -100,8 +109,11 @@ def test_fields_of_the_step_info() -> None:
 
 def test_metric_names() -> None:
     names = {
-        "odb/samples_per_step",
-        "odb/tokens_per_step",
+        "odb/micro_batches",
+        "odb/samples_per_micro_step",
+        "odb/tokens_per_micro_step",
+        "odb/supervised_tokens",
+        "odb/supervised_tokens_cv",
         "odb/padding_ratio",
         "odb/budget_use",
         "odb/balance",
@@ -110,20 +122,22 @@ def test_metric_names() -> None:
         "odb/data_wait_s",
     }
     assert set(StepStatistics().metrics(token_budget=8, world_size=1)) == names, "also before the first step"
-    tally = StepStatistics()
-    tally.add(a_step(), world_size=1)
-    assert set(tally.metrics(token_budget=8, world_size=1)) == names
+    statistics = StepStatistics()
+    statistics.add(a_micro_batch(), world_size=1)
+    assert set(statistics.metrics(token_budget=8, world_size=1)) == names
 
 
 def test_audit_keys(tmp_path: Path) -> None:
     audit = Audit(tmp_path, rank=3)
-    audit.write(a_step(), Measured(rows=2, length=3, patches=0, supervised_tokens=3), 1.0, 5, 2)
+    measured = Measured(rows=2, length=3, patches=0, supervised_tokens=3)
+    audit.write(a_micro_batch(), measured, MicroBatchLoss(1.0, None), optimizer_step=2)
     audit.close()
     (line,) = (tmp_path / "odb_audit_rank3.jsonl").read_text().splitlines()
     assert json.loads(line) == {
         "epoch": 0,
-        "step": 5,
         "optimizer_step": 2,
+        "micro_batch": 0,
+        "micro_batches": 1,
         "ids": [4, 7],
         "rows": 2,
         "length": 3,

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from odb_factory.data.samples import MicroBatch
+from odb_factory.data.samples import MicroBatch, OptimizerStep
 from odb_factory.planning import MicroStepTotals
 
 NUM_ROWS = 60
@@ -48,21 +48,27 @@ def pad(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids.masked_fill(ids == 0, -100)}
 
 
-def a_step(**changes: Any) -> MicroBatch:
-    """A step of two samples on one of the ranks, the only one of its epoch."""
+def a_micro_batch(**changes: Any) -> MicroBatch:
+    """Two samples on one of the ranks, the only micro-batch of the only optimizer step of its epoch."""
+    step = OptimizerStep(
+        epoch=0,
+        index=0,
+        num_micro_batches=1,
+        num_active=1,
+        samples=2,
+        tokens=5,
+        supervised_tokens=3,
+        root_supervised_tokens=1 + 2**0.5,
+        num_stock_means=1,
+        stock_input_tokens=6,
+        done=2,
+        progress=1.0,
+        rejected=Counter(),
+        overlong=0,
+        left_out=0,
+        epoch_steps=1,
+        last=True,
+    )
     totals = MicroStepTotals(samples=2, tokens=5, padded_tokens=6, supervised_tokens=3, active_ranks=1)
-    defaults = {
-        "epoch": 0,
-        "index": 0,
-        "ids": (4, 7),
-        "tokens": 5,
-        "supervised_tokens": 3,
-        "totals": totals,
-        "done": 2,
-        "rejected": Counter(),
-        "overlong": 0,
-        "left_out": 0,
-        "epoch_steps": 1,
-        "last": True,
-    }
-    return MicroBatch(**defaults | changes)
+    defaults = {"step": step, "index": 0, "ids": (4, 7), "tokens": 5, "supervised": (1, 2), "stock_tokens": (3, 3)}
+    return MicroBatch(**{"totals": totals} | defaults | changes)

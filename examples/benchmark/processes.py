@@ -57,7 +57,9 @@ def odb_factory(lengths: Sequence[np.ndarray], rank: int, token_budget: int, win
             yield batch["labels"].numel(), len(batch["labels"]) if pop_step_info(batch).loss_scale else 0
 
 
-def rival(lengths: Sequence[np.ndarray], rank: int, token_budget: int, window: int, no_warmup: bool = False) -> Epoch:
+def published(
+    lengths: Sequence[np.ndarray], rank: int, token_budget: int, window: int, no_warmup: bool = False
+) -> Epoch:
     """Samples wait in the order in which they are drawn, as with ours. no_warmup: its windows do not grow slowly."""
     import odb
 
@@ -78,8 +80,8 @@ def rival(lengths: Sequence[np.ndarray], rank: int, token_budget: int, window: i
 LOADERS: dict[str, Callable[..., Epoch]] = {"odb, really run": odb_factory}
 if importlib.util.find_spec("odb") is not None:
     _name = f"online-dynamic-batching {importlib.metadata.version('online-dynamic-batching')}"
-    LOADERS[f"{_name}, really run"] = rival
-    LOADERS[f"{_name}, `no_warmup`, really run"] = functools.partial(rival, no_warmup=True)
+    LOADERS[f"{_name}, really run"] = published
+    LOADERS[f"{_name}, `no_warmup`, really run"] = functools.partial(published, no_warmup=True)
 
 
 def make_processes(count: int) -> ProcessPoolExecutor:

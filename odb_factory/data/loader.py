@@ -304,7 +304,8 @@ class ODBLoader:
                     current.in_flight -= 1
                     self._handed_out.append(item[0])
                     self.rejected = item[0].step.rejected
-                    yield item
+                    handed, item = [item], None  # whoever takes it holds the only reference
+                    yield handed.pop()
                 else:
                     self._coordinator.check()
             if current.error is not None:

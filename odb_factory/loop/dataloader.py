@@ -15,7 +15,7 @@ from odb_factory.data.items import check_dataset
 from odb_factory.errors import ConfigError
 from odb_factory.loop.accelerated import FixedBatchesRefused
 from odb_factory.loop.iteration import Iteration
-from odb_factory.loop.online import Batch, Online, State, loop_config
+from odb_factory.loop.online import Batch, Online, State, check_sampler, loop_config
 from odb_factory.planning import Collation, Cost
 
 if TYPE_CHECKING:
@@ -29,12 +29,16 @@ class ODBDataLoader(Online[Batch], State, DataLoader[Batch]):
         [length] or [1, length]), `labels`, and what else the model takes. Patches are read from `odb_n_patches`, or
         counted from `image_grid_thw`, `pixel_values` and their video twins. All ranks iterate the same stream, and
         each takes its own share of it; already_split=True: the stream gives each rank a part of its own.
-    token_budget, max_patches, loss_scaling, join, buffer_size and every other key of `ODBConfig`: see there.
+    batch_size, gradient_accumulation_steps: as they would be without odb: an optimizer step has batch_size x
+        gradient_accumulation_steps x ranks samples (unless `global_batch_size` says otherwise), cut into as many
+        micro-batches as the budgets need. drop_last: as in torch, counted in batches of all ranks.
+    token_budget, max_patches, loss_scaling, buffer_size and every other key of `ODBConfig`: see there. loss_scaling is
+        `exact` unless given: what the loop's loss would be without odb (`stock`) only its author knows. With `sample`
+        and `square` call `weighted_loss` in place of the model's own.
     cost_fn: item -> `Cost` or tokens, for items of any other kind or cost. collation: what `collate_fn` adds to a
         group (default: its `pad_to_multiple_of`).
     shuffle, sampler: an order over the *whole* dataset, the same on every rank; each rank takes its own share, without
         padding. The order of `shuffle=True` comes from the seed of `generator`, from the key `seed`, or from 0.
-    gradient_accumulation_steps: micro-batches of an optimizer step; an epoch has a multiple of them.
     audit_dir: write `odb_audit_rank{r}.jsonl` there. The other arguments are those of `DataLoader`.
     process_group: the data-parallel ranks; default: those of accelerate's mesh if `accelerator.prepare` was given this
         loader and has one, else the default group as it is when the first batch (or state) is asked for.
@@ -60,7 +64,7 @@ class ODBDataLoader(Online[Batch], State, DataLoader[Batch]):
     def __init__(
         self,
         dataset: Any,
-        batch_size: int | None = 1,
+        batch_size: int = 1,
         shuffle: bool | None = None,
         sampler: Sampler[int] | Sequence[int] | None = None,
         batch_sampler: object = None,
@@ -85,8 +89,11 @@ class ODBDataLoader(Online[Batch], State, DataLoader[Batch]):
         config: ODBConfig | None = None,
         **block: Unpack[LoopKeys],
     ):
-        if batch_size != 1:
-            raise ConfigError(f"batch_size: {batch_size!r} has no meaning here; leave it at 1 and choose token_budget.")
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+            raise ConfigError(
+                f"batch_size: {batch_size!r} is not a whole number of at least 1: the rows that a micro-batch would "
+                "have without odb."
+            )
         if batch_sampler is not None:
             raise ConfigError(
                 f"batch_sampler: a {type(batch_sampler).__name__} decides which samples meet in a batch, "
@@ -99,9 +106,11 @@ class ODBDataLoader(Online[Batch], State, DataLoader[Batch]):
         if collate_fn is None:
             raise ConfigError("collate_fn: missing; samples of one batch have different lengths, so it must pad them.")
         config = loop_config(config, block)
+        check_sampler(sampler)
         check_dataset(dataset, sampler)
         super().__init__(
             dataset,
+            batch_size,
             shuffle=shuffle,
             sampler=sampler,
             num_workers=num_workers,

@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import Literal, TypedDict
 
 
-class LoopKeys(TypedDict, total=False):
-    """Keys with an effect in a training loop of one's own."""
+class CommonKeys(TypedDict, total=False):
+    """Keys that mean the same everywhere."""
 
     token_budget: int
     max_patches: int | None
+    global_batch_size: int | Literal["keep", "fill"]
     buffer_size: int
     collate_workers: int | None
-    global_batch_size: int | Literal["keep", "fill"]
-    loss_scaling: Literal["stock", "exact", "sample", "square", "approx", "none"]
     join: bool
     balance: bool | None
     cost_model: Literal["tokens", "time"]
@@ -24,9 +23,16 @@ class LoopKeys(TypedDict, total=False):
     seed: int | None
 
 
-class TrainerKeys(LoopKeys, total=False):
+class LoopKeys(CommonKeys, total=False):
+    """Keys with an effect in a training loop of one's own; there loss_scaling is `exact` unless given."""
+
+    loss_scaling: Literal["exact", "sample", "square", "approx", "none"]
+
+
+class TrainerKeys(CommonKeys, total=False):
     """All keys: those of a loop, and those that only a trainer can honour."""
 
+    loss_scaling: Literal["stock", "exact", "sample", "square", "approx", "none"]
     lr_scale: Literal["none", "sqrt", "linear"]
     lr_reference_samples: int | None
     audit: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from types import TracebackType
@@ -14,6 +15,7 @@ from odb_factory.data.make_loader import make_config
 from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.loop.accelerated import checkpoint_with
 from odb_factory.loop.iteration import Iteration
+from odb_factory.loop.step_info import LOOP_LOSS_SCALINGS
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -36,21 +38,31 @@ class Controls(Generic[T_co]):
         """Of the iteration under way or over, or of the next one after `set_epoch` or `load_state_dict`."""
         return self._odb.epoch
 
-    def estimate_num_batches(self) -> int:
-        """Batches of the next epoch, or of the one under way, if all samples are as long as those seen until now.
+    @property
+    def num_optimizer_steps(self) -> int | None:
+        """Optimizer steps of an epoch; None where nobody knows (`global_batch_size: fill`, a dataset without a length).
 
-        Begins the epoch and waits for its first plan: with several ranks, all call it. It can be wrong by a factor
-        where the data are sorted. Raises `TypeError` for a dataset without a length.
+        With several ranks, all ask.
         """
-        return self._odb.estimate_num_batches()
+        return self._odb.loader.num_optimizer_steps
+
+    def estimate_optimizer_steps(self) -> int:
+        """Optimizer steps of an epoch: `num_optimizer_steps`, or an estimate with `global_batch_size: fill`.
+
+        The estimate is that of the next epoch, or of the one under way, if all samples are as long as those seen until
+        now; it can be wrong by a factor where the data are sorted. It begins the epoch and waits for its first plan:
+        with several ranks, all call it. Raises `TypeError` for a dataset without a length.
+        """
+        return self._odb.estimate_optimizer_steps()
 
     def stats(self) -> dict[str, float]:
         """Padding, balance, waiting and throughput since the first batch, all ranks together, to be logged.
 
-        The names and meanings of the Trainer's `odb/...` figures, and odb/over_budget: micro-batches of this rank that
-        the collator made larger than the budget.
+        The names and meanings of the Trainer's `odb/...` figures, odb/dropped: rows that were left out, and
+        odb/over_budget: micro-batches of this rank that the collator made larger than the budget.
+        Before the first batch: with several ranks, all ask.
         """
-        return self._odb.stats()
+        return self._odb.accounting.stats()
 
     def close(self) -> None:
         """End the worker processes and give the process group of the planning back (on all ranks)."""
@@ -78,7 +90,7 @@ class State:
 
         On the contract of torchdata's loaders; micro-batches of an unfinished optimizer step come again.
         """
-        return self._odb.loader.state_dict()
+        return self._odb.state()
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Go on from this rank's state, or from a list of all ranks', which also serves other ranks or settings.
@@ -107,8 +119,8 @@ class Online(Controls[T_co]):
 
     def __len__(self) -> NoReturn:
         raise TypeError(
-            "the number of batches is not known before they are formed; estimate_num_batches() estimates it, and the "
-            "step info says where an optimizer step ends and how much of the epoch is done (progress)"
+            "the number of batches is not known before they are formed; num_optimizer_steps says how many optimizer "
+            "steps an epoch has, and the step info where one ends and how much of the epoch is done (progress)"
         )
 
     @property
@@ -123,11 +135,21 @@ class Online(Controls[T_co]):
 
 
 def loop_config(config: ODBConfig | None, block: Mapping[str, Any]) -> ODBConfig:
-    """Raises `ConfigError` for keys that have no effect outside of a trainer."""
+    """The config, with `exact` for the default loss_scaling of a trainer.
+
+    Raises `ConfigError` for keys that have no effect outside of one.
+    """
     for key in block:
         if key in inspect.signature(DataLoader.__init__).parameters:
             raise ConfigError(f"{key}: an argument of DataLoader that odb does not take here; leave it out.")
+    if block.get("loss_scaling") == "stock":
+        raise ConfigError(
+            "odb.loss_scaling: 'stock' is the loss of a trainer, and a loop of your own makes its own; leave it out "
+            f"(exact), or choose one of {', '.join(LOOP_LOSS_SCALINGS)}."
+        )
     config = make_config(config, block)
+    if config.loss_scaling == "stock":
+        config = dataclasses.replace(config, loss_scaling="exact")
     if config.audit:
         raise ConfigError("odb.audit: True does not say where to; give audit_dir= instead.")
     if config.lr_scale != "none":
@@ -138,6 +160,15 @@ def loop_config(config: ODBConfig | None, block: Mapping[str, Any]) -> ODBConfig
     if config.lr_reference_samples is not None:
         raise ConfigError("odb.lr_reference_samples: has no effect in a loop of your own; leave it out.")
     return config
+
+
+def check_sampler(sampler: object) -> None:
+    """Raise `ConfigError` for an order that is gone once it has been read."""
+    if isinstance(sampler, Iterator):
+        raise ConfigError(
+            f"sampler: a {type(sampler).__name__} can be iterated only once, and every epoch begins it anew; give a "
+            "list, or a torch.utils.data.Sampler."
+        )
 
 
 def _checked_states(state: object, rank: int, world_size: int) -> list[dict[str, Any]]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from odb_factory.accounting.loss_weights import loss_weights
+from odb_factory.accounting.loss_weights import micro_batch_loss, token_weights
 from odb_factory.config import LOSS_SCALINGS
 from odb_factory.data.samples import MicroBatch
-from odb_factory.errors import DataError
+from odb_factory.errors import ConfigError, DataError
 
 STEP_INFO_KEY = "odb_step_info"
+LOOP_LOSS_SCALINGS = tuple(scaling for scaling in LOSS_SCALINGS if scaling != "stock")
+"""What the losses of a loop would be without odb, only its author knows."""
 
 
 class Receipt:
@@ -25,18 +27,18 @@ class Receipt:
 class ODBStepInfo:
     """A micro-batch of this rank, and the optimizer step that it is a part of.
 
-    loss_scale: multiply the mean loss of this micro-batch by it before `backward()`. It is made for gradients that
-        are averaged over ranks (as DDP, ZeRO and FSDP do) and summed over the micro-batches of an optimizer step: do
-        not divide by their number (where `accelerator.backward` does, multiply by it). 0 on an idle micro-batch.
+    loss_scaling: by what tokens are weighed. token_weights: of each row, in order, the weight of each of its supervised
+        tokens; made as `loss_scale` is. () if idle.
     is_idle: this rank has no sample left for this micro-batch, others have. It holds a sample that is trained on
         elsewhere, and is run all the same, with loss_scale 0: every rank takes part in every exchange of gradients.
     ids: samples of this micro-batch in the order of its rows, as indices of the dataset; () if idle.
     samples, tokens, supervised_tokens: of this micro-batch on this rank, without padding; 0 if idle.
     samples_all_ranks: samples of this micro-batch on all ranks.
-    optimizer_step_samples: samples of the whole optimizer step, all its micro-batches on all ranks.
+    optimizer_step: number of the optimizer step in its epoch, from 0. optimizer_step_samples: its samples, of all its
+        micro-batches on all ranks.
     micro_batch, micro_batches: number of this one within its optimizer step, from 0, and how many that has.
     ends_optimizer_step: whether it is the last of them: call `optimizer.step()` after its backward.
-    epoch: from 0. progress: share of the epoch's samples that all ranks have done once this micro-batch is, 0 to 1;
+    epoch: from 0. progress: share of the epoch's samples that all ranks have done once this optimizer step is, 0 to 1;
         None if the dataset has no length.
 
     Example::
@@ -49,54 +51,71 @@ class ODBStepInfo:
                 optimizer.zero_grad()
     """
 
-    loss_scale: float
+    loss_scaling: str
+    token_weights: tuple[float, ...]
     is_idle: bool
     ids: tuple[int, ...]
     samples: int
     tokens: int
     supervised_tokens: int
     samples_all_ranks: int
+    optimizer_step: int
     optimizer_step_samples: int
     micro_batch: int
     micro_batches: int
     ends_optimizer_step: bool
     epoch: int
     progress: float | None
-    _loss_scales: Mapping[str, float] = field(repr=False, compare=False)
-    _loss_scaling: str = field(repr=False, compare=False)
+    _micro_batch: MicroBatch = field(repr=False, compare=False)
+    _world_size: int = field(repr=False, compare=False)
     receipt: Receipt = field(default_factory=Receipt, repr=False, compare=False)
+
+    @property
+    def loss_scale(self) -> float:
+        """Multiply the mean loss of this micro-batch by it before `backward()`; 0 on an idle micro-batch.
+
+        It is made for gradients that are averaged over ranks (as DDP, ZeRO and FSDP do) and summed over the
+        micro-batches of an optimizer step: do not divide by their number (where `accelerator.backward` does, multiply
+        by it). Raises `ConfigError` where the samples' tokens weigh differently, as with `loss_scaling: sample`.
+        """
+        loss = micro_batch_loss(self._micro_batch, self.loss_scaling, self._world_size)
+        if loss.row_weights is not None:
+            raise ConfigError(
+                f"loss_scale: loss_scaling {self.loss_scaling!r} gives the samples of a micro-batch different weights, "
+                "so their mean loss cannot be scaled; use weighted_loss(logits, labels, info), or choose 'exact'."
+            )
+        return loss.scale
 
     def to(self, *args: Any, **kwargs: Any) -> ODBStepInfo:
         """Itself: what moves all of a batch to a device leaves it as it is."""
         return self
 
 
-def step_infos(
-    steps: Sequence[MicroBatch], loss_scaling: str, world_size: int, num_samples: int | None
-) -> list[ODBStepInfo]:
-    """One for each micro-batch of an optimizer step. num_samples: of an epoch."""
-    scales = {scaling: loss_weights(steps, scaling, world_size) for scaling in LOSS_SCALINGS}
-    optimizer_step_samples = sum(step.totals.samples for step in steps)
-    return [
-        ODBStepInfo(
-            loss_scale=scales[loss_scaling][k],
-            is_idle=step.idle,
-            ids=step.ids,
-            samples=len(step.ids),
-            tokens=step.tokens,
-            supervised_tokens=step.supervised_tokens,
-            samples_all_ranks=step.totals.samples,
-            optimizer_step_samples=optimizer_step_samples,
-            micro_batch=k,
-            micro_batches=len(steps),
-            ends_optimizer_step=k == len(steps) - 1,
-            epoch=step.epoch,
-            progress=None if num_samples is None else min(step.done / max(num_samples, 1), 1.0),
-            _loss_scales={scaling: weights[k] for scaling, weights in scales.items()},
-            _loss_scaling=loss_scaling,
-        )
-        for k, step in enumerate(steps)
-    ]
+def make_step_info(micro_batch: MicroBatch, loss_scaling: str, world_size: int, num_samples: int | None) -> ODBStepInfo:
+    """num_samples: of an epoch; None if nobody knows."""
+    step = micro_batch.step
+    progress = None
+    if num_samples is not None:
+        progress = 1.0 if step.last else min(step.done / max(num_samples, 1), 1.0)
+    return ODBStepInfo(
+        loss_scaling=loss_scaling,
+        token_weights=token_weights(micro_batch, loss_scaling, world_size),
+        is_idle=micro_batch.idle,
+        ids=micro_batch.ids,
+        samples=len(micro_batch.ids),
+        tokens=micro_batch.tokens,
+        supervised_tokens=micro_batch.supervised_tokens,
+        samples_all_ranks=micro_batch.totals.samples,
+        optimizer_step=step.index,
+        optimizer_step_samples=step.samples,
+        micro_batch=micro_batch.index,
+        micro_batches=step.num_micro_batches,
+        ends_optimizer_step=micro_batch.ends_optimizer_step,
+        epoch=step.epoch,
+        progress=progress,
+        _micro_batch=micro_batch,
+        _world_size=world_size,
+    )
 
 
 def put_step_info(batch: Mapping[str, Any], info: ODBStepInfo) -> MutableMapping[str, Any]:
@@ -118,8 +137,8 @@ def put_step_info(batch: Mapping[str, Any], info: ODBStepInfo) -> MutableMapping
 def pop_step_info(batch: MutableMapping[str, Any], loss_scaling: str | None = None) -> ODBStepInfo:
     """Take the step info out of a batch of an `ODBDataLoader`; do so before `model(**batch)`.
 
-    loss_scaling: exact, approx or none; default: that of the loader. Raises `DataError` where the batch has no info,
-    and `ValueError` for another word.
+    loss_scaling: exact, sample, square, approx or none; default: that of the loader. Raises `DataError` where the batch
+    has no info, and `ValueError` for another word.
     """
     info: ODBStepInfo | None = batch.pop(STEP_INFO_KEY, None)
     if info is None:
@@ -128,8 +147,9 @@ def pop_step_info(batch: MutableMapping[str, Any], loss_scaling: str | None = No
             "before; call pop_step_info once for each batch, before anything else drops the key."
         )
     info.receipt.taken = True
-    if loss_scaling is None or loss_scaling == info._loss_scaling:
+    if loss_scaling is None or loss_scaling == info.loss_scaling:
         return info
-    if loss_scaling not in LOSS_SCALINGS:
-        raise ValueError(f"loss_scaling: {loss_scaling!r} is not one of {', '.join(LOSS_SCALINGS)}.")
-    return dataclasses.replace(info, loss_scale=info._loss_scales[loss_scaling], _loss_scaling=loss_scaling)
+    if loss_scaling not in LOOP_LOSS_SCALINGS:
+        raise ValueError(f"loss_scaling: {loss_scaling!r} is not one of {', '.join(LOOP_LOSS_SCALINGS)}.")
+    weights = token_weights(info._micro_batch, loss_scaling, info._world_size)
+    return dataclasses.replace(info, loss_scaling=loss_scaling, token_weights=weights)

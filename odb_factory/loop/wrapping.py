@@ -16,7 +16,7 @@ from odb_factory.data.items import check_dataset
 from odb_factory.errors import ConfigError
 from odb_factory.loop.accelerated import FixedBatchesRefused
 from odb_factory.loop.iteration import Iteration
-from odb_factory.loop.online import Batch, Controls, Online, State, loop_config
+from odb_factory.loop.online import Batch, Controls, Online, State, check_sampler, loop_config
 from odb_factory.planning import Collation, Cost
 
 if TYPE_CHECKING:
@@ -72,9 +72,9 @@ def apply(
 ) -> ODBHandle:
     """Let a DataLoader that a framework has built form its batches online: in place, this one object only.
 
-    dataloader: torch's, or one that accelerate has prepared. Its dataset, order, collator and workers are kept, its
-    batch size is not. (`accelerator.backward` divides by accelerate's own gradient_accumulation_steps: with more than 1
-    multiply the loss by it.) The other arguments are those of `ODBDataLoader`.
+    dataloader: torch's, or one that accelerate has prepared (leave accelerate's own gradient_accumulation_steps at 1).
+    Its dataset, order, collator and workers are kept, and so is the number of samples in an optimizer step: its batch
+    size x gradient_accumulation_steps x ranks. The other arguments are those of `ODBDataLoader`.
     Raises `ConfigError` where its order cannot be told, or if it was applied before.
 
     Example::
@@ -91,6 +91,7 @@ def apply(
             "DataLoaderConfiguration, and use state_dict() or checkpoint_with(accelerator) of what apply returns."
         )
     config = loop_config(config, block)
+    check_sampler(loader.sampler)
     check_dataset(loader.dataset, loader.sampler)
     iteration = Iteration(
         loader,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from toy import a_step
+from toy import a_micro_batch
 
 from odb_factory.data.samples import Sample
 from odb_factory.data.serialize import pack, sample_from_bytes, sample_to_bytes, unpack
@@ -176,6 +176,6 @@ def test_what_comes_from_another_rank_is_not_unpickled() -> None:
 
 
 @pytest.mark.parametrize(("ids", "idle"), [((), True), ((0,), False), ((3, 4), False)])
-def test_a_step_without_samples_is_idle(ids: tuple[int, ...], idle: bool) -> None:
+def test_a_micro_batch_without_samples_is_idle(ids: tuple[int, ...], idle: bool) -> None:
     """Row 0 is a sample like any other."""
-    assert a_step(ids=ids).idle is idle
+    assert a_micro_batch(ids=ids).idle is idle

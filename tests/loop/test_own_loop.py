@@ -15,13 +15,15 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
 from toy import NUM_ROWS, Rows, Stream, item, pad
 
-from odb_factory import ConfigError, Cost, DataError, ODBConfig, ODBDataLoader, apply, pop_step_info
+from odb_factory import ConfigError, Cost, DataError, ODBConfig, ODBDataLoader, apply, pop_step_info, weighted_loss
 
 BUDGET = 128
+FILLED_AND_SCALED = ODBConfig(token_budget=8, global_batch_size="fill", lr_scale="sqrt", lr_reference_samples=8)
 
 
 def make(dataset: Any = None, **changes: Any) -> ODBDataLoader:
-    settings = {"token_budget": BUDGET, "buffer_size": 16, "collate_fn": pad} | changes
+    settings = {"token_budget": BUDGET, "batch_size": 16, "collate_fn": pad} | changes
+    settings = {key: value for key, value in settings.items() if value is not None}
     return ODBDataLoader(Rows() if dataset is None else dataset, **settings)
 
 
@@ -49,29 +51,108 @@ def accelerate_state() -> Iterator[None]:
 # What a loop needs to know
 
 
-def test_the_step_info_says_what_a_loop_needs() -> None:
-    with make(gradient_accumulation_steps=3, collate_fn=pad) as loader:
+def _model_and_losses() -> tuple[torch.nn.Module, Callable[[int], list[torch.Tensor]]]:
+    """A model of float64, and what it says of a row alone: the losses of its tokens."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(64, 8), torch.nn.Linear(8, 64)).double()
+
+    def of_row(k: int) -> Any:
+        ids = torch.tensor(item(k)["input_ids"])
+        return torch.nn.functional.cross_entropy(model(ids[:-1]), ids[1:], reduction="none")
+
+    return model, of_row
+
+
+@pytest.mark.parametrize("scaling", ["exact", "sample", "square"])
+def test_weighted_losses_add_up_to_what_the_word_says(scaling: Any) -> None:
+    """I8: over the micro-batches of an optimizer step, and their gradients too."""
+    model, of_row = _model_and_losses()
+    with make(loss_scaling=scaling, batch_size=5, gradient_accumulation_steps=2, shuffle=True) as loader:
+        assert loader.num_optimizer_steps == 6
+        ids, total = [], 0.0
+        for batch in loader:
+            info = pop_step_info(batch)
+            loss = weighted_loss(model(batch["input_ids"]), batch["labels"], info)
+            loss.backward()
+            ids, total = [*ids, *info.ids], total + loss.item()
+            if not info.ends_optimizer_step:
+                continue
+            found = [value.grad.clone() for value in model.parameters()]
+            model.zero_grad()
+            rows = [of_row(k) for k in ids]
+            means = torch.stack([row.mean() for row in rows])
+            roots = torch.tensor([len(row) ** 0.5 for row in rows], dtype=torch.float64)
+            expected = {"exact": torch.cat(rows).mean(), "sample": means.mean(), "square": means @ roots / roots.sum()}
+            assert total == pytest.approx(expected[scaling].item(), rel=1e-12)
+            expected[scaling].backward()
+            for value, other in zip(model.parameters(), found):
+                torch.testing.assert_close(value.grad, other, rtol=1e-10, atol=1e-14)
+            model.zero_grad()
+            ids, total = [], 0.0
+
+
+def test_a_mean_loss_is_not_scaled_where_samples_weigh_differently() -> None:
+    with make(loss_scaling="sample") as loader:
+        info = pop_step_info(next(iter(loader)))
+        assert len(set(info.token_weights)) > 1
+        with pytest.raises(
+            ConfigError, match=r"loss_scaling 'sample' gives .*; use weighted_loss\(logits, labels, info"
+        ):
+            _ = info.loss_scale
+
+
+def test_a_config_for_a_trainer_weighs_exactly_in_a_loop() -> None:
+    """Its default is `stock`, and what stock would do in a loop only the loop knows."""
+    with make(config=ODBConfig(token_budget=BUDGET), token_budget=None) as loader:
+        assert pop_step_info(next(iter(loader))).loss_scaling == "exact"
+
+
+@pytest.mark.parametrize(
+    "steps", [{"batch_size": 2, "gradient_accumulation_steps": 2}, {"global_batch_size": 4}], ids=["keep", "number"]
+)
+def test_the_step_info_says_what_a_loop_needs(steps: dict[str, Any]) -> None:
+    """I9: each optimizer step has 4 samples, those that come next in the order."""
+    with make(**steps) as loader:
+        assert loader.num_optimizer_steps == loader.estimate_optimizer_steps() == 15
         batches = [(batch, pop_step_info(batch)) for batch in loader]
-    rows = item(0), *(item(k) for k in range(1, NUM_ROWS))
-    done = 0
-    for start in range(0, len(batches), 3):
-        infos = [info for _, info in batches[start : start + 3]]
-        assert [info.micro_batch for info in infos] == [0, 1, 2]
-        assert [info.ends_optimizer_step for info in infos] == [False, False, True]
-        assert {info.micro_batches for info in infos} == {3}
-        assert {info.optimizer_step_samples for info in infos} == {sum(info.samples for info in infos)}
-        for batch, info in batches[start : start + 3]:
-            done += info.samples
-            assert info.samples == info.samples_all_ranks == len(info.ids)
-            assert info.progress == pytest.approx(done / NUM_ROWS)
-            assert info.is_idle == (not info.ids) and info.epoch == 0
-            assert info.tokens == sum(len(rows[k]["input_ids"]) for k in info.ids)
+    starts = [k for k, (_, info) in enumerate(batches) if info.micro_batch == 0]
+    assert len(starts) == 15 and len({batches[k][1].micro_batches for k in starts}) > 1, "K changes"
+    for step, (start, stop) in enumerate(zip(starts, [*starts[1:], len(batches)])):
+        infos = [info for _, info in batches[start:stop]]
+        assert [info.micro_batch for info in infos] == list(range(len(infos)))
+        assert [info.ends_optimizer_step for info in infos] == [False] * (len(infos) - 1) + [True]
+        assert {info.micro_batches for info in infos} == {len(infos)}
+        assert {info.optimizer_step for info in infos} == {step}
+        assert {info.optimizer_step_samples for info in infos} == {sum(info.samples for info in infos)} == {4}
+        assert {row for info in infos for row in info.ids} == set(range(4 * step, 4 * step + 4))
+        assert {info.progress for info in infos} == {(step + 1) / 15}
+        for batch, info in batches[start:stop]:
+            assert info.samples == info.samples_all_ranks == len(info.ids) == len(info.token_weights)
+            assert not info.is_idle and info.epoch == 0
+            assert info.tokens == sum(len(item(k)["input_ids"]) for k in info.ids)
             assert info.supervised_tokens == info.tokens - info.samples
-            if not info.is_idle:
-                assert [int(row[0]) - 1 for row in batch["input_ids"]] == list(info.ids)
-    assert batches[-1][1].progress == 1.0
-    assert repr(batches[0][1]).startswith("ODBStepInfo(loss_scale=") and "Receipt" not in repr(batches[0][1])
-    assert pop_step_info({"odb_step_info": infos[0]}, "none").loss_scale in (0.0, 1 / 3, 1 / 2, 1.0)
+            assert [int(row[0]) - 1 for row in batch["input_ids"]] == list(info.ids)
+    assert repr(infos[0]).startswith("ODBStepInfo(loss_scaling='exact'") and "Receipt" not in repr(infos[0])
+    assert pop_step_info({"odb_step_info": infos[0]}, "none").loss_scale == 1 / len(infos)
+
+
+def test_an_epoch_ends_as_in_torch() -> None:
+    """With what is left, or with `drop_last` at the last whole batch of all ranks."""
+    for drop_last, samples in ((False, [21, 21, 18]), (True, [21, 21, 14])):
+        with make(drop_last=drop_last, batch_size=7, gradient_accumulation_steps=3) as loader:
+            infos = [pop_step_info(batch) for batch in loader]
+            assert loader.num_optimizer_steps == 3
+        assert [info.optimizer_step_samples for info in infos if info.ends_optimizer_step] == samples
+        assert infos[-1].progress == 1.0
+
+
+def test_filled_steps_end_an_epoch_with_what_is_left() -> None:
+    with make(global_batch_size="fill", gradient_accumulation_steps=3, buffer_size=16) as loader:
+        assert loader.num_optimizer_steps is None
+        assert 0 < loader.estimate_optimizer_steps() < NUM_ROWS
+        infos = [pop_step_info(batch) for batch in loader]
+    assert Counter(row for info in infos for row in info.ids) == EVERY_ROW
+    assert {info.micro_batches for info in infos[:3]} == {3} and infos[-1].ends_optimizer_step
 
 
 def test_a_stream_of_unknown_length_has_no_progress() -> None:
@@ -82,10 +163,10 @@ def test_a_stream_of_unknown_length_has_no_progress() -> None:
 def test_len_neither_estimates_nor_begins_anything() -> None:
     with make() as loader:
         for _ in range(2):
-            with pytest.raises(TypeError, match="estimate_num_batches"):
+            with pytest.raises(TypeError, match="num_optimizer_steps"):
                 len(loader)
             assert "not begun" in repr(loader)
-        assert 0 < loader.estimate_num_batches() < NUM_ROWS
+        assert loader.num_optimizer_steps == 4
         assert len(list(loader)) < NUM_ROWS
         assert "rank 0 of 1" in repr(loader)
 
@@ -194,6 +275,85 @@ def test_advice_that_is_set_already_is_not_given(said: pytest.LogCaptureFixture)
     assert "on_error" not in said.text and "overlong: singleton" not in said.text
 
 
+def test_a_collator_that_returns_the_same_tensors_each_time() -> None:
+    """I2: a micro-batch is handed over before the next one is collated, whatever the accumulation."""
+    place = torch.zeros(16, 40, dtype=torch.long)
+
+    def reuse(items: list[Any]) -> Any:
+        ids = pad(items)["input_ids"]
+        place[: len(ids), : ids.shape[1]] = ids
+        view = place[: len(ids), : ids.shape[1]]
+        return {"input_ids": view, "labels": view.masked_fill(view == 0, -100)}
+
+    with make(collate_fn=reuse, gradient_accumulation_steps=3) as loader:
+        seen = []
+        for batch in loader:
+            assert [int(row[0]) - 1 for row in batch["input_ids"]] == list(pop_step_info(batch).ids)
+            seen += batch["input_ids"][:, 0].tolist()
+    assert Counter(row - 1 for row in seen) == EVERY_ROW
+
+
+def test_a_collator_that_sorts_its_rows(said: pytest.LogCaptureFixture) -> None:
+    def sort(items: list[Any]) -> Any:
+        return pad(sorted(items, key=lambda one: one["input_ids"][0] * 7 % 11))
+
+    with make(collate_fn=sort) as loader:
+        assert rows_of(loader) == EVERY_ROW
+    (message,) = said.messages
+    assert "so it has changed their order or their labels; `ids` of the step info" in message
+    with make(collate_fn=sort, loss_scaling="square") as loader:
+        with pytest.raises(DataError, match="'square' gives them different weights; use a collator that keeps both"):
+            rows_of(loader)
+
+
+def test_rows_left_out_are_counted() -> None:
+    def bad(k: int) -> Any:
+        if k % 20 == 3:
+            raise OSError("no such file")
+        return item(k) if k != 7 else item(k) | {"labels": [-100] * len(item(k)["labels"])}
+
+    with make(Rows(bad), on_error="skip") as loader:
+        assert sum(rows_of(loader).values()) == NUM_ROWS - 4
+        assert loader.stats()["odb/dropped"] == 4
+        rows_of(loader)
+        assert loader.stats()["odb/dropped"] == 8
+
+
+class Once(Stream):
+    """Its items are gone once they have been read."""
+
+    def __init__(self) -> None:
+        self.items = map(item, range(NUM_ROWS))
+
+    def __iter__(self) -> Any:
+        return self.items
+
+
+def test_a_stream_that_yields_nothing_in_its_second_epoch() -> None:
+    with make(Once()) as loader:
+        assert rows_of(loader) == EVERY_ROW
+        with pytest.raises(
+            DataError, match="it yields nothing in epoch 1; its `__iter__` must begin anew each time"
+        ) as caught:
+            rows_of(loader)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("length", [NUM_ROWS - 20, NUM_ROWS + 20])
+@pytest.mark.parametrize("mode", ["keep", "fill"])
+def test_a_stream_that_lies_about_its_length(mode: Any, length: int) -> None:
+    class Lies(Stream):
+        def __len__(self) -> int:
+            return length
+
+    with make(Lies(), global_batch_size=mode, buffer_size=8) as loader:
+        if mode == "fill":  # nothing is counted by it but progress
+            assert rows_of(loader) == EVERY_ROW
+            return
+        with pytest.raises(Exception, match=f"says by its __len__ that an epoch has {length} samples, and yields"):
+            rows_of(loader)
+
+
 # What a loop can do out of turn
 
 
@@ -226,12 +386,15 @@ def test_an_iterator_that_goes_on_after_a_change(change: str, accelerate_state: 
 
 def test_a_state_is_loaded_before_the_first_batch_or_after_the_loop() -> None:
     with make() as loader:
+        before = []
         for batch in loader:
-            before = pop_step_info(batch).ids
-            state = loader.state_dict()
-            with pytest.raises(ConfigError, match="load_state_dict: batches of this iteration have been taken"):
-                loader.load_state_dict(state)
-            break
+            info = pop_step_info(batch)
+            before += info.ids
+            if info.ends_optimizer_step:
+                state = loader.state_dict()
+                with pytest.raises(ConfigError, match="load_state_dict: batches of this iteration have been taken"):
+                    loader.load_state_dict(state)
+                break
         del batch
         for _ in range(2):
             loader.load_state_dict(state)
@@ -292,10 +455,14 @@ def test_a_stream_that_raises_says_where(num_workers: int) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"lr_scale": "sqrt", "lr_reference_samples": 8}, "odb.lr_scale: 'sqrt' has no effect in a loop"),
+        ({"lr_scale": "sqrt", "lr_reference_samples": 8}, "odb.lr_scale: 'sqrt' has no effect on kept optimizer steps"),
+        ({"loss_scaling": "stock"}, "odb.loss_scaling: 'stock' is the loss of a trainer, and a loop of your own makes"),
+        ({"sampler": (k for k in range(9))}, "sampler: a generator can be iterated only once"),
+        ({"batch_size": 0}, "batch_size: 0 is not a whole number"),
+        ({"batch_size": None}, "batch_size: None is not a whole number"),
         (
-            {"config": ODBConfig(token_budget=8, lr_scale="sqrt", lr_reference_samples=8), "token_budget": None},
-            "lr_scale",
+            {"config": FILLED_AND_SCALED, "token_budget": None},
+            "odb.lr_scale: 'sqrt' has no effect in a loop",
         ),
         ({"audit": True}, "give audit_dir= instead"),
         ({"batch_sampler": BatchSampler(SequentialSampler(Rows()), 4, False)}, "batch_sampler: a BatchSampler decides"),
@@ -320,9 +487,9 @@ def test_arguments_are_answered_as_what_they_are(arguments: dict[str, Any], word
     assert "\n" not in str(caught.value)
 
 
-def test_a_batch_size_without_its_name_is_answered() -> None:
-    with pytest.raises(ConfigError, match="batch_size: 4"):
-        ODBDataLoader(Rows(), 4, token_budget=BUDGET, collate_fn=pad)
+def test_a_batch_size_needs_no_name() -> None:
+    with ODBDataLoader(Rows(), 6, token_budget=BUDGET, collate_fn=pad) as loader:
+        assert {pop_step_info(batch).optimizer_step_samples for batch in loader} == {6}
 
 
 def test_what_torch_takes_reaches_torch() -> None:
@@ -391,17 +558,24 @@ def test_a_prepared_loader_moves_its_batches(accelerate_state: None) -> None:
 
 
 def test_accelerate_and_the_loader_agree_on_the_optimizer_step(accelerate_state: None) -> None:
-    loader = Accelerator(cpu=True, gradient_accumulation_steps=4).prepare(make(gradient_accumulation_steps=2))
-    with loader, pytest.raises(ConfigError, match="gradient_accumulation_steps: 2 here and 4 in the Accelerator"):
-        next(iter(loader))
-    with make(gradient_accumulation_steps=4) as loader:
-        pass
+    """Its own count would end them elsewhere."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    prepared = accelerator.prepare(DataLoader(Rows(), batch_size=4, collate_fn=pad))
+    wrapped = apply(prepared, gradient_accumulation_steps=4, token_budget=BUDGET)
+    for loader in (accelerator.prepare(make(gradient_accumulation_steps=4)), wrapped):
+        with loader, pytest.raises(ConfigError, match="gradient_accumulation_steps: 4 in the Accelerator.*leave it at"):
+            next(iter(loader))
 
 
 def test_accelerate_saves_the_state_of_a_single_rank(tmp_path: Any, accelerate_state: None) -> None:
     accelerator = Accelerator(cpu=True)
     with accelerator.prepare(make(shuffle=True)) as loader:
-        before = Counter(row for _, batch in zip(range(3), loader) for row in pop_step_info(batch).ids)
+        before = Counter[int]()
+        for batch in loader:
+            info = pop_step_info(batch)
+            before.update(info.ids)
+            if info.ends_optimizer_step and info.optimizer_step == 1:
+                break
         accelerator.save_state(str(tmp_path))
     accelerator = Accelerator(cpu=True)
     with accelerator.prepare(make(shuffle=True)) as loader:
