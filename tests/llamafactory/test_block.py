@@ -36,7 +36,7 @@ def config(tiny_text: Path, data_dir: Path, tmp_path: Path) -> dict[str, Any]:
         ({"accelerator_config": {"dispatch_batches": True}}, ("dispatch_batches", "True", "false")),
         (
             {"include_effective_tokens_per_second": True},
-            ("include_effective_tokens_per_second", "odb/tokens_per_micro_step"),
+            ("include_effective_tokens", "odb/tokens_per_micro_step"),
         ),
         ({"streaming": True, "max_steps": 2}, ("streaming", "True", "false")),
         ({"ignore_pad_token_for_loss": False}, ("ignore_pad_token_for_loss", "False", "true")),

@@ -10,16 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from distributed.conftest import deepspeed_op  # noqa: F401  (a fixture)
 from distributed.rows import INVALID, row
 from distributed.test_engines import ENGINES, deepspeed_config
 from llamafactory.train.tuner import run_exp
 from PIL import Image
-from same_training import Training, check_same_training, deviation, report, train
+from same_training import Training, also_on_cpu, check_same_training, deviation, report, train
 from support import training_config, write_dataset
 
 NUM_EVAL = 6
 NUM_ROWS = {"texts": 42, "many_texts": 86, "mixed": 30}
-"""With those that are evaluated. What remains are whole micro-batches, which stock would else fill up by repeating rows."""
+"""With those that are evaluated. The others are whole micro-batches, which stock would else fill up by repeating rows."""
 PICTURES = ([], ["wide.png"], ["tall.png"], [], ["wide.png", "tall.png"])
 TEXT, MIXED = {"token_budget": 256}, {"token_budget": 512, "max_patches": 300}
 
@@ -185,17 +186,7 @@ def test_rows_that_llamafactory_drops_beforehand(tiny_text: Path, tmp_path: Path
     write_dataset(tmp_path, {"texts": [INVALID if k % 4 == 3 else row(3 + k) for k in range(40)]})
     steps = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "val_size": 0.1}
     ours, stock = (
-        train(
-            config_of(
-                tiny_text,
-                tmp_path,
-                tmp_path / name,
-                "texts",
-                tokenized_path=str(tmp_path / f"{name}_tokens"),
-                **steps,
-                **more,
-            )
-        )
-        for name, more in (("odb", {"odb": TEXT | {"audit": True}}), ("stock", {}))
+        train(config_of(tiny_text, tmp_path, tmp_path / name, "texts", tokenized_path=f"{tmp_path}/{name}_", **more))
+        for name, more in (("odb", steps | {"odb": TEXT | {"audit": True}}), ("stock", steps))
     )
     report("tokenized beforehand", check_same_training(ours, stock))
