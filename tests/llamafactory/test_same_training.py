@@ -10,27 +10,34 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from distributed.rows import row
+from distributed.conftest import deepspeed_op  # noqa: F401  (a fixture)
+from distributed.rows import INVALID, row
+from distributed.test_engines import ENGINES, deepspeed_config
+from llamafactory.train.tuner import run_exp
 from PIL import Image
-from same_training import Training, check_same_training, deviation, report, train
+from same_training import Training, also_on_cpu, check_same_training, deviation, report, train
 from support import training_config, write_dataset
 
 NUM_EVAL = 6
-BUDGET = {"texts": {"token_budget": 256}, "mixed": {"token_budget": 512, "max_patches": 300}}
+NUM_ROWS = {"texts": 42, "many_texts": 86, "mixed": 30}
+"""With those that are evaluated. The others are whole micro-batches, which stock would else fill up by repeating rows."""
+PICTURES = ([], ["wide.png"], ["tall.png"], [], ["wide.png", "tall.png"])
+TEXT, MIXED = {"token_budget": 256}, {"token_budget": 512, "max_patches": 300}
 
 Pair = Callable[..., tuple[Training, Training]]
 
 
 @pytest.fixture(scope="module")
 def rows_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`texts`: 42 rows of 3 to 100 words; `mixed`: 27 rows, some with one picture or two. No two rows are alike."""
+    """Rows of 3 to 100 words; in `mixed` some have one picture or two. No two rows of a dataset are alike."""
     folder = tmp_path_factory.mktemp("rows")
     for name, size in (("wide", (128, 64)), ("tall", (64, 160))):
         Image.effect_noise(size, 60).convert("RGB").save(folder / f"{name}.png")
-    pictures = [[], ["wide.png"], ["tall.png"], [], ["wide.png", "tall.png"]]
-    texts = [row(3 + (k * 23) % 97) for k in range(42)]
-    mixed = [row(3 + (k * 19) % 61, pictures[k % 5]) for k in range(27)]
-    write_dataset(folder, {"texts": texts, "mixed": mixed})
+    rows = {
+        name: [row(3 + (k * 23) % 97, PICTURES[k % 5] if name == "mixed" else []) for k in range(count)]
+        for name, count in NUM_ROWS.items()
+    }
+    write_dataset(folder, rows)
     return folder
 
 
@@ -65,19 +72,13 @@ def pair(tiny_text: Path, tiny_vl: Path, rows_dir: Path, tmp_path: Path) -> Pair
     """`pair("texts", num_ranks, ...)`: the training with odb and the stock training of the same YAML."""
 
     def pair(
-        dataset: str,
-        num_ranks: int = 1,
-        env: dict[str, str] | None = None,
-        odb: dict[str, Any] | None = None,
-        **changes: Any,
+        dataset: str, num_ranks: int = 1, *, env: dict[str, str] | None = None, **changes: Any
     ) -> tuple[Training, Training]:
-        model = tiny_text if dataset == "texts" else tiny_vl
-        block = {"odb": BUDGET[dataset] | {"audit": True} | (odb or {})}
+        model, budget = (tiny_vl, MIXED) if dataset == "mixed" else (tiny_text, TEXT)
         ours, stock = (
-            train(config_of(model, rows_dir, tmp_path / name, dataset, **changes, **more), num_ranks, env)
-            for name, more in (("odb", block), ("stock", {}))
+            train(config_of(model, rows_dir, tmp_path / name, dataset, **(changes | more)), num_ranks, env)
+            for name, more in (("odb", {"odb": budget | {"audit": True}}), ("stock", {}))
         )
-        assert max(ours.num_micro_batches) != min(ours.num_micro_batches), "K should differ from step to step"
         return ours, stock
 
     return pair
@@ -86,11 +87,14 @@ def pair(tiny_text: Path, tiny_vl: Path, rows_dir: Path, tmp_path: Path) -> Pair
 def test_text_on_two_ranks(pair: Pair) -> None:
     ours, stock = pair("texts", 2, per_device_train_batch_size=2, gradient_accumulation_steps=2)
     assert [len(step) for step in stock.rows] == [8, 8, 8, 8, 4] * 3, "the last optimizer step of an epoch is smaller"
+    assert len(set(ours.num_micro_batches)) > 1, "K differs from step to step"
     report("text, 2 ranks", check_same_training(ours, stock))
 
 
 def test_vision_language_rows_on_one_rank(pair: Pair) -> None:
-    ours, stock = pair("mixed", per_device_train_batch_size=3, gradient_accumulation_steps=2)
+    ours, stock = pair("mixed", per_device_train_batch_size=3, gradient_accumulation_steps=3)
+    assert [len(step) for step in stock.rows] == [9, 9, 6] * 3
+    assert len(set(ours.num_micro_batches)) > 1, "K differs from step to step"
     report("tiny Qwen3-VL, 1 rank", check_same_training(ours, stock))
 
 
@@ -105,3 +109,84 @@ def test_the_comparison_finds_another_loss(tiny_vl: Path, rows_dir: Path, tmp_pa
     found = deviation(one, other)
     report("stock, cut in another way", found)
     assert found.loss > 1e-4 and found.weights > 1e-4
+
+
+def test_rows_that_llamafactory_drops_are_told(
+    tiny_text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Stock shuffles what its preprocessing pass leaves, which nobody knows without such a pass."""
+    write_dataset(tmp_path, {"texts": [INVALID if k % 4 == 3 else row(3 + k) for k in range(16)]})
+    steps = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "disable_shuffling": True}
+    run_exp(training_config(tiny_text, tmp_path, tmp_path / "out", odb=TEXT, **steps))
+    told = [message for message in caplog.messages if "LLaMA-Factory's preprocessing drops" in message]
+    assert len(told) == 1 and told[0].startswith("1 rows by optimizer step 1 ") and "tokenized_path" in told[0]
+
+
+# The wide grid.
+
+
+@pytest.mark.full_grid
+@pytest.mark.parametrize("batch", [1, 2, 4])
+@pytest.mark.parametrize("accumulation", [1, 2, 4])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_text_grid(pair: Pair, num_ranks: int, accumulation: int, batch: int) -> None:
+    steps = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation}
+    name = f"text, {num_ranks} ranks, {accumulation} x {batch} rows"
+    report(name, check_same_training(*pair("many_texts", num_ranks, **steps)))
+
+
+@pytest.mark.full_grid
+@pytest.mark.parametrize("batch", [1, 3, 4])
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_vision_language_grid(pair: Pair, num_ranks: int, accumulation: int, batch: int) -> None:
+    steps = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation}
+    name = f"tiny Qwen3-VL, {num_ranks} ranks, {accumulation} x {batch} rows"
+    report(name, check_same_training(*pair("mixed", num_ranks, **steps)))
+
+
+@pytest.mark.full_grid
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "fsdp", "fsdp2"])
+def test_engines(pair: Pair, name: str, num_ranks: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    engine = ENGINES[name]
+    changes = engine.changes | {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    if engine.deepspeed_stage:
+        request.getfixturevalue("deepspeed_op")
+        changes["deepspeed"] = deepspeed_config(engine.deepspeed_stage, tmp_path)
+    env = also_on_cpu(engine.env) if name.startswith("fsdp") else None
+    ours, stock = pair("mixed", num_ranks, env=env, save_strategy="no", **changes)
+    assert stock.weights or name.startswith("fsdp")
+    report(f"tiny Qwen3-VL, {num_ranks} ranks, {name}", check_same_training(ours, stock))
+
+
+@pytest.mark.full_grid
+@pytest.mark.parametrize(
+    ("dataset", "num_ranks", "changes"),
+    [
+        ("texts", 2, {"finetuning_type": "lora"}),
+        ("mixed", 1, {"finetuning_type": "lora"}),
+        ("texts", 1, {"train_on_prompt": True}),  # stock counts labels that nothing predicts
+        ("texts", 2, {"dataloader_drop_last": True, "per_device_train_batch_size": 4}),
+        ("texts", 2, {"average_tokens_across_devices": False}),
+        ("texts", 1, {"max_steps": 7, "lr_scheduler_type": "linear"}),
+        ("texts", 1, {"disable_shuffling": True, "eval_strategy": "epoch", "save_strategy": "epoch"}),
+    ],
+)
+def test_other_settings(pair: Pair, dataset: str, num_ranks: int, changes: dict[str, Any]) -> None:
+    steps = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    report(
+        f"{dataset}, {num_ranks} ranks, {changes}", check_same_training(*pair(dataset, num_ranks, **(steps | changes)))
+    )
+
+
+@pytest.mark.full_grid
+def test_rows_that_llamafactory_drops_beforehand(tiny_text: Path, tmp_path: Path) -> None:
+    """With `tokenized_path` its own pass has been made, and the steps are stock's."""
+    write_dataset(tmp_path, {"texts": [INVALID if k % 4 == 3 else row(3 + k) for k in range(40)]})
+    steps = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "val_size": 0.1}
+    ours, stock = (
+        train(config_of(tiny_text, tmp_path, tmp_path / name, "texts", tokenized_path=f"{tmp_path}/{name}_", **more))
+        for name, more in (("odb", steps | {"odb": TEXT | {"audit": True}}), ("stock", steps))
+    )
+    report("tokenized beforehand", check_same_training(ours, stock))

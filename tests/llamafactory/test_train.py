@@ -41,7 +41,8 @@ def test_command_line_trains_images_and_text_every_row_once(tiny_vl, data_dir, t
         tmp_path / "out",
         dataset="texts,pictures",
         num_train_epochs=2,
-        gradient_accumulation_steps=2,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=4,
         odb=BLOCK | {"max_patches": 900},
     )
     done = run_llamafactory(config, "odb.token_budget=1536")
@@ -50,13 +51,16 @@ def test_command_line_trains_images_and_text_every_row_once(tiny_vl, data_dir, t
     assert ids_by_epoch(audit) == {0: Counter(range(72)), 1: Counter(range(72))}
     orders = [[line["ids"] for line in audit if line["epoch"] == epoch] for epoch in (0, 1)]
     assert orders[0] != orders[1], "a new order every epoch"
-    assert [line["step"] for line in audit] == list(range(len(audit)))
-    assert all(count % 2 == 0 for count in Counter(line["epoch"] for line in audit).values())
+    samples = Counter()
+    for line in audit:
+        samples[line["optimizer_step"]] += len(line["ids"])
+    assert list(samples.values()) == [16, 16, 16, 16, 8] * 2, "I9, as 4 x 4 rows without odb"
     for line in audit:
         if line["rows"] > 1:
             assert line["rows"] * line["length"] <= 1536 and line["patches"] <= 900
     summary = json.loads((tmp_path / "out" / "odb_summary.json").read_text())
-    assert (summary["emitted"], summary["dropped"], summary["steps"]) == (144, {}, len(audit))
+    assert (summary["emitted"], summary["dropped"], summary["micro_steps"]) == (144, {}, len(audit))
+    assert summary["optimizer_steps"] == 10
     assert summary["config"]["token_budget"] == 1536
     assert "[odb] done: 144 samples emitted" in done.stdout
     assert "Running tokenizer on dataset" not in done.stdout, "there must be no offline tokenization pass"
@@ -76,7 +80,7 @@ def test_without_a_block_stock_is_untouched(tiny_vl, data_dir, tmp_path) -> None
 
 @pytest.mark.parametrize("model", ["tiny_text", "tiny_vl"])
 def test_gradient_and_loss_are_those_of_one_batch(model, data_dir, tmp_path, request) -> None:
-    """I8: with groups of unequal size and an idle step, norm and loss are those of all samples as one batch."""
+    """I8: with micro-batches of unequal size, norm and loss are those of all samples as one batch."""
     model = request.getfixturevalue(model)
     dataset = "texts,pictures" if "vl" in model.name else "texts"
     accumulation = 4
@@ -88,12 +92,10 @@ def test_gradient_and_loss_are_those_of_one_batch(model, data_dir, tmp_path, req
         gradient_accumulation_steps=accumulation,
         learning_rate=0.0,
         max_grad_norm=1e9,
-        odb=BLOCK | {"token_budget": 2048},
+        odb=BLOCK | {"token_budget": 2048, "global_batch_size": "fill"},
     )
     run_exp(dict(config))
     audit, log = audit_of(tmp_path / "out"), [entry for entry in read_log(tmp_path / "out") if "loss" in entry]
-    assert any(line["idle"] for line in audit), "the data should make an idle step"
-    assert all(line["weight"] == 0 for line in audit if line["idle"])
 
     model_args, data_args, training_args, finetuning_args, _ = get_train_args(
         {key: value for key, value in config.items() if key != "odb"}
@@ -107,7 +109,7 @@ def test_gradient_and_loss_are_those_of_one_batch(model, data_dir, tmp_path, req
     )
     for number, entry in enumerate(log, start=1):
         lines = [line for line in audit if line["optimizer_step"] == number]
-        assert len(lines) == accumulation
+        assert len(lines) == accumulation or number == len(log), "the last one of an epoch has what is left"
         net.zero_grad()
         loss = net(**collate([dict(rows[i]) for line in lines for i in line["ids"]])).loss
         loss.backward()
@@ -116,8 +118,8 @@ def test_gradient_and_loss_are_those_of_one_batch(model, data_dir, tmp_path, req
         assert entry["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
 
 
-def test_progress_schedule_saving_and_evaluation_mean_what_they_say(tiny_text, data_dir, tmp_path) -> None:
-    """Epoch, percentage and learning rate follow the share of samples; eval and save go by real steps."""
+def test_filled_steps_progress_and_are_scheduled_saved_and_evaluated_as_they_say(tiny_text, data_dir, tmp_path) -> None:
+    """With `fill`, where nobody knows the number of steps ahead: all go by the share of samples."""
     out = tmp_path / "out"
     config = training_config(
         tiny_text,
@@ -132,7 +134,7 @@ def test_progress_schedule_saving_and_evaluation_mean_what_they_say(tiny_text, d
         eval_steps=5,
         save_strategy="steps",
         save_steps=5,
-        odb=BLOCK | {"token_budget": 768},
+        odb=BLOCK | {"token_budget": 768, "global_batch_size": "fill"},
     )
     run_exp(dict(config))
     audit, log = audit_of(out), read_log(out)
@@ -157,8 +159,10 @@ def test_progress_schedule_saving_and_evaluation_mean_what_they_say(tiny_text, d
         expected = share / 0.2 if share < 0.2 else 0.5 * (1 + math.cos(math.pi * (share - 0.2) / 0.8))
         assert entry["learning_rate"] == pytest.approx(1e-3 * expected, abs=1e-3 / (0.2 * steps))
         assert set(entry) >= {
-            "odb/samples_per_step",
-            "odb/tokens_per_step",
+            "odb/micro_batches",
+            "odb/samples_per_micro_step",
+            "odb/tokens_per_micro_step",
+            "odb/supervised_tokens",
             "odb/padding_ratio",
             "odb/budget_use",
             "odb/samples_per_second",
@@ -188,7 +192,7 @@ def test_max_steps_goes_over_as_many_epochs_as_it_takes(tiny_text, data_dir, tmp
         warmup_steps=4,
         lr_scheduler_type="linear",
         save_strategy="epoch",
-        odb=BLOCK | {"token_budget": 256, "buffer_size": 12},
+        odb=BLOCK | {"token_budget": 256, "buffer_size": 12, "global_batch_size": "fill"},
     )
     run_exp(dict(config))
     audit, log = audit_of(tmp_path / "out"), read_log(tmp_path / "out")
