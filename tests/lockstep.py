@@ -326,7 +326,11 @@ def run_kept(rows: Sequence[Row], stock: StockSteps, *, first_step: int = 0, **o
     for rank in range(stock.world_size):
         start = Start(first=stock.first_number(rank, first_step), stop=stop)
         shards.append([row for _, row in shard(rows, rank, stock.world_size, start)])
-    context = {"balance": True, "num_samples": None if stock.num_samples is None else len(rows)}
+    context = {
+        "balance": True,
+        "num_samples": None if stock.num_samples is None else len(rows),
+        "find_dummy_sample": lambda: usable(rows)[0],
+    }
     return run_shards(shards, stock=stock, first_step=first_step, **context | options)
 
 

@@ -194,10 +194,13 @@ def sums(planned: Sequence[PlannedMicroBatch]) -> Sums:
     }
 
 
-def nothing_left(rejected: Counter[str], num_samples: int | None) -> str:
-    """Why an epoch has no sample to train on."""
-    reasons = ", ".join(f"{count} {reason}" for reason, count in rejected.items())
-    if num_samples is not None and rejected.total() < num_samples:
-        reasons += f"{', ' if reasons else ''}{num_samples - rejected.total()} left out because a rank ran short"
-    reasons = f"{reasons}; the warnings above name the first of them" if reasons else "it is empty"
-    return f"no row of the training dataset can be trained on: {reasons}."
+def nothing_left(rejected: Counter[str], left_out: int, why: str, epoch: int) -> str:
+    """Why an epoch has no sample to train on. left_out: usable rows, for the reason `why`."""
+    reasons = [f"{count} {reason}" for reason, count in rejected.items()]
+    if left_out:
+        reasons.append(f"{left_out} left out {why}")
+    empty = "it is empty"
+    if epoch:
+        empty = f"it yields nothing in epoch {epoch}; its `__iter__` must begin anew each time it is called"
+    named = "; the warnings above name the first of them" if rejected else ""
+    return f"no row of the training dataset can be trained on: {', '.join(reasons) or empty}{named}."

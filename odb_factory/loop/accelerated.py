@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,7 +10,8 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import send_to_device
 
-from odb_factory.errors import ConfigError, DataError
+from odb_factory.data.checked_file import read_checked, write_checked
+from odb_factory.errors import ConfigError, DataError, one_line
 
 
 class Stateful(Protocol):
@@ -51,24 +51,48 @@ def check_accumulation() -> None:
 
 
 def checkpoint_with(accelerator: Accelerator, loader: Stateful, name: str) -> None:
-    """Write the loader's state with `accelerator.save_state`, one file a rank, and read it with `load_state`."""
+    """Write the loader's state with `accelerator.save_state`, one file a rank, and read it with `load_state`.
+
+    Loading raises `DataError` where a file is missing or damaged.
+    """
 
     def save(models: Any, weights: Any, folder: str) -> None:
         state = loader.state_dict()
-        path = Path(folder, f"{name}_rank{state['rank']}.json")
-        path.write_text(json.dumps(state) + "\n", encoding="utf-8")
+        path = _file(folder, name, state["rank"])
+        try:
+            write_checked(path, {"state": state})
+        except OSError as error:
+            raise DataError(f"{path}: cannot be written ({one_line(error)}); the checkpoint is not whole.") from None
 
     def load(models: Any, folder: str) -> None:
-        paths = sorted(Path(folder).glob(f"{name}_rank*.json"))
-        if not paths:
+        if not _file(folder, name, 0).exists():
             raise DataError(
-                f"{folder}: holds no {name}_rank*.json, so nobody knows which samples were trained on; it was saved "
+                f"{folder}: holds no {name}_rank0.json, so nobody knows which samples were trained on; it was saved "
                 "without checkpoint_with(accelerator). Load it without that call to begin the epoch anew."
             )
-        states = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
-        states.sort(key=lambda state: state["rank"])
         # A folder that was written before, by more ranks, has files of ranks that are no more.
-        loader.load_state_dict([state for state in states if state["rank"] < states[0]["world_size"]])
+        states = [_read(folder, name, 0)]
+        states += [_read(folder, name, rank) for rank in range(1, states[0]["world_size"])]
+        loader.load_state_dict(states)
 
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)
+
+
+def _file(folder: str, name: str, rank: int) -> Path:
+    return Path(folder, f"{name}_rank{rank}.json")
+
+
+def _read(folder: str, name: str, rank: int) -> dict[str, Any]:
+    path = _file(folder, name, rank)
+    try:
+        content = read_checked(path)
+        state = content.part("state")
+        state.require(state.whole("rank") == rank, "rank", "it is of another rank")
+        state.whole("world_size", 1)
+    except DataError as error:
+        raise DataError(
+            f"{path}: {error}; load another checkpoint, or load this one without checkpoint_with(accelerator) to begin "
+            "the epoch anew."
+        ) from None
+    return content.mapping("state")

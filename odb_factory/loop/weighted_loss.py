@@ -9,7 +9,7 @@ from odb_factory.loop.step_info import ODBStepInfo
 
 
 def weighted_loss(logits: Tensor, labels: Tensor, info: ODBStepInfo) -> Tensor:
-    """A micro-batch's part of the loss of its optimizer step, with any `loss_scaling`; call `backward()` on it as it is.
+    """A micro-batch's part of the loss of its optimizer step, with any `loss_scaling`; `backward()` takes it as it is.
 
     logits: [rows, length, vocabulary]; labels: [rows, length], -100 where no loss is wanted. Shifted and in float32 as
     in transformers' causal models; what a model adds to its own loss (for the routers of a mixture of experts) is not

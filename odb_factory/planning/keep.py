@@ -8,10 +8,10 @@ import numpy as np
 
 from odb_factory.planning.candidates import Rows
 from odb_factory.planning.cost import Budget, CostModel
-from odb_factory.planning.cuts import cheapest_cut, cut_by_one_cap, fewest_steps
-from odb_factory.planning.matching import Cut, assign_to_ranks, match_patches
+from odb_factory.planning.cuts import cut_by_one_cap, cut_by_stretches, fewest_steps
+from odb_factory.planning.matching import Cut, assign_to_ranks, make_cut, match_patches
 from odb_factory.planning.metadata import BufferMetadata
-from odb_factory.planning.plan import Plan, exceeds, pool, to_plan
+from odb_factory.planning.plan import Plan, exceeds_limit, pool, to_plan
 from odb_factory.planning.pools import Pools, lower_bound
 from odb_factory.planning.two_caps import cut_by_two_caps
 
@@ -35,7 +35,7 @@ def plan_optimizer_step(
     """
     table, starts, owner_rank = pool(buffers)
     balance = balance and len(buffers) > 1
-    exceeds_transfer_limit = balance and exceeds(buffers)
+    exceeds_transfer_limit = balance and exceeds_limit(buffers)
     balance = balance and not exceeds_transfer_limit
     index = np.arange(len(table))
     if balance:
@@ -60,10 +60,12 @@ def plan_optimizer_step(
 
 
 def _best_cut(pools: Pools) -> Cut:
-    if len(pools.starts) == pools.slots == 1 or not len(pools.rows):
-        return cheapest_cut(pools)
+    if not len(pools.rows):
+        return make_cut(pools, [[] for _ in pools.starts])
     least = fewest_steps(pools)
     best = cut_by_one_cap(pools, least)
+    if len(pools.starts) == 1:
+        best = min(best, cut_by_stretches(pools) or best, key=lambda cut: cut.cost)
     for num_steps in range(least + 1, least + NUM_CANDIDATES):
         if lower_bound(pools, num_steps) < best.cost:
             best = min(best, cut_by_one_cap(pools, num_steps), key=lambda cut: cut.cost)

@@ -88,3 +88,15 @@ def next_ends(rows: Rows, caps: np.ndarray, model: CostModel) -> np.ndarray:
             ends = np.where(exceeds, starts + fewer, ends)
     ends = np.where(rows.costs(starts, starts + 1, model) <= caps, ends, starts)
     return np.concatenate([ends, np.full((len(ends), 1), num_rows)], axis=1)
+
+
+def cap_range(pools: Pools) -> tuple[np.ndarray, np.ndarray]:
+    """Of each pool the lowest cap at which every sample can go alone, and the highest that any group asks for."""
+    rows, starts = pools.rows, np.arange(len(pools.rows))
+    pool = np.repeat(np.arange(len(pools.starts)), np.diff(pools.bounds))
+    low, high = np.zeros((2, len(pools.starts)), dtype=np.int64)
+    np.maximum.at(low, pool, rows.costs(starts, starts + 1, pools.model))
+    largest = next_ends(rows, np.array([[NO_CAP]]), pools.model)[0, :-1]
+    np.maximum.at(high, pool, rows.costs(starts, largest, pools.model))
+    # A sample alone can cost more than one in a group: dummy media are added where there are no others.
+    return low, np.maximum(low, high)

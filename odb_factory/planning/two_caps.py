@@ -8,7 +8,7 @@ import numpy as np
 
 from odb_factory.planning.cuts import fill_slots
 from odb_factory.planning.matching import Cut, Group
-from odb_factory.planning.pools import NO_CAP, Pools, lower_bound, next_ends
+from odb_factory.planning.pools import NO_CAP, Pools, cap_range, lower_bound, next_ends
 
 PRECISION = 6
 """The lower cap is searched to one part in 2 ** PRECISION of what it may be."""
@@ -28,10 +28,9 @@ def cut_by_two_caps(pools: Pools, num_first: int, num_second: int, below: int) -
     num_caps = min(MAX_CAPS, MAX_STATES // num_states)
     if num_caps < MIN_CAPS or not len(rows):
         return None
-    starts = np.arange(len(rows))
-    whole = next_ends(rows, np.array([[NO_CAP]]), model)[0]
-    lowest = max(int(rows.costs(starts, starts + 1, model).max()), below // (num_first + num_second))
-    highest = min(int(rows.costs(starts, whole[:-1], model).max()), (below - 1 - num_second * model.fixed) // num_first)
+    lowest, highest = (int(caps.max()) for caps in cap_range(pools))
+    lowest = max(lowest, below // (num_first + num_second))
+    highest = min(highest, (below - 1 - num_second * model.fixed) // num_first)
     if highest < lowest:
         return None
     first = np.unique(lowest + (highest - lowest) * np.arange(1, num_caps + 1) // num_caps)

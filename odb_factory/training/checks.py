@@ -61,8 +61,8 @@ def check_fill(args: Any, config: ODBConfig) -> None:
     if scheduler and not config.keeps:
         raise ConfigError(
             f"deepspeed: the scheduler {scheduler.get('type')!r} in its config counts optimizer steps, which "
-            "`global_batch_size: fill` does not know ahead; remove `scheduler` there and use lr_scheduler_type, or keep "
-            "the optimizer steps."
+            "`global_batch_size: fill` does not know ahead; remove `scheduler` there and use lr_scheduler_type, or "
+            "keep the optimizer steps."
         )
 
 

@@ -17,29 +17,30 @@ def say_what_to_expect(loader: ODBLoader, config: ODBConfig) -> None:
     first = loader.first_planned
     if first is None:
         return
-    slots = first.num_micro_batches * loader.world_size
-    filled = first.padded_tokens / (slots * config.token_budget)
+    filled = first.padded_tokens / (first.num_micro_batches * loader.world_size * config.token_budget)
+    cut = f"{first.num_micro_batches} micro-batches on each of {loader.world_size} ranks"
+    budgets = (
+        f"fills {filled:.0%} of their budgets (token_budget {config.token_budget}, max_patches {config.max_patches}); "
+        f"loss_scaling {config.loss_scaling}"
+    )
     samples = "a stream of unknown length" if loader.num_samples is None else f"{loader.num_samples} samples"
     an_epoch, size = loader.num_optimizer_steps, loader.global_batch_size
     if size is None:
-        about = f" in about {loader.estimate_optimizer_steps()} optimizer steps an epoch" if loader.num_samples else ""
-        logger.info(
-            "%s%s (figures of the Trainer above are bounds); an optimizer step is %d micro-batches on each of %d ranks, "
-            "the first fills %.0f %% of their budgets (token_budget %d, max_patches %s); loss_scaling %s",
-            samples, about, first.num_micro_batches, loader.world_size, 100 * filled, config.token_budget,
-            config.max_patches, config.loss_scaling,
-        )  # fmt: skip
+        if loader.num_samples is not None:
+            samples += f" in about {loader.estimate_optimizer_steps()} optimizer steps an epoch"
+        logger.info("%s (figures of the Trainer above are bounds); the first has %s and %s", samples, cut, budgets)
         return
-    steps = "" if an_epoch is None else f", {an_epoch} optimizer steps an epoch"
+    if an_epoch is not None:
+        samples += f", {an_epoch} optimizer steps an epoch"
     logger.info(
-        "%s%s, each of %d samples as in stock training; the first is cut into %d micro-batches on each of %d ranks and "
-        "fills %.0f %% of their budgets (token_budget %d, max_patches %s); loss_scaling %s",
-        samples, steps, size, first.num_micro_batches, loader.world_size, 100 * filled, config.token_budget,
-        config.max_patches, config.loss_scaling,
-    )  # fmt: skip
+        "%s, each of %d samples as in stock training; the first is cut into %s and %s", samples, size, cut, budgets
+    )
     if filled < MOSTLY_EMPTY and first.num_micro_batches == 1:
         logger.warning(
             "an optimizer step of %d samples fills %.0f %% of %d ranks x %d tokens: token_budget could be smaller, or "
             "global_batch_size larger",
-            size, 100 * filled, loader.world_size, config.token_budget,
-        )  # fmt: skip
+            size,
+            100 * filled,
+            loader.world_size,
+            config.token_budget,
+        )

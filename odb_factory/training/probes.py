@@ -73,7 +73,7 @@ def own_loss_is_left_alone(trainer: Trainer) -> None:
 
 
 def batches_are_taken_one_by_one(trainer: Trainer) -> None:
-    """`get_batch_samples(epoch_iterator, 1, ...)` returns the next batch as it is, and counts nothing without labels."""
+    """`get_batch_samples(epoch_iterator, 1, ...)` returns the next batch as it is, and counts none without labels."""
     names = list(inspect.signature(Trainer.get_batch_samples).parameters)[1:]
     _expect(names[:2], ["epoch_iterator", "num_batches"], "Trainer.get_batch_samples", "its arguments", transformers)
     batches = [{"input_ids": torch.empty(NUM_ITEMS, device="meta")} for _ in range(2)]

@@ -6,17 +6,14 @@ over their content, so that a file that was cut off or edited is known as such.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from odb_factory.data.fields import VERSION, Fields, check_figures
+from odb_factory.data.checked_file import read_checked, read_json, write_checked
+from odb_factory.data.fields import Fields, check_figures
 from odb_factory.data.state import DataState, read_state
-from odb_factory.errors import DataError, one_line
+from odb_factory.errors import DataError
 
 MARKER = "odb_state.json"
 RANK_FILE = "odb_state_rank{rank}.json"
@@ -57,19 +54,19 @@ def ranks_of(folder: Path) -> list[int]:
 
 def write_rank_state(folder: Path, rank: int, optimizer_steps: int, data: dict[str, Any], run: dict[str, Any]) -> None:
     """Write this rank's file. data, run: their state dicts (JSON types)."""
-    _write(rank_file(folder, rank), {"optimizer_steps": optimizer_steps, "data": data, "run": run})
+    write_checked(rank_file(folder, rank), {"optimizer_steps": optimizer_steps, "data": data, "run": run})
 
 
 def write_marker(folder: Path, world_size: int, optimizer_steps: int) -> None:
     """Write the marker: all ranks have written theirs. Several nodes may do so at once."""
-    _write(folder / MARKER, {"world_size": world_size, "optimizer_steps": optimizer_steps})
+    write_checked(folder / MARKER, {"world_size": world_size, "optimizer_steps": optimizer_steps})
 
 
 def read_rank_state(folder: Path, rank: int) -> RankState:
     """The state of a rank. Raises `DataError` that names the file and what is wrong with it (no full stop)."""
     path = rank_file(folder, rank)
     try:
-        fields = _read(path)
+        fields = read_checked(path)
         saved, run = fields.mapping("data"), fields.mapping("run")
         check_figures(run, "run")
         state = RankState(fields.whole("optimizer_steps"), read_state(saved), saved, run)
@@ -83,7 +80,7 @@ def read_marker(folder: Path) -> tuple[int, int]:
     """(world size, optimizer steps) of the marker. Raises `DataError` as `read_rank_state` does."""
     path = folder / MARKER
     try:
-        fields = _read(path)
+        fields = read_checked(path)
         return fields.whole("world_size", 1), fields.whole("optimizer_steps")
     except DataError as error:
         raise DataError(f"{path}: {error}") from None
@@ -93,7 +90,7 @@ def read_trainer_state(folder: Path) -> TrainerRecord:
     """Raises `DataError` as `read_rank_state` does."""
     path = folder / TRAINER_STATE
     try:
-        saved = _parse(path)
+        saved = read_json(path)
         fields = Fields(saved)
         epochs = 0.0 if fields.value("epoch") is None else fields.number("epoch")
         mark = (saved.get("stateful_callbacks") or {}).get(MARK)  # transformers before 4.41 have no such entry
@@ -101,42 +98,3 @@ def read_trainer_state(folder: Path) -> TrainerRecord:
         return TrainerRecord(fields.whole("global_step"), epochs, marked)
     except DataError as error:
         raise DataError(f"{path}: {error}") from None
-
-
-def _read(path: Path) -> Fields:
-    """The content of one of our files, if it is what was written."""
-    file = Fields(_parse(path))
-    version = file.value("version")
-    if version != VERSION:
-        raise DataError(f"it has version {version!r} of the data state, and this odb_factory reads {VERSION}")
-    content = file.mapping("content")
-    if file.value("checksum") != _checksum(content):
-        raise DataError("its checksum is not that of its content: it was edited or damaged")
-    return file.part("content")
-
-
-def _parse(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise DataError("it is missing") from None
-    except (OSError, ValueError) as error:  # of JSON and of UTF-8 too
-        raise DataError(f"it cannot be read ({one_line(error)})") from None
-
-
-def _checksum(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _write(path: Path, content: dict[str, Any]) -> None:
-    """Under another name first, which no other process can have, and then in its place."""
-    fresh = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    try:
-        with fresh.open("x", encoding="utf-8") as file:
-            json.dump({"version": VERSION, "checksum": _checksum(content), "content": content}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(fresh, path)
-    except BaseException:
-        fresh.unlink(missing_ok=True)
-        raise

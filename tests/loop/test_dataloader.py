@@ -29,7 +29,7 @@ def rows_of(batch: Any) -> list[int]:
 
 
 def epoch_of(loader: Any) -> list[list[int]]:
-    """The rows of each batch of an epoch, none on an idle step; budgets are checked on the way."""
+    """The rows of each batch of an epoch, none on an idle micro-batch; budgets are checked on the way."""
     batches = []
     for batch in loader:
         info = pop_step_info(batch)
@@ -51,25 +51,24 @@ WORKERS = [{"num_workers": 0}, {"num_workers": 2}, {"num_workers": 1, "multiproc
 @pytest.mark.parametrize("workers", WORKERS, ids=str)
 def test_every_row_once_an_epoch_whatever_the_workers(workers: dict[str, Any]) -> None:
     """I2, I4, I6; the next iteration is the next epoch, and `set_epoch` chooses one."""
-    with ODBDataLoader(Rows(), token_budget=BUDGET, buffer_size=16, shuffle=True, collate_fn=pad, **workers) as loader:
-        assert 0 < loader.estimate_num_batches() < NUM_ROWS
+    with ODBDataLoader(Rows(), 16, token_budget=BUDGET, shuffle=True, collate_fn=pad, **workers) as loader:
+        assert loader.num_optimizer_steps == 4
         first, second = epoch_of(loader), epoch_of(loader)
         loader.set_epoch(0)
         again = epoch_of(loader)
     assert flat(first) == flat(second) == EVERY_ROW
     assert first != second and first == again
-    with ODBDataLoader(Rows(), token_budget=BUDGET, buffer_size=16, shuffle=True, collate_fn=pad) as loader:
+    with ODBDataLoader(Rows(), 16, token_budget=BUDGET, shuffle=True, collate_fn=pad) as loader:
         assert epoch_of(loader) == first
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_dataset_that_is_iterated(num_workers: int) -> None:
-    with ODBDataLoader(
-        Stream(), token_budget=BUDGET, buffer_size=16, collate_fn=pad, num_workers=num_workers
-    ) as loader:
+    with ODBDataLoader(Stream(), 16, token_budget=BUDGET, collate_fn=pad, num_workers=num_workers) as loader:
         assert flat(epoch_of(loader)) == flat(epoch_of(loader)) == EVERY_ROW
+        assert loader.num_optimizer_steps is None
         with pytest.raises(TypeError, match="no length"):
-            loader.estimate_num_batches()
+            loader.estimate_optimizer_steps()
 
 
 @pytest.mark.parametrize("kind", [np.array, torch.tensor, lambda ids: torch.tensor([ids])], ids=["np", "pt", "1xL"])
@@ -99,7 +98,7 @@ def test_patches_of_an_item_are_counted(more: dict[str, Any], patches: int) -> N
         return pad(items)
 
     with ODBDataLoader(
-        Rows(lambda k: item(k) | more), token_budget=2048, max_patches=2 * patches + 1, collate_fn=collate
+        Rows(lambda k: item(k) | more), 60, token_budget=2048, max_patches=2 * patches + 1, collate_fn=collate
     ) as loader:
         assert {len(rows_of(batch)) for batch in loader} == {2}
 
@@ -107,6 +106,7 @@ def test_patches_of_an_item_are_counted(more: dict[str, Any], patches: int) -> N
 def test_a_cost_function_decides() -> None:
     with ODBDataLoader(
         Rows(),
+        60,
         token_budget=2048,
         max_patches=3,
         collate_fn=pad,
@@ -163,25 +163,25 @@ def test_labels_may_be_made_by_the_collator(tiny_text: Path) -> None:
 
 def test_loss_scales_of_an_optimizer_step() -> None:
     """exact: by supervised tokens, so the scaled means add up to the mean over all of them."""
-    with ODBDataLoader(
-        Rows(), token_budget=BUDGET, buffer_size=16, collate_fn=pad, gradient_accumulation_steps=3
-    ) as loader:
+    with ODBDataLoader(Rows(), 4, token_budget=BUDGET, collate_fn=pad, gradient_accumulation_steps=3) as loader:
         batches = list(loader)
-    assert len(batches) % 3 == 0
-    for start in range(0, len(batches), 3):
-        parts = batches[start : start + 3]
-        tokens = [int((batch["labels"][:, 1:] != -100).sum()) for batch in parts]
-        infos = [pop_step_info(batch, "exact") for batch in parts]
-        idle = [info.is_idle for info in infos]
-        tokens = [0 if is_idle else count for count, is_idle in zip(tokens, idle)]
-        assert [info.loss_scale for info in infos] == pytest.approx([count / sum(tokens) for count in tokens])
+    tokens, scales = [], []
+    for batch in batches:
+        info = pop_step_info(batch, "exact")
+        tokens.append(int((batch["labels"][:, 1:] != -100).sum()))
+        scales.append(info.loss_scale)
+        if info.ends_optimizer_step:
+            assert len(tokens) == info.micro_batches
+            assert scales == pytest.approx([count / sum(tokens) for count in tokens])
+            tokens, scales = [], []
+    assert not tokens
     with pytest.raises(DataError, match="no 'odb_step_info'"):
         pop_step_info(batches[0])
 
 
 def test_bad_arguments_are_refused_in_one_line() -> None:
-    with pytest.raises(ConfigError, match="batch_size: 4"):
-        ODBDataLoader(Rows(), batch_size=4, token_budget=8, collate_fn=pad)
+    with pytest.raises(ConfigError, match="batch_size: -4"):
+        ODBDataLoader(Rows(), batch_size=-4, token_budget=8, collate_fn=pad)
     with pytest.raises(ConfigError, match="collate_fn"):
         ODBDataLoader(Rows(), token_budget=8)
     with pytest.raises(ConfigError, match="did you mean `token_budget`"):
@@ -200,7 +200,7 @@ def _error_of(loader: Any) -> str:
 def test_apply_changes_one_loader_and_can_be_undone(tmp_path: Path) -> None:
     stock = DataLoader(Rows(), batch_size=4, shuffle=True, collate_fn=pad, num_workers=1)
     other = DataLoader(Rows(), batch_size=4, collate_fn=pad)
-    handle = apply(stock, token_budget=BUDGET, buffer_size=16, audit_dir=tmp_path)
+    handle = apply(stock, token_budget=BUDGET, gradient_accumulation_steps=4, audit_dir=tmp_path)
     assert isinstance(stock, DataLoader)
     first = epoch_of(stock)
     assert flat(first) == EVERY_ROW
@@ -216,7 +216,8 @@ def test_apply_changes_one_loader_and_can_be_undone(tmp_path: Path) -> None:
 def test_apply_inside_what_accelerate_prepared() -> None:
     accelerator = Accelerator(cpu=True)
     prepared = accelerator.prepare(DataLoader(Rows(), batch_size=4, shuffle=True, collate_fn=pad))
-    handle = apply(prepared, token_budget=BUDGET, buffer_size=16)
+    handle = apply(prepared, token_budget=BUDGET, gradient_accumulation_steps=4)
+    assert handle.num_optimizer_steps == 4
     assert flat(epoch_of(prepared)) == EVERY_ROW
     handle.remove()
     assert len(next(iter(prepared))["input_ids"]) == 4
@@ -229,20 +230,23 @@ def test_accelerate_leaves_an_online_loader_as_it_is() -> None:
 
 
 def test_breaking_off_and_starting_again() -> None:
-    with ODBDataLoader(Rows(), token_budget=BUDGET, buffer_size=16, collate_fn=pad, num_workers=1) as loader:
+    with ODBDataLoader(Rows(), 16, token_budget=BUDGET, collate_fn=pad, num_workers=1) as loader:
         for _ in range(3):
             next(iter(loader))
         assert flat(epoch_of(loader)) == EVERY_ROW
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_state_goes_on_behind_the_last_optimizer_step(num_workers: int, tmp_path: Path) -> None:
-    """I2 over stop and resume; micro-batches of an unfinished optimizer step come again; the audit goes on."""
+@pytest.mark.parametrize("mode", ["keep", "fill"])
+def test_a_state_goes_on_behind_the_last_optimizer_step(mode: Any, num_workers: int, tmp_path: Path) -> None:
+    """I2, I9 over stop and resume; micro-batches of an unfinished optimizer step come again; the audit goes on."""
 
     def loader(folder: Path) -> ODBDataLoader:
         return ODBDataLoader(
             Rows(),
+            4,
             token_budget=BUDGET,
+            global_batch_size=mode,
             buffer_size=16,
             shuffle=True,
             collate_fn=pad,
@@ -251,30 +255,34 @@ def test_a_state_goes_on_behind_the_last_optimizer_step(num_workers: int, tmp_pa
             audit_dir=folder,
         )
 
+    def audit(folder: Path) -> list[Any]:
+        return [json.loads(line) for line in (folder / "odb_audit_rank0.jsonl").read_text().splitlines()]
+
     with loader(tmp_path / "whole") as one:
         whole = epoch_of(one) + epoch_of(one)
         assert one.state_dict()["epoch"] == 2
+    lines = audit(tmp_path / "whole")
     for stop in range(1, len(whole), 5):
         with loader(tmp_path / str(stop)) as first:
-            before, state = [], first.state_dict()
-            assert state["snapshot"] is None
+            before = 0
             for _ in range(2):
                 for batch in first:
-                    before.append([] if pop_step_info(batch).is_idle else rows_of(batch))
-                    if len(before) == stop:
-                        state = json.loads(json.dumps(first.state_dict()))
+                    pop_step_info(batch)
+                    before += 1
+                    if before == stop:
                         break
-                if len(before) == stop:
+                if before == stop:
                     break
+            state = json.loads(json.dumps(first.state_dict()))
+        ends = [k + 1 for k, line in enumerate(lines) if line["micro_batch"] + 1 == line["micro_batches"]]
+        kept = max([0, *(end for end in ends if end <= stop)])
         with loader(tmp_path / str(stop)) as second:
             second.load_state_dict(state)
-            kept = stop // 2 * 2
             after = epoch_of(second)
             if kept + len(after) < len(whole):
                 after += epoch_of(second)
-        assert before[:kept] + after == whole, stop
-        lines = (tmp_path / str(stop) / "odb_audit_rank0.jsonl").read_text().splitlines()
-        assert len(lines) == len(whole) + stop % 2
+        assert whole[:kept] + after == whole, stop
+        assert audit(tmp_path / str(stop)) == lines[:stop] + lines[kept:]
 
 
 def test_a_state_under_accelerate_counts_what_was_handed_over() -> None:
@@ -282,12 +290,17 @@ def test_a_state_under_accelerate_counts_what_was_handed_over() -> None:
 
     def prepared() -> tuple[Any, Any]:
         loader = Accelerator(cpu=True).prepare(DataLoader(Rows(), batch_size=4, shuffle=True, collate_fn=pad))
-        return loader, apply(loader, token_budget=BUDGET, buffer_size=16)
+        return loader, apply(loader, token_budget=BUDGET)
 
     loader, handle = prepared()
     with handle:
-        before = [rows_of(batch) for _, batch in zip(range(3), loader)]
-        state = handle.state_dict()
+        before = []
+        for batch in loader:
+            before.append(rows_of(batch))
+            info = pop_step_info(batch)
+            if info.optimizer_step == 2 and info.ends_optimizer_step:
+                state = handle.state_dict()
+                break
     loader, handle = prepared()
     with handle:
         handle.load_state_dict(state)
@@ -300,15 +313,13 @@ def test_a_dataset_with_a_sampler_needs_no_length() -> None:
         def __getitem__(self, index: int) -> Any:
             return item(index)
 
-    with ODBDataLoader(
-        Endless(), sampler=range(40), token_budget=BUDGET, buffer_size=16, collate_fn=pad, num_workers=1
-    ) as loader:
+    with ODBDataLoader(Endless(), 16, sampler=range(40), token_budget=BUDGET, collate_fn=pad, num_workers=1) as loader:
         assert flat(epoch_of(loader)) == Counter(range(40))
 
 
 def test_a_loaded_state_is_not_dropped_in_silence(caplog: pytest.LogCaptureFixture) -> None:
     def loader() -> ODBDataLoader:
-        return ODBDataLoader(Rows(), token_budget=BUDGET, buffer_size=16, collate_fn=pad)
+        return ODBDataLoader(Rows(), token_budget=BUDGET, collate_fn=pad)
 
     with loader() as first:
         next(iter(first))
@@ -320,7 +331,7 @@ def test_a_loaded_state_is_not_dropped_in_silence(caplog: pytest.LogCaptureFixtu
         second.set_epoch(3)
         second.load_state_dict(amid)
         second.set_epoch(0)
-        assert second.estimate_num_batches() and not caplog.messages
+        assert second.estimate_optimizer_steps() and not caplog.messages
         second.set_epoch(1)
         assert "it stands in epoch 0" in caplog.text
         assert flat(epoch_of(second)) == EVERY_ROW
@@ -331,7 +342,7 @@ def test_a_loaded_state_is_not_dropped_in_silence(caplog: pytest.LogCaptureFixtu
 
 def test_steps_are_timed_and_groups_meet_by_time() -> None:
     """Several epochs, so that there are steps enough to fit a model to; every row once in each."""
-    with ODBDataLoader(Rows(), token_budget=BUDGET, buffer_size=16, collate_fn=pad, cost_model="time") as loader:
+    with ODBDataLoader(Rows(), 16, token_budget=BUDGET, collate_fn=pad, cost_model="time") as loader:
         steps = 0
         while steps < 60:
             batches = epoch_of(loader)
@@ -341,9 +352,7 @@ def test_steps_are_timed_and_groups_meet_by_time() -> None:
 
 
 def test_an_older_iterator_is_over_once_another_has_begun() -> None:
-    with ODBDataLoader(
-        Rows(), token_budget=BUDGET, buffer_size=16, collate_fn=pad, gradient_accumulation_steps=2
-    ) as loader:
+    with ODBDataLoader(Rows(), 8, token_budget=BUDGET, collate_fn=pad, gradient_accumulation_steps=2) as loader:
         older = iter(loader)
         next(older)
         loader.set_epoch(5)
@@ -361,10 +370,15 @@ def test_a_stream_of_the_datasets_library_goes_on(num_workers: int) -> None:
     def loader() -> ODBDataLoader:
         rows = datasets.Dataset.from_list([item(k) for k in range(400)]).to_iterable_dataset(num_shards=8)
         rows = rows.shuffle(seed=1, buffer_size=50).map(lambda row: row)
-        return ODBDataLoader(rows, token_budget=BUDGET, buffer_size=16, collate_fn=pad, num_workers=num_workers)
+        return ODBDataLoader(rows, 16, token_budget=BUDGET, collate_fn=pad, num_workers=num_workers)
 
     with loader() as first:
-        before = [rows_of(batch) for _, batch in zip(range(60), first)]
+        before = []
+        for batch in first:
+            before.append(rows_of(batch))
+            info = pop_step_info(batch)
+            if info.optimizer_step == 11 and info.ends_optimizer_step:
+                break
         state = json.loads(json.dumps(first.state_dict()))
     with loader() as second:
         second.load_state_dict(state)
@@ -381,8 +395,8 @@ def two_ranks(rank: int, sampler: str) -> Any:
         "distributed": lambda: DistributedSampler(rows, shuffle=True),
         "own order": lambda: torch.randperm(NUM_ROWS, generator=torch.Generator().manual_seed(rank)).tolist(),
     }
-    loader = DataLoader(rows, batch_size=1, sampler=samplers[sampler](), collate_fn=pad, num_workers=1)
-    handle = apply(loader, token_budget=BUDGET, buffer_size=16)
+    loader = DataLoader(rows, batch_size=8, sampler=samplers[sampler](), collate_fn=pad, num_workers=1)
+    handle = apply(loader, token_budget=BUDGET)
     try:
         batches = list(loader)
     except DataError as error:
@@ -397,7 +411,7 @@ def two_ranks(rank: int, sampler: str) -> Any:
 def test_two_ranks_share_what_a_distributed_sampler_would_pad(tmp_path: Path) -> None:
     """I1, I2."""
     (steps, mine, samples), (other_steps, others, _) = (
-        outcome.value for outcome in run_ranks("test_dataloader:two_ranks", tmp_path, sampler="distributed")
+        outcome.value for outcome in run_ranks("loop.test_dataloader:two_ranks", tmp_path, sampler="distributed")
     )
     assert steps == other_steps and sum(samples) == NUM_ROWS
     assert flat(mine + others) == EVERY_ROW
@@ -408,7 +422,7 @@ def prepared_by_accelerate(rank: int) -> Any:
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(DataLoader(Rows(), batch_size=4, shuffle=True, collate_fn=pad, num_workers=1))
     assert accelerator.num_processes == 2
-    with apply(loader, token_budget=BUDGET, buffer_size=16):
+    with apply(loader, token_budget=BUDGET, gradient_accumulation_steps=2):
         batches = list(loader)
     infos = [pop_step_info(batch) for batch in batches]
     return [len(batches), [rows_of(batch) for batch, info in zip(batches, infos) if info.loss_scale]]
@@ -416,20 +430,20 @@ def prepared_by_accelerate(rank: int) -> Any:
 
 def test_two_ranks_prepared_by_accelerate(tmp_path: Path) -> None:
     (steps, mine), (other_steps, others) = (
-        outcome.value for outcome in run_ranks("test_dataloader:prepared_by_accelerate", tmp_path)
+        outcome.value for outcome in run_ranks("loop.test_dataloader:prepared_by_accelerate", tmp_path)
     )
     assert steps == other_steps
     assert flat(mine + others) == EVERY_ROW
 
 
 def test_ranks_with_orders_of_their_own_are_refused(tmp_path: Path) -> None:
-    for outcome in run_ranks("test_dataloader:two_ranks", tmp_path, sampler="own order"):
+    for outcome in run_ranks("loop.test_dataloader:two_ranks", tmp_path, sampler="own order"):
         assert "different orders" in outcome.value
 
 
 def raises_in_its_loop(rank: int) -> None:
     """No handler, no `with`, no `close`."""
-    loader = ODBDataLoader(Rows(), token_budget=BUDGET, buffer_size=8, collate_fn=pad, num_workers=1)
+    loader = ODBDataLoader(Rows(), 8, token_budget=BUDGET, collate_fn=pad, num_workers=1)
     for number, _ in enumerate(loader):
         if rank == 1 and number == 5:
             raise ValueError("out of memory, the test pretends")
@@ -437,6 +451,6 @@ def raises_in_its_loop(rank: int) -> None:
 
 
 def test_a_loop_that_raises_ends_both_ranks(tmp_path: Path) -> None:
-    first, second = run_ranks("test_dataloader:raises_in_its_loop", tmp_path)
+    first, second = run_ranks("loop.test_dataloader:raises_in_its_loop", tmp_path)
     assert first.returncode and second.returncode
     assert "out of memory, the test pretends" in second.said

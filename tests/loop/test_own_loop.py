@@ -15,7 +15,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
 from toy import NUM_ROWS, Rows, Stream, item, pad
 
-from odb_factory import ConfigError, Cost, DataError, ODBConfig, ODBDataLoader, apply, pop_step_info
+from odb_factory import ConfigError, Cost, DataError, ODBConfig, ODBDataLoader, apply, pop_step_info, weighted_loss
 
 BUDGET = 128
 FILLED_AND_SCALED = ODBConfig(token_budget=8, global_batch_size="fill", lr_scale="sqrt", lr_reference_samples=8)
@@ -23,6 +23,7 @@ FILLED_AND_SCALED = ODBConfig(token_budget=8, global_batch_size="fill", lr_scale
 
 def make(dataset: Any = None, **changes: Any) -> ODBDataLoader:
     settings = {"token_budget": BUDGET, "batch_size": 16, "collate_fn": pad} | changes
+    settings = {key: value for key, value in settings.items() if value is not None}
     return ODBDataLoader(Rows() if dataset is None else dataset, **settings)
 
 
@@ -50,25 +51,81 @@ def accelerate_state() -> Iterator[None]:
 # What a loop needs to know
 
 
+def _model_and_losses() -> tuple[torch.nn.Module, Callable[[int], list[torch.Tensor]]]:
+    """A model of float64, and what it says of a row alone: the losses of its tokens."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(64, 8), torch.nn.Linear(8, 64)).double()
+
+    def of_row(k: int) -> Any:
+        ids = torch.tensor(item(k)["input_ids"])
+        return torch.nn.functional.cross_entropy(model(ids[:-1]), ids[1:], reduction="none")
+
+    return model, of_row
+
+
+@pytest.mark.parametrize("scaling", ["exact", "sample", "square"])
+def test_weighted_losses_add_up_to_what_the_word_says(scaling: Any) -> None:
+    """I8: over the micro-batches of an optimizer step, and their gradients too."""
+    model, of_row = _model_and_losses()
+    with make(loss_scaling=scaling, batch_size=5, gradient_accumulation_steps=2, shuffle=True) as loader:
+        assert loader.num_optimizer_steps == 6
+        ids, total = [], 0.0
+        for batch in loader:
+            info = pop_step_info(batch)
+            loss = weighted_loss(model(batch["input_ids"]), batch["labels"], info)
+            loss.backward()
+            ids, total = [*ids, *info.ids], total + loss.item()
+            if not info.ends_optimizer_step:
+                continue
+            found = [value.grad.clone() for value in model.parameters()]
+            model.zero_grad()
+            rows = [of_row(k) for k in ids]
+            means = torch.stack([row.mean() for row in rows])
+            roots = torch.tensor([len(row) ** 0.5 for row in rows], dtype=torch.float64)
+            expected = {"exact": torch.cat(rows).mean(), "sample": means.mean(), "square": means @ roots / roots.sum()}
+            assert total == pytest.approx(expected[scaling].item(), rel=1e-12)
+            expected[scaling].backward()
+            for value, other in zip(model.parameters(), found):
+                torch.testing.assert_close(value.grad, other, rtol=1e-10, atol=1e-14)
+            model.zero_grad()
+            ids, total = [], 0.0
+
+
+def test_a_mean_loss_is_not_scaled_where_samples_weigh_differently() -> None:
+    with make(loss_scaling="sample") as loader:
+        info = pop_step_info(next(iter(loader)))
+        assert len(set(info.token_weights)) > 1
+        with pytest.raises(
+            ConfigError, match=r"loss_scaling 'sample' gives .*; use weighted_loss\(logits, labels, info"
+        ):
+            _ = info.loss_scale
+
+
+def test_a_config_for_a_trainer_weighs_exactly_in_a_loop() -> None:
+    """Its default is `stock`, and what stock would do in a loop only the loop knows."""
+    with make(config=ODBConfig(token_budget=BUDGET), token_budget=None) as loader:
+        assert pop_step_info(next(iter(loader))).loss_scaling == "exact"
+
+
 @pytest.mark.parametrize(
-    "steps", [{"batch_size": 2, "gradient_accumulation_steps": 3}, {"global_batch_size": 6}], ids=["keep", "number"]
+    "steps", [{"batch_size": 2, "gradient_accumulation_steps": 2}, {"global_batch_size": 4}], ids=["keep", "number"]
 )
 def test_the_step_info_says_what_a_loop_needs(steps: dict[str, Any]) -> None:
-    """I9: each optimizer step has 6 samples, those that come next in the order."""
+    """I9: each optimizer step has 4 samples, those that come next in the order."""
     with make(**steps) as loader:
-        assert loader.num_optimizer_steps == loader.estimate_optimizer_steps() == 10
+        assert loader.num_optimizer_steps == loader.estimate_optimizer_steps() == 15
         batches = [(batch, pop_step_info(batch)) for batch in loader]
     starts = [k for k, (_, info) in enumerate(batches) if info.micro_batch == 0]
-    assert len(starts) == 10 and len({batches[k][1].micro_batches for k in starts}) > 1, "K changes"
+    assert len(starts) == 15 and len({batches[k][1].micro_batches for k in starts}) > 1, "K changes"
     for step, (start, stop) in enumerate(zip(starts, [*starts[1:], len(batches)])):
         infos = [info for _, info in batches[start:stop]]
         assert [info.micro_batch for info in infos] == list(range(len(infos)))
         assert [info.ends_optimizer_step for info in infos] == [False] * (len(infos) - 1) + [True]
         assert {info.micro_batches for info in infos} == {len(infos)}
         assert {info.optimizer_step for info in infos} == {step}
-        assert {info.optimizer_step_samples for info in infos} == {sum(info.samples for info in infos)} == {6}
-        assert {row for info in infos for row in info.ids} == set(range(6 * step, 6 * step + 6))
-        assert {info.progress for info in infos} == {(step + 1) / 10}
+        assert {info.optimizer_step_samples for info in infos} == {sum(info.samples for info in infos)} == {4}
+        assert {row for info in infos for row in info.ids} == set(range(4 * step, 4 * step + 4))
+        assert {info.progress for info in infos} == {(step + 1) / 15}
         for batch, info in batches[start:stop]:
             assert info.samples == info.samples_all_ranks == len(info.ids) == len(info.token_weights)
             assert not info.is_idle and info.epoch == 0
@@ -216,6 +273,85 @@ def test_advice_that_is_set_already_is_not_given(said: pytest.LogCaptureFixture)
         rows_of(loader)
     assert "row 3 of the training dataset: OSError: no such file" in said.text
     assert "on_error" not in said.text and "overlong: singleton" not in said.text
+
+
+def test_a_collator_that_returns_the_same_tensors_each_time() -> None:
+    """I2: a micro-batch is handed over before the next one is collated, whatever the accumulation."""
+    place = torch.zeros(16, 40, dtype=torch.long)
+
+    def reuse(items: list[Any]) -> Any:
+        ids = pad(items)["input_ids"]
+        place[: len(ids), : ids.shape[1]] = ids
+        view = place[: len(ids), : ids.shape[1]]
+        return {"input_ids": view, "labels": view.masked_fill(view == 0, -100)}
+
+    with make(collate_fn=reuse, gradient_accumulation_steps=3) as loader:
+        seen = []
+        for batch in loader:
+            assert [int(row[0]) - 1 for row in batch["input_ids"]] == list(pop_step_info(batch).ids)
+            seen += batch["input_ids"][:, 0].tolist()
+    assert Counter(row - 1 for row in seen) == EVERY_ROW
+
+
+def test_a_collator_that_sorts_its_rows(said: pytest.LogCaptureFixture) -> None:
+    def sort(items: list[Any]) -> Any:
+        return pad(sorted(items, key=lambda one: one["input_ids"][0] * 7 % 11))
+
+    with make(collate_fn=sort) as loader:
+        assert rows_of(loader) == EVERY_ROW
+    (message,) = said.messages
+    assert "so it has changed their order or their labels; `ids` of the step info" in message
+    with make(collate_fn=sort, loss_scaling="square") as loader:
+        with pytest.raises(DataError, match="'square' gives them different weights; use a collator that keeps both"):
+            rows_of(loader)
+
+
+def test_rows_left_out_are_counted() -> None:
+    def bad(k: int) -> Any:
+        if k % 20 == 3:
+            raise OSError("no such file")
+        return item(k) if k != 7 else item(k) | {"labels": [-100] * len(item(k)["labels"])}
+
+    with make(Rows(bad), on_error="skip") as loader:
+        assert sum(rows_of(loader).values()) == NUM_ROWS - 4
+        assert loader.stats()["odb/dropped"] == 4
+        rows_of(loader)
+        assert loader.stats()["odb/dropped"] == 8
+
+
+class Once(Stream):
+    """Its items are gone once they have been read."""
+
+    def __init__(self) -> None:
+        self.items = map(item, range(NUM_ROWS))
+
+    def __iter__(self) -> Any:
+        return self.items
+
+
+def test_a_stream_that_yields_nothing_in_its_second_epoch() -> None:
+    with make(Once()) as loader:
+        assert rows_of(loader) == EVERY_ROW
+        with pytest.raises(
+            DataError, match="it yields nothing in epoch 1; its `__iter__` must begin anew each time"
+        ) as caught:
+            rows_of(loader)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("length", [NUM_ROWS - 20, NUM_ROWS + 20])
+@pytest.mark.parametrize("mode", ["keep", "fill"])
+def test_a_stream_that_lies_about_its_length(mode: Any, length: int) -> None:
+    class Lies(Stream):
+        def __len__(self) -> int:
+            return length
+
+    with make(Lies(), global_batch_size=mode, buffer_size=8) as loader:
+        if mode == "fill":  # nothing is counted by it but progress
+            assert rows_of(loader) == EVERY_ROW
+            return
+        with pytest.raises(Exception, match=f"says by its __len__ that an epoch has {length} samples, and yields"):
+            rows_of(loader)
 
 
 # What a loop can do out of turn

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import random
+import re
+import shutil
 import sys
 import time
 from collections import Counter
@@ -23,7 +25,7 @@ from toy import NUM_ROWS, Rows, Stream, item, pad
 
 from odb_factory import ODBDataLoader, ODBError, pop_step_info
 
-SETTINGS = {"token_budget": 128, "buffer_size": 16, "collate_fn": pad}
+SETTINGS = {"token_budget": 128, "batch_size": 8, "collate_fn": pad}
 
 
 def rows_of(loader: Any) -> list[int]:
@@ -72,7 +74,7 @@ def made_before_the_process_group(rank: int, store: str) -> dict[str, Any]:
 
 def test_rank_and_world_size_are_those_of_the_first_batch(tmp_path: Path) -> None:
     """I2: also for a loader made before `init_process_group`, and for a process group of one's own."""
-    function = "test_own_loop_ranks:made_before_the_process_group"
+    function = "loop.test_own_loop_ranks:made_before_the_process_group"
     first, second = (run.value for run in run_ranks(function, tmp_path, store=str(tmp_path / "store")))
     assert every_row_once(first["shared"], second["shared"])
     for rank in (first, second):
@@ -110,7 +112,7 @@ def streams(rank: int, num_workers: int) -> dict[str, Any]:
 def test_a_stream_that_splits_itself_is_found_out(tmp_path: Path) -> None:
     """I2: no sample is lost or trained on twice because of who splits a stream."""
     for num_workers in (0, 1):
-        runs = run_ranks("test_own_loop_ranks:streams", tmp_path, num_workers=num_workers)
+        runs = run_ranks("loop.test_own_loop_ranks:streams", tmp_path, num_workers=num_workers)
         first, second = (run.value for run in runs)
         for case in ("whole", "part, said"):
             assert every_row_once(first[case], second[case]), case
@@ -136,7 +138,7 @@ def parts_of_a_dataset(rank: int) -> dict[str, Any]:
 
 def test_a_rank_with_a_part_of_its_own_is_found_out(tmp_path: Path) -> None:
     """I2, I11: each rank would take its share of that part alone, and the rest would be lost without a word."""
-    first, second = (run.value for run in run_ranks("test_own_loop_ranks:parts_of_a_dataset", tmp_path))
+    first, second = (run.value for run in run_ranks("loop.test_own_loop_ranks:parts_of_a_dataset", tmp_path))
     for rank in (first, second):
         assert "the ranks differ in what the first and the last row of the dataset say" in rank["part"]
     assert every_row_once(first["random"], second["random"])
@@ -144,16 +146,19 @@ def test_a_rank_with_a_part_of_its_own_is_found_out(tmp_path: Path) -> None:
 
 def saved_by_accelerate(rank: int, checkpoint: str) -> dict[str, Any]:
     os.environ["LOCAL_RANK"] = str(rank)  # without it accelerate takes each process for one alone
-    settings = SETTINGS | {"shuffle": True, "gradient_accumulation_steps": 2, "num_workers": 1}
+    settings = SETTINGS | {"shuffle": True, "num_workers": 1}
     accelerator = Accelerator(cpu=True)
     with accelerator.prepare(ODBDataLoader(Rows(), **settings)) as loader:
-        batches = iter(loader)
-        before = [row for _ in range(4) for row in pop_step_info(next(batches)).ids]
+        before = []
+        for batch in loader:
+            info = pop_step_info(batch)
+            before += info.ids
+            if info.ends_optimizer_step and info.optimizer_step == 1:
+                break
         forgotten = error_of(lambda: accelerator.save_state(checkpoint))
         loader.checkpoint_with(accelerator)
         accelerator.save_state(checkpoint)
         state = loader.state_dict()
-        del batches
     accelerator = Accelerator(cpu=True)
     with accelerator.prepare(ODBDataLoader(Rows(), **settings)) as loader:
         loader.checkpoint_with(accelerator)
@@ -164,18 +169,39 @@ def saved_by_accelerate(rank: int, checkpoint: str) -> dict[str, Any]:
         after = rows_of(loader)
         loader.load_state_dict(states)  # as a loop that keeps one file for all ranks does
         again = rows_of(loader)
-    return {"forgotten": forgotten, "wrong": wrong, "before": before, "after": after, "again": again}
+        dist.barrier()
+        damaged = error_of(lambda: _load_damaged(accelerator, Path(checkpoint), rank))
+    return {
+        "damaged": damaged,
+        "forgotten": forgotten,
+        "wrong": wrong,
+        "before": before,
+        "after": after,
+        "again": again,
+    }
+
+
+def _load_damaged(accelerator: Accelerator, checkpoint: Path, rank: int) -> None:
+    """Each rank has a copy of its own, in which the other's file says another epoch."""
+    copy = checkpoint.with_name(f"copy{rank}")
+    shutil.copytree(checkpoint, copy)
+    path = copy / f"odb_state_rank{1 - rank}.json"
+    path.write_text(path.read_text().replace('"epoch": 0', '"epoch": 3'))
+    accelerator.load_state(str(copy))
 
 
 def test_accelerate_keeps_the_state_of_every_rank(tmp_path: Path) -> None:
     """I2 over stop and resume."""
-    runs = run_ranks("test_own_loop_ranks:saved_by_accelerate", tmp_path, checkpoint=str(tmp_path / "checkpoint"))
+    runs = run_ranks("loop.test_own_loop_ranks:saved_by_accelerate", tmp_path, checkpoint=str(tmp_path / "checkpoint"))
     first, second = (run.value for run in runs)
     assert every_row_once(first["before"], first["after"], second["before"], second["after"])
     for rank in (first, second):
         assert rank["after"] == rank["again"] != []
         assert "call loader.checkpoint_with(accelerator)" in rank["forgotten"]
         assert "checkpoint_with(accelerator)" in rank["wrong"] and "\n" not in rank["wrong"]
+        assert re.search(r"odb_state_rank\d.json: its checksum is not that of its content.*; load", rank["damaged"])
+    left = {path.name for path in (tmp_path / "checkpoint").glob("*odb_state*")}
+    assert left == {"odb_state_rank0.json", "odb_state_rank1.json"}, "nothing half written stays"
 
 
 def on_a_mesh(rank: int) -> dict[str, Any]:
@@ -198,25 +224,30 @@ def on_a_mesh(rank: int) -> dict[str, Any]:
         "rows": [row for info in infos for row in info.ids],
         "scales": [info.loss_scale for info in infos],
         "tokens": [info.supervised_tokens for info in infos],
+        "steps": [info.optimizer_step for info in infos],
         "shared": shared,
     }
 
 
 def test_the_mesh_of_accelerate_says_who_shares_samples(tmp_path: Path) -> None:
     """I2 over the data-parallel ranks; tensor-parallel ones get the same batches, with weights for two ranks."""
-    ranks = [run.value for run in run_ranks("test_own_loop_ranks:on_a_mesh", tmp_path, world_size=4)]
+    ranks = [run.value for run in run_ranks("loop.test_own_loop_ranks:on_a_mesh", tmp_path, world_size=4)]
     for rank in ranks:
         assert "(tp 4) has no data-parallel dimension" in rank["refused"][0] and "process_group=" in rank["refused"][0]
         assert "context or sequence parallel" in rank["refused"][1]
     assert ranks[0]["rows"] == ranks[1]["rows"] and ranks[2]["rows"] == ranks[3]["rows"]
     assert every_row_once(ranks[0]["rows"], ranks[2]["rows"])
     assert every_row_once(*(rank["shared"] for rank in ranks))
-    for k, (mine, others) in enumerate(zip(ranks[0]["tokens"], ranks[2]["tokens"])):
-        assert ranks[0]["scales"][k] == pytest.approx(2 * mine / (mine + others))
+    totals = Counter[int]()
+    for rank in (ranks[0], ranks[2]):
+        for step, tokens in zip(rank["steps"], rank["tokens"]):
+            totals[step] += tokens
+    for step, tokens, scale in zip(ranks[0]["steps"], ranks[0]["tokens"], ranks[0]["scales"]):
+        assert scale == pytest.approx(2 * tokens / totals[step])
 
 
 def leaves_early(rank: int, how: str) -> Any:
-    loader = ODBDataLoader(Rows(), num_workers=1, exchange_timeout_s=20, **SETTINGS | {"buffer_size": 4})
+    loader = ODBDataLoader(Rows(), num_workers=1, exchange_timeout_s=20, **SETTINGS | {"batch_size": 2})
     batches = iter(loader)
     pop_step_info(next(batches))
     if rank == 0:
@@ -238,7 +269,7 @@ def leaves_early(rank: int, how: str) -> Any:
 def test_a_rank_that_leaves_early_has_not_failed(tmp_path: Path) -> None:
     """By garbage collection, which waits for no rank and calls no collective, or by `sys.exit(0)`."""
     for how in ("garbage", "exit"):
-        first, second = run_ranks("test_own_loop_ranks:leaves_early", tmp_path, how=how)
+        first, second = run_ranks("loop.test_own_loop_ranks:leaves_early", tmp_path, how=how)
         assert "left the epoch before its end" in first.value, how
         assert "long ago" not in first.said + second.said and "SystemExit" not in first.said + second.said
         assert second.value < 15

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import os
@@ -156,6 +157,24 @@ def train_all(rank: int, trainings: list[dict[str, Any]], models: dict[str, str]
     return len(trainings)
 
 
+def resume_all(rank: int, training: dict[str, Any], model: str, source: str, output_dir: str) -> list[int]:
+    """Go on with odb from every checkpoint of `source` but the last; those of step k into `output_dir`/k."""
+    if dist.get_world_size() > 1:
+        os.environ["LOCAL_RANK"] = str(rank)
+    return resume_from_each(Training(**training), model, Path(source), Path(output_dir))
+
+
+def resume_from_each(training: Training, model: str, source: Path, output_dir: Path) -> list[int]:
+    """The first of these saves checkpoints of its own."""
+    steps = sorted(int(path.name.rpartition("-")[2]) for path in source.glob("checkpoint-*"))[:-1]
+    for step in steps:
+        saves = "steps" if step == steps[0] else "no"
+        again = dataclasses.replace(training, arguments=training.arguments | {"save_strategy": saves})
+        train(again, model, output_dir / str(step), odb=True, resume=source / f"checkpoint-{step}")
+        gc.collect()
+    return steps
+
+
 def train(
     training: Training,
     path: str,
@@ -276,6 +295,24 @@ def compare(folder: Path, training: Training, world_size: int) -> Apart:
         steps=len(expected),
         micro_batches=len(read_jsonl(odb / "odb_audit_rank0.jsonl")),
     )
+
+
+def compare_resumed(folder: Path, step: int, stock: Path, world_size: int) -> float:
+    """The largest relative difference of what odb did in `folder`, from optimizer step `step` on, from the whole of
+    stock's training in one process."""
+    (theirs,), ours = read_records(stock, 1), read_records(folder, world_size)
+    assert ids_of_audits(folder, world_size) == sorted_rows([theirs["seen"]])[step:], "I9"
+    for mine in ours:
+        assert mine["steps"] == theirs["steps"][step:]
+    losses: dict[str, float] = {}
+    # The Trainer takes `train_loss` of what it has trained since it began.
+    histories = [
+        [{key: value for key, value in entry.items() if key != "train_loss"} for entry in record["history"]]
+        for record in (ours[0], theirs)
+    ]
+    check_history(*histories, losses)
+    weights = apart(torch.load(folder / "weights.pt"), torch.load(stock / "weights.pt"))
+    return max(*losses.values(), weights)
 
 
 def read_records(folder: Path, world_size: int) -> list[dict[str, Any]]:

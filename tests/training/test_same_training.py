@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from distributed.ranks import Outcome, run_ranks
-from training.side_by_side import Apart, Training, compare
+from training.side_by_side import ODB, STOCK, Apart, Training, compare, compare_resumed, resume_from_each, train
 
 LIMIT_S = 400
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
@@ -115,3 +115,52 @@ def test_the_same_training(measure: Measure, name: str, training: str) -> None:
 @pytest.mark.parametrize(("name", "training"), GRID_CELLS)
 def test_grid(measure: Measure, name: str, training: str) -> None:
     assert measure(name, training).most < TOLERANCE["float32"]
+
+
+# Resume
+
+SAVING = {
+    "num_train_epochs": 2,
+    "save_steps": 1,
+    "eval_strategy": "no",
+    "load_best_model_at_end": False,
+}
+"""A checkpoint of every optimizer step."""
+ALONE = Training(batch=2, accumulation=4, more=5, arguments=SAVING)
+IN_PAIRS = Training(batch=1, accumulation=4, more=5, arguments=SAVING, block={"token_budget": 150})
+"""The same optimizer steps of 8 rows, by two ranks that plan with another budget."""
+
+
+@pytest.fixture(scope="module")
+def resumed(tiny_text, tmp_path_factory) -> Path:
+    """Trainings with a checkpoint of every optimizer step, and others that go on from each of these."""
+    folder, model = tmp_path_factory.mktemp("resumed"), str(tiny_text)
+    for kind in (STOCK, ODB):
+        train(ALONE, model, folder / kind, odb=kind == ODB)
+        resume_from_each(ALONE, model, folder / kind, folder / f"from {kind}")
+    outcomes = run_ranks(
+        "training.side_by_side:resume_all",
+        folder,
+        world_size=2,
+        limit_s=LIMIT_S,
+        training=dataclasses.asdict(IN_PAIRS),
+        model=model,
+        source=str(folder / ODB),
+        output_dir=str(folder / "on two ranks"),
+    )
+    assert all(outcome.returncode == 0 for outcome in outcomes), "\n".join(o.said[-3000:] for o in outcomes)
+    resume_from_each(ALONE, model, folder / "on two ranks" / "1", folder / "from two ranks")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks"),
+    [(f"from {STOCK}", 1), (f"from {ODB}", 1), ("on two ranks", 2), ("from two ranks", 1)],
+    ids=str,
+)
+def test_the_same_training_from_every_checkpoint(resumed: Path, name: str, num_ranks: int) -> None:
+    """Of a stock training, of one with odb, and onto another number of ranks."""
+    steps = sorted(int(path.name) for path in (resumed / name).iterdir())
+    assert steps == list(range(2 if name == "from two ranks" else 1, 8))
+    found = [compare_resumed(resumed / name / str(step), step, resumed / STOCK, num_ranks) for step in steps]
+    assert max(found) < TOLERANCE["float32"]
