@@ -43,15 +43,22 @@ def test_bytes_grow_no_more_than_linearly_with_ranks(script: ModuleType) -> None
 @pytest.mark.parametrize("script", ["planning"], indirect=True)
 def test_no_online_way_plans_better(script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """On a small scale: odb before the known online ways, balanced before alone, both below what is possible."""
-    (result,) = script.main(["--ranks", "4", "--samples", "2000", "--seeds", "1", "--output-dir", str(tmp_path)])
+    options = ["--ranks", "4", "--samples", "2000", "--seeds", "1", "--kept", "64", "256", "--kept-steps", "3"]
+    (result,) = script.main([*options, "--output-dir", str(tmp_path)])
     assert (tmp_path / "planning.png").stat().st_size > 10_000
     assert json.loads((tmp_path / "planning.json").read_text())[0] == result
     assert len({line.count("|") for line in tables(capsys.readouterr().out)}) == 1
     for workload in script.WORKLOADS:
         reached = {name: row[workload] for name, row in result["efficiency"].items()}
-        alone, balanced = reached["odb"], reached["odb, `balance: true`"]
-        assert max(reached["fixed batch of 8"], reached["sort, fill, split to the largest count"]) < alone
+        alone, balanced = reached["odb, fill, `balance: false`"], reached["odb, fill"]
+        assert max(reached["fixed batch, 8 rows"], reached["sort, fill, split to the largest count"]) < alone
         assert alone < balanced < 1 / (1 + script.FIXED_COST / script.TOKEN_BUDGET)
+        fixed = max(efficiency for name, efficiency in reached.items() if name.startswith("fixed batch"))
+        for size in (64, 256):
+            ways = [script.kept.KEEP_PER_RANK, script.kept.KEEP, script.kept.BOUND]
+            own, pooled, bound = (result["kept"][f"{way}, N = {size}"][workload] for way in ways)
+            assert fixed < own < pooled < bound
+            assert pooled > 0.75, "kept optimizer batches are computed nearly as fast as full ones"
 
 
 @pytest.mark.parametrize("script", ["planning"], indirect=True)

@@ -33,7 +33,7 @@ def cut_by_two_caps(pools: Pools, num_first: int, num_second: int, below: int) -
     highest = min(highest, (below - 1 - num_second * model.fixed) // num_first)
     if highest < lowest:
         return None
-    first = np.unique(lowest + (highest - lowest) * np.arange(1, num_caps + 1) // num_caps)
+    first = np.unique(lowest + (highest - lowest) * np.arange(num_caps) // (num_caps - 1))
     # Beside each the lower one must be so low that the whole costs less than `below`.
     high = np.minimum((below - 1 - num_first * first) // num_second, first)
     bound = lower_bound(pools, num_first + num_second)
