@@ -181,6 +181,8 @@ class ODBTrainerMixin(Base):
         if is_deepspeed:  # newer releases of accelerate do the same by `sync_gradients`
             model.set_gradient_accumulation_boundary(is_last)
         syncs = is_last or is_deepspeed or accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+        if self.is_fsdp_enabled and self.odb_arguments is not None and self.odb_arguments.accumulation == 1:
+            syncs = True  # it would hold whole gradients, for which stock training needs no memory
         accelerator.sync_gradients = is_last
         try:
             with contextlib.nullcontext() if syncs else accelerator.no_sync(model=model):

@@ -21,6 +21,7 @@ from odb_factory.errors import ConfigError, DataError, ODBError
 from odb_factory.training import state_files
 from odb_factory.training.checkpoint_status import read_states
 from odb_factory.training.find_checkpoint import find_checkpoint
+from odb_factory.training.output_dirs import compare_output_dirs
 from odb_factory.training.state_files import MARK, MARKER, TRAINER_STATE, read_marker, write_marker
 
 RANK_0 = "odb_state_rank0.json"
@@ -386,6 +387,21 @@ def of_two_ranks(run: Path, to: Path, *steps: int) -> Path:
             state_files.write_rank_state(folder, rank, saved["optimizer_steps"], data, saved["run"])
         write_marker(folder, 2, step)
     return last
+
+
+@pytest.mark.parametrize(
+    ("answers", "said"),
+    [
+        ([["a", "/out"], ["a", "/out"], ["b", "/elsewhere"]], []),
+        ([["a", "/out"], ["b", "/x"], ["a", "/out2"]], ["rank 0 of this node has '/out' and rank 2 has '/out2'"]),
+    ],
+)
+def test_ranks_of_a_node_that_write_elsewhere_are_told(answers: list[list[str]], said: list[str], log) -> None:
+    """Nodes may have disks of their own."""
+    compare_output_dirs("/out", lambda message: [json.dumps(answer).encode() for answer in answers])
+    lines = [record.getMessage() for record in log.records]
+    assert len(lines) == len(said)
+    assert all(words in line and "\n" not in line for words, line in zip(said, lines))
 
 
 def test_all_ranks_go_on_from_the_same_checkpoint(filled: Path, tmp_path) -> None:

@@ -77,7 +77,7 @@ def test_a_trainer_as_it_is(tiny_text, tmp_path, block: dict[str, Any]) -> None:
     if block is BLOCK:
         assert optimizer_steps == 2 * math.ceil(NUM_ROWS / 16)
     else:
-        assert set(of_steps.values()) == {2}
+        assert max(of_steps.values()) == 2  # the last of an epoch may have fewer
     assert trainer.state.epoch == 2.0
     logs = trainer.state.log_history
     assert [entry["epoch"] for entry in logs if "eval_loss" in entry] == [1.0, 2.0]
