@@ -496,7 +496,7 @@ def check_kept(
 
 
 def _could_take(group: Sequence[Cost], other: Cost, budget: Budget) -> bool:
-    """Whether a shorter sample was left behind beside a group that is not even full for the lowest level."""
+    """Whether a shorter sample was left behind beside a group that is not even full for the lowest cap."""
     lowest = replace(budget, token_budget=int(LOWEST_CAP * budget.token_budget))
     is_like = other.modality == group[0].modality and other.tokens < max(cost.tokens for cost in group)
     return is_like and lowest.fits([other, *group])
