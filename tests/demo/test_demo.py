@@ -25,7 +25,8 @@ def make_run(folder: Path, name: str, *, seconds: float, steps: list[list[tuple[
                 "begin": begin,
                 "end": begin + seconds,
             }
-            batches.append(line | {"begin": begin, "end": begin + seconds})
+            times = {"begin": begin, "end": begin + seconds, "cpu_begin": begin, "cpu_end": begin + seconds / 2}
+            batches.append(line | times)
     history = [{"step": step + 1, "loss": 4.0 - step, "epoch": 0.5} for step in range(len(steps))]
     output = folder / name
     output.mkdir()
@@ -53,6 +54,7 @@ def test_results_count_all_ranks(runs: dict[str, Run]) -> None:
     assert (fixed.optimizer_steps, fixed.micro_steps, fixed.seconds) == (2, 4, 4.5)
     assert (ours.optimizer_steps, ours.micro_steps, ours.seconds) == (2, 2, 2.5)
     assert fixed.samples_per_second * fixed.seconds == ours.samples_per_second * ours.seconds == 16
+    assert (fixed.cpu_seconds, ours.cpu_seconds) == (3.5, 1.5)
     assert fixed.padding == pytest.approx(1 - 16 / 20)
     assert (fixed.peak_padded_tokens, ours.peak_padded_tokens) == (8, 16)
     assert (ours.train_loss, ours.validation_loss, ours.seconds_to_first_step) == (3.0, 2.5, 1.0)
