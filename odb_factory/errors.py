@@ -17,9 +17,11 @@ LONGEST = 300
 
 
 def one_line(error: BaseException) -> str:
-    """The type and message of any error on one line, its middle left out if it is long.
+    """The type and message of any error on one line, its middle left out if it is long; of ours the message alone.
 
     Messages of tokenizers, PIL and torch often have several lines; LLaMA-Factory's quote whole conversations.
     """
+    if isinstance(error, ODBError):
+        return " ".join(str(error).split())
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"

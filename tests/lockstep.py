@@ -151,9 +151,7 @@ class Seat:
 
     def all_gather(self, metadata: RankMetadata, round_index: int) -> list[RankMetadata]:
         # What a rank goes on changing is never shared.
-        answers = self._tell(
-            encode(metadata) if self.on_wire else replace(metadata, rejected=metadata.rejected.copy())
-        )
+        answers = self._tell(encode(metadata) if self.on_wire else replace(metadata, rejected=metadata.rejected.copy()))
         for rank, answer in enumerate(answers):
             if isinstance(answer, Failure):
                 raise CollectiveError(f"rank {rank} stopped: {answer.reason}")
@@ -326,7 +324,11 @@ def run_kept(rows: Sequence[Row], stock: StockSteps, *, first_step: int = 0, **o
     for rank in range(stock.world_size):
         start = Start(first=stock.first_number(rank, first_step), stop=stop)
         shards.append([row for _, row in shard(rows, rank, stock.world_size, start)])
-    context = {"balance": True, "num_samples": None if stock.num_samples is None else len(rows)}
+    context = {
+        "balance": True,
+        "num_samples": None if stock.num_samples is None else len(rows),
+        "find_dummy_sample": lambda: usable(rows)[0],
+    }
     return run_shards(shards, stock=stock, first_step=first_step, **context | options)
 
 
@@ -492,7 +494,7 @@ def check_kept(
 
 
 def _could_take(group: Sequence[Cost], other: Cost, budget: Budget) -> bool:
-    """Whether a shorter sample was left behind beside a group that is not even full for the lowest level."""
+    """Whether a shorter sample was left behind beside a group that is not even full for the lowest cap."""
     lowest = replace(budget, token_budget=int(LOWEST_CAP * budget.token_budget))
     is_like = other.modality == group[0].modality and other.tokens < max(cost.tokens for cost in group)
     return is_like and lowest.fits([other, *group])

@@ -25,9 +25,9 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # 
 
 import torch
 from gpu_bench import Bench, Task
-from gpu_contestants import CONTESTANTS, IN_TOKENS, RIVAL, pop_loss_scale
+from gpu_contestants import CONTESTANTS, IN_TOKENS, PUBLISHED, pop_loss_scale
 from gpu_models import MODELS, Batch, Collator, make_samples, num_patches, padded_tokens, training_flops
-from report import COLUMNS, PADDING, SAMPLES, Column, Result, draw, markdown, rivals_ahead, whole
+from report import COLUMNS, PADDING, SAMPLES, Column, Result, ahead_of_odb, draw, markdown, whole
 from simulation import WORKLOADS
 
 VALIDATION_SAMPLES = 32
@@ -162,7 +162,7 @@ def compare(profile: str, bench: Bench, given: argparse.Namespace, peak_flops: f
     )
     results: list[Result] = []
     for name in CONTESTANTS:
-        if name == RIVAL and find_spec("odb") is None:
+        if name == PUBLISHED and find_spec("odb") is None:
             continue
         setting, hard = largest_setting(name, bench, task)
         result = None
@@ -218,7 +218,7 @@ def main() -> int:
         peak_tflops = peak_tflops or (known[0] if known else None)
     print(f"{hardware}; cap: {said}; {given.samples} samples; torch {torch.__version__}", flush=True)
     if find_spec("odb") is None:
-        print(f'{RIVAL} is left out: it is not installed (pip install ".[bench]")')
+        print(f'{PUBLISHED} is left out: it is not installed (pip install ".[bench]")')
     if peak_tflops is None:
         print("no MFU: the peak of this device is not known here; give --peak-tflops")
 
@@ -242,7 +242,7 @@ def main() -> int:
                 continue
             slowest = max(slowest, time.monotonic() - started)
             print(f"\n{markdown(title, tables[title], GPU_COLUMNS)}\n")
-            print(f"{rivals_ahead(tables[title], GPU_COLUMNS)}\n", flush=True)
+            print(f"{ahead_of_odb(tables[title], GPU_COLUMNS)}\n", flush=True)
             output = {"hardware": hardware, "cap": said, "tables": tables}
             (given.output_dir / "gpu.json").write_text(json.dumps(output, indent=2), encoding="utf-8")
         del bench

@@ -13,9 +13,9 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from odb_factory import ODBDataLoader, pop_step_info
 
-RIVAL = "online-dynamic-batching"
+PUBLISHED = "online-dynamic-batching"
 WINDOW = 256
-"""Samples that odb and the rival may hold: what the rival's README gives it, 4 workers x prefetch_factor 64."""
+"""Samples that odb and the published package may hold: 4 workers x prefetch_factor 64, as the README of the latter."""
 
 
 @contextmanager
@@ -33,7 +33,7 @@ def length_grouped(samples: Sequence[Sample], rows: int, collate: Collator, work
 
 
 @contextmanager
-def rival(samples: Sequence[Sample], token_budget: int, collate: Collator, workers: int) -> Iterator[Any]:
+def published(samples: Sequence[Sample], token_budget: int, collate: Collator, workers: int) -> Iterator[Any]:
     """As its README has it. Its window does not grow slowly from one sample on: an epoch is short here."""
     import odb
 
@@ -69,10 +69,10 @@ def online(samples: Sequence[Sample], token_budget: int, collate: Collator, work
 CONTESTANTS: dict[str, Callable] = {
     "fixed batch": fixed_batch,
     "length-grouped": length_grouped,
-    RIVAL: rival,
+    PUBLISHED: published,
     "odb": online,
 }
-IN_TOKENS = (RIVAL, "odb")
+IN_TOKENS = (PUBLISHED, "odb")
 """Their setting is a token budget; that of the others, rows."""
 
 
@@ -83,7 +83,7 @@ def seeded() -> torch.Generator:
 def pop_loss_scale(name: str, batch: Batch) -> float:
     if name == "odb":
         return pop_step_info(batch).loss_scale
-    if name == RIVAL:
+    if name == PUBLISHED:
         import odb
 
         return float(odb.pop_step_info(batch, loss_scaling="exact").loss_scale)

@@ -1,8 +1,9 @@
-"""What fewer, larger optimizer steps do to learning: fixed batches, length-grouped batches and odb side by side.
+"""What is learnt: fixed batches, length-grouped batches and odb side by side.
 
 A tiny random Qwen2 learns real text (CPython's help topics, cut into pieces of very uneven length) with AdamW and
-a linear schedule. Online batches hold several times the samples of a fixed batch, so at equal epochs there are
-fewer optimizer steps, and at equal optimizer steps more epochs. The table says what each costs and what it learns.
+a linear schedule. odb keeps the optimizer steps of fixed batches. Filled batches (`global_batch_size: fill`) hold
+several times their samples, so at equal epochs there are fewer optimizer steps, and at equal optimizer steps more
+epochs. The table says what each costs and what it learns.
 
     python examples/benchmark/learning.py                  # about ten minutes on two cores
     python examples/benchmark/learning.py --seeds 1 --samples 400
@@ -31,13 +32,15 @@ BATCH_SIZE, EPOCHS, LEARNING_RATE = 8, 2, 2e-3
 VALIDATION_SAMPLES = 200
 LONGEST = 512
 """Tokens of the longest piece; the budget of odb is what a fixed batch of the longest pieces takes."""
+FILL: dict[str, Any] = {"global_batch_size": "fill"}
 RUNS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "fixed batch": ({}, None),
     "length-grouped": ({"group": True}, None),
-    "odb, equal epochs": ({}, {}),
-    "odb, equal epochs, lr_scale sqrt": ({}, {"lr_scale": "sqrt", "lr_reference_samples": BATCH_SIZE}),
-    "odb, equal epochs, lr_scale linear": ({}, {"lr_scale": "linear", "lr_reference_samples": BATCH_SIZE}),
-    "odb, equal optimizer steps": ({"equal_steps": True}, {}),
+    "odb": ({}, {}),
+    "odb, fill, equal epochs": ({}, FILL),
+    "odb, fill, equal epochs, lr_scale sqrt": ({}, FILL | {"lr_scale": "sqrt", "lr_reference_samples": BATCH_SIZE}),
+    "odb, fill, equal epochs, lr_scale linear": ({}, FILL | {"lr_scale": "linear", "lr_reference_samples": BATCH_SIZE}),
+    "odb, fill, equal optimizer steps": ({"equal_steps": True}, FILL),
 }
 
 

@@ -42,15 +42,15 @@ from loader_contest import (
     memory_mib,
     odb_factory,
     plain,
-    rival,
-    rival_light,
+    published,
+    published_light,
 )
 from loader_rows import write_pictures
 from processes import make_processes
 
 SLOWER = 1.25
 WINDOWS = (32, 1024)
-RIVAL = "online-dynamic-batching"
+PUBLISHED = "online-dynamic-batching"
 
 
 def contestants(workers: int) -> list[Contestant]:
@@ -62,9 +62,9 @@ def contestants(workers: int) -> list[Contestant]:
         Contestant("odb_factory", odb_factory, workers, workers),
     ]
     if importlib.util.find_spec("odb") is None:
-        print(f"{RIVAL} is not installed and left out; it comes with `pip install -e .[bench]`")
+        print(f"{PUBLISHED} is not installed and left out; it comes with `pip install -e .[bench]`")
         return lineup
-    for run, name in ((rival, RIVAL), (rival_light, f"{RIVAL}, light items")):
+    for run, name in ((published, PUBLISHED), (published_light, f"{PUBLISHED}, light items")):
         lineup += [Contestant(name, run, workers - 1, 1), Contestant(name, run, workers, 1)]
     return lineup
 

@@ -82,7 +82,7 @@ def odb_factory(workload: Workload, how: Contestant) -> Batches:
             yield batch
 
 
-def rival(workload: Workload, how: Contestant, *, light: bool = False) -> Batches:
+def published(workload: Workload, how: Contestant, *, light: bool = False) -> Batches:
     """As its README has it: items are finished samples, 64 a worker are prefetched. light: the items that ours gets."""
     import odb
 
@@ -101,7 +101,7 @@ def rival(workload: Workload, how: Contestant, *, light: bool = False) -> Batche
         yield batch
 
 
-rival_light = functools.partial(rival, light=True)
+published_light = functools.partial(published, light=True)
 
 
 def consume(how: Contestant, workload: Workload, pace: float = 0.0, watched: bool = False) -> dict[str, float]:

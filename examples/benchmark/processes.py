@@ -51,13 +51,22 @@ def odb_factory(lengths: Sequence[np.ndarray], rank: int, token_budget: int, win
 
     rows = Rows(np.stack(lengths, axis=1).reshape(-1))
     with ODBDataLoader(
-        rows, token_budget=token_budget, buffer_size=window, num_workers=1, collate_workers=1, collate_fn=collate
+        rows,
+        collate_fn=collate,
+        num_workers=1,
+        token_budget=token_budget,
+        global_batch_size="fill",
+        balance=False,
+        buffer_size=window,
+        collate_workers=1,
     ) as loader:
         for batch in loader:
-            yield batch["labels"].numel(), len(batch["labels"]) if pop_step_info(batch).loss_scale else 0
+            yield batch["labels"].numel(), pop_step_info(batch).samples
 
 
-def rival(lengths: Sequence[np.ndarray], rank: int, token_budget: int, window: int, no_warmup: bool = False) -> Epoch:
+def published(
+    lengths: Sequence[np.ndarray], rank: int, token_budget: int, window: int, no_warmup: bool = False
+) -> Epoch:
     """Samples wait in the order in which they are drawn, as with ours. no_warmup: its windows do not grow slowly."""
     import odb
 
@@ -75,11 +84,11 @@ def rival(lengths: Sequence[np.ndarray], rank: int, token_budget: int, window: i
         yield batch["labels"].numel(), len(batch["labels"]) if info.loss_scale else 0
 
 
-LOADERS: dict[str, Callable[..., Epoch]] = {"odb, really run": odb_factory}
+LOADERS: dict[str, Callable[..., Epoch]] = {"odb, fill, `balance: false`, really run": odb_factory}
 if importlib.util.find_spec("odb") is not None:
     _name = f"online-dynamic-batching {importlib.metadata.version('online-dynamic-batching')}"
-    LOADERS[f"{_name}, really run"] = rival
-    LOADERS[f"{_name}, `no_warmup`, really run"] = functools.partial(rival, no_warmup=True)
+    LOADERS[f"{_name}, really run"] = published
+    LOADERS[f"{_name}, `no_warmup`, really run"] = functools.partial(published, no_warmup=True)
 
 
 def make_processes(count: int) -> ProcessPoolExecutor:

@@ -1,4 +1,4 @@
-"""What the benchmarks of whole trainings show: a Markdown table, where a rival is ahead, a figure."""
+"""What the benchmarks of whole trainings show: a Markdown table, where another contestant is ahead, a figure."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ COLUMNS = (
     Column("padded_tokens_per_second", "padded tokens/s", whole),
     PADDING,
     Column("balance", "balance", "{:.2f}".format, "most"),
-    Column("steps", "steps", whole),
+    Column("steps", "micro-steps", whole),
     SECONDS,
     Column("seconds_to_first_step", "s to first step", "{:.1f}".format, "least"),
     Column("peak_padded_tokens", "peak padded tokens", whole),
@@ -67,7 +67,7 @@ def markdown(title: str, results: Sequence[Result], columns: Sequence[Column] = 
     return "\n".join(lines)
 
 
-def rivals_ahead(results: Sequence[Result], columns: Sequence[Column] = COLUMNS) -> str:
+def ahead_of_odb(results: Sequence[Result], columns: Sequence[Column] = COLUMNS) -> str:
     """In which figures, as shown, somebody else is better than odb; its own variants are not somebody else."""
     ours = next(result for result in results if result["name"] == "odb")
     others = [result for result in results if not result["name"].startswith("odb")]

@@ -1,11 +1,12 @@
 """The real LLaMA-Factory on a CPU, on one and on two ranks: fixed batches, length-grouped, packed, and odb.
 
 A tiny random Qwen2 on made-up text of very uneven length, and a tiny random Qwen3-VL on the built-in MM-Mix, one epoch
-of the same samples each, at the same learning rate and the same peak of memory: the largest micro-batch of every
-contestant is of the same padded tokens. A fixed batch reaches rows x longest row, whatever the order, and so does a
-length-grouped one; packed rows are as long as that longest row, and as many; token_budget is that product.
+of the same samples each, at the same learning rate, with the same samples in an optimizer step (packing and `fill`
+cannot have that) and the same peak of memory: the largest micro-batch of every contestant has the same padded tokens.
+A fixed batch reaches rows x longest row, whatever the order, and so does a length-grouped one; packed rows are as long
+as that longest row, and as many; token_budget is that product.
 
-    python examples/benchmark/train.py                  # about nine minutes on two cores
+    python examples/benchmark/train.py                  # about ten minutes on two cores
     python examples/benchmark/train.py --short          # to see that everything works
 """
 
@@ -23,13 +24,28 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import numpy as np
-from report import COLUMNS, PADDING, SAMPLES, SECONDS, VALIDATION, Column, Result, balance, draw, markdown, rivals_ahead
+from report import (
+    COLUMNS,
+    PADDING,
+    SAMPLES,
+    SECONDS,
+    VALIDATION,
+    Column,
+    Result,
+    ahead_of_odb,
+    balance,
+    draw,
+    markdown,
+    whole,
+)
 from simulation import lognormal
 
 from odb_factory.demo.mm_mix_builtin import build_builtin_mix
 from odb_factory.demo.runs import Run, grouping_by_length, padded_tokens, run_llamafactory, sft_config, train
 from odb_factory.demo.tiny_model import build_tiny_qwen2, build_tiny_qwen3_vl
 
+GLOBAL_BATCH_SIZE = 32
+"""Samples of an optimizer step on all ranks."""
 NUM_WORDS, SUCCESSORS = 256, (0.7, 0.2, 0.1)
 """The made-up language: each word is followed by one of three, so a token is worth 0.80 nats once it is learnt."""
 PROMPT_WORDS = 8
@@ -63,25 +79,22 @@ class Workload:
 
     def contestants(self, ranks: int) -> dict[str, dict[str, Any]]:
         """What each changes in the configuration."""
-        fixed = {"per_device_train_batch_size": self.rows}
-        online = {"token_budget": self.token_budget}
-        # Without evaluation: LLaMA-Factory would pack the validation split as well.
-        packed = {"eval_strategy": "no", "eval_dataset": None}
-        packing = {
-            "packing": fixed | packed | {"packing": True},
-            "neat packing": fixed | packed | {"neat_packing": True},
+        kept = {
+            "per_device_train_batch_size": self.rows,
+            "gradient_accumulation_steps": GLOBAL_BATCH_SIZE // (self.rows * ranks),
         }
-        balanced = {"odb, balance": {"per_device_train_batch_size": 1, "odb": online | {"balance": True}}}
+        online = {"token_budget": self.token_budget}
+        # Packs hold about an optimizer step's samples. Without evaluation: LLaMA-Factory would pack those samples, too.
+        packed = kept | {"gradient_accumulation_steps": 1, "eval_strategy": "no", "eval_dataset": None}
+        packing = {"packing": packed | {"packing": True}, "neat packing": packed | {"neat_packing": True}}
+        unbalanced = {"odb, balance: false": kept | {"odb": online | {"balance": False}}}
         return {
-            "fixed batch": fixed,
-            "length-grouped": fixed | grouping_by_length(),
+            FIXED: kept,
+            "length-grouped": kept | grouping_by_length(),
             **(packing if self.can_pack else {}),
-            "odb": {"per_device_train_batch_size": 1, "odb": online},
-            **(balanced if ranks > 1 else {}),
-            "odb, lr_scale sqrt": {
-                "per_device_train_batch_size": 1,
-                "odb": online | {"lr_scale": "sqrt", "lr_reference_samples": self.rows * ranks},
-            },
+            "odb": kept | {"odb": online},
+            **(unbalanced if ranks > 1 else {}),
+            "odb, fill": kept | {"gradient_accumulation_steps": 1, "odb": online | {"global_batch_size": "fill"}},
         }
 
 
@@ -122,10 +135,14 @@ WORKLOADS = (
     # Rows of the cut-off and the 8 tokens that a fake image adds to a batch of text alone.
     Workload("MM-Mix", 320, 40, 2, build_vl, "qwen3_vl_nothink", "mm_mix", 2048, row=2056, rows=2, can_pack=False),
 )
-SHORT = ("fixed batch", "packing", "odb")
+FIXED = "fixed batch"
+SHORT = (FIXED, "packing", "odb")
+OPTIMIZER_STEPS = Column("optimizer_steps", "optimizer steps", whole)
 CPU_SECONDS = Column("cpu_seconds", "CPU seconds", "{:.1f}".format, "least")
 """Of the busiest training process: other work on the machine changes them less than the seconds of the clock."""
-TRAIN_COLUMNS = [column for known in COLUMNS for column in ((known, CPU_SECONDS) if known is SECONDS else (known,))]
+TRAIN_COLUMNS = [OPTIMIZER_STEPS]
+for known in COLUMNS:
+    TRAIN_COLUMNS += (known, CPU_SECONDS) if known is SECONDS else (known,)
 
 
 def result(name: str, run: Run, samples: int, real_tokens: int, validation_loss: float) -> Result:
@@ -139,6 +156,7 @@ def result(name: str, run: Run, samples: int, real_tokens: int, validation_loss:
         "padded_tokens_per_second": computed / run.seconds,
         "padding": 1 - real_tokens / computed,
         "balance": balance(padded) if len(padded) > 1 else None,
+        "optimizer_steps": run.num_optimizer_steps,
         "steps": max(map(len, padded)),
         "seconds": run.seconds,
         "cpu_seconds": run.cpu_seconds,
@@ -148,6 +166,7 @@ def result(name: str, run: Run, samples: int, real_tokens: int, validation_loss:
         # Over the last tenth of the epoch.
         "train_loss": float(np.mean([e["loss"] for e in run.history() if "loss" in e and e["epoch"] > 0.9])),
         "validation_loss": validation_loss,
+        "losses": [loss for _, _, loss in run.losses()],
     }
 
 
@@ -162,6 +181,16 @@ def validation_loss(config: dict[str, Any], run: Run) -> float:
     return json.loads((run.output / "validation" / "all_results.json").read_text(encoding="utf-8"))["eval_loss"]
 
 
+def same_training(results: list[Result]) -> str:
+    """How far the losses of odb are from those of fixed batches, optimizer step by optimizer step."""
+    fixed, ours = (next(result for result in results if result["name"] == name) for name in (FIXED, "odb"))
+    furthest = max(abs(a - b) / b for a, b in zip(ours["losses"], fixed["losses"], strict=True))
+    return (
+        f"odb and fixed batches: {len(fixed['losses'])} optimizer steps each, whose training losses differ by "
+        f"{furthest:.1e} at most, relatively; in {ours['seconds'] / fixed['seconds']:.0%} of the time."
+    )
+
+
 def compare(workload: Workload, folder: Path, ranks: int, is_short: bool) -> list[Result]:
     """The results of all contestants, fixed batches first."""
     model, data = workload.build(folder, workload.short_samples if is_short else workload.samples)
@@ -172,7 +201,7 @@ def compare(workload: Workload, folder: Path, ranks: int, is_short: bool) -> lis
             continue
         output = folder / f"{workload.dataset}_{ranks}_{name}".replace(", ", "_").replace(" ", "_")
         shared = {"dataset": workload.dataset, "template": workload.template, "cutoff_len": workload.cutoff_len}
-        config = sft_config(model, data, output, **shared) | {"logging_steps": 1}
+        config = sft_config(model, data, output, **shared)
         run = train(config | changes, ranks=ranks)
         if not results:
             real_tokens = sum(sum(batch["lengths"]) for mine in run.batches for batch in mine)
@@ -193,10 +222,12 @@ def main() -> None:
         for ranks in (workload.short_ranks,) if given.short else (1, 2):
             title = f"{workload.name}, {ranks} rank{'s' * (ranks > 1)}"
             tables[title] = compare(workload, folder, ranks, given.short)
-    print(f"\n{os.cpu_count()} cores, one epoch, rows of a fixed batch and token_budget:", end=" ")
+    print(f"\n{os.cpu_count()} cores, one epoch, {GLOBAL_BATCH_SIZE} samples an optimizer step;", end=" ")
+    print("rows of a fixed batch and token_budget:", end=" ")
     print("; ".join(f"{w.name} {w.rows} x {w.row:,} = {w.token_budget:,}" for w in WORKLOADS))
     for title, results in tables.items():
-        print(f"\n{markdown(title, results, TRAIN_COLUMNS)}\n\n{rivals_ahead(results, TRAIN_COLUMNS)}")
+        print(f"\n{markdown(title, results, TRAIN_COLUMNS)}\n")
+        print(f"{same_training(results)} {ahead_of_odb(results, TRAIN_COLUMNS)}")
     (folder / "train.json").write_text(json.dumps(tables, indent=2), encoding="utf-8")
     draw(tables, [SAMPLES, CPU_SECONDS, PADDING, VALIDATION], folder / "train.png")
     print(f"\nThe figures: {folder / 'train.json'}, {folder / 'train.png'}")

@@ -174,6 +174,7 @@ class Sums(TypedDict):
     num_active: int
     samples: int
     tokens: int
+    padded_tokens: int
     supervised_tokens: int
     root_supervised_tokens: float
 
@@ -186,19 +187,20 @@ def sums(planned: Sequence[PlannedMicroBatch]) -> Sums:
         "num_active": sum(one.active_ranks for one in totals),
         "samples": sum(one.samples for one in totals),
         "tokens": sum(one.tokens for one in totals),
+        "padded_tokens": sum(one.padded_tokens for one in totals),
         "supervised_tokens": sum(one.supervised_tokens for one in totals),
         # `fsum` is exact before it rounds: the same whatever the cut, and on all ranks.
         "root_supervised_tokens": math.fsum(root for one in planned for root in np.sqrt(one.supervised).tolist()),
     }
 
 
-def nothing_left(rejected: Counter[str], num_samples: int | None, epoch: int) -> str:
-    """Why an epoch has no sample to train on."""
-    reasons = ", ".join(f"{count} {reason}" for reason, count in rejected.items())
-    if num_samples is not None and rejected.total() < num_samples:
-        reasons += f"{', ' if reasons else ''}{num_samples - rejected.total()} left out because a rank ran short"
+def nothing_left(rejected: Counter[str], left_out: int, why: str, epoch: int) -> str:
+    """Why an epoch has no sample to train on. left_out: usable rows, for the reason `why`."""
+    reasons = [f"{count} {reason}" for reason, count in rejected.items()]
+    if left_out:
+        reasons.append(f"{left_out} left out {why}")
     empty = "it is empty"
     if epoch:
         empty = f"it yields nothing in epoch {epoch}; its `__iter__` must begin anew each time it is called"
-    reasons = f"{reasons}; the warnings above name the first of them" if reasons else empty
-    return f"no row of the training dataset can be trained on: {reasons}."
+    named = "; the warnings above name the first of them" if rejected else ""
+    return f"no row of the training dataset can be trained on: {', '.join(reasons) or empty}{named}."

@@ -109,7 +109,8 @@ class FillEpoch(EpochPlanner):
             num_consumed = 0
             self.round_index += 1
             if self.final and self.emitted + self.done_before == 0:
-                raise CollectiveError(nothing_left(rejected, self.context.num_samples, self.epoch))
+                left_out = (self.context.num_samples or 0) - rejected.total()
+                raise CollectiveError(nothing_left(rejected, left_out, "because a rank ran short", self.epoch))
             tasks: list[Task] = []
             # Without join, the end may turn out to have been the step before: one is kept until the next plan.
             kept = 0 if self.final or self.join else self.accumulation

@@ -121,7 +121,8 @@ class KeepEpoch(EpochPlanner):
             plan = plan_optimizer_step(buffers, self.context.budget, balance=self.context.balance, model=ranks[0].model)
             self._accept(plan, index)
             self.final = all(buffer.exhausted for buffer in buffers)
-            if self.stock.steps_an_epoch is not None and self.final != (index + 1 == self.stock.steps_an_epoch):
+            expected = self.stock.steps_an_epoch
+            if expected is not None and self.final != (index + 1 >= expected):
                 raise CollectiveError(OTHER_LENGTH.format(self.stock.num_samples, "fewer" if self.final else "more"))
             if samples:
                 self._dummy = min(samples, key=lambda sample: sample.cost.tokens)
@@ -156,7 +157,7 @@ class KeepEpoch(EpochPlanner):
         rejected = sum((rank.rejected for rank in ranks), self._rejected_before)
         self.trained += len(rows)
         if self.final and self.trained == 0:
-            raise CollectiveError(nothing_left(rejected, self.context.num_samples, self.epoch))
+            raise CollectiveError(nothing_left(rejected, self.stock.left_out, "by drop_last", self.epoch))
         held = self._redistribute(plan, samples)
         stock_tokens, num_means = stock_means(rows, self.stock)
         planned = [

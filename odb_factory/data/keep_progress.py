@@ -29,12 +29,12 @@ class KeepProgress(Progress):
         read_row: Callable[[int], Sample | Rejection] | None = None,
     ):
         self.stock = stock
-        steps = {"global_batch_size": stock.global_batch_size, "drop_last": stock.left_out > 0}
+        steps = {"global_batch_size": stock.global_batch_size, "rows left out by drop_last": stock.left_out}
         super().__init__(rank, stock.world_size, data | steps, read_row)
         self.global_batch_size, self.steps_an_epoch = stock.global_batch_size, stock.steps_an_epoch
 
     def plans_ahead(self, buffer_size: int) -> int:
-        """As many optimizer steps as the buffer holds of a rank's samples."""
+        """As many optimizer steps as the buffer holds of a rank's samples: with the one handed on, one more is held."""
         return max(1, buffer_size * self.stock.world_size // self.stock.global_batch_size)
 
     def open(self, epoch: int) -> None:

@@ -69,7 +69,7 @@ class KeepState:
         most = state.optimizer_steps * global_batch_size
         fields.require(state.trained + sum(state.rejected.values()) <= most, "trained", f"{most} samples were drawn")
         fields.require(
-            num_samples is None or most < num_samples + global_batch_size,
+            num_samples is None or most == 0 or most < num_samples,  # behind the last stands the next epoch
             "optimizer_steps",
             f"an epoch has {num_samples} samples",
         )

@@ -304,7 +304,8 @@ class ODBLoader:
                     current.in_flight -= 1
                     self._handed_out.append(item[0])
                     self.rejected = item[0].step.rejected
-                    yield item
+                    handed, item = [item], None  # whoever takes it holds the only reference
+                    yield handed.pop()
                 else:
                     self._coordinator.check()
             if current.error is not None:
@@ -359,7 +360,7 @@ class ODBLoader:
                 "the sampler has drawn another order than before the stop, so what is left of the epoch cannot be "
                 "told; give one whose order depends on its seed and epoch alone, or set `resume: ignore_data`"
             )
-        return self._order.common((*place, self._order.checksum_before(optimizer_step)))
+        return self._order.common((*place, self._order.checksum_through(optimizer_step)))
 
 
 def _length(source: Any) -> int | None:

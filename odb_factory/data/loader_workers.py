@@ -144,7 +144,10 @@ class LoaderWorkers:
         rows: Iterable[Any] = self._whole_stream or map(self._observed.__getitem__, self.order.whole())
         dummy = next((row for row in rows if isinstance(row, Sample)), None)
         if dummy is None:
-            raise DataError("no row of the dataset can be read here for idle micro-batches; other ranks could.")
+            raise DataError(
+                "no row of the training dataset can be trained on, as far as this rank can read it; the warnings above "
+                "name the first of them."
+            )
         return dummy
 
     def close(self) -> None:

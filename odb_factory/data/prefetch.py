@@ -13,11 +13,13 @@ POLL_S = 0.02
 class BackgroundPrefetcher:
     """The items of `source`, produced by a daemon thread so many ahead; its exception is raised in `poll`.
 
+    An item is begun when there is room for it: what the source holds for one that waits is not held beside `ahead`.
     The thread runs from `start` on, so that a caller can fork what it needs before.
     """
 
     def __init__(self, source: Generator[Any, None, None], ahead: int = 1):
-        self._items: queue.Queue = queue.Queue(maxsize=ahead)
+        self._items: queue.Queue = queue.Queue()
+        self._room = threading.Semaphore(ahead - 1)  # beside the first
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(source,), name="odb-planner", daemon=True)
 
@@ -29,6 +31,7 @@ class BackgroundPrefetcher:
         if self._thread.ident is None:
             raise queue.Empty
         item, error = self._items.get(timeout=timeout)
+        self._room.release()
         if error is None:
             return item
         try:
@@ -48,21 +51,20 @@ class BackgroundPrefetcher:
 
     def _run(self, source: Generator[Any, None, None]) -> None:
         try:
-            for item in source:
-                if not self._put((item, None)):
-                    source.close()
-                    return
-            self._put((None, StopIteration()))
+            # A source that has not begun could not tell the other ranks, which wait for its first item, that it leaves.
+            self._items.put((next(source), None))
+            while self._has_room():
+                self._items.put((next(source), None))
+            source.close()
         except BaseException as error:
-            self._put((None, error))
+            if not self._stop.is_set():  # nobody would take it, and its frames hold the workers
+                self._items.put((None, error))
 
-    def _put(self, pair: tuple[Any, BaseException | None]) -> bool:
+    def _has_room(self) -> bool:
+        """Wait for it; False if the thread is to end."""
         while not self._stop.is_set():
-            try:
-                self._items.put(pair, timeout=POLL_S)
+            if self._room.acquire(timeout=POLL_S):
                 return True
-            except queue.Full:
-                continue
         return False
 
 

@@ -109,8 +109,8 @@ class Progress(ABC):
         """Stand where stock training stands after so many optimizer steps and epochs (see `ODBLoader.skip`)."""
 
     def plans_ahead(self, buffer_size: int) -> int:
-        """Plans made ahead of what is collated."""
-        return 1
+        """Plans made ahead of the one that is handed on."""
+        return 2
 
     def needs_all(self, state: DataState) -> bool:
         """Whether going on from it needs the states of all ranks."""

@@ -37,7 +37,7 @@ class OptimizerStep:
 
     epoch, index: position; index counts the optimizer steps of the epoch from 0.
     num_micro_batches: K, the micro-batches of each rank. num_active: those of all ranks that are not idle.
-    samples, tokens, supervised_tokens: of all ranks and micro-steps, without padding.
+    samples, tokens, supervised_tokens: of all ranks and micro-steps, without padding. padded_tokens: as collated.
     root_supervised_tokens: sum over the samples of the square root of their supervised tokens.
     num_stock_means: stock's loss is the mean of so many token means (1: of all tokens of the step; 0: there is no stock
         step to compare with, as with `fill`).
@@ -58,6 +58,7 @@ class OptimizerStep:
     num_active: int
     samples: int
     tokens: int
+    padded_tokens: int
     supervised_tokens: int
     root_supervised_tokens: float
     num_stock_means: int

@@ -11,12 +11,9 @@ import numpy as np
 import torch
 
 from odb_factory.planning import CostModel, MicroStepTotals
+from odb_factory.planning.cost_fit import FEWEST_STEPS, PICOSECONDS, fit_cost_model
 
-STEPS_KEPT, FEWEST_STEPS = 512, 32
-WARM_UP_STEPS = 5
-OUTLIER = 3.0
-"""A step that takes so many times what the model says (an evaluation, a checkpoint) is not learnt from."""
-PICOSECONDS = 1e12
+STEPS_KEPT, WARM_UP_STEPS = 512, 5
 
 
 class StepTimes:
@@ -53,7 +50,7 @@ class StepTimes:
             self._warm_up -= 1
         else:
             largest = (totals.max_rank_tokens, totals.max_rank_patches, totals.max_rank_attention)
-            self._steps.append((1.0, *map(float, largest), seconds))
+            self._steps.append((*map(float, largest), seconds))
 
     def fitting(self) -> Callable[[], CostModel]:
         """`fit`, to be called in another thread: what it imports is imported here, not while workers are forked."""
@@ -62,26 +59,11 @@ class StepTimes:
         return self.fit
 
     def fit(self) -> CostModel:
-        """t = a + b tokens + c patches + d squares by least squares, none negative; by tokens while steps are few."""
-        steps = np.array(list(self._steps)).reshape(-1, 5)
-        if len(steps) < FEWEST_STEPS:
-            return self.model
-        from scipy.optimize import nnls  # not at start-up: few runs ask for it
-
-        for _ in range(2):
-            features, seconds = steps[:, :4], steps[:, 4]
-            scale = np.maximum(features.max(axis=0), 1.0)
-            weights, _ = nnls(features / scale, seconds)
-            predicted = features / scale @ weights
-            ordinary = seconds <= OUTLIER * np.maximum(predicted, np.median(seconds) / OUTLIER)
-            unexplained, all_there_is = ((seconds - other) ** 2 for other in (predicted, seconds.mean()))
-            self.r2 = float(1 - unexplained.sum() / max(all_there_is.sum(), 1e-12))
-            if ordinary.all() or ordinary.sum() < FEWEST_STEPS:
-                break
-            steps = steps[ordinary]
-        model = CostModel(*(int(weight * PICOSECONDS) for weight in weights / scale))
-        if model.token or model.patch or model.square:
-            self.model = model
+        """The model fitted to the micro-steps so far; by tokens while they are few."""
+        fitted = fit_cost_model(np.array(list(self._steps)).reshape(-1, 4))
+        if fitted is not None:
+            model, self.r2 = fitted
+            self.model = model or self.model
         return self.model
 
     def __str__(self) -> str:

@@ -2,10 +2,10 @@
 
 `python -m odb_factory.demo.recorder BATCHES.jsonl my.yaml` does what `llamafactory-cli train my.yaml` does, torchrun
 included where it is asked for. The recording is the same for every way of batching: it looks at the tensors that
-reach `Trainer.training_step`. One JSON line a micro-batch: `lengths` (real tokens of each row), `length` (of the
-padded row), `begin` and `end` (seconds since the epoch of the clock), `cpu_begin` and `cpu_end` (seconds of CPU time of
-the process), `peak_memory` (its largest resident set until then, bytes; 0 where it is not known). Rank 1 writes to
-BATCHES.jsonl.1, and so on.
+reach `Trainer.training_step`. One JSON line a micro-batch: `optimizer_step` (its number in the run, from 0), `lengths`
+(real tokens of each row), `length` (of the padded row), `begin` and `end` (Unix time, seconds), `cpu_begin` and
+`cpu_end` (CPU time of the process, seconds), `peak_memory` (largest resident set so far, bytes; 0 where it is not
+known). Rank 1 writes to BATCHES.jsonl.1, and so on.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ def main() -> None:
             if "attention_mask" not in inputs:  # a probe of odb's, before the training
                 return training_step(self, model, inputs, *args, **kwargs)
             line: dict[str, Any] = {"lengths": _real_tokens(inputs), "length": inputs["input_ids"].shape[1]}
+            line |= {"optimizer_step": self.state.global_step}
             line |= {"begin": time.time(), "cpu_begin": time.process_time()}
             loss = training_step(self, model, inputs, *args, **kwargs)
             line |= {"end": time.time(), "cpu_end": time.process_time()}

@@ -29,7 +29,7 @@ Batch = dict[str, Any]
 
 @dataclass(frozen=True)
 class Run:
-    """batches: the micro-batches of each rank. started: when its process was, seconds since the epoch of the clock."""
+    """batches: the micro-batches of each rank. started: when its process was (Unix time, seconds)."""
 
     output: Path
     batches: list[list[Batch]]
@@ -37,7 +37,7 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """From the begin of the first step to the end of the last, on any rank."""
+        """From the first micro-batch of any rank to the end of the last."""
         return max(mine[-1]["end"] for mine in self.batches) - self.first_begin
 
     @property
@@ -53,9 +53,23 @@ class Run:
     def first_begin(self) -> float:
         return min(mine[0]["begin"] for mine in self.batches)
 
+    @property
+    def num_optimizer_steps(self) -> int:
+        return 1 + self.batches[0][-1]["optimizer_step"]
+
     def history(self) -> list[dict[str, float]]:
         """What the Trainer has logged."""
         return json.loads((self.output / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
+
+    def losses(self) -> list[tuple[int, float, float]]:
+        """Of each logged optimizer step its number (from 1), when it ended (seconds of training) and its loss."""
+        ends: dict[int, float] = {}
+        for batch in (batch for mine in self.batches for batch in mine):
+            step = batch["optimizer_step"] + 1
+            ends[step] = max(ends.get(step, 0.0), batch["end"] - self.first_begin)
+        return [
+            (int(entry["step"]), ends[int(entry["step"])], entry["loss"]) for entry in self.history() if "loss" in entry
+        ]
 
 
 def padded_tokens(batch: Batch) -> int:
@@ -78,10 +92,10 @@ def sft_config(model: Path, data: Path, output: Path, *, dataset: str, template:
         "eval_strategy": "epoch",
         "per_device_eval_batch_size": 1,
         "num_train_epochs": 1,
-        "learning_rate": 2e-3,
+        "learning_rate": 6e-3,
         "lr_scheduler_type": "cosine",
         "warmup_ratio": 0.05,
-        "logging_steps": 10,
+        "logging_steps": 1,
         "save_strategy": "no",
         "report_to": "none",
         "dataloader_num_workers": 1,
@@ -107,7 +121,7 @@ def train(
     watch: Callable[[list[Batch]], None] = lambda batches: None,
     recorder: Sequence[str] = RECORDER,
 ) -> Run:
-    """Train in a new `output_dir` until the end; `watch` gets the micro-batches of rank 0 so far, now and then.
+    """Train in a new `output_dir` until the end; `watch` gets the micro-batches of all ranks so far, now and then.
 
     recorder: a script that records more may stand for ours.
     Raises `ODBError` where the run fails; its log is in `output_dir`.
@@ -115,10 +129,16 @@ def train(
     output = Path(config["output_dir"])
     shutil.rmtree(output, ignore_errors=True)
     record, started = output / "batches.jsonl", time.time()
-    run_llamafactory(config, ranks=ranks, record=record, watch=lambda: watch(_read(record)), recorder=recorder)
-    batches = [_read(record_of(record, rank)) for rank in range(ranks)]
+
+    def recorded() -> list[list[Batch]]:
+        batches = [_read(record_of(record, rank)) for rank in range(ranks)]
+        watch([batch for mine in batches for batch in mine])
+        return batches
+
+    run_llamafactory(config, ranks=ranks, record=record, watch=recorded, recorder=recorder)
+    batches = recorded()
     if not all(batches):
-        raise ODBError(f"the run trained on no batch; see {output / 'train.log'}")
+        raise ODBError(f"the run trained on nothing; see {output / 'train.log'}")
     return Run(output, batches, started)
 
 
@@ -127,7 +147,7 @@ def run_llamafactory(
     *,
     record: Path,
     ranks: int = 1,
-    watch: Callable[[], None] = lambda: None,
+    watch: Callable[[], object] = lambda: None,
     recorder: Sequence[str] = RECORDER,
 ) -> None:
     """`llamafactory-cli train` on a CPU; raises `ODBError` with the last line of its log where it fails."""

@@ -22,7 +22,7 @@ from odb_factory.data.measure import IGNORE_INDEX, count_patches
 from odb_factory.data.pickling import Picklable
 from odb_factory.errors import DataError
 from odb_factory.llamafactory import agreement, probes, sources
-from odb_factory.llamafactory.dataset import OnlineDataset, OpenMedia, RowObserver, TokenizedDataset
+from odb_factory.llamafactory.dataset import INVALID_ROW, OnlineDataset, OpenMedia, RowObserver, TokenizedDataset
 from odb_factory.llamafactory.media import MediaObserver
 from odb_factory.log import get_logger
 from odb_factory.planning import Collation
@@ -146,6 +146,12 @@ def attach(trainer: Any, config: ODBConfig) -> None:
         agree_on=agreement.settings_of(trainer.train_dataset, observer),
     )
     trainer.add_callback(_MirrorMaxSteps(trainer))
+    if config.keeps:
+        trainer.add_callback(_TellDropped(trainer))
+    elif trainer.args.per_device_train_batch_size > 1:
+        logger.info(
+            "global_batch_size: fill forms micro-batches by token_budget; per_device_train_batch_size has no say"
+        )
 
 
 def probe_collation(collator: Any) -> Collation:
@@ -188,3 +194,23 @@ class _MirrorMaxSteps(TrainerCallback):
         for callback in self.trainer.callback_handler.callbacks:
             if isinstance(callback, LogCallback):
                 callback.max_steps = state.max_steps
+
+
+class _TellDropped(TrainerCallback):
+    """Say once where LLaMA-Factory's own preprocessing drops rows, whose number nobody knows without a pass."""
+
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+        self.has_told = False
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        count = self.trainer.odb_run.loader.rejected[INVALID_ROW]
+        if count and not self.has_told:
+            self.has_told = True
+            logger.info(
+                "%d rows by optimizer step %d are left out that LLaMA-Factory's preprocessing drops; stock does so "
+                "before it shuffles and cuts, so its optimizer steps are others (without shuffling: from here on); set "
+                "tokenized_path, or remove such rows, to have exactly its steps",
+                count,
+                state.global_step,
+            )

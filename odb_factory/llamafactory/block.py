@@ -15,6 +15,7 @@ from typing import Any
 from odb_factory.config import ODBConfig
 from odb_factory.errors import ConfigError
 from odb_factory.llamafactory import uncaught
+from odb_factory.llamafactory.values import check_values
 
 STAGES = ("sft",)
 SHARED_KEYS = ("seed",)
@@ -43,10 +44,15 @@ REFUSED = {
 """Keys of the YAML that must not be true, and why."""
 
 
+def is_meant_for_block(key: Any, value: Any) -> bool:
+    """Whether it is `odb:`, or in its place: `--odb`, `ODB`, or a mapping under another name with our budget in it."""
+    return str(key).strip("-").lower() == "odb" or (isinstance(value, Mapping) and "token_budget" in value)
+
+
 def check_keys(args: Mapping[Any, Any]) -> None:
-    """Refuse keys that are meant for the block and are not in it."""
-    for key in args:
-        if isinstance(key, str) and key != "odb" and key.strip("-").lower() == "odb":
+    """Refuse keys that are meant for the block and are not in it, and blocks that have another name."""
+    for key, value in args.items():
+        if key != "odb" and is_meant_for_block(key, value):
             raise ConfigError(
                 f"{key}: there is no such key; write `odb:` in the YAML, or `odb.KEY=VALUE` as an override."
             )
@@ -66,7 +72,7 @@ def check_block(args: Mapping[str, Any]) -> ODBConfig:
     config = ODBConfig.from_block(args["odb"])
     check_keys(args)
     check_backend()
-    _check_values(args)
+    check_values(args)
     if args.get("do_train"):
         _check_arguments(args.get)
     return config
@@ -79,9 +85,14 @@ def check_backend() -> None:
             raise ConfigError(f"{name}: {os.environ[name]!r} selects {what}; unset {name} or remove the odb: block.")
 
 
-def check_combination(model_args: Any, data_args: Any, training_args: Any, finetuning_args: Any) -> None:
-    """Raise a one-line `ConfigError` naming key, value and way out for what cannot work with odb."""
-    from odb_factory.llamafactory import sources
+def check_combination(
+    model_args: Any, data_args: Any, training_args: Any, finetuning_args: Any, config: ODBConfig | None = None
+) -> None:
+    """Raise a one-line `ConfigError` naming key, value and way out for what cannot work with odb.
+
+    config: the block, where `data_args` do not hold it as a patched fork's do.
+    """
+    from odb_factory.llamafactory import losses, sources
     from odb_factory.training.checks import check_training_arguments
 
     sources.forget()
@@ -94,6 +105,7 @@ def check_combination(model_args: Any, data_args: Any, training_args: Any, finet
 
     _check_arguments(value_of)
     check_training_arguments(training_args)
+    losses.check_losses(config or ODBConfig.from_block(data_args.odb), model_args, training_args, value_of)
 
 
 def _check_arguments(value_of: Callable[..., Any]) -> None:
@@ -110,23 +122,6 @@ def _check_arguments(value_of: Callable[..., Any]) -> None:
             False,
             "padding would carry loss and its amount depends on the grouping; set it to true",
         )
-    batch_size = value_of("per_device_train_batch_size", 8)
-    if batch_size != 1:
-        _refuse(
-            "per_device_train_batch_size",
-            batch_size,
-            "it sizes batches by tokens; set it to 1 and choose `token_budget` in the odb: block",
-        )
-
-
-def _check_values(args: Mapping[str, Any]) -> None:
-    """Refuse what would end in an error of another library's that does not name the key."""
-    workers = args.get("dataloader_num_workers", 0)
-    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 0:
-        raise ConfigError(f"dataloader_num_workers: {workers!r} is not a whole number of at least 0, without quotes.")
-    checkpoint = args.get("resume_from_checkpoint")
-    if not isinstance(checkpoint, str | bool | None):
-        raise ConfigError(f"resume_from_checkpoint: {checkpoint!r} is not the path of a checkpoint folder.")
 
 
 def _refuse(key: str, value: Any, why: str) -> None:

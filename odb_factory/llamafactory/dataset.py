@@ -8,7 +8,7 @@ from typing import Any
 import datasets
 from torch.utils.data import Dataset
 
-from odb_factory.data.measure import count_supervised
+from odb_factory.data.measure import count_supervised, has_leading_label
 from odb_factory.data.observe import MediaCut, RowDropped
 from odb_factory.llamafactory.media import MediaObserver, decoded
 from odb_factory.llamafactory.sources import IndexedRows, StoredRows, stored
@@ -16,6 +16,8 @@ from odb_factory.planning import VIDEO, Cost
 
 MEDIA_COLUMNS = ("_images", "_videos", "_audios", "images", "videos", "audios")
 MAX_FILES_NAMED = 3
+INVALID_ROW = "invalid"
+"""What rows are counted under that LLaMA-Factory drops."""
 
 
 class OnlineDataset(Dataset):
@@ -41,7 +43,7 @@ class OnlineDataset(Dataset):
         row = self.rows[index]
         encoded = self.processor.preprocess_dataset({key: [value] for key, value in row.items()})
         if not encoded.get("input_ids"):
-            raise RowDropped("invalid", "LLaMA-Factory drops it: the turns do not end in one answer to a prompt.")
+            raise RowDropped(INVALID_ROW, "LLaMA-Factory drops it: the turns do not end in one answer to a prompt.")
         features = {key: values[0] for key, values in encoded.items()}
         if self.media.placeholders_cut(features["input_ids"]):
             cutoff_len = self.processor.data_args.cutoff_len
@@ -95,6 +97,7 @@ class RowObserver:
             tokens=len(features["input_ids"]),
             patches=self.media.count_patches(images, videos, audios, features["input_ids"]),
             supervised_tokens=count_supervised(features["labels"]),
+            leading_label=has_leading_label(features["labels"]),
             has_media=self.media.has_media(images, videos, audios),
             modality=VIDEO if videos else 0,
         )

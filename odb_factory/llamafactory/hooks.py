@@ -101,11 +101,11 @@ def _get_train_args(original: Callable, args: Any = None) -> Any:
     _active = None
     from llamafactory.hparams.parser import read_args
 
-    args = read_args(args)
-    if not isinstance(args, dict) or not _mentions_odb(args):
-        return original(args)
     from odb_factory.llamafactory import block, probes
 
+    args = read_args(args)
+    if not isinstance(args, dict) or not any(block.is_meant_for_block(key, value) for key, value in args.items()):
+        return original(args)
     uncaught.install()
     block.check_keys(args)
 
@@ -119,14 +119,9 @@ def _get_train_args(original: Callable, args: Any = None) -> Any:
     parsed = original({key: value for key, value in args.items() if key != "odb"})
     probes.check_arguments(parsed)
     model_args, data_args, training_args, finetuning_args, _ = parsed
-    block.check_combination(model_args, data_args, training_args, finetuning_args)
+    block.check_combination(model_args, data_args, training_args, finetuning_args, config)
     _active = config
     return parsed
-
-
-def _mentions_odb(args: dict[str, Any]) -> bool:
-    """Whether there is an `odb:` block, or what seems to be meant for one (`--odb.token_budget=8192`)."""
-    return any(str(key).strip("-").lower() == "odb" for key in args)
 
 
 def _get_ray_args(original: Callable, args: Any = None) -> Any:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import yaml
@@ -20,6 +24,8 @@ from odb_factory.llamafactory import block, uncaught
 from odb_factory.llamafactory.activation import LAUNCH_RECORD
 
 BLOCK_KEY = re.compile(r"""^["']?odb["']?\s*:""", re.MULTILINE)
+BUDGET_KEY = re.compile(r"""^[^#\n]*\btoken_budget["']?\s*:""", re.MULTILINE)
+"""In a block of another name, a typo for ours perhaps."""
 DECIMAL = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
 
 
@@ -27,7 +33,7 @@ def launch(original: Callable[[], Any]) -> Any:
     """Around LLaMA-Factory's `launcher.launch`."""
     command, *given = [*sys.argv[1:], ""]
     path, overrides = Path(given[0] if given else ""), given[1:-1]
-    if command != "train" or not _has_block(path, overrides):
+    if command != "train" or not (_has_block(path, overrides) or _matches(BUDGET_KEY, path)):
         return original()
     uncaught.install()
     check_yaml(path, overrides)
@@ -77,9 +83,15 @@ def check_yaml(path: Path, overrides: Sequence[str]) -> None:
 
 
 def _has_block(path: Path, overrides: Sequence[str]) -> bool:
-    if path.suffix not in (".yaml", ".yml") or not path.is_file():
-        return False
-    return bool(BLOCK_KEY.search(path.read_text(encoding="utf-8", errors="replace"))) or any(map(_is_ours, overrides))
+    return _matches(BLOCK_KEY, path) or (_is_yaml(path) and any(map(_is_ours, overrides)))
+
+
+def _matches(pattern: re.Pattern[str], path: Path) -> bool:
+    return _is_yaml(path) and pattern.search(path.read_text(encoding="utf-8", errors="replace")) is not None
+
+
+def _is_yaml(path: Path) -> bool:
+    return path.suffix in (".yaml", ".yml") and path.is_file()
 
 
 def _is_ours(override: str) -> bool:
@@ -123,7 +135,7 @@ def _is_in_block(text: str, line: int) -> bool:
 @contextmanager
 def _launch_record() -> Iterator[Path]:
     """The file that `uncaught` writes to, for as long as processes run that were started from here."""
-    with tempfile.TemporaryDirectory(prefix="odb_factory_") as folder:
+    with tempfile.TemporaryDirectory(prefix="odb_factory_") as folder, _removed_by_sigterm(folder):
         record = Path(folder, "launch")
         record.touch()
         os.environ[LAUNCH_RECORD] = str(record)
@@ -131,3 +143,23 @@ def _launch_record() -> Iterator[Path]:
             yield record
         finally:
             del os.environ[LAUNCH_RECORD]
+
+
+@contextmanager
+def _removed_by_sigterm(folder: str) -> Iterator[None]:
+    """SIGTERM ends this process without unwinding it: remove `folder` then, and end by the signal all the same."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    is_default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if not is_default or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)

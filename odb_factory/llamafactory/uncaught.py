@@ -41,6 +41,7 @@ def install() -> None:
     global _before
     if _before is None:
         _before, sys.excepthook = sys.excepthook, _in_one_line
+        logging.getLogger("odb_factory").addHandler(_logged)
 
 
 def training_begins() -> None:
@@ -55,6 +56,22 @@ def uninstall() -> None:
     _has_begun = False
     if sys.excepthook is _in_one_line:
         sys.excepthook, _before = _before, None
+        logging.getLogger("odb_factory").removeHandler(_logged)
+        _logged.lines.clear()
+
+
+class _LoggedErrors(logging.Handler):
+    """Remembers what has been logged as an error: it need not be said once more where it ends the process."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.lines: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.add(" ".join(record.getMessage().split()))
+
+
+_logged = _LoggedErrors()
 
 
 def _in_one_line(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
@@ -63,7 +80,8 @@ def _in_one_line(kind: type[BaseException], error: BaseException, traceback: Tra
         _before(kind, error, traceback)
         return
     said = " ".join(str(error).split()) if is_ours else f"{one_line(error)} ({TRACEBACK}=1 shows where)"
-    print(f"[odb] {said}", file=sys.stderr, flush=True)
+    if said not in _logged.lines:
+        print(f"[odb] {said}", file=sys.stderr, flush=True)
     _add(OF_A_RANK)
 
 

@@ -1,9 +1,10 @@
 """Pure planning: cost, grouping under budgets, alignment over ranks, order. No I/O, no torch."""
 
 from odb_factory.planning.cost import VIDEO, Budget, Collation, Cost, CostModel
+from odb_factory.planning.fill import plan_buffers
 from odb_factory.planning.keep import plan_optimizer_step
 from odb_factory.planning.metadata import ROW, BufferMetadata, make_metadata
-from odb_factory.planning.plan import MAX_REDISTRIBUTED_BYTES, MicroStepTotals, Plan, plan_buffers
+from odb_factory.planning.plan import MAX_REDISTRIBUTED_BYTES, MicroStepTotals, Plan
 
 __all__ = [
     "MAX_REDISTRIBUTED_BYTES",

@@ -15,34 +15,41 @@ from odb_factory.planning.matching import Cut, Group, make_cut
 from odb_factory.planning.pools import NO_CAP, Pools, next_ends
 
 PRECISION = 12
-"""A cap is searched to one part in 2 ** PRECISION."""
+"""The one cap is searched to one part in 2 ** PRECISION."""
+MAX_SLOTS = 4
+"""Micro-steps are stretches of the sorted samples where no more ranks share them."""
+MIN_CAPS, MAX_CAPS, MAX_STATES, FINER_CAPS = 32, 256, 1 << 18, 16
+"""Caps of single micro-steps are tried at so many values; at fewer, or not at all, for very many samples. Those that
+are used are then tried at so many more."""
 
 
 def walk(ends: list[int], start: int, end: int) -> list[Group]:
     """The groups from `start` on, each as large as it can be."""
     groups = []
     while start < end:
+        assert ends[start] > start
         groups.append((start, ends[start]))
         start = ends[start]
     return groups
 
 
 def _after(ends: np.ndarray, num_groups: int) -> np.ndarray:
-    """Where so many groups lead to, from every start [n + 1]: the walk is doubled as often as needed."""
-    reached = np.arange(len(ends))
+    """Where so many groups lead to, from every start [caps, n + 1]: the walk is doubled as often as needed."""
+    reached = np.broadcast_to(np.arange(ends.shape[1]), ends.shape)
     while num_groups:
         if num_groups & 1:
-            reached = ends[reached]
+            reached = np.take_along_axis(ends, reached, axis=1)
         num_groups >>= 1
         if num_groups:
-            ends = ends[ends]
+            ends = np.take_along_axis(ends, ends, axis=1)
     return reached
 
 
 def fewest_steps(pools: Pools) -> int:
     """The least K that the budgets allow."""
-    ends = next_ends(pools.rows, np.array([[NO_CAP]]), pools.model)[0].tolist()
-    return max(-(-len(walk(ends, *bounds)) // pools.slots) for bounds in zip(pools.starts, pools.ends))
+    ends = pools.largest_ends.tolist()
+    bounds = zip(pools.starts.tolist(), pools.ends.tolist())
+    return max(-(-len(walk(ends, start, end)) // pools.slots) for start, end in bounds)
 
 
 def cut_by_one_cap(pools: Pools, num_steps: int) -> Cut:
@@ -50,41 +57,53 @@ def cut_by_one_cap(pools: Pools, num_steps: int) -> Cut:
 
     This is multiprocessor scheduling by the dual of bin packing (MULTIFIT: Coffman, Garey and Johnson 1978).
     """
-    rows, model = pools.rows, pools.model
-    pool = np.repeat(np.arange(len(pools.starts)), np.diff(pools.bounds))
     slots = num_steps * pools.slots
-    single = rows.costs(np.arange(len(rows)), np.arange(len(rows)) + 1, model)
-    ends = next_ends(rows, np.array([[NO_CAP]]), model)[0]
-    low, high = np.zeros((2, len(pools.starts)), dtype=np.int64)
-    np.maximum.at(low, pool, single)
-    np.maximum.at(high, pool, rows.costs(np.arange(len(rows)), ends[:-1], model))
+    low, high = pools.cap_range
     while (searching := (high - low) << PRECISION > high).any():
         middle = (low + high) // 2
-        tried = next_ends(rows, middle[pool][None], model)[0]
-        fits = _after(tried, slots)[pools.starts] >= pools.ends
+        tried = next_ends(pools, middle[pools.pool_of][None])
+        fits = _after(tried, slots)[0, pools.starts] >= pools.ends
         low, high = np.where(searching & ~fits, middle + 1, low), np.where(searching & fits, middle, high)
-    chosen = next_ends(rows, high[pool][None], model)[0].tolist()
+    chosen = next_ends(pools, high[pools.pool_of][None])[0].tolist()
     groups = [walk(chosen, *bounds) for bounds in zip(pools.starts.tolist(), pools.ends.tolist())]
     return fill_slots(pools, groups, slots)
 
 
-def cheapest_cut(pools: Pools) -> Cut:
-    """For one rank, which waits for nobody: the groups for which the sum of costs is least (shortest path)."""
+def cut_by_stretches(pools: Pools) -> Cut | None:
+    """Of one pool: each micro-step takes the samples that follow, with a cap of its own (shortest path).
+
+    Best where few ranks share the samples; for a single rank, which waits for nobody, it is the cheapest cut of all,
+    but for the values of caps that are tried.
+    """
     rows, model = pools.rows, pools.model
-    ends = next_ends(rows, np.array([[NO_CAP]]), model)[0].tolist()
-    following = [0] * len(rows)
-    costs = np.zeros(len(rows) + 1, dtype=np.int64)
-    for start in range(len(rows) - 1, -1, -1):
-        choices = np.arange(start + 1, ends[start] + 1)
-        count, lengths, patches = rows.shapes(np.full(len(choices), start), choices)
-        padded = count * lengths
-        total = model.of(padded, patches, padded * lengths) + costs[choices]
-        fits = (count == 1) | (padded <= rows.budget.token_budget)
-        if rows.budget.max_patches is not None:
-            fits &= (count == 1) | (patches <= rows.budget.max_patches)
-        best = int(np.where(fits, total, NO_CAP).argmin())
-        costs[start], following[start] = total[best], choices[best]
-    return make_cut(pools, [walk(following, 0, len(rows))])
+    starts, highest = np.arange(len(rows)), int(pools.cap_range[1].max())
+    num_caps = min(MAX_CAPS, MAX_STATES // len(rows))
+    if num_caps < MIN_CAPS or pools.slots > MAX_SLOTS or highest <= model.fixed:
+        return None
+    spacing = -(-(highest - model.fixed) // num_caps)
+    caps = np.arange(highest, model.fixed, -max(spacing, 1))
+    while True:
+        ends = next_ends(pools, caps[:, None])
+        following = _after(ends, pools.slots)
+        costs = np.where(following[:, :-1] > starts, caps[:, None], NO_CAP)
+        least, chosen = np.zeros(len(rows) + 1, dtype=np.int64), [0] * len(rows)
+        for start in range(len(rows) - 1, -1, -1):
+            total = costs[:, start] + least[following[:, start]]
+            chosen[start] = int(total.argmin())
+            least[start] = total[chosen[start]]
+        start, groups, used = 0, [], set()
+        while start < len(rows):
+            cap, end = chosen[start], int(following[chosen[start], start])
+            groups += walk(ends[cap].tolist(), start, end)
+            used.add(int(caps[cap]))
+            start = end
+        finer = min(FINER_CAPS, MAX_STATES // (len(rows) * len(used)))
+        if spacing <= 1 or finer <= 1:
+            return fill_slots(pools, [groups], -(-len(groups) // pools.slots) * pools.slots)
+        # Once more, with the values between those that were used and the next lower ones.
+        between = spacing * np.arange(finer) // finer
+        caps, spacing = np.unique(np.array(sorted(used))[:, None] - between)[::-1], 1
+        caps = np.append(highest, caps[(caps > model.fixed) & (caps < highest)])
 
 
 def fill_slots(pools: Pools, groups: list[list[Group]], slots: int) -> Cut:

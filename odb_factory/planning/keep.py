@@ -8,10 +8,10 @@ import numpy as np
 
 from odb_factory.planning.candidates import Rows
 from odb_factory.planning.cost import Budget, CostModel
-from odb_factory.planning.cuts import cheapest_cut, cut_by_one_cap, fewest_steps
-from odb_factory.planning.matching import Cut, assign_to_ranks, match_patches
+from odb_factory.planning.cuts import cut_by_one_cap, cut_by_stretches, fewest_steps
+from odb_factory.planning.matching import Cut, assign_to_ranks, make_cut
 from odb_factory.planning.metadata import BufferMetadata
-from odb_factory.planning.plan import Plan, exceeds, pool, to_plan
+from odb_factory.planning.plan import Plan, exceeds_limit, pool, to_plan
 from odb_factory.planning.pools import Pools, lower_bound
 from odb_factory.planning.two_caps import cut_by_two_caps
 
@@ -31,18 +31,23 @@ def plan_optimizer_step(
     model: K and the cut are those for which the sum over micro-steps of what the costliest rank costs is least.
 
     Every sample is in exactly one micro-batch, every micro-batch of two or more is within both budgets, and a rank
-    idles, in the last micro-steps, only where there are too few samples. The costliest micro-step comes first.
+    idles, in the last micro-steps, only where there are too few samples. The costliest micro-step comes first, so that
+    the peak of memory shows at once.
+
+        buffers = [make_metadata([Cost(8), Cost(3)], [0, 0], exhausted=False)]
+        plan = plan_optimizer_step(buffers, Budget(16), balance=True)
+        plan.groups  # [[[1, 0]]]: of rank 0 the samples of each micro-step
     """
     table, starts, owner_rank = pool(buffers)
     balance = balance and len(buffers) > 1
-    exceeds_transfer_limit = balance and exceeds(buffers)
+    exceeds_transfer_limit = balance and exceeds_limit(buffers)
     balance = balance and not exceeds_transfer_limit
     index = np.arange(len(table))
     if balance:
         pools = Pools(Rows(table, index, budget), np.array([0, len(table)]), len(buffers), model)
     else:
         pools = Pools(Rows(table, index, budget, owner_rank), np.array(starts), 1, model)
-    cut = match_patches(pools, _best_cut(pools))
+    cut = _best_cut(pools)
     groups = [pools.rows.group(start, end) for start, end in zip(cut.starts.tolist(), cut.ends.tolist())]
     num_steps = int(cut.steps.max(initial=-1)) + 1
     steps: list[list[np.ndarray | None]] = []
@@ -60,10 +65,12 @@ def plan_optimizer_step(
 
 
 def _best_cut(pools: Pools) -> Cut:
-    if len(pools.starts) == pools.slots == 1 or not len(pools.rows):
-        return cheapest_cut(pools)
+    if not len(pools.rows):
+        return make_cut(pools, [[] for _ in pools.starts])
     least = fewest_steps(pools)
     best = cut_by_one_cap(pools, least)
+    if len(pools.starts) == 1:
+        best = min(best, cut_by_stretches(pools) or best, key=lambda cut: cut.cost)
     for num_steps in range(least + 1, least + NUM_CANDIDATES):
         if lower_bound(pools, num_steps) < best.cost:
             best = min(best, cut_by_one_cap(pools, num_steps), key=lambda cut: cut.cost)

@@ -1,8 +1,8 @@
-"""Plan a round in which ranks hand samples to each other: the windows of all are cut into groups as one.
+"""Plan a round in which samples may change rank: the buffers of all ranks are cut into groups as one.
 
-The more samples to choose from, the closer the lengths within a group, and the closer the groups of a step. Groups
-are cut from the joint window by length (next-fit decreasing), and those of like cost go out in one step. What does
-not fill a step waits for the next round.
+The more samples to choose from, the closer the lengths within a group, and the costs of the groups that run at the
+same time. Groups are cut from the pooled samples by length (next-fit decreasing), and those of like cost share a
+micro-step. What does not fill a micro-step waits for the next round.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from odb_factory.planning.per_rank import Steps
 
 
 def plan_pooled(rows: Rows, owner_rank: np.ndarray, num_ranks: int, model: CostModel, *, final: bool) -> Steps:
-    """The steps of one round. owner_rank: of each position in the table the rank that holds the sample.
+    """The micro-steps of one round.
 
-    Every rank has a group in every step, unless there are too few samples left for that. final: everything goes out.
+    owner_rank: of each position in the table the rank that holds the sample. final: everything is planned.
+    Every rank has a group in every micro-step, unless there are too few samples left for that.
     """
     if not len(rows):
         return []
@@ -35,7 +36,7 @@ def plan_pooled(rows: Rows, owner_rank: np.ndarray, num_ranks: int, model: CostM
     if len(groups) < slots:
         groups = _lower_cap_to_fill_slots(rows, groups, slots)
     elif len(groups) > slots:
-        # What has waited too long goes first, then what is costly; the rest is kept back.
+        # What is overdue goes first, then what is costly; the rest is held back.
         order = sorted(range(len(groups)), key=lambda i: (not overdue[i], -rows.cost(*groups[i], model), i))
         groups = [groups[i] for i in order[:slots]]
     matched = _match_by_cost(rows, groups, num_ranks, model)
@@ -43,7 +44,7 @@ def plan_pooled(rows: Rows, owner_rank: np.ndarray, num_ranks: int, model: CostM
 
 
 def _lower_cap_to_fill_slots(rows: Rows, groups: list[Group], slots: int) -> list[Group]:
-    """All samples in at most `slots` groups, and as many as there can be: small even steps rather than idle ranks.
+    """All samples in at most `slots` groups, and as many as there can be, small and even: no rank shall idle.
 
     groups: fewer than that, as cut at the whole budget.
     """
@@ -59,10 +60,10 @@ def _lower_cap_to_fill_slots(rows: Rows, groups: list[Group], slots: int) -> lis
 
 
 def _match_by_cost(rows: Rows, groups: list[Group], num_ranks: int, model: CostModel) -> list[list[Group]]:
-    """Groups of like cost in one step.
+    """Groups of like cost in one micro-step.
 
-    Where the model does not say what a patch costs, the groups are first parted by patches into as many classes as
-    each class then has steps: ranks wait for the vision tower of the one with most.
+    Where the model does not say what a patch costs, the groups are first divided by patches into as many classes as
+    each class then has micro-steps: ranks wait for the vision tower of the one with most.
     """
     cost = {group: (-rows.cost(*group, model), group[0]) for group in groups}
     patches = {group: rows.shape(*group)[2] for group in groups}

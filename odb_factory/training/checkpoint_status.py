@@ -9,7 +9,9 @@ from pathlib import Path
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from odb_factory.data.keep_state import KeepState
 from odb_factory.errors import DataError
+from odb_factory.training.checkpoint_files import check_optimizer, check_weights
 from odb_factory.training.state_files import (
     MARKER,
     RankState,
@@ -49,10 +51,16 @@ def status_of(folder: Path, rank: int, world_size: int, *, ignore_data: bool = F
         return Status(Kind.UNUSABLE, f"{str(folder)!r} is no folder", NOT_RESUMABLE)
     try:
         record = read_trainer_state(folder)
+        check_weights(folder, rank)
+        check_optimizer(folder, rank, may_be_missing=True)
     except DataError as error:
         return Status(Kind.UNUSABLE, str(error), NOT_RESUMABLE)
     if ignore_data:
         return Status(Kind.WHOLE)
+    try:
+        check_optimizer(folder, rank)
+    except DataError as error:
+        return Status(Kind.UNUSABLE, str(error))
     if is_stock(folder, record):
         return Status(Kind.STOCK)
     try:
@@ -64,7 +72,7 @@ def status_of(folder: Path, rank: int, world_size: int, *, ignore_data: bool = F
         said = read_marker(folder)
     except DataError as error:
         return Status(Kind.CUT_OFF, str(error))
-    if said != (states[0].epoch_state.world_size, record.optimizer_steps):
+    if said != (states[0].data.world_size, record.optimizer_steps):
         reason = f"{folder / MARKER}: it says {said[0]} ranks and {said[1]} optimizer steps, the other files do not"
         return Status(Kind.CUT_OFF, reason)
     return Status(Kind.WHOLE)
@@ -85,13 +93,15 @@ def has_our_files(folder: Path) -> bool:
 def read_states(folder: Path, rank: int, world_size: int, *, of_all: bool = False) -> list[RankState]:
     """This rank's state, where it was written by as many ranks; otherwise, or `of_all`, those of all ranks.
 
-    Raises `DataError` that names the file.
+    With kept optimizer steps any rank's tells all. Raises `DataError` that names the file.
     """
     own = rank
     if not rank_file(folder, rank).exists():
         own = min(ranks_of(folder), default=rank)
     state = read_rank_state(folder, own)
-    written_by = state.epoch_state.world_size
+    if isinstance(state.data, KeepState):
+        return [state]
+    written_by = state.data.world_size
     if written_by == world_size and not of_all:
         return [state if own == rank else read_rank_state(folder, rank)]
     return [state if other == own else read_rank_state(folder, other) for other in range(written_by)]
@@ -113,6 +123,6 @@ def check_consistent(folder: Path, states: Sequence[RankState], record: TrainerR
     for state in states:
         if state.optimizer_steps != record.optimizer_steps:
             raise DataError(
-                f"{rank_file(folder, state.epoch_state.rank)}: it is of optimizer step "
+                f"{rank_file(folder, state.data.rank)}: it is of optimizer step "
                 f"{state.optimizer_steps}, and trainer_state.json of {record.optimizer_steps}"
             )

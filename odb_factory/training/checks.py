@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from typing import Any
 
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from odb_factory.config import ODBConfig
-from odb_factory.errors import ConfigError
+from odb_factory.errors import ConfigError, DataError
 from odb_factory.log import get_logger
 from odb_factory.planning import Collation
 
@@ -16,7 +17,9 @@ logger = get_logger(__name__)
 HEADS_WITHOUT_A_SHIFT = ("ForMultipleChoice", "ForNextSentencePrediction", "ForPreTraining")
 """Heads that transformers' table of losses does not have."""
 SHARED_REPLICA = ("tp_size", "cp_size", "sp_size")
-OVERRIDDEN = ("train", "get_train_dataloader", "get_batch_samples", "training_step", "compute_loss", "create_scheduler")
+OVERRIDDEN = ("train", "get_train_dataloader", "training_step", "compute_loss", "create_scheduler")
+BELOW = ("get_batch_samples",)
+"""Not overridden, and relied on."""
 
 
 def check_training_arguments(args: Any) -> None:
@@ -43,23 +46,23 @@ def check_training_arguments(args: Any) -> None:
             "include_tokens_per_second: True would go through the data once more to count tokens; remove the key and "
             "read odb/tokens_per_step."
         )
-    scheduler = _deepspeed_config(args).get("scheduler")
-    if scheduler:
-        raise ConfigError(
-            f"deepspeed: the scheduler {scheduler.get('type')!r} in its config counts steps that "
-            "are not known ahead; remove `scheduler` there and use lr_scheduler_type."
-        )
-    if args.dataloader_drop_last:
-        raise ConfigError(
-            "dataloader_drop_last: True would leave out the samples of a last, smaller batch, and odb trains on every "
-            "sample; remove the key."
-        )
     if getattr(args.accelerator_config, "split_batches", False):
         logger.warning("accelerator_config.split_batches: True has no effect with odb, where no batch is cut apart")
     if getattr(args, "group_by_length", False) or getattr(args, "train_sampling_strategy", None) == "group_by_length":
         raise ConfigError(
             "group_by_length (train_sampling_strategy): it needs all lengths before training, and odb groups online; "
             "remove the key."
+        )
+
+
+def check_fill(args: Any, config: ODBConfig) -> None:
+    """Raise `ConfigError` for what counts optimizer steps that are not known ahead."""
+    scheduler = _deepspeed_config(args).get("scheduler")
+    if scheduler and not config.keeps:
+        raise ConfigError(
+            f"deepspeed: the scheduler {scheduler.get('type')!r} in its config counts optimizer steps, which "
+            "`global_batch_size: fill` does not know ahead; remove `scheduler` there and use lr_scheduler_type, or "
+            "keep the optimizer steps."
         )
 
 
@@ -74,9 +77,15 @@ def check_dummy_media(config: ODBConfig, collation: Collation) -> None:
 
 def check_trainer(trainer: Any) -> None:
     """Raise `ConfigError` for a trainer whose model, parallelism or methods cannot work with odb."""
+    _check_dataset(trainer.train_dataset)
     _check_labels(trainer.model)
     _check_model_parallelism(trainer)
     check_methods(trainer)
+
+
+def _check_dataset(dataset: Any) -> None:
+    if isinstance(dataset, Sized) and len(dataset) == 0:
+        raise DataError("train_dataset: it has no row, so there is nothing to train on; look at what filters it.")
 
 
 def _check_counts(args: Any) -> None:
@@ -176,7 +185,7 @@ def _unwrapped(model: Any) -> Any:
 
 def check_methods(trainer: Any) -> None:
     """Refuse a trainer whose methods somebody has replaced, so that those of odb would not be reached or not hold."""
-    for name in OVERRIDDEN:
+    for name in (*OVERRIDDEN, *BELOW):
         if name in vars(trainer):
             found = vars(trainer)[name]
             raise ConfigError(

@@ -19,9 +19,10 @@ from odb_factory.data.observe import Observer
 from odb_factory.errors import ConfigError
 from odb_factory.planning import Collation
 from odb_factory.training import columns
-from odb_factory.training.checks import check_dummy_media, check_methods, check_training_arguments
+from odb_factory.training.checks import check_dummy_media, check_fill, check_methods, check_training_arguments
+from odb_factory.training.loss_rule import check_loss, stock_mean
 from odb_factory.training.mixin import ODBTrainerMixin
-from odb_factory.training.run import ODBRun
+from odb_factory.training.run import ODBRun, RunLength
 
 if TYPE_CHECKING:
     from odb_factory.loop.keys import TrainerKeys
@@ -41,7 +42,8 @@ class ODBSettings:
 
     def make_run(self, trainer: Any, source: Any, stock: Any) -> ODBRun:
         """stock: the train dataloader that the trainer would use; source: the same, perhaps with all its columns."""
-        args = trainer.args
+        args, mean = trainer.args, stock_mean(trainer)
+        check_loss(trainer, self.config, mean)
         seed = next(seed for seed in (self.config.seed, args.data_seed, args.seed) if seed is not None)
         parts = dismantle(source, seed, stream=trainer.train_dataset)
         # The Trainer wraps its collator to remove columns from items.
@@ -59,17 +61,16 @@ class ODBSettings:
             patch_size=self.patch_size,
             cost_fn=self.cost_fn,
             accumulation=args.gradient_accumulation_steps,
+            stock_mean=mean,
             seed=seed,
         )
+        counts_steps = args.max_steps > 0
         return ODBRun(
             loader,
             self.config,
+            RunLength(None if counts_steps else args.num_train_epochs, args.max_steps if counts_steps else None),
+            args.output_dir,
             accumulation=args.gradient_accumulation_steps,
-            target_epochs=None if args.max_steps > 0 else args.num_train_epochs,
-            max_steps=args.max_steps if args.max_steps > 0 else None,
-            output_dir=args.output_dir,
-            rank=loader.rank,
-            world_size=loader.world_size,
             is_shuffled=getattr(parts.sampler, "shuffle", isinstance(parts.sampler, RandomSampler)),
         )
 
@@ -126,6 +127,7 @@ def enable_odb(
     config = make_config(config, block)
     check_process_group(process_group)
     check_training_arguments(trainer.args)
+    check_fill(trainer.args, config)
     check_dummy_media(config, collation or Collation())
     check_methods(trainer)
     if not isinstance(trainer, ODBTrainerMixin):

@@ -1,18 +1,21 @@
 """`ODBTrainerMixin`: the few Trainer methods that online dynamic batching changes.
 
-Only methods with the same meaning in transformers 4.55 to 5.x are overridden, and all but the two
-that bring the batches call `super()`. What they rely on inside the Trainer is probed before training (`probes.py`).
-The Trainer keeps its loop; `ODBCallback` sets its figures right.
+The Trainer keeps its loop. A batch of its dataloader is an optimizer step and its accumulation is 1, so that all it
+counts, schedules, logs and saves is right by itself; `training_step` runs the micro-batches. Only methods with the same
+meaning in transformers 4.55 to 5.x are overridden, and all but the dataloader call `super()`. What they rely on inside
+the Trainer is probed before training (`probes.py`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from accelerate.utils import DistributedType
 
 from odb_factory.accounting.loss_weights import without_average_tokens
 from odb_factory.comm.gloo import gather_once
@@ -21,10 +24,12 @@ from odb_factory.log import get_logger
 from odb_factory.training import checkpoint, columns, probes
 from odb_factory.training.checks import check_trainer
 from odb_factory.training.find_checkpoint import find_checkpoint
+from odb_factory.training.output_dirs import compare_output_dirs
 from odb_factory.training.progress import CheckpointMark, ODBCallback
 from odb_factory.training.run import ODBRun
-from odb_factory.training.schedule import ScheduleClock, follow_clock, scale_learning_rate
-from odb_factory.training.train_loader import TrainLoader
+from odb_factory.training.run_arguments import HideArguments, RunArguments
+from odb_factory.training.schedule import scale_learning_rate
+from odb_factory.training.train_loader import StepInputs, TrainLoader
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -44,12 +49,13 @@ class ODBTrainerMixin(Base):
     Then `enable_odb(trainer, ...)` switches it on (it also does so for a trainer without the mixin).
     odb_settings: makes the run, given the trainer and its stock train dataloader; None: stock behaviour.
     odb_run: the run of the `train()` under way; None outside of it, where everything is stock's.
+    odb_arguments: the training arguments that the run changes; None outside of `train()`.
     """
 
     odb_settings: ODBSettings | None = None
     odb_run: ODBRun | None = None
     odb_checkpoint: str | None = None
-    odb_is_training: bool = False
+    odb_arguments: RunArguments | None = None
     odb_callback: ODBCallback | None = None
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -57,45 +63,55 @@ class ODBTrainerMixin(Base):
             return super().train(resume_from_checkpoint, *args, **kwargs)
         check_trainer(self)
         probes.check_seams(self)
+        if self.args.world_size > 1 and self.args.save_strategy != "no":
+            compare_output_dirs(str(self.args.output_dir), self._odb_gather)
         found = find_checkpoint(
             resume_from_checkpoint,
             output_dir=str(self.args.output_dir),
             rank=self.args.process_index,
             world_size=self.args.world_size,
             ignore_data=self.odb_settings.config.resume == "ignore_data",
-            gather=self._odb_gather,
+            gather=self._odb_gather_numbers,
         )
         self.odb_checkpoint = resume_from_checkpoint = None if found is None else str(found)
-        skips, self.args.ignore_data_skip = self.args.ignore_data_skip, True  # the loader stands where it has to
-        callback = self.odb_callback = ODBCallback(self)
-        # First, so that every other callback reads the step count and epoch already set right.
-        self.callback_handler.callbacks.insert(0, callback)
-        self.odb_is_training = True
-        self.add_callback(CheckpointMark())
+        arguments = RunArguments(self)
+        callback = ODBCallback(self, arguments)
+        with self._odb_callbacks(callback, HideArguments(arguments)), arguments.changed():
+            self.odb_arguments, self.odb_callback = arguments, callback
+            try:
+                result = super().train(resume_from_checkpoint, *args, **kwargs)
+                if self.odb_run is None:
+                    raise ConfigError(_not_reached(self, "get_train_dataloader"))
+                self.odb_run.finish()
+                return result
+            except BaseException as error:
+                if self.odb_run is not None:
+                    self.odb_run.abort(error)
+                raise
+            finally:
+                self.odb_arguments = self.odb_callback = None
+                if self.odb_run is not None:
+                    self.odb_run.close()
+                    self.odb_run = None
+
+    @contextlib.contextmanager
+    def _odb_callbacks(self, first: ODBCallback, last: HideArguments) -> Iterator[None]:
+        """The Trainer's callbacks as a run needs them."""
+        callbacks = self.callback_handler.callbacks
+        # First, so that every other callback reads figures that are set right.
+        callbacks.insert(0, first)
+        callbacks += [CheckpointMark(), last]
         try:
-            result = super().train(resume_from_checkpoint, *args, **kwargs)
-            if self.odb_run is None:
-                raise ConfigError(_not_reached(self, "get_train_dataloader"))
-            self.odb_run.finish()
-            return result
-        except BaseException as error:
-            if self.odb_run is not None:
-                self.odb_run.abort(error)
-            raise
+            yield
         finally:
-            self.odb_is_training = False
-            self.args.ignore_data_skip = skips
-            self.callback_handler.callbacks.remove(callback)
-            self.remove_callback(CheckpointMark)
-            self.odb_callback = None
-            if self.odb_run is not None:
-                self.odb_run.close()
-                self.odb_run = None
+            # In place: the Trainer may have made some anew from a checkpoint.
+            callbacks[:] = [one for one in callbacks if not isinstance(one, type(first) | CheckpointMark | type(last))]
 
     def get_train_dataloader(self) -> Any:
         """In `train()` the loader of the run; at all other times stock's, and nothing is started."""
         stock = super().get_train_dataloader()
-        if self.odb_settings is None or not self.odb_is_training or self.odb_run is not None:
+        arguments = self.odb_arguments
+        if self.odb_settings is None or arguments is None or self.odb_run is not None:
             return stock
         source = stock
         if self.odb_settings.observer is None and columns.are_needed(
@@ -106,92 +122,117 @@ class ODBTrainerMixin(Base):
                 source = super().get_train_dataloader()
             finally:
                 self.args.remove_unused_columns = True
-        self.odb_run = self.odb_settings.make_run(self, source, stock)
+        with arguments.shown():
+            self.odb_run = self.odb_settings.make_run(self, source, stock)
         if self.odb_checkpoint is not None:
             checkpoint.load(self.odb_run, Path(self.odb_checkpoint))
         if not self.odb_run.finished:
-            self.odb_run.loader.start()
-        return TrainLoader(self.odb_run, stock)
+            self.odb_run.loader.begin()
+        return TrainLoader(self.odb_run, getattr(self.model, "main_input_name", "input_ids"), stock)
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Samples of an optimizer step, as the Trainer says them."""
+        stock: int = super().get_total_train_batch_size(args)
+        if self.odb_run is None or self.odb_arguments is None:
+            return stock
+        return self.odb_run.loader.global_batch_size or stock * self.odb_arguments.accumulation
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        if self.odb_run is not None and self.odb_callback is not None:
-            # Before the Trainer writes its files, and deletes older checkpoints.
-            self.odb_callback.begin_save(output_dir)
-        super().save_model(output_dir, _internal_call)
+        if self.odb_run is None or self.odb_callback is None or self.odb_arguments is None:
+            super().save_model(output_dir, _internal_call)
+            return
+        # Before the Trainer writes its files, and deletes older checkpoints.
+        self.odb_callback.begin_save(output_dir)
+        with self.odb_arguments.shown():
+            super().save_model(output_dir, _internal_call)
 
-    def _odb_gather(self, numbers: list[int]) -> list[list[int]]:
+    def _odb_gather(self, message: bytes) -> list[bytes]:
         """What each rank says, to all ranks."""
         assert self.odb_settings is not None
-        answers = gather_once(json.dumps(numbers).encode(), self.odb_settings.config.exchange_timeout_s)
-        return [json.loads(answer) for answer in answers]
+        return gather_once(message, self.odb_settings.config.exchange_timeout_s)
 
-    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, *args: Any, **kwargs: Any) -> Any:
-        if self.odb_run is None:
-            return super().get_batch_samples(epoch_iterator, num_batches, *args, **kwargs)
-        # None instead of num_items_in_batch: every model then returns its mean loss, which is weighed below.
-        return self.odb_run.take(epoch_iterator, num_batches), None
+    def _odb_gather_numbers(self, numbers: list[int]) -> list[list[int]]:
+        return [json.loads(answer) for answer in self._odb_gather(json.dumps(numbers).encode())]
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """In `train()` a whole optimizer step: `inputs` are `StepInputs`. Returns the sum of its losses."""
         run = self.odb_run
-        if run is None:
-            return super().training_step(*args, **kwargs)
-        if not run.has_batch:
-            raise ConfigError(_not_reached(self, "get_batch_samples"))
-        run.begin_step()
-        loss = super().training_step(*args, **kwargs)
-        if not run.is_weighed:
-            raise ConfigError(_not_reached(self, "compute_loss"))
-        run.end_step()
-        return loss
+        if run is None or not isinstance(inputs, StepInputs):
+            return super().training_step(model, inputs, *args, **kwargs)
+        total: Any = None
+        for micro_batch, measured, batch in inputs.micro_batches:
+            run.begin_micro_batch(micro_batch, measured, batch)
+            with self._odb_gradients_summed(model, is_last=micro_batch.ends_optimizer_step):
+                loss = super().training_step(model, batch)  # type: ignore[arg-type]
+            del batch
+            if run.computing is None or not run.computing.is_weighed:
+                raise ConfigError(_not_reached(self, "compute_loss"))
+            run.end_micro_batch()
+            total = loss if total is None else total + loss
+            if not micro_batch.ends_optimizer_step:
+                self.control = self.callback_handler.on_substep_end(self.args, self.state, self.control)
+        return total
+
+    @contextlib.contextmanager
+    def _odb_gradients_summed(self, model: Any, *, is_last: bool) -> Iterator[None]:
+        """Gradients add up on each rank, and are synchronised with those of the last micro-batch, as in the Trainer."""
+        accelerator = self.accelerator
+        is_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
+        if is_deepspeed:  # newer releases of accelerate do the same by `sync_gradients`
+            model.set_gradient_accumulation_boundary(is_last)
+        syncs = is_last or is_deepspeed or accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+        if self.is_fsdp_enabled and self.odb_arguments is not None and self.odb_arguments.accumulation == 1:
+            syncs = True  # it would hold whole gradients, for which stock training needs no memory
+        accelerator.sync_gradients = is_last
+        try:
+            with contextlib.nullcontext() if syncs else accelerator.no_sync(model=model):
+                yield
+        finally:
+            accelerator.sync_gradients = True
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **kwargs: Any
     ) -> Any:
         run = self.odb_run
-        if run is None or run.weight is None:  # evaluation
-            if run is not None and run.has_batch and model.training:
+        if run is None or run.computing is None:
+            if isinstance(inputs, StepInputs):
                 raise ConfigError(_not_reached(self, "training_step"))
-            if num_items_in_batch is not None:
+            if num_items_in_batch is not None:  # in an evaluation
                 kwargs["num_items_in_batch"] = num_items_in_batch
             return super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
-        weight, run.is_weighed = run.weight, True
-        if self.compute_loss_func is None:
-            # The Trainer divides by this afterwards, unless a loss function of the user's own took the loss over.
-            weight *= self.current_gradient_accumulation_steps
-        else:
-            # Of this micro-batch alone: a function that divides by it then returns a mean too, and one that is not
-            # asked for it (LLaMA-Factory's asft) does so anyway.
-            kwargs["num_items_in_batch"] = torch.tensor(run.num_items, device=self.args.device)
-        with without_average_tokens(self.args):
+        computing, loss = run.computing, run.computing.loss
+        computing.is_weighed = True
+        # Of this micro-batch alone: what divides by it returns a mean, as what does not look at it does.
+        kwargs["num_items_in_batch"] = torch.tensor(computing.num_items, device=self.args.device)
+        weighing: Any = contextlib.nullcontext()
+        if loss.row_weights is not None:
+            weighing = run.token_loss(model).weighing(loss.row_weights)
+        with without_average_tokens(self.args), weighing:
             result: Any = super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
-        return (result[0] * weight, *result[1:]) if return_outputs else result * weight
+        return (result[0] * loss.scale, *result[1:]) if return_outputs else result * loss.scale
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         run = self.odb_run
         if run is None or self.lr_scheduler is not None:
             return super().create_scheduler(num_training_steps, optimizer)
-        if run.max_steps is None and run.clock is None:
-            warmup_steps = int(self.args.warmup_steps) if self.args.warmup_steps >= 1 else 0
-            run.clock = ScheduleClock(run.estimated_optimizer_steps(), warmup_steps)
-        factor = run.learning_rate_factor()
+        if run.fill is None:
+            return super().create_scheduler(run.total_steps or num_training_steps, optimizer)
+        steps = run.fill.steps_of_schedule(self.args.warmup_steps)
+        factor = run.fill.learning_rate_factor()
         if factor != 1.0:
             scale_learning_rate(optimizer or self.optimizer, factor)
-        steps = run.estimated_optimizer_steps() if run.clock is None else run.clock.total_steps
         scheduler = super().create_scheduler(steps, optimizer)
-        if run.clock is not None and run.max_steps is None:
-            follows = follow_clock(scheduler, run.clock)
-            if not follows and not isinstance(scheduler, ReduceLROnPlateau):
-                logger.warning("%s counts optimizer steps, which are estimated as %d", type(scheduler).__name__, steps)
+        run.fill.follow(scheduler)
         return scheduler
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         run = self.odb_run
         # `should_log` and both entries: the Trainer's own log of the training, not one of a callback or a subclass.
         if run is not None and self.control.should_log and {"loss", "learning_rate"} <= logs.keys():
-            logs.update(run.interval_metrics())
+            logs.update(run.accounting.interval_metrics())
         elif run is not None and "train_runtime" in logs:
-            logs.update(run.run_metrics())
-            logs["train_samples_per_second"] = round(run.samples_since_resume / logs["train_runtime"], 3)
+            logs.update(run.accounting.metrics())
+            logs["train_samples_per_second"] = round(run.accounting.samples_since_resume / logs["train_runtime"], 3)
         super().log(logs, *args, **kwargs)
 
 

@@ -26,27 +26,28 @@ from odb_factory.accounting.loss_weights import without_average_tokens
 from odb_factory.data.components import dismantle
 from odb_factory.errors import ConfigError
 
-ACCUMULATION = 4
 LOSS = 3.0
 NUM_ITEMS = 8
 
 
 def check_seams(trainer: Trainer) -> None:
     """Run every probe. trainer: about to train; it is left as it is."""
-    trainer_divides_by_the_accumulation(trainer)
+    loss_goes_to_backward_as_it_is(trainer)
     own_loss_is_left_alone(trainer)
-    batches_come_from_get_batch_samples(trainer)
+    batches_are_taken_one_by_one(trainer)
+    inputs_are_counted_by_their_number(trainer)
+    synchronisation_can_be_switched(trainer)
     callbacks_run_in_the_order_of_their_list(trainer)
     accelerate_does_not_divide(trainer)
     lambdas_of_a_schedule_can_be_replaced()
     prepared_loader_can_be_taken_apart()
 
 
-def trainer_divides_by_the_accumulation(trainer: Trainer) -> None:
-    """`training_step` hands accelerate the loss over `current_gradient_accumulation_steps`, which our weights undo."""
+def loss_goes_to_backward_as_it_is(trainer: Trainer) -> None:
+    """`training_step` hands accelerate what `compute_loss` returns, for one batch an optimizer step."""
     probe = _probe(trainer, compute_loss_func=None)
     handed = _training_step(probe)
-    _expect(handed, LOSS / ACCUMULATION, "Trainer.training_step", "the loss that it hands to backward", transformers)
+    _expect(handed, LOSS, "Trainer.training_step", "the loss that it hands to backward", transformers)
     if trainer.accelerator.distributed_type == DistributedType.DEEPSPEED:
         # Otherwise its engine would divide by the accumulation once more.
         found = probe.handed[0][1].get("scale_wrt_gas")
@@ -71,14 +72,32 @@ def own_loss_is_left_alone(trainer: Trainer) -> None:
     _expect(given, NUM_ITEMS, "Trainer.compute_loss", "num_items_in_batch as a compute_loss_func sees it", transformers)
 
 
-def batches_come_from_get_batch_samples(trainer: Trainer) -> None:
-    """`get_batch_samples(epoch_iterator, num_batches, ...)` returns the next batches and one thing more."""
+def batches_are_taken_one_by_one(trainer: Trainer) -> None:
+    """`get_batch_samples(epoch_iterator, 1, ...)` returns the next batch as it is, and counts none without labels."""
     names = list(inspect.signature(Trainer.get_batch_samples).parameters)[1:]
     _expect(names[:2], ["epoch_iterator", "num_batches"], "Trainer.get_batch_samples", "its arguments", transformers)
-    batches = [{"input_ids": torch.zeros(1, 1)} for _ in range(3)]
-    result = Trainer.get_batch_samples(_probe(trainer), iter(batches), 2, *[torch.device("cpu")] * (len(names) - 2))
-    found = isinstance(result, tuple) and len(result) == 2 and len(result[0]) == 2 and result[0][1] is batches[1]
-    _expect(found, True, "Trainer.get_batch_samples", "(the next batches, items)", transformers)
+    batches = [{"input_ids": torch.empty(NUM_ITEMS, device="meta")} for _ in range(2)]
+    probe = _probe(trainer)
+    result = Trainer.get_batch_samples(probe, iter(batches), 1, *[torch.device("cpu")] * (len(names) - 2))
+    found = isinstance(result, tuple) and len(result) == 2 and len(result[0]) == 1 and result[0][0] is batches[0]
+    _expect(found and result[1] is None, True, "Trainer.get_batch_samples", "(the next batch, no items)", transformers)
+
+
+def inputs_are_counted_by_their_number(trainer: Trainer) -> None:
+    """`floating_point_ops` looks at the number of elements of the main input alone."""
+    probe = _probe(trainer)
+    probe.model.num_parameters = lambda **kwargs: 1
+    found = [Trainer.floating_point_ops(probe, {"input_ids": torch.empty(n, device="meta")}) for n in (1, NUM_ITEMS)]
+    _expect(found[1], NUM_ITEMS * found[0], "Trainer.floating_point_ops", "by the number of tokens", transformers)
+
+
+def synchronisation_can_be_switched(trainer: Trainer) -> None:
+    """`Accelerator.sync_gradients` is what accelerate and the Trainer go by."""
+    state, before = trainer.accelerator.gradient_state, trainer.accelerator.sync_gradients
+    trainer.accelerator.sync_gradients = False
+    found = state.sync_gradients
+    trainer.accelerator.sync_gradients = before
+    _expect(found, False, "Accelerator.sync_gradients", "whether gradients are synchronised", accelerate)
 
 
 def callbacks_run_in_the_order_of_their_list(trainer: Trainer) -> None:
@@ -159,7 +178,7 @@ def _probe(trainer: Trainer, **changes: Any) -> Any:
     probe.model = _OneParameter(trainer.args.device)
     probe.optimizer = probe.label_smoother = None
     probe.model_accepts_loss_kwargs = True
-    probe.current_gradient_accumulation_steps = ACCUMULATION
+    probe.current_gradient_accumulation_steps = 1
     probe.handed = []
     probe.accelerator = SimpleNamespace(
         num_processes=2,

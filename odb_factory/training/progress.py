@@ -1,4 +1,4 @@
-"""Keep the Trainer's own figures right: step count, epoch, end of epoch, progress bar."""
+"""The callback of a run: the Trainer's figures where it cannot know them, our part of a checkpoint, the first lines."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from odb_factory.errors import ConfigError
 from odb_factory.log import get_logger
 from odb_factory.training import checkpoint
+from odb_factory.training.expectation import say_what_to_expect
+from odb_factory.training.run_arguments import RunArguments
 
 logger = get_logger(__name__)
 
@@ -40,37 +43,29 @@ class CheckpointMark(TrainerCallback, ExportableState):
 
 
 class ODBCallback(TrainerCallback):
-    """Runs before the other callbacks. The Trainer's loop is sized by an upper bound; this one ends it in time."""
+    """Runs before the other callbacks."""
 
-    def __init__(self, trainer: Any):
-        self.trainer = trainer
+    def __init__(self, trainer: Any, arguments: RunArguments):
+        self.trainer, self.arguments = trainer, arguments
         self._begun: Path | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         run = self.trainer.odb_run
         handler = self.trainer.callback_handler
         handler.train_dataloader = handler.train_dataloader.stock  # ordinary batches, for callbacks that look at them
+        self.arguments.show()  # until `HideArguments`: trackers of experiments read them now
         if run.finished:
             logger.info("nothing is left to train: the checkpoint has all %s optimizer steps", run.optimizer_steps)
             return
-        epoch_steps = run.loader.start() / run.accumulation
-        state.max_steps = run.estimated_optimizer_steps()
-        state.num_train_epochs = math.ceil(run.target_epochs or run.max_steps / epoch_steps)
-        state.compute_steps(args, state.max_steps)
-        samples = (
-            "a stream of unknown length"
-            if run.loader.num_samples is None
-            else (f"{run.loader.num_samples} samples in about {round(epoch_steps)} optimizer steps an epoch")
-        )
-        logger.info(
-            "%s (figures of the Trainer above are bounds): "
-            "token_budget %d, max_patches %s, buffer_size %d, loss_scaling %s",
-            samples,
-            run.config.token_budget,
-            run.config.max_patches,
-            run.config.buffer_size,
-            run.config.loss_scaling,
-        )
+        if run.fill is not None:
+            state.max_steps = run.fill.estimated_steps()
+            an_epoch = run.loader.estimate_optimizer_steps()
+            state.num_train_epochs = math.ceil(run.length.epochs or run.length.max_steps / max(an_epoch, 1))
+            state.compute_steps(args, state.max_steps)
+        elif run.taken_anew and run.total_steps is not None:
+            state.max_steps = run.total_steps
+            state.compute_steps(args, state.max_steps)
+        say_what_to_expect(run.loader, run.config)
 
     def begin_save(self, output_dir: str | None) -> None:
         """The Trainer begins to save to this folder; does nothing if that is no checkpoint (an export of the model)."""
@@ -95,10 +90,17 @@ class ODBCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         run = self.trainer.odb_run
+        if run.optimizer_steps != state.global_step:
+            raise ConfigError(
+                "training_step: an override of it does not come to the one of odb, so the loss would not be weighed; "
+                "let it call super(), or train without odb."
+            )
         state.epoch = run.epoch
-        run.end_optimizer_step()
-        state.max_steps = run.expected_optimizer_steps()
-        control.should_epoch_stop = control.should_epoch_stop or run.epoch_ended
+        if run.fill is None:
+            return
+        # The Trainer's loop is sized by a bound; this ends it in time.
+        state.max_steps = run.fill.expected_steps(run.epoch, run.optimizer_steps)
+        control.should_epoch_stop = control.should_epoch_stop or run.step.last
         for callback in self.trainer.callback_handler.callbacks:
             bar = getattr(callback, "training_bar", None)
             if bar is not None:

@@ -1,36 +1,94 @@
-"""What the Trainer sees as its train dataloader."""
+"""What the Trainer sees as its train dataloader: its batches are optimizer steps."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
+from odb_factory.data.collate import Collated
+from odb_factory.data.samples import OptimizerStep
 from odb_factory.training.run import ODBRun
 
 
-class TrainLoader:
-    """Its items, (`MicroBatch`, `Measured`, batch), are taken by the run.
+class StepInputs(dict[str, torch.Tensor]):
+    """An optimizer step in the place of a batch.
 
-    The Trainer sizes its loops by `len`, the most steps an epoch can have, and would cut an epoch short at a lower
-    figure; there is none if it counts `max_steps`.
-    stock: the DataLoader that the Trainer would have used. Callbacks are given that one, which they may iterate.
+    As a mapping it holds what the Trainer counts of a batch: a main input whose `numel` are input tokens (it has no
+    storage), and an attention mask whose sum are tokens without padding. Its micro-batches are taken from the loader
+    when they are asked for, so that one at a time is in memory.
     """
 
-    def __init__(self, run: ODBRun, stock: Any):
-        self.run, self.dataset, self.stock = run, run.loader.dataset, stock
+    def __init__(self, step: OptimizerStep, main_input: str, num_tokens: int, num_real_tokens: int):
+        super().__init__(
+            {
+                main_input: torch.empty(num_tokens, device="meta"),
+                "attention_mask": torch.tensor(num_real_tokens),
+            }
+        )
+        self.step = step
+        self.micro_batches: Iterator[Collated] = iter(())
+
+
+class TrainLoader:
+    """Yields the optimizer steps of an epoch of `run`.
+
+    main_input: the model's `main_input_name`. stock: the DataLoader that the Trainer would have used. Callbacks are
+    given that one, which they may iterate.
+    """
+
+    def __init__(self, run: ODBRun, main_input: str, stock: Any):
+        self.run, self.main_input, self.stock = run, main_input, stock
+        self.dataset = run.loader.dataset
         self._offset: int | None = None
 
     def __len__(self) -> int:
-        if self.run.max_steps is not None or self.run.loader.num_samples is None:
-            raise TypeError("the number of steps of an epoch is not known ahead")
-        # A step emits a sample on some rank, but for the idle steps that fill the last optimizer step.
-        return -(-self.run.loader.num_samples // self.run.accumulation) * self.run.accumulation
+        """Optimizer steps of an epoch: exact where they are kept, else a bound, at which the Trainer would end it."""
+        length = self.run.epoch_length
+        if length is None:
+            raise TypeError("the number of optimizer steps of an epoch is not known ahead")
+        return length
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(()) if self.run.finished else iter(self.run.loader)
+    def __iter__(self) -> Iterator[StepInputs]:
+        if self.run.finished:
+            return
+        collated = iter(self.run.loader)
+        while (first := self._next(collated)) is not None:
+            inputs = self._inputs_of(first[0].step)
+            inputs.micro_batches = self._micro_batches([first], collated)
+            del first
+            yield inputs
 
     def set_epoch(self, epoch: int) -> None:
         """After a resume the Trainer counts epochs from a bound; the first is the one where the loader stands."""
         if self._offset is None:
             self._offset = self.run.loader.epoch - epoch
         self.run.loader.set_epoch(epoch + self._offset)
+
+    def _inputs_of(self, step: OptimizerStep) -> StepInputs:
+        """What all ranks have computed is told by one of them: the Trainer adds up what they say."""
+        tells = self.run.loader.rank == 0
+        tokens = step.stock_input_tokens
+        if tokens is None:
+            tokens = step.padded_tokens if tells else 0
+        return StepInputs(step, self.main_input, tokens, step.tokens if tells else 0)
+
+    def _micro_batches(self, first: list[Collated], collated: Iterator[Collated]) -> Iterator[Collated]:
+        """Those of one optimizer step; keeps no reference to what it has handed on."""
+        is_last = first[0][0].ends_optimizer_step
+        yield first.pop()
+        while not is_last:
+            item = self._next(collated)
+            assert item is not None, "an optimizer step is handed out whole"
+            is_last = item[0].ends_optimizer_step
+            box = [item]
+            del item
+            yield box.pop()
+
+    def _next(self, collated: Iterator[Collated]) -> Collated | None:
+        asked = time.perf_counter()
+        item = next(collated, None)
+        self.run.accounting.wait(time.perf_counter() - asked)
+        return item

@@ -16,17 +16,17 @@ from odb_factory.planning import Budget, make_metadata, plan_buffers
 def test_every_rank_gets_the_samples_of_its_groups(world: list[list]) -> None:
     """And nothing else: a buffer holds what its rank trains on."""
     held = [
-        [Sample(100 * rank + i, cost, pack({"input_ids": [i]})) for i, cost in enumerate(window)]
-        for rank, window in enumerate(world)
+        [Sample(100 * rank + i, cost, pack({"input_ids": [i]})) for i, cost in enumerate(world_costs)]
+        for rank, world_costs in enumerate(world)
     ]
-    windows = [make_metadata(window, [0] * len(window), exhausted=True) for window in world]
-    plan = plan_buffers(windows, Budget(100), seed=0, epoch=0, round_index=0, balance=True)
-    buffers = [make_buffers(plan, rank, window, sample_to_bytes) for rank, window in enumerate(held)]
-    everything = [sample for window in held for sample in window]
-    for rank, window in enumerate(held):
-        received = [mine[rank] for mine in buffers]
+    held_by_rank = [make_metadata(one, [0] * len(one), exhausted=True) for one in world]
+    plan = plan_buffers(held_by_rank, Budget(100), seed=0, epoch=0, round_index=0, balance=True)
+    buffers = [make_buffers(plan, rank, mine, sample_to_bytes) for rank, mine in enumerate(held)]
+    everything = [sample for mine in held for sample in mine]
+    for rank, mine in enumerate(held):
+        received = [sent[rank] for sent in buffers]
         samples = redistribute(
-            plan, rank, window, lambda _, received=received: received, encode=sample_to_bytes, decode=sample_from_bytes
+            plan, rank, mine, lambda _, received=received: received, encode=sample_to_bytes, decode=sample_from_bytes
         )
         rows = [row for group in plan.groups[rank] for row in group]
         assert [samples[row] for row in rows] == [everything[row] for row in rows]

@@ -87,7 +87,7 @@ def test_it_does_not_matter_which_rank_is_first(data: Any, case: Case) -> None:
     world, options = case
     first = run_shards(world, **options)
     again = run_shards(world, order=data.draw(orders(world)), **options)
-    assert [epoch.rounds for epoch in again] == [epoch.rounds for epoch in first]
+    assert [epoch.plans for epoch in again] == [epoch.plans for epoch in first]
     assert endings(again) == endings(first)
 
 
@@ -108,15 +108,17 @@ def test_what_all_ranks_are_told_is_the_same(case: Case) -> None:
     world, options = case
     epochs = run_shards(world, **options)
     for steps in zip(*(epoch.steps for epoch in epochs)):
-        told = [(s.index, s.totals, s.done, s.rejected, s.overlong, s.left_out, s.last, s.epoch_steps) for s in steps]
-        assert told == [told[0]] * len(told)
-        assert steps[0].totals.samples == sum(len(step.ids) for step in steps)
-        assert steps[0].totals.tokens == sum(step.tokens for step in steps)
-        assert steps[0].totals.supervised_tokens == sum(step.supervised_tokens for step in steps)
+        assert list(steps) == [steps[0]] * len(steps)
+    for micro_step in zip(*(epoch.micro_batches for epoch in epochs)):
+        totals = micro_step[0].totals
+        assert [one.totals for one in micro_step] == [totals] * len(micro_step)
+        assert totals.samples == sum(len(one.ids) for one in micro_step)
+        assert totals.tokens == sum(one.tokens for one in micro_step)
+        assert totals.supervised_tokens == sum(one.supervised_tokens for one in micro_step)
     if epochs[0].steps:
         last = epochs[0].steps[-1]
         assert last.rejected.total() == sum(len(epoch.rejected) for epoch in epochs)
-        seen = {id for epoch in epochs for window in epoch.windows for id in window}
+        seen = {id for epoch in epochs for buffer in epoch.buffers for id in buffer}
         overlong = [row.id for shard in world for row in usable(shard) if options["budget"].overlong(row.cost)]
         assert last.overlong == len(seen.intersection(overlong))
 
@@ -131,7 +133,7 @@ def test_all_rejected_on_one_rank_is_no_end_for_the_others(case: Case) -> None:
     assume(any(map(usable, world)))
     epochs = run_shards(rows, **options)
     check_promises(rows, epochs, **options)
-    assert all(step.idle for step in epochs[-1].steps)
+    assert all(one.idle for one in epochs[-1].micro_batches)
     assert len(epochs[-1].rejected) == 9
 
 
@@ -158,7 +160,7 @@ def in_a_row(first: int, lengths: list[int]) -> list[Row]:
     ids=["others overdue are worth more", "a filler takes its room", "behind a long row"],
 )
 def test_nothing_overdue_is_passed_by(budget: Budget, buffer_size: int, lengths: list[int]) -> None:
-    """I5, where a round is one step, for another rank's window is empty after it."""
+    """I5, where a round is one step, for another rank's buffer is empty after it."""
     shortest = in_a_row(10_000, [100 if budget.token_budget > 1000 else 1] * buffer_size * len(lengths))
     world = [shortest, in_a_row(0, lengths)]
     options = {"budget": budget, "buffer_size": buffer_size}
@@ -183,7 +185,7 @@ def test_fatal_rows_end_all_ranks_alike(data: Any, case: Case, num_fatal: int) -
         return
     assert all(isinstance(epoch.error, CollectiveError) for epoch in epochs)
     assert not any(step.last for epoch in epochs for step in epoch.steps)
-    assert len({len(epoch.rounds) for epoch in epochs}) == 1, "all take the same steps until then"
+    assert len({len(epoch.plans) for epoch in epochs}) == 1, "all take the same steps until then"
     if "no row of the training dataset" in str(epochs[0].error):
         return
     assert all("cannot be read" in str(epoch.error) for epoch in epochs)
@@ -200,12 +202,12 @@ def test_ranks_that_leave_keep_nobody_waiting(data: Any, case: Case) -> None:
     world, options = case
     whole = run_shards(world, **options)
     assume(whole[0].error is None)
-    after = data.draw(st.integers(1, len(whole[0].rounds)))
+    after = data.draw(st.integers(1, len(whole[0].plans)))
     leavers = data.draw(st.sets(st.sampled_from(range(len(world))), min_size=1))
     epochs = run_shards(world, order=data.draw(orders(world)), leave_after=dict.fromkeys(leavers, after), **options)
     for rank, (epoch, complete) in enumerate(zip(epochs, whole)):
-        assert epoch.rounds == complete.rounds[:after]
-        if rank in leavers or after == len(complete.rounds):
+        assert epoch.plans == complete.plans[:after]
+        if rank in leavers or after == len(complete.plans):
             assert epoch.error is None
         else:
             assert isinstance(epoch.error, CollectiveError)
@@ -221,16 +223,16 @@ def test_an_error_that_nobody_foresaw_ends_all_ranks(join: bool) -> None:
     assert isinstance(well.error, CollectiveError) and isinstance(broken.error, CollectiveError)
     assert str(broken.error) == "OSError: DataLoader worker is killed"
     assert str(well.error) == "rank 1 stopped: OSError: DataLoader worker is killed"
-    assert len(well.rounds) == len(broken.rounds) > 0
+    assert len(well.plans) == len(broken.plans) > 0
 
 
 @pytest.mark.parametrize("size", [1, 30], ids=["in the only round", "in the first of several rounds"])
 def test_an_error_that_others_do_not_know_of_is_no_agreed_one(size: int) -> None:
     """Whoever raises `CollectiveError` need not tell the others; so they must know."""
 
-    def no_spare() -> Sample:
+    def no_dummy() -> Sample:
         raise OSError("the file is gone")
 
-    epochs = run_shards([[sample(i, 8) for i in range(size)], []], find_dummy_sample=no_spare)
+    epochs = run_shards([[sample(i, 8) for i in range(size)], []], find_dummy_sample=no_dummy)
     assert "the file is gone" in str(epochs[1].error)
     assert isinstance(epochs[0].error, CollectiveError) or not isinstance(epochs[1].error, CollectiveError)

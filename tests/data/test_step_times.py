@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from odb_factory.data.step_times import FEWEST_STEPS, WARM_UP_STEPS, StepTimes
+from odb_factory.data.step_times import WARM_UP_STEPS, StepTimes
 from odb_factory.planning import CostModel, MicroStepTotals
+from odb_factory.planning.cost_fit import FEWEST_STEPS
 
 FIXED, TOKEN, PATCH, SQUARE = 0.05, 2e-5, 1e-5, 3e-9
 

@@ -25,18 +25,31 @@ def check_audits(
     ids: Collection[int],
     accumulation: int,
     token_budget: int,
+    batch: int = 1,
     max_patches: int | None = None,
     epochs: int = 1,
     join: bool = True,
+    fill: bool = False,
 ) -> None:
-    """I1 to I4, I7 and the weights. ids: the usable rows; without `join` each may be emitted at most once."""
-    counts = [Counter(line["epoch"] for line in audit) for audit in audits]
-    assert all(count == counts[0] for count in counts), f"I1, steps of each epoch on each rank: {counts}"
-    assert sorted(counts[0]) == list(range(epochs))
-    assert all(steps % accumulation == 0 for steps in counts[0].values()), f"I1, {counts[0]} with GA {accumulation}"
-    for audit in audits:
-        assert [line["step"] for line in audit] == list(range(len(audit)))
-        assert [line["optimizer_step"] for line in audit] == [k // accumulation + 1 for k in range(len(audit))]
+    """I1 to I4, I7 and the weights. ids: the usable rows; without `join` each may be emitted at most once.
+
+    accumulation, batch: micro-batches of an optimizer step of stock on each rank, and their rows. fill: optimizer steps
+    are so many micro-batches of the budget, instead of so many rows.
+    """
+    steps = _optimizer_steps(audits)
+    assert sorted(steps) == list(range(1, len(steps) + 1))
+    for number, of_ranks in steps.items():
+        lengths = [len(lines) for lines in of_ranks]
+        assert len(set(lengths)) == 1, f"I1, micro-batches of optimizer step {number} on each rank: {lengths}"
+        for lines in of_ranks:
+            assert [line["micro_batch"] for line in lines] == list(range(lengths[0]))
+            assert all(line["micro_batches"] == lengths[0] for line in lines)
+    by_epoch = [[s for s in steps.values() if s[0][0]["epoch"] == epoch] for epoch in range(epochs)]
+    assert sum(map(len, by_epoch)) == len(steps)
+    for of_epoch in by_epoch:
+        sizes = [len(s[0]) if fill else sum(len(line["ids"]) for lines in s for line in lines) for s in of_epoch]
+        size = accumulation * (1 if fill else batch * len(audits))
+        assert all(found == size for found in sizes[:-1]) and 0 < sizes[-1] <= size, f"I9, {sizes} of {size}"
 
     for epoch in range(epochs):
         emitted = Counter(id for audit in audits for line in audit if line["epoch"] == epoch for id in line["ids"])
@@ -54,26 +67,35 @@ def check_audits(
                 assert max_patches is None or line["patches"] <= max_patches, f"I4, {line}"
         for epoch in range(epochs):
             idle = [line["idle"] for line in audit if line["epoch"] == epoch]
-            assert idle == sorted(idle), f"I7, rank {rank} idles before its end in epoch {epoch}: {idle}"
+            assert not fill or idle == sorted(idle), f"I7, rank {rank} idles before its end in epoch {epoch}: {idle}"
             assert join or not any(idle), "I3, no idle step"
 
-    steps = defaultdict(list)
-    for audit in audits:
-        for line in audit:
-            steps[line["optimizer_step"]].append(line)
-    for number, lines in steps.items():
-        supervised = sum(line["supervised_tokens"] for line in lines)
+    for number, of_ranks in steps.items():
+        lines = [line for lines in of_ranks for line in lines]
+        if any(isinstance(line["weight"], list) for line in lines):
+            continue  # of samples whose weights differ; how many tokens each has is not in the audit
         assert sum(line["weight"] for line in lines) / len(audits) == pytest.approx(1), f"optimizer step {number}"
-        for line in lines:
-            assert line["weight"] == pytest.approx(line["supervised_tokens"] * len(audits) / supervised)
+        if fill:
+            supervised = sum(line["supervised_tokens"] for line in lines)
+            for line in lines:
+                assert line["weight"] == pytest.approx(line["supervised_tokens"] * len(audits) / supervised)
+
+
+def _optimizer_steps(audits: Audits) -> dict[int, Audits]:
+    """The lines of each optimizer step, of each rank."""
+    steps: dict[int, Audits] = defaultdict(lambda: [[] for _ in audits])
+    for rank, audit in enumerate(audits):
+        for line in audit:
+            steps[line["optimizer_step"]][rank].append(line)
+    return steps
 
 
 def check_books(output_dir: Path, audits: Audits, dropped: dict[str, int], left_out: int = 0) -> dict[str, Any]:
     """The summary says what the audits say; every loss is finite. Returns the summary."""
     summary = json.loads((output_dir / "odb_summary.json").read_text())
     assert summary["emitted"] == sum(len(line["ids"]) for audit in audits for line in audit)
-    assert summary["steps"] == len(audits[0])
-    assert summary["idle_steps"] == sum(line["idle"] for audit in audits for line in audit)
+    assert summary["micro_steps"] == len(audits[0])
+    assert summary["idle_micro_batches"] == sum(line["idle"] for audit in audits for line in audit)
     assert summary["optimizer_steps"] == audits[0][-1]["optimizer_step"]
     assert summary["world_size"] == len(audits)
     assert (summary["dropped"], summary["left_out"]) == (dropped, left_out)

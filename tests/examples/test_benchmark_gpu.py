@@ -42,11 +42,11 @@ def test_the_short_run(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stderr[-4000:]
     found = json.loads((tmp_path / "gpu.json").read_text("utf-8"))
     assert list(found["tables"]) == ["qwen3-vl-2b, MM-Mix", "text-0.5b, MM-Mix"]
-    rival = ["online-dynamic-batching"] if find_spec("odb") else []
-    assert ("is left out: it is not installed" in ended.stdout) == (not rival)
+    published = ["online-dynamic-batching"] if find_spec("odb") else []
+    assert ("is left out: it is not installed" in ended.stdout) == (not published)
     for title, rows in found["tables"].items():
         assert f"| {title} | rows or token_budget |" in ended.stdout
-        assert [row["name"] for row in rows] == ["fixed batch", "length-grouped", *rival, "odb"]
+        assert [row["name"] for row in rows] == ["fixed batch", "length-grouped", *published, "odb"]
         for row in rows:
             assert 1024 < row["peak_padded_tokens"] <= 2048, "filled, and within the cap"
             # The same samples and the same tokens for everyone.

@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "benchmark" / "train.py"
 
 
 def test_the_short_run(tmp_path: Path) -> None:
-    """Equal peaks of padded tokens, figures that belong together, the table as printed."""
+    """I9: the optimizer steps and losses of fixed batches. Equal peaks, figures that belong together, the table."""
     printed = subprocess.run(
         [sys.executable, str(SCRIPT), "--short", "--output-dir", str(tmp_path)],
         env=os.environ | {"HF_HUB_OFFLINE": "1", "DISABLE_VERSION_CHECK": "1"},
@@ -41,7 +41,10 @@ def test_the_short_run(tmp_path: Path) -> None:
             assert row["padding"] == pytest.approx(1 - share)
             assert 0 < row["validation_loss"] < 8.5 and row["peak_memory"] > 0
             assert (row["balance"] is None) == (title == "text, 1 rank")
-        steps = {row["name"]: row["steps"] for row in rows}
-        assert steps["odb"] < steps["fixed batch"]
+        fixed, ours = (next(row for row in rows if row["name"] == name) for name in ("fixed batch", "odb"))
+        assert ours["steps"] < fixed["steps"]
+        assert ours["optimizer_steps"] == fixed["optimizer_steps"] == len(fixed["losses"]) > 1
+        assert ours["losses"] == pytest.approx(fixed["losses"], rel=1e-4)
+        assert ours["validation_loss"] == pytest.approx(fixed["validation_loss"], rel=1e-4)
     assert printed.stdout.count("head of odb") + printed.stdout.count("odb is ahead") == len(tables)
     assert (tmp_path / "train.png").stat().st_size > 10_000

@@ -21,6 +21,7 @@ from odb_factory.data.loader import ODBLoader
 from odb_factory.data.observe import ObservedDataset
 from odb_factory.data.samples import Rejection
 from odb_factory.data.serialize import unpack
+from odb_factory.data.step_rule import OptimizerStepRule
 from odb_factory.llamafactory.attach import probe_collation
 from odb_factory.llamafactory.dataset import OnlineDataset, OpenMedia, RowObserver, TokenizedDataset
 from odb_factory.llamafactory.media import EncodedImage
@@ -85,6 +86,13 @@ def test_rows_equal_stock_preprocessing(name: str, request: pytest.FixtureReques
         assert _without_empty(ours) == _without_empty(stock)
 
 
+def test_a_label_on_the_first_token_is_seen(text: Setting, tiny_text, data_dir, tmp_path) -> None:
+    """Stock counts it when it takes a mean, though nothing predicts it."""
+    assert not any(text.observe(index).cost.leading_label for index in range(3))
+    config = training_config(tiny_text, data_dir, tmp_path, train_on_prompt=True)
+    assert all(Setting(config).observe(index).cost.leading_label for index in range(3))
+
+
 @pytest.mark.parametrize(("name", "start_method"), [("vl", "fork"), ("vl", "forkserver"), ("text", "fork")])
 def test_batches_equal_stock_bit_for_bit_and_keep_both_budgets(
     name: str, start_method: str, request: pytest.FixtureRequest
@@ -101,6 +109,7 @@ def test_batches_equal_stock_bit_for_bit_and_keep_both_budgets(
         collate_fn=OpenMedia(setting.collator),
         config=setting.config,
         collation=setting.collation,
+        rule=OptimizerStepRule(batch_size=6),
         patch_size=setting.dataset.media.patch_size,
         num_workers=1,
         multiprocessing_context=start_method,

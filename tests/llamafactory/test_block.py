@@ -26,7 +26,6 @@ def config(tiny_text: Path, data_dir: Path, tmp_path: Path) -> dict[str, Any]:
         ({"odb": {"token_budgte": 1024}}, ("odb.token_budgte", "1024", "token_budget")),
         ({"odb": {"token_budget": "many"}}, ("odb.token_budget", "many")),
         ({"odb": None}, ("odb:", "token_budget")),
-        ({"per_device_train_batch_size": 4}, ("per_device_train_batch_size", "4", "token_budget")),
         ({"packing": True}, ("packing", "True", "remove")),
         ({"neat_packing": True}, ("eat", "packing")),
         ({"predict_with_generate": True, "val_size": 4}, ("predict_with_generate", "True")),
@@ -55,6 +54,46 @@ def test_mistakes_are_named_in_one_line(config, changes, words) -> None:
     assert all(word in message for word in words), message
     assert "\n" not in message
     assert hooks._active is None
+
+
+def test_optimizer_steps_of_any_size_are_taken(config) -> None:
+    parsed = get_train_args(config | {"per_device_train_batch_size": 4, "dataloader_drop_last": True})
+    assert parsed[2].per_device_train_batch_size == 4
+    assert hooks._active is not None and hooks._active.keeps
+
+
+@pytest.mark.parametrize(
+    ("model", "odb", "changes", "refused"),
+    [
+        ("tiny_vl", {}, {"use_liger_kernel": True}, True),
+        ("tiny_vl", {}, {"label_smoothing_factor": 0.1}, True),
+        ("tiny_vl", {}, {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 1}, False),
+        ("tiny_vl", {"global_batch_size": 32}, {"use_liger_kernel": True, "gradient_accumulation_steps": 1}, True),
+        ("tiny_vl", {}, {"use_dft_loss": True}, False),  # the Trainer counts the tokens of the step for it
+        ("tiny_vl", {"loss_scaling": "exact"}, {"use_liger_kernel": True}, False),
+        ("tiny_text", {}, {"use_liger_kernel": True}, False),
+        ("tiny_text", {"loss_scaling": "sample"}, {"use_liger_kernel": True}, True),
+        ("tiny_text", {"loss_scaling": "square"}, {"use_dft_loss": True}, True),
+        ("tiny_text", {"global_batch_size": "fill"}, {"use_liger_kernel": True}, False),
+    ],
+)
+def test_a_loss_that_cannot_weigh_samples_is_named_where_they_weigh_differently(
+    config, request, model, odb, changes, refused
+) -> None:
+    """Before the model is loaded; the mean of means that stock takes for models with a processor is such a case."""
+    steps = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    path = request.getfixturevalue(model)
+    template = "qwen" if model == "tiny_text" else "qwen3_vl"
+    config |= {"model_name_or_path": str(path), "template": template, "odb": BLOCK | odb} | steps | changes
+    if not refused:
+        get_train_args(config)
+        return
+    (key, value) = next(iter(changes.items()))
+    with pytest.raises(ConfigError) as caught:
+        get_train_args(config)
+    message = str(caught.value)
+    assert message.startswith(f"{key}: {value} ") and "`loss_scaling: exact`" in message and "\n" not in message
+    assert ("without logits" in message) == (key == "use_liger_kernel")
 
 
 def test_group_by_length_is_refused_under_both_its_names(config) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from llamafactory.hparams import get_train_args
 from support import run_llamafactory, training_config
 
 from odb_factory.errors import ConfigError, ODBError
@@ -50,6 +53,60 @@ def test_the_command_line_ends_in_one_line(config: dict[str, Any]) -> None:
     done = run_llamafactory(config, "odb.overlong=sometimes", env=TWO_RANKS)
     assert done.returncode == 1
     assert done.stdout == "[odb] odb.overlong: 'sometimes' is not one of singleton, drop, error.\n"
+
+
+def test_a_misspelt_block_is_noticed_where_the_launcher_cannot_see_it(config: dict[str, Any]) -> None:
+    block = config.pop("odb")
+    with pytest.raises(ConfigError, match="^obd: there is no such key; write `odb:`"):
+        get_train_args(config | {"obd": block})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("cutoff_len", "abc", "is not a whole number"),
+        ("cutoff_len", "2048", "without quotes"),
+        ("learning_rate", "abc", "is not a number"),
+        ("num_train_epochs", "x", "is not a number"),
+        ("gradient_accumulation_steps", [2], "is not a whole number"),
+        ("bf16", "no", "is not true or false"),
+    ],
+)
+def test_a_value_of_a_wrong_type_is_named(config: dict[str, Any], key: str, value: object, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        get_train_args(config | {key: value})
+    assert str(caught.value).startswith(f"{key}: {value!r} ") and words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_texts_that_llamafactory_takes_are_no_mistakes(config: dict[str, Any]) -> None:
+    get_train_args(config | {"eval_strategy": "no", "save_steps": 10, "learning_rate": 1, "report_to": ["none"]})
+
+
+def test_sigterm_leaves_no_folder(config: dict[str, Any], tmp_path: Path) -> None:
+    """The launcher ends by the signal as ever, while torchrun still runs."""
+    (tmp_path / "bin").mkdir()
+    torchrun, started = tmp_path / "bin" / "torchrun", tmp_path / "started"
+    torchrun.write_text(f"#!/bin/sh\necho $$ > {started}\nexec sleep 60\n")
+    torchrun.chmod(0o755)
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    path = tmp_path / "my.yaml"
+    path.write_text(yaml.safe_dump(config), encoding="utf-8")
+    command = [str(Path(sys.executable).with_name("llamafactory-cli")), "train", str(path)]
+    search = os.pathsep.join((str(tmp_path / "bin"), os.environ["PATH"]))
+    launcher = subprocess.Popen(command, env=os.environ | TWO_RANKS | {"PATH": search, "TMPDIR": str(folder)})
+    try:
+        until = time.monotonic() + 60
+        while not (started.exists() and started.read_text().strip()) and time.monotonic() < until:
+            time.sleep(0.05)
+        assert list(folder.glob("odb_factory_*")), "the launcher has made its folder"
+        launcher.terminate()
+        assert launcher.wait(20) == -signal.SIGTERM
+        assert not list(folder.glob("odb_factory_*"))
+    finally:
+        launcher.kill()
+        os.kill(int(started.read_text()), signal.SIGKILL)
 
 
 def test_a_mistake_that_llamafactory_finds_is_one_line_too(config: dict[str, Any]) -> None:
@@ -94,7 +151,20 @@ def test_each_rank_ends_in_one_line_and_torchrun_adds_none(config: dict[str, Any
         ("odb:\n  token_budget: 1\ndataloader_num_workers: '2'\n", (), ("dataloader_num_workers", "'2'", "quotes")),
         ("odb:\n  token_budget: 1\nresume_from_checkpoint: 5\n", (), ("resume_from_checkpoint", "5", "folder")),
         ("odb:\n  token_budget: 1\ndo_train: true\npacking: true\n", (), ("packing", "True", "remove")),
-        ("odb:\n  token_budget: 1\ndo_train: true\n", (), ("per_device_train_batch_size", "8", "set it to 1")),
+        ("obd:\n  token_budget: 1\n", (), ("obd", "write `odb:`")),
+        ("seed: 1\n", ("obd.token_budget=1",), ("obd", "odb.KEY=VALUE")),
+        ("odb:\n  token_budget: 1\nmodel_name_or_path: /no/pe\n", (), ("model_name_or_path", "'/no/pe'", "hub")),
+        ("odb:\n  token_budget: 1\nmodel_name_or_path: a/b/c\n", (), ("model_name_or_path", "'a/b/c'", "hub")),
+        (
+            "odb:\n  token_budget: 1\nresume_from_checkpoint: no/pe\n",
+            (),
+            ("resume_from_checkpoint", "'no/pe'", "begin"),
+        ),
+        (
+            "odb:\n  token_budget: 1\nresume_from_checkpoint: true\noutput_dir: no/pe\n",
+            (),
+            ("resume_from_checkpoint", "True", "no/pe", "begin"),
+        ),
         ("odb:\n  token_budget: 1\ndo_train: true\nuse_unsloth: true\n", (), ("use_unsloth", "True", "remove")),
         ("odb:\n  token_budget: 1\ndo_train: true\nuse_kt: true\n", (), ("use_kt", "True", "remove")),
         ("odb:\n  token_budget: 1\ndo_train: true\nuse_mca: true\n", (), ("use_mca", "True", "remove")),
@@ -170,6 +240,9 @@ def test_which_errors_are_shortened(
     assert end_by(ODBError("two\nlines")) == "[odb] two lines\n"
     shown = end_by(ValueError("of another library"))
     assert shown == "[odb] ValueError: of another library (ODB_FACTORY_TRACEBACK=1 shows where)\n"
+    logging.getLogger("odb_factory.comm").error("rank 1 stopped: %s", "a row")
+    capsys.readouterr()
+    assert end_by(ODBError("rank 1 stopped: a row")) == "", "it has been said by the log"
     uncaught.training_begins()
     assert "Traceback" in end_by(ValueError("of another library"))
     assert end_by(ODBError("two\nlines")) == "[odb] two lines\n"

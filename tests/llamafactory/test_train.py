@@ -16,8 +16,8 @@ from llamafactory.model import load_model, load_tokenizer
 from llamafactory.train.tuner import run_exp
 from support import read_jsonl, read_log, run_llamafactory, training_config
 
-from odb_factory.data.step_times import FEWEST_STEPS
 from odb_factory.errors import DataError
+from odb_factory.planning.cost_fit import FEWEST_STEPS
 
 BLOCK = {"token_budget": 1024, "buffer_size": 24, "audit": True}
 

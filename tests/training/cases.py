@@ -26,7 +26,7 @@ class Case:
     """One training. `arguments`: changes to the `TrainingArguments`; `zero`: the stage of DeepSpeed, 0 for none.
 
     `own_loss`: a `compute_loss_func` that divides by the `num_items_in_batch` that it is given ("divides"), or does not
-    look at it ("means").
+    look at it ("means"). keep: rows of a micro-batch of stock, whose optimizer steps are kept; 0: they are filled.
     """
 
     model: str
@@ -36,12 +36,14 @@ class Case:
     loss_scaling: str = "exact"
     lora: bool = False
     own_loss: str = ""
+    keep: int = 0
     arguments: dict[str, Any] = field(default_factory=dict, hash=False)
 
     @property
     def name(self) -> str:
         changes = "-".join(f"{key}={value}" for key, value in self.arguments.items())
         options = ("-lora" if self.lora else "") + self.own_loss
+        options += f"-keep{self.keep}" if self.keep else ""
         return f"{self.model}-{self.dtype}-ga{self.accumulation}-zero{self.zero}-{self.loss_scaling}{options}-{changes}"
 
 
@@ -65,6 +67,8 @@ class _Widened(TorchFunctionMode):
     """Every cast to float32 in the model's Python code is one to float64."""
 
     def __torch_function__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if function is torch.Tensor.view:  # of bytes as numbers, when features are unpacked
+            return function(*args, **(kwargs or {}))
         if function is torch.Tensor.float:
             function = torch.Tensor.double
         widen = {torch.float32: torch.float64}

@@ -130,7 +130,7 @@ def train(case: Case, model: torch.nn.Module, path: str, output_dir: Path) -> No
     set_seed(0)
     arguments = {
         "use_cpu": not case.zero,  # with it transformers leaves DeepSpeed out of the process group
-        "per_device_train_batch_size": 1,
+        "per_device_train_batch_size": case.keep or 1,
         "gradient_accumulation_steps": case.accumulation,
         "num_train_epochs": EPOCHS,
         "optim": "sgd",
@@ -167,6 +167,8 @@ def train(case: Case, model: torch.nn.Module, path: str, output_dir: Path) -> No
         max_patches=MAX_PATCHES,
         buffer_size=BUFFER_SIZE,
         loss_scaling=case.loss_scaling,
+        global_batch_size="keep" if case.keep else "fill",
+        balance=bool(case.keep),
         audit=True,
         seed=1,
     )

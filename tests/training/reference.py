@@ -59,17 +59,24 @@ class Reference:
         self.losses: list[float] = []
         self.norms: list[float] = []
 
-    def step(self, batch: dict[str, torch.Tensor]) -> None:
-        """One optimizer step on one batch: the mean loss of all its supervised tokens in one go."""
+    def step(self, batch: dict[str, torch.Tensor], loss_scaling: str = "exact") -> None:
+        """One optimizer step on one batch: the mean loss of all its supervised tokens in one go.
+
+        loss_scaling: `sample` or `square`: the mean over the rows of their own means, or weighed by the square root of
+        their supervised tokens.
+        """
         inputs = dict(batch)
         targets = inputs.pop("labels")[:, 1:]
         supervised = targets != IGNORE
         with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
             logits = self.model(**inputs).logits[:, :-1]
+        counts = supervised.sum(1, keepdim=True)
+        shares = {"sample": 1 / counts, "square": 1 / counts.sqrt()}.get(loss_scaling, torch.ones_like(counts))
+        weights = (shares * supervised)[supervised]
         logits = logits[supervised]
         if self.autocast:
             logits = logits.float()
-        loss = self.loss(logits, targets[supervised]).sum() / supervised.sum()
+        loss = (self.loss(logits, targets[supervised]) * weights).sum() / weights.sum()
         names, parameters = zip(*((name, p) for name, p in self.model.named_parameters() if p.requires_grad))
         found = torch.autograd.grad(loss, parameters, allow_unused=True)
         gradients = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found)]
@@ -138,5 +145,5 @@ def replay(case: Case, path: str | Path, world_size: int, steps: list[list[int]]
             autocast=arguments.get("bf16", False),
         )
         for ids in steps:
-            reference.step(collate([rows[i] for i in ids]))
+            reference.step(collate([rows[i] for i in ids]), case.loss_scaling)
     return reference

@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 from toy import NUM_ROWS
-from training.test_resume import BLOCK, audit, train
+from training.test_resume import BLOCK, FILL, audit, train
 from transformers import Trainer
 
 from odb_factory.errors import ConfigError, DataError, ODBError
 from odb_factory.training import state_files
 from odb_factory.training.checkpoint_status import read_states
 from odb_factory.training.find_checkpoint import find_checkpoint
+from odb_factory.training.output_dirs import compare_output_dirs
 from odb_factory.training.state_files import MARK, MARKER, TRAINER_STATE, read_marker, write_marker
 
 RANK_0 = "odb_state_rank0.json"
@@ -32,6 +33,14 @@ def run(tiny_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that was stopped behind optimizer step 4 of its epoch, with a checkpoint of every step."""
     folder = tmp_path_factory.mktemp("run")
     train(tiny_text, folder, block=BLOCK, stop=STEPS, num_train_epochs=1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def filled(tiny_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with `fill`, where going on needs the states of all ranks."""
+    folder = tmp_path_factory.mktemp("filled")
+    train(tiny_text, folder, block=FILL, stop=STEPS, num_train_epochs=1)
     return folder
 
 
@@ -175,6 +184,62 @@ def test_what_is_no_checkpoint_is_refused(run: Path, tiny_text: Path, tmp_path) 
         train(tiny_text, tmp_path / "out", resume=5, block=BLOCK)
 
 
+# The Trainer's own files
+
+SHARDED = ("model.safetensors", "model-00001-of-00001.safetensors")
+
+
+def cut_off(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def sharded(path: Path) -> None:
+    """As a larger model is saved, and a shard of it is lost."""
+    path.unlink()
+    index = {"weight_map": {"lm_head.weight": SHARDED[1]}}
+    path.with_name("model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "words"),
+    [
+        ("model.safetensors", Path.unlink, "it holds no weights"),
+        ("model.safetensors", cut_off, "it was cut off"),
+        ("model.safetensors", sharded, f"{SHARDED[1]}: it is missing"),
+        ("optimizer.pt", Path.unlink, "so the optimizer would begin anew"),
+        ("optimizer.pt", truncate, "it was cut off"),
+        ("scheduler.pt", Path.unlink, "so the schedule would begin anew"),
+        ("scheduler.pt", DAMAGES["empty"], "it is empty"),
+    ],
+)
+def test_a_damaged_file_of_the_trainer_is_refused_or_the_older_checkpoint_taken(
+    run: Path, tmp_path, file: str, damage: Callable[[Path], Any], words: str, log
+) -> None:
+    """Before the model is loaded; the Trainer would go on with a fresh optimizer, or end in safetensors' own error."""
+    alone = copied(run, tmp_path / "alone", 4)
+    damage(alone / file)
+    with pytest.raises(DataError) as caught:
+        find(alone)
+    assert is_one_line_with(caught.value, str(alone), words, "name an older checkpoint")
+    asked = copied(run, tmp_path / "two", 3, 4)
+    damage(asked / file)
+    assert find(asked) == asked.with_name("checkpoint-3")
+    assert words in log.text
+
+
+def test_ignore_data_takes_a_model_without_its_optimizer_and_says_so(run: Path, tiny_text, tmp_path, log) -> None:
+    """As `save_only_model: true` leaves it."""
+    checkpoint = copied(run, tmp_path, 4)
+    (checkpoint / "optimizer.pt").unlink()
+    block = BLOCK | {"resume": "ignore_data"}
+    train(tiny_text, tmp_path, resume=str(checkpoint), block=block, num_train_epochs=1)
+    assert "so the optimizer would begin anew" in log.text
+    assert rows_of(tmp_path, 0) == ONCE
+    truncate(tmp_path / "checkpoint-4" / "scheduler.pt")
+    with pytest.raises(DataError, match="scheduler.pt: it was cut off"):
+        find(checkpoint, ignore_data=True)
+
+
 # Trainings that go on
 
 
@@ -205,7 +270,7 @@ def test_ignore_data_goes_on_whatever_the_state_is_in(run: Path, tiny_text, tmp_
     block = BLOCK | {"resume": "ignore_data"}
     trainer = train(tiny_text, tmp_path / "out", resume=str(checkpoint), block=block, num_train_epochs=1)
     assert rows_of(tmp_path / "out", 0) == ONCE
-    assert trainer.state.log_history[-1]["step"] > STEPS + 4
+    assert trainer.state.log_history[-1]["step"] == STEPS + 8
 
 
 class KilledWhenSaving(Trainer):
@@ -324,9 +389,24 @@ def of_two_ranks(run: Path, to: Path, *steps: int) -> Path:
     return last
 
 
-def test_all_ranks_go_on_from_the_same_checkpoint(run: Path, tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("answers", "said"),
+    [
+        ([["a", "/out"], ["a", "/out"], ["b", "/elsewhere"]], []),
+        ([["a", "/out"], ["b", "/x"], ["a", "/out2"]], ["rank 0 of this node has '/out' and rank 2 has '/out2'"]),
+    ],
+)
+def test_ranks_of_a_node_that_write_elsewhere_are_told(answers: list[list[str]], said: list[str], log) -> None:
+    """Nodes may have disks of their own."""
+    compare_output_dirs("/out", lambda message: [json.dumps(answer).encode() for answer in answers])
+    lines = [record.getMessage() for record in log.records]
+    assert len(lines) == len(said)
+    assert all(words in line and "\n" not in line for words, line in zip(said, lines))
+
+
+def test_all_ranks_go_on_from_the_same_checkpoint(filled: Path, tmp_path) -> None:
     """On a disk of each node something else is damaged; the newest that is whole on all of them is taken."""
-    here, there = (of_two_ranks(run, tmp_path / name, 1, 2, 3, 4) for name in ("here", "there"))
+    here, there = (of_two_ranks(filled, tmp_path / name, 1, 2, 3, 4) for name in ("here", "there"))
     assert on_ranks([here, there]) == [here, there]
     truncate(there / "odb_state_rank1.json")
     (here.with_name("checkpoint-3") / RANK_0).unlink()
@@ -343,15 +423,19 @@ def test_all_ranks_go_on_from_the_same_checkpoint(run: Path, tmp_path) -> None:
     assert isinstance(errors[0], DataError) and isinstance(errors[1], ConfigError)
 
 
-def test_a_rank_reads_its_own_state_alone(run: Path, tmp_path) -> None:
-    """Those of the others only to deal out the rest of an epoch anew."""
-    folder = of_two_ranks(run, tmp_path / "out", 4)
+def test_a_rank_reads_its_own_state_alone(run: Path, filled: Path, tmp_path) -> None:
+    """Those of the others only to deal out the rest of a filled epoch anew."""
+    folder = of_two_ranks(filled, tmp_path / "out", 4)
     truncate(folder / "odb_state_rank1.json")
     (state,) = read_states(folder, 0, 2)
-    assert state.epoch_state.rank == 0
+    assert state.data.rank == 0
     for rank, world_size, of_all in ((0, 2, True), (0, 1, False), (2, 3, False)):
         with pytest.raises(DataError, match="odb_state_rank1.json: it cannot be read"):
             read_states(folder, rank, world_size, of_all=of_all)
+    kept = of_two_ranks(run, tmp_path / "kept", 4)
+    (kept / "odb_state_rank1.json").unlink()
+    for rank, world_size in ((0, 1), (1, 2), (2, 3)):
+        assert [state.data.rank for state in read_states(kept, rank, world_size)] == [0]
 
 
 def _write_often(folder: Path, pid: int, barrier: Any, failures: Any) -> None:

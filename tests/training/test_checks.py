@@ -11,8 +11,8 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from toy import NUM_ROWS, item, pad
-from training.test_enable import BLOCK, arguments, audit, ids, make
+from toy import NUM_ROWS, Rows, item, pad
+from training.test_enable import BLOCK, FILL, arguments, audit, ids, make
 from transformers import (
     BertConfig,
     BertForTokenClassification,
@@ -197,19 +197,38 @@ def test_fewer_patches_than_the_collator_adds(tiny_text, tmp_path) -> None:
         enable_odb(trainer, token_budget=256, max_patches=1, collation=Collation(dummy_media_patches=16))
 
 
-def test_an_accumulation_that_no_epoch_can_fill_is_warned_of(tiny_text, tmp_path, caplog) -> None:
-    def warnings(folder: Path, accumulation: int) -> list[str]:
-        caplog.clear()
-        trainer = make(Trainer, tiny_text, folder, num_train_epochs=2, gradient_accumulation_steps=accumulation)
-        enable_odb(trainer, **BLOCK)
+def test_an_empty_dataset_is_one_line(tiny_text, tmp_path) -> None:
+    trainer = make(Trainer, tiny_text, tmp_path, Rows(num_rows=0))
+    enable_odb(trainer, **BLOCK)
+    with pytest.raises(DataError, match="^train_dataset: it has no row") as refused:
         trainer.train()
-        return [one.getMessage() for one in caplog.records if "gradient_accumulation_steps" in one.getMessage()]
+    assert "\n" not in str(refused.value)
 
-    (warning,) = warnings(tmp_path / "far", 64)
-    idle = sum(line["idle"] for line in audit(tmp_path / "far") if line["epoch"] == 0)
-    assert warning.startswith(f"gradient_accumulation_steps: {64 - idle} of the 64 micro-batches")
-    assert "\n" not in warning
-    assert warnings(tmp_path / "near", 2) == []
+
+def test_drop_last_leaves_out_what_stock_does(tiny_text, tmp_path) -> None:
+    """With `fill` there is no such batch."""
+    trainer = make(Trainer, tiny_text, tmp_path, dataloader_drop_last=True)
+    enable_odb(trainer, **BLOCK)
+    trainer.train()
+    assert trainer.state.global_step == NUM_ROWS // 8
+    assert sum(ids(tmp_path).values()) == NUM_ROWS // 8 * 8
+    filled = make(Trainer, tiny_text, tmp_path, dataloader_drop_last=True)
+    enable_odb(filled, **FILL)
+    refuses(filled, "^drop_last: True .*keep the optimizer steps")
+
+
+def test_fewer_than_half_of_the_budgets_are_worth_a_line(tiny_text, tmp_path, caplog) -> None:
+    def said(folder: Path, **block: Any) -> tuple[list[str], list[str]]:
+        caplog.clear()
+        enable_odb(make(Trainer, tiny_text, folder, max_steps=1), **BLOCK | block).train()
+        lines = [record.getMessage() for record in caplog.records if record.name.startswith("odb_factory")]
+        return [line for line in lines if "as in stock" in line], [line for line in lines if "could be smaller" in line]
+
+    (expected,), (advice,) = said(tmp_path / "empty", token_budget=4096)
+    assert expected.startswith("60 samples, 8 optimizer steps an epoch, each of 8 samples as in stock training; ")
+    assert "cut into 1 micro-batches on each of 1 ranks" in expected
+    assert advice.startswith("an optimizer step of 8 samples fills ") and "of 1 ranks x 4096 tokens" in advice
+    assert said(tmp_path / "full")[1] == []
 
 
 def test_nothing_left_to_train_has_its_summary(tiny_text, tmp_path) -> None:
@@ -253,17 +272,12 @@ def test_methods_of_unsloth_are_refused(tiny_text, tmp_path, monkeypatch, name: 
         enable_odb(make(Trainer, tiny_text, tmp_path), **BLOCK)
 
 
-@pytest.mark.parametrize("name", ["get_batch_samples", "training_step", "compute_loss"])
+@pytest.mark.parametrize("name", ["training_step", "compute_loss"])
 def test_an_override_that_never_calls_super_is_noticed_with_the_first_step(tiny_text, tmp_path, name: str) -> None:
     """Of a subclass that has odb's methods below its own: the loss would not be weighed."""
     from odb_factory import ODBTrainer
 
     class Mine(ODBTrainer):
-        def get_batch_samples(self, epoch_iterator: Any, num_batches: int, *args: Any, **kwargs: Any) -> Any:
-            if name != "get_batch_samples":
-                return super().get_batch_samples(epoch_iterator, num_batches, *args, **kwargs)
-            return [batch for _, _, batch in (next(epoch_iterator) for _ in range(num_batches))], None
-
         def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             if name != "training_step":
                 return super().training_step(model, inputs, *args, **kwargs)
@@ -296,11 +310,13 @@ def test_a_log_of_ones_own_does_not_end_the_interval(tiny_text, tmp_path) -> Non
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             trainer.log({"loss": 2.0, "mine": 2.0})
 
-    trainer = make(Talks, tiny_text, tmp_path, logging_steps=10, callbacks=[Talker()])
+    trainer = make(Talks, tiny_text, tmp_path, logging_steps=5, callbacks=[Talker()])
     enable_odb(trainer, **BLOCK)
     trainer.train()
     history = trainer.state.log_history
-    assert not [entry for entry in history if "mine" in entry and "odb/samples_per_step" in entry]
-    (first, *_) = [entry for entry in history if "odb/samples_per_step" in entry]
-    samples = [len(line["ids"]) for line in audit(tmp_path)]
-    assert first["odb/samples_per_step"] == pytest.approx(sum(samples[: first["step"]]) / first["step"], abs=0.01)
+    name = "odb/samples_per_micro_step"
+    assert not [entry for entry in history if "mine" in entry and name in entry]
+    (first, *_) = [entry for entry in history if name in entry]
+    samples = [len(line["ids"]) for line in audit(tmp_path) if line["optimizer_step"] <= first["step"]]
+    assert first["step"] > 1
+    assert first[name] == pytest.approx(sum(samples) / len(samples), abs=0.01)

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, Trainin
 from odb_factory import ConfigError, ODBTrainer, ODBTrainerMixin, enable_odb
 
 BLOCK = {"token_budget": 256, "buffer_size": 16, "audit": True}
+FILL = BLOCK | {"global_batch_size": "fill"}
 
 
 def arguments(folder: Path, **changes: Any) -> TrainingArguments:
@@ -53,7 +54,8 @@ def ids(folder: Path, rank: int = 0) -> Counter:
     return Counter(row for line in audit(folder, rank) for row in line["ids"])
 
 
-def test_a_trainer_as_it_is(tiny_text, tmp_path) -> None:
+@pytest.mark.parametrize("block", [BLOCK, FILL], ids=["keep", "fill"])
+def test_a_trainer_as_it_is(tiny_text, tmp_path, block: dict[str, Any]) -> None:
     """Default batch size, two epochs, accumulation: every row once an epoch, figures right, evaluation untouched."""
     trainer = make(
         Trainer,
@@ -65,12 +67,17 @@ def test_a_trainer_as_it_is(tiny_text, tmp_path) -> None:
         eval_strategy="epoch",
         dataloader_num_workers=1,
     )
-    assert enable_odb(trainer, **BLOCK) is trainer
+    assert enable_odb(trainer, **block) is trainer
     result = trainer.train()
     assert ids(tmp_path) == Counter(dict.fromkeys(range(NUM_ROWS), 2))
     optimizer_steps = max(line["optimizer_step"] for line in audit(tmp_path))
     assert trainer.state.global_step == trainer.state.max_steps == optimizer_steps
-    assert len(audit(tmp_path)) == 2 * optimizer_steps
+    of_steps = Counter(line["optimizer_step"] for line in audit(tmp_path))
+    assert all(line["micro_batches"] == of_steps[line["optimizer_step"]] for line in audit(tmp_path))
+    if block is BLOCK:
+        assert optimizer_steps == 2 * math.ceil(NUM_ROWS / 16)
+    else:
+        assert max(of_steps.values()) == 2  # the last of an epoch may have fewer
     assert trainer.state.epoch == 2.0
     logs = trainer.state.log_history
     assert [entry["epoch"] for entry in logs if "eval_loss" in entry] == [1.0, 2.0]
@@ -127,10 +134,11 @@ def test_columns_the_model_does_not_take_never_reach_the_collator(tiny_text, tmp
     assert ids(tmp_path) == Counter(range(NUM_ROWS))
 
 
+@pytest.mark.parametrize("block", [BLOCK, FILL], ids=["keep", "fill"])
 @pytest.mark.parametrize(("changes", "epochs"), [({"max_steps": 5}, None), ({"num_train_epochs": 0.5}, 0.5)])
-def test_where_it_ends(tiny_text, tmp_path, changes: dict[str, Any], epochs: float | None) -> None:
+def test_where_it_ends(tiny_text, tmp_path, changes: dict[str, Any], epochs: float | None, block: dict) -> None:
     trainer = make(Trainer, tiny_text, tmp_path, **changes)
-    enable_odb(trainer, **BLOCK)
+    enable_odb(trainer, **block)
     trainer.train()
     done = sum(ids(tmp_path).values())
     assert trainer.state.global_step == trainer.state.max_steps
@@ -140,10 +148,11 @@ def test_where_it_ends(tiny_text, tmp_path, changes: dict[str, Any], epochs: flo
         assert epochs * NUM_ROWS <= done < NUM_ROWS
 
 
-def test_a_stream_ends_with_max_steps(tiny_text, tmp_path) -> None:
+@pytest.mark.parametrize("block", [BLOCK, FILL], ids=["keep", "fill"])
+def test_a_stream_ends_with_max_steps(tiny_text, tmp_path, block: dict[str, Any]) -> None:
     """Over the end of an epoch, in which every item came once."""
     trainer = make(Trainer, tiny_text, tmp_path, Stream(), max_steps=12, gradient_accumulation_steps=1)
-    enable_odb(trainer, **BLOCK)
+    enable_odb(trainer, **block)
     trainer.train()
     assert trainer.state.global_step == 12
     first = [row for line in audit(tmp_path) if line["epoch"] == 0 for row in line["ids"]]
@@ -151,7 +160,7 @@ def test_a_stream_ends_with_max_steps(tiny_text, tmp_path) -> None:
     assert any(line["epoch"] == 1 for line in audit(tmp_path))
 
 
-def test_warmup_steps_and_the_schedule_end_with_the_run(tiny_text, tmp_path) -> None:
+def test_warmup_steps_and_the_schedule_end_with_a_filled_run(tiny_text, tmp_path) -> None:
     rates: list[float] = []
 
     class Rates(TrainerCallback):
@@ -160,7 +169,7 @@ def test_warmup_steps_and_the_schedule_end_with_the_run(tiny_text, tmp_path) -> 
 
     changes = {"warmup_steps": 3, "lr_scheduler_type": "linear", "num_train_epochs": 3}
     trainer = make(Trainer, tiny_text, tmp_path, callbacks=[Rates()], **changes)
-    enable_odb(trainer, **BLOCK)
+    enable_odb(trainer, **FILL)
     trainer.train()
     assert rates[2] == max(rates) == pytest.approx(1e-3)
     assert rates[-1] == pytest.approx(0, abs=1e-9)
@@ -188,7 +197,14 @@ def test_learning_rate_scaled_to_the_batch(tiny_text, tmp_path, scale: str, powe
     changes = {"lr_scheduler_type": "constant", "gradient_accumulation_steps": 2, "callbacks": [Rates()]}
     trainer = make(Trainer, tiny_text, tmp_path, **changes)
     # One window holds everything, so that the estimate is exact.
-    enable_odb(trainer, token_budget=256, audit=True, lr_scale=scale, lr_reference_samples=4)
+    enable_odb(
+        trainer,
+        token_budget=256,
+        global_batch_size="fill",
+        audit=True,
+        lr_scale=scale,
+        lr_reference_samples=4,
+    )
     trainer.train()
     samples = NUM_ROWS / max(line["optimizer_step"] for line in audit(tmp_path))
     assert rates == [pytest.approx(1e-3 * (samples / 4) ** power)] * len(rates)

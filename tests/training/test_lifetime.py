@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import threading
 import time
+import weakref
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,27 @@ def test_one_inside_the_other(tiny_text, tmp_path, nothing_is_left) -> None:
         assert ids(tmp_path / folder) == Counter(range(NUM_ROWS))
     losses = [[entry["loss"] for entry in one.state.log_history if "loss" in entry] for one in (trainer, alone)]
     assert losses[0] == pytest.approx(losses[1])
+
+
+def test_a_micro_batch_is_gone_before_the_next_is_taken(tiny_text, tmp_path) -> None:
+    """Pictures of one at a time are in memory."""
+    seen: list[weakref.ref[Any]] = []
+
+    class Notes(Trainer):
+        def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            seen.append(weakref.ref(inputs["input_ids"]))
+            return super().training_step(model, inputs, *args, **kwargs)
+
+    class Looks(TrainerCallback):
+        def on_substep_end(self, *args: Any, **kwargs: Any) -> None:
+            assert [one for one in seen if one() is not None] == []
+
+        on_step_end = on_substep_end
+
+    trainer = make(Notes, tiny_text, tmp_path, callbacks=[Looks()])
+    enable_odb(trainer, **BLOCK | {"token_budget": 80})
+    trainer.train()
+    assert len(seen) > 2 * trainer.state.global_step
 
 
 def test_outside_of_train_the_dataloader_is_stocks_and_nothing_is_started(tiny_text, tmp_path, nothing_is_left) -> None:

@@ -6,7 +6,6 @@ The real methods are replaced by ones that mean something else; each probe must 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import accelerate.data_loader
@@ -25,13 +24,14 @@ original_step, original_loss, original_batches = Trainer.training_step, Trainer.
 original_backward, original_epoch = Accelerator.backward, accelerate.data_loader.SeedableRandomSampler.set_epoch
 
 
-def undivided(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    trainer.current_gradient_accumulation_steps = 1
+def halved(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    trainer.current_gradient_accumulation_steps = 2
     return original_step(trainer, *args, **kwargs)
 
 
 def divides_own_loss(trainer: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     own, trainer.compute_loss_func = trainer.compute_loss_func, None
+    trainer.current_gradient_accumulation_steps = 1 if own is None else 2
     try:
         return original_step(trainer, model, inputs, *args, **kwargs)
     finally:
@@ -54,6 +54,15 @@ def other_arguments(trainer: Any, num_batches: int, epoch_iterator: Any, device:
     return original_batches(trainer, epoch_iterator, num_batches, device)
 
 
+def copied(*args: Any, **kwargs: Any) -> Any:
+    batches, items = original_batches(*args, **kwargs)
+    return [dict(batch) for batch in batches], items
+
+
+def counts_one(trainer: Any, inputs: Any) -> int:
+    return 1
+
+
 def backwards(handler: Any, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
     for callback in reversed(handler.callbacks):
         getattr(callback, event)(args, state, control, **kwargs)
@@ -72,13 +81,21 @@ def the_same_epoch(sampler: Any, epoch: int) -> None:
     original_epoch(sampler, 0)
 
 
-CHANGED: list[tuple[Any, str, Callable, str]] = [
-    (Trainer, "training_step", undivided, "Trainer.training_step"),
+CHANGED: list[tuple[Any, str, Any, str]] = [
+    (Trainer, "training_step", halved, "Trainer.training_step"),
     (Trainer, "training_step", divides_own_loss, "Trainer.training_step"),
     (Trainer, "compute_loss", counts_nothing, "Trainer.compute_loss"),
     (Trainer, "compute_loss", multiplied, "Trainer"),
     (Trainer, "get_batch_samples", one_more_result, "Trainer.get_batch_samples"),
     (Trainer, "get_batch_samples", other_arguments, "Trainer.get_batch_samples"),
+    (Trainer, "get_batch_samples", copied, "Trainer.get_batch_samples"),
+    (Trainer, "floating_point_ops", counts_one, "Trainer.floating_point_ops"),
+    (
+        Accelerator,
+        "sync_gradients",
+        property(lambda self: True, lambda self, value: None),
+        "Accelerator.sync_gradients",
+    ),
     (CallbackHandler, "call_event", backwards, "CallbackHandler"),
     (Accelerator, "backward", divided, "Accelerator.backward"),
     (LambdaLR, "get_lr", rates_of_its_own, "LambdaLR.lr_lambdas"),
@@ -87,10 +104,12 @@ CHANGED: list[tuple[Any, str, Callable, str]] = [
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "other", "named"), CHANGED, ids=[other.__name__ for _, _, other, _ in CHANGED]
+    ("owner", "name", "other", "named"),
+    CHANGED,
+    ids=[getattr(other, "__name__", name) for _, name, other, _ in CHANGED],
 )
 def test_another_meaning_is_noticed_before_the_first_step(
-    tiny_text, tmp_path, monkeypatch, owner: Any, name: str, other: Callable, named: str
+    tiny_text, tmp_path, monkeypatch, owner: Any, name: str, other: Any, named: str
 ) -> None:
     trainer = make(Trainer, tiny_text, tmp_path)
     enable_odb(trainer, **BLOCK)

@@ -37,7 +37,7 @@ def train_in_groups_of_one(rank: int, model: str, output_dir: str) -> list[float
     groups = [dist.new_group([other]) for other in range(dist.get_world_size())]
     trainer = make(Trainer, Path(model), Path(output_dir, str(rank)), gradient_accumulation_steps=ACCUMULATION)
     assert trainer.accelerator.num_processes == 2
-    enable_odb(trainer, process_group=groups[rank], **BLOCK)
+    enable_odb(trainer, process_group=groups[rank], loss_scaling="exact", **BLOCK)
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
@@ -61,7 +61,7 @@ def test_ranks_of_different_groups_do_not_share_samples_and_none_is_left(tiny_te
         assert list(weights.values()) == pytest.approx([1.0] * len(weights))
     # What one process alone does.
     alone = make(Trainer, tiny_text, tmp_path / "alone", gradient_accumulation_steps=ACCUMULATION)
-    enable_odb(alone, **BLOCK)
+    enable_odb(alone, loss_scaling="exact", **BLOCK)
     alone.train()
     expected = [entry["loss"] for entry in alone.state.log_history if "loss" in entry]
     for outcome in outcomes:

@@ -15,7 +15,9 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, Trainin
 from odb_factory import ConfigError, DataError, enable_odb
 from odb_factory.training.state_files import MARKER
 
-BLOCK = {"token_budget": 128, "buffer_size": 16, "audit": True}
+BLOCK = {"token_budget": 512, "buffer_size": 16, "audit": True}
+"""Eight rows are within the budget: an optimizer step is one line of the audit."""
+FILL = {"token_budget": 128, "buffer_size": 16, "audit": True, "global_batch_size": "fill"}
 
 
 class StopAfter(TrainerCallback):
@@ -79,18 +81,23 @@ def copy_of(folder: Path, step: int, to: Path) -> Path:
     return to / f"checkpoint-{step}"
 
 
+WORKERS = {"gradient_accumulation_steps": 2, "dataloader_num_workers": 2}
+
+
 @pytest.mark.parametrize(
-    "mode", [{}, {"gradient_accumulation_steps": 2, "dataloader_num_workers": 2}, {"max_steps": 9}], ids=str
+    ("block", "mode"),
+    [(FILL, {}), (FILL, WORKERS), (FILL, {"max_steps": 9}), (BLOCK | {"token_budget": 128}, WORKERS)],
+    ids=["fill", "fill, workers", "fill, max_steps", "keep, workers"],
 )
-def test_the_same_run_from_any_checkpoint(tiny_text, tmp_path, mode: dict[str, Any]) -> None:
+def test_the_same_run_from_any_checkpoint(tiny_text, tmp_path, block: dict[str, Any], mode: dict[str, Any]) -> None:
     """Steps, losses, gradient norms, learning rates, audit and summary are those of the run that was not stopped."""
-    whole = train(tiny_text, tmp_path / "whole", block=BLOCK, **mode)
+    whole = train(tiny_text, tmp_path / "whole", block=block, **mode)
     steps = whole.state.global_step
     summary = json.loads((tmp_path / "whole" / "odb_summary.json").read_text())
     for step in sorted({1, 2, steps // 2, steps // 2 + 1, steps - 1}):
         folder = tmp_path / f"from{step}"
         checkpoint = copy_of(tmp_path / "whole", step, folder)
-        again = train(tiny_text, folder, resume=str(checkpoint), block=BLOCK, **mode)
+        again = train(tiny_text, folder, resume=str(checkpoint), block=block, **mode)
         assert history(again) == history(whole), step
         assert again.state.global_step == again.state.max_steps == steps
         assert audit(folder) == audit(tmp_path / "whole")
@@ -114,10 +121,12 @@ def test_a_run_can_be_made_longer(tiny_text, tmp_path) -> None:
         assert ids == list(range(NUM_ROWS))
 
 
-@pytest.mark.parametrize("change", [{"token_budget": 256}, {"buffer_size": 5}, {"join": False}], ids=str)
+@pytest.mark.parametrize(
+    "change", [{"token_budget": 256}, {"buffer_size": 5}, {"join": False, "balance": False}], ids=str
+)
 def test_other_settings_deal_the_rest_out_anew(tiny_text, tmp_path, change: dict[str, Any], caplog) -> None:
-    train(tiny_text, tmp_path, block=BLOCK, stop=4, num_train_epochs=1)
-    train(tiny_text, tmp_path, resume=True, block=BLOCK | change, num_train_epochs=1)
+    train(tiny_text, tmp_path, block=FILL, stop=4, num_train_epochs=1)
+    train(tiny_text, tmp_path, resume=True, block=FILL | change, num_train_epochs=1)
     assert sorted(row for line in audit(tmp_path) for row in line["ids"]) == list(range(NUM_ROWS))
 
 
@@ -133,8 +142,21 @@ def test_a_save_that_was_cut_off_leaves_the_checkpoint_before(tiny_text, tmp_pat
 
 def test_a_stock_checkpoint_goes_on_from_its_share_of_the_epoch(tiny_text, tmp_path) -> None:
     train(tiny_text, tmp_path, stop=10, num_train_epochs=1, per_device_train_batch_size=4)
-    train(tiny_text, tmp_path, resume=True, block=BLOCK, num_train_epochs=1)
+    train(tiny_text, tmp_path, resume=True, block=FILL, num_train_epochs=1)
     assert sum(len(line["ids"]) for line in audit(tmp_path)) == NUM_ROWS - 10 * 4
+
+
+def test_a_stock_checkpoint_of_other_batches_is_refused(tiny_text, tmp_path) -> None:
+    """Where it stands is known by its epochs; `ignore_data` begins the epoch anew, and the run is as much longer."""
+    train(tiny_text, tmp_path, stop=10, num_train_epochs=1, per_device_train_batch_size=4)
+    with pytest.raises(DataError, match="says 0.6667 epochs in 10 optimizer steps.* 8 samples each are 1.2") as refused:
+        train(tiny_text, tmp_path, resume=True, block=BLOCK, num_train_epochs=1)
+    assert "\n" not in str(refused.value)
+    block = BLOCK | {"resume": "ignore_data"}
+    trainer = train(tiny_text, tmp_path, resume=True, block=block, num_train_epochs=2)
+    assert trainer.state.global_step == trainer.state.max_steps == 10 + 2 * math.ceil(NUM_ROWS / 8)
+    assert trainer.state.epoch == 2.0
+    assert sum(len(line["ids"]) for line in audit(tmp_path)) == 2 * NUM_ROWS
 
 
 def test_a_stock_checkpoint_behind_ours_is_not_taken_for_a_cut_off_one(tiny_text, tmp_path) -> None:

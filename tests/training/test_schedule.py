@@ -1,4 +1,4 @@
-"""The learning rate follows the data: it never falls to its end because an estimate of the steps was low."""
+"""With `fill` the learning rate follows the data: it never falls to its end because an estimate was low."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from toy import Rows
-from training.test_enable import make
+from training.test_enable import FILL, make
 from transformers import Trainer, TrainerCallback
 
 from odb_factory import ConfigError, enable_odb
@@ -47,7 +47,7 @@ def test_a_warmup_beyond_the_estimate_ramps_over_its_steps_and_decays_over_the_r
     """As in stock training: up to step 8 of the real steps, then down over all that are left."""
     rates, warmup_steps = Rates(), 8
     trainer = make_sorted(tiny_text, tmp_path, rates, warmup_steps=warmup_steps, lr_scheduler_type="linear")
-    enable_odb(trainer, token_budget=256, buffer_size=64)
+    enable_odb(trainer, token_budget=256, global_batch_size="fill", buffer_size=64)
     trainer.train()
     found = rates.rates
     assert len(found) > 2 * warmup_steps
@@ -81,7 +81,7 @@ def test_lr_scale_is_refused_where_the_first_window_need_not_be_like_the_rest(ti
     else:
         rows = Rows(short_then_long, len(SHORT_THEN_LONG))
         trainer = make(Trainer, tiny_text, tmp_path, rows, callbacks=[rates])
-    enable_odb(trainer, token_budget=256, buffer_size=64, lr_scale="linear", lr_reference_samples=8)
+    enable_odb(trainer, **FILL | {"buffer_size": 64, "lr_scale": "linear", "lr_reference_samples": 8})
     with pytest.raises(ConfigError, match=r"^odb.lr_scale: 'linear' .* buffer_size") as refused:
         trainer.train()
     assert "\n" not in str(refused.value)
@@ -91,6 +91,6 @@ def test_lr_scale_is_refused_where_the_first_window_need_not_be_like_the_rest(ti
 def test_lr_scale_in_order_is_exact_where_the_window_holds_all(tiny_text, tmp_path) -> None:
     rates = Rates()
     trainer = make_sorted(tiny_text, tmp_path, rates, lr_scheduler_type="constant")
-    enable_odb(trainer, token_budget=256, buffer_size=1024, lr_scale="linear", lr_reference_samples=8)
+    enable_odb(trainer, **FILL | {"buffer_size": 1024, "lr_scale": "linear", "lr_reference_samples": 8})
     trainer.train()
     assert rates.rates[0] == pytest.approx(1e-3 * len(SHORT_THEN_LONG) / len(rates.rates) / 8)

@@ -1,0 +1,46 @@
+"""What is said once at the start: how large optimizer steps are, how they are cut, how full the budgets get."""
+
+from __future__ import annotations
+
+from odb_factory.config import ODBConfig
+from odb_factory.data.loader import ODBLoader
+from odb_factory.log import get_logger
+
+logger = get_logger(__name__)
+
+MOSTLY_EMPTY = 0.5
+"""A budget that is filled by less than this is worth a line of advice."""
+
+
+def say_what_to_expect(loader: ODBLoader, config: ODBConfig) -> None:
+    """From the first plan, which `loader` has made (see `ODBLoader.begin`)."""
+    first = loader.first_planned
+    if first is None:
+        return
+    filled = first.padded_tokens / (first.num_micro_batches * loader.world_size * config.token_budget)
+    cut = f"{first.num_micro_batches} micro-batches on each of {loader.world_size} ranks"
+    budgets = (
+        f"fills {filled:.0%} of their budgets (token_budget {config.token_budget}, max_patches {config.max_patches}); "
+        f"loss_scaling {config.loss_scaling}"
+    )
+    samples = "a stream of unknown length" if loader.num_samples is None else f"{loader.num_samples} samples"
+    an_epoch, size = loader.num_optimizer_steps, loader.global_batch_size
+    if size is None:
+        if loader.num_samples is not None:
+            samples += f" in about {loader.estimate_optimizer_steps()} optimizer steps an epoch"
+        logger.info("%s (figures of the Trainer above are bounds); the first has %s and %s", samples, cut, budgets)
+        return
+    if an_epoch is not None:
+        samples += f", {an_epoch} optimizer steps an epoch"
+    logger.info(
+        "%s, each of %d samples as in stock training; the first is cut into %s and %s", samples, size, cut, budgets
+    )
+    if filled < MOSTLY_EMPTY and first.num_micro_batches == 1:
+        logger.warning(
+            "an optimizer step of %d samples fills %.0f %% of %d ranks x %d tokens: token_budget could be smaller, or "
+            "global_batch_size larger",
+            size,
+            100 * filled,
+            loader.world_size,
+            config.token_budget,
+        )

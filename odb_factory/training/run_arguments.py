@@ -1,0 +1,84 @@
+"""Training arguments that are others while odb trains.
+
+The Trainer's own accumulation is 1, so that what it counts are optimizer steps, and it skips no batches after a resume,
+for the loader stands where it has to. Checkpoints and experiment trackers are shown the arguments as they were given,
+and DeepSpeed's engine is made for an accumulation of 1 as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from transformers import TrainerCallback
+
+GAS, TRAIN_BATCH, MICRO_BATCH = "gradient_accumulation_steps", "train_batch_size", "train_micro_batch_size_per_gpu"
+RUNNING = {GAS: 1, "ignore_data_skip": True}
+
+
+class RunArguments:
+    """accumulation: `gradient_accumulation_steps` as it was given."""
+
+    def __init__(self, trainer: Any):
+        self._args, self._world_size = trainer.args, trainer.args.world_size
+        self._given = {name: getattr(trainer.args, name) for name in RUNNING}
+        self._engine_configs = _deepspeed_configs(trainer)
+        self.accumulation: int = self._given[GAS]
+
+    @contextlib.contextmanager
+    def changed(self) -> Iterator[None]:
+        """Within it they are as a run needs them, for the Trainer and for DeepSpeed."""
+        before = [{key: config[key] for key in (GAS, TRAIN_BATCH) if key in config} for config in self._engine_configs]
+        for config in self._engine_configs:
+            config[GAS] = 1
+            if isinstance(config.get(MICRO_BATCH), int):
+                config[TRAIN_BATCH] = config[MICRO_BATCH] * self._world_size
+        self.hide()
+        try:
+            yield
+        finally:
+            self.show()
+            for config, values in zip(self._engine_configs, before):
+                for key in (GAS, TRAIN_BATCH):
+                    config.pop(key, None)
+                config.update(values)
+
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[None]:
+        """Within it they are as they were given."""
+        self.show()
+        try:
+            yield
+        finally:
+            self.hide()
+
+    def show(self) -> None:
+        for name, value in self._given.items():
+            setattr(self._args, name, value)
+
+    def hide(self) -> None:
+        for name, value in RUNNING.items():
+            setattr(self._args, name, value)
+
+
+class HideArguments(TrainerCallback):
+    """The last callback: at the begin of the training the others have seen the arguments as they were given."""
+
+    def __init__(self, arguments: RunArguments):
+        self.arguments = arguments
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.arguments.hide()
+
+
+def _deepspeed_configs(trainer: Any) -> list[dict[str, Any]]:
+    """The configurations that an engine is made from: that of the arguments, and accelerate's, if it is another."""
+    plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
+    found = [
+        getattr(getattr(trainer.args, "hf_deepspeed_config", None), "config", None),
+        getattr(plugin, "deepspeed_config", None),
+        getattr(getattr(plugin, "hf_ds_config", None), "config", None),
+    ]
+    configs = [config for config in found if isinstance(config, dict)]
+    return list({id(config): config for config in configs}.values())

@@ -1,0 +1,440 @@
+"""Whole epochs of kept optimizer steps, of one or several ranks in lockstep: I1, I2, I4 to I7, I9.
+
+What stock would have done is told by accelerate's own `BatchSamplerShard`, which deals its batches to the ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from accelerate.data_loader import BatchSamplerShard
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from lockstep import (
+    NO_FEATURES,
+    Epoch,
+    Row,
+    check_kept,
+    check_whole_optimizer_steps,
+    rejection,
+    run_kept,
+    run_shards,
+    sample,
+    stock_steps,
+    usable,
+)
+from planning_strategies import budgets, collated, costs
+from torch.utils.data import BatchSampler
+
+from odb_factory.comm.coordinator import CollectiveError
+from odb_factory.data.keep_epoch import StockSteps
+from odb_factory.data.samples import Rejection, Sample
+from odb_factory.planning import Budget, Collation
+
+Case = tuple[list[Row], StockSteps, dict[str, Any]]
+
+
+@st.composite
+def datasets(draw: st.DrawFn, max_size: int = 30) -> list[Row]:
+    """Rows of any cost, some rejected: singly, or in a streak that may be longer than an optimizer step."""
+    kinds = draw(st.lists(costs(), max_size=max_size))
+    start, length = draw(st.integers(0, max_size)), draw(st.sampled_from([0, 0, 1, 5, 20]))
+    stride = draw(st.sampled_from([0, 0, 3]))
+
+    def row(i: int) -> Row:
+        if start <= i < start + length or (stride and i % stride == 1):
+            return Rejection(i, ("unreadable", "overlong")[i % 2], "")
+        return Sample(i, replace(kinds[i], leading_label=i % 3 == 0), NO_FEATURES)
+
+    return [row(i) for i in range(len(kinds))]
+
+
+@st.composite
+def cases(draw: st.DrawFn, whole: bool = False) -> Case:
+    """whole: N is what stock's own micro-batches make (`keep`), not any number."""
+    rows = draw(datasets())
+    batch_size, world_size = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    size = batch_size * world_size * draw(st.integers(1, 3))
+    if not whole and draw(st.booleans()):
+        size = draw(st.integers(1, 12))
+    stock = stock_steps(
+        len(rows),
+        size=size,
+        batch_size=batch_size,
+        world_size=world_size,
+        drop_last=draw(st.booleans()),
+        mean=draw(st.sampled_from(["step", "rank", "micro_batch"])),
+    )
+    return rows, stock, {"budget": draw(budgets), "balance": draw(st.booleans())}
+
+
+def trained(epochs: list[Epoch]) -> list[list[int]]:
+    """The ids of each optimizer step."""
+    return [
+        sorted(id for micro_batches in steps for one in micro_batches for id in one.ids)
+        for steps in zip(*(epoch.optimizer_steps for epoch in epochs))
+    ]
+
+
+def stock_micro_batches(stock: StockSteps, num_rows: int, drop_last: bool) -> list[list[list[int]]]:
+    """[micro-step of the epoch][rank] -> positions, as accelerate deals them out, without those it repeats."""
+    batches = BatchSampler(range(num_rows), stock.batch_size, drop_last)
+    shards = [list(BatchSamplerShard(batches, stock.world_size, rank)) for rank in range(stock.world_size)]
+    seen: set[int] = set()
+    dealt = []
+    for micro_step in zip(*shards):
+        dealt.append([])
+        for batch in micro_step:
+            dealt[-1].append([position for position in dict.fromkeys(batch) if position not in seen])
+            seen.update(batch)
+    return dealt
+
+
+# Whole epochs
+
+
+@settings(deadline=None, max_examples=120)
+@given(cases())
+def test_an_epoch_keeps_its_promises(case: Case) -> None:
+    """I1, I2, I4, I5, I7, I9: step t has the positions [tN, (t+1)N), whatever N, ranks, budgets, rejected rows."""
+    rows, stock, options = case
+    check_kept(rows, run_kept(rows, stock, **options), stock, **options)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data(), cases())
+def test_it_does_not_matter_which_rank_is_first(data: Any, case: Case) -> None:
+    """I6: the same epoch whatever rank runs ahead."""
+    rows, stock, options = case
+    first = run_kept(rows, stock, **options)
+    order = data.draw(st.permutations(range(stock.world_size)))
+    again = run_kept(rows, stock, order=order, **options)
+    assert [epoch.plans for epoch in again] == [epoch.plans for epoch in first]
+    assert [str(epoch.error) for epoch in again] == [str(epoch.error) for epoch in first]
+
+
+@settings(deadline=None, max_examples=40)
+@given(datasets(), st.integers(1, 12), st.lists(st.tuples(st.integers(1, 5), budgets, st.booleans()), min_size=2))
+def test_other_ranks_and_budgets_train_on_the_same(
+    rows: list[Row], size: int, ways: list[tuple[int, Budget, bool]]
+) -> None:
+    """I9: what is learnt does not depend on where and in which micro-batches it is computed."""
+    assume(usable(rows))
+    runs = []
+    for world_size, budget, balance in ways[:3]:
+        stock = stock_steps(len(rows), size=size, world_size=world_size)
+        runs.append(run_kept(rows, stock, budget=budget, balance=balance))
+    assert all(trained(epochs) == trained(runs[0]) for epochs in runs)
+
+    def told(epochs: list[Epoch]) -> list[tuple[Any, ...]]:
+        return [
+            (s.index, s.samples, s.tokens, s.supervised_tokens, s.root_supervised_tokens, s.done, s.rejected, s.last)
+            for s in epochs[0].steps
+        ]
+
+    assert all(told(epochs) == told(runs[0]) for epochs in runs), "to the last digit: weights are made of it"
+
+
+@settings(deadline=None, max_examples=100)
+@given(cases(whole=True))
+def test_the_optimizer_steps_are_those_of_stock(case: Case) -> None:
+    """I9 against accelerate: ids, what its means are taken of, its padded tokens, where it says the epoch is."""
+    rows, stock, options = case
+    epochs = run_kept(rows, stock, **options)
+    assume(epochs[0].error is None)
+    accumulation = stock.global_batch_size // (stock.batch_size * stock.world_size)
+    dealt = stock_micro_batches(stock, len(rows), stock.left_out > 0)
+    steps = [dealt[k : k + accumulation] for k in range(0, len(dealt), accumulation)]
+    assert stock.steps_an_epoch == len(steps) == len(epochs[0].steps)
+    cost = {row.id: row.cost for row in usable(rows)}
+    for k, micro_steps in enumerate(steps):
+        batches = [[[id for id in batch if id in cost] for batch in micro_step] for micro_step in micro_steps]
+        assert trained(epochs)[k] == sorted(id for micro_step in batches for batch in micro_step for id in batch)
+        of_ranks = [[id for batch in batches_of_rank for id in batch] for batches_of_rank in zip(*batches)]
+        groups = {
+            "step": [list(itertools.chain.from_iterable(of_ranks))],
+            "rank": of_ranks,
+            "micro_batch": [batch for micro_step in batches for batch in micro_step],
+        }[stock.mean]
+        # A model that takes its own mean shifts the labels first; the Trainer counts them all.
+        counted = {
+            id: one.supervised_tokens + (one.leading_label and stock.mean != "micro_batch") for id, one in cost.items()
+        }
+        divided_by = {id: sum(counted[other] for other in group) for group in groups for id in group}
+        for rank, epoch in enumerate(epochs):
+            step = epoch.steps[k]
+            assert step.num_stock_means == sum(bool(group) for group in groups)
+            for one in epoch.optimizer_steps[k]:
+                assert one.stock_tokens == tuple(divided_by[id] for id in one.ids)
+            own = [batches_of_rank for batches_of_rank in list(zip(*batches))[rank] if batches_of_rank]
+            shapes = [collated([cost[id] for id in batch], options["budget"].collation) for batch in own]
+            assert step.stock_input_tokens == sum(num_rows * length for num_rows, length, _ in shapes)
+            assert step.progress == pytest.approx(min((k + 1) * accumulation, len(dealt)) / len(dealt), abs=1e-12)
+    assert epochs[0].steps[-1].progress == 1.0
+    assert {step.epoch_steps for step in epochs[0].steps} == {len(steps)}, "no estimate is left"
+
+
+@settings(deadline=None, max_examples=40)
+@given(cases())
+def test_an_epoch_may_begin_at_any_optimizer_step(case: Case) -> None:
+    """A cursor is all that a resume needs: the same micro-batches follow."""
+    rows, stock, options = case
+    whole = run_kept(rows, stock, **options)
+    for before in whole[0].steps[:-1]:
+        rest = run_kept(
+            rows,
+            stock,
+            first_step=before.index + 1,
+            trained=before.done - before.rejected.total(),
+            rejected=before.rejected,
+            overlong=before.overlong,
+            **options,
+        )
+        assert [epoch.error for epoch in rest] == [None] * len(rest)
+        assert [epoch.micro_batches for epoch in rest] == [
+            [one for one in epoch.micro_batches if one.step.index > before.index] for epoch in whole
+        ]
+
+
+@settings(deadline=None, max_examples=40)
+@given(cases())
+def test_a_task_carries_what_its_micro_batch_says(case: Case) -> None:
+    """The samples to collate are the ids, in order; an idle one runs a real sample."""
+    rows, stock, options = case
+    for epoch in run_kept(rows, stock, **options):
+        for one, samples in epoch.tasks:
+            if one.idle:
+                (dummy,) = samples
+                assert dummy in usable(rows)
+            else:
+                assert tuple(item.id for item in samples) == one.ids
+                assert one.supervised == tuple(item.cost.supervised_tokens for item in samples)
+                assert one.tokens == sum(item.cost.tokens for item in samples)
+                assert len(one.stock_tokens) == len(one.ids)
+
+
+def test_overlong_samples_are_counted_and_trained_on() -> None:
+    rows: list[Row] = [sample(i, 100 if i in (1, 6) else 5) for i in range(8)]
+    for epoch in run_kept(rows, stock_steps(8, size=4, world_size=2), budget=Budget(32)):
+        assert [step.overlong for step in epoch.steps] == [1, 2]
+
+
+def test_an_optimizer_step_of_fewer_samples_than_ranks() -> None:
+    """N need not be a multiple of the ranks, nor reach them all."""
+    rows: list[Row] = [sample(i, 5) for i in range(7)]
+    for balance in (True, False):
+        stock = stock_steps(7, size=2, world_size=4)
+        epochs = run_kept(rows, stock, balance=balance)
+        check_kept(rows, epochs, stock, balance=balance)
+        assert trained(epochs) == [[0, 1], [2, 3], [4, 5], [6]]
+
+
+# Rows that cannot be used
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("rejected_step", [0, 1, 2])
+def test_an_optimizer_step_without_a_usable_sample_is_one_idle_micro_batch(world_size: int, rejected_step: int) -> None:
+    """The run goes on: a step of weight 0, of a real sample, so that all ranks run the same modules."""
+    bad = range(4 * rejected_step, 4 * rejected_step + 4)
+    rows: list[Row] = [rejection(i) if i in bad else sample(i, 5) for i in range(12)]
+    stock = stock_steps(12, size=4, world_size=world_size)
+    epochs = run_kept(rows, stock)
+    check_kept(rows, epochs, stock)
+    for epoch in epochs:
+        (one,), step = epoch.optimizer_steps[rejected_step], epoch.steps[rejected_step]
+        assert one.idle and (step.num_active, step.samples, step.supervised_tokens, step.num_stock_means) == (0,) * 4
+        assert [len(samples) for task, samples in epoch.tasks if task is one] == [1]
+        assert step.done == 4 * rejected_step + 4
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_an_epoch_in_which_all_rows_are_rejected_is_an_error(world_size: int) -> None:
+    """Never lose silently: the message counts the reasons."""
+    rows = [Rejection(i, "unsupervised" if i % 2 else "overlong", "") for i in range(12)]
+    stock = stock_steps(12, size=12, world_size=world_size)
+    for epoch in run_kept(rows, stock):
+        assert isinstance(epoch.error, CollectiveError)
+        assert "no row of the training dataset can be trained on: 6 " in str(epoch.error)
+        assert "6 overlong" in str(epoch.error) and "6 unsupervised" in str(epoch.error)
+        assert len(str(epoch.error).splitlines()) == 1
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_an_empty_dataset_is_an_error(world_size: int) -> None:
+    for epoch in run_kept([], stock_steps(0, size=4, world_size=world_size)):
+        assert isinstance(epoch.error, CollectiveError)
+        assert str(epoch.error) == "no row of the training dataset can be trained on: it is empty."
+
+
+def test_a_dataset_that_drop_last_leaves_out_as_a_whole_is_an_error() -> None:
+    stock = stock_steps(5, size=12, batch_size=3, world_size=2, drop_last=True)
+    for epoch in run_kept([sample(i, 4) for i in range(5)], stock):
+        assert "5 left out by drop_last" in str(epoch.error) and "warnings" not in str(epoch.error)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data(), cases(), st.integers(1, 3))
+def test_fatal_rows_end_all_ranks_alike(data: Any, case: Case, num_fatal: int) -> None:
+    """At the optimizer step that they are in, and not before it."""
+    rows, stock, options = case
+    end = len(rows) - stock.left_out
+    assume(end)
+    first = end
+    for i in data.draw(st.lists(st.integers(0, end - 1), min_size=1, max_size=num_fatal)):
+        rows[i] = rejection(i, fatal=True)
+        first = min(first, i)
+    order = data.draw(st.permutations(range(stock.world_size)))
+    epochs = run_kept(rows, stock, order=order, **options)
+    assert all(isinstance(epoch.error, CollectiveError) for epoch in epochs)
+    assert len({len(epoch.plans) for epoch in epochs}) == 1
+    assert not any(step.last for epoch in epochs for step in epoch.steps)
+    if all("cannot be read" in str(epoch.error) for epoch in epochs):
+        assert len(epochs[0].plans) == first // stock.global_batch_size
+    else:  # no usable row at all
+        assert not usable(rows[:end])
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data(), cases())
+def test_ranks_that_leave_keep_nobody_waiting(data: Any, case: Case) -> None:
+    rows, stock, options = case
+    whole = run_kept(rows, stock, **options)
+    assume(whole[0].error is None)
+    after = data.draw(st.integers(1, len(whole[0].plans)))
+    leavers = data.draw(st.sets(st.integers(0, stock.world_size - 1), min_size=1))
+    epochs = run_kept(rows, stock, leave_after=dict.fromkeys(leavers, after), **options)
+    for rank, (epoch, complete) in enumerate(zip(epochs, whole)):
+        assert epoch.plans == complete.plans[:after]
+        if rank in leavers or after == len(complete.plans):
+            assert epoch.error is None
+        else:
+            assert isinstance(epoch.error, CollectiveError)
+            assert f"rank {min(leavers)} stopped: it left" in str(epoch.error)
+
+
+def test_an_error_that_nobody_foresaw_ends_all_ranks() -> None:
+    killed = OSError("DataLoader worker is\nkilled")
+    world: list[list[Row]] = [
+        [sample(i, 8) for i in range(0, 20, 2)],
+        [*(sample(i, 8) for i in range(1, 12, 2)), killed],
+    ]
+    well, broken = run_shards(world, stock=stock_steps(20, size=4, world_size=2), balance=True)
+    assert isinstance(well.error, CollectiveError) and isinstance(broken.error, CollectiveError)
+    assert str(broken.error) == "OSError: DataLoader worker is killed"
+    assert str(well.error) == "rank 1 stopped: OSError: DataLoader worker is killed"
+    assert len(well.plans) == len(broken.plans) > 0
+
+
+# Datasets whose length is not known, or wrong
+
+
+@settings(deadline=None, max_examples=40)
+@given(datasets(), st.integers(1, 9), st.integers(1, 4), st.booleans())
+def test_a_stream_keeps_its_optimizer_steps(rows: list[Row], size: int, world_size: int, balance: bool) -> None:
+    """Its length is known when it ends: the same samples and steps as with one, and no figure before that."""
+    known = stock_steps(len(rows), size=size, world_size=world_size)
+    with_length = run_kept(rows, known, balance=balance)
+    without = run_kept(rows, stock_steps(None, size=size, world_size=world_size), balance=balance)
+    if with_length[0].error is not None:
+        assert all(isinstance(epoch.error, CollectiveError) for epoch in without)
+        return
+    assert [epoch.error for epoch in without] == [None] * world_size
+    check_whole_optimizer_steps(without)
+    assert trained(without) == trained(with_length)
+    seen = 0
+    for step, other in zip(without[0].steps, with_length[0].steps):
+        seen += step.samples
+        assert step.done == seen + step.rejected.total() == other.done
+        assert (step.progress, step.left_out) == (None, 0)
+        assert step.epoch_steps == (len(without[0].steps) if step.last else 0)
+
+
+@pytest.mark.parametrize("balance", [True, False])
+@pytest.mark.parametrize(("said", "found", "word"), [(8, 12, "more"), (40, 12, "fewer"), (4, 0, None), (0, 12, "more")])
+def test_a_length_that_is_wrong_ends_all_ranks(said: int, found: int, word: str | None, balance: bool) -> None:
+    """The steps of the epoch, its schedule and its end are counted by it; at the last step that it allows."""
+    rows: list[Row] = [sample(i, 5) for i in range(found)]
+    epochs = run_shards(
+        [rows[rank::2] for rank in range(2)], stock=stock_steps(said, size=4, world_size=2), balance=balance
+    )
+    for epoch in epochs:
+        assert isinstance(epoch.error, CollectiveError)
+        if word:
+            assert f"an epoch has {said} samples, and yields {word}; mend its __len__" in str(epoch.error)
+            assert len(epoch.plans) == max(min(math.ceil(said / 4), found // 4) - 1, 0)
+        else:
+            assert "it is empty" in str(epoch.error)
+
+
+@pytest.mark.parametrize("said", [9, 10, 12])
+def test_a_length_that_is_wrong_within_the_last_step_loses_nothing(said: int) -> None:
+    rows: list[Row] = [sample(i, 5) for i in range(11)]
+    epochs = run_shards([rows[rank::2] for rank in range(2)], stock=stock_steps(said, size=4, world_size=2))
+    assert trained(epochs) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]
+
+
+@settings(deadline=None)
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(0, 40), st.booleans())
+def test_where_a_rank_draws_its_samples(
+    world_size: int, batch_size: int, accumulation: int, step: int, is_split: bool
+) -> None:
+    """All positions of the order once; with a stream that was split before, those of accelerate's batches."""
+    size = batch_size * world_size * accumulation if is_split else max(1, batch_size * accumulation)
+    stock = stock_steps(None, size=size, batch_size=batch_size, world_size=world_size, is_split=is_split)
+    drawn = {rank: [stock.position(rank, k) for k in range(60)] for rank in range(world_size)}
+    assert sorted(itertools.chain.from_iterable(drawn.values()))[:60] == list(range(60))
+    for rank, positions in drawn.items():
+        assert positions == sorted(positions)
+        if is_split:
+            assert all(position // batch_size % world_size == rank for position in positions)
+        first = stock.first_number(rank, step)
+        assert stock.position(rank, first) >= step * size
+        assert first == 0 or stock.position(rank, first - 1) < step * size
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.lists(st.lists(st.integers(1, 20), max_size=12), min_size=2, max_size=3),
+    st.integers(1, 2),
+    st.integers(1, 2),
+    st.booleans(),
+)
+def test_streams_that_were_split_before_keep_stocks_micro_batches(
+    lengths: list[list[int]], batch_size: int, accumulation: int, balance: bool
+) -> None:
+    """Each rank takes `batch_size` of its own in each micro-step, as long as it has any; the others go on."""
+    assume(any(lengths))
+    ids = itertools.count()
+    shards = [[sample(next(ids), tokens) for tokens in shard] for shard in lengths]
+    size = batch_size * accumulation * len(shards)
+    stock = stock_steps(
+        None, size=size, batch_size=batch_size, world_size=len(shards), mean="micro_batch", is_split=True
+    )
+    epochs = run_shards(shards, stock=stock, balance=balance, num_samples=None)
+    assert [epoch.error for epoch in epochs] == [None] * len(shards)
+    check_whole_optimizer_steps(epochs)
+    share = batch_size * accumulation
+    num_steps = max(math.ceil(len(shard) / share) for shard in shards)
+    taken = [[[row.id for row in shard[k * share : (k + 1) * share]] for shard in shards] for k in range(num_steps)]
+    assert trained(epochs) == [sorted(itertools.chain.from_iterable(ranks)) for ranks in taken]
+    cost = {row.id: row.cost for shard in shards for row in shard}
+    for k, ranks in enumerate(taken):
+        batches = [own[i : i + batch_size] for own in ranks for i in range(0, len(own), batch_size)]
+        divided_by = {id: sum(cost[other].supervised_tokens for other in batch) for batch in batches for id in batch}
+        assert epochs[0].steps[k].num_stock_means == len(batches)
+        for epoch in epochs:
+            for one in epoch.optimizer_steps[k]:
+                assert one.stock_tokens == tuple(divided_by[id] for id in one.ids)
+
+
+def test_stock_input_tokens_of_padded_rows() -> None:
+    """Of this rank's stock batches: [0, 1], [4, 5] on rank 0, [2, 3], [6] on rank 1, each padded to a multiple of 4."""
+    rows: list[Row] = [sample(i, tokens) for i, tokens in enumerate([3, 5, 9, 1, 2, 2, 7])]
+    stock = stock_steps(7, size=8, batch_size=2, world_size=2)
+    epochs = run_kept(rows, stock, budget=Budget(64, collation=Collation(4)))
+    assert [epoch.steps[0].stock_input_tokens for epoch in epochs] == [2 * 8 + 2 * 4, 2 * 12 + 8]

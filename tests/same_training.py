@@ -1,0 +1,166 @@
+"""The same YAML trained by stock LLaMA-Factory and with an `odb:` block, and how far the two trainings differ (I9)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from distributed.launch import SHIMS, Run, shimmed
+from distributed.shims.training_record import TrainingRecord
+from llamafactory.train.tuner import run_exp
+from safetensors.torch import load_file
+from support import read_jsonl
+
+RELATIVE = 1e-5
+"""Largest difference of losses and weights (float32)."""
+OF_THE_CLOCK = ("runtime", "per_second", "flops_per")
+"""Parts of names of figures that depend on how fast a training was."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a training has computed.
+
+    rows: of each optimizer step the sorted checksums of the rows of all ranks; an idle micro-batch has none.
+    num_micro_batches: of each optimizer step, on each rank.
+    log: the Trainer's log history. weights: as saved at the end. folders: the checkpoints that are left.
+    """
+
+    rows: list[list[int]]
+    num_micro_batches: list[int]
+    learning_rates: list[list[float]]
+    log: list[dict[str, Any]]
+    state: dict[str, Any]
+    progress: list[dict[str, Any]]
+    weights: dict[str, torch.Tensor]
+    folders: set[str]
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """The largest relative differences between two trainings."""
+
+    loss: float
+    grad_norm: float
+    eval_loss: float
+    weights: float
+    """Of the norm of all weights."""
+    tensor: float
+    """Of the norm of one tensor."""
+    figures: dict[str, float] = field(default_factory=dict)
+    """Of every other figure that differs at all."""
+
+
+def train(config: dict[str, Any], num_ranks: int = 1, env: dict[str, str] | None = None) -> Training:
+    """Run real LLaMA-Factory on `config` to its end: in this process, or by torchrun with several ranks."""
+    output_dir = Path(config["output_dir"])
+    record = output_dir.with_name(f"{output_dir.name}_record")
+    if num_ranks == 1 and env is None:
+        run_exp(dict(config), callbacks=[TrainingRecord(record)])
+    else:
+        shim = shimmed("record_training") | {"RECORD_TRAINING": str(record)}
+        with Run(config | {"ddp_backend": "gloo"}, num_ranks=num_ranks, env=(env or {}) | shim) as run:
+            ended = run.end()
+            assert ended.returncodes == [0], ended
+    return read(output_dir, record, num_ranks)
+
+
+def also_on_cpu(env: dict[str, str]) -> dict[str, str]:
+    """The environment for FSDP on a CPU, beside the recording."""
+    return env | {"ALSO_SHIM": str(SHIMS / "fsdp_on_cpu" / "sitecustomize.py")}
+
+
+def read(output_dir: Path, record: Path, num_ranks: int) -> Training:
+    ranks = [read_jsonl(record.with_name(f"{record.name}.{rank}")) for rank in range(num_ranks)]
+    idle = [_idle(output_dir / f"odb_audit_rank{rank}.jsonl", ranks[rank]) for rank in range(num_ranks)]
+    rows: list[list[int]] = [[] for _ in ranks[0]]
+    for lines, is_idle in zip(ranks, idle, strict=True):
+        assert len(lines) == len(rows), "I1"
+        for number, line in enumerate(lines):
+            assert len(line["micro_batches"]) == len(ranks[0][number]["micro_batches"]), "I1"
+            for position, batch in enumerate(line["micro_batches"]):
+                rows[number] += [] if is_idle[number][position] else batch
+    state = json.loads((output_dir / "trainer_state.json").read_text(encoding="utf-8"))
+    return Training(
+        rows=[sorted(step) for step in rows],
+        num_micro_batches=[len(line["micro_batches"]) for line in ranks[0]],
+        learning_rates=[line["learning_rates"] for line in ranks[0]],
+        log=state.pop("log_history"),
+        state=state,
+        progress=read_jsonl(output_dir / "trainer_log.jsonl"),
+        weights={name: tensor for path in output_dir.glob("*.safetensors") for name, tensor in load_file(path).items()},
+        folders={path.name for path in output_dir.glob("checkpoint-*")},
+    )
+
+
+def _idle(audit: Path, lines: list[dict[str, Any]]) -> list[list[bool]]:
+    """Of each micro-batch of each optimizer step whether it is idle; stock's never are."""
+    idle: list[list[bool]] = [[False] * len(line["micro_batches"]) for line in lines]
+    if audit.exists():
+        audited: list[list[bool]] = [[] for _ in lines]
+        for line in read_jsonl(audit):
+            audited[line["optimizer_step"] - 1].append(line["idle"])
+        assert [len(step) for step in audited] == [len(step) for step in idle], "every micro-batch is audited"
+        idle = audited
+    return idle
+
+
+def deviation(ours: Training, stock: Training) -> Deviation:
+    """Raises `AssertionError` where the two do not even have the same figures at the same optimizer steps."""
+    figures: dict[str, float] = {}
+    losses: dict[str, float] = {"loss": 0.0, "grad_norm": 0.0, "eval_loss": 0.0}
+    assert [entry["step"] for entry in ours.log] == [entry["step"] for entry in stock.log]
+    for mine, its in zip(ours.log, stock.log):
+        assert {name for name in mine if not name.startswith("odb/")} == set(its)
+        for name in its:
+            if any(part in name for part in OF_THE_CLOCK):
+                continue
+            kind = name if name in losses else "loss" if name == "train_loss" else None
+            difference = _relative(mine[name], its[name])
+            if kind is not None:
+                losses[kind] = max(losses[kind], difference)
+            elif difference:
+                figures[name] = max(figures.get(name, 0.0), difference)
+    for name in ("global_step", "max_steps", "num_train_epochs", "epoch", "total_flos", "num_input_tokens_seen"):
+        if ours.state[name] != stock.state[name]:
+            figures[f"state.{name}"] = _relative(ours.state[name], stock.state[name])
+    assert ours.weights.keys() == stock.weights.keys()
+    pairs = [(ours.weights[name].double(), tensor.double()) for name, tensor in stock.weights.items()]
+    assert all(tensor.dtype == torch.float32 for tensor in stock.weights.values())
+    differences = torch.stack([(mine - its).norm() for mine, its in pairs])
+    norms = torch.stack([its.norm() for _, its in pairs])
+    tensor = (differences / norms.clamp_min(1e-12)).max().item()
+    return Deviation(**losses, weights=(differences.norm() / norms.norm()).item(), tensor=tensor, figures=figures)
+
+
+def _relative(one: float, other: float) -> float:
+    return abs(one - other) / max(abs(one), abs(other), 1e-12)
+
+
+def check_same_training(ours: Training, stock: Training) -> Deviation:
+    """I9: the same rows in every optimizer step, the same figures, the same model but for rounding."""
+    assert len(ours.rows) == len(stock.rows)
+    for number, (mine, its) in enumerate(zip(ours.rows, stock.rows)):
+        assert mine == its, f"optimizer step {number} has other rows"
+    assert ours.learning_rates == stock.learning_rates, "to the last digit"
+    found = deviation(ours, stock)
+    assert not found.figures, found
+    percentages = [
+        [(line["current_steps"], line["total_steps"], line["percentage"], line.get("epoch")) for line in one.progress]
+        for one in (ours, stock)
+    ]
+    assert percentages[0] == percentages[1]
+    assert ours.folders == stock.folders
+    assert max(found.loss, found.eval_loss, found.weights) < RELATIVE, found
+    return found
+
+
+def report(name: str, found: Deviation) -> None:
+    """One line for those who run the tests with -s."""
+    print(
+        f"{name}: loss {found.loss:.1e}, grad_norm {found.grad_norm:.1e}, eval_loss {found.eval_loss:.1e}, "
+        f"weights {found.weights:.1e}, worst tensor {found.tensor:.1e} {found.figures or ''}"
+    )

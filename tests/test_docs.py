@@ -1,0 +1,84 @@
+"""README and docs/ hold together: links resolve, snippets are valid, every public name is explained."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from odb_factory.accounting.statistics import StepStatistics
+from odb_factory.cli.main import COMMANDS
+from odb_factory.config import ODBConfig
+from odb_factory.loop.step_info import ODBStepInfo
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*/*.md"), *ROOT.glob("patches/*.md")])
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+REFERENCE = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+
+
+def text_of(page: Path) -> str:
+    """Without code: what stands between fences is no heading and no link."""
+    return FENCE.sub("", page.read_text(encoding="utf-8"))
+
+
+def anchors(page: Path) -> set[str]:
+    """Of the headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", text_of(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def first_column(title: str) -> set[str]:
+    """The names in the tables of a section of docs/reference.md."""
+    _, section = REFERENCE.split(f"\n## {title}\n")
+    cells = re.findall(r"^\| (`.+?`) \|", section.split("\n## ")[0], re.MULTILINE)
+    return {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_resolve(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", text_of(page)):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        found = (page.parent / path).resolve() if path else page
+        assert found.exists(), target
+        assert not anchor or anchor in anchors(found), target
+
+
+def test_readme_is_short_and_leads_everywhere() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(readme.splitlines()) <= 150
+    assert all(f"(docs/{page.name})" in readme for page in ROOT.glob("docs/*.md"))
+
+
+def test_pictures_are_shown_and_small() -> None:
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    for picture in ROOT.glob("docs/*.png"):
+        assert f"{picture.name})" in text, picture.name
+        assert picture.stat().st_size < 300_000
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_snippets_are_valid(page: Path) -> None:
+    for language, code in FENCE.findall(page.read_text(encoding="utf-8")):
+        if language == "python":
+            ast.parse(code)
+        if language == "yaml":
+            content = yaml.safe_load(code)
+            if "odb" in content:
+                ODBConfig.from_block(content["odb"])
+
+
+def test_reference_has_every_public_name() -> None:
+    assert first_column("The `odb:` block") == {item.name for item in dataclasses.fields(ODBConfig)}
+    fields = {item.name for item in dataclasses.fields(ODBStepInfo) if item.repr}
+    assert first_column("Step info") == fields | {"loss_scale"}
+    metrics = StepStatistics().metrics(token_budget=8, world_size=1).keys()
+    assert first_column("Metrics") == metrics | {"odb/cost_model_r2", "odb/dropped", "odb/over_budget"}
+    assert StepStatistics().summary().keys() < first_column("Summary")
+    assert {command.split()[1] for command in first_column("Commands")} == COMMANDS.keys()

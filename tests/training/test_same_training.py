@@ -1,0 +1,166 @@
+"""I9: with kept optimizer steps a training is that of the stock Trainer, in everything but its time.
+
+Both train, in the same processes: real `transformers.Trainer`s, over three epochs with evaluations and checkpoints in
+between. The rows of every optimizer step, learning rates, epochs, input tokens, FLOPs, what other callbacks see, and
+everything in the Trainer's log and in its checkpoints are equal to the last digit; losses, gradient norms and the
+weights at the end up to rounding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from distributed.ranks import Outcome, run_ranks
+from training.side_by_side import ODB, STOCK, Apart, Training, compare, compare_resumed, resume_from_each, train
+
+LIMIT_S = 400
+TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
+GRID = (1, 2, 4)
+
+SETS: dict[str, tuple[int, dict[str, Training]]] = {
+    "1_rank": (
+        1,
+        {
+            "text": Training(batch=2, accumulation=4, more=3),
+            "one row": Training(batch=1, accumulation=1),
+            "leading label": Training(rows="leading", batch=4, accumulation=2, more=4),
+            "float64": Training(rows="leading", batch=3, accumulation=2, dtype="float64", more=2),
+            "images": Training("vl", "images", batch=3, accumulation=2, more=4),
+            "mixed": Training("vl", "mixed", batch=4, accumulation=1, dtype="float64"),
+        },
+    ),
+    "2_ranks": (
+        2,
+        {
+            "text": Training(batch=2, accumulation=4, more=4),
+            "one row": Training(batch=1, accumulation=2),
+            "without balance": Training(batch=4, accumulation=1, dtype="float64", block={"balance": False}),
+            "vl text": Training("vl", "text", batch=1, accumulation=4, more=2),
+            "mixed": Training("vl", "mixed", batch=3, accumulation=2, dtype="float64", more=6),
+        },
+    ),
+}
+"""Trainings that the same processes run one after the other: starting them costs most."""
+
+
+def grid(num_ranks: int) -> dict[str, Training]:
+    cells = {}
+    for accumulation in GRID:
+        for batch in GRID:
+            more = batch * num_ranks * (accumulation // 2)
+            for rows in ("text", "leading"):
+                cells[f"{rows} {batch}x{accumulation}"] = Training("text", rows, batch, accumulation, more=more)
+        for batch in (1, 3, 4) if num_ranks < 4 else ():
+            more = batch * num_ranks * (accumulation // 2)
+            for rows in ("text", "images", "mixed"):
+                cells[f"vl {rows} {batch}x{accumulation}"] = Training("vl", rows, batch, accumulation, more=more)
+    return cells
+
+
+FULL_GRID = {f"{num_ranks}_ranks_grid": (num_ranks, grid(num_ranks)) for num_ranks in (1, 2, 4)}
+CELLS = [(name, training) for name, (_, trainings) in SETS.items() for training in trainings]
+GRID_CELLS = [(name, training) for name, (_, trainings) in FULL_GRID.items() for training in trainings]
+
+Measure = Callable[[str, str], Apart]
+
+
+@pytest.fixture(scope="module")
+def measure(tiny_text, tiny_vl, tmp_path_factory, request) -> Iterator[Measure]:
+    """`measure("2_ranks", "text")` compares one training of a set, which is run once; all are printed at last."""
+    models = {"text": str(tiny_text), "vl": str(tiny_vl)}
+    found: dict[tuple[str, str], Apart] = {}
+
+    @functools.cache
+    def run(name: str) -> tuple[Path, list[Outcome]]:
+        world_size, trainings = (SETS | FULL_GRID)[name]
+        folder = tmp_path_factory.mktemp("ranks")
+        return folder, run_ranks(
+            "training.side_by_side:train_all",
+            folder,
+            world_size=world_size,
+            limit_s=LIMIT_S,
+            trainings=[dataclasses.asdict(training) for training in trainings.values()],
+            models=models,
+            output_dir=str(folder),
+        )
+
+    def measure(name: str, training: str) -> Apart:
+        world_size, trainings = (SETS | FULL_GRID)[name]
+        folder, outcomes = run(name)
+        assert all(outcome.returncode == 0 for outcome in outcomes), "\n".join(o.said[-3000:] for o in outcomes)
+        number = list(trainings).index(training)
+        found[name, training] = apart = compare(folder / str(number), trainings[training], world_size)
+        return apart
+
+    yield measure
+    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        columns = "optimizer steps | micro-batches | loss | grad_norm | eval_loss | weights"
+        lines = [f"| {name} | {training} | {apart} |" for (name, training), apart in found.items()]
+        print(f"\n\nLargest relative difference from stock:\n\n| set | training | {columns} |")
+        print("\n".join(lines) + "\n")
+
+
+@pytest.mark.parametrize(("name", "training"), CELLS)
+def test_the_same_training(measure: Measure, name: str, training: str) -> None:
+    apart = measure(name, training)
+    cell = SETS[name][1][training]
+    assert apart.most < TOLERANCE[cell.dtype]
+
+
+@pytest.mark.full_grid
+@pytest.mark.parametrize(("name", "training"), GRID_CELLS)
+def test_grid(measure: Measure, name: str, training: str) -> None:
+    assert measure(name, training).most < TOLERANCE["float32"]
+
+
+# Resume
+
+SAVING = {
+    "num_train_epochs": 2,
+    "save_steps": 1,
+    "eval_strategy": "no",
+    "load_best_model_at_end": False,
+}
+"""A checkpoint of every optimizer step."""
+ALONE = Training(batch=2, accumulation=4, more=4, arguments=SAVING)
+IN_PAIRS = Training(batch=2, accumulation=2, more=4, arguments=SAVING, block={"token_budget": 150})
+"""The same optimizer steps of 8 rows, by two ranks that plan with another budget."""
+
+
+@pytest.fixture(scope="module")
+def resumed(tiny_text, tmp_path_factory) -> Path:
+    """Trainings with a checkpoint of every optimizer step, and others that go on from each of these."""
+    folder, model = tmp_path_factory.mktemp("resumed"), str(tiny_text)
+    for kind in (STOCK, ODB):
+        train(ALONE, model, folder / kind, odb=kind == ODB)
+        resume_from_each(ALONE, model, folder / kind, folder / f"from {kind}")
+    outcomes = run_ranks(
+        "training.side_by_side:resume_all",
+        folder,
+        world_size=2,
+        limit_s=LIMIT_S,
+        training=dataclasses.asdict(IN_PAIRS),
+        model=model,
+        source=str(folder / ODB),
+        output_dir=str(folder / "on two ranks"),
+    )
+    assert all(outcome.returncode == 0 for outcome in outcomes), "\n".join(o.said[-3000:] for o in outcomes)
+    resume_from_each(ALONE, model, folder / "on two ranks" / "1", folder / "from two ranks")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks"),
+    [(f"from {STOCK}", 1), (f"from {ODB}", 1), ("on two ranks", 2), ("from two ranks", 1)],
+    ids=str,
+)
+def test_the_same_training_from_every_checkpoint(resumed: Path, name: str, num_ranks: int) -> None:
+    """Of a stock training, of one with odb, and onto another number of ranks."""
+    steps = sorted(int(path.name) for path in (resumed / name).iterdir())
+    assert steps == list(range(2 if name == "from two ranks" else 1, 8))
+    found = [compare_resumed(resumed / name / str(step), step, resumed / STOCK, num_ranks) for step in steps]
+    assert max(found) < TOLERANCE["float32"]
