@@ -20,7 +20,7 @@ from support import training_config, write_dataset
 
 NUM_EVAL = 6
 NUM_ROWS = {"texts": 42, "many_texts": 86, "mixed": 30}
-"""With those that are evaluated. The others are whole micro-batches, which stock would else fill up by repeating rows."""
+"""Those that are evaluated too. The others are whole micro-batches, which stock else fills up by repeating rows."""
 PICTURES = ([], ["wide.png"], ["tall.png"], [], ["wide.png", "tall.png"])
 TEXT, MIXED = {"token_budget": 256}, {"token_budget": 512, "max_patches": 300}
 
