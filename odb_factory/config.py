@@ -56,13 +56,14 @@ class ODBConfig:
         default="keep",
     )
     buffer_size: int = _key(
-        "samples a rank may hold before they are collated; grows to an optimizer step where it is smaller. With `fill` "
-        "larger groups better; with kept optimizer steps it is how far ahead of the training is planned",
+        "samples a rank may hold before they are collated, beside the optimizer step that is under way; grows to an "
+        "optimizer step where it is smaller. With `fill` a larger one wastes less; with kept optimizer steps it is how "
+        "far ahead of the training is planned",
         minimum=1,
         default=1024,
     )
     collate_workers: int | None = _key(
-        "worker processes that collate groups (pixels are processed there); "
+        "worker processes that collate micro-batches (pixels are processed there); "
         "none: as many as dataloader_num_workers, 0: in the training process (slow)",
         minimum=0,
         maximum=MOST_WORKERS,
@@ -89,8 +90,8 @@ class ODBConfig:
         default=None,
     )
     join: bool = _key(
-        "true: ranks that ran dry take idle steps until all samples are done; "
-        "false: the epoch ends for all when one rank runs short",
+        "true: ranks that have run out of samples take idle micro-batches until all samples are done; "
+        "false (with `fill`): the epoch ends for all when one rank runs short",
         default=True,
     )
     balance: bool | None = _key(
@@ -99,13 +100,13 @@ class ODBConfig:
         default=None,
     )
     cost_model: str = _key(
-        "by what groups meet in a step: tokens, or time: predicted by a model of tokens, patches and row lengths that "
-        "is fitted to the steps of this run (its plan then depends on what was measured)",
+        "by what micro-batches of like cost meet in a micro-step: tokens, or time: predicted by a model of tokens, "
+        "patches and row lengths that is fitted to this run (its plan then depends on what was measured)",
         choices=("tokens", "time"),
         default="tokens",
     )
     overlong: str = _key(
-        "a sample that breaks a budget alone: singleton (a group of its own), drop or error",
+        "a sample that breaks a budget alone: singleton (a micro-batch of its own), drop or error",
         choices=("singleton", "drop", "error"),
         default="singleton",
     )
@@ -122,7 +123,7 @@ class ODBConfig:
         default="strict",
     )
     exchange_timeout_s: int = _key(
-        "seconds a rank waits for the others when they plan a round, before it ends and names those that are missing",
+        "seconds a rank waits for the others when they plan, before it ends and names those that are missing",
         minimum=1,
         default=600,
     )
@@ -203,6 +204,8 @@ class ODBConfig:
                 f"odb.lr_reference_samples: {block['lr_reference_samples']!r} has no effect without lr_scale; set "
                 "`lr_scale: sqrt` or `linear`, or leave the key out."
             )
+        if block.get("loss_scaling") == "":  # the default's own way to say that nothing was given
+            _check(known["loss_scaling"], "")
         # YAML's own word for nothing is `null`; people write the word, as YAML or as Python spells it.
         values: dict[str, Any] = {
             name: None if value in ("none", "None") and _optional(known[name]) else value

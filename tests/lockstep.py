@@ -151,9 +151,7 @@ class Seat:
 
     def all_gather(self, metadata: RankMetadata, round_index: int) -> list[RankMetadata]:
         # What a rank goes on changing is never shared.
-        answers = self._tell(
-            encode(metadata) if self.on_wire else replace(metadata, rejected=metadata.rejected.copy())
-        )
+        answers = self._tell(encode(metadata) if self.on_wire else replace(metadata, rejected=metadata.rejected.copy()))
         for rank, answer in enumerate(answers):
             if isinstance(answer, Failure):
                 raise CollectiveError(f"rank {rank} stopped: {answer.reason}")
@@ -496,7 +494,7 @@ def check_kept(
 
 
 def _could_take(group: Sequence[Cost], other: Cost, budget: Budget) -> bool:
-    """Whether a shorter sample was left behind beside a group that is not even full for the lowest level."""
+    """Whether a shorter sample was left behind beside a group that is not even full for the lowest cap."""
     lowest = replace(budget, token_budget=int(LOWEST_CAP * budget.token_budget))
     is_like = other.modality == group[0].modality and other.tokens < max(cost.tokens for cost in group)
     return is_like and lowest.fits([other, *group])

@@ -17,10 +17,11 @@ from odb_factory.config import ODBConfig
 from odb_factory.errors import ConfigError
 
 KEYS = [item.name for item in dataclasses.fields(ODBConfig)]
-OPTIONAL = ["max_patches", "collate_workers", "lr_reference_samples", "seed"]
-WHOLE_NUMBERS = ["token_budget", *OPTIONAL, "buffer_size", "exchange_timeout_s"]
+OPTIONAL_NUMBERS = ["max_patches", "collate_workers", "lr_reference_samples", "seed"]
+OPTIONAL = [*OPTIONAL_NUMBERS, "balance"]
+WHOLE_NUMBERS = ["token_budget", *OPTIONAL_NUMBERS, "buffer_size", "exchange_timeout_s"]
 WORDS = {
-    "loss_scaling": ["exact", "approx", "none"],
+    "loss_scaling": ["stock", "exact", "sample", "square", "approx", "none"],
     "lr_scale": ["none", "sqrt", "linear"],
     "cost_model": ["tokens", "time"],
     "overlong": ["singleton", "drop", "error"],
@@ -38,8 +39,11 @@ yaml_values = st.recursive(
 
 
 def block(**keys: Any) -> dict[str, Any]:
-    """A right block with these keys; lr_reference_samples is right beside lr_scale only."""
-    return {"token_budget": 8192} | ({"lr_scale": "none"} if "lr_reference_samples" in keys else {}) | keys
+    """A right block with these keys: some are right with `fill` only, and lr_reference_samples beside lr_scale only."""
+    needed: dict[str, Any] = {"lr_scale": "none"} if "lr_reference_samples" in keys else {}
+    if keys.get("join") is False or keys.get("lr_scale") in ("sqrt", "linear"):
+        needed["global_batch_size"] = "fill"
+    return {"token_budget": 8192} | needed | keys
 
 
 def refusal(content: Any) -> str:
@@ -57,13 +61,14 @@ def test_defaults() -> None:
     assert ODBConfig.from_block(block()).to_dict() == {
         "token_budget": 8192,
         "max_patches": None,
+        "global_batch_size": "keep",
         "buffer_size": 1024,
         "collate_workers": None,
-        "loss_scaling": "exact",
+        "loss_scaling": "stock",
         "lr_scale": "none",
         "lr_reference_samples": None,
         "join": True,
-        "balance": False,
+        "balance": True,
         "cost_model": "tokens",
         "overlong": "singleton",
         "on_error": "raise",
@@ -84,9 +89,51 @@ def test_balance_needs_join() -> None:
     assert "join: true" in refusal(block(balance=True, join=False))
 
 
+@pytest.mark.parametrize(
+    ("keys", "resolved"),
+    [
+        ({}, ("keep", True, "stock", True)),
+        ({"global_batch_size": 64}, (64, True, "stock", True)),
+        ({"global_batch_size": "fill"}, ("fill", False, "exact", True)),
+        ({"global_batch_size": "fill", "join": False}, ("fill", False, "exact", False)),
+        ({"global_batch_size": "fill", "loss_scaling": "none", "balance": False}, ("fill", False, "none", False)),
+        ({"balance": False, "loss_scaling": "exact"}, ("keep", True, "exact", False)),
+        ({"balance": "none"}, ("keep", True, "stock", True)),
+    ],
+)
+def test_what_follows_from_the_optimizer_steps(keys: dict[str, Any], resolved: tuple[Any, ...]) -> None:
+    """Whether they are kept, the loss and the balance that go with that, unless something else is said."""
+    config = ODBConfig.from_block(block(**keys))
+    assert (config.global_batch_size, config.keeps, config.loss_scaling, config.balance) == resolved
+    assert ODBConfig.from_block(config.to_dict()) == config
+
+
+@pytest.mark.parametrize("value", ["kept", "fill ", "", "16", None, "none", True, False, 1.5, [8]])
+def test_what_is_no_size_of_an_optimizer_step_is_refused(value: Any) -> None:
+    message = refusal(block(global_batch_size=value))
+    assert message.startswith(f"odb.global_batch_size: {value!r} is not one of keep, fill or a whole number")
+
+
+def test_an_optimizer_step_has_a_sample() -> None:
+    assert "the least is 1" in refusal(block(global_batch_size=0))
+    assert ODBConfig(token_budget=1, global_batch_size=int64(8)).to_dict()["global_batch_size"] == 8
+
+
+@pytest.mark.parametrize("size", ["keep", 64])
+@pytest.mark.parametrize("keys", [{"join": False}, {"lr_scale": "sqrt", "lr_reference_samples": 16}])
+def test_what_only_filled_optimizer_steps_have_is_refused(keys: dict[str, Any], size: Any) -> None:
+    message = refusal(block(**keys, global_batch_size=size))
+    assert message.startswith(f"odb.{next(iter(keys))}: ") and "set `global_batch_size: fill`" in message
+
+
+def test_the_weights_of_stock_need_its_optimizer_steps() -> None:
+    message = refusal(block(loss_scaling="stock", global_batch_size="fill"))
+    assert message.startswith("odb.loss_scaling: 'stock' ") and "exact" in message
+
+
 def test_every_key_is_explained() -> None:
     assert all(item.metadata["meaning"] for item in dataclasses.fields(ODBConfig))
-    assert sorted(KEYS) == sorted([*WHOLE_NUMBERS, *WORDS, *SWITCHES])
+    assert sorted(KEYS) == sorted([*WHOLE_NUMBERS, *WORDS, *SWITCHES, "global_batch_size"])
 
 
 @pytest.mark.parametrize("content", [None, 8192, "token_budget: 8192", True, [], ["token_budget"], [("a", 1)]])
@@ -175,7 +222,7 @@ def test_every_choice_is_allowed(key: str, word: str) -> None:
 
 
 @pytest.mark.parametrize("key", SWITCHES)
-@pytest.mark.parametrize("value", ["true", "yes", "none", None, 0, 1, 1.0, [True]])
+@pytest.mark.parametrize("value", ["true", "yes", "", 0, 1, 1.0, [True]])
 def test_what_is_not_true_or_false_is_refused(key: str, value: Any) -> None:
     assert refusal(block(**{key: value})).startswith(f"odb.{key}: {value!r} is not true or false")
 
@@ -190,11 +237,12 @@ def test_true_and_false_are_allowed(key: str, value: bool) -> None:
 @pytest.mark.parametrize("key", OPTIONAL)
 def test_none_is_understood_where_a_key_may_be_absent(key: str, nothing: Any) -> None:
     """YAML's own word is null, people write none; both mean the default."""
-    assert getattr(ODBConfig.from_block(block(**{key: nothing})), key) is None
+    default = True if key == "balance" else None
+    assert getattr(ODBConfig.from_block(block(**{key: nothing})), key) is default
 
 
 @pytest.mark.parametrize("nothing", [None, "none"])
-@pytest.mark.parametrize("key", ["token_budget", "buffer_size", *SWITCHES, "overlong", "on_error"])
+@pytest.mark.parametrize("key", ["token_budget", "buffer_size", "join", "audit", "overlong", "on_error"])
 def test_none_is_refused_where_a_key_needs_a_value(key: str, nothing: Any) -> None:
     assert f"odb.{key}: {nothing!r} is not " in refusal(block(**{key: nothing}))
 
@@ -210,7 +258,8 @@ def test_any_value_is_taken_as_it_is_or_refused_in_one_line(key: str, value: Any
         assert len(str(error).splitlines()) == 1
     else:
         taken = getattr(config, key)
-        assert taken is value or (value in ("none", "None") and key in OPTIONAL and taken is None)
+        is_nothing = value in ("none", "None", None) and key in OPTIONAL
+        assert taken is value or (is_nothing and taken is (True if key == "balance" else None))
 
 
 @given(st.dictionaries(st.text(st.characters(min_codepoint=32, max_codepoint=126)), yaml_values, max_size=4))

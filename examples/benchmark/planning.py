@@ -5,6 +5,9 @@ counts padding, part-filled groups, ranks that wait for each other, and the fixe
 Where samples have images there are two more: that of the vision tower, patches / (ranks x sum over steps of the
 largest patches of any rank), and that of the time which tokens, patches and attention take together.
 
+First come optimizer batches that are kept at N samples (kept.py), beside fixed and length-grouped batches, whose
+figures do not depend on N; then what fills the budget, whatever becomes of N.
+
     python examples/benchmark/planning.py                           # 8 and 64 ranks
     python examples/benchmark/planning.py --ranks 8 --processes 8   # whole loaders on gloo ranks, too
     python examples/benchmark/planning.py --ranks 1 8 64 512 1024 --output-dir out
@@ -14,11 +17,13 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import kept
 import numpy as np
 import processes
 from simulation import PATCHES_PER_TOKEN, WORKLOADS, draw, rounds
@@ -42,17 +47,17 @@ def efficiency(samples: Samples, steps: Steps) -> float:
     return real / (len(samples) * (sum(steps) + FIXED_COST * len(steps)))
 
 
-def fixed_batch(samples: Samples) -> Steps:
-    """Batches of `BATCH_SIZE` in the order of draws."""
-    return np.max([_padded(rows["tokens"].reshape(-1, BATCH_SIZE)) for rows in samples], axis=0).tolist()
+def fixed_batch(samples: Samples, batch_size: int = BATCH_SIZE) -> Steps:
+    """Batches of `batch_size` rows in the order of draws."""
+    return np.max([_padded(rows["tokens"].reshape(-1, batch_size)) for rows in samples], axis=0).tolist()
 
 
-def length_grouped(samples: Samples) -> Steps:
+def length_grouped(samples: Samples, batch_size: int = BATCH_SIZE) -> Steps:
     """All lengths known beforehand: sorted within mega-batches of 50 batches of all ranks, as the Trainer does."""
-    size = BATCH_SIZE * len(samples)
+    size = batch_size * len(samples)
     together = np.stack([rows["tokens"] for rows in samples], axis=1).reshape(-1)
     mega = [np.sort(together[k : k + 50 * size])[::-1] for k in range(0, len(together), 50 * size)]
-    batches = _padded(np.concatenate(mega)[: len(together) // size * size].reshape(-1, BATCH_SIZE))
+    batches = _padded(np.concatenate(mega)[: len(together) // size * size].reshape(-1, batch_size))
     return batches.reshape(-1, len(samples)).max(axis=1).tolist()
 
 
@@ -85,13 +90,29 @@ def odb(samples: Samples, balance: bool = False) -> Steps:
 
 
 WAYS: dict[str, Callable[[Samples], Steps]] = {
-    f"fixed batch of {BATCH_SIZE}": fixed_batch,
-    f"length-grouped, batch of {BATCH_SIZE}": length_grouped,
     "sort, fill, split to the largest count": sort_fill_split,
-    "odb": odb,
-    "odb, `balance: true`": lambda samples: odb(samples, balance=True),
+    "odb, fill, `balance: false`": odb,
+    "odb, fill": lambda samples: odb(samples, balance=True),
     "offline oracle": oracle,
 }
+
+
+KEEPS_N: dict[str, Callable[[Samples], Steps]] = {
+    f"{name}, {size} row{'s' * (size > 1)}": functools.partial(way, batch_size=size)
+    for name, way in (("fixed batch", fixed_batch), ("length-grouped", length_grouped))
+    for size in (1, 2, 4, 8)
+}
+"""Ways that allow any N, with the same figures for all. They know no budget: what they take at once has no bound."""
+
+
+def kept_batches(ranks: int, sizes: Sequence[int], steps: int, seeds: int) -> dict[str, dict[str, float]]:
+    """The efficiencies of `plan_optimizer_step` for each N in `sizes`, by way and workload."""
+    reached: dict[str, dict[str, float]] = {}
+    for size, workload in itertools.product(sizes, WORKLOADS):
+        found = kept.efficiencies(workload, ranks, size, Budget(TOKEN_BUDGET), FIXED_COST, steps, seeds)
+        for name, value in found.items():
+            reached.setdefault(f"{name}, N = {size:,}", {})[workload] = value
+    return reached
 
 
 def with_images(workload: str, ranks: int, samples: int, **options: Any) -> dict[str, float]:
@@ -120,10 +141,10 @@ def _time(group: np.ndarray) -> int:
 
 
 PLANS: dict[str, dict[str, Any]] = {
-    "odb": {},
-    "odb, `cost_model: time`": {"model": TIME},
-    "odb, `balance: true`": {"balance": True},
-    "odb, `balance: true`, `cost_model: time`": {"balance": True, "model": TIME},
+    "odb, fill, `balance: false`": {},
+    "odb, fill, `balance: false`, `cost_model: time`": {"model": TIME},
+    "odb, fill": {"balance": True},
+    "odb, fill, `cost_model: time`": {"balance": True, "model": TIME},
 }
 
 
@@ -173,11 +194,13 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--seeds", type=int, default=6, help="the figures are means over so many draws")
     parser.add_argument("--processes", type=int, default=0, help="up to so many ranks loaders are really run, too")
     parser.add_argument("--output-dir", type=Path, help="write planning.json and planning.png there")
+    parser.add_argument("--kept", type=int, nargs="*", default=[64, 128, 256, 512, 2048, 8192], help="these N")
+    parser.add_argument("--kept-steps", type=int, default=8, help="so many optimizer steps of each draw")
     given = parser.parse_args(arguments)
     results = []
     for ranks in given.ranks:
         count = given.samples // 2 if ranks >= 64 else given.samples
-        ways = dict(WAYS)
+        ways = KEEPS_N | WAYS
         if ranks <= given.processes:
             for name in processes.LOADERS:
                 ways[name] = functools.partial(processes.run, name, token_budget=TOKEN_BUDGET, window=WINDOW)
@@ -186,13 +209,17 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
             drawn = [draw(workload, ranks, count, seed) for seed in range(given.seeds)]
             for name, way in ways.items():
                 reached[name][workload] = float(np.mean([efficiency(samples, way(samples)) for samples in drawn]))
-        print(table(f"{ranks:,} ranks", list(WORKLOADS), {name: list(row.values()) for name, row in reached.items()}))
+        sizes = [size for size in given.kept if size % ranks == 0]
+        kept_rows = kept_batches(ranks, sizes, given.kept_steps, given.seeds)
+        figures = {name: list(row.values()) for name, row in (kept_rows | reached).items()}
+        print(table(f"{ranks:,} ranks", list(WORKLOADS), figures))
         pictures: dict[str, dict[str, dict[str, float]]] = {}
         for workload in WORKLOADS:
             pictures[workload] = {name: with_images(workload, ranks, count, **way) for name, way in PLANS.items()}
             figures = {name: list(row.values()) for name, row in pictures[workload].items()}
             print(table(f"{ranks:,} ranks, {workload} with images", ["tokens", "patches", "time", "moved"], figures))
-        results.append({"ranks": ranks, "samples": count, "efficiency": reached, "with_images": pictures})
+        found = {"efficiency": reached, "kept": kept_rows, "with_images": pictures}
+        results.append({"ranks": ranks, "samples": count, **found})
     if given.output_dir:
         given.output_dir.mkdir(parents=True, exist_ok=True)
         (given.output_dir / "planning.json").write_text(json.dumps(results, indent=2), encoding="utf-8")

@@ -51,10 +51,17 @@ def odb_factory(lengths: Sequence[np.ndarray], rank: int, token_budget: int, win
 
     rows = Rows(np.stack(lengths, axis=1).reshape(-1))
     with ODBDataLoader(
-        rows, token_budget=token_budget, buffer_size=window, num_workers=1, collate_workers=1, collate_fn=collate
+        rows,
+        collate_fn=collate,
+        num_workers=1,
+        token_budget=token_budget,
+        global_batch_size="fill",
+        balance=False,
+        buffer_size=window,
+        collate_workers=1,
     ) as loader:
         for batch in loader:
-            yield batch["labels"].numel(), len(batch["labels"]) if pop_step_info(batch).loss_scale else 0
+            yield batch["labels"].numel(), pop_step_info(batch).samples
 
 
 def published(
@@ -77,7 +84,7 @@ def published(
         yield batch["labels"].numel(), len(batch["labels"]) if info.loss_scale else 0
 
 
-LOADERS: dict[str, Callable[..., Epoch]] = {"odb, really run": odb_factory}
+LOADERS: dict[str, Callable[..., Epoch]] = {"odb, fill, `balance: false`, really run": odb_factory}
 if importlib.util.find_spec("odb") is not None:
     _name = f"online-dynamic-batching {importlib.metadata.version('online-dynamic-batching')}"
     LOADERS[f"{_name}, really run"] = published

@@ -1,8 +1,8 @@
 """What planning costs as ranks are added: time on one core and bytes on the wire, a round.
 
-Every rank tells all others what its window holds, a few integers a sample, and plans the round of all of them. Here
-the messages of all ranks are made and read in one process, with the functions that a training uses; only the
-network is left out.
+Every rank tells all others what its buffer holds, a few integers a sample, and plans the round of all of them (fill),
+or the optimizer step of all of them (keep). Here the messages of all ranks are made and read in one process, with the
+functions that a training uses; only the network is left out.
 
     python examples/benchmark/scale.py
     python examples/benchmark/scale.py --ranks 8 64 --window 256 --rounds 5
@@ -20,11 +20,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from kept import optimizer_steps
 from simulation import draw, rounds
 
 from odb_factory.comm.codec import decode, encode
 from odb_factory.comm.coordinator import RankMetadata
-from odb_factory.planning import Budget, plan_buffers
+from odb_factory.planning import Budget, BufferMetadata, plan_buffers, plan_optimizer_step
 
 WORKLOAD = "ShareGPT4o"
 
@@ -63,13 +64,47 @@ def measure(ranks: int, window: int, token_budget: int, num_rounds: int, balance
     for one in itertools.islice(epoch, num_rounds):
         messages, encode_s = timed(lambda one=one: [encode(RankMetadata(held, Counter())) for held in one.windows])
         reports, read_s = timed(lambda messages=messages: [decode(message) for message in messages])
-        windows = [report.window for report in reports]
+        windows = [report.buffer for report in reports]
         plan, plan_s = timed(
             lambda windows=windows: plan_buffers(windows, budget, seed=0, epoch=0, round_index=0, balance=balance)
         )
         size = np.dtype(np.int64).itemsize + max(map(len, messages))
         rows.append((len(plan.totals), encode_s / ranks, read_s, plan_s, ranks * size))
     return Measured(ranks, balance, *(statistics.median(column) for column in zip(*rows)))
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """Planning one optimizer step that is kept, assignment and totals included: the median, in seconds of one core."""
+
+    ranks: int
+    samples: int
+    balance: bool
+    micro_steps: float
+    plan_s: float
+
+
+def measure_kept(ranks: int, batch_size: int, token_budget: int, count: int, balance: bool) -> MeasuredStep:
+    """Plan `count` optimizer steps of `batch_size` samples."""
+    rows = []
+    for shares in optimizer_steps(WORKLOAD, ranks, batch_size, count, seed=0):
+        buffers = [BufferMetadata(share, exhausted=False) for share in shares]
+        plan, plan_s = timed(
+            lambda buffers=buffers: plan_optimizer_step(buffers, Budget(token_budget), balance=balance)
+        )
+        rows.append((len(plan.totals), plan_s))
+    return MeasuredStep(ranks, batch_size, balance, *(statistics.median(column) for column in zip(*rows)))
+
+
+def table_of_kept(results: Sequence[MeasuredStep]) -> str:
+    lines = ["| ranks | samples of an optimizer step | | micro-steps | plan |", "|--:|--:|---|--:|--:|"]
+    for result in results:
+        mode = "" if result.balance else "`balance: false`"
+        lines.append(
+            f"| {result.ranks:,} | {result.samples:,} | {mode} | {result.micro_steps:.0f} | "
+            f"{1e3 * result.plan_s:.0f} ms |"
+        )
+    return "\n".join(lines)
 
 
 def table(results: Sequence[Measured]) -> str:
@@ -94,22 +129,30 @@ def growth(first: Measured, last: Measured) -> dict[str, float]:
     return {"time": time_a_step / factor, "bytes": last.received / first.received / factor}
 
 
-def main(arguments: Sequence[str] | None = None) -> list[Measured]:
+def main(arguments: Sequence[str] | None = None) -> list[Measured | MeasuredStep]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 256, 1024])
     parser.add_argument("--window", type=int, default=1024, help="samples a rank holds (buffer_size)")
     parser.add_argument("--token-budget", type=int, default=16384)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--samples-a-rank", type=int, default=8, help="of an optimizer step that is kept")
     chosen = parser.parse_args(arguments)
     print(f"windows of {chosen.window:,} samples ({WORKLOAD}), token_budget {chosen.token_budget:,}; one core\n")
-    results = []
+    results: list[Measured] = []
     for balance in (False, True):
         mine = [measure(ranks, chosen.window, chosen.token_budget, chosen.rounds, balance) for ranks in chosen.ranks]
         print(table(mine))
         grown = growth(mine[0], mine[-1])
         print(f"\ngrowth, 1.00 being linear in ranks: time {grown['time']:.2f}, bytes {grown['bytes']:.2f}\n")
         results += mine
-    return results
+    kept = [
+        measure_kept(ranks, chosen.samples_a_rank * ranks, chosen.token_budget, 2 * chosen.rounds + 1, balance)
+        for balance in (True, False)
+        for ranks in chosen.ranks
+    ]
+    print("one optimizer step that is kept\n")
+    print(table_of_kept(kept))
+    return [*results, *kept]
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def rounds(
     """One epoch over the samples of each rank; endless: from the beginning again, without end."""
     held = [rows[:0] for rows in samples]
     drawn = [0] * len(samples)
-    steps = round_index = 0
+    round_index = 0
     final = False
     while not final:
         for rank, rows in enumerate(samples):
@@ -90,7 +90,6 @@ def rounds(
             seed=0,
             epoch=0,
             round_index=round_index,
-            steps_before=steps,
             balance=balance,
             model=model,
         )
@@ -102,4 +101,4 @@ def rounds(
         for rank, (start, end) in enumerate(zip(plan.starts, plan.starts[1:])):
             held[rank] = held[rank][~gone[start:end]]
             held[rank]["age"] = np.minimum(held[rank]["age"], 254) + 1
-        steps, round_index, final = steps + len(plan.totals), round_index + 1, plan.final
+        round_index, final = round_index + 1, plan.final

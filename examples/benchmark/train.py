@@ -217,17 +217,16 @@ def main() -> None:
     given = parser.parse_args()
     folder = given.output_dir.resolve()
     folder.mkdir(parents=True, exist_ok=True)
+    print(f"{os.cpu_count()} cores, one epoch, {GLOBAL_BATCH_SIZE} samples an optimizer step;", end=" ")
+    print("rows of a fixed batch and token_budget:", end=" ")
+    print("; ".join(f"{w.name} {w.rows} x {w.row:,} = {w.token_budget:,}" for w in WORKLOADS))
     tables: dict[str, list[Result]] = {}
     for workload in WORKLOADS:
         for ranks in (workload.short_ranks,) if given.short else (1, 2):
             title = f"{workload.name}, {ranks} rank{'s' * (ranks > 1)}"
-            tables[title] = compare(workload, folder, ranks, given.short)
-    print(f"\n{os.cpu_count()} cores, one epoch, {GLOBAL_BATCH_SIZE} samples an optimizer step;", end=" ")
-    print("rows of a fixed batch and token_budget:", end=" ")
-    print("; ".join(f"{w.name} {w.rows} x {w.row:,} = {w.token_budget:,}" for w in WORKLOADS))
-    for title, results in tables.items():
-        print(f"\n{markdown(title, results, TRAIN_COLUMNS)}\n")
-        print(f"{same_training(results)} {ahead_of_odb(results, TRAIN_COLUMNS)}")
+            results = tables[title] = compare(workload, folder, ranks, given.short)
+            print(f"\n{markdown(title, results, TRAIN_COLUMNS)}\n")
+            print(f"{same_training(results)} {ahead_of_odb(results, TRAIN_COLUMNS)}\n", flush=True)
     (folder / "train.json").write_text(json.dumps(tables, indent=2), encoding="utf-8")
     draw(tables, [SAMPLES, CPU_SECONDS, PADDING, VALIDATION], folder / "train.png")
     print(f"\nThe figures: {folder / 'train.json'}, {folder / 'train.png'}")

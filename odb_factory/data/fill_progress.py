@@ -53,6 +53,7 @@ class FillProgress(Progress):
         self.open(int(epochs))
         if done:
             self.done = np.arange(num_samples) < done
+        self.is_loaded = True
         return done
 
     @property

@@ -360,7 +360,7 @@ class ODBLoader:
                 "the sampler has drawn another order than before the stop, so what is left of the epoch cannot be "
                 "told; give one whose order depends on its seed and epoch alone, or set `resume: ignore_data`"
             )
-        return self._order.common((*place, self._order.checksum_before(optimizer_step)))
+        return self._order.common((*place, self._order.checksum_through(optimizer_step)))
 
 
 def _length(source: Any) -> int | None:

@@ -29,7 +29,7 @@ class Start:
     done: bool a position of the order, what is left out (None: nothing).
     replay: numbers in this rank's shard that come once more, in ascending order, before it goes on with number `first`.
     stop: the position of the order before which it ends (None: its end).
-    block: positions of an optimizer step, for `ShardSampler.checksum_before` (0: none are kept).
+    block: positions of an optimizer step, for `ShardSampler.checksum_through` (0: none are kept).
     """
 
     done: np.ndarray | None = None
@@ -108,15 +108,15 @@ class ShardSampler(Sampler[int]):
     def _blocks(self, order: Iterator[int], size: int) -> Iterator[list[int]]:
         checksum = self.fingerprint
         for number in itertools.count():
-            self._checksums[number] = checksum
             block = list(itertools.islice(order, size))
             if not block:
                 return
             checksum = zlib.crc32(np.array(block, dtype="<i8").tobytes(), checksum)
+            self._checksums[number] = checksum
             yield block
 
-    def checksum_before(self, block: int) -> int:
-        """Of all indices of the order before this block, which is drawn from; the same on all ranks."""
+    def checksum_through(self, block: int) -> int:
+        """Of all indices of the order up to the end of this block, of which every rank has drawn its own."""
         return self._checksums.get(block, self.fingerprint)
 
     def common(self, place: tuple[int, ...]) -> int:

@@ -128,7 +128,7 @@ class ObservedStream(WorkerDataset, IterableDataset):
     def peek(self) -> int:
         return self.fingerprint
 
-    def checksum_before(self, block: int) -> int:
+    def checksum_through(self, block: int) -> int:
         """Of a stream only the first items are compared."""
         return 0
 

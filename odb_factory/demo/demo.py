@@ -43,6 +43,7 @@ class Result:
 
     name: str
     seconds: float
+    cpu_seconds: float
     samples_per_second: float
     tokens_per_second: float
     padding: float
@@ -126,6 +127,7 @@ def _result(name: str, run: Run) -> Result:
     return Result(
         name=name,
         seconds=run.seconds,
+        cpu_seconds=run.cpu_seconds,
         samples_per_second=sum(len(batch["lengths"]) for batch in batches) / run.seconds,
         tokens_per_second=real / run.seconds,
         padding=1 - real / sum(padded),
@@ -143,6 +145,7 @@ ROW_TEXTS: dict[str, Callable[[Result], str]] = {
     "final training loss": lambda result: f"{result.train_loss:.4f}",
     "validation loss": lambda result: f"{result.validation_loss:.4f}",
     "seconds of training": lambda result: f"{result.seconds:.1f}",
+    "CPU seconds of a rank": lambda result: f"{result.cpu_seconds:.1f}",
     "samples/s": lambda result: f"{result.samples_per_second:.1f}",
     "real tokens/s": lambda result: f"{result.tokens_per_second:,.0f}",
     "padding": lambda result: f"{result.padding:.1%}",

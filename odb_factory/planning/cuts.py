@@ -12,7 +12,7 @@ import numpy as np
 
 from odb_factory.planning.candidates import Rows
 from odb_factory.planning.matching import Cut, Group, make_cut
-from odb_factory.planning.pools import NO_CAP, Pools, cap_range, next_ends
+from odb_factory.planning.pools import NO_CAP, Pools, next_ends
 
 PRECISION = 12
 """The one cap is searched to one part in 2 ** PRECISION."""
@@ -47,8 +47,9 @@ def _after(ends: np.ndarray, num_groups: int) -> np.ndarray:
 
 def fewest_steps(pools: Pools) -> int:
     """The least K that the budgets allow."""
-    ends = next_ends(pools.rows, np.array([[NO_CAP]]), pools.model)[0].tolist()
-    return max(-(-len(walk(ends, *bounds)) // pools.slots) for bounds in zip(pools.starts, pools.ends))
+    ends = pools.largest_ends.tolist()
+    bounds = zip(pools.starts.tolist(), pools.ends.tolist())
+    return max(-(-len(walk(ends, start, end)) // pools.slots) for start, end in bounds)
 
 
 def cut_by_one_cap(pools: Pools, num_steps: int) -> Cut:
@@ -56,16 +57,14 @@ def cut_by_one_cap(pools: Pools, num_steps: int) -> Cut:
 
     This is multiprocessor scheduling by the dual of bin packing (MULTIFIT: Coffman, Garey and Johnson 1978).
     """
-    rows, model = pools.rows, pools.model
-    pool = np.repeat(np.arange(len(pools.starts)), np.diff(pools.bounds))
     slots = num_steps * pools.slots
-    low, high = cap_range(pools)
+    low, high = pools.cap_range
     while (searching := (high - low) << PRECISION > high).any():
         middle = (low + high) // 2
-        tried = next_ends(rows, middle[pool][None], model)
+        tried = next_ends(pools, middle[pools.pool_of][None])
         fits = _after(tried, slots)[0, pools.starts] >= pools.ends
         low, high = np.where(searching & ~fits, middle + 1, low), np.where(searching & fits, middle, high)
-    chosen = next_ends(rows, high[pool][None], model)[0].tolist()
+    chosen = next_ends(pools, high[pools.pool_of][None])[0].tolist()
     groups = [walk(chosen, *bounds) for bounds in zip(pools.starts.tolist(), pools.ends.tolist())]
     return fill_slots(pools, groups, slots)
 
@@ -77,14 +76,14 @@ def cut_by_stretches(pools: Pools) -> Cut | None:
     but for the values of caps that are tried.
     """
     rows, model = pools.rows, pools.model
-    starts, highest = np.arange(len(rows)), int(cap_range(pools)[1].max())
+    starts, highest = np.arange(len(rows)), int(pools.cap_range[1].max())
     num_caps = min(MAX_CAPS, MAX_STATES // len(rows))
     if num_caps < MIN_CAPS or pools.slots > MAX_SLOTS or highest <= model.fixed:
         return None
     spacing = -(-(highest - model.fixed) // num_caps)
     caps = np.arange(highest, model.fixed, -max(spacing, 1))
     while True:
-        ends = next_ends(rows, caps[:, None], model)
+        ends = next_ends(pools, caps[:, None])
         following = _after(ends, pools.slots)
         costs = np.where(following[:, :-1] > starts, caps[:, None], NO_CAP)
         least, chosen = np.zeros(len(rows) + 1, dtype=np.int64), [0] * len(rows)
@@ -98,10 +97,11 @@ def cut_by_stretches(pools: Pools) -> Cut | None:
             groups += walk(ends[cap].tolist(), start, end)
             used.add(int(caps[cap]))
             start = end
-        if spacing <= 1:
+        finer = min(FINER_CAPS, MAX_STATES // (len(rows) * len(used)))
+        if spacing <= 1 or finer <= 1:
             return fill_slots(pools, [groups], -(-len(groups) // pools.slots) * pools.slots)
         # Once more, with the values between those that were used and the next lower ones.
-        between = spacing * np.arange(FINER_CAPS) // FINER_CAPS
+        between = spacing * np.arange(finer) // finer
         caps, spacing = np.unique(np.array(sorted(used))[:, None] - between)[::-1], 1
         caps = np.append(highest, caps[(caps > model.fixed) & (caps < highest)])
 

@@ -9,7 +9,7 @@ import numpy as np
 from odb_factory.planning.candidates import Rows
 from odb_factory.planning.cost import Budget, CostModel
 from odb_factory.planning.cuts import cut_by_one_cap, cut_by_stretches, fewest_steps
-from odb_factory.planning.matching import Cut, assign_to_ranks, make_cut, match_patches
+from odb_factory.planning.matching import Cut, assign_to_ranks, make_cut
 from odb_factory.planning.metadata import BufferMetadata
 from odb_factory.planning.plan import Plan, exceeds_limit, pool, to_plan
 from odb_factory.planning.pools import Pools, lower_bound
@@ -31,7 +31,12 @@ def plan_optimizer_step(
     model: K and the cut are those for which the sum over micro-steps of what the costliest rank costs is least.
 
     Every sample is in exactly one micro-batch, every micro-batch of two or more is within both budgets, and a rank
-    idles, in the last micro-steps, only where there are too few samples. The costliest micro-step comes first.
+    idles, in the last micro-steps, only where there are too few samples. The costliest micro-step comes first, so that
+    the peak of memory shows at once.
+
+        buffers = [make_metadata([Cost(8), Cost(3)], [0, 0], exhausted=False)]
+        plan = plan_optimizer_step(buffers, Budget(16), balance=True)
+        plan.groups  # [[[1, 0]]]: of rank 0 the samples of each micro-step
     """
     table, starts, owner_rank = pool(buffers)
     balance = balance and len(buffers) > 1
@@ -42,7 +47,7 @@ def plan_optimizer_step(
         pools = Pools(Rows(table, index, budget), np.array([0, len(table)]), len(buffers), model)
     else:
         pools = Pools(Rows(table, index, budget, owner_rank), np.array(starts), 1, model)
-    cut = match_patches(pools, _best_cut(pools))
+    cut = _best_cut(pools)
     groups = [pools.rows.group(start, end) for start, end in zip(cut.starts.tolist(), cut.ends.tolist())]
     num_steps = int(cut.steps.max(initial=-1)) + 1
     steps: list[list[np.ndarray | None]] = []

@@ -23,7 +23,7 @@ MAX_REDISTRIBUTED_BYTES = 1 << 28
 
 @dataclass(frozen=True, slots=True)
 class MicroStepTotals:
-    """What all ranks together do in one step. Tokens are real; padded_tokens and patches are as collated.
+    """What all ranks together do in one micro-step. Tokens are real; padded_tokens and patches are as collated.
 
     max_rank_tokens, max_rank_patches, max_rank_attention: the most of any rank, for which all wait: padded tokens,
     patches, and rows x padded row length squared.
@@ -45,10 +45,10 @@ class MicroStepTotals:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One round.
+    """One round (fill) or one optimizer step (keep).
 
-    groups: of each rank the group of each step, in batch order; empty on an idle step. Samples are numbered through
-    the windows of all ranks: rank r holds those from starts[r] on, up to starts[r + 1].
+    groups: of each rank the group of each micro-step, in batch order; empty where it idles. Samples are numbered
+    through the buffers of all ranks: rank r holds those from starts[r] on, up to starts[r + 1].
     final: the epoch ends with this round. exceeds_transfer_limit: samples were to be balanced, and weigh too much.
     """
 
@@ -103,7 +103,9 @@ def to_plan(
     return Plan(groups, starts, totals, final, exceeds_transfer_limit)
 
 
-def _totals(table: np.ndarray, home: np.ndarray, step: Sequence[np.ndarray | None], budget: Budget) -> MicroStepTotals:
+def _totals(
+    table: np.ndarray, owner_rank: np.ndarray, step: Sequence[np.ndarray | None], budget: Budget
+) -> MicroStepTotals:
     present = {rank: group for rank, group in enumerate(step) if group is not None}
     if not present:
         return MicroStepTotals()
@@ -111,7 +113,7 @@ def _totals(table: np.ndarray, home: np.ndarray, step: Sequence[np.ndarray | Non
     chosen = np.concatenate(list(present.values()))
     rows, sizes = table[chosen], np.array([len(group) for group in present.values()])
     starts = np.cumsum(sizes) - sizes
-    moved = home[chosen] != np.repeat(busy, sizes)
+    moved = owner_rank[chosen] != np.repeat(busy, sizes)
     has_media = np.logical_or.reduceat(rows["has_media"], starts)
     patches = np.add.reduceat(rows["patches"].astype(np.int64), starts)
     patches += np.where(has_media, 0, budget.collation.dummy_media_patches)

@@ -6,6 +6,7 @@ All arithmetic is on integers, so that every rank computes the same.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -36,25 +37,59 @@ class Pools:
     def ends(self) -> np.ndarray:
         return self.bounds[1:]
 
+    @cached_property
+    def pool_of(self) -> np.ndarray:
+        """The pool of each sample [n]."""
+        return np.repeat(np.arange(len(self.starts)), np.diff(self.bounds))
+
+    @cached_property
+    def single_costs(self) -> np.ndarray:
+        """What each sample costs alone [n]."""
+        starts = np.arange(len(self.rows))
+        costs: np.ndarray = self.rows.costs(starts, starts + 1, self.model)
+        return costs
+
+    @cached_property
+    def largest_ends(self) -> np.ndarray:
+        """The largest ends that the budgets allow [n + 1]."""
+        ends: np.ndarray = next_ends(self, np.array([[NO_CAP]]))[0]
+        return ends
+
+    @cached_property
+    def cap_range(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of each pool the lowest cap at which every sample can go alone, and the highest that any group asks for."""
+        low, high = np.zeros((2, len(self.starts)), dtype=np.int64)
+        np.maximum.at(low, self.pool_of, self.single_costs)
+        largest = self.rows.costs(np.arange(len(self.rows)), self.largest_ends[:-1], self.model)
+        np.maximum.at(high, self.pool_of, largest)
+        # A sample alone can cost more than one in a group: dummy media are added where there are no others.
+        return low, np.maximum(low, high)
+
+    @cached_property
+    def load(self) -> tuple[int, int]:
+        """What the fullest pool and the longest sample cost where nothing is padded, fixed costs left out."""
+        rows, model = self.rows, self.model
+        costs = model.of(rows.tokens, np.diff(rows.patches_before), rows.tokens * rows.tokens) - model.fixed
+        before = np.concatenate([[0], np.cumsum(costs)])
+        return int((before[self.ends] - before[self.starts]).max()), int(costs.max())
+
 
 def lower_bound(pools: Pools, num_steps: int) -> int:
     """No cut into so many micro-steps is cheaper: the longest sample goes alone, or nothing is padded.
 
     What can make a group cheaper than the sum of its samples is not counted (dummy media that are not needed).
     """
-    rows, model = pools.rows, pools.model
-    single = model.of(rows.tokens, np.diff(rows.patches_before), rows.tokens * rows.tokens) - model.fixed
-    before = np.concatenate([[0], np.cumsum(single)])
-    load = int((before[pools.ends] - before[pools.starts]).max())
-    return num_steps * model.fixed + max(-(-load // pools.slots), int(single.max()))
+    load, longest = pools.load
+    return num_steps * pools.model.fixed + max(-(-load // pools.slots), longest)
 
 
-def next_ends(rows: Rows, caps: np.ndarray, model: CostModel) -> np.ndarray:
+def next_ends(pools: Pools, caps: np.ndarray) -> np.ndarray:
     """The largest end of a group within both budgets and a cap on its cost, for every start; an array [caps, n + 1].
 
     caps: [caps, 1], or [1, n] for a cap of its own for every start. A sample that breaks a budget goes alone. A start
     whose sample alone costs more than the cap is its own end: nothing can be cut there.
     """
+    rows, model = pools.rows, pools.model
     num_rows, budget = len(rows), rows.budget
     starts, unlimited = np.arange(num_rows), np.int64(num_rows)
     variable = caps - model.fixed
@@ -86,17 +121,5 @@ def next_ends(rows: Rows, caps: np.ndarray, model: CostModel) -> np.ndarray:
                 break
             fewer = np.maximum(np.minimum(count - 1, most_rows(lengths)), 1)
             ends = np.where(exceeds, starts + fewer, ends)
-    ends = np.where(rows.costs(starts, starts + 1, model) <= caps, ends, starts)
+    ends = np.where(pools.single_costs <= caps, ends, starts)
     return np.concatenate([ends, np.full((len(ends), 1), num_rows)], axis=1)
-
-
-def cap_range(pools: Pools) -> tuple[np.ndarray, np.ndarray]:
-    """Of each pool the lowest cap at which every sample can go alone, and the highest that any group asks for."""
-    rows, starts = pools.rows, np.arange(len(pools.rows))
-    pool = np.repeat(np.arange(len(pools.starts)), np.diff(pools.bounds))
-    low, high = np.zeros((2, len(pools.starts)), dtype=np.int64)
-    np.maximum.at(low, pool, rows.costs(starts, starts + 1, pools.model))
-    largest = next_ends(rows, np.array([[NO_CAP]]), pools.model)[0, :-1]
-    np.maximum.at(high, pool, rows.costs(starts, largest, pools.model))
-    # A sample alone can cost more than one in a group: dummy media are added where there are no others.
-    return low, np.maximum(low, high)

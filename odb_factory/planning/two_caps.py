@@ -8,7 +8,7 @@ import numpy as np
 
 from odb_factory.planning.cuts import fill_slots
 from odb_factory.planning.matching import Cut, Group
-from odb_factory.planning.pools import NO_CAP, Pools, cap_range, lower_bound, next_ends
+from odb_factory.planning.pools import NO_CAP, Pools, lower_bound, next_ends
 
 PRECISION = 6
 """The lower cap is searched to one part in 2 ** PRECISION of what it may be."""
@@ -22,28 +22,28 @@ def cut_by_two_caps(pools: Pools, num_first: int, num_second: int, below: int) -
     Both kinds of groups may follow each other in any order: how far i groups of one kind and j of the other can reach
     is found by dynamic programming over (i, j). The higher cap is tried at some values, the lower one is bisected.
     """
-    rows, model = pools.rows, pools.model
+    model = pools.model
     first_slots, second_slots = num_first * pools.slots, num_second * pools.slots
     num_states = len(pools.starts) * (min(first_slots, second_slots) + 1) * (first_slots + second_slots)
     num_caps = min(MAX_CAPS, MAX_STATES // num_states)
-    if num_caps < MIN_CAPS or not len(rows):
+    if num_caps < MIN_CAPS or not len(pools.rows):
         return None
-    lowest, highest = (int(caps.max()) for caps in cap_range(pools))
+    lowest, highest = (int(caps.max()) for caps in pools.cap_range)
     lowest = max(lowest, below // (num_first + num_second))
     highest = min(highest, (below - 1 - num_second * model.fixed) // num_first)
     if highest < lowest:
         return None
-    first = np.unique(lowest + (highest - lowest) * np.arange(1, num_caps + 1) // num_caps)
+    first = np.unique(lowest + (highest - lowest) * np.arange(num_caps) // (num_caps - 1))
     # Beside each the lower one must be so low that the whole costs less than `below`.
     high = np.minimum((below - 1 - num_first * first) // num_second, first)
     bound = lower_bound(pools, num_first + num_second)
     low = np.maximum((bound - num_first * first) // num_second, model.fixed)
-    first_ends = next_ends(rows, first[:, None], model)
+    first_ends = next_ends(pools, first[:, None])
     fits = high >= low
     for k in range(PRECISION + 1):
         middle = (low + high) // 2 if k else high
         trying = np.flatnonzero(fits & (low <= high))
-        second_ends = next_ends(rows, middle[trying, None], model)
+        second_ends = next_ends(pools, middle[trying, None])
         *_, reached = _reach(first_ends[trying], second_ends, first_slots, second_slots, pools.starts)
         reaches = np.zeros_like(fits)
         reaches[trying] = (reached[-1] >= pools.ends).all(axis=1)
@@ -54,7 +54,7 @@ def cut_by_two_caps(pools: Pools, num_first: int, num_second: int, below: int) -
         else:
             high, low = np.where(reaches, middle, high), np.where(reaches, low, middle + 1)
     which = int(np.where(fits, num_first * first + num_second * high, NO_CAP).argmin())
-    second_ends = next_ends(rows, high[which : which + 1, None], model)
+    second_ends = next_ends(pools, high[which : which + 1, None])
     layers = list(_reach(first_ends[which : which + 1], second_ends, first_slots, second_slots, pools.starts))
     groups = [
         _path([layer[:, 0, pool].tolist() for layer in layers], first_ends[which].tolist(), second_slots, int(end))

@@ -119,9 +119,7 @@ def test_what_a_step_says_is_true_on_every_rank(rows: list[Row], options: dict[s
         assert step.tokens == sum(cost.tokens for cost in trained)
         assert step.supervised_tokens == sum(cost.supervised_tokens for cost in trained)
         assert step.root_supervised_tokens == pytest.approx(sum(cost.supervised_tokens**0.5 for cost in trained))
-        assert step.num_active == sum(
-            not one.idle for epoch in epochs for one in epoch.optimizer_steps[index]
-        )
+        assert step.num_active == sum(not one.idle for epoch in epochs for one in epoch.optimizer_steps[index])
         num_emitted += len(trained)
         assert num_emitted <= step.done <= num_emitted + num_rejected
         assert step.progress == step.done / len(rows)

@@ -319,7 +319,10 @@ def test_ranks_that_leave_keep_nobody_waiting(data: Any, case: Case) -> None:
 
 def test_an_error_that_nobody_foresaw_ends_all_ranks() -> None:
     killed = OSError("DataLoader worker is\nkilled")
-    world: list[list[Row]] = [[sample(i, 8) for i in range(0, 20, 2)], [*(sample(i, 8) for i in range(1, 12, 2)), killed]]
+    world: list[list[Row]] = [
+        [sample(i, 8) for i in range(0, 20, 2)],
+        [*(sample(i, 8) for i in range(1, 12, 2)), killed],
+    ]
     well, broken = run_shards(world, stock=stock_steps(20, size=4, world_size=2), balance=True)
     assert isinstance(well.error, CollectiveError) and isinstance(broken.error, CollectiveError)
     assert str(broken.error) == "OSError: DataLoader worker is killed"
@@ -375,6 +378,7 @@ def test_a_length_that_is_wrong_within_the_last_step_loses_nothing(said: int) ->
     assert trained(epochs) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]
 
 
+@settings(deadline=None)
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(0, 40), st.booleans())
 def test_where_a_rank_draws_its_samples(
     world_size: int, batch_size: int, accumulation: int, step: int, is_split: bool
@@ -416,9 +420,7 @@ def test_streams_that_were_split_before_keep_stocks_micro_batches(
     check_whole_optimizer_steps(epochs)
     share = batch_size * accumulation
     num_steps = max(math.ceil(len(shard) / share) for shard in shards)
-    taken = [
-        [[row.id for row in shard[k * share : (k + 1) * share]] for shard in shards] for k in range(num_steps)
-    ]
+    taken = [[[row.id for row in shard[k * share : (k + 1) * share]] for shard in shards] for k in range(num_steps)]
     assert trained(epochs) == [sorted(itertools.chain.from_iterable(ranks)) for ranks in taken]
     cost = {row.id: row.cost for shard in shards for row in shard}
     for k, ranks in enumerate(taken):

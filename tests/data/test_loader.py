@@ -1,9 +1,10 @@
-"""The running loader with real worker processes: every row once (I2), the same groups whatever the workers (I6),
-any way to leave, nothing left behind, and an error rather than a hang."""
+"""The running loader with real worker processes: every row once (I2), the same micro-batches whatever the workers (I6),
+any way to leave, nothing left behind, and an error rather than a hang. Of both modes, `fill` where nothing is said."""
 
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import multiprocessing
 import os
@@ -17,13 +18,16 @@ from typing import Any
 
 import pytest
 import torch
+from thread_ranks import run_ranks
 from torch.utils.data import get_worker_info
 
-from odb_factory.comm.coordinator import RankMetadata, SingleProcessCoordinator
+from odb_factory.comm.coordinator import SingleProcessCoordinator
 from odb_factory.config import ODBConfig
 from odb_factory.data.collate import Failure
 from odb_factory.data.loader import ODBLoader
+from odb_factory.data.loader_workers import OBSERVE_CHUNK
 from odb_factory.data.observe import MediaCut, RowDropped
+from odb_factory.data.step_rule import OptimizerStepRule
 from odb_factory.errors import DataError
 from odb_factory.planning import Collation, Cost
 
@@ -33,6 +37,10 @@ PAD, IGNORE = 0, -100
 COLLATION = Collation(pad_to_multiple_of=4)
 WORKERS = [(0, 0), (1, 1), (2, 2), (2, 0), (0, 1)]
 """(observe workers, collate workers)."""
+
+
+KEEP = {"global_batch_size": "keep", "batch_size": 2, "accumulation": 4}
+"""N = 8 samples an optimizer step of one rank."""
 
 
 @dataclass(frozen=True)
@@ -126,14 +134,15 @@ def toy_rows(num_rows: int = 60, **fates: str) -> list[Row]:
 
 @contextmanager
 def open_loader(rows: list[Row], workers: tuple[int, int] = (0, 0), **options: Any) -> Iterator[ODBLoader]:
-    """A loader that is closed at the end; `options` go to the loader or to the config, wherever they belong."""
-    config = {"token_budget": 100, "buffer_size": 16, "collate_workers": workers[1]}
-    for key in ("token_budget", "buffer_size", "overlong", "on_error"):
-        if key in options:
-            config[key] = options.pop(key)
+    """A loader that is closed at the end; `options` go to the loader, to the rule of its optimizer steps or to the
+    config, wherever they belong."""
+    config = {"token_budget": 100, "buffer_size": 16, "collate_workers": workers[1], "global_batch_size": "fill"}
+    config |= {key: options.pop(key) for key in ODBConfig.__dataclass_fields__ if key in options}
+    rule = {key: options.pop(key) for key in OptimizerStepRule.__dataclass_fields__ if key in options}
     loader = ODBLoader(
         rows,
         config=ODBConfig(**config),
+        rule=OptimizerStepRule(**rule),
         num_workers=workers[0],
         multiprocessing_context="fork" if any(workers) else None,
         **{"sampler": EpochOrder(len(rows)), "observer": ToyObserver(), "collate_fn": pad, "collation": COLLATION}
@@ -151,7 +160,7 @@ def run(loader: ODBLoader, epoch: int = 0) -> list[Any]:
 
 
 def groups(items: list[Any]) -> list[tuple[int, ...]]:
-    return [step.ids for step, _, _ in items]
+    return [one.ids for one, _, _ in items]
 
 
 def all_ids(items: list[Any]) -> list[int]:
@@ -259,84 +268,127 @@ def test_every_row_once_an_epoch_in_another_order(workers: tuple[int, int]) -> N
     assert len({str([sorted(group) for group in sorted(groups(items))]) for items in epochs}) == 3, "other groups, too"
 
 
-def test_the_same_groups_in_the_same_order_whatever_the_workers() -> None:
+@pytest.mark.parametrize("mode", [{"global_batch_size": "fill", "accumulation": 2}, KEEP], ids=["fill", "keep"])
+def test_the_same_micro_batches_in_the_same_order_whatever_the_workers(mode: dict[str, Any]) -> None:
     """I6: for no worker, one or two, with rows that take their time, and when run again."""
     rows = toy_rows(r3="slow", r20="slow", r41="slow", r42="slow", r7="raise", r30="unsupervised")
     runs = []
     for workers in [*WORKERS, (2, 2)]:
-        with open_loader(rows, workers, on_error="skip", accumulation=2) as loader:
-            runs.append([[(step, measured) for step, measured, _ in run(loader, epoch)] for epoch in range(2)])
+        with open_loader(rows, workers, on_error="skip", **mode) as loader:
+            runs.append([[(one, measured) for one, measured, _ in run(loader, epoch)] for epoch in range(2)])
     assert all(epochs == runs[0] for epochs in runs)
 
 
+@pytest.mark.parametrize("mode", [{"global_batch_size": "fill", "accumulation": 4}, KEEP], ids=["fill", "keep"])
 @pytest.mark.parametrize("workers", [(0, 0), (2, 2)])
-def test_a_batch_is_what_its_step_and_its_measure_say(workers: tuple[int, int]) -> None:
-    """I4, I8: the collator got exactly the rows of the step, unpacked; the budget holds for the collated tensors."""
+def test_a_batch_is_what_its_micro_batch_and_its_measure_say(workers: tuple[int, int], mode: dict[str, Any]) -> None:
+    """I4, I8: the collator got exactly the rows of the micro-batch, unpacked; the budget holds for the tensors."""
     rows = toy_rows()
-    with open_loader(rows, workers, accumulation=4) as loader:
+    with open_loader(rows, workers, **mode) as loader:
         items = run(loader)
-    assert len(items) % 4 == 0, "I1"
-    for step, measured, batch in items:
+    for one, measured, batch in items:
         num_rows, length = batch["input_ids"].shape
         assert (measured.rows, measured.length) == (num_rows, length)
         assert batch["input_ids"].dtype == batch["labels"].dtype == torch.int64
         if num_rows > 1:
             assert num_rows * length <= 100
-        if step.idle:
-            assert num_rows == 1 and measured.supervised_tokens > 0, "a loss over no label is NaN, and NaN x 0 is NaN"
-            continue
-        assert [row[0].item() - 1 for row in batch["input_ids"]] == list(step.ids)
-        assert (batch["input_ids"] != PAD).sum().item() == step.tokens
-        assert (batch["labels"][:, 1:] != IGNORE).sum().item() == step.supervised_tokens == measured.supervised_tokens
-        assert step.totals.padded_tokens == num_rows * length
-    assert [step.index for step, _, _ in items] == list(range(len(items)))
-    assert [step.last for step, _, _ in items] == [False] * (len(items) - 1) + [True]
-    assert items[-1][0].done == len(rows)
+        assert not one.idle
+        assert [row[0].item() - 1 for row in batch["input_ids"]] == list(one.ids)
+        assert (batch["input_ids"] != PAD).sum().item() == one.tokens
+        assert (batch["labels"][:, 1:] != IGNORE).sum().item() == one.supervised_tokens == measured.supervised_tokens
+        assert one.totals.padded_tokens == num_rows * length
+    steps = [list(step) for _, step in itertools.groupby((one for one, _, _ in items), lambda one: one.step.index)]
+    assert [step[0].step.index for step in steps] == list(range(len(steps)))
+    assert all([one.index for one in step] == list(range(step[0].step.num_micro_batches)) for step in steps), "I1"
+    assert [step[0].step.last for step in steps] == [False] * (len(steps) - 1) + [True]
+    assert steps[-1][0].step.done == len(rows)
 
 
+def test_kept_optimizer_steps_are_stretches_of_the_order() -> None:
+    """I9: N = 2 rows x 4 micro-batches; the last has what is left. `drop_last` ends the epoch as stock does."""
+    rows = toy_rows(61)
+    for drop_last, end in ((False, 61), (True, 60)):
+        with open_loader(rows, **KEEP, drop_last=drop_last) as loader:
+            assert (loader.global_batch_size, loader.num_optimizer_steps) == (8, 8)
+            for epoch in range(2):
+                items = run(loader, epoch)
+                order = EpochOrder(61)
+                order.set_epoch(epoch)
+                expected = list(order)[:end]
+                for t in range(8):
+                    ids = [id for one, _, _ in items if one.step.index == t for id in one.ids]
+                    assert sorted(ids) == sorted(expected[8 * t : 8 * t + 8])
+                last = items[-1][0].step
+                assert (last.done, last.left_out, last.progress) == (end, 61 - end, 1.0)
+
+
+@pytest.mark.parametrize("mode", [{"global_batch_size": "fill"}, KEEP], ids=["fill", "keep"])
 @pytest.mark.parametrize("workers", [(0, 0), (1, 1)])
-def test_start_tells_the_steps_of_the_epoch_and_loses_none(workers: tuple[int, int]) -> None:
-    """The Trainer asks for the estimate before it iterates, and more than once."""
-    with open_loader(toy_rows(), workers, buffer_size=100) as loader:
-        estimate = loader.start()
-        assert loader.start() == estimate
-        assert len(run(loader)) == estimate, "all rows are in the first round, so the estimate is exact"
+def test_begin_waits_for_the_first_plan_and_loses_none(workers: tuple[int, int], mode: dict[str, Any]) -> None:
+    """The Trainer asks for the number of optimizer steps before it iterates, and more than once."""
+    with open_loader(toy_rows(), workers, buffer_size=100, **mode) as loader:
+        estimate = loader.estimate_optimizer_steps()
+        assert (loader.under_way is None) == (mode == KEEP), "what is known is not asked of the others"
+        assert loader.first_planned is None or mode != KEEP
+        loader.begin()
+        assert loader.first_planned is not None and loader.first_planned.index == 0
+        begun = loader.under_way
+        loader.begin()
+        assert loader.under_way is begun and loader.estimate_optimizer_steps() == estimate
+        steps = {one.step.index for one, _, _ in run(loader)}
+        assert steps == set(range(estimate)), "all rows are in the first round, so the estimate is exact"
 
 
-def test_two_ranks_take_the_same_steps_and_share_the_rows() -> None:
-    """I1, I2: two loaders in lockstep, each with its shard of one sampler."""
+@pytest.mark.parametrize("mode", [{"global_batch_size": "fill", "accumulation": 2}, KEEP], ids=["fill", "keep"])
+def test_two_ranks_take_the_same_steps_and_share_the_rows(mode: dict[str, Any]) -> None:
+    """I1, I2: two loaders, each with its shard of one sampler."""
     rows = toy_rows(61, r5="raise")
-    turn = threading.Barrier(2, timeout=20)
-    told: dict[int, RankMetadata] = {}
-    taken: dict[int, list[Any]] = {}
 
-    class Coordinator(SingleProcessCoordinator):
-        world_size = 2
+    def drive(seat: Any) -> list[Any]:
+        with open_loader(rows, coordinator=seat, on_error="skip", **mode) as loader:
+            return [run(loader, epoch) for epoch in range(2)]
 
-        def __init__(self, rank: int):
-            self.rank = rank
-
-        def all_gather(self, report: RankMetadata, round_index: int) -> list[RankMetadata]:
-            told[self.rank] = report
-            turn.wait()
-            reports = [told[0], told[1]]
-            turn.wait()
-            return reports
-
-    def drive(rank: int) -> None:
-        options = {"coordinator": Coordinator(rank), "accumulation": 2, "on_error": "skip"}
-        with open_loader(rows, **options) as loader:
-            taken[rank] = [run(loader, epoch) for epoch in range(2)]
-
-    threads = [threading.Thread(target=drive, args=(rank,), daemon=True) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    for mine, theirs in zip(taken[0], taken[1]):
-        assert [step.totals for step, _, _ in mine] == [step.totals for step, _, _ in theirs]
-        assert len(mine) % 2 == 0
+    for mine, theirs in zip(*run_ranks(2, drive)):
+        assert [one.totals for one, _, _ in mine] == [one.totals for one, _, _ in theirs]
+        assert [one.step.index for one, _, _ in mine] == [one.step.index for one, _, _ in theirs]
         assert sorted(all_ids(mine) + all_ids(theirs)) == [i for i in range(61) if i != 5]
+
+
+class CountingObserver(ToyObserver):
+    seen = 0
+
+    def __call__(self, dataset: list[Row], index: int) -> tuple[dict[str, Any], Cost]:
+        self.seen += 1
+        return super().__call__(dataset, index)
+
+    def settled(self) -> int:
+        """Rows observed, once no further one has been for a while."""
+        before = -1
+        while before != self.seen:
+            before = self.seen
+            time.sleep(0.15)
+        return before
+
+
+@pytest.mark.parametrize("buffer_size", [4, 20, 48])
+def test_samples_are_held_up_to_buffer_size_and_one_optimizer_step(buffer_size: int) -> None:
+    """Host memory: planned ahead over the borders of optimizer steps, as far as the buffer goes and no further."""
+    rows = toy_rows(200)
+    with open_loader(rows, **KEEP) as loader:
+        whole = [one for one, _, _ in run(loader)]
+    observer = CountingObserver()
+    held = []
+    # Observed in this process, a chunk at a time, so that one sample is there ahead.
+    with open_loader(rows, (0, 1), buffer_size=buffer_size, observer=observer, **KEEP) as loader:
+        for number, _ in enumerate(loader, start=1):
+            if 10 <= number < 18:
+                seen = observer.settled()
+                current = loader.under_way
+                assert current is not None
+                handed_on = whole[: number + current.in_flight]
+                held.append(seen - OBSERVE_CHUNK - sum(len(one.ids) for one in handed_on))
+    assert max(held) <= max(buffer_size, 8) + 8
+    assert max(held) >= max(buffer_size // 8, 1) * 8, "it goes as far as that"
 
 
 # Leaving
@@ -355,7 +407,7 @@ def test_an_epoch_may_be_left_half_way_and_begun_again(workers: tuple[int, int])
                     break
             assert groups(left) == groups(first)[:count]
         assert groups(run(loader)) == groups(first), "the same epoch from its beginning"
-        loader.start()
+        loader.begin()
         assert groups(run(loader, 1)) != groups(first), "begun and not even looked at"
         assert sorted(all_ids(run(loader, 2))) == list(range(60))
 
@@ -384,13 +436,13 @@ def test_a_second_iterator_begins_the_epoch_anew(workers: tuple[int, int]) -> No
 
 
 @pytest.mark.parametrize("workers", [(0, 0), (2, 2)])
-def test_start_after_the_last_step_does_not_hang(workers: tuple[int, int]) -> None:
+def test_begin_after_the_last_step_does_not_hang(workers: tuple[int, int]) -> None:
     """The iterator of an epoch that is taken to its last step, and no further, is still open."""
     with open_loader(toy_rows(), workers) as loader, within(3):
         items = iter(loader)
-        while not next(items)[0].last:
+        while not ((one := next(items)[0]).step.last and one.ends_optimizer_step):
             pass
-        loader.start()
+        loader.begin()
 
 
 @pytest.mark.parametrize("leave", [False, True])
@@ -400,10 +452,10 @@ def test_nothing_is_left_after_close(before: dict[str, int], leave: bool) -> Non
         descriptors = []
         for epoch in range(5):
             loader.set_epoch(epoch)
-            for step, _, _ in loader:
-                if leave and step.index == 2:
+            for one, _, _ in loader:
+                if leave and one.step.index == 2:
                     break
-            del step, _
+            del one, _
             descriptors.append(holding()["file descriptors"])
         assert descriptors[-1] <= descriptors[0] + 4, "they do not grow with the epochs"
     assert_soon(lambda: holding() == before)
@@ -446,7 +498,7 @@ def test_close_may_come_first_or_twice() -> None:
     with open_loader(toy_rows(), (2, 2)) as loader:
         loader.close()
     with open_loader(toy_rows(), (1, 1)) as loader:
-        loader.start()
+        loader.begin()
 
 
 # Rows that cannot be used
@@ -466,16 +518,16 @@ def test_an_unreadable_row_is_skipped_and_counted(workers: tuple[int, int]) -> N
     """`on_error: skip`: I2 for all other rows; the epoch ends with all of them done."""
     with open_loader(toy_rows(r33="raise", r34="raise", r50="dropped"), workers, on_error="skip") as loader:
         items = run(loader)
-        assert items[-1][0].rejected == {"unreadable": 2, "invalid": 1}
+        assert items[-1][0].step.rejected == {"unreadable": 2, "invalid": 1}
     assert sorted(all_ids(items)) == [i for i in range(60) if i not in (33, 34, 50)]
-    assert items[-1][0].done == 60
+    assert items[-1][0].step.done == 60
 
 
 @pytest.mark.parametrize("workers", [(0, 0), (1, 1)])
 def test_rows_without_a_supervised_token_are_left_out_and_counted(workers: tuple[int, int]) -> None:
     with open_loader(toy_rows(r33="unsupervised"), workers) as loader:
         items = run(loader)
-        assert items[-1][0].rejected == {"unsupervised": 1}
+        assert items[-1][0].step.rejected == {"unsupervised": 1}
     assert 33 not in all_ids(items)
 
 
@@ -506,7 +558,7 @@ def test_an_overlong_row_meets_its_policy(workers: tuple[int, int], overlong: st
             return
         items = run(loader)
         if overlong == "drop":
-            assert items[-1][0].rejected == {"overlong": 2}
+            assert items[-1][0].step.rejected == {"overlong": 2}
             assert sorted(all_ids(items)) == [0, 1, 3, 5]
         else:
             assert (2,) in groups(items) and (4,) in groups(items)
@@ -523,7 +575,7 @@ def test_a_row_whose_media_are_cut_cannot_even_travel_alone(overlong: str, stops
         else:
             items = run(loader)
             assert 33 not in all_ids(items)
-            assert items[-1][0].rejected == {"overlong": 1}
+            assert items[-1][0].step.rejected == {"overlong": 1}
 
 
 @pytest.mark.parametrize("workers", [(0, 0), (2, 2)])
@@ -556,7 +608,7 @@ def test_a_row_that_cannot_be_described_either_is_skipped() -> None:
     with open_loader(toy_rows(r33="raise"), observer=ForgetfulObserver(), on_error="skip") as loader:
         items = run(loader)
         assert 33 not in all_ids(items)
-        assert items[-1][0].rejected == {"unreadable": 1}
+        assert items[-1][0].step.rejected == {"unreadable": 1}
 
 
 @pytest.mark.parametrize("fate", ["raise", "uncollatable"])
@@ -568,11 +620,11 @@ def test_an_error_is_the_same_error_again(workers: tuple[int, int], fate: str) -
 
 
 @pytest.mark.parametrize("workers", [(0, 0), (2, 2)])
-def test_an_error_in_start_is_the_same_error_again(workers: tuple[int, int]) -> None:
+def test_an_error_in_begin_is_the_same_error_again(workers: tuple[int, int]) -> None:
     with open_loader(toy_rows(r3="raise"), workers, buffer_size=100) as loader, within(3):
         for _ in range(2):
             with pytest.raises(DataError, match="^row 3 of the toy data"):
-                loader.start()
+                loader.begin()
 
 
 # Workers that die

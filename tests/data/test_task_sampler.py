@@ -9,8 +9,8 @@ from odb_factory.data.prefetch import POLL_S
 from odb_factory.data.task_sampler import Pass, TaskSampler
 
 
-class LateRounds:
-    """Rounds that have not been planned yet; notes how long it was waited for them."""
+class LatePlans:
+    """Plans that have not been made yet; notes how long it was waited for them."""
 
     def __init__(self) -> None:
         self.waited: list[float | None] = []
@@ -21,12 +21,12 @@ class LateRounds:
 
 
 def test_a_batch_that_is_ready_does_not_wait_for_a_plan() -> None:
-    rounds = LateRounds()
+    plans = LatePlans()
     feed = TaskSampler(num_workers=1)
-    current = feed.current = Pass(plan=None, rounds=rounds)
-    current.tasks.append(("step", ["sample"]))
+    current = feed.current = Pass(planner=None, plans=plans)
+    current.tasks.append(("micro-batch", ["sample"]))
     tasks = iter(feed)
-    assert next(tasks) == ("step", ["sample"])
-    assert next(tasks) is None and rounds.waited == [0], "its batch may be ready, and torch asks before it gives it"
+    assert next(tasks) == ("micro-batch", ["sample"])
+    assert next(tasks) is None and plans.waited == [0], "its batch may be ready, and torch asks before it gives it"
     current.in_flight -= 1  # taken
-    assert next(tasks) is None and rounds.waited == [0, POLL_S], "nothing is ready: the processor is left to others"
+    assert next(tasks) is None and plans.waited == [0, POLL_S], "nothing is ready: the processor is left to others"

@@ -29,7 +29,7 @@ from odb_factory.data.loader import ODBLoader
 from odb_factory.data.make_loader import make_loader
 from odb_factory.data.worker import worker_seed
 
-BLOCK = {"token_budget": 128, "buffer_size": 16}
+BLOCK = {"token_budget": 128, "buffer_size": 16, "global_batch_size": "fill"}
 
 
 @contextmanager
@@ -280,7 +280,7 @@ def test_a_sample_for_idle_micro_batches_is_one_of_the_sampler() -> None:
     with wrapped(sampler=subset, num_workers=0) as loader:
         an_epoch(loader)
         before = subset.generator.get_state()
-        assert loader._stages.find_dummy_sample().id >= 40
+        assert loader._workers.find_dummy_sample().id >= 40
         assert torch.equal(subset.generator.get_state(), before)
 
 
@@ -290,7 +290,7 @@ def test_a_sample_for_idle_micro_batches_is_one_of_the_sampler() -> None:
 def test_only_a_worker_watches_its_parent() -> None:
     """Whoever copies or pickles our dataset for a reason of his own is not ended with anybody."""
     with wrapped(num_workers=0) as loader:
-        observed = loader._stages._observed
+        observed = loader._workers._observed
         for other in (copy.deepcopy(observed), pickle.loads(pickle.dumps(observed))):
             assert len(other.dataset) == NUM_ROWS
         list(loader)

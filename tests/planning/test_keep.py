@@ -81,6 +81,9 @@ MANY_DUMMY_MEDIA = Budget(110, collation=Collation(dummy_media_tokens=200, dummy
 @given(worlds, budgets, st.booleans(), models)
 @example([[Cost(51), Cost(50, 1, 1, True)]], MANY_DUMMY_MEDIA, True, CostModel(1, 1, 10))
 @example([[Cost(51)], [Cost(50, 1, 1, True)]], MANY_DUMMY_MEDIA, True, CostModel(1, 1, 10))
+@example([[Cost(10), Cost(9), Cost(1)]], Budget(33, collation=Collation(dummy_media_tokens=10)), False, CostModel())
+@example([[Cost(8)] * 3], Budget(24, collation=Collation(dummy_media_tokens=4)), False, CostModel(fixed=1000))
+@example([[Cost(3)] * 3], Budget(9, 3, Collation(dummy_media_patches=4)), False, CostModel(fixed=1000))
 @example([[Cost(9, modality=1), Cost(8)], [Cost(8, modality=1), Cost(7)]], Budget(100), True, CostModel())
 def test_an_optimizer_step_keeps_its_promises(world: World, budget: Budget, balance: bool, model: CostModel) -> None:
     """I1, I2, I4, I7 with media, max_patches, dummy media, overlong samples and any cost model."""
@@ -153,7 +156,7 @@ TINY = [
 def test_no_other_cut_of_a_tiny_optimizer_step_costs_less(num_ranks: int) -> None:
     """I7, exhaustively: samples that may change rank are cut as cheaply as by trying every cut there is.
 
-    Where squared lengths count, at most a tenth above that.
+    Where squared lengths count, at most a ninth above that.
     """
     for budget, model, lengths in TINY:
         world = [[Cost(length) for length in lengths[rank::num_ranks]] for rank in range(num_ranks)]
@@ -162,7 +165,7 @@ def test_no_other_cut_of_a_tiny_optimizer_step_costs_less(num_ranks: int) -> Non
         best = min(sum(cut[::num_ranks]) for cut in group_costs(lengths, budget, model, num_ranks))
         costs = [cost for own in world for cost in own]
         ratio = sum(step_costs(plan, costs, budget, model)) / best
-        assert ratio == 1 if not model.square else 1 <= ratio < 1.1, (budget, model, world)
+        assert ratio == 1 if not model.square else 1 <= ratio < 1.11, (budget, model, world)
 
 
 def test_a_tiny_optimizer_step_of_ranks_that_keep_their_samples_costs_little_more_than_the_least() -> None:
@@ -194,7 +197,9 @@ def test_few_samples_are_one_micro_step_whoever_holds_them() -> None:
     """I7: three samples for four ranks are one micro-step in which one rank idles."""
     plan = planned([[Cost(3), Cost(4), Cost(5)], [], [], []], Budget(100), balance=True)
     assert sorted(map(str, plan.groups)) == ["[[0]]", "[[1]]", "[[2]]", "[[]]"]
-    assert plan.totals[0].moved == 2, "a rank keeps what it can"
+    assert plan.totals[0].moved == 2
+    plan = planned([[], [Cost(3)], [Cost(4)], [Cost(5)]], Budget(100), balance=True)
+    assert plan.groups == [[[]], [[0]], [[1]], [[2]]], "a rank keeps what it can"
 
 
 def test_a_costly_micro_step_is_avoided_and_a_cheap_one_taken() -> None:
@@ -215,10 +220,10 @@ def test_samples_that_weigh_too_much_stay_where_they_are() -> None:
 
 
 def test_groups_of_like_patches_meet_where_that_costs_nothing() -> None:
-    """The vision towers of all ranks wait for each other too: of four equal rows, two have images."""
-    world = [[Cost(8, 8, has_media=True), Cost(8)], [Cost(8), Cost(8, 8, has_media=True)]]
+    """The vision towers of all ranks wait for each other too: two groups of two rows cost as much as two of one."""
+    image, text = Cost(8, 8, has_media=True), Cost(4)
     for balance in (False, True):
-        plan = planned(world, Budget(8), balance=balance)
+        plan = planned([[image, text, text], [image, text, text]], Budget(8), balance=balance)
         assert [totals.max_rank_patches for totals in plan.totals] == [8, 0]
 
 

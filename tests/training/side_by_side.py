@@ -161,6 +161,7 @@ def resume_all(rank: int, training: dict[str, Any], model: str, source: str, out
     """Go on with odb from every checkpoint of `source` but the last; those of step k into `output_dir`/k."""
     if dist.get_world_size() > 1:
         os.environ["LOCAL_RANK"] = str(rank)
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"  # not cpu:0, as which torch cannot load the optimizer
     return resume_from_each(Training(**training), model, Path(source), Path(output_dir))
 
 

@@ -126,8 +126,8 @@ SAVING = {
     "load_best_model_at_end": False,
 }
 """A checkpoint of every optimizer step."""
-ALONE = Training(batch=2, accumulation=4, more=5, arguments=SAVING)
-IN_PAIRS = Training(batch=1, accumulation=4, more=5, arguments=SAVING, block={"token_budget": 150})
+ALONE = Training(batch=2, accumulation=4, more=4, arguments=SAVING)
+IN_PAIRS = Training(batch=2, accumulation=2, more=4, arguments=SAVING, block={"token_budget": 150})
 """The same optimizer steps of 8 rows, by two ranks that plan with another budget."""
 
 

@@ -1,0 +1,164 @@
+"""Trainings of ranks that are threads, to be stopped and resumed: rows are lengths, made into batches by `ODBLoader`."""
+
+from __future__ import annotations
+
+import copy
+import json
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from accelerate.data_loader import SeedableRandomSampler
+from thread_ranks import run_ranks
+from torch.utils.data import IterableDataset
+from toy import pad
+
+from odb_factory.config import ODBConfig
+from odb_factory.data.loader import ODBLoader
+from odb_factory.data.observe import RowDropped
+from odb_factory.data.samples import MicroBatch
+from odb_factory.data.step_rule import OptimizerStepRule
+from odb_factory.planning import Cost
+
+LENGTHS = [3 + k * 7 % 23 if k % 11 else 0 for k in range(60)]
+KEEP: dict[str, Any] = {"global_batch_size": "keep", "balance": True, "accumulation": 4}
+
+
+class Observer:
+    """A row is its length; 0: dropped. changed: {row: the token that it is made of, if that is not 1}."""
+
+    def __init__(self, changed: dict[int, int] | None = None):
+        self.changed = changed or {}
+
+    def __call__(self, dataset: Any, index: int) -> tuple[dict[str, Any], Cost]:
+        length = dataset[index]
+        if length == 0:
+            raise RowDropped("invalid", "it is empty")
+        ids = [self.changed.get(index, 1)] * length
+        return {"input_ids": ids, "labels": ids}, Cost(length, 0, length)
+
+    def describe(self, dataset: Any, index: int) -> str:
+        return f"row {index}"
+
+
+def make_loader(lengths: Sequence[int], seat: Any, **options: Any) -> ODBLoader:
+    """options: keys of the config (default: `fill`) and of `OptimizerStepRule`; seed, observer, num_workers, stream (the
+    class of a dataset that is iterated)."""
+    stream, seed = options.pop("stream", None), options.pop("seed", 7)
+    observer = options.pop("observer", None) or Observer()
+    rule = {key: options.pop(key) for key in OptimizerStepRule.__dataclass_fields__ if key in options}
+    config = {"token_budget": 32, "buffer_size": 8, "collate_workers": 0, "global_batch_size": "fill", "balance": False}
+    workers = options.pop("num_workers", 0)
+    return ODBLoader(
+        stream(lengths, seat.rank, seat.world_size) if stream else lengths,
+        already_split=stream is not None and stream.is_split,
+        sampler=None if stream else SeedableRandomSampler(lengths, generator=torch.Generator(), data_seed=seed),
+        observer=observer,
+        collate_fn=pad,
+        config=ODBConfig(**config | options),
+        rule=OptimizerStepRule(**rule),
+        seed=seed,
+        coordinator=seat,
+        num_workers=workers,
+        multiprocessing_context="fork" if workers else None,
+    )
+
+
+def run(
+    lengths: Sequence[int],
+    *,
+    world_size: int = 1,
+    states: list[dict[str, Any]] | None = None,
+    own_state: bool = False,
+    stop_after: int | None = None,
+    epochs: int = 1,
+    skip: dict[str, Any] | None = None,
+    **options: Any,
+) -> tuple[list[list[MicroBatch]], list[dict[str, Any]]]:
+    """Train from `states` on: the micro-batches of each rank, and the states behind the last optimizer step.
+
+    stop_after: optimizer steps. own_state: each rank is given its own state alone. skip: as of `ODBLoader.skip`.
+    """
+    taken: list[list[MicroBatch]] = [[] for _ in range(world_size)]
+
+    def drive(seat: Any) -> dict[str, Any]:
+        loader = make_loader(lengths, seat, **options)
+        num_steps = 0
+        try:
+            if states is not None:
+                loader.load_state_dict([states[seat.rank]] if own_state else states)
+            if skip is not None:
+                loader.skip(**skip)
+            while loader.epoch < epochs:
+                for one, _, _ in loader:
+                    taken[seat.rank].append(one)
+                    if one.ends_optimizer_step:
+                        loader.consume(one.step)
+                        num_steps += 1
+                        if num_steps == stop_after:
+                            return loader.state_dict()
+                loader.set_epoch(loader.epoch + 1)
+            return loader.state_dict()
+        finally:
+            loader.close()
+
+    after = run_ranks(world_size, drive, limit_s=30)
+    failed = [ended for ended in after if isinstance(ended, Exception)]
+    if failed:
+        raise next((error for error in failed if not isinstance(error, threading.BrokenBarrierError)), failed[0])
+    return taken, json.loads(json.dumps(after))
+
+
+class Stream(IterableDataset):
+    """One that all ranks iterate alike; has no length."""
+
+    is_split = False
+
+    def __init__(self, lengths: Sequence[int], rank: int, world_size: int):
+        self.lengths = lengths
+
+    def __iter__(self) -> Any:
+        return iter(self.lengths)
+
+
+class SplitStream(Stream):
+    """One that gives each rank a part of its own."""
+
+    is_split = True
+
+    def __init__(self, lengths: Sequence[int], rank: int, world_size: int):
+        super().__init__(lengths[rank::world_size], rank, world_size)
+
+
+def ids_of(taken: list[list[MicroBatch]], epoch: int = 0) -> Counter:
+    return Counter(id for rank in taken for one in rank if one.step.epoch == epoch for id in one.ids)
+
+
+def num_steps(taken: list[list[MicroBatch]]) -> int:
+    return sum(one.ends_optimizer_step for one in taken[0])
+
+
+def of_steps(taken: list[list[MicroBatch]]) -> dict[tuple[int, int], tuple[int, ...]]:
+    """The ids of all ranks of each optimizer step."""
+    steps: dict[tuple[int, int], list[int]] = {}
+    for rank in taken:
+        for one in rank:
+            steps.setdefault((one.step.epoch, one.step.index), []).extend(one.ids)
+    return {key: tuple(sorted(ids)) for key, ids in sorted(steps.items())}
+
+
+def usable(lengths: Sequence[int]) -> Counter:
+    return Counter(i for i, length in enumerate(lengths) if length)
+
+
+def edited(state: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """A copy of a state with another value at `path`; a function makes it from the old one."""
+    state = copy.deepcopy(state)
+    *parts, last = path.split(".")
+    place = state
+    for part in parts:
+        place = place[part]
+    place[last] = value(place[last]) if callable(value) else value
+    return state

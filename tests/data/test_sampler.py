@@ -1,0 +1,66 @@
+"""The shards of an order, and the checksums by which ranks find that theirs differ."""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import RandomSampler
+
+from odb_factory.data.sampler import FINGERPRINTED, ShardSampler, Start
+
+
+@given(st.integers(0, 150), st.integers(1, 4), st.integers(1, 20), st.integers(0, 9), st.integers(0, 150))
+def test_shards_are_the_order_from_a_cursor_on(size: int, world_size: int, block: int, first: int, stop: int) -> None:
+    """I2: dealt out in turn, from number `first` of each rank and up to `stop`; each index once."""
+    order = torch.randperm(size, generator=torch.Generator().manual_seed(1)).tolist()
+    drawn = []
+    for rank in range(world_size):
+        sampler = ShardSampler(order, rank, world_size)
+        sampler.start = Start(first=first, stop=stop, block=block)
+        drawn += list(sampler)
+    assert sorted(drawn) == sorted(order[: min(stop, size)][first * world_size :])
+
+
+@settings(deadline=None)
+@given(st.integers(1, 200), st.integers(1, 4), st.integers(1, 30))
+def test_a_checksum_of_every_block_is_there_when_its_indices_are(size: int, world_size: int, block: int) -> None:
+    """On all ranks the same, however far each has drawn; another where any index before its end is another."""
+    samplers = [ShardSampler(range(size), rank, world_size) for rank in range(world_size)]
+    other = ShardSampler([*range(size - 1), size], 0, 1)
+    for sampler in (*samplers, other):
+        sampler.start = Start(block=block)
+    last = (size - 1) // block
+    expected = _checksums(range(size), block)
+    for sampler in samplers:
+        for index in sampler:
+            number = index // block
+            assert [sampler.checksum_through(k) for k in (0, number)] == [expected[0], expected[number]]
+    list(other)
+    assert [other.checksum_through(k) == samplers[0].checksum_through(k) for k in range(last)] == [
+        size > FINGERPRINTED
+    ] * last, "the fingerprint itself is of the first ones"
+    assert other.checksum_through(last) != samplers[0].checksum_through(last)
+
+
+def _checksums(order: range, block: int) -> list[int]:
+    checksums = [zlib.crc32(repr((len(order), list(order[:FINGERPRINTED]))).encode())]
+    for start in range(0, len(order), block):
+        checksums.append(zlib.crc32(np.array(order[start : start + block], dtype="<i8").tobytes(), checksums[-1]))
+    return checksums[1:]
+
+
+def test_looking_at_an_order_leaves_the_next_as_it_is() -> None:
+    """Of a sampler with a generator of its own, and of one that draws from torch's."""
+    for generator in (torch.Generator().manual_seed(3), None):
+        torch.manual_seed(5)
+        plain = list(RandomSampler(range(100), generator=generator))
+        if generator is not None:
+            generator.manual_seed(3)
+        torch.manual_seed(5)
+        sampler = ShardSampler(RandomSampler(range(100), generator=generator), 0, 1)
+        fingerprint = sampler.peek()
+        assert list(sampler) == plain and sampler.fingerprint == fingerprint

@@ -1,0 +1,100 @@
+"""Ranks that are threads of one process: the coordinator between them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from odb_factory.comm.agreement import difference, encode_settings
+from odb_factory.comm.codec import Failure, decode, encode
+from odb_factory.comm.coordinator import CollectiveError, RankMetadata
+
+
+class Table:
+    """Where the coordinators of all ranks meet."""
+
+    def __init__(self, world_size: int, timeout_s: float = 30.0):
+        self.timeout_s = timeout_s
+        self.barrier = threading.Barrier(world_size)
+        self.told: list[Any] = [None] * world_size
+
+    def seat(self, rank: int) -> Seat:
+        return Seat(self, rank)
+
+    def exchange(self, rank: int, message: Any) -> list[Any]:
+        """What all ranks tell, in rank order."""
+        self.told[rank] = message
+        self.barrier.wait(self.timeout_s)
+        told = list(self.told)
+        self.barrier.wait(self.timeout_s)
+        return told
+
+
+class Seat:
+    """One rank's `Coordinator`."""
+
+    def __init__(self, table: Table, rank: int):
+        self.table, self.rank, self.timeout_s = table, rank, table.timeout_s
+        self.world_size = table.barrier.parties
+
+    def _tell(self, message: RankMetadata | Failure) -> list[Any]:
+        answers = [decode(answer) for answer in self.table.exchange(self.rank, encode(message))]
+        for rank, answer in enumerate(answers):
+            if isinstance(answer, Failure):
+                raise CollectiveError(f"rank {rank} stopped: {answer.reason}")
+        return answers
+
+    def all_gather(self, metadata: RankMetadata, round_index: int) -> list[RankMetadata]:
+        return self._tell(metadata)
+
+    def agree(self, settings: Mapping[str, object]) -> None:
+        problem = difference(self.table.exchange(self.rank, encode_settings(settings)))
+        if problem is not None:
+            raise CollectiveError(problem)
+
+    def confirm(self, checksum: int, round_index: int) -> None:
+        if len(set(self.table.exchange(self.rank, checksum))) > 1:
+            raise CollectiveError("the ranks have computed different plans")
+
+    def all_to_all(self, buffers: Sequence[bytes]) -> list[bytes]:
+        return [sent[self.rank] for sent in self.table.exchange(self.rank, buffers)]
+
+    def leave_epoch(self) -> None:
+        self.fail("it left the epoch")
+
+    def fail(self, message: str) -> None:
+        try:
+            self._tell(Failure(message))
+        except (CollectiveError, threading.BrokenBarrierError):
+            pass
+
+    def start(self) -> None: ...
+
+    def check(self) -> None: ...
+
+    def abort(self, message: str) -> None:
+        self.table.barrier.abort()
+
+    def close(self) -> None: ...
+
+
+def run_ranks(world_size: int, drive: Callable[[Seat], Any], limit_s: float = 60.0) -> list[Any]:
+    """What `drive` returns on each rank, or the exception that it raised."""
+    table = Table(world_size)
+    ended: list[Any] = [TimeoutError(f"no end within {limit_s} s")] * world_size
+
+    def run(rank: int) -> None:
+        try:
+            ended[rank] = drive(table.seat(rank))
+        except Exception as error:
+            ended[rank] = error
+            if not isinstance(error, CollectiveError):
+                table.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(limit_s)
+    return ended
