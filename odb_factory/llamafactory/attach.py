@@ -150,7 +150,7 @@ def attach(trainer: Any, config: ODBConfig) -> None:
         trainer.add_callback(_TellDropped(trainer))
     elif trainer.args.per_device_train_batch_size > 1:
         logger.info(
-            "global_batch_size: fill forms micro-batches by token_budget; per_device_train_batch_size has no say"
+            "per_device_train_batch_size has no effect with `global_batch_size: fill`, which goes by token_budget"
         )
 
 
@@ -208,7 +208,7 @@ class _TellDropped(TrainerCallback):
         if count and not self.has_told:
             self.has_told = True
             logger.info(
-                "%d rows by optimizer step %d are left out that LLaMA-Factory's preprocessing drops; stock does so "
+                "rows are left out (%d by optimizer step %d) that LLaMA-Factory's preprocessing drops; stock does so "
                 "before it shuffles and cuts, so its optimizer steps are others (without shuffling: from here on); set "
                 "tokenized_path, or remove such rows, to have exactly its steps",
                 count,
