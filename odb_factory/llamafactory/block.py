@@ -38,7 +38,7 @@ REFUSED = {
     "streaming": "odb reads rows by index, and preprocesses them online anyway; set it to false",
     "predict_with_generate": "it cannot be used while training; evaluate in a run of its own",
     "include_effective_tokens_per_second": (
-        "it would preprocess the whole dataset once more; read odb/tokens_per_step instead and remove the key"
+        "it would preprocess the whole dataset once more; read odb/tokens_per_micro_step instead and remove the key"
     ),
 }
 """Keys of the YAML that must not be true, and why."""

@@ -34,7 +34,10 @@ def config(tiny_text: Path, data_dir: Path, tmp_path: Path) -> dict[str, Any]:
         ({"use_hyper_parallel": True}, ("use_hyper_parallel", "True", "remove")),
         ({"auto_find_batch_size": True}, ("auto_find_batch_size", "True", "token_budget")),
         ({"accelerator_config": {"dispatch_batches": True}}, ("dispatch_batches", "True", "false")),
-        ({"include_effective_tokens_per_second": True}, ("include_effective_tokens_per_second", "odb/tokens_per_step")),
+        (
+            {"include_effective_tokens_per_second": True},
+            ("include_effective_tokens_per_second", "odb/tokens_per_micro_step"),
+        ),
         ({"streaming": True, "max_steps": 2}, ("streaming", "True", "false")),
         ({"ignore_pad_token_for_loss": False}, ("ignore_pad_token_for_loss", "False", "true")),
         ({"stage": "pt"}, ("stage", "pt", "sft")),

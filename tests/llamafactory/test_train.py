@@ -157,8 +157,8 @@ def test_progress_schedule_saving_and_evaluation_mean_what_they_say(tiny_text, d
         expected = share / 0.2 if share < 0.2 else 0.5 * (1 + math.cos(math.pi * (share - 0.2) / 0.8))
         assert entry["learning_rate"] == pytest.approx(1e-3 * expected, abs=1e-3 / (0.2 * steps))
         assert set(entry) >= {
-            "odb/samples_per_step",
-            "odb/tokens_per_step",
+            "odb/samples_per_micro_step",
+            "odb/tokens_per_micro_step",
             "odb/padding_ratio",
             "odb/budget_use",
             "odb/samples_per_second",
