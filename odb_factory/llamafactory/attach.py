@@ -102,7 +102,7 @@ def online_dataset(
 
 
 def check_max_patches(online: OnlineDataset, config: ODBConfig) -> None:
-    """Refuse a cap that no group without media keeps, before the model is loaded."""
+    """Refuse a cap that no micro-batch without media keeps, before the model is loaded."""
     made_of = online.processor
     template = copy.copy(made_of.template)
     template.mm_plugin = online.media.original
@@ -155,7 +155,7 @@ def attach(trainer: Any, config: ODBConfig) -> None:
 
 
 def probe_collation(collator: Any) -> Collation:
-    """Learn what this collator adds to a group without media, by collating one short text sample."""
+    """Learn what this collator adds to a micro-batch without media, by collating one short text sample."""
     unpadded = copy.copy(collator)
     unpadded.pad_to_multiple_of = None
     token = collator.tokenizer.pad_token_id
