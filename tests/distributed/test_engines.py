@@ -114,7 +114,7 @@ def configuration(model: Path, data: Path, out: Path, num_ranks: int, **changes:
         data,
         out,
         dataset="mix",
-        ddp_backend="gloo",
+        ddp_backend="gloo" if num_ranks > 1 else None,
         per_device_train_batch_size=BATCH,
         gradient_accumulation_steps=4 // num_ranks,
         freeze_vision_tower=False,
