@@ -57,6 +57,7 @@ def a_micro_batch(**changes: Any) -> MicroBatch:
         num_active=1,
         samples=2,
         tokens=5,
+        padded_tokens=6,
         supervised_tokens=3,
         root_supervised_tokens=1 + 2**0.5,
         num_stock_means=1,

@@ -3,7 +3,8 @@
 python examples/custom_workflow/ddp_loop.py
 torchrun --nproc_per_node 2 examples/custom_workflow/ddp_loop.py
 
-Stopped, or killed, it goes on behind its last checkpoint with --resume, also with another number of ranks.
+Stopped, or killed, it goes on behind its last checkpoint with --resume, also with another number of ranks if batch_size
+x gradient_accumulation_steps x ranks stays what it was.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pydoc_data.topics import topics
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq
 
@@ -50,7 +52,8 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help='JSON Lines of {"prompt", "answer"} (none: Python\'s help topics)')
     parser.add_argument("--output", type=Path, default=Path("saves/ddp_loop"), help="(%(default)s)")
     parser.add_argument("--token_budget", type=int, default=2048, help="tokens of a micro-batch (%(default)s)")
-    parser.add_argument("--gradient_accumulation_steps", type=int, default=2, help="(%(default)s)")
+    parser.add_argument("--batch_size", type=int, default=4, help="rows a rank would have at a time (%(default)s)")
+    parser.add_argument("--gradient_accumulation_steps", type=int, default=4, help="of such batches (%(default)s)")
     parser.add_argument("--epochs", type=int, default=2, help="(%(default)s)")
     parser.add_argument("--save_steps", type=int, default=10, help="optimizer steps between checkpoints (%(default)s)")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --output")
@@ -88,26 +91,30 @@ def main() -> None:
     # On every rank, once the process group is there; give it the whole dataset, for each rank takes its own share.
     # As a context manager it ends its workers, and tells the other ranks why if this one fails.
     with ODBDataLoader(
-        dataset, shuffle=True, collate_fn=DataCollatorForSeq2Seq(tokenizer), num_workers=1, pin_memory=on_gpu,
-        gradient_accumulation_steps=args.gradient_accumulation_steps,
+        dataset, args.batch_size, shuffle=True, collate_fn=DataCollatorForSeq2Seq(tokenizer), num_workers=1,
+        pin_memory=on_gpu, gradient_accumulation_steps=args.gradient_accumulation_steps,
         token_budget=args.token_budget, audit_dir=args.output,
     ) as loader:  # fmt: skip
+        # An optimizer step has batch_size x gradient_accumulation_steps x ranks samples, so their number is known.
+        total_steps = args.epochs * loader.num_optimizer_steps
+        schedule = LambdaLR(optimizer, lambda step: 1 - step / total_steps)
         step = samples = 0
         if args.resume:
             saved = torch.load(checkpoint, map_location=device)
             network.load_state_dict(saved["model"])
             optimizer.load_state_dict(saved["optimizer"])
+            schedule.load_state_dict(saved["schedule"])
             loader.load_state_dict(saved["loader"])  # of all ranks; each finds its own
             step, samples = saved["step"], saved["samples"]
         for epoch in range(loader.epoch, args.epochs):
             loader.set_epoch(epoch)  # a new order; where a state was loaded, its place in this epoch
             total = torch.zeros((), device=device)
-            # An epoch has a whole number of optimizer steps, the same on all ranks.
+            # Each optimizer step comes in as many micro-batches as the budget needs, as many on every rank.
             for batch in loader:
                 info = pop_step_info(batch)  # takes out what is not for the model
                 batch = {key: value.to(device, non_blocking=True) for key, value in batch.items()}
-                # Ranks exchange gradients once for each optimizer step. A rank that has no samples left when others
-                # have gets a batch with loss_scale 0. It is run all the same: DDP waits for every rank's backward.
+                # Ranks exchange gradients once for each optimizer step. A rank that has no sample in a micro-batch when
+                # others have gets one with loss_scale 0. It is run all the same: DDP waits for every rank's backward.
                 with model.no_sync() if ranks > 1 and not info.ends_optimizer_step else nullcontext():
                     with torch.autocast(device.type, torch.bfloat16, enabled=on_gpu and torch.cuda.is_bf16_supported()):
                         loss = model(**batch).loss * info.loss_scale  # do not divide by the accumulation steps
@@ -116,12 +123,10 @@ def main() -> None:
                 if not info.ends_optimizer_step:
                     continue
 
-                # How many steps there will be nobody knows, so the schedule (here linear) follows the samples.
                 samples += info.optimizer_step_samples  # of all ranks
-                for group in optimizer.param_groups:
-                    group["lr"] = args.learning_rate * (1 - samples / (args.epochs * len(dataset) + 1))
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
+                schedule.step()
                 optimizer.zero_grad()
 
                 # loss_scale is made for gradients that DDP averages over ranks. So the scaled losses, summed over
@@ -139,7 +144,8 @@ def main() -> None:
                         dist.all_gather_object(states, states[rank])
                     if rank == 0:
                         saved = {"model": network.state_dict(), "optimizer": optimizer.state_dict(), "loader": states}
-                        torch.save(saved | {"step": step, "samples": samples}, checkpoint)
+                        saved |= {"schedule": schedule.state_dict(), "step": step, "samples": samples}
+                        torch.save(saved, checkpoint)
 
     if rank == 0:
         print(f"{samples} samples of {len(dataset)} rows in {step} optimizer steps on {ranks} ranks")

@@ -14,11 +14,8 @@ All that is summed up is known from the plan, so no communication is needed.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from odb_factory.data.samples import MicroBatch
 
@@ -72,14 +69,3 @@ def micro_batch_loss(micro_batch: MicroBatch, loss_scaling: str, world_size: int
         return MicroBatchLoss(weights[0] * micro_batch.supervised_tokens if weights else 0.0, None)
     scale = sum(weight * n for weight, n in zip(weights, micro_batch.supervised))
     return MicroBatchLoss(scale, tuple(weight / scale for weight in weights))
-
-
-@contextlib.contextmanager
-def without_average_tokens(args: Any) -> Iterator[None]:
-    """Within it the Trainer does not multiply a loss by the number of processes, which the weights above do already."""
-    before = args.average_tokens_across_devices
-    args.average_tokens_across_devices = False
-    try:
-        yield
-    finally:
-        args.average_tokens_across_devices = before

@@ -1,4 +1,4 @@
-"""`odb-factory doctor`: says whether activation will work here, and how to mend what is in the way."""
+"""`odb-factory doctor`: says whether activation will work here, and how to fix what is in the way."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from odb_factory.cli.doctor_checks import CHECKS, ENTRY_POINT, OPTIONAL, RIVAL, SUPPORTED, Check, Facts
+from odb_factory.cli.doctor_checks import CHECKS, ENTRY_POINT, OPTIONAL, OTHER_PACKAGE, SUPPORTED, Check, Facts
 from odb_factory.cli.doctor_probe import Probe
 
 PROBE_TIMEOUT_S = 300
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
 
 def gather() -> Facts:
     """Look at this Python: installed packages, the entry point, the environment, and the imports of a training."""
-    packages = [*SUPPORTED, *OPTIONAL, RIVAL, "torchvision", "torchaudio"]
+    packages = [*SUPPORTED, *OPTIONAL, OTHER_PACKAGE, "torchvision", "torchaudio"]
     versions = {name: _version(name) for name in packages} | {"python": platform.python_version()}
     declared = [point.value for point in metadata.entry_points(group="torch.backends", name="odb_factory")]
     return Facts(
@@ -78,22 +78,22 @@ def _probe() -> Probe:
 def _table(checks: list[Check]) -> Table:
     table = Table("", "what", title="odb-factory doctor")
     for check in checks:
-        way_out = Text(f"\n-> {check.way_out}", "bold") if check.way_out else ""
-        table.add_row(Text(check.status, _COLOURS[check.status]), Text(check.what).append_text(Text.assemble(way_out)))
+        fix = Text(f"\n-> {check.fix}", "bold") if check.fix else ""
+        table.add_row(Text(check.status, _COLOURS[check.status]), Text(check.what).append_text(Text.assemble(fix)))
     return table
 
 
 def _print_plain(checks: list[Check]) -> None:
     for check in checks:
         print(f"{check.status:8} {check.what}")
-        if check.way_out:
-            print(f"{'':8} -> {check.way_out}")
+        if check.fix:
+            print(f"{'':8} -> {check.fix}")
 
 
 def _verdict(facts: Facts, num_problems: int) -> str:
     if not num_problems:
         return "Ready: `llamafactory-cli train` forms batches online for every YAML with an odb: block."
-    verdict = f"Not ready: {num_problems} problem{'s' if num_problems > 1 else ''} to mend."
+    verdict = f"Not ready: {num_problems} problem{'s' if num_problems > 1 else ''} to fix."
     probe = facts.probe
     if num_problems == 1 and probe.hooked and not (probe.active or probe.unhooked or probe.switched_off):
         verdict += " Until then, `odb-factory train my.yaml` activates odb_factory by itself."

@@ -14,7 +14,7 @@ from odb_factory.llamafactory.activation import DISABLE, SEAMS
 
 ENTRY_POINT = "odb_factory.llamafactory.activation:activate"
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
-RIVAL = "online-dynamic-batching"
+OTHER_PACKAGE = "online-dynamic-batching"
 TORCH_SET = 'pip install --upgrade "torch>=2.5,<2.13" torchvision torchaudio'  # setup.cfg says why below 2.13
 
 SUPPORTED = {
@@ -27,7 +27,7 @@ SUPPORTED = {
     "datasets": "",
 }
 """What must be installed, and which versions odb_factory supports (all, where LLaMA-Factory itself sets them)."""
-_WAYS_OUT = {"python": "make an environment with a Python of 3.11 or newer", "torch": TORCH_SET}
+_FIXES = {"python": "make an environment with a Python of 3.11 or newer", "torch": TORCH_SET}
 OPTIONAL = {"deepspeed": 'only ZeRO needs it: pip install "odb_factory[deepspeed]"'}
 
 
@@ -37,7 +37,7 @@ class Check:
 
     status: Literal["ok", "warning", "problem"]
     what: str
-    way_out: str = ""
+    fix: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +53,11 @@ class Facts:
 def versions(facts: Facts) -> list[Check]:
     checks = []
     for name, supported in SUPPORTED.items():
-        version, way_out = facts.versions.get(name), _WAYS_OUT.get(name, f'pip install "{name}{supported}"')
+        version, fix = facts.versions.get(name), _FIXES.get(name, f'pip install "{name}{supported}"')
         if version is None:
-            checks.append(Check("problem", f"{name} is not installed", way_out))
+            checks.append(Check("problem", f"{name} is not installed", fix))
         elif not SpecifierSet(supported).contains(version, prereleases=True):
-            checks.append(Check("problem", f"{name} {version} is not supported, {supported} is", way_out))
+            checks.append(Check("problem", f"{name} {version} is not supported, {supported} is", fix))
         else:
             checks.append(Check("ok", f"{name} {version}" + (f" (supported: {supported})" if supported else "")))
     for name, hint in OPTIONAL.items():
@@ -82,7 +82,7 @@ def entry_point(facts: Facts) -> list[Check]:
 def activation(facts: Facts) -> list[Check]:
     probe = facts.probe
     if "torch" in probe.errors:
-        return [Check("problem", f"torch cannot be imported: {probe.errors['torch']}", "mend torch first")]
+        return [Check("problem", f"torch cannot be imported: {probe.errors['torch']}", "fix torch first")]
     if probe.crash:
         return [
             Check(
@@ -111,7 +111,7 @@ def seams(facts: Facts) -> list[Check]:
             Check(
                 "problem",
                 f"{failed[0]} cannot be imported: {probe.errors[failed[0]]}",
-                "mend what the message names; `llamafactory-cli version` shows it in full",
+                "fix what the message names; `llamafactory-cli version` shows it in full",
             )
         ]
     if probe.unhooked:
@@ -136,14 +136,14 @@ def launcher(facts: Facts) -> list[Check]:
     ]
 
 
-def rivals(facts: Facts) -> list[Check]:
+def other_packages(facts: Facts) -> list[Check]:
     checks = []
-    if version := facts.versions.get(RIVAL):
+    if version := facts.versions.get(OTHER_PACKAGE):
         checks.append(
             Check(
                 "warning",
-                f"{RIVAL} {version} is installed, which groups batches too",
-                f"use one of the two in a run: take its calls (`import odb`) out, or pip uninstall {RIVAL}",
+                f"{OTHER_PACKAGE} {version} is installed, which forms batches online too",
+                f"use one of the two in a run: take its calls (`import odb`) out, or pip uninstall {OTHER_PACKAGE}",
             )
         )
     if facts.probe.own_keys:
@@ -161,8 +161,8 @@ def media_libraries(facts: Facts) -> list[Check]:
     checks = []
     for name, media in (("torchvision", "images and videos"), ("torchaudio", "audio")):
         if error := facts.probe.errors.get(name):
-            way_out = f"models with {media} need it; install a set that works together: {TORCH_SET}"
-            checks.append(Check("warning", f"{name} cannot be loaded beside torch: {error}", way_out))
+            fix = f"models with {media} need it; install a set that works together: {TORCH_SET}"
+            checks.append(Check("warning", f"{name} cannot be loaded beside torch: {error}", fix))
         elif version := facts.versions.get(name):
             checks.append(Check("ok", f"{name} {version} loads beside torch"))
     return checks
@@ -182,7 +182,7 @@ CHECKS: tuple[Callable[[Facts], list[Check]], ...] = (
     activation,
     launcher,
     seams,
-    rivals,
+    other_packages,
     media_libraries,
     devices,
 )

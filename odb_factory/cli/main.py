@@ -14,7 +14,7 @@ from odb_factory.errors import ODBError
 # it is called for.
 COMMANDS = {
     "demo": ("odb_factory.demo.demo", "train a tiny model with and without odb and compare"),
-    "doctor": ("odb_factory.cli.doctor", "say whether odb will be active here, and what to mend"),
+    "doctor": ("odb_factory.cli.doctor", "say whether odb will be active here, and what to fix"),
     "patch": ("odb_factory.cli.patch", "put odb into a fork of LLaMA-Factory, or take it out"),
     "train": ("odb_factory.cli.train", "`llamafactory-cli train` with odb activated explicitly"),
 }

@@ -102,7 +102,7 @@ def online_dataset(
 
 
 def check_max_patches(online: OnlineDataset, config: ODBConfig) -> None:
-    """Refuse a cap that no group without media keeps, before the model is loaded."""
+    """Refuse a cap that no micro-batch without media keeps, before the model is loaded."""
     made_of = online.processor
     template = copy.copy(made_of.template)
     template.mm_plugin = online.media.original
@@ -150,12 +150,12 @@ def attach(trainer: Any, config: ODBConfig) -> None:
         trainer.add_callback(_TellDropped(trainer))
     elif trainer.args.per_device_train_batch_size > 1:
         logger.info(
-            "global_batch_size: fill forms micro-batches by token_budget; per_device_train_batch_size has no say"
+            "per_device_train_batch_size has no effect with `global_batch_size: fill`, which goes by token_budget"
         )
 
 
 def probe_collation(collator: Any) -> Collation:
-    """Learn what this collator adds to a group without media, by collating one short text sample."""
+    """Learn what this collator adds to a micro-batch without media, by collating one short text sample."""
     unpadded = copy.copy(collator)
     unpadded.pad_to_multiple_of = None
     token = collator.tokenizer.pad_token_id
@@ -208,7 +208,7 @@ class _TellDropped(TrainerCallback):
         if count and not self.has_told:
             self.has_told = True
             logger.info(
-                "%d rows by optimizer step %d are left out that LLaMA-Factory's preprocessing drops; stock does so "
+                "rows are left out (%d by optimizer step %d) that LLaMA-Factory's preprocessing drops; stock does so "
                 "before it shuffles and cuts, so its optimizer steps are others (without shuffling: from here on); set "
                 "tokenized_path, or remove such rows, to have exactly its steps",
                 count,

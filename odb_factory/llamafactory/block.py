@@ -33,8 +33,8 @@ REFUSED = {
     "use_kt": "the KTransformers trainer has a data path of its own; remove the key",
     "use_hyper_parallel": "that trainer has a data path of its own; remove the key",
     "use_unsloth": "Unsloth puts its own code in place of the Trainer's that odb builds on; remove the key",
-    "neat_packing": "odb groups whole samples instead of packing them; remove the key",
-    "packing": "odb groups whole samples instead of cutting them into packs; remove the key",
+    "neat_packing": "odb forms micro-batches of whole samples instead of packing them; remove the key",
+    "packing": "odb forms micro-batches of whole samples instead of cutting them into packs; remove the key",
     "streaming": "odb reads rows by index, and preprocesses them online anyway; set it to false",
     "predict_with_generate": "it cannot be used while training; evaluate in a run of its own",
     "include_effective_tokens_per_second": (
@@ -120,7 +120,7 @@ def _check_arguments(value_of: Callable[..., Any]) -> None:
         _refuse(
             "ignore_pad_token_for_loss",
             False,
-            "padding would carry loss and its amount depends on the grouping; set it to true",
+            "padding would carry loss and its amount depends on which samples share a micro-batch; set it to true",
         )
 
 

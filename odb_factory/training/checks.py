@@ -44,7 +44,7 @@ def check_training_arguments(args: Any) -> None:
     if getattr(args, "include_tokens_per_second", False):
         raise ConfigError(
             "include_tokens_per_second: True would go through the data once more to count tokens; remove the key and "
-            "read odb/tokens_per_step."
+            "read odb/tokens_per_micro_step."
         )
     if getattr(args.accelerator_config, "split_batches", False):
         logger.warning("accelerator_config.split_batches: True has no effect with odb, where no batch is cut apart")

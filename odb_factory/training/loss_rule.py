@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 from odb_factory.config import ODBConfig
@@ -67,3 +69,14 @@ def _loss_of_the_trainer(trainer: Any) -> str | None:
     if trainer.label_smoother is not None:
         return f"label_smoothing_factor: {trainer.args.label_smoothing_factor}"
     return None
+
+
+@contextlib.contextmanager
+def without_average_tokens(args: Any) -> Iterator[None]:
+    """Within it the Trainer does not multiply a loss by the number of processes, which our weights do already."""
+    before = args.average_tokens_across_devices
+    args.average_tokens_across_devices = False
+    try:
+        yield
+    finally:
+        args.average_tokens_across_devices = before

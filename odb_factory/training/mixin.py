@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.utils import DistributedType
 
-from odb_factory.accounting.loss_weights import without_average_tokens
 from odb_factory.comm.gloo import gather_once
 from odb_factory.errors import ConfigError
 from odb_factory.log import get_logger
 from odb_factory.training import checkpoint, columns, probes
 from odb_factory.training.checks import check_trainer
 from odb_factory.training.find_checkpoint import find_checkpoint
+from odb_factory.training.loss_rule import without_average_tokens
 from odb_factory.training.output_dirs import compare_output_dirs
 from odb_factory.training.progress import CheckpointMark, ODBCallback
 from odb_factory.training.run import ODBRun

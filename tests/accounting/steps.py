@@ -56,7 +56,7 @@ def optimizer_step(
     **changes: Any,
 ) -> list[list[MicroBatch]]:
     """[rank][micro-step] -> micro-batch, as the loader of each rank hands them out."""
-    world_size, micro_batches = len(slots), len(slots[0])
+    micro_batches = len(slots[0])
     groups = Counter[Any]()
     of_row = {
         "step": lambda row: 0,
@@ -66,6 +66,7 @@ def optimizer_step(
     group_of = of_row[stock_mean]
     for row in rows:
         groups[group_of(row)] += row.supervised if stock_mean == "micro_batch" else row.stock_labels
+    totals = [_totals([[rows[i] for i in rank[k]] for rank in slots]) for k in range(micro_batches)]
     step = OptimizerStep(
         epoch=epoch,
         index=index,
@@ -73,6 +74,7 @@ def optimizer_step(
         num_active=sum(bool(ids) for rank in slots for ids in rank),
         samples=len(rows),
         tokens=sum(row.tokens for row in rows),
+        padded_tokens=sum(one.padded_tokens for one in totals),
         supervised_tokens=sum(row.supervised for row in rows),
         root_supervised_tokens=math.fsum(math.sqrt(row.supervised) for row in rows),
         num_stock_means=len(groups),
@@ -90,11 +92,11 @@ def optimizer_step(
                 tokens=sum(rows[i].tokens for i in ids),
                 supervised=tuple(rows[i].supervised for i in ids),
                 stock_tokens=tuple(groups[group_of(rows[i])] for i in ids),
-                totals=_totals([[rows[i] for i in slots[rank][k]] for rank in range(world_size)]),
+                totals=totals[k],
             )
             for k, ids in enumerate(slots[r])
         ]
-        for r in range(world_size)
+        for r in range(len(slots))
     ]
 
 

@@ -1,4 +1,4 @@
-"""`odb-factory doctor` tells the truth about this environment and says how to mend what it finds."""
+"""`odb-factory doctor` tells the truth about this environment and says how to fix what it finds."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ pytestmark = pytest.mark.timeout(240)
 @pytest.fixture(scope="module")
 def doctors(odb_factory, tmp_path_factory: pytest.TempPathFactory) -> dict[str, CompletedProcess]:
     """The real command, side by side, in environments of different health."""
-    rival = tmp_path_factory.mktemp("rival") / "online_dynamic_batching-0.1.2.dist-info"
-    rival.mkdir()
-    (rival / "METADATA").write_text("Metadata-Version: 2.1\nName: online-dynamic-batching\nVersion: 0.1.2\n")
+    other = tmp_path_factory.mktemp("other") / "online_dynamic_batching-0.1.2.dist-info"
+    other.mkdir()
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: online-dynamic-batching\nVersion: 0.1.2\n")
     # A checkout of LLaMA-Factory holds folders such as `data`; a file named `torch.py` makes the point.
     checkout = tmp_path_factory.mktemp("checkout")
     (checkout / "torch.py").write_text("raise RuntimeError('the wrong torch')")
     started = {
-        "sound": odb_factory("doctor", cwd=checkout, PYTHONPATH=str(rival.parent)),
+        "sound": odb_factory("doctor", cwd=checkout, PYTHONPATH=str(other.parent)),
         "autoload off": odb_factory("doctor", TORCH_DEVICE_BACKEND_AUTOLOAD="0"),
         "disabled": odb_factory("doctor", ODB_FACTORY_DISABLE="1"),
     }
@@ -46,7 +46,7 @@ def test_a_second_way_of_batching_is_a_warning_not_a_problem(doctors: dict[str, 
     assert "warning  online-dynamic-batching 0.1.2 is installed" in doctors["sound"].stdout
 
 
-def test_autoload_off_is_said_with_the_way_out(doctors: dict[str, CompletedProcess]) -> None:
+def test_autoload_off_is_said_with_its_fix(doctors: dict[str, CompletedProcess]) -> None:
     ended = doctors["autoload off"]
     assert ended.returncode == 1
     assert "problem  TORCH_DEVICE_BACKEND_AUTOLOAD=0" in ended.stdout
@@ -60,7 +60,7 @@ def test_disabled_is_said_and_no_other_command_promised(doctors: dict[str, Compl
     ended = doctors["disabled"]
     assert ended.returncode == 1
     assert "problem  ODB_FACTORY_DISABLE=1" in ended.stdout
-    assert ended.stdout.splitlines()[-1] == "Not ready: 1 problem to mend."
+    assert ended.stdout.splitlines()[-1] == "Not ready: 1 problem to fix."
 
 
 SOUND = Facts(
@@ -99,7 +99,7 @@ def test_sound_facts_give_no_problem() -> None:
         ({"probe": Probe(active=True, hooked=["x"], own_keys=["odb"])}, "odb keys of its own: odb"),
     ],
 )
-def test_every_defect_is_said_once_with_a_way_out(change: dict, said: str) -> None:
+def test_every_defect_is_said_once_with_a_fix(change: dict, said: str) -> None:
     (check,) = problems(dataclasses.replace(SOUND, **change))
     assert said in check.what
-    assert check.way_out
+    assert check.fix

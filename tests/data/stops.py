@@ -1,4 +1,4 @@
-"""Trainings of ranks that are threads, to be stopped and resumed: rows are lengths, made into batches by `ODBLoader`."""
+"""Trainings of ranks that are threads, to be stopped and resumed: rows are lengths, batches come from `ODBLoader`."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Observer:
 
 
 def make_loader(lengths: Sequence[int], seat: Any, **options: Any) -> ODBLoader:
-    """options: keys of the config (default: `fill`) and of `OptimizerStepRule`; seed, observer, num_workers, stream (the
-    class of a dataset that is iterated)."""
+    """options: keys of the config (default: `fill`) and of `OptimizerStepRule`; seed, observer, num_workers; stream
+    (the class of a dataset that is iterated)."""
     stream, seed = options.pop("stream", None), options.pop("seed", 7)
     observer = options.pop("observer", None) or Observer()
     rule = {key: options.pop(key) for key in OptimizerStepRule.__dataclass_fields__ if key in options}

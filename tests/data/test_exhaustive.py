@@ -30,6 +30,7 @@ from hypothesis import strategies as st
 from lockstep import Row, check_kept, check_promises, rejection, run_kept, run_shards, sample, stock_steps
 
 from odb_factory.data import fill_epoch, keep_epoch
+from odb_factory.data.keep_epoch import StockSteps
 from odb_factory.planning import ROW, Budget, BufferMetadata, Plan, candidates, plan_buffers, plan_optimizer_step
 
 LENGTHS = (2, 3, 7)
@@ -92,12 +93,12 @@ def explore(
     join: bool,
     again: bool = False,
     balance: bool = False,
-    planner: Callable[..., Plan] = remembered(plan_buffers),
+    planner: Callable[..., Plan] | None = None,
 ) -> int:
     """Check every world of a kind; how many there are. again: a second time, its ranks run in reverse order (I6)."""
     options = {"buffer_size": buffer_size, "accumulation": accumulation, "join": join, "balance": balance}
     count = 0
-    with mock.patch.object(fill_epoch, "plan_buffers", planner):
+    with mock.patch.object(fill_epoch, "plan_buffers", planner or remembered(plan_buffers)):
         for world in worlds(num_ranks, buffer_size, max_samples):
             rows, epochs = run(world, **options)
             try:
@@ -146,39 +147,42 @@ def test_every_small_world_in_which_little_may_wait(monkeypatch: pytest.MonkeyPa
             explore(num_ranks, buffer_size, max_samples, accumulation, join, planner=plan_buffers)
 
 
+def kept_worlds(
+    num_ranks: int, max_samples: int, max_size: int, rejected: bool
+) -> Iterator[tuple[list[Row], StockSteps, bool]]:
+    """Every order of up to so many samples, N up to `max_size`, whole and as `drop_last` cuts it for stock batches of 1
+    and 2, with and without balance. rejected: a row may also be one that is rejected."""
+    for num_rows in range(max_samples + 1):
+        rules = [{"batch_size": 1}] + [
+            {"batch_size": batch_size, "drop_last": True}
+            for batch_size in (1, 2)
+            if num_rows % (batch_size * num_ranks)  # else nothing is left out
+        ]
+        for lengths in itertools.product((*LENGTHS, None) if rejected else LENGTHS, repeat=num_rows):
+            rows = [rejection(i) if tokens is None else sample(i, tokens) for i, tokens in enumerate(lengths)]
+            for size, rule in itertools.product(range(1, max_size + 1), rules):
+                stock = stock_steps(num_rows, size=size, world_size=num_ranks, **rule)
+                for balance in (True, False)[: 1 + (num_ranks > 1)]:
+                    yield rows, stock, balance
+
+
 def explore_kept(
     num_ranks: int, max_samples: int, max_size: int, *, rejected: bool = False, again: bool = False
 ) -> int:
-    """Every order of up to so many samples, N up to `max_size`, stock batches of 1 and 2, with and without balance and
-    `drop_last`. rejected: a row may also be one that is rejected. again: a second time, ranks in reverse order (I6)."""
-    kinds = (*LENGTHS, None) if rejected else LENGTHS
+    """Check every kept world of a kind; how many there are. again: a second time, its ranks run in reverse order."""
     count = 0
     with mock.patch.object(keep_epoch, "plan_optimizer_step", remembered(plan_optimizer_step)):
-        for length in range(max_samples + 1):
-            for lengths in itertools.product(kinds, repeat=length):
-                rows: list[Row] = [
-                    rejection(i) if tokens is None else sample(i, tokens) for i, tokens in enumerate(lengths)
-                ]
-                for size, batch_size, drop_last, balance in itertools.product(
-                    range(1, max_size + 1), (1, 2), (False, True), (True, False) if num_ranks > 1 else (True,)
-                ):
-                    if drop_last and length % (batch_size * num_ranks) == 0:
-                        continue  # leaves nothing out
-                    if batch_size > 1 and not drop_last:
-                        continue  # the same samples; what stock makes of its batches is not looked at here
-                    stock = stock_steps(
-                        length, size=size, batch_size=batch_size, world_size=num_ranks, drop_last=drop_last
-                    )
-                    options = {"budget": BUDGET, "balance": balance, "on_wire": False}
-                    epochs = run_kept(rows, stock, **options)
-                    try:
-                        check_kept(rows, epochs, stock, **options)
-                        if again:
-                            repeated = run_kept(rows, stock, order=range(num_ranks)[::-1], **options)
-                            assert [epoch.plans for epoch in repeated] == [epoch.plans for epoch in epochs], "I6"
-                    except AssertionError as error:
-                        raise AssertionError(f"order {lengths}, {stock}, balance {balance}") from error
-                    count += 1
+        for rows, stock, balance in kept_worlds(num_ranks, max_samples, max_size, rejected):
+            options: dict[str, Any] = {"budget": BUDGET, "balance": balance, "on_wire": False}
+            epochs = run_kept(rows, stock, **options)
+            try:
+                check_kept(rows, epochs, stock, **options)
+                if again:
+                    repeated = run_kept(rows, stock, order=range(num_ranks)[::-1], **options)
+                    assert [epoch.plans for epoch in repeated] == [epoch.plans for epoch in epochs], "I6"
+            except AssertionError as error:
+                raise AssertionError(f"rows {rows}, {stock}, balance {balance}") from error
+            count += 1
     return count
 
 

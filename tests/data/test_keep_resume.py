@@ -118,7 +118,7 @@ def test_between_two_epochs_the_next_one_begins() -> None:
 
 
 def test_a_loop_may_fetch_ahead_of_what_it_has_trained_on() -> None:
-    """A prefetching loop has the next micro-batch in hand, or the end of the epoch, when it says that a step is done."""
+    """A prefetching loop has the next micro-batch, or the end of the epoch, when it says that a step is done."""
     whole, _ = run(LENGTHS, epochs=2, **EIGHT)
 
     def drive(seat: Any) -> list[dict[str, Any]]:
@@ -137,13 +137,9 @@ def test_a_loop_may_fetch_ahead_of_what_it_has_trained_on() -> None:
     (states,) = run_ranks(1, drive)
     assert [(state["epoch"], state["optimizer_steps"]) for state in states] == [*((0, k) for k in range(1, 8)), (1, 0)]
     for state in states:
-        ids = [row for row in state["probes"]["rows"]]
-        done = [id for one in whole[0] for id in one.ids if (one.step.epoch, one.step.index) < _place(state)]
-        assert ids == done[-8:], "rows of steps that are done, and of no other"
-
-
-def _place(state: dict[str, Any]) -> tuple[int, int]:
-    return state["epoch"], state["optimizer_steps"]
+        place = (state["epoch"], state["optimizer_steps"])
+        done = [id for one in whole[0] for id in one.ids if (one.step.epoch, one.step.index) < place]
+        assert state["probes"]["rows"] == done[-8:], "rows of steps that are done, and of no other"
 
 
 def test_steps_that_were_not_named_one_by_one_are_done_with_a_later_one() -> None:
@@ -203,7 +199,7 @@ def test_another_training_is_refused_unless_that_is_wanted(changed: dict[str, An
     assert taken[0][0].step.index == 0
 
 
-def test_another_order_with_the_same_seed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_order_with_the_same_seed_is_refused() -> None:
     """A sampler that draws by another rule than before."""
     _, states = run(LENGTHS, stop_after=4, **EIGHT)
     states[0]["data"]["order"] += 1

@@ -26,6 +26,7 @@ from distributed.launch import free_port
 from odb_factory.comm.process_group import make_coordinator
 from odb_factory.config import ODBConfig
 from odb_factory.data.loader import ODBLoader
+from odb_factory.data.step_rule import OptimizerStepRule
 from odb_factory.planning import Cost
 
 TESTS = Path(__file__).parents[1]
@@ -142,19 +143,23 @@ def toy_loader(
     start_method: str = "fork",
     process_group: dist.ProcessGroup | None = None,
     agree_on: dict[str, Any] | None = None,
-    accumulation: int = 2,
     seed: int = 0,
     sampler: Any = None,
-    **config: Any,
+    **options: Any,
 ) -> Iterator[ODBLoader]:
-    """Rows of 2 to 40 tokens, dealt out in turn. workers: those that observe and those that collate."""
+    """Rows of 2 to 40 tokens, dealt out in turn. workers: those that observe and those that collate.
+
+    options: of the config (default: `fill`, not balanced) and of `OptimizerStepRule` (default: 2 micro-batches).
+    """
+    rule = {key: options.pop(key) for key in OptimizerStepRule.__dataclass_fields__ if key in options}
+    config = {"token_budget": 100, "buffer_size": 8, "global_batch_size": "fill", "balance": False}
     loader = ODBLoader(
         [2 + k * 7 % 39 for k in range(num_rows)],
         sampler=range(num_rows) if sampler is None else sampler,
         observer=Observer(hangs),
         collate_fn=Collator(bad),
-        config=ODBConfig(**{"token_budget": 100, "buffer_size": 8, "collate_workers": workers[1]} | config),
-        accumulation=accumulation,
+        config=ODBConfig(**config | {"collate_workers": workers[1]} | options),
+        rule=OptimizerStepRule(**{"accumulation": 2} | rule),
         seed=seed,
         coordinator=make_coordinator(process_group, timeout_s),
         agree_on=agree_on,

@@ -26,9 +26,9 @@ def take_epoch(**options: Any) -> dict[str, Any]:
     batches = 0
     try:
         with toy_loader(NUM_ROWS, workers=(0, 0), **options) as loader:
-            for step, _, _ in loader:
+            for one, _, _ in loader:
                 batches += 1
-                rows += step.ids
+                rows += one.ids
     except ODBError as error:
         return {"batches": batches, "error": str(error)}
     return {"batches": batches, "rows": rows}
@@ -38,6 +38,7 @@ def with_options(rank: int, *, options: list[dict[str, Any]]) -> dict[str, Any]:
     return take_epoch(**options[rank])
 
 
+KEEP = {"global_batch_size": "keep"}
 DIFFERENCES = {
     "budget": ({"token_budget": 100}, {"token_budget": 200}, "odb.token_budget (100 on rank 0; 200 on rank 1)"),
     "balanced budget": (
@@ -49,6 +50,18 @@ DIFFERENCES = {
         {"accumulation": 1},
         {"accumulation": 4},
         "gradient_accumulation_steps (1 on rank 0; 4 on rank 1)",
+    ),
+    "rows of a batch": (
+        {**KEEP, "batch_size": 1},
+        {**KEEP, "batch_size": 2},
+        "per_device_train_batch_size (1 on rank 0; 2 on rank 1)",
+    ),
+    "kept or filled": (KEEP, {}, "odb.global_batch_size ('keep' on rank 0; 'fill' on rank 1)"),
+    "drop_last": (KEEP, {**KEEP, "drop_last": True}, "drop_last (False on rank 0; True on rank 1)"),
+    "stock's mean": (
+        KEEP,
+        {**KEEP, "stock_mean": "micro_batch"},
+        "what stock's loss is the mean of ('step' on rank 0; 'micro_batch' on rank 1)",
     ),
     "loss scaling": ({}, {"loss_scaling": "approx"}, "odb.loss_scaling ('exact' on rank 0; 'approx' on rank 1)"),
     "join": ({}, {"join": False}, "odb.join (True on rank 0; False on rank 1)"),
@@ -77,13 +90,31 @@ def test_settings_in_which_ranks_may_differ(tmp_path: Path) -> None:
     assert sorted(ended[0].value["rows"] + ended[1].value["rows"]) == list(range(NUM_ROWS))
 
 
-def other_order(rank: int) -> dict[str, Any]:
-    return take_epoch(sampler=list(reversed(range(NUM_ROWS))) if rank == 1 else None)
+def other_order(rank: int) -> list[dict[str, Any]]:
+    """From the first row on, and from the last but one on, where the optimizer steps before it are alike."""
+    first, last = list(range(NUM_ROWS)), list(range(NUM_ROWS))
+    if rank == 1:
+        first.reverse()
+        last[-2:] = last[:-3:-1]
+    return [take_epoch(sampler=first), take_epoch(sampler=last, batch_size=3, balance=True, **KEEP)]
 
 
 def test_orders_that_differ(tmp_path: Path) -> None:
     for outcome in run_ranks("distributed.test_agreement:other_order", tmp_path):
-        assert "different orders (rank 0; rank 1)" in outcome.value["error"] and outcome.value["batches"] == 0
+        first, last = outcome.value
+        assert "different orders (rank 0; rank 1)" in first["error"] and first["batches"] == 0
+        assert "different orders (rank 0; rank 1)" in last["error"]
+
+
+def kept(rank: int) -> dict[str, Any]:
+    return take_epoch(batch_size=3, balance=True, **KEEP)
+
+
+def test_kept_optimizer_steps_of_two_processes(tmp_path: Path) -> None:
+    """I1, I2, over gloo, with samples that change rank."""
+    one, other = (outcome.value for outcome in run_ranks("distributed.test_agreement:kept", tmp_path))
+    assert one["batches"] == other["batches"]
+    assert sorted(one["rows"] + other["rows"]) == list(range(NUM_ROWS))
 
 
 def other_plan(rank: int) -> dict[str, Any]:

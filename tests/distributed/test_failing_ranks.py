@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from distributed.ranks import Outcome, run_ranks, toy_loader
 
-from odb_factory.data import fill_epoch
+from odb_factory.data import epoch as epoch_module
 
 NUM_ROWS = 400
 FAILS_AT = 20
@@ -30,7 +30,7 @@ def train(
 ) -> str:
     """Optimizer steps that end in a collective of all ranks, as those of a training do; how it ended for this rank."""
     if rank == cannot_redistribute:
-        fill_epoch.redistribute = _no_room
+        epoch_module.redistribute = _no_room
     with toy_loader(NUM_ROWS, timeout_s=timeout_s, **rows) as loader:
         try:
             for epoch in range(2):

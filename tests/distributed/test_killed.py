@@ -22,6 +22,7 @@ from support import MARK, end_marked_processes, marked_processes, proc_words, tr
 
 from odb_factory.config import ODBConfig
 from odb_factory.data.loader import ODBLoader
+from odb_factory.data.step_rule import OptimizerStepRule
 
 LIMIT_S = 10
 """From the end of the trainer to that of its last worker."""
@@ -67,7 +68,10 @@ def toy(start_method: str, rows: list[int], workers: tuple[int, int], **parts: A
     return ODBLoader(
         rows,
         sampler=range(len(rows)),
-        config=ODBConfig(token_budget=10**6, buffer_size=1, collate_workers=workers[1]),
+        config=ODBConfig(
+            token_budget=10**6, buffer_size=1, collate_workers=workers[1], global_batch_size="fill", balance=False
+        ),
+        rule=OptimizerStepRule(),
         num_workers=workers[0],
         multiprocessing_context=start_method,
         **{"observer": Observer(), "collate_fn": Collator()} | parts,
@@ -79,14 +83,14 @@ def be_killed(start_method: str, folder: str) -> None:
     begun = [Path(folder, name) for name in ("collation", "arguments")]
     # A chunk of rows has a megabyte, and one chunk is asked for.
     full = toy(start_method, [50_000] * 100, (1, 0))
-    full.start()
+    full.begin()
     slow = iter(toy(start_method, [5] * 20, (0, 1), collate_fn=SlowCollator(begun[0])))
     threading.Thread(target=next, args=(slow,), daemon=True).start()
     if start_method == "fork":
         begun.pop()
     else:
         starting = toy(start_method, [5] * 20, (1, 0), observer=SlowStart(begun[1]))
-        threading.Thread(target=starting.start, daemon=True).start()
+        threading.Thread(target=starting.begin, daemon=True).start()
     while not all(path.exists() for path in begun):
         time.sleep(0.05)
     time.sleep(1)  # the pipe is full by now

@@ -90,20 +90,19 @@ def test_a_loop_of_ones_own(command: str, tmp_path: Path) -> None:
 
 
 def test_the_logged_loss_does_not_depend_on_the_ranks(tmp_path: Path) -> None:
-    """I8: where one optimizer step takes all rows, one rank and two log the same losses, idle steps and all."""
+    """I8, I9: with the same global batch one rank and two log the same losses, idle micro-batches and all."""
     data = tmp_path / "data.jsonl"
     lines = [{"prompt": f"Count to {k}.", "answer": " ".join(map(str, range(1, k + 1)))} for k in range(1, 60)]
     data.write_text("\n".join(map(json.dumps, lines)), "utf-8")
-    options = ["--data", str(data), "--token_budget", "1024", "--gradient_accumulation_steps", "16", "--epochs", "3"]
+    options = ["--data", str(data), "--token_budget", "1024", "--gradient_accumulation_steps", "1", "--epochs", "3"]
     logged = []
-    for command, folder in ((ONE_RANK, tmp_path / "one"), (TWO_RANKS, tmp_path / "two")):
-        logged.append(losses(run(command, folder, *options)))
+    for command, folder, batch_size in ((ONE_RANK, tmp_path / "one", "58"), (TWO_RANKS, tmp_path / "two", "29")):
+        logged.append(losses(run(command, folder, *options, "--batch_size", batch_size)))
         assert rows_of(folder) == every_row(len(lines), epochs=3)
-    audits = [read_jsonl(path) for path in (tmp_path / "two").glob("*.jsonl")]
-    assert [len(audit) for audit in audits] == [48, 48]
-    assert all(sum(not line["idle"] for line in audit) > 3 for audit in audits)
-    assert any(line["idle"] for audit in audits for line in audit)
-    assert len(logged[0]) == 3
+    first, second = (read_jsonl(path) for path in sorted((tmp_path / "two").glob("*.jsonl")))
+    assert len(first) == len(second) > 6, "I1"
+    assert sum(line["idle"] for line in [*first, *second]) == 3, "the last step of an epoch has one sample"
+    assert len(logged[0]) == 6
     assert logged[0] == pytest.approx(logged[1], abs=1e-4)
 
 
@@ -112,10 +111,10 @@ def test_a_loop_goes_on_behind_its_checkpoint(tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     lines = [{"prompt": f"Count to {k}.", "answer": " ".join(map(str, range(1, k + 1)))} for k in range(1, 60)]
     data.write_text("\n".join(map(json.dumps, lines)), "utf-8")
-    options = ["--data", str(data), "--token_budget", "512", "--save_steps", "3"]
+    options = ["--data", str(data), "--token_budget", "512", "--batch_size", "2", "--save_steps", "3"]
     whole = losses(run(TWO_RANKS, tmp_path / "out", *options))
     saved = torch.load(tmp_path / "out" / "checkpoint.pt")
-    assert saved["step"] < len(whole) and all(state["snapshot"] for state in saved["loader"]), "amid an epoch"
+    assert saved["step"] < len(whole) and all(state["optimizer_steps"] for state in saved["loader"]), "amid an epoch"
     rest = losses(run(TWO_RANKS, tmp_path / "out", *options, "--resume"))
     assert rest == whole[saved["step"] :]
 

@@ -15,12 +15,12 @@ from distributed.rows import INVALID, row
 from distributed.test_engines import ENGINES, deepspeed_config
 from llamafactory.train.tuner import run_exp
 from PIL import Image
-from same_training import Training, also_on_cpu, check_same_training, deviation, report, train
+from same_training import RELATIVE, Training, also_on_cpu, check_same_training, deviation, report, train
 from support import training_config, write_dataset
 
 NUM_EVAL = 6
 NUM_ROWS = {"texts": 42, "many_texts": 86, "mixed": 30}
-"""With those that are evaluated. The others are whole micro-batches, which stock would else fill up by repeating rows."""
+"""Those that are evaluated too. The others are whole micro-batches, which stock else fills up by repeating rows."""
 PICTURES = ([], ["wide.png"], ["tall.png"], [], ["wide.png", "tall.png"])
 TEXT, MIXED = {"token_budget": 256}, {"token_budget": 512, "max_patches": 300}
 
@@ -108,7 +108,7 @@ def test_the_comparison_finds_another_loss(tiny_vl: Path, rows_dir: Path, tmp_pa
     assert one.rows == other.rows
     found = deviation(one, other)
     report("stock, cut in another way", found)
-    assert found.loss > 1e-4 and found.weights > 1e-4
+    assert found.loss > 5 * RELATIVE and found.weights > 100 * RELATIVE
 
 
 def test_rows_that_llamafactory_drops_are_told(
@@ -119,7 +119,7 @@ def test_rows_that_llamafactory_drops_are_told(
     steps = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "disable_shuffling": True}
     run_exp(training_config(tiny_text, tmp_path, tmp_path / "out", odb=TEXT, **steps))
     told = [message for message in caplog.messages if "LLaMA-Factory's preprocessing drops" in message]
-    assert len(told) == 1 and told[0].startswith("1 rows by optimizer step 1 ") and "tokenized_path" in told[0]
+    assert len(told) == 1 and "(1 by optimizer step 1)" in told[0] and "tokenized_path" in told[0]
 
 
 # The wide grid.
