@@ -1,4 +1,4 @@
-"""Full fine-tuning by several ranks, real `llamafactory-cli train`: every engine as one stock process; uneven shards."""
+"""Full fine-tuning by several ranks, real `llamafactory-cli train`: each engine as one stock process; uneven shards."""
 
 from __future__ import annotations
 
