@@ -124,7 +124,7 @@ def test_help_has_one_line_per_command(capsys: pytest.CaptureFixture) -> None:
         main(["--help"])
     assert ended.value.code == 0
     lines = capsys.readouterr().out.splitlines()
-    for name, meaning in COMMANDS.items():
+    for name, (_, meaning) in COMMANDS.items():
         assert any(line.split() == [name, *meaning.split()] for line in lines), name
 
 
