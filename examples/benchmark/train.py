@@ -2,7 +2,7 @@
 
 A tiny random Qwen2 on made-up text of very uneven length, and a tiny random Qwen3-VL on the built-in MM-Mix, one epoch
 of the same samples each, at the same learning rate, with the same samples in an optimizer step (packing and `fill`
-cannot have that) and the same peak of memory: the largest micro-batch of every contestant has the same padded tokens.
+cannot have that) and at most the same peak of memory, in padded tokens of the largest micro-batch.
 A fixed batch reaches rows x longest row, whatever the order, and so does a length-grouped one; packed rows are as long
 as that longest row, and as many; token_budget is that product.
 

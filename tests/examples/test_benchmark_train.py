@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "benchmark" / "train.py"
 
 
 def test_the_short_run(tmp_path: Path) -> None:
-    """I9: the optimizer steps and losses of fixed batches. Equal peaks, figures that belong together, the table."""
+    """I9: the optimizer steps and losses of fixed batches. No higher peak, figures that belong together, the table."""
     printed = subprocess.run(
         [sys.executable, str(SCRIPT), "--short", "--output-dir", str(tmp_path)],
         env=os.environ | {"HF_HUB_OFFLINE": "1", "DISABLE_VERSION_CHECK": "1"},
@@ -29,10 +29,9 @@ def test_the_short_run(tmp_path: Path) -> None:
         "MM-Mix, 2 ranks": ["fixed batch", "odb"],
     }
     for title, rows in tables.items():
-        assert f"| {title} | samples/s |" in printed.stdout
+        assert f"| {title} | optimizer steps | samples/s |" in printed.stdout
         peaks = {row["name"]: row["peak_padded_tokens"] for row in rows}
         assert max(peaks.values()) == peaks["fixed batch"]
-        assert peaks["odb"] > 0.9 * peaks["fixed batch"]
         # The same samples and the same tokens for everyone.
         assert len({round(row["samples_per_second"] * row["seconds"]) for row in rows}) == 1
         assert len({round(row["tokens_per_second"] * row["seconds"]) for row in rows}) == 1
