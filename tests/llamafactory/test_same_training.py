@@ -155,9 +155,10 @@ def test_engines(pair: Pair, name: str, num_ranks: int, tmp_path: Path, request:
         request.getfixturevalue("deepspeed_op")
         changes["deepspeed"] = deepspeed_config(engine.deepspeed_stage, tmp_path)
     env = also_on_cpu(engine.env) if name.startswith("fsdp") else None
-    ours, stock = pair("mixed", num_ranks, env=env, save_strategy="no", **changes)
+    ours, stock = pair("mixed", num_ranks, env=env, save_strategy="no", save_only_model=False, **changes)
     assert stock.weights or name.startswith("fsdp")
-    report(f"tiny Qwen3-VL, {num_ranks} ranks, {name}", check_same_training(ours, stock))
+    found = check_same_training(ours, stock, shards_parameters=name in ("zero3", "fsdp", "fsdp2"))
+    report(f"tiny Qwen3-VL, {num_ranks} ranks, {name}", found)
 
 
 @pytest.mark.full_grid
