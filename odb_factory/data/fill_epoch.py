@@ -14,8 +14,8 @@ import numpy as np
 
 from odb_factory.comm.coordinator import CollectiveError, RankMetadata
 from odb_factory.data.epoch import EpochContext, EpochPlanner, PlannedMicroBatch, nothing_left, sums
+from odb_factory.data.resume.snapshot import BufferedSample, Snapshot
 from odb_factory.data.samples import OptimizerStep, Rejection, Sample, Task
-from odb_factory.data.snapshot import BufferedSample, Snapshot
 from odb_factory.errors import DataError
 from odb_factory.planning import BufferMetadata, CostModel, Plan, make_metadata, plan_buffers
 

@@ -30,9 +30,9 @@ from odb_factory.data.epoch import EpochContext
 from odb_factory.data.loader_workers import END, LoaderWorkers, take
 from odb_factory.data.observe import Observer
 from odb_factory.data.prefetch import BackgroundPrefetcher, InlinePrefetcher
-from odb_factory.data.progress import Progress
+from odb_factory.data.resume.progress import Progress
+from odb_factory.data.resume.state import DataState
 from odb_factory.data.samples import MicroBatch, OptimizerStep, Rejection
-from odb_factory.data.state import DataState
 from odb_factory.data.step_rule import OptimizerStepRule, progress_for
 from odb_factory.data.step_times import StepTimes
 from odb_factory.data.task_sampler import Pass

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import send_to_device
 
-from odb_factory.data.checked_file import read_checked, write_checked
+from odb_factory.data.resume.checked_file import read_checked, write_checked
 from odb_factory.errors import ConfigError, DataError, one_line
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from odb_factory.data.keep_state import KeepState
+from odb_factory.data.resume.keep_state import KeepState
 from odb_factory.errors import DataError
 from odb_factory.training.checkpoint_files import check_optimizer, check_weights
 from odb_factory.training.state_files import (

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from odb_factory.data.checked_file import read_checked, read_json, write_checked
-from odb_factory.data.fields import Fields, check_figures
-from odb_factory.data.state import DataState, read_state
+from odb_factory.data.resume.checked_file import read_checked, read_json, write_checked
+from odb_factory.data.resume.fields import Fields, check_figures
+from odb_factory.data.resume.state import DataState, read_state
 from odb_factory.errors import DataError
 
 MARKER = "odb_state.json"

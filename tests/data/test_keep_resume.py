@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from thread_ranks import run_ranks
 
 from odb_factory.comm.coordinator import CollectiveError
-from odb_factory.data.keep_state import KeepState
+from odb_factory.data.resume.keep_state import KeepState
 from odb_factory.errors import ConfigError, DataError
 
 EIGHT = KEEP | {"global_batch_size": 8}

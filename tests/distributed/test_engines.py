@@ -1,4 +1,4 @@
-"""Full fine-tuning by several ranks, real `llamafactory-cli train`: every engine as one stock process; unequal shards."""
+"""Full fine-tuning by several ranks, real `llamafactory-cli train`: each engine as one stock process; uneven shards."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def configuration(model: Path, data: Path, out: Path, num_ranks: int, **changes:
         data,
         out,
         dataset="mix",
-        ddp_backend="gloo",
+        ddp_backend="gloo" if num_ranks > 1 else None,
         per_device_train_batch_size=BATCH,
         gradient_accumulation_steps=4 // num_ranks,
         freeze_vision_tower=False,

@@ -17,7 +17,7 @@ import pytest
 from distributed.ranks import Outcome, run_ranks
 from training.side_by_side import ODB, STOCK, Apart, Training, compare, compare_resumed, resume_from_each, train
 
-LIMIT_S = 400
+LIMIT_S, GRID_LIMIT_S = 240, 3000
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
 GRID = (1, 2, 4)
 
@@ -82,7 +82,7 @@ def measure(tiny_text, tiny_vl, tmp_path_factory, request) -> Iterator[Measure]:
             "training.side_by_side:train_all",
             folder,
             world_size=world_size,
-            limit_s=LIMIT_S,
+            limit_s=LIMIT_S if name in SETS else GRID_LIMIT_S,
             trainings=[dataclasses.asdict(training) for training in trainings.values()],
             models=models,
             output_dir=str(folder),
@@ -112,6 +112,7 @@ def test_the_same_training(measure: Measure, name: str, training: str) -> None:
 
 
 @pytest.mark.full_grid
+@pytest.mark.timeout(GRID_LIMIT_S + 60)
 @pytest.mark.parametrize(("name", "training"), GRID_CELLS)
 def test_grid(measure: Measure, name: str, training: str) -> None:
     assert measure(name, training).most < TOLERANCE["float32"]

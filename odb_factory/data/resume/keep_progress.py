@@ -8,11 +8,11 @@ from typing import Any
 
 from odb_factory.data.epoch import EpochContext, EpochPlanner
 from odb_factory.data.keep_epoch import KeepEpoch, StockSteps
-from odb_factory.data.keep_state import KeepState
-from odb_factory.data.progress import Progress
+from odb_factory.data.resume.keep_state import KeepState
+from odb_factory.data.resume.progress import Progress
+from odb_factory.data.resume.state import DataState
 from odb_factory.data.sampler import Start
 from odb_factory.data.samples import MicroBatch, OptimizerStep, Rejection, Sample
-from odb_factory.data.state import DataState
 from odb_factory.errors import DataError
 
 

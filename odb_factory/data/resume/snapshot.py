@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from odb_factory.data.fields import Fields, pack_checksums
+from odb_factory.data.resume.fields import Fields, pack_checksums
 from odb_factory.planning import CostModel
 
 

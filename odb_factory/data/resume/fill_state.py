@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from odb_factory.data.done_bitmap import pack_done, unpack_done
-from odb_factory.data.fields import VERSION, Fields, pack_checksums
-from odb_factory.data.snapshot import Snapshot
+from odb_factory.data.resume.done_bitmap import pack_done, unpack_done
+from odb_factory.data.resume.fields import VERSION, Fields, pack_checksums
+from odb_factory.data.resume.snapshot import Snapshot
 from odb_factory.errors import DataError
 
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from odb_factory.data.epoch import EpochContext, EpochPlanner
+from odb_factory.data.resume.state import DataState, read_state
 from odb_factory.data.sampler import Start
 from odb_factory.data.samples import MicroBatch, OptimizerStep, Rejection, Sample
-from odb_factory.data.state import DataState, read_state
 from odb_factory.errors import DataError
 from odb_factory.log import get_logger
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from odb_factory.data.fields import packed
+from odb_factory.data.resume.fields import packed
 from odb_factory.errors import DataError
 
 if TYPE_CHECKING:
-    from odb_factory.data.fill_state import FillState
+    from odb_factory.data.resume.fill_state import FillState
 
 
 def mark_done(states: Sequence[FillState], num_samples: int | None) -> np.ndarray:

@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from odb_factory.data.done_bitmap import mark_done
 from odb_factory.data.epoch import EpochContext, EpochPlanner
 from odb_factory.data.fill_epoch import FillEpoch
-from odb_factory.data.fill_state import FillState, check_states
-from odb_factory.data.progress import WAY_OUT, Progress, differences
+from odb_factory.data.resume.done_bitmap import mark_done
+from odb_factory.data.resume.fill_state import FillState, check_states
+from odb_factory.data.resume.progress import WAY_OUT, Progress, differences
+from odb_factory.data.resume.snapshot import Snapshot
+from odb_factory.data.resume.state import DataState
 from odb_factory.data.sampler import Start
 from odb_factory.data.samples import MicroBatch, OptimizerStep, Rejection, Sample
-from odb_factory.data.snapshot import Snapshot
-from odb_factory.data.state import DataState
 from odb_factory.errors import DataError
 from odb_factory.log import get_logger
 

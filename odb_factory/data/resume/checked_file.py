@@ -9,7 +9,7 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from odb_factory.data.fields import VERSION, Fields
+from odb_factory.data.resume.fields import VERSION, Fields
 from odb_factory.errors import DataError, one_line
 
 

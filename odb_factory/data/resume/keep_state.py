@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from odb_factory.data.fields import VERSION, Fields, pack_checksums
+from odb_factory.data.resume.fields import VERSION, Fields, pack_checksums
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from odb_factory.data.fields import VERSION, Fields
-from odb_factory.data.fill_state import FillState
-from odb_factory.data.keep_state import KeepState
+from odb_factory.data.resume.fields import VERSION, Fields
+from odb_factory.data.resume.fill_state import FillState
+from odb_factory.data.resume.keep_state import KeepState
 from odb_factory.errors import DataError
 
 DataState = FillState | KeepState
