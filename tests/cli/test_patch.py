@@ -133,6 +133,7 @@ def trainings(patched, tiny_text, data_dir, tmp_path_factory: pytest.TempPathFac
     for way, env in ways.items():
         block = {"token_budget": 256, "buffer_size": 24, "audit": True}
         config = training_config(tiny_text, data_dir, folder / way, max_steps=2, val_size=4, odb=block)
+        config["per_device_train_batch_size"] = 4
         trained[way] = folder / way, run_llamafactory(config, "odb.token_budget=768", env=env)
     return trained
 
@@ -144,10 +145,10 @@ def test_odb_attaches_once_and_trains_the_same_whichever_way(trainings, way: str
     assert ended.returncode == 0, ended.stdout[-3000:]
     assert ended.stdout.count("online dynamic batching is on") == 1
     assert ("called by the patched workflow" in ended.stdout) == (way == "patch")
-    assert "44 samples in about" in ended.stdout
+    assert "44 samples, 11 optimizer steps an epoch" in ended.stdout
     assert ended.stdout.count("Running tokenizer on dataset: 100%") <= 1, "of the rows for evaluation only"
     audit = read_jsonl(output_dir / "odb_audit_rank0.jsonl")
-    assert [line["optimizer_step"] for line in audit] == [1, 2]
+    assert {line["optimizer_step"] for line in audit} == {1, 2}
     assert all(line["rows"] * line["length"] <= 768 for line in audit if line["rows"] > 1)
     summary = json.loads((output_dir / "odb_summary.json").read_text())
     assert (summary["optimizer_steps"], summary["config"]["token_budget"]) == (2, 768)
@@ -175,7 +176,8 @@ def test_mistakes_are_named_in_the_words_of_the_plugin(patched, tiny_text, data_
         {"odb": {"token_budget": "many"}},
         {"odb": None},
         {"odb": 512},
-        {"per_device_train_batch_size": 4},
+        {"cutoff_len": "abc"},
+        {"odb": {"token_budget": 1024, "loss_scaling": "sample"}, "use_liger_kernel": True},
         {"packing": True},
         {"use_mca": True},
         {"streaming": True, "max_steps": 2},
