@@ -31,10 +31,17 @@ def say_what_to_expect(loader: ODBLoader, config: ODBConfig) -> None:
         logger.info("%s (figures of the Trainer above are bounds); the first has %s and %s", samples, cut, budgets)
         return
     if an_epoch is not None:
-        samples += f", {an_epoch} optimizer steps an epoch"
-    logger.info(
-        "%s, each of %d samples as in stock training; the first is cut into %s and %s", samples, size, cut, budgets
-    )
+        samples += f", {an_epoch} optimizer step{'s' if an_epoch > 1 else ''} an epoch"
+    each = f"each of {min(size, loader.num_samples or size)} samples"
+    if config.global_batch_size == "keep":
+        each += " as in stock training"
+    logger.info("%s, %s; the first is cut into %s and %s", samples, each, cut, budgets)
+    if filled > 1:
+        logger.warning(
+            "token_budget %d is less than most samples of the first optimizer step have, so each of them is trained on "
+            "alone; raise token_budget, or lower cutoff_len",
+            config.token_budget,
+        )
     if filled < MOSTLY_EMPTY and first.num_micro_batches == 1:
         logger.warning(
             "an optimizer step of %d samples fills %.0f %% of %d ranks x %d tokens: token_budget could be smaller, or "
