@@ -218,7 +218,7 @@ def workers_and_threads(held: dict[str, int] | None = None) -> tuple[int, int]:
     return held["child processes"], held["threads"]
 
 
-def assert_soon(condition: Callable[[], bool], seconds: float = 2.0) -> None:
+def assert_soon(condition: Callable[[], bool], seconds: float = 20.0) -> None:
     """Threads of multiprocessing's queues end a moment after the queues are closed."""
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:

@@ -353,9 +353,9 @@ def on_ranks(asked: list[Any], **options: Any) -> list[Any]:
     def find_on(rank: int) -> None:
         def gather(numbers: list[int]) -> list[list[int]]:
             told[rank] = numbers
-            barrier.wait(10)
+            barrier.wait(60)
             answers = list(told)
-            barrier.wait(10)
+            barrier.wait(60)
             return answers
 
         try:
@@ -372,7 +372,7 @@ def on_ranks(asked: list[Any], **options: Any) -> list[Any]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(130)
     return results
 
 
