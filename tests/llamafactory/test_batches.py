@@ -93,7 +93,10 @@ def test_a_label_on_the_first_token_is_seen(text: Setting, tiny_text, data_dir, 
     assert all(Setting(config).observe(index).cost.leading_label for index in range(3))
 
 
-@pytest.mark.parametrize(("name", "start_method"), [("vl", "fork"), ("vl", "forkserver"), ("text", "fork")])
+@pytest.mark.parametrize(
+    ("name", "start_method"),
+    [("vl", "fork"), pytest.param("vl", "forkserver", marks=pytest.mark.full_grid), ("text", "fork")],
+)
 def test_batches_equal_stock_bit_for_bit_and_keep_both_budgets(
     name: str, start_method: str, request: pytest.FixtureRequest
 ) -> None:
