@@ -9,7 +9,7 @@ from odb_factory.log import get_logger
 logger = get_logger(__name__)
 
 MOSTLY_EMPTY = 0.5
-"""A budget that is filled by less than this is worth a line of advice."""
+"""Budgets that are filled by less than this get a line of advice."""
 
 
 def say_what_to_expect(loader: ODBLoader, config: ODBConfig) -> None:

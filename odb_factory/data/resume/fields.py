@@ -83,6 +83,13 @@ class Fields:
             raise DataError(f"`{self.path(key)}` has {len(raw)} bytes, not four for each sample")
         return tuple(np.frombuffer(raw, dtype="<u4").tolist())
 
+    def probes(self, key: str) -> tuple[tuple[int, int], ...]:
+        """What `pack_probes` has made of (row of the dataset, checksum)."""
+        part = self.part(key)
+        rows, contents = part.wholes("rows"), part.checksums("content")
+        part.require(len(rows) == len(contents), "rows", f"there are {len(contents)} checksums")
+        return tuple(zip(rows, contents))
+
     def require(self, holds: bool, key: str, rule: str) -> None:
         if not holds:
             raise DataError(f"`{self.path(key)}` is {_shown(self._saved.get(key))}, but {rule}")
@@ -120,6 +127,11 @@ def packed(raw: bytes) -> str:
 def pack_checksums(checksums: Sequence[int]) -> str:
     """Checksums of 32 bits as text of JSON, less than 6 characters each."""
     return packed(np.array(checksums, dtype="<u4").tobytes())
+
+
+def pack_probes(probes: Sequence[tuple[int, int]]) -> dict[str, Any]:
+    """(row of the dataset, checksum) as JSON types."""
+    return {"rows": [row for row, _ in probes], "content": pack_checksums([content for _, content in probes])}
 
 
 def _whole(value: Any, name: str, low: int | None = 0, high: int | None = None) -> int:

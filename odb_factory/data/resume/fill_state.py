@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from odb_factory.data.resume.done_bitmap import pack_done, unpack_done
-from odb_factory.data.resume.fields import VERSION, Fields, pack_checksums
+from odb_factory.data.resume.fields import VERSION, Fields, pack_probes
 from odb_factory.data.resume.snapshot import Snapshot
 from odb_factory.errors import DataError
 
@@ -58,7 +58,7 @@ class FillState:
             "snapshot": None if self.snapshot is None else self.snapshot.to_dict(),
             "consumed": self.consumed,
             "emitted": list(self.emitted),
-            "probes": {"rows": [row for row, _ in self.probes], "content": pack_checksums([c for _, c in self.probes])},
+            "probes": pack_probes(self.probes),
         }
 
     @classmethod
@@ -71,9 +71,6 @@ class FillState:
         data.whole("seed", None)
         data.whole("order")
         data.flag("split")
-        probes = fields.part("probes")
-        rows, contents = probes.wholes("rows"), probes.checksums("content")
-        probes.require(len(rows) == len(contents), "rows", f"there are {len(contents)} checksums")
         state = cls(
             rank=fields.whole("rank", 0, world_size - 1),
             world_size=world_size,
@@ -84,7 +81,7 @@ class FillState:
             snapshot=None if fields.value("snapshot") is None else Snapshot.from_dict(fields.part("snapshot")),
             consumed=fields.whole("consumed"),
             emitted=tuple(fields.wholes("emitted")),
-            probes=tuple(zip(rows, contents)),
+            probes=fields.probes("probes"),
         )
         state._check(fields, num_samples)
         return state

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from odb_factory.data.resume.fields import VERSION, Fields, pack_checksums
+from odb_factory.data.resume.fields import VERSION, Fields, pack_probes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class KeepState:
             "trained": self.trained,
             "rejected": dict(self.rejected),
             "overlong": self.overlong,
-            "probes": {"rows": [row for row, _ in self.probes], "content": pack_checksums([c for _, c in self.probes])},
+            "probes": pack_probes(self.probes),
         }
 
     @classmethod
@@ -52,9 +52,6 @@ class KeepState:
         data = fields.part("data")
         num_samples = None if data.value("samples") is None else data.whole("samples")
         global_batch_size = data.whole("global_batch_size", 1)
-        probes = fields.part("probes")
-        rows, contents = probes.wholes("rows"), probes.checksums("content")
-        probes.require(len(rows) == len(contents), "rows", f"there are {len(contents)} checksums")
         state = cls(
             rank=fields.whole("rank", 0, world_size - 1),
             world_size=world_size,
@@ -64,7 +61,7 @@ class KeepState:
             trained=fields.whole("trained"),
             rejected=fields.counts("rejected"),
             overlong=fields.whole("overlong"),
-            probes=tuple(zip(rows, contents)),
+            probes=fields.probes("probes"),
         )
         most = state.optimizer_steps * global_batch_size
         fields.require(state.trained + sum(state.rejected.values()) <= most, "trained", f"{most} samples were drawn")
