@@ -57,6 +57,7 @@ def online(samples: Sequence[Sample], token_budget: int, collate: Collator, work
     with ODBDataLoader(
         samples,
         token_budget=token_budget,
+        global_batch_size="fill",
         buffer_size=WINDOW,
         shuffle=True,
         collate_fn=collate,

@@ -149,12 +149,12 @@ def test_settings_differ(config, override: str, said: str) -> None:
 
 
 def test_rank_0_frozen(config) -> None:
-    """Where the training itself waits for rank 0 in a collective, only its own timeout ends it; but it is told why."""
+    """Whether the planning or the training itself waits for rank 0: rank 1 says that it is gone."""
     config["odb"]["exchange_timeout_s"] = 5
     with Run(config, nodes=NODES) as run:
         under_way(run)
         os.kill(run.rank_pid(0), signal.SIGSTOP)
-        run.wait_for("no sign of life from rank 0 for 10 s", rank=1, timeout_s=5 + 30)
+        run.wait_for("no sign of life from rank 0", rank=1, timeout_s=5 + 30)
 
 
 def test_exchange_times_out(config) -> None:
