@@ -18,6 +18,7 @@ LARGEST = 2**32 - 1
 """The largest number a key takes; what random number generators accept as a seed."""
 MOST_WORKERS = 1024
 
+LAYOUTS = ("auto", "flat", "padded")
 LOSS_SCALINGS = ("stock", "exact", "sample", "square", "approx", "none")
 
 
@@ -38,8 +39,8 @@ class ODBConfig:
     """
 
     token_budget: int = _key(
-        "rows x padded row length of one micro-batch on one rank, at most (tokens); "
-        "larger fills the accelerator better and needs more memory",
+        "tokens of one micro-batch on one rank, at most: rows x padded row length (padded), or the sum of the samples' "
+        "(flat); larger fills the accelerator better and needs more memory",
         minimum=1,
     )
     max_patches: int | None = _key(
@@ -54,6 +55,19 @@ class ODBConfig:
         choices=("keep", "fill"),
         minimum=1,
         default="keep",
+    )
+    layout: str = _key(
+        "flat: the samples of a micro-batch follow each other in one row, each with its own positions and attention, "
+        "without padding; padded: one row a sample; auto: flat where the model, its attention kernel and a check before "
+        "training allow it, else padded (in a loop of your own: padded)",
+        choices=LAYOUTS,
+        default="auto",
+    )
+    pad_to_multiple_of: int | None = _key(
+        "flat micro-batches are filled up to a multiple of so many tokens (FP8, torch.compile); none: not at all. Padded "
+        "rows are padded as the data collator says",
+        minimum=1,
+        default=None,
     )
     buffer_size: int = _key(
         "samples a rank may hold before they are collated, beside the optimizer step that is under way; grows to an "

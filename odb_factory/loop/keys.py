@@ -11,6 +11,8 @@ class CommonKeys(TypedDict, total=False):
     token_budget: int
     max_patches: int | None
     global_batch_size: int | Literal["keep", "fill"]
+    layout: Literal["auto", "flat", "padded"]
+    pad_to_multiple_of: int | None
     buffer_size: int
     collate_workers: int | None
     join: bool

@@ -85,17 +85,37 @@ class Collation:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Both budgets of a group, measured as collated. `max_patches` None: not limited."""
+    """Both budgets of a group, measured as collated. `max_patches` None: not limited.
+
+    layout: `padded`, one row a sample; `flat`, all samples of a group in one row, behind each other.
+    round_to: tokens of a flat micro-batch are filled up to a multiple of this.
+    """
 
     token_budget: int
     max_patches: int | None = None
     collation: Collation = Collation()
+    layout: str = "padded"
+    round_to: int = 1
 
     def holds(self, rows: int, length: int, patches: int) -> bool:
         return rows * length <= self.token_budget and (self.max_patches is None or patches <= self.max_patches)
 
     def fits(self, group: Sequence[Cost]) -> bool:
-        return self.holds(*self.collation.shape(group))
+        return self.holds(*self.shape(group))
+
+    def shape(self, group: Sequence[Cost]) -> tuple[int, int, int]:
+        """(rows, row length in tokens, patches) of a group as collated, its samples in the given order."""
+        rows, length, patches = self.collation.shape(group)
+        if self.layout == "padded":
+            return rows, length, patches
+        has_media = any(cost.has_media for cost in group)
+        return 1, self.flat_tokens(sum(cost.tokens for cost in group), has_media), patches
+
+    def flat_tokens(self, tokens: int, has_media: bool) -> int:
+        """Of a flat micro-batch, given the sum of its samples' tokens; dummy media are a segment of their own."""
+        if not has_media:
+            tokens += self.collation.dummy_media_tokens
+        return -(-tokens // self.round_to) * self.round_to
 
     def overlong(self, cost: Cost) -> bool:
         """Whether this sample breaks a budget even when it travels alone."""
