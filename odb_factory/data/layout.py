@@ -204,8 +204,8 @@ def _text_token(batch: Mapping[str, Any]) -> int:
 def _labels(labels: Any, segments: _Segments, rows: int, length: int) -> Tensor:
     if not isinstance(labels, Tensor) or labels.shape != (rows, length):
         raise LayoutError(
-            f"layout: the collator's `labels` {_shape(labels)} are not of the shape of `input_ids` {[rows, length]}, so "
-            "they cannot be laid flat; set `layout: padded`."
+            f"layout: the collator's `labels` {_shape(labels)} are not of the shape of `input_ids` {[rows, length]}, "
+            "so they cannot be laid flat; set `layout: padded`."
         )
     gathered = _gathered(labels, segments)
     if int((gathered != IGNORE_INDEX).sum()) != int((labels != IGNORE_INDEX).sum()):
@@ -223,12 +223,7 @@ def _position_ids(given: Any, segments: _Segments, rows: int, length: int) -> Te
     restarting = torch.cat([torch.arange(count) for count in segments.lengths])[None]
     if given is None:
         return restarting
-    if (
-        isinstance(given, Tensor)
-        and given.dim() == 3
-        and given.shape[0] in (3, 4)
-        and given.shape[1:] == (rows, length)
-    ):
+    if isinstance(given, Tensor) and given.shape in ((3, rows, length), (4, rows, length)):
         rotary = given[-3:].flatten(1, 2).index_select(1, segments.index)
         tail = torch.arange(segments.filled, dtype=rotary.dtype).expand(3, -1)
         rotary = torch.cat([rotary, tail], 1)[:, None]

@@ -35,8 +35,8 @@ class ODBDataLoader(Online[Batch], State, DataLoader[Batch]):
     token_budget, max_patches, loss_scaling, buffer_size and every other key of `ODBConfig`: see there. loss_scaling is
         `exact` unless given: what the loop's loss would be without odb (`stock`) only its author knows. With `sample`
         and `square` call `weighted_loss` in place of the model's own.
-    layout: `padded` (which `auto` is here), as `collate_fn` returns the batches; `flat`: its samples in one row, without
-        padding, for models of transformers that keep attention within restarting `position_ids` (see below).
+    layout: `padded` (which `auto` is here), as `collate_fn` returns the batches; `flat`: the samples of each in one
+        row, without padding, for models of transformers that keep attention within restarting `position_ids` (below).
     cost_fn: item -> `Cost` or tokens, for items of any other kind or cost. collation: what `collate_fn` adds to a
         group (default: its `pad_to_multiple_of`).
     shuffle, sampler: an order over the *whole* dataset, the same on every rank; each rank takes its own share, without

@@ -27,8 +27,8 @@ class Receipt:
 class ODBStepInfo:
     """A micro-batch of this rank, and the optimizer step that it is a part of.
 
-    loss_scaling: by what tokens are weighed. token_weights: of each sample, in the order of `ids`, the weight of each of
-        its supervised tokens; made as `loss_scale` is. () if idle.
+    loss_scaling: by what tokens are weighed. token_weights: of each sample, in the order of `ids`, the weight of each
+        of its supervised tokens; made as `loss_scale` is. () if idle.
     is_idle: this rank has no sample left for this micro-batch, others have. It holds a sample that is trained on
         elsewhere, and is run all the same, with loss_scale 0: every rank takes part in every exchange of gradients.
     ids: samples of this micro-batch in the order of its rows (flat: in the row), as indices of the dataset; () if idle.
