@@ -333,7 +333,7 @@ def vision_case(family: str, model: Any, samples: Sequence[Sample]) -> Case:
     pixels = []
     for sample in samples if images else samples[:1]:
         torch.manual_seed(sum(sample.ids))  # the same pictures in whatever batch
-        pixels.append(vision.pixels(sample.images or not images))
+        pixels.append(vision.pixels(sample.images if images else 1))
     batch = _padded(samples, dummy) | {key: torch.cat([one[key] for one in pixels]) for key in pixels[0]}
     marks = (batch["input_ids"] == IMAGE).long()
     if vision.marks_images:
