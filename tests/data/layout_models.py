@@ -89,7 +89,7 @@ def _patches(size: int) -> Callable[[int], dict[str, Tensor]]:
 
     def make(count: int) -> dict[str, Tensor]:
         pixels = torch.randn(count * 16, 3 * 2 * size * size, dtype=torch.float64)
-        return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 4, 4]] * count)}
+        return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 4, 4]]).repeat(count, 1)}
 
     return make
 
@@ -325,23 +325,25 @@ def text_case(samples: Sequence[Sample]) -> Case:
     return Case(_padded(samples), [len(sample.ids) for sample in samples], has_media=False)
 
 
-def vision_case(family: str, model: Any, samples: Sequence[Sample]) -> Case:
+def vision_case(family: str, model: Any, samples: Sequence[Sample], *, with_dummy: bool = True) -> Case:
     """As LLaMA-Factory does it: where no sample has an image, the first row is given one, masked, behind its tokens."""
     vision = VISION[family]
     images = sum(sample.images for sample in samples)
-    dummy = [] if images else [OPENS, *[IMAGE] * vision.tokens, CLOSES]
+    dummy = [] if images or not with_dummy else [OPENS, *[IMAGE] * vision.tokens, CLOSES]
     pixels = []
     for sample in samples if images else samples[:1]:
         torch.manual_seed(sum(sample.ids))  # the same pictures in whatever batch
         pixels.append(vision.pixels(sample.images if images else 1))
-    batch = _padded(samples, dummy) | {key: torch.cat([one[key] for one in pixels]) for key in pixels[0]}
+    batch = _padded(samples, dummy)
+    if images or dummy:
+        batch |= {key: torch.cat([one[key] for one in pixels]) for key in pixels[0]}
     marks = (batch["input_ids"] == IMAGE).long()
     if vision.marks_images:
         batch["token_type_ids"] = marks
     if vision.rows_of_positions:
         get_rope_index = model.model.get_rope_index
         known = inspect.signature(get_rope_index).parameters
-        given = {key: batch[key] for key in ("input_ids", "image_grid_thw", "attention_mask")}
+        given = {key: batch.get(key) for key in ("input_ids", "image_grid_thw", "attention_mask")}
         positions, _ = get_rope_index(**given, **({"mm_token_type_ids": marks} if "mm_token_type_ids" in known else {}))
         if vision.rows_of_positions == 4:  # 0.9.5 puts the temporal row in front
             positions = torch.cat([positions[:1], positions])
@@ -351,11 +353,12 @@ def vision_case(family: str, model: Any, samples: Sequence[Sample]) -> Case:
 
 
 def _padded(samples: Sequence[Sample], dummy: Sequence[int] = ()) -> dict[str, Tensor]:
+    """Right, to a multiple of 8; one sample alone not at all."""
     length = max(len(sample.ids) + (len(dummy) if k == 0 else 0) for k, sample in enumerate(samples))
-    length = -(-length // 8) * 8
+    if len(samples) > 1:
+        length = -(-length // 8) * 8
     shape = (len(samples), length)
-    ids, mask, labels = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long), torch.zeros(shape)
-    labels = torch.full(shape, IGNORE)
+    ids, mask, labels = torch.zeros(shape).long(), torch.zeros(shape).long(), torch.full(shape, IGNORE)
     for k, sample in enumerate(samples):
         count = len(sample.ids)
         ids[k, :count], labels[k, :count] = torch.tensor(sample.ids), torch.tensor(sample.labels)
