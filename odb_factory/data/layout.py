@@ -198,8 +198,10 @@ def _filled(tensor: Tensor, segments: _Segments, value: int) -> Tensor:
 def _text_token(batch: Mapping[str, Any]) -> int:
     """To fill up with: no placeholder of media, of which there would be one too many."""
     labels = batch.get("labels")
-    supervised = labels[labels != IGNORE_INDEX] if isinstance(labels, Tensor) else ()
-    return int(supervised[0] if len(supervised) else batch["input_ids"][0, -1])
+    if isinstance(labels, Tensor):
+        for label in labels[labels != IGNORE_INDEX][:1].tolist():
+            return int(label)
+    return int(batch["input_ids"][0, -1])
 
 
 def _labels(labels: Any, segments: _Segments, rows: int, length: int) -> Tensor:
