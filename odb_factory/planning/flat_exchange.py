@@ -15,7 +15,9 @@ from odb_factory.planning.flat_bins import LARGEST_AMOUNT, Bins
 
 MAX_ROUNDS, PATIENCE = 64, 8
 """Bins are paired at most so often, and no more once nothing has changed in so many rounds in all dimensions."""
-MAX_TRIED, FEWEST, MOST = 1 << 18, 6, 32
+TOKENS_WITHIN, OTHERS_WITHIN = 4096, 128
+"""Nothing is done where no bin is fuller than its target by more than one part in so many."""
+MAX_TRIED, FEWEST, MOST = 1 << 16, 6, 32
 """In a round about so many exchanges are tried, of at least and at most so many samples of a bin."""
 
 
@@ -85,6 +87,7 @@ def _exchange(bins: Bins, bin_of: np.ndarray) -> None:
     num_dimensions = bins.amounts.shape[1]
     class_of_pair = np.repeat(np.arange(len(halves)), halves)
     place = np.arange(num_pairs) - np.repeat(np.cumsum(halves) - halves, halves)
+    tolerated = bins.targets // np.array([TOKENS_WITHIN, *[OTHERS_WITHIN] * (num_dimensions - 1)])
     unchanged = 0
     for k in range(MAX_ROUNDS):
         dimension, shift = k % num_dimensions, k // num_dimensions
@@ -94,7 +97,7 @@ def _exchange(bins: Bins, bin_of: np.ndarray) -> None:
         fuller = order[starts[class_of_pair] + place]
         emptier = order[starts[class_of_pair + 1] - 1 - partner]
         unchanged = 0 if held.exchange(fuller, emptier, width, k) else unchanged + 1
-        if unchanged >= PATIENCE * num_dimensions:
+        if unchanged >= PATIENCE * num_dimensions or (held.excess <= tolerated)[movable].all():
             break
     held.write(bin_of)
 
@@ -131,14 +134,17 @@ class _Held:
         second = self.rows[emptier[:, None], second_places]
         gap = np.clip(self.excess[fuller] - self.excess[emptier], -2 * LARGEST_AMOUNT, 2 * LARGEST_AMOUNT)
         given, taken = self.amounts[first], self.amounts[second]
-        change = np.zeros((len(fuller), width, width), dtype=np.int64)
+        # With d given less what is taken, squared distances change by 2 d (d - gap): here half of it, written out.
+        by_given = (given * (given - gap[:, None])).sum(axis=2)
+        by_taken = (taken * (taken + gap[:, None])).sum(axis=2)
+        change = by_given[:, :, None] + by_taken[:, None, :]
         for d in range(gap.shape[1]):
-            difference = given[:, :, None, d] - taken[:, None, :, d]
-            change += difference * (difference - gap[:, d, None, None])
+            change -= 2 * given[:, :, None, d] * taken[:, None, :, d]
         # No bin is emptied: one that gives its last sample gets another for it.
-        alone = (self.count[fuller] == 1)[:, None, None] & (second == self.nobody)[:, None, :]
-        alone = alone | (self.count[emptier] == 1)[:, None, None] & (first == self.nobody)[:, :, None]
-        change[alone] = 0
+        alone, also_alone = self.count[fuller] == 1, self.count[emptier] == 1
+        if alone.any() or also_alone.any():
+            empties = alone[:, None, None] & (second == self.nobody)[:, None, :]
+            change[empties | (also_alone[:, None, None] & (first == self.nobody)[:, :, None])] = 0
         change = change.reshape(len(fuller), -1)
         best = change.argmin(axis=1)
         helps = change[np.arange(len(fuller)), best] < 0

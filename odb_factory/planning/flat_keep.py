@@ -6,6 +6,8 @@ what the most tokens, the most patches and the most squared lengths of any rank 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from odb_factory.planning.cost import CostModel
@@ -28,15 +30,12 @@ def cut_flat(samples: Samples, model: CostModel) -> list[list[PoolGroup]]:
     if not len(samples):
         return []
     model = samples.weigh(model)
-    least, best = fewest_steps(samples), None
+    least = fewest_steps(samples)
     for num_steps in range(least, least + NUM_CANDIDATES):
-        bound = lower_bound(samples, num_steps, model)
-        if best is not None and bound >= best.cost:
-            break
-        found = fill(samples, num_steps, model, bound)
-        if found.within and (best is None or found.cost < best.cost):
-            best = found
-    return in_order(best or first_fit(samples, model))
+        found = fill(samples, num_steps, model)
+        if found.within:
+            return in_order(found)
+    return in_order(first_fit(samples, model))
 
 
 def lower_bound(samples: Samples, num_steps: int, model: CostModel) -> int:
@@ -48,24 +47,23 @@ def lower_bound(samples: Samples, num_steps: int, model: CostModel) -> int:
     return num_steps * model.fixed + int(most[:3] @ np.array([model.token, model.patch, model.square]))
 
 
-def fill(samples: Samples, num_steps: int, model: CostModel, bound: int) -> Filled:
+def fill(samples: Samples, num_steps: int, model: CostModel) -> Filled:
     """All samples in bins of so many micro-steps; whether within the budgets is not promised."""
     bins = make_bins(samples, num_steps, model)
-    filled = Filled(samples, model, fill_bins(bins), bins.bin_class, bins.step, bins.frozen)
-    filled = min(filled, _matched(filled), key=lambda one: one.cost)
-    polish(filled, bound)
+    filled = Filled(samples, model, fill_bins(bins), bins.pool, bins.bin_class, bins.step, bins.frozen)
+    filled = min(filled, match_by_cost(filled), key=lambda one: one.cost)
+    polish(filled, lower_bound(samples, num_steps, model))
     return filled
 
 
-def _matched(filled: Filled) -> Filled:
+def match_by_cost(filled: Filled) -> Filled:
     """The same bins in other micro-steps: of each pool the costliest in the first, and so on."""
-    samples = filled.samples
-    pool = filled.bin_class // samples.num_modalities
+    samples, pool = filled.samples, filled.pool
     costs = filled.shapes(filled.sums) @ filled.weights
     order = np.lexsort((-costs, pool))
     step = np.empty_like(filled.step)
     step[order] = (np.arange(len(order)) - np.searchsorted(pool, pool)) // samples.slots
-    return Filled(samples, filled.model, filled.bin_of, filled.bin_class, step, filled.frozen)
+    return replace(filled, step=step)
 
 
 def in_order(filled: Filled) -> list[list[PoolGroup]]:
@@ -76,9 +74,8 @@ def in_order(filled: Filled) -> list[list[PoolGroup]]:
     by_bin = np.argsort(filled.bin_of, kind="stable")
     ends = np.cumsum(np.bincount(filled.bin_of, minlength=len(filled.step)))
     groups = np.split(samples.index[by_bin], ends[:-1])
-    pool = filled.bin_class // samples.num_modalities
     return [
-        [(int(pool[i]), groups[i]) for i in np.flatnonzero(filled.step == step).tolist()] for step in order.tolist()
+        [(int(filled.pool[i]), groups[i]) for i in np.flatnonzero(filled.step == step).tolist()] for step in order.tolist()
     ]
 
 
@@ -103,7 +100,8 @@ def first_fit(samples: Samples, model: CostModel) -> Filled:
     bin_of = np.argsort(order)[bin_of]
     frozen = np.bincount(bin_of, samples.overlong, minlength=len(order)) > 0
     step = np.zeros(len(order), dtype=np.int64)
-    return _matched(Filled(samples, model, bin_of, np.array(bin_class)[order], step, frozen))
+    of_bin = np.array(bin_class)[order]
+    return match_by_cost(Filled(samples, model, bin_of, of_bin // samples.num_modalities, of_bin, step, frozen))
 
 
 def _split_to_fill_slots(samples: Samples, bin_of: np.ndarray, bin_class: list[int]) -> None:

@@ -10,8 +10,8 @@ from odb_factory.planning.cost import CostModel
 from odb_factory.planning.flat_bins import Bins
 from odb_factory.planning.flat_samples import Samples
 
-MAX_TRIED = 1 << 20
-"""About so many exchanges are tried in all."""
+MAX_TRIED = 1 << 16
+"""So many exchanges are tried at most."""
 CLOSE_ENOUGH = 1024
 """Nothing is tried where at most one part in so many could be saved."""
 FAR_OVER = 1 << 40
@@ -21,12 +21,13 @@ FAR_OVER = 1 << 40
 class Filled:
     """Samples in bins in micro-steps. Ranks wait for the most tokens, patches and squares of a micro-step, each by itself.
 
-    bin_of: of each sample [n]. step: of each bin [bins]. frozen: it holds an overlong sample [bins].
+    bin_of: of each sample [n]. pool, bin_class, step: of each bin [bins]. frozen: it holds an overlong sample [bins].
     """
 
     samples: Samples
     model: CostModel
     bin_of: np.ndarray
+    pool: np.ndarray
     bin_class: np.ndarray
     step: np.ndarray
     frozen: np.ndarray
@@ -75,21 +76,17 @@ def polish(filled: Filled, bound: int) -> None:
     An exchange of two samples, or a move of one, is made if less of the budgets is broken afterwards, or as much and
     the cost is lower. Done when the cost is close to `bound`, when nothing helps, or after a bounded number of trials.
     """
-    tried = 0
-    while tried < MAX_TRIED:
-        if filled.within and filled.cost - bound <= bound // CLOSE_ENOUGH:
-            return
-        before = tried
+    left = MAX_TRIED
+    while not (filled.within and filled.cost - bound <= bound // CLOSE_ENOUGH):
         for critical in _critical(filled):
             own = np.flatnonzero(filled.bin_of == critical)
-            tried += (len(own) + 1) * (len(filled.samples) + len(filled.step))
+            left -= (len(own) + 1) * (len(filled.samples) + len(filled.step))
+            if left < 0:
+                return
             if _improve(filled, critical, own):
                 break
-            if tried >= MAX_TRIED:
-                return
         else:
             return
-        assert tried > before
 
 
 def _critical(filled: Filled) -> list[int]:

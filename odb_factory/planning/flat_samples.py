@@ -31,7 +31,7 @@ class Samples:
 
     def __init__(self, table: np.ndarray, index: np.ndarray, pool: np.ndarray, slots: int, budget: Budget):
         rows = table[index]
-        self.index, self.pool, self.slots, self.budget = index, pool, slots, budget
+        self.table, self.index, self.pool, self.slots, self.budget = table, index, pool, slots, budget
         self.tokens = rows["tokens"].astype(np.int64)
         self.patches = rows["patches"].astype(np.int64)
         self.has_media = rows["has_media"]
@@ -44,9 +44,9 @@ class Samples:
     def __len__(self) -> int:
         return len(self.index)
 
-    def of(self, chosen: np.ndarray, table: np.ndarray) -> Samples:
+    def of(self, chosen: np.ndarray) -> Samples:
         """Some of them, as positions in these."""
-        return Samples(table, self.index[chosen], self.pool[chosen], self.slots, self.budget)
+        return Samples(self.table, self.index[chosen], self.pool[chosen], self.slots, self.budget)
 
     @cached_property
     def measures(self) -> np.ndarray:
