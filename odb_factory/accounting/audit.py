@@ -35,9 +35,10 @@ class Audit:
             "ids": list(micro_batch.ids),
             "rows": measured.rows,
             "length": measured.length,
+            "segments": list(measured.segments),
             "patches": measured.patches,
             "supervised_tokens": micro_batch.supervised_tokens,
-            # On the mean loss of the micro-batch, or on each token loss of each row.
+            # On the mean loss of the micro-batch, or on each token loss of each sample.
             "weight": loss.scale if loss.row_weights is None else [loss.scale * weight for weight in loss.row_weights],
             "idle": micro_batch.idle,
         }

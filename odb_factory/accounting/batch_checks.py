@@ -20,9 +20,10 @@ class BatchChecks:
     """Call it with each micro-batch, the shape of its collated tensors and, where there are any, its labels.
 
     Raises `DataError` where the collator has left out samples, where it has left out or moved labels that the loss is
-    weighed by, or where the samples' weights differ and their rows cannot be told. Warns once of each kind: a sample
-    beyond a budget, a micro-batch that grew beyond one in the collator (num_over_budget counts these), samples that
-    share one row, rows in another order than their ids.
+    weighed by, or where the samples' weights differ and their rows (in a flat micro-batch: segments) cannot be told.
+    Warns once of each kind: a sample beyond a budget, a micro-batch that grew beyond one in the collator
+    (num_over_budget counts these), samples that share one row though they are not flat, rows in another order than
+    their ids. Labels are looked at where they are, so they are given before they go to an accelerator.
     """
 
     def __init__(self, config: ODBConfig):
@@ -40,14 +41,20 @@ class BatchChecks:
         self._check_budgets(micro_batch, measured)
 
     def _check_rows(self, micro_batch: MicroBatch, measured: Measured, labels: Any) -> None:
-        """One row a sample, in their order, is what weights that differ, and the ids of the step info, rely on."""
+        """One row a sample, in their order, is what weights that differ, and the ids of the step info, rely on.
+
+        So are segments: the first ones are the samples.
+        """
         ids, rows = list(micro_batch.ids), measured.rows
+        if measured.segments:
+            rows = len(ids)
         if rows < len(ids):
             self._warn_once(
                 "one row",
                 f"the collator lays the {len(ids)} samples of rows {ids} into one row of {measured.length} tokens, but "
                 "they were planned as padded rows: the budget is not filled, and padding figures are those of the "
-                "plan; the audit has the shape that was collated.",
+                "plan; the audit has the shape that was collated. With `layout: flat` they are planned as they are "
+                "laid.",
             )
         scaling = self._config.loss_scaling
         differ = len(set(token_weights(micro_batch, scaling, 1))) > 1
@@ -58,8 +65,8 @@ class BatchChecks:
             )
         if not torch.is_tensor(labels) or rows != len(ids):
             return
-        found = (labels[:, 1:] != IGNORE_INDEX).sum(1).tolist()
-        if found == list(micro_batch.supervised):
+        found = _supervised(labels, measured.segments)
+        if found == [*micro_batch.supervised, *[0] * (len(measured.segments[len(ids) :]))]:
             return
         told = f"rows {ids}: the collator returns them with {found} supervised tokens and they have "
         told += f"{list(micro_batch.supervised)}, so it has changed their order or their labels"
@@ -86,8 +93,8 @@ class BatchChecks:
         self.num_over_budget += 1
         self._warn_once(
             "over budget",
-            f"rows {list(micro_batch.ids)} were collated to {shape}, above the budget of {budget}: the collator pads "
-            "beyond the longest sample, or cost_fn says less than there is; tell what it pads (collation=) or lower "
+            f"rows {list(micro_batch.ids)} were collated to {shape}, above the budget of {budget}: the collator adds "
+            "more than the plan knows of, or cost_fn says less than there is; tell what it adds (collation=) or lower "
             "the budget if memory is short",
         )
 
@@ -97,8 +104,18 @@ class BatchChecks:
             logger.warning("%s", message)
 
 
+def _supervised(labels: torch.Tensor, segments: tuple[int, ...]) -> list[int]:
+    """Labels that carry loss in each row of `labels` [rows, length], or in each segment of its only row."""
+    if not segments:
+        return (labels[:, 1:] != IGNORE_INDEX).sum(1).tolist()
+    carries = labels[0] != IGNORE_INDEX
+    return [int(one[1:].sum()) for one in carries.split(segments)]
+
+
 def _check_samples(micro_batch: MicroBatch, measured: Measured) -> None:
     """One row a sample, or all in one row; a collator of pairs may make more rows."""
+    if measured.segments:
+        return  # it was laid flat by its samples
     shares_one_row = measured.rows == 1 and measured.length >= micro_batch.tokens
     if measured.rows < len(micro_batch.ids) and not shares_one_row:
         raise DataError(

@@ -27,7 +27,8 @@ class MicroBatchLoss:
     scale: the micro-batch's share of the loss of its optimizer step, times the ranks that gradients are averaged over;
         0 on an idle micro-batch.
     row_weights: None: the model's loss is its own mean over the supervised tokens of the micro-batch. Else one number a
-        row: in place of that mean goes the weighted one, the sum of row weight x token loss (see `TokenLoss`).
+        sample, which is a row or a segment of a flat one: in place of that mean goes the weighted one, the sum of
+        row weight x token loss (see `TokenLoss`).
 
     Losses that a model adds to the one of its tokens (of the routers of a mixture of experts) are multiplied by `scale`
     too: over an optimizer step their mean by the micro-batches' shares. Stock takes their plain mean over its own

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from odb_factory.accounting.batch_checks import BatchChecks
 from odb_factory.accounting.loss_weights import MicroBatchLoss, micro_batch_loss
 from odb_factory.accounting.statistics import StepStatistics
 from odb_factory.config import ODBConfig
+from odb_factory.data.collate import Collated
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.samples import Measured, MicroBatch, OptimizerStep
 
@@ -53,6 +55,13 @@ class StepAccounting:
         self._dropped: Counter[str] = Counter()
         self._left_out = self._overlong = 0
 
+    def next(self, collated: Iterator[Collated]) -> Collated | None:
+        """What the loader hands on next, None behind the last; counts the time spent waiting for it."""
+        asked = time.perf_counter()
+        item = next(collated, None)
+        self.wait(time.perf_counter() - asked)
+        return item
+
     def wait(self, seconds: float) -> None:
         """Count time spent waiting for the loader."""
         self.total.wait(seconds)
@@ -61,8 +70,8 @@ class StepAccounting:
     def begin(self, micro_batch: MicroBatch, measured: Measured, labels: Any = None) -> MicroBatchLoss:
         """Check a micro-batch; its forward comes next, and its loss is made as the answer says.
 
-        labels: as collated ([rows, length]), where there are any. Raises `DataError` where the collator has changed
-        what was planned.
+        labels: as collated ([rows, length]) and not yet moved to an accelerator, where there are any. Raises
+        `DataError` where the collator has changed what was planned.
         """
         self._checks(micro_batch, measured, labels)
         step, before = micro_batch.step, self._step

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from inspect import signature
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -20,6 +21,7 @@ def weighted_token_loss(
     labels: Tensor | None,
     row_weights: Sequence[float],
     *,
+    segments: Sequence[int] = (),
     shift_labels: Tensor | None = None,
     ignore_index: int = IGNORE_INDEX,
 ) -> Tensor:
@@ -27,11 +29,18 @@ def weighted_token_loss(
 
     logits: [rows, length, vocabulary]; labels: [rows, length], `ignore_index` where there is no loss. The token at t
     predicts label t + 1, as in transformers' `ForCausalLMLoss`; shift_labels: labels that are shifted already.
-    row_weights: one a row. The peak of memory is that of the mean: beside it stands one number a token.
-    Raises `DataError` where rows and weights differ in number.
+    row_weights: one a row; of a flat micro-batch one a sample. segments: of a flat one, as in `Measured`; what is
+    behind the samples weighs nothing.
+    The peak of memory is that of the mean: beside it stands one number a token. Nothing waits for the device.
+    Raises `DataError` where the logits are not those of these rows or segments.
     """
-    rows = logits.shape[0]
-    if rows != len(row_weights):
+    rows, length = logits.shape[:2]
+    if segments and (rows, length) != (1, sum(segments)):
+        raise DataError(
+            f"the model computes its loss over logits of {rows} rows of {length} tokens and the micro-batch is one row "
+            f"of {sum(segments)}, so the weights of its samples cannot be told; set `loss_scaling: exact`."
+        )
+    if not segments and rows != len(row_weights):
         raise DataError(
             f"the model computes its loss over logits of {rows} rows and the micro-batch has {len(row_weights)} "
             "samples, so their weights cannot be told; set `loss_scaling: exact`."
@@ -45,7 +54,18 @@ def weighted_token_loss(
     losses = functional.cross_entropy(
         logits.reshape(-1, logits.shape[-1]), targets, ignore_index=ignore_index, reduction="none"
     )
-    return losses.view(rows, -1).sum(1) @ losses.new_tensor(row_weights)
+    if segments:
+        weights = [*row_weights, *[0.0] * (len(segments) - len(row_weights))]
+        return losses @ _to_device(np.repeat(weights, segments), losses)
+    return losses.view(rows, -1).sum(1) @ _to_device(row_weights, losses)
+
+
+def _to_device(values: Sequence[float] | np.ndarray, like: Tensor) -> Tensor:
+    """As a tensor where `like` is, of its type, without waiting for the device: from pinned memory, asynchronously."""
+    tensor = torch.as_tensor(values, dtype=like.dtype)
+    if like.device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(like.device, non_blocking=True)
 
 
 class TokenLoss:
@@ -58,7 +78,7 @@ class TokenLoss:
     Example::
 
         token_loss = TokenLoss(model, "sample")
-        with token_loss.weighing(loss.row_weights):
+        with token_loss.weighing(loss.row_weights, measured.segments):
             output = model(**batch)
         (output.loss * loss.scale).backward()
     """
@@ -69,15 +89,17 @@ class TokenLoss:
         self._name = type(models[0] if models else model).__name__
         self._models: list[Any] = [module for module in models if _is_causal(module)]
         self._row_weights: Sequence[float] = ()
+        self._segments: Sequence[int] = ()
         self._calls = 0
 
     @contextlib.contextmanager
-    def weighing(self, row_weights: Sequence[float]) -> Iterator[None]:
-        """For one forward with labels. row_weights: one a row of the micro-batch.
+    def weighing(self, row_weights: Sequence[float], segments: Sequence[int] = ()) -> Iterator[None]:
+        """For one forward with labels. row_weights: one a row of the micro-batch; of a flat one, with these segments
+        (`Measured.segments`), one a sample.
 
         Raises `ConfigError` at the end where the model has computed its loss otherwise.
         """
-        self._row_weights, self._calls = row_weights, 0
+        self._row_weights, self._segments, self._calls = row_weights, segments, 0
         own = [module.loss_function for module in self._models]
         try:
             for module in self._models:
@@ -106,7 +128,12 @@ class TokenLoss:
         """What the model calls; the signature is that of `ForCausalLMLoss`."""
         self._calls += 1
         return weighted_token_loss(
-            logits, labels, self._row_weights, shift_labels=shift_labels, ignore_index=ignore_index
+            logits,
+            labels,
+            self._row_weights,
+            segments=self._segments,
+            shift_labels=shift_labels,
+            ignore_index=ignore_index,
         )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from odb_factory.data.layout import FlatLayout, LayoutError, flatten
 from odb_factory.data.measure import measure_batch
 from odb_factory.data.samples import Measured, MicroBatch, Sample, Task
 from odb_factory.data.serialize import unpack
@@ -18,13 +19,17 @@ class Failure:
     """A micro-batch that could not be collated. Handed over as a value, so that it reaches the user in one line.
 
     ids: the one sample that cannot be collated, or all of them where each can alone.
+    concerns_rows: it is a matter of these rows; else of the collator, and the cause says what to do.
     """
 
     ids: tuple[int, ...]
     cause: str
+    concerns_rows: bool = True
 
     def message(self, describe: Callable[[int], str], on_error: str) -> str:
         """describe: where a row comes from. Called in the main process, which has the dataset."""
+        if not self.concerns_rows:
+            return self.cause
         if len(self.ids) == 1:
             skips = " (`on_error: skip` leaves out media that cannot be decoded)" if on_error == "raise" else ""
             return f"{describe(self.ids[0])}: cannot be collated: {self.cause}; mend or remove the row{skips}."
@@ -39,10 +44,17 @@ class GroupDataset(WorkerDataset):
     """The dataset of the collating workers: `self[task]` is the collated batch of that task, the index itself.
 
     dataset: the user's, for `worker_init_fn` alone. It is there in a forked worker and not sent to any other.
+    layout: how batches are laid flat; None: they stay as the collator returns them.
     """
 
-    def __init__(self, collate_fn: Callable[[list[Any]], Any], patch_size: int, dataset: Any):
-        self.collate_fn, self.patch_size, self.dataset = collate_fn, patch_size, dataset
+    def __init__(
+        self,
+        collate_fn: Callable[[list[Any]], Any],
+        patch_size: int,
+        dataset: Any,
+        layout: FlatLayout | None = None,
+    ):
+        self.collate_fn, self.patch_size, self.dataset, self.layout = collate_fn, patch_size, dataset, layout
 
     def __reduce__(self) -> tuple[Any, ...]:
         make, arguments, state = super().__reduce__()
@@ -55,12 +67,19 @@ class GroupDataset(WorkerDataset):
         try:
             batch, measured = self._collate(samples)
             return step, measured, batch
+        except LayoutError as error:
+            return Failure(tuple(sample.id for sample in samples), str(error), concerns_rows=False)
         except Exception as error:
             return self._failure(samples, error)
 
     def _collate(self, samples: list[Sample]) -> tuple[Mapping[str, Any], Measured]:
         batch = self.collate_fn([unpack(sample.features) for sample in samples])
-        return batch, measure_batch(batch, self.patch_size)
+        if self.layout is None:
+            return batch, measure_batch(batch, self.patch_size)
+        costs = [sample.cost for sample in samples]
+        has_media = any(cost.has_media for cost in costs)
+        flat, segments = flatten(batch, [cost.tokens for cost in costs], has_media, self.layout)
+        return flat, measure_batch(flat, self.patch_size, segments)
 
     def _failure(self, samples: list[Sample], error: Exception) -> Failure:
         """Find the sample that cannot be collated, or name all of them where each one can alone."""

@@ -33,7 +33,7 @@ from odb_factory.data.prefetch import BackgroundPrefetcher, InlinePrefetcher
 from odb_factory.data.resume.progress import Progress
 from odb_factory.data.resume.state import DataState
 from odb_factory.data.samples import MicroBatch, OptimizerStep, Rejection
-from odb_factory.data.step_rule import OptimizerStepRule, progress_for
+from odb_factory.data.step_rule import Layout, OptimizerStepRule, progress_for
 from odb_factory.data.step_times import StepTimes
 from odb_factory.data.task_sampler import Pass
 from odb_factory.errors import ConfigError, DataError, one_line
@@ -54,8 +54,9 @@ class ODBLoader:
 
     dataset: what `observer` reads rows from; sampler: row indices of one epoch over all ranks, with
     `set_epoch` if the order changes, None for a dataset that is iterated; collate_fn: the framework's
-    collator, unchanged. rule: what makes an optimizer step. agree_on: settings, beside the config's, that all ranks
-    must have in common. workers: what else `LoaderWorkers` takes.
+    collator, unchanged. layout: in which the micro-batches come, whatever the config asks for. rule: what makes an
+    optimizer step. agree_on: settings, beside the config's, that all ranks must have in common. workers: what else
+    `LoaderWorkers` takes.
     Call `close` when done; it ends the worker processes.
     """
 
@@ -68,20 +69,22 @@ class ODBLoader:
         collate_fn: Callable,
         config: ODBConfig,
         collation: Collation = Collation(),
+        layout: Layout = "padded",
         rule: OptimizerStepRule,
         seed: int = 0,
         coordinator: Coordinator | None = None,
         agree_on: Mapping[str, object] | None = None,
         **workers: Any,
     ):
-        self.dataset, self.config = dataset, config
+        self.dataset, self.config, self.layout = dataset, config, layout
         self._coordinator = coordinator or SingleProcessCoordinator()
         self.rank, self.world_size = rank, world_size = self._coordinator.rank, self._coordinator.world_size
         self.epoch = 0
         self.times = StepTimes()
         self.rejected: Counter[str] = Counter()
         self._num_rejected = 0
-        budget = Budget(config.token_budget, config.max_patches, collation)
+        round_to = config.pad_to_multiple_of or 1 if layout == "flat" else 1
+        budget = Budget(config.token_budget, config.max_patches, collation, layout, round_to)
         self._workers = LoaderWorkers(
             dataset,
             sampler=sampler,
@@ -123,6 +126,7 @@ class ODBLoader:
             **rule.settings,
             "seed": seed,
             "collation": collation,
+            "layout of the micro-batches": layout,
             "number of samples": self.num_samples,
             "odb_factory": odb_factory.__version__,
             "numpy": numpy.__version__,

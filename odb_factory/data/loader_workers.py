@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 
 from odb_factory.config import ODBConfig
 from odb_factory.data.collate import GroupDataset
+from odb_factory.data.layout import FlatLayout
 from odb_factory.data.measure import DEFAULT_PATCH_SIZE
 from odb_factory.data.observe import ObservedDataset, Observer, where
 from odb_factory.data.pickling import Picklable
@@ -53,6 +54,7 @@ class LoaderWorkers:
     stages; only what is collated is pinned. generator: torch's, whose seed is that of the workers (None: the global).
     Raises `ConfigError` where what the workers need cannot be sent to them.
     already_split: a dataset that is iterated gives every rank a part of its own.
+    with_boundaries: flat batches carry what `varlen_arguments` returns.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class LoaderWorkers:
         worker_init_fn: Callable[[int], None] | None = None,
         generator: torch.Generator | None = None,
         already_split: bool = False,
+        with_boundaries: bool = False,
     ):
         collate_workers = num_workers if config.collate_workers is None else config.collate_workers
         self.feed = TaskSampler(collate_workers)
@@ -110,7 +113,10 @@ class LoaderWorkers:
             self.read_row = observed.__getitem__
             self.order = options["sampler"] = ShardSampler(sampler, rank, world_size)
         self._observed = observed
-        groups = GroupDataset(Picklable(collate_fn, "collate_fn"), patch_size, dataset)
+        layout = None
+        if budget.layout == "flat":
+            layout = FlatLayout(budget.collation.dummy_media_tokens, budget.round_to, with_boundaries)
+        groups = GroupDataset(Picklable(collate_fn, "collate_fn"), patch_size, dataset, layout)
         self._observing: DataLoader | None = loader(observed, num_workers, **options)
         self._collating: DataLoader | None = loader(
             groups,

@@ -16,7 +16,7 @@ from odb_factory.data.loader import ODBLoader
 from odb_factory.data.measure import DEFAULT_PATCH_SIZE
 from odb_factory.data.observe import Observer
 from odb_factory.data.pickling import Picklable
-from odb_factory.data.step_rule import OptimizerStepRule, StockMean
+from odb_factory.data.step_rule import Layout, OptimizerStepRule, StockMean
 from odb_factory.errors import ConfigError
 from odb_factory.planning import Collation
 
@@ -36,6 +36,8 @@ def make_loader(
     *,
     observer: Observer | None = None,
     collation: Collation | None = None,
+    layout: Layout = "padded",
+    with_boundaries: bool = False,
     patch_size: int = DEFAULT_PATCH_SIZE,
     cost_fn: Callable | None = None,
     process_group: dist.ProcessGroup | None = None,
@@ -47,6 +49,8 @@ def make_loader(
 ) -> ODBLoader:
     """observer None: the items are processed samples. collation None: the collator's `pad_to_multiple_of`.
 
+    layout: in which the micro-batches come, whatever the config asks for. with_boundaries: flat ones carry what
+    `varlen_arguments` returns.
     process_group: the data-parallel ranks (None: the default group, if there is one). With several ranks, all make
     theirs at the same place of the program. agree_on: further settings that all ranks must have in common.
     accumulation, stock_mean: of `OptimizerStepRule`, the rest of which the DataLoader says.
@@ -65,6 +69,8 @@ def make_loader(
         collate_fn=parts.collate_fn,
         config=config,
         collation=collation or Collation(pad_to_multiple_of=getattr(parts.collate_fn, "pad_to_multiple_of", None) or 1),
+        layout=layout,
+        with_boundaries=with_boundaries,
         patch_size=patch_size,
         num_workers=parts.num_workers,
         prefetch_factor=parts.prefetch_factor,

@@ -49,12 +49,23 @@ def is_ints(values: Any) -> bool:
     return isinstance(values, list) and bool(values) and isinstance(values[0], int)
 
 
-def measure_batch(batch: Mapping[str, Any], patch_size: int = DEFAULT_PATCH_SIZE) -> Measured:
-    """Measure a collated batch with `input_ids` [rows, length] and, if any, `labels` of the same shape."""
+def batch_shape(batch: Any) -> tuple[int, int]:
+    """(rows, length) of a collated batch. Raises `TypeError` where it is none."""
     if not isinstance(batch, Mapping) or "input_ids" not in batch:
         found = f"the keys {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else type(batch).__name__
         raise TypeError(f"collate_fn must return a mapping with `input_ids` [rows, length], it returned {found}")
     rows, length = batch["input_ids"].shape[:2]
+    return rows, length
+
+
+def measure_batch(
+    batch: Mapping[str, Any], patch_size: int = DEFAULT_PATCH_SIZE, segments: tuple[int, ...] = ()
+) -> Measured:
+    """Measure a collated batch with `input_ids` [rows, length] and, if any, `labels` of the same shape.
+
+    segments: of a flat one.
+    """
+    rows, length = batch_shape(batch)
     labels = batch.get("labels")
     if labels is not None:
         _check_labels(np.shape(labels), 2)
@@ -63,6 +74,7 @@ def measure_batch(batch: Mapping[str, Any], patch_size: int = DEFAULT_PATCH_SIZE
         length=length,
         patches=count_patches(batch, patch_size),
         supervised_tokens=0 if labels is None else count_supervised(labels),
+        segments=segments,
     )
 
 

@@ -117,9 +117,14 @@ Task = tuple[MicroBatch, list[Sample]]
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The collated tensors of a micro-batch: rows, padded row length (tokens), patches, supervised tokens."""
+    """The collated tensors of a micro-batch: rows, padded row length (tokens), patches, supervised tokens.
+
+    segments: of a flat one, whose rows are 1, the lengths (tokens) of what follows each other in it: the samples, in
+        the order of `ids`, then what fills up (dummy media, a multiple); () where it is padded.
+    """
 
     rows: int
     length: int
     patches: int
     supervised_tokens: int
+    segments: tuple[int, ...] = ()

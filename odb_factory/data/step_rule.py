@@ -17,6 +17,7 @@ from odb_factory.errors import ConfigError
 from odb_factory.planning import Budget
 
 StockMean = Literal["step", "rank", "micro_batch"]
+Layout = Literal["padded", "flat"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +73,8 @@ def progress_for(
         "overlong": config.overlong,
         "on_error": config.on_error,
         "collation": list(dataclasses.astuple(budget.collation)),
+        "layout": budget.layout,
+        "pad_to_multiple_of": budget.round_to,
     }
     return FillProgress(rank, world_size, settings, data, plan, read_row)
 

@@ -35,6 +35,8 @@ class ODBDataLoader(Online[Batch], State, DataLoader[Batch]):
     token_budget, max_patches, loss_scaling, buffer_size and every other key of `ODBConfig`: see there. loss_scaling is
         `exact` unless given: what the loop's loss would be without odb (`stock`) only its author knows. With `sample`
         and `square` call `weighted_loss` in place of the model's own.
+    layout: `padded` (which `auto` is here), as `collate_fn` returns the batches; `flat`: the samples of each in one
+        row, without padding, for models of transformers that keep attention within restarting `position_ids` (below).
     cost_fn: item -> `Cost` or tokens, for items of any other kind or cost. collation: what `collate_fn` adds to a
         group (default: its `pad_to_multiple_of`).
     shuffle, sampler: an order over the *whole* dataset, the same on every rank; each rank takes its own share, without
@@ -59,6 +61,15 @@ class ODBDataLoader(Online[Batch], State, DataLoader[Batch]):
                 if info.ends_optimizer_step:
                     optimizer.step()
                     optimizer.zero_grad()
+
+    Flat micro-batches (`input_ids`, `labels` and `position_ids` [1, total], no `attention_mask`) need a model without
+    recurrent or convolutional layers, `use_cache=False`, and an attention kernel to which their length is no matter::
+
+        model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="flash_attention_2", use_cache=False)
+        with ODBDataLoader(dataset, token_budget=8192, layout="flat", collate_fn=collate) as loader:
+            for batch in loader:
+                info = pop_step_info(batch)  # info.segments: the lengths of its samples
+                (model(**batch).loss * info.loss_scale).backward()
     """
 
     def __init__(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -76,6 +75,7 @@ class Iteration:
             config,
             cost_fn=cost_fn,
             collation=collation,
+            layout="flat" if config.layout == "flat" else "padded",
             accumulation=accumulation,
             seed=seed,
             already_split=already_split,
@@ -182,10 +182,16 @@ class Iteration:
         micro_batch = None
         self._receipts.begin()
         try:
-            for micro_batch, measured, collated in self._timed(items):
+            for micro_batch, measured, collated in iter(partial(self.accounting.next, items), None):
                 self._check_goes_on(loader, current)
                 self.accounting.begin(micro_batch, measured, collated.get("labels"))
-                info = make_step_info(micro_batch, self.config.loss_scaling, loader.world_size, loader.num_samples)
+                info = make_step_info(
+                    micro_batch,
+                    self.config.loss_scaling,
+                    loader.world_size,
+                    loader.num_samples,
+                    measured.segments,
+                )
                 batch = put_step_info(self._moved(collated), info)
                 if not self._is_fetched_ahead:
                     self.accounting.end()
@@ -203,16 +209,6 @@ class Iteration:
         finally:
             if self._current is current:
                 self._current = None
-
-    def _timed(self, items: Iterator[Collated]) -> Iterator[Collated]:
-        while True:
-            asked = time.perf_counter()
-            item = next(items, None)
-            self.accounting.wait(time.perf_counter() - asked)
-            if item is None:
-                return
-            yield item
-            del item
 
     def _check_ranks(self, loader: ODBLoader) -> None:
         group = find_process_group(self._process_group, is_prepared=self.is_prepared)

@@ -157,6 +157,11 @@ def loop_config(config: ODBConfig | None, block: Mapping[str, Any]) -> ODBConfig
             f"odb.lr_scale: {config.lr_scale!r} has no effect in a loop of your own, whose learning rate you set; "
             "leave it out, and scale by optimizer_step_samples of the step info."
         )
+    if config.pad_to_multiple_of is not None and config.layout != "flat":
+        raise ConfigError(
+            f"odb.pad_to_multiple_of: {config.pad_to_multiple_of} fills up flat micro-batches, and those of this loop "
+            "are padded, as its collator says; set `layout: flat`, or leave it out."
+        )
     if config.lr_reference_samples is not None:
         raise ConfigError("odb.lr_reference_samples: has no effect in a loop of your own; leave it out.")
     return config

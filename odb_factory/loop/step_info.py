@@ -27,11 +27,13 @@ class Receipt:
 class ODBStepInfo:
     """A micro-batch of this rank, and the optimizer step that it is a part of.
 
-    loss_scaling: by what tokens are weighed. token_weights: of each row, in order, the weight of each of its supervised
-        tokens; made as `loss_scale` is. () if idle.
+    loss_scaling: by what tokens are weighed. token_weights: of each sample, in the order of `ids`, the weight of each
+        of its supervised tokens; made as `loss_scale` is. () if idle.
     is_idle: this rank has no sample left for this micro-batch, others have. It holds a sample that is trained on
         elsewhere, and is run all the same, with loss_scale 0: every rank takes part in every exchange of gradients.
-    ids: samples of this micro-batch in the order of its rows, as indices of the dataset; () if idle.
+    ids: samples of this micro-batch in the order of its rows (flat: in the row), as indices of the dataset; () if idle.
+    segments: of a flat micro-batch the lengths (tokens) of what follows each other in its row: the samples, in the
+        order of `ids`, then what fills up (dummy media, `pad_to_multiple_of`); () where it is padded.
     samples, tokens, supervised_tokens: of this micro-batch on this rank, without padding; 0 if idle.
     samples_all_ranks: samples of this micro-batch on all ranks.
     optimizer_step: number of the optimizer step in its epoch, from 0. optimizer_step_samples: its samples, of all its
@@ -55,6 +57,7 @@ class ODBStepInfo:
     token_weights: tuple[float, ...]
     is_idle: bool
     ids: tuple[int, ...]
+    segments: tuple[int, ...]
     samples: int
     tokens: int
     supervised_tokens: int
@@ -91,8 +94,14 @@ class ODBStepInfo:
         return self
 
 
-def make_step_info(micro_batch: MicroBatch, loss_scaling: str, world_size: int, num_samples: int | None) -> ODBStepInfo:
-    """num_samples: of an epoch; None if nobody knows."""
+def make_step_info(
+    micro_batch: MicroBatch,
+    loss_scaling: str,
+    world_size: int,
+    num_samples: int | None,
+    segments: tuple[int, ...] = (),
+) -> ODBStepInfo:
+    """num_samples: of an epoch; None if nobody knows. segments: of `Measured`."""
     step = micro_batch.step
     progress = None
     if num_samples is not None:
@@ -102,6 +111,7 @@ def make_step_info(micro_batch: MicroBatch, loss_scaling: str, world_size: int, 
         token_weights=token_weights(micro_batch, loss_scaling, world_size),
         is_idle=micro_batch.idle,
         ids=micro_batch.ids,
+        segments=segments,
         samples=len(micro_batch.ids),
         tokens=micro_batch.tokens,
         supervised_tokens=micro_batch.supervised_tokens,

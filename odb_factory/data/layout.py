@@ -1,0 +1,269 @@
+"""The flat layout: what the framework's collator returned, as one row in which the samples follow each other.
+
+A flat micro-batch has `input_ids` and `labels` [1, total], `position_ids` that begin anew with each segment, and no
+`attention_mask`: models of transformers then keep attention within a segment. A segment is a sample or, behind them,
+dummy media and what fills up to a multiple. Media tensors stay as they are, for their order is that of the samples.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from odb_factory.data.measure import GRID_KEYS, IGNORE_INDEX, PIXEL_KEYS, batch_shape
+from odb_factory.errors import DataError
+
+BOUNDARY_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+_DROPPED = ("attention_mask", "rope_deltas", *BOUNDARY_KEYS)
+_PER_ROW = ("cross_attention_mask", "aspect_ratio_ids", "aspect_ratio_mask", "image_bound", "audio_bounds", "tgt_sizes")
+"""Media inputs of mllama and MiniCPM-V that are padded to the rows of a batch, or say where in a row media are."""
+_MEDIA = (*GRID_KEYS, *PIXEL_KEYS, "image_sizes", "pixel_attention_mask", "second_per_grid_ts", "video_second_per_grid")
+_MEDIA_WORDS = ("pixel", "image", "video", "audio", "feature", "grid", "tile", "vision", "media")
+"""A tensor of such a name whose shape is not that of tokens goes by media, not by rows."""
+
+
+class LayoutError(DataError):
+    """A batch that cannot be laid flat, whatever its samples."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlatLayout:
+    """How micro-batches are laid flat.
+
+    dummy_media_tokens: of `Collation`. round_to: the total is filled up to a multiple of this (tokens).
+    with_boundaries: the batch carries what `varlen_arguments` returns.
+    """
+
+    dummy_media_tokens: int = 0
+    round_to: int = 1
+    with_boundaries: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Segments:
+    """Where the tokens of a flat row come from.
+
+    index: int64[sum of lengths], positions in the rows of the batch laid end to end. samples: how many of them are
+    samples. filled: tokens at the end that come from nowhere, the last segment.
+    """
+
+    index: Tensor
+    lengths: tuple[int, ...]
+    samples: int
+    filled: int
+
+    @property
+    def starts(self) -> list[int]:
+        return [0, *itertools.accumulate(self.lengths)][:-1]
+
+
+def flatten(
+    batch: Mapping[str, Any], tokens: Sequence[int], has_media: bool, layout: FlatLayout
+) -> tuple[MutableMapping[str, Any], tuple[int, ...]]:
+    """The batch in one row, a mapping of the same kind, and the lengths of its segments (tokens).
+
+    batch: what the collator returned: one row a sample, padded left or right, or all of them in one row already.
+    tokens: of each sample, in batch order; of a padded row what a two-dimensional `attention_mask` says counts.
+    has_media: whether any sample brings media; if not, the first row has dummy media behind its tokens (padded left:
+    before them), which become a segment of their own.
+
+    Every tensor [rows, length, ...] becomes [1, total, ...]; the first label of each segment is -100; `position_ids`
+    restart, and of three or four rows of them (mrope) the first is such a row and the others are the collator's.
+    Raises `LayoutError` where the batch has what depends on its rows, and `DataError` where it is not as told.
+
+        batch, segments = flatten(collator(items), [5, 3], False, FlatLayout())  # segments: (5, 3)
+    """
+    rows, length = batch_shape(batch)
+    segments = _segments(batch, tokens, 0 if has_media else layout.dummy_media_tokens, layout.round_to)
+    flat: MutableMapping[str, Any] = copy.copy(batch) if isinstance(batch, MutableMapping) else dict(batch)
+    for key, value in batch.items():
+        if key in _DROPPED:
+            del flat[key]
+        elif key == "labels":
+            flat[key] = _labels(value, segments, rows, length)
+        elif key == "input_ids":
+            flat[key] = _filled(_gathered(value, segments), segments, _text_token(batch))
+        elif key != "position_ids" and _is_per_token(key, value, rows, length):
+            flat[key] = _filled(_gathered(value, segments), segments, 0)
+    flat["position_ids"] = _position_ids(batch.get("position_ids"), segments, rows, length)
+    if layout.with_boundaries or any(key in batch for key in BOUNDARY_KEYS):
+        flat.update(varlen_arguments(segments.lengths))
+    return flat, segments.lengths
+
+
+def varlen_arguments(segments: Sequence[int]) -> dict[str, Any]:
+    """Where the segments of a flat row begin and end, under the names by which transformers hands it to kernels.
+
+    segments: lengths (tokens). cu_seq_lens_q, cu_seq_lens_k: int32[segments + 1]; max_length_q, max_length_k: int.
+
+        varlen_arguments((5, 3))["cu_seq_lens_q"]  # tensor([0, 5, 8], dtype=torch.int32)
+    """
+    ends = torch.tensor([0, *itertools.accumulate(segments)], dtype=torch.int32)
+    longest = max(segments)
+    return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+
+
+def _segments(batch: Mapping[str, Any], tokens: Sequence[int], num_dummy: int, round_to: int) -> _Segments:
+    rows, length = batch_shape(batch)
+    mask = batch.get("attention_mask")
+    real = mask != 0 if isinstance(mask, Tensor) and mask.shape == (rows, length) else None
+    if rows == len(tokens):
+        spans = _padded_rows(real, tokens, rows, length)
+        if num_dummy:
+            spans.append(_dummy(spans[0], num_dummy, length))
+    elif rows == 1:
+        spans = _one_row(real, tokens, length)
+    else:
+        raise DataError(
+            f"the collator made {rows} rows of {length} tokens of these {len(tokens)} samples, and a flat micro-batch "
+            "takes one row a sample, or all in one row; use a collator that makes them, or set `layout: padded`"
+        )
+    lengths = tuple(end - start for start, end in spans)
+    if min(lengths) < 1:
+        raise DataError(f"the collator made a row without tokens: its {len(lengths)} rows have {list(lengths)}")
+    index = np.concatenate([np.arange(start, end) for start, end in spans])
+    filled = -len(index) % round_to
+    return _Segments(
+        torch.from_numpy(index), lengths + ((filled,) if filled else ()), samples=len(tokens), filled=filled
+    )
+
+
+def _padded_rows(real: Tensor | None, tokens: Sequence[int], rows: int, length: int) -> list[tuple[int, int]]:
+    """Where each row's tokens begin and end in the rows laid end to end."""
+    if real is None:
+        if max(tokens) > length:
+            raise DataError(
+                f"the collator made rows of {length} tokens of samples of {list(tokens)}: they are cut; let it keep "
+                "every token, or say their length as collated (cost_fn)"
+            )
+        return [(row * length, row * length + count) for row, count in enumerate(tokens)]
+    counts = real.sum(1).tolist()
+    spans = []
+    for row, (count, from_left) in enumerate(zip(counts, real[:, 0].tolist())):
+        start = row * length + (0 if from_left else length - count)
+        spans.append((start, start + count))
+    flat = real.reshape(-1)
+    if not all(bool(flat[start:end].all()) for start, end in spans):
+        raise LayoutError(
+            "layout: the collator's `attention_mask` has zeros between the tokens of a row, which a flat micro-batch "
+            "cannot have; set `layout: padded`."
+        )
+    return spans
+
+
+def _dummy(first: tuple[int, int], num_tokens: int, length: int) -> tuple[int, int]:
+    """Dummy media stand where the first row's padding would begin."""
+    start, end = first
+    span = (end, end + num_tokens) if start == 0 else (start - num_tokens, start)
+    if span[0] < 0 or span[1] > length:
+        raise DataError(
+            f"the collator made a first row of {length} tokens, too short for {end - start} of its sample and "
+            f"{num_tokens} of the dummy media that it was seen to add to samples without media (collation)"
+        )
+    return span
+
+
+def _one_row(real: Tensor | None, tokens: Sequence[int], length: int) -> list[tuple[int, int]]:
+    """The collator has laid the samples into one row itself; what stands behind them is a segment too."""
+    ends = list(itertools.accumulate(tokens))
+    if ends[-1] > length or (real is not None and not bool(real[0, : ends[-1]].all())):
+        raise DataError(
+            f"the collator laid these {len(tokens)} samples of {ends[-1]} tokens into one row of {length}, so some are "
+            "left out; let it keep every token, or say their length as collated (cost_fn)"
+        )
+    spans = list(itertools.pairwise([0, *ends]))
+    return spans if ends[-1] == length else [*spans, (ends[-1], length)]
+
+
+def _gathered(tensor: Tensor, segments: _Segments) -> Tensor:
+    """[rows, length, ...] -> [1, tokens, ...]"""
+    return tensor.flatten(0, 1).index_select(0, segments.index).unsqueeze(0)
+
+
+def _filled(tensor: Tensor, segments: _Segments, value: int) -> Tensor:
+    """[1, tokens, ...] -> [1, total, ...]"""
+    if not segments.filled:
+        return tensor
+    return torch.cat([tensor, tensor.new_full((1, segments.filled, *tensor.shape[2:]), value)], 1)
+
+
+def _text_token(batch: Mapping[str, Any]) -> int:
+    """To fill up with: no placeholder of media, of which there would be one too many."""
+    labels = batch.get("labels")
+    supervised = labels[labels != IGNORE_INDEX] if isinstance(labels, Tensor) else ()
+    return int(supervised[0] if len(supervised) else batch["input_ids"][0, -1])
+
+
+def _labels(labels: Any, segments: _Segments, rows: int, length: int) -> Tensor:
+    if not isinstance(labels, Tensor) or labels.shape != (rows, length):
+        raise LayoutError(
+            f"layout: the collator's `labels` {_shape(labels)} are not of the shape of `input_ids` {[rows, length]}, "
+            "so they cannot be laid flat; set `layout: padded`."
+        )
+    gathered = _gathered(labels, segments)
+    if int((gathered != IGNORE_INDEX).sum()) != int((labels != IGNORE_INDEX).sum()):
+        raise DataError(
+            f"the collator put labels where its samples of {list(segments.lengths[: segments.samples])} tokens have "
+            "none; let it return the `attention_mask` of its padding, or say the lengths as collated (cost_fn)"
+        )
+    gathered = _filled(gathered, segments, IGNORE_INDEX)
+    gathered[0, segments.starts] = IGNORE_INDEX
+    return gathered
+
+
+def _position_ids(given: Any, segments: _Segments, rows: int, length: int) -> Tensor:
+    """[1, total], or [4, 1, total] where the collator's are [3 or 4, rows, length]."""
+    restarting = torch.cat([torch.arange(count) for count in segments.lengths])[None]
+    if given is None:
+        return restarting
+    if isinstance(given, Tensor) and given.shape in ((3, rows, length), (4, rows, length)):
+        rotary = given[-3:].flatten(1, 2).index_select(1, segments.index)
+        tail = torch.arange(segments.filled, dtype=rotary.dtype).expand(3, -1)
+        rotary = torch.cat([rotary, tail], 1)[:, None]
+        return torch.cat([restarting[None].to(rotary.dtype), rotary])
+    if not isinstance(given, Tensor) or given.shape not in ((rows, length), (1, length)):
+        raise LayoutError(
+            f"layout: the collator's `position_ids` {_shape(given)} are of no known kind beside `input_ids` "
+            f"{[rows, length]}, so they cannot be laid flat; set `layout: padded`."
+        )
+    of_samples = sum(segments.lengths[: segments.samples])
+    theirs = _gathered(given.expand(rows, length), segments)[0, :of_samples]
+    if not torch.equal(theirs, restarting[0, :of_samples].to(theirs.dtype)):
+        raise DataError(
+            f"the collator's `position_ids` do not count the tokens of its {segments.samples} samples, which have "
+            f"{list(segments.lengths[: segments.samples])}, from 0; let it leave them out, or set `layout: padded`"
+        )
+    return restarting
+
+
+def _is_per_token(key: str, value: Any, rows: int, length: int) -> bool:
+    """Whether it is a tensor [rows, length, ...]. Raises `LayoutError` for what goes by rows in another way."""
+    if key in _PER_ROW or isinstance(value, Mapping):
+        raise _depends_on_rows(key, value)
+    if key == "pixel_attention_mask" and value.dim() == 4:  # the images of a row, padded to the most of any
+        raise _depends_on_rows(key, value)
+    if key in _MEDIA or not isinstance(value, Tensor) or not value.dim():
+        return False
+    if value.shape[:2] == (rows, length):
+        return True
+    if rows > 1 and len(value) == rows and not any(word in key for word in _MEDIA_WORDS):
+        raise _depends_on_rows(key, value)
+    return False
+
+
+def _depends_on_rows(key: str, value: Any) -> LayoutError:
+    return LayoutError(
+        f"layout: the collator's `{key}` {_shape(value)} depends on the rows of the batch, and a flat micro-batch has "
+        "one; set `layout: padded`."
+    )
+
+
+def _shape(value: Any) -> str:
+    return str(list(value.shape)) if isinstance(value, Tensor) else f"({type(value).__name__})"
