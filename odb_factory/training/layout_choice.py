@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from torch.utils.data import IterableDataset
+
 from odb_factory.config import ODBConfig
 from odb_factory.errors import ConfigError
 from odb_factory.log import get_logger
@@ -49,10 +51,24 @@ def resolve_layout(trainer: Any, config: ODBConfig, refused: str | None = None) 
     """
     if config.layout == "padded":
         return Layout("padded", "as configured")
+    if config.layout == "auto" and isinstance(trainer.train_dataset, IterableDataset):
+        return Layout("padded", "the rows of a stream cannot be looked at before training; `layout: flat` does without")
     why = refused or why_not_flat(trainer)
     if why is not None:
         return _refuse(config, why)
     return _by_kernel(trainer, config)
+
+
+def fall_back(layout: Layout, config: ODBConfig, why: str) -> Layout:
+    """The padded layout in the place of a flat one that was found wrong, with one line; the model is put back.
+
+    Raises `ConfigError` where `layout: flat` is configured.
+    """
+    if config.layout == "flat":
+        raise ConfigError(f"odb.layout: 'flat' is not right here: {why}; set `layout: padded`, or auto.")
+    layout.undo()
+    logger.warning("layout: padded, for %s", why)
+    return Layout("padded", why)
 
 
 def _by_kernel(trainer: Any, config: ODBConfig) -> Layout:
