@@ -77,9 +77,7 @@ class ODBSettings:
         )
         check = None
         if layout.name == "flat":
-            flat = FlatLayout(
-                collation.dummy_media_tokens, self.config.pad_to_multiple_of or 1, layout.with_boundaries
-            )
+            flat = FlatLayout(collation.dummy_media_tokens, self.config.pad_to_multiple_of or 1, layout.with_boundaries)
             padded, flat_too = (GroupDataset(parts.collate_fn, self.patch_size, None, one) for one in (None, flat))
             check = LayoutCheck(loader, padded, flat_too)
         counts_steps = args.max_steps > 0

@@ -87,7 +87,7 @@ def _of_all_ranks(trainer: Any, found: dict[str, Any]) -> str | None:
 
 
 def _deviations(trainer: Any, trial: Trial) -> dict[str, float]:
-    """The largest differences of token losses: flat and padded from each sample alone, and what is taken for rounding."""
+    """The largest differences of token losses from each sample alone, flat and padded, and how large that may be."""
     model = trainer.model_wrapped
     with _evaluating(model), torch.no_grad(), trainer.compute_loss_context_manager():
         alone: dict[int, Tensor] = {}

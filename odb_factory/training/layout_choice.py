@@ -4,7 +4,7 @@
 |---|---|
 | flash attention, flex attention | as it is |
 | sdpa | `odb_varlen` takes its place in the language model (`varlen.py`), where that computes the same |
-| sdpa otherwise, eager | exact, but its price grows with the square of the row: not on an accelerator unless asked for |
+| sdpa otherwise, eager | exact, but its price grows with the square of the row: an accelerator takes it if asked to |
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def fall_back(layout: Layout, config: ODBConfig, why: str) -> Layout:
     Raises `ConfigError` where `layout: flat` is configured.
     """
     if config.layout == "flat":
-        raise ConfigError(f"odb.layout: 'flat' is not right here: {why}; set `layout: padded`, or auto.")
+        raise not_right(why)
     layout.undo()
     logger.warning("layout: padded, for %s", why)
     return Layout("padded", why)
@@ -111,8 +111,13 @@ def _flat(
 
 def _refuse(config: ODBConfig, why: str) -> Layout:
     if config.layout == "flat":
-        raise ConfigError(f"odb.layout: 'flat' is not right here: {why}; set `layout: padded`, or auto.")
+        raise not_right(why)
     return Layout("padded", why)
+
+
+def not_right(why: str) -> ConfigError:
+    """What a user meets who has set `layout: flat`."""
+    return ConfigError(f"odb.layout: 'flat' is not right here: {why}; set `layout: padded`, or auto.")
 
 
 def _without_cache(model: Any) -> Callable[[], None]:

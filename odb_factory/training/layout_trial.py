@@ -59,7 +59,7 @@ def choose(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def of_samples(samples: Sequence[Sample], padded: GroupDataset, flat: GroupDataset) -> Trial:
-    """Through the run's own collator. padded, flat: what collates in either layout. Raises `DataError` where it fails."""
+    """Through the run's own collator. padded, flat: what collates in either layout. Raises `DataError` if it fails."""
     ids = tuple(one.id for one in samples)
     row, segments = _collate(flat, samples)
     together, _ = _collate(padded, samples)

@@ -26,7 +26,7 @@ from odb_factory.training.checks import check_trainer
 from odb_factory.training.expectation import say_what_to_expect
 from odb_factory.training.find_checkpoint import find_checkpoint
 from odb_factory.training.layout_check import LayoutCheck
-from odb_factory.training.layout_choice import Layout, fall_back, resolve_layout
+from odb_factory.training.layout_choice import Layout, fall_back, not_right, resolve_layout
 from odb_factory.training.loss_rule import without_average_tokens
 from odb_factory.training.output_dirs import compare_output_dirs
 from odb_factory.training.progress import CheckpointMark, ODBCallback
@@ -219,11 +219,10 @@ class ODBTrainerMixin(Base):
 
     def _odb_check_batch(self, check: LayoutCheck, batch: Any, segments: tuple[int, ...], num_samples: int) -> None:
         """The check of a flat layout where rows cannot be read by their number: by the first micro-batch."""
-        assert self.odb_settings is not None and self.odb_layout is not None
         self.odb_check = None
-        why = check.of_batch(self, batch, segments, num_samples)
+        why = check.of_batch(self, batch, segments, max(num_samples, 1))
         if why is not None:
-            fall_back(self.odb_layout, self.odb_settings.config, why)
+            raise not_right(why)
 
     @contextlib.contextmanager
     def _odb_gradients_summed(self, model: Any, *, is_last: bool) -> Iterator[None]:

@@ -1,9 +1,9 @@
-"""`odb_varlen`: attention within each segment of a flat row, for where neither flash nor flex attention is configured.
+"""`odb_varlen`: attention within each segment of a flat row, where neither flash nor flex attention is configured.
 
-An attention function and a mask function, registered with transformers by its public interfaces. On a CUDA device torch's
-own variable-length kernel computes it (`torch.nn.attention.varlen`, torch >= 2.10), in bfloat16 and float16; everything
-else goes through transformers' `sdpa` function, one segment after the other: exact, and linear in the row. Where no
-flat row is under way (an evaluation), both functions are those of `sdpa`.
+An attention function and a mask function, registered with transformers by its public interfaces. On a CUDA device
+torch's own variable-length kernel computes it (`torch.nn.attention.varlen`, torch >= 2.10), in bfloat16 and float16;
+everything else goes through transformers' `sdpa` function, one segment after the other: exact, and not quadratic in
+the row. Where no flat row is under way (an evaluation), both functions are those of `sdpa`.
 
 The segments come from the run, not from arguments that each model would have to hand down (see `flat_row`): a
 model cannot lose them on the way, and no position is read back from the device.
@@ -59,8 +59,8 @@ _row: FlatRow | None = None
 def flat_row(segments: Sequence[int]) -> Iterator[None]:
     """Within it forward and backward are those of one flat row; of a padded micro-batch where there are no segments.
 
-        with flat_row((5, 3)):
-            model(input_ids=ids, position_ids=positions).loss.backward()  # ids: [1, 8]
+    with flat_row((5, 3)):
+        model(input_ids=ids, position_ids=positions).loss.backward()  # ids: [1, 8]
     """
     global _row
     before, _row = _row, FlatRow(segments) if segments else None
@@ -133,7 +133,9 @@ def _one_by_one(
         if window is None or q.shape[2] <= window:
             parts.append(_sdpa(module, q, k, v, None, **kwargs)[0])
         else:
-            parts.append(_sdpa(module, q, k, v, _band(q.shape[2], window, q.device), **kwargs | {"is_causal": False})[0])
+            parts.append(
+                _sdpa(module, q, k, v, _band(q.shape[2], window, q.device), **kwargs | {"is_causal": False})[0]
+            )
     return torch.cat(parts, dim=1)
 
 
