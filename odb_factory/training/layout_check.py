@@ -66,8 +66,8 @@ def compare(trainer: Any, trial: Trial) -> str | None:
     try:
         found = _deviations(trainer, trial)
     except Exception as error:
-        found = {"error": one_line(error)}
-    return _of_all_ranks(trainer, found | {"rows": trial.ids})
+        return _of_all_ranks(trainer, {"error": one_line(error)})
+    return _of_all_ranks(trainer, {**found, "rows": trial.ids})
 
 
 def _of_all_ranks(trainer: Any, found: dict[str, Any]) -> str | None:
