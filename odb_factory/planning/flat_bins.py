@@ -38,16 +38,23 @@ class Bins:
 
 
 def fewest_steps(samples: Samples) -> int:
-    """No cut into fewer micro-steps is within the budgets: the sums of a class, by the largest bin there can be."""
+    """No cut into fewer micro-steps is within the budgets.
+
+    Of a class, all tokens must have room, and all patches; samples of more than half a bin cannot share one.
+    """
     budget, ordinary = samples.budget, ~samples.overlong
     num_classes = int(samples.sample_class.max(initial=-1)) + 1
-    sums = np.zeros((num_classes, 2), dtype=np.int64)
-    np.add.at(sums, samples.sample_class[ordinary], samples.measures[ordinary, :2])
-    needed = np.maximum(-(-sums[:, 0] // budget.token_budget), sums.any(axis=1))
-    if budget.max_patches is not None:
-        needed = np.maximum(needed, -(-sums[:, 1] // max(budget.max_patches, 1)))
+    needed = np.zeros(num_classes, dtype=np.int64)
+    np.maximum.at(needed, samples.sample_class[ordinary], 1)
+    for measure, most in ((samples.tokens, budget.token_budget), (samples.patches, budget.max_patches)):
+        if most is not None:
+            loads, halves = np.zeros((2, num_classes), dtype=np.int64)
+            np.add.at(loads, samples.sample_class[ordinary], measure[ordinary])
+            np.add.at(halves, samples.sample_class[ordinary], 2 * measure[ordinary] > most)
+            needed = np.maximum(np.maximum(needed, halves), -(-loads // max(most, 1)))
     np.add.at(needed, samples.sample_class[samples.overlong], 1)
-    by_pool = np.bincount(np.arange(num_classes) // samples.num_modalities, needed)
+    by_pool = np.zeros(num_classes, dtype=np.int64)
+    np.add.at(by_pool, np.arange(num_classes) // samples.num_modalities, needed)
     return -(-int(by_pool.max()) // samples.slots)
 
 
