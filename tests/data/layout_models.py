@@ -279,7 +279,7 @@ class Drawn:
         return Sample(asked + said, [IGNORE] * len(asked) + said, images)
 
 
-def _prepared(model: Any, attention: str) -> Any:
+def prepared(model: Any, attention: str) -> Any:
     """In float64, for training, without dropout, its weights drawn anew: as made, attention would hardly matter."""
     model = model.double().train()
     for config in {id(one): one for one in (model.config, model.config.get_text_config())}.values():
@@ -312,13 +312,13 @@ def text_model(family: str, attention: str) -> Any:
         if hasattr(config, name):
             setattr(config, name, 0.0)
     config._experts_implementation = "eager"
-    return _prepared(AutoModelForCausalLM.from_config(config, attn_implementation="sdpa"), attention)
+    return prepared(AutoModelForCausalLM.from_config(config, attn_implementation="sdpa"), attention)
 
 
 def vision_model(family: str, attention: str) -> Any:
     vision = VISION[family]
     made = getattr(transformers, vision.model)._from_config(vision.config(), attn_implementation="sdpa")
-    return _prepared(made, attention)
+    return prepared(made, attention)
 
 
 def text_case(samples: Sequence[Sample]) -> Case:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,15 +21,19 @@ from data.layout_models import (
     Case,
     Drawn,
     Sample,
+    prepared,
     set_attention,
     text_case,
     text_model,
     vision_case,
     vision_model,
 )
+from stock import load_stock
+from support import training_config
 
 from odb_factory.accounting.token_loss import weighted_token_loss
 from odb_factory.data.layout import FlatLayout, flatten
+from odb_factory.llamafactory.attach import probe_collation
 
 ATTENTION = {"sdpa": "sdpa", "eager": "eager"}
 """Attention of the flat row, and of the padded rows it is compared with."""
@@ -142,6 +147,27 @@ def test_vision_language_models(family: str, attention: str, table: Any) -> None
         for name, samples in groups.items()
     }
     compare(model, cases, family, attention, table)
+
+
+def test_llamafactorys_own_collator(tiny_vl: Path, data_dir: Path, tmp_path: Path, table: Any) -> None:
+    """Qwen3-VL: its mrope positions of four rows, its dummy image, its processed pictures."""
+    trained = {"freeze_vision_tower": False, "freeze_multi_modal_projector": False}
+    config = training_config(tiny_vl, data_dir, tmp_path, dataset="pictures,texts", cutoff_len=512, **trained)
+    stock = load_stock(config)
+    rows, collator, model = stock.datasets["train_dataset"], stock.collator, prepared(stock.model, "sdpa")
+    collator.compute_dtype = torch.float64
+    dummy = probe_collation(collator).dummy_media_tokens
+    assert dummy > 2
+    cases = {}
+    for name, chosen in {"images": (0, 1, 2), "mixed": (3, 4, 30, 24), "without": (25, 3, 40)}.items():
+        features = [rows[k] for k in chosen]
+        images = [len(one["images"] or ()) for one in features]
+        assert (min(images) > 0, max(images) > 0) == {"images": (1, 1), "mixed": (0, 1), "without": (0, 0)}[name]
+        batch = collator([{key: one[key] for key in one} for one in features])
+        assert batch["position_ids"].shape[0] == 4
+        tokens = [len(one["input_ids"]) for one in features]
+        cases[name] = (Case(dict(batch), tokens, max(images) > 0, 0 if max(images) else dummy), [])
+    compare(model, cases, "qwen3_vl, LLaMA-Factory", "sdpa", table)
 
 
 def test_a_layout_that_is_wrong_is_far_off() -> None:
