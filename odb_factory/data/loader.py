@@ -32,7 +32,7 @@ from odb_factory.data.observe import Observer
 from odb_factory.data.prefetch import BackgroundPrefetcher, InlinePrefetcher
 from odb_factory.data.resume.progress import Progress
 from odb_factory.data.resume.state import DataState
-from odb_factory.data.samples import MicroBatch, OptimizerStep, Rejection
+from odb_factory.data.samples import MicroBatch, OptimizerStep, Rejection, Sample
 from odb_factory.data.step_rule import Layout, OptimizerStepRule, progress_for
 from odb_factory.data.step_times import StepTimes
 from odb_factory.data.task_sampler import Pass
@@ -198,6 +198,17 @@ class ODBLoader:
         if self._progress.steps_an_epoch is not None:
             return self._progress.steps_an_epoch
         return self._begun().epoch_steps
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether rows can be read by their number; those of a stream cannot."""
+        return self._workers.read_row is not None
+
+    def first_samples(self) -> Iterator[Sample]:
+        """The first samples in the order of all ranks, the same on each, observed here; of an epoch that has begun."""
+        if self._workers.read_row is not None:
+            rows = map(self._workers.read_row, dict.fromkeys(self._order.first))
+            yield from (row for row in rows if isinstance(row, Sample))
 
     def begin(self) -> None:
         """Begin the epoch, unless begun, and wait for its first plan. Collective."""

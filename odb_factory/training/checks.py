@@ -121,7 +121,7 @@ def _check_parallel_arguments(args: Any) -> None:
 
 def _check_model_parallelism(trainer: Any) -> None:
     """The same of the model as loaded and of accelerate as started (also from its environment variables)."""
-    model = _unwrapped(trainer.model)
+    model = unwrapped(trainer.model)
     for name in ("_tp_size", "tp_size"):
         _check_size("the model's tensor parallel size (tp_plan)", getattr(model, name, None))
     parallelism = getattr(trainer.accelerator, "parallelism_config", None)
@@ -157,7 +157,7 @@ def _deepspeed_config(args: Any) -> dict[str, Any]:
 
 def _check_labels(model: Any) -> None:
     """Supervised tokens are counted after the causal shift, so every other head would be weighed wrongly."""
-    model = _unwrapped(model)
+    model = unwrapped(model)
     name = type(model).__name__
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise ConfigError(
@@ -172,7 +172,7 @@ def _check_labels(model: Any) -> None:
         )
 
 
-def _unwrapped(model: Any) -> Any:
+def unwrapped(model: Any) -> Any:
     """The model inside an adapter or an engine's wrapper, as far as they tell."""
     while hasattr(model, "module"):
         model = model.module

@@ -12,7 +12,9 @@ from transformers import Trainer
 
 from odb_factory.comm.data_parallel import check_process_group
 from odb_factory.config import ODBConfig
+from odb_factory.data.collate import GroupDataset
 from odb_factory.data.components import dismantle
+from odb_factory.data.layout import FlatLayout
 from odb_factory.data.make_loader import make_config, make_loader
 from odb_factory.data.measure import DEFAULT_PATCH_SIZE
 from odb_factory.data.observe import Observer
@@ -20,6 +22,8 @@ from odb_factory.errors import ConfigError
 from odb_factory.planning import Collation
 from odb_factory.training import columns
 from odb_factory.training.checks import check_dummy_media, check_fill, check_methods, check_training_arguments
+from odb_factory.training.layout_check import LayoutCheck
+from odb_factory.training.layout_choice import Layout
 from odb_factory.training.loss_rule import check_loss, stock_mean
 from odb_factory.training.mixin import ODBTrainerMixin
 from odb_factory.training.run import ODBRun, RunLength
@@ -39,9 +43,13 @@ class ODBSettings:
     cost_fn: Callable[..., Any] | None
     process_group: dist.ProcessGroup | None
     agree_on: Mapping[str, object]
+    not_flat: str | None
 
-    def make_run(self, trainer: Any, source: Any, stock: Any) -> ODBRun:
-        """stock: the train dataloader that the trainer would use; source: the same, perhaps with all its columns."""
+    def make_run(self, trainer: Any, source: Any, stock: Any, layout: Layout) -> tuple[ODBRun, LayoutCheck | None]:
+        """A run, and the check of its layout where that is flat.
+
+        stock: the train dataloader that the trainer would use; source: the same, perhaps with all its columns.
+        """
         args, mean = trainer.args, stock_mean(trainer)
         check_loss(trainer, self.config, mean)
         seed = next(seed for seed in (self.config.seed, args.data_seed, args.seed) if seed is not None)
@@ -51,11 +59,14 @@ class ODBSettings:
         pads_to = getattr(collator, "pad_to_multiple_of", None) or 1
         if source is not stock:
             parts = columns.with_columns_of(parts, stock)
+        collation = self.collation or Collation(pad_to_multiple_of=pads_to)
         loader = make_loader(
             parts,
             self.config,
             observer=self.observer,
-            collation=self.collation or Collation(pad_to_multiple_of=pads_to),
+            collation=collation,
+            layout=layout.name,
+            with_boundaries=layout.with_boundaries,
             process_group=self.process_group,
             agree_on={**_arguments(args), **self.agree_on},
             patch_size=self.patch_size,
@@ -64,8 +75,13 @@ class ODBSettings:
             stock_mean=mean,
             seed=seed,
         )
+        check = None
+        if layout.name == "flat":
+            flat = FlatLayout(collation.dummy_media_tokens, self.config.pad_to_multiple_of or 1, layout.with_boundaries)
+            padded, flat_too = (GroupDataset(parts.collate_fn, self.patch_size, None, one) for one in (None, flat))
+            check = LayoutCheck(loader, padded, flat_too)
         counts_steps = args.max_steps > 0
-        return ODBRun(
+        run = ODBRun(
             loader,
             self.config,
             RunLength(None if counts_steps else args.num_train_epochs, args.max_steps if counts_steps else None),
@@ -73,6 +89,7 @@ class ODBSettings:
             accumulation=args.gradient_accumulation_steps,
             is_shuffled=getattr(parts.sampler, "shuffle", isinstance(parts.sampler, RandomSampler)),
         )
+        return run, check
 
 
 LOCAL_ARGUMENTS = (
@@ -103,6 +120,7 @@ def enable_odb(
     cost_fn: Callable[..., Any] | None = None,
     process_group: dist.ProcessGroup | None = None,
     agree_on: Mapping[str, object] | None = None,
+    not_flat: str | None = None,
     **block: Unpack[TrainerKeys],
 ) -> Any:
     """Make `trainer.train()` form its batches online. Changes this one object; returns it.
@@ -117,6 +135,7 @@ def enable_odb(
     process_group: the data-parallel ranks, those that the engine averages gradients over (None: all ranks, as with
     DDP, ZeRO, FSDP and HSDP); samples are shared among them and the loss weight goes by their number.
     agree_on: settings of your own that all ranks must have in common; where they differ, no step is taken.
+    not_flat: why flat micro-batches would be wrong, where the caller knows a reason (see the key `layout`).
     A `compute_loss_func` of the trainer is given the supervised tokens of the micro-batch as `num_items_in_batch`, and
     the mean that it returns is weighed as a model's own; one that returns a sum without dividing is not supported.
     Outside of `train()` the trainer stays as it was: its dataset, its collator, its dataloaders.
@@ -141,6 +160,7 @@ def enable_odb(
         cost_fn=cost_fn,
         process_group=process_group,
         agree_on=agree_on or {},
+        not_flat=not_flat,
     )
     return trainer
 

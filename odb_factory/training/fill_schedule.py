@@ -106,6 +106,10 @@ class FillSchedule:
         if self.clock is not None:
             self.clock.advance(optimizer_step, self.share(epoch))
 
+    def take_over(self, other: FillSchedule) -> None:
+        """Go on with the clock of `other`, which a scheduler follows, in the same run begun anew."""
+        self.clock = other.clock
+
     def state_dict(self, epoch: float, optimizer_steps: int) -> dict[str, Any]:
         return {
             "expected_steps": self.expected_steps(epoch, optimizer_steps),

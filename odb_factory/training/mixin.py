@@ -9,6 +9,7 @@ the Trainer is probed before training (`probes.py`).
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,9 +21,12 @@ from accelerate.utils import DistributedType
 from odb_factory.comm.gloo import gather_once
 from odb_factory.errors import ConfigError
 from odb_factory.log import get_logger
-from odb_factory.training import checkpoint, columns, probes
+from odb_factory.training import checkpoint, columns, probes, varlen
 from odb_factory.training.checks import check_trainer
+from odb_factory.training.expectation import say_what_to_expect
 from odb_factory.training.find_checkpoint import find_checkpoint
+from odb_factory.training.layout_check import LayoutCheck
+from odb_factory.training.layout_choice import Layout, fall_back, not_right, resolve_layout
 from odb_factory.training.loss_rule import without_average_tokens
 from odb_factory.training.output_dirs import compare_output_dirs
 from odb_factory.training.progress import CheckpointMark, ODBCallback
@@ -50,6 +54,7 @@ class ODBTrainerMixin(Base):
     odb_settings: makes the run, given the trainer and its stock train dataloader; None: stock behaviour.
     odb_run: the run of the `train()` under way; None outside of it, where everything is stock's.
     odb_arguments: the training arguments that the run changes; None outside of `train()`.
+    odb_layout: of its micro-batches. odb_check: what is still to be made sure of about a flat one.
     """
 
     odb_settings: ODBSettings | None = None
@@ -57,6 +62,8 @@ class ODBTrainerMixin(Base):
     odb_checkpoint: str | None = None
     odb_arguments: RunArguments | None = None
     odb_callback: ODBCallback | None = None
+    odb_layout: Layout | None = None
+    odb_check: LayoutCheck | None = None
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         if self.odb_settings is None:
@@ -89,10 +96,13 @@ class ODBTrainerMixin(Base):
                     self.odb_run.abort(error)
                 raise
             finally:
-                self.odb_arguments = self.odb_callback = None
+                self.odb_arguments = self.odb_callback = self.odb_check = None
                 if self.odb_run is not None:
                     self.odb_run.close()
                     self.odb_run = None
+                if self.odb_layout is not None:
+                    self.odb_layout.undo()
+                    self.odb_layout = None
 
     @contextlib.contextmanager
     def _odb_callbacks(self, first: ODBCallback, last: HideArguments) -> Iterator[None]:
@@ -122,13 +132,42 @@ class ODBTrainerMixin(Base):
                 source = super().get_train_dataloader()
             finally:
                 self.args.remove_unused_columns = True
-        with arguments.shown():
-            self.odb_run = self.odb_settings.make_run(self, source, stock)
+        layout = resolve_layout(self, self.odb_settings.config, self.odb_settings.not_flat)
+        run = self._odb_begin(source, stock, layout)
+        logger.info("layout: %s (%s)", layout.name, layout.reason)
+        before_first = functools.partial(self._odb_checked_run, source, stock)
+        return TrainLoader(run, getattr(self.model, "main_input_name", "input_ids"), stock, before_first)
+
+    def _odb_begin(self, source: Any, stock: Any, layout: Layout) -> ODBRun:
+        """A run that stands where it begins or goes on, its first plan made."""
+        assert self.odb_settings is not None and self.odb_arguments is not None
+        self.odb_layout = layout
+        with self.odb_arguments.shown():
+            self.odb_run, self.odb_check = run, _ = self.odb_settings.make_run(self, source, stock, layout)
         if self.odb_checkpoint is not None:
-            checkpoint.load(self.odb_run, Path(self.odb_checkpoint))
-        if not self.odb_run.finished:
-            self.odb_run.loader.begin()
-        return TrainLoader(self.odb_run, getattr(self.model, "main_input_name", "input_ids"), stock)
+            checkpoint.load(run, Path(self.odb_checkpoint))
+        if not run.finished:
+            run.loader.begin()
+        return run
+
+    def _odb_checked_run(self, source: Any, stock: Any) -> ODBRun:
+        """The run to take the first step with: the one that has begun, or one of the padded layout in its place."""
+        assert self.odb_run is not None and self.odb_settings is not None
+        run, check = self.odb_run, self.odb_check
+        if check is None or check.needs_batch:
+            return run
+        self.odb_check = None
+        why = check.of_rows(self)
+        if why is None:
+            return run
+        assert self.odb_layout is not None
+        padded = fall_back(self.odb_layout, self.odb_settings.config, why)
+        run.close()
+        again = self._odb_begin(source, stock, padded)
+        if again.fill is not None and run.fill is not None:
+            again.fill.take_over(run.fill)
+        say_what_to_expect(again.loader, again.config)
+        return again
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Samples of an optimizer step, as the Trainer says them."""
@@ -162,7 +201,12 @@ class ODBTrainerMixin(Base):
         total: Any = None
         for micro_batch, measured, batch in inputs.micro_batches:
             run.begin_micro_batch(micro_batch, measured, batch)
-            with self._odb_gradients_summed(model, is_last=micro_batch.ends_optimizer_step):
+            if self.odb_check is not None:
+                self._odb_check_batch(self.odb_check, batch, measured.segments, len(micro_batch.ids))
+            with (
+                varlen.flat_row(measured.segments),
+                self._odb_gradients_summed(model, is_last=micro_batch.ends_optimizer_step),
+            ):
                 loss = super().training_step(model, batch)  # type: ignore[arg-type]
             del batch
             if run.computing is None or not run.computing.is_weighed:
@@ -172,6 +216,13 @@ class ODBTrainerMixin(Base):
             if not micro_batch.ends_optimizer_step:
                 self.control = self.callback_handler.on_substep_end(self.args, self.state, self.control)
         return total
+
+    def _odb_check_batch(self, check: LayoutCheck, batch: Any, segments: tuple[int, ...], num_samples: int) -> None:
+        """The check of a flat layout where rows cannot be read by their number: by the first micro-batch."""
+        self.odb_check = None
+        why = check.of_batch(self, batch, segments, max(num_samples, 1))
+        if why is not None:
+            raise not_right(why)
 
     @contextlib.contextmanager
     def _odb_gradients_summed(self, model: Any, *, is_last: bool) -> Iterator[None]:
@@ -206,7 +257,7 @@ class ODBTrainerMixin(Base):
         kwargs["num_items_in_batch"] = torch.tensor(computing.num_items, device=self.args.device)
         weighing: Any = contextlib.nullcontext()
         if loss.row_weights is not None:
-            weighing = run.token_loss(model).weighing(loss.row_weights)
+            weighing = run.token_loss(model).weighing(loss.row_weights, computing.segments)
         with without_average_tokens(self.args), weighing:
             result: Any = super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
         return (result[0] * loss.scale, *result[1:]) if return_outputs else result * loss.scale

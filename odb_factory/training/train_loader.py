@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -36,11 +36,13 @@ class TrainLoader:
     """Yields the optimizer steps of an epoch of `run`.
 
     main_input: the model's `main_input_name`. stock: the DataLoader that the Trainer would have used. Callbacks are
-    given that one, which they may iterate.
+    given that one, which they may iterate. before_first: called once, when the model is wrapped and the first step is
+    asked for; returns the run to go on with.
     """
 
-    def __init__(self, run: ODBRun, main_input: str, stock: Any):
+    def __init__(self, run: ODBRun, main_input: str, stock: Any, before_first: Callable[[], ODBRun]):
         self.run, self.main_input, self.stock = run, main_input, stock
+        self._before_first: Callable[[], ODBRun] | None = before_first
         self.dataset = run.loader.dataset
         self._offset: int | None = None
 
@@ -54,6 +56,9 @@ class TrainLoader:
     def __iter__(self) -> Iterator[StepInputs]:
         if self.run.finished:
             return
+        if self._before_first is not None:
+            before_first, self._before_first = self._before_first, None
+            self.run = before_first()
         collated = iter(self.run.loader)
         while (first := self._next(collated)) is not None:
             inputs = self._inputs_of(first[0].step)

@@ -32,9 +32,19 @@ class TrainingRecord(TrainerCallback):
 
 
 def row_checksums(inputs):
-    """Of the real tokens of each row and their labels; padding and fake media, which are masked, are left out."""
-    real = inputs["attention_mask"].bool()
-    return [
-        zlib.crc32(ids[mask].cpu().numpy().tobytes() + labels[mask].cpu().numpy().tobytes())
-        for ids, labels, mask in zip(inputs["input_ids"], inputs["labels"], real)
-    ]
+    """Of the real tokens of each sample and their labels; padding and fake media are left out.
+
+    A label that stands first is left out too: nothing predicts it, and a flat row has none there.
+    """
+    if "attention_mask" in inputs:
+        pairs = zip(inputs["input_ids"], inputs["labels"], inputs["attention_mask"].bool())
+        return [checksum(ids[mask], labels[mask]) for ids, labels, mask in pairs]
+    positions = inputs["position_ids"][..., 0, :].reshape(-1, inputs["input_ids"].shape[1])[0]
+    starts = [*(positions == 0).nonzero().flatten().tolist(), len(positions)]
+    ids, labels = inputs["input_ids"][0], inputs["labels"][0]
+    samples = [(ids[start:end], labels[start:end]) for start, end in zip(starts, starts[1:])]
+    return [checksum(*sample) for sample in samples if (sample[1] != -100).any()]
+
+
+def checksum(ids, labels):
+    return zlib.crc32(ids.cpu().numpy().tobytes() + labels[1:].cpu().numpy().tobytes())

@@ -1,0 +1,149 @@
+"""The check of a flat layout on the real model, before it is trained: a few samples flat, padded and alone (I10).
+
+The losses of their tokens must agree. How closely says the model itself: two padded layouts of the same samples differ
+by rounding. Without gradients and in eval mode; every rank runs the model equally often, on the same rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from odb_factory.data.collate import GroupDataset
+from odb_factory.data.loader import ODBLoader
+from odb_factory.errors import DataError, one_line
+from odb_factory.training import varlen
+from odb_factory.training.layout_trial import LaidOut, Trial, choose, is_text, of_flat_batch, of_samples
+
+ROWS_TRIED = 16
+TIMES_ROUNDING = 10
+"""So much more than two padded layouts may a flat one differ."""
+LEAST_EPS = 4
+"""Of the dtype that is computed in, times the largest loss: what is rounding whatever the padded layouts say."""
+
+
+class LayoutCheck:
+    """loader: of the run, an epoch begun. padded, flat: what collates in either layout, as its workers do."""
+
+    def __init__(self, loader: ODBLoader, padded: GroupDataset, flat: GroupDataset):
+        self.loader, self.padded, self.flat = loader, padded, flat
+
+    @property
+    def needs_batch(self) -> bool:
+        """Rows cannot be read by their number (a stream), so the first micro-batch is looked at."""
+        return not self.loader.has_rows
+
+    def of_rows(self, trainer: Any) -> str | None:
+        """Why the flat layout cannot be used, by rows of the dataset; None if it can. Collective."""
+        try:
+            chosen = choose(list(itertools.islice(self.loader.first_samples(), ROWS_TRIED)))
+            if not chosen:
+                raise DataError(f"none of the first {ROWS_TRIED} rows can be used to compare the layouts with")
+            trial = of_samples(chosen, self.padded, self.flat)
+        except DataError as error:
+            return _of_all_ranks(trainer, {"error": one_line(error)})
+        return compare(trainer, trial)
+
+    def of_batch(self, trainer: Any, batch: Any, segments: tuple[int, ...], num_samples: int) -> str | None:
+        """The same by a flat micro-batch of text, cut apart. num_samples: those of its segments that are samples."""
+        if not is_text(batch):
+            return _of_all_ranks(
+                trainer, {"error": "samples of a stream with media cannot be taken apart to compare the layouts"}
+            )
+        return compare(trainer, of_flat_batch(batch, segments[:num_samples]))
+
+
+def compare(trainer: Any, trial: Trial) -> str | None:
+    """Run the model on all layouts of `trial`; why flat is not what padded is, as all ranks see it. Collective."""
+    try:
+        found = _deviations(trainer, trial)
+    except Exception as error:
+        return _of_all_ranks(trainer, {"error": one_line(error)})
+    return _of_all_ranks(trainer, {**found, "rows": trial.ids})
+
+
+def _of_all_ranks(trainer: Any, found: dict[str, Any]) -> str | None:
+    """The failure of the first rank that has one, if any."""
+    of_ranks = [json.loads(answer) for answer in trainer._odb_gather(json.dumps(found).encode())]
+    for rank, one in enumerate(of_ranks):
+        where = f" (rank {rank})" if len(of_ranks) > 1 else ""
+        if "error" in one:
+            return f"the check of the layout could not be made{where}: {one['error'].rstrip('.')}"
+        if not one["flat"] <= one["tolerance"]:  # also where it is no number
+            rows = f"rows {', '.join(map(str, dict.fromkeys(one['rows'])))}" if one["rows"] else "the same samples"
+            return (
+                f"the model computes something else on a flat row: token losses of {rows} differ by {one['flat']:.1e} "
+                f"from each alone, padded by {one['padded']:.1e}{where}"
+            )
+    return None
+
+
+def _deviations(trainer: Any, trial: Trial) -> dict[str, float]:
+    """The largest differences of token losses from each sample alone, flat and padded, and how large that may be."""
+    model = trainer.model_wrapped
+    with _evaluating(model), torch.no_grad(), trainer.compute_loss_context_manager():
+        alone: dict[int, Tensor] = {}
+        for laid_out in trial.alone:
+            alone |= _token_losses(trainer, model, laid_out)
+        padded = [_token_losses(trainer, model, laid_out) for laid_out in trial.padded]
+        flat = _token_losses(trainer, model, trial.flat)
+        eps = _eps(trainer)
+    rounding = max(_difference(one, alone) for one in padded)
+    largest = max(float(losses.abs().max()) for losses in alone.values() if losses.numel())
+    tolerance = max(TIMES_ROUNDING * rounding, LEAST_EPS * eps * max(largest, 1.0))
+    return {"flat": _difference(flat, alone), "padded": rounding, "tolerance": tolerance}
+
+
+def _token_losses(trainer: Any, model: Any, laid_out: LaidOut) -> dict[int, Tensor]:
+    """Of each sample (by number) the loss of every token but its first, supervised or not: [tokens - 1]."""
+    inputs = trainer._prepare_inputs(dict(laid_out.batch))
+    with varlen.flat_row(laid_out.segments):
+        outputs = model(**inputs)
+    logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
+    if not isinstance(logits, Tensor) or logits.shape[:2] != inputs["input_ids"].shape:
+        raise DataError("the model returns no logits of all tokens to compare the layouts by")
+    losses = {}
+    for number, (row, start, end) in laid_out.spans.items():
+        targets = inputs["input_ids"][row, start + 1 : end]
+        mine = logits[row, start : end - 1]
+        mine = mine if mine.dtype == torch.float64 else mine.float()
+        losses[number] = functional.cross_entropy(mine, targets, reduction="none")
+    return losses
+
+
+def _difference(some: dict[int, Tensor], alone: dict[int, Tensor]) -> float:
+    """The largest; a number that is none comes out as such."""
+    found = [float((losses - alone[number]).abs().max()) for number, losses in some.items() if losses.numel()]
+    return math.nan if any(map(math.isnan, found)) else max(found, default=0.0)
+
+
+def _eps(trainer: Any) -> float:
+    """Of what the model is computed in; norms and softmax are in float32 at most."""
+    kind = trainer.args.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+    else:
+        parameters = trainer.model_wrapped.parameters()
+        dtype = next((one.dtype for one in parameters if one.is_floating_point()), torch.float32)
+    return max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+
+
+@contextlib.contextmanager
+def _evaluating(model: Any) -> Iterator[None]:
+    """Without dropout; each module is as it was afterwards. Random numbers that are drawn are drawn again."""
+    before = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.random.fork_rng(devices=[]):  # drawing on the device would be dropout
+            yield
+    finally:
+        for module, training in before:
+            module.training = training

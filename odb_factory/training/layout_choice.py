@@ -1,0 +1,141 @@
+"""Which layout a training gets: as configured, or with `auto` flat where rules and attention kernel allow it (I10).
+
+| attention kernel | flat |
+|---|---|
+| flash attention, flex attention | as it is |
+| sdpa | `odb_varlen` takes its place in the language model (`varlen.py`), where that computes the same |
+| sdpa otherwise, eager | exact, but its price grows with the square of the row: an accelerator takes it if asked to |
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch.utils.data import IterableDataset
+
+from odb_factory.config import ODBConfig
+from odb_factory.errors import ConfigError
+from odb_factory.log import get_logger
+from odb_factory.training import varlen
+from odb_factory.training.checks import unwrapped
+from odb_factory.training.layout_rules import why_not_flat
+
+logger = get_logger(__name__)
+
+PRICE = "exact, but its attention costs the square of a whole row"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What a run computes with. reason: why, in a few words.
+
+    kernel: the attention function. with_boundaries: the batch says where segments end, for kernels that would else
+    read it back from the device. undo: puts the model back as it was.
+    """
+
+    name: Literal["padded", "flat"]
+    reason: str
+    kernel: str = ""
+    with_boundaries: bool = False
+    undo: Callable[[], None] = lambda: None
+
+
+def resolve_layout(trainer: Any, config: ODBConfig, refused: str | None = None) -> Layout:
+    """The layout for `trainer`, whose model is not wrapped yet. With a flat one the model is set up for it.
+
+    refused: why flat micro-batches would be wrong, where the caller knows. Raises `ConfigError` where `layout: flat` is
+    refused.
+    """
+    if config.layout == "padded":
+        return Layout("padded", "as configured")
+    if config.layout == "auto" and isinstance(trainer.train_dataset, IterableDataset):
+        return Layout("padded", "the rows of a stream cannot be looked at before training; `layout: flat` does without")
+    why = refused or why_not_flat(trainer)
+    if why is not None:
+        return _refuse(config, why)
+    return _by_kernel(trainer, config)
+
+
+def fall_back(layout: Layout, config: ODBConfig, why: str) -> Layout:
+    """The padded layout in the place of a flat one that was found wrong, with one line; the model is put back.
+
+    Raises `ConfigError` where `layout: flat` is configured.
+    """
+    if config.layout == "flat":
+        raise not_right(why)
+    layout.undo()
+    logger.warning("layout: padded, for %s", why)
+    return Layout("padded", why)
+
+
+def _by_kernel(trainer: Any, config: ODBConfig) -> Layout:
+    model = unwrapped(trainer.model)
+    kernel = varlen.text_config(model)._attn_implementation or "eager"
+    if "flash" in kernel:
+        takes_more = inspect.Parameter.VAR_KEYWORD in {
+            parameter.kind for parameter in inspect.signature(model.forward).parameters.values()
+        }
+        return _flat(config, model, kernel, with_boundaries=takes_more)
+    if kernel == "flex_attention":
+        return _flat(config, model, kernel)
+    why_not = "" if kernel != "sdpa" else varlen.why_unusable(model)
+    if why_not is None:
+        return _flat(config, model, varlen.NAME, install=True)
+    if kernel not in ("sdpa", "eager"):
+        if config.layout == "flat":
+            return _flat(config, model, kernel)
+        return _refuse(config, f"nothing is known of the attention kernel {kernel}")
+    price = f"{kernel}: {PRICE}" + (f"; {varlen.NAME} does not take its place: {why_not}" if why_not else "")
+    if trainer.args.device.type != "cpu" and config.layout != "flat":
+        return _refuse(config, f"{price}; `layout: flat` has it all the same")
+    return _flat(config, model, kernel, price)
+
+
+def _flat(
+    config: ODBConfig, model: Any, kernel: str, price: str = "", *, with_boundaries: bool = False, install: bool = False
+) -> Layout:
+    reason = "as configured" if config.layout == "flat" else "model and attention kernel allow it"
+    undo = [_without_cache(model)]
+    if install:
+        undo.append(varlen.install(model))
+
+    def undo_all() -> None:
+        while undo:
+            undo.pop()()
+
+    return Layout("flat", f"{reason}, attention by {price or kernel}", kernel, with_boundaries, undo_all)
+
+
+def _refuse(config: ODBConfig, why: str) -> Layout:
+    if config.layout == "flat":
+        raise not_right(why)
+    return Layout("padded", why)
+
+
+def not_right(why: str) -> ConfigError:
+    """What a user meets who has set `layout: flat`."""
+    return ConfigError(f"odb.layout: 'flat' is not right here: {why}; set `layout: padded`, or auto.")
+
+
+def _without_cache(model: Any) -> Callable[[], None]:
+    """Switch off the cache of keys and values, beside which transformers does not look for samples in a row.
+
+    Training has no use for it; the Trainer itself switches it off, but not in the config of a language model that is a
+    part of a larger one.
+    """
+    before = [
+        (config, config.use_cache)
+        for config in (model.config, varlen.text_config(model))
+        if getattr(config, "use_cache", None)
+    ]
+    for config, _ in before:
+        config.use_cache = False
+
+    def undo() -> None:
+        for config, value in before:
+            config.use_cache = value
+
+    return undo

@@ -1,0 +1,120 @@
+"""What is known not to go into a flat row, by name: each rule with the reason in one line (I10).
+
+The check before training (`layout_check`) would find most of it; these are found before a loader is made, and by name.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from packaging.version import Version
+
+from odb_factory.training.checks import unwrapped
+
+RECURRENT_LAYERS = ("linear_attention", "mamba", "mamba2", "conv", "hybrid", "recurrent")
+"""Kinds of layers (`layer_types` of a config) that carry a state, or neighbours, from one sample into the next."""
+RECURRENT_MODELS = (
+    "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe", "lfm2_vl", "mamba", "mamba2",
+    "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
+    "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2",
+)  # fmt: skip
+MASK_POSITIONS = ("biogpt", "bloom", "falcon", "mpt", "opt")
+"""Models that take positions from the attention mask or their place in the row."""
+CROSS_ATTENTION = ("mllama",)
+"""Models whose text attends to the images of its row."""
+WHOLE_ROW_KERNELS = ("sdpa", "eager", "flex_attention")
+"""They see the ends of samples in a mask that transformers makes of positions."""
+
+Rule = Callable[[Any, Any], str | None]
+"""(trainer, model) -> why the model cannot take flat rows, or None."""
+
+
+def why_not_flat(trainer: Any) -> str | None:
+    """The reason of the first rule that speaks against flat micro-batches; None where none does.
+
+    trainer: a `transformers.Trainer`, its model not wrapped yet.
+    """
+    model = unwrapped(trainer.model)
+    return next((reason for rule in RULES if (reason := rule(trainer, model)) is not None), None)
+
+
+def configs(model: Any) -> list[Any]:
+    """The config of `model` and those of its parts."""
+    whole = getattr(model, "config", None)
+    parts = [getattr(whole, key, None) for key in getattr(whole, "sub_configs", {})]
+    return [config for config in (whole, *parts) if config is not None]
+
+
+def _recurrent(trainer: Any, model: Any) -> str | None:
+    for config in configs(model):
+        kinds = {str(kind) for kind in getattr(config, "layer_types", None) or ()}
+        found = sorted(kinds.intersection(RECURRENT_LAYERS))
+        name = getattr(config, "model_type", "")
+        if found or name in RECURRENT_MODELS:
+            what = f"{' and '.join(found)} layers" if found else "recurrent or convolutional layers"
+            return f"{name} has {what}, which carry one sample into the next with every attention kernel"
+    return None
+
+
+def _chunked(trainer: Any, model: Any) -> str | None:
+    for config in configs(model):
+        if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+            return f"{config.model_type} attends in chunks counted from the start of the row, not of the sample"
+    return None
+
+
+def _positions(trainer: Any, model: Any) -> str | None:
+    for config in configs(model):
+        if getattr(config, "model_type", "") in MASK_POSITIONS:
+            return f"{config.model_type} takes positions from the attention mask, not from position_ids"
+    if "position_ids" not in _parameters(model):
+        return f"{type(model).__name__} takes no position_ids, by which it would tell one sample from the next"
+    return None
+
+
+def _cross_attention(trainer: Any, model: Any) -> str | None:
+    name = getattr(getattr(model, "config", None), "model_type", "")
+    if name in CROSS_ATTENTION:
+        return f"{name} attends from every token of a row to all images of that row"
+    return None
+
+
+def _noise(trainer: Any, model: Any) -> str | None:
+    alpha = getattr(trainer.args, "neftune_noise_alpha", None)
+    if alpha:
+        return f"neftune_noise_alpha: {alpha} scales its noise by the length of the row"
+    return None
+
+
+def _masks(trainer: Any, model: Any) -> str | None:
+    """transformers 4 looks for packed samples with torch >= 2.6 only."""
+    kernel = _kernel(model)
+    old = Version(torch.__version__) < Version("2.6") and Version(transformers.__version__) < Version("5")
+    if old and kernel in WHOLE_ROW_KERNELS:
+        return (
+            f"the masks that transformers {transformers.__version__} makes for {kernel} with torch {torch.__version__} "
+            "do not tell samples apart (torch >= 2.6 does)"
+        )
+    return None
+
+
+def _sinks(trainer: Any, model: Any) -> str | None:
+    if any(getattr(config, "model_type", "") == "gpt_oss" for config in configs(model)) and _kernel(model) == "eager":
+        return "gpt_oss with eager attention lets one sample see the next; use its flash attention kernel"
+    return None
+
+
+def _kernel(model: Any) -> str:
+    config = getattr(model, "config", None)
+    return str(getattr(config.get_text_config(decoder=True), "_attn_implementation", "")) if config is not None else ""
+
+
+def _parameters(model: Any) -> tuple[str, ...]:
+    return tuple(inspect.signature(model.forward).parameters)
+
+
+RULES: tuple[Rule, ...] = (_recurrent, _chunked, _positions, _cross_attention, _noise, _masks, _sinks)

@@ -1,0 +1,143 @@
+"""I9 and I10: the same YAML with `layout: flat` is the same training as stock's: rows, rates, losses, weights.
+
+The wide grid: `pytest -s -m full_grid tests/llamafactory/test_flat_training.py`; -s shows how far the runs differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributed.conftest import deepspeed_op  # noqa: F401  (a fixture)
+from distributed.rows import row
+from distributed.test_engines import ENGINES, deepspeed_config
+from PIL import Image
+from same_training import Training, also_on_cpu, check_same_training, report, train
+from support import read_jsonl, training_config, write_dataset
+
+NUM_EVAL = 4
+NUM_ROWS = {"texts": 28, "mixed": 22}
+PICTURES = ([], ["wide.png"], ["tall.png"], [], ["wide.png", "tall.png"])
+BLOCKS = {"texts": {"token_budget": 384}, "mixed": {"token_budget": 512, "max_patches": 300}}
+FLAT = {"layout": "flat", "audit": True}
+STEPS = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+
+Pair = Callable[..., tuple[Training, Training]]
+
+
+@pytest.fixture(scope="module")
+def rows_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Rows of 3 to 100 words; in `mixed` some have one picture or two. No two rows of a dataset are alike."""
+    folder = tmp_path_factory.mktemp("rows")
+    for name, size in (("wide", (128, 64)), ("tall", (64, 160))):
+        Image.effect_noise(size, 60).convert("RGB").save(folder / f"{name}.png")
+    rows = {
+        name: [row(3 + (k * 23) % 97, PICTURES[k % 5] if name == "mixed" else []) for k in range(count)]
+        for name, count in NUM_ROWS.items()
+    }
+    return write_dataset(folder, rows)
+
+
+@pytest.fixture
+def pair(tiny_text: Path, tiny_vl: Path, rows_dir: Path, tmp_path: Path) -> Pair:
+    """`pair("texts", num_ranks, ...)`: the training in flat micro-batches and the stock training of the same YAML."""
+
+    def pair(
+        dataset: str, num_ranks: int = 1, *, env: dict[str, str] | None = None, **changes: Any
+    ) -> tuple[Training, Training]:
+        block = BLOCKS[dataset] | FLAT
+        ours, stock = (
+            train(
+                training_config(
+                    tiny_vl if dataset == "mixed" else tiny_text,
+                    rows_dir,
+                    tmp_path / name,
+                    dataset=dataset,
+                    num_train_epochs=2,
+                    lr_scheduler_type="cosine",
+                    val_size=NUM_EVAL,
+                    per_device_eval_batch_size=2,
+                    eval_strategy="steps",
+                    eval_steps=2,
+                    include_num_input_tokens_seen=True,
+                    freeze_vision_tower=False,
+                    freeze_multi_modal_projector=False,
+                    **(STEPS | changes | more),
+                ),
+                num_ranks,
+                env,
+            )
+            for name, more in (("odb", {"odb": block}), ("stock", {}))
+        )
+        assert is_flat(tmp_path / "odb", block["token_budget"])
+        return ours, stock
+
+    return pair
+
+
+def is_flat(output_dir: Path, token_budget: int) -> bool:
+    """Several samples in one row, as collated, and never more tokens than the budget but for one alone."""
+    lines = read_jsonl(output_dir / "odb_audit_rank0.jsonl")
+    assert all(line["rows"] == 1 and line["length"] == sum(line["segments"]) for line in lines)
+    assert all(line["length"] <= token_budget for line in lines if len(line["ids"]) > 1), "I4"
+    return any(len(line["ids"]) > 1 for line in lines)
+
+
+def test_text_on_two_ranks(pair: Pair) -> None:
+    ours, stock = pair("texts", 2)
+    assert len(set(ours.num_micro_batches)) > 1, "K differs from step to step"
+    report("flat, text, 2 ranks", check_same_training(ours, stock))
+
+
+def test_vision_language_rows(pair: Pair) -> None:
+    """Rows with none, one and two pictures; a group without any has a dummy image as a segment of its own."""
+    ours, stock = pair("mixed", per_device_train_batch_size=3)
+    assert len(set(ours.num_micro_batches)) > 1, "K differs from step to step"
+    report("flat, tiny Qwen3-VL, 1 rank", check_same_training(ours, stock))
+
+
+# The wide grid.
+
+
+@pytest.mark.full_grid
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("dataset", ["texts", "mixed"])
+def test_ranks(pair: Pair, dataset: str, num_ranks: int) -> None:
+    report(f"flat, {dataset}, {num_ranks} ranks", check_same_training(*pair(dataset, num_ranks)))
+
+
+@pytest.mark.full_grid
+@pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "fsdp", "fsdp2"])
+@pytest.mark.parametrize("dataset", ["texts", "mixed"])
+def test_engines(pair: Pair, dataset: str, name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    engine = ENGINES[name]
+    changes = dict(engine.changes)
+    if engine.deepspeed_stage:
+        request.getfixturevalue("deepspeed_op")
+        changes["deepspeed"] = deepspeed_config(engine.deepspeed_stage, tmp_path)
+    env = also_on_cpu(engine.env) if name.startswith("fsdp") else None
+    if "fsdp_config" in changes and dataset == "texts":
+        changes["fsdp_config"] = changes["fsdp_config"] | {"transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"]}
+    ours, stock = pair(dataset, 2, env=env, **changes)
+    found = check_same_training(ours, stock, shards_parameters=name in ("zero3", "fsdp", "fsdp2"))
+    report(f"flat, {dataset}, 2 ranks, {name}", found)
+
+
+@pytest.mark.full_grid
+@pytest.mark.parametrize(
+    ("dataset", "num_ranks", "changes"),
+    [
+        ("texts", 1, {"disable_gradient_checkpointing": True}),
+        ("mixed", 1, {"disable_gradient_checkpointing": True}),
+        ("texts", 1, {"use_reentrant_gc": False}),
+        ("texts", 2, {"finetuning_type": "lora"}),
+        ("mixed", 1, {"finetuning_type": "lora"}),
+        ("texts", 1, {"flash_attn": "disabled"}),
+        ("mixed", 1, {"flash_attn": "disabled"}),
+        ("texts", 1, {"train_on_prompt": True}),
+    ],
+)
+def test_other_settings(pair: Pair, dataset: str, num_ranks: int, changes: dict[str, Any]) -> None:
+    report(f"flat, {dataset}, {num_ranks} ranks, {changes}", check_same_training(*pair(dataset, num_ranks, **changes)))
