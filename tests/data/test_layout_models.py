@@ -15,6 +15,7 @@ import pytest
 import torch
 from data.layout_models import (
     COMPUTES_IN_FLOAT32,
+    FLASH,
     MORE_TEXT,
     TEXT,
     VISION,
@@ -22,6 +23,7 @@ from data.layout_models import (
     Drawn,
     Sample,
     prepared,
+    register_flash,
     set_attention,
     text_case,
     text_model,
@@ -34,13 +36,16 @@ from support import training_config
 from odb_factory.accounting.token_loss import weighted_token_loss
 from odb_factory.data.layout import FlatLayout, flatten
 from odb_factory.llamafactory.attach import probe_collation
+from odb_factory.training import varlen
 
-ATTENTION = {"sdpa": "sdpa", "eager": "eager"}
+ATTENTION = {"sdpa": "sdpa", "eager": "eager", varlen.NAME: "sdpa", FLASH: FLASH}
 """Attention of the flat row, and of the padded rows it is compared with."""
 EXACT, FLOAT32 = (1e-14, 1e-13), (1e-6, 1e-5)
 """Bounds of the relative deviation: of the loss, and of the gradient of any parameter."""
 ROUND_TO = 16
 
+varlen.register()
+register_flash()
 Gradients = dict[str, torch.Tensor]
 
 
@@ -59,8 +64,9 @@ def gradients(model: Any, batch: dict[str, Any], segments: tuple[int, ...], weig
     """The loss with these weights of the samples, and its gradient by parameter."""
     model.zero_grad()
     inputs = {key: value for key, value in batch.items() if key != "labels"}
-    loss = weighted_token_loss(model(**inputs).logits, batch["labels"], weights, segments=segments)
-    loss.backward()
+    with varlen.flat_row(segments):
+        loss = weighted_token_loss(model(**inputs).logits, batch["labels"], weights, segments=segments)
+        loss.backward()
     return loss.item(), {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
 
 
@@ -100,7 +106,9 @@ def compare(model: Any, cases: dict[str, tuple[Case, list[Case]]], family: str, 
             reference = {key: sum(part[key] for _, part in parts if key in part) for key in names}  # type: ignore[misc]
         set_attention(model, attention)
         for round_to in (1, ROUND_TO):
-            flat, segments = flatten(case.batch, case.tokens, case.has_media, FlatLayout(case.dummy, round_to))
+            # A flash kernel is told the boundaries, or finds them in the positions.
+            layout = FlatLayout(case.dummy, round_to, with_boundaries=attention == FLASH and round_to > 1)
+            flat, segments = flatten(case.batch, case.tokens, case.has_media, layout)
             assert flat["input_ids"].shape == (1, sum(segments))
             theirs, found = gradients(model, dict(flat), segments, weights)
             of_loss, of_gradient = abs(loss - theirs) / abs(loss), deviation(reference, found, noise)
