@@ -89,7 +89,8 @@ def flatten(
         elif key == "labels":
             flat[key] = _labels(value, segments, rows, length)
         elif key == "input_ids":
-            flat[key] = _filled(_gathered(value, segments), segments, _text_token(batch))
+            token = _text_token(batch) if segments.filled else 0
+            flat[key] = _filled(_gathered(value, segments), segments, token)
         elif key != "position_ids" and _is_per_token(key, value, rows, length):
             flat[key] = _filled(_gathered(value, segments), segments, 0)
     flat["position_ids"] = _position_ids(batch.get("position_ids"), segments, rows, length)
@@ -197,8 +198,10 @@ def _filled(tensor: Tensor, segments: _Segments, value: int) -> Tensor:
 def _text_token(batch: Mapping[str, Any]) -> int:
     """To fill up with: no placeholder of media, of which there would be one too many."""
     labels = batch.get("labels")
-    supervised = labels[labels != IGNORE_INDEX] if isinstance(labels, Tensor) else ()
-    return int(supervised[0] if len(supervised) else batch["input_ids"][0, -1])
+    if isinstance(labels, Tensor):
+        for label in labels[labels != IGNORE_INDEX][:1].tolist():
+            return int(label)
+    return int(batch["input_ids"][0, -1])
 
 
 def _labels(labels: Any, segments: _Segments, rows: int, length: int) -> Tensor:
@@ -247,9 +250,11 @@ def _is_per_token(key: str, value: Any, rows: int, length: int) -> bool:
     """Whether it is a tensor [rows, length, ...]. Raises `LayoutError` for what goes by rows in another way."""
     if key in _PER_ROW or isinstance(value, Mapping):
         raise _depends_on_rows(key, value)
+    if not isinstance(value, Tensor) or not value.dim():
+        return False
     if key == "pixel_attention_mask" and value.dim() == 4:  # the images of a row, padded to the most of any
         raise _depends_on_rows(key, value)
-    if key in _MEDIA or not isinstance(value, Tensor) or not value.dim():
+    if key in _MEDIA:
         return False
     if value.shape[:2] == (rows, length):
         return True

@@ -37,13 +37,13 @@ def launch(original: Callable[[], Any]) -> Any:
         return original()
     uncaught.install()
     check_yaml(path, overrides)
-    with _launch_record() as record:
+    with _launch_record():
         try:
             return original()
         except subprocess.CalledProcessError as ended:
-            if uncaught.torchrun_was_quiet(record):
-                sys.exit(ended.returncode)
-            raise
+            if ended.returncode < 0:  # torchrun itself was killed, and could not say why
+                raise
+            sys.exit(ended.returncode)
 
 
 def launch_v1(original: Callable[[], Any]) -> Any:
@@ -134,14 +134,14 @@ def _is_in_block(text: str, line: int) -> bool:
 
 
 @contextmanager
-def _launch_record() -> Iterator[Path]:
+def _launch_record() -> Iterator[None]:
     """The file that `uncaught` writes to, for as long as processes run that were started from here."""
     with tempfile.TemporaryDirectory(prefix="odb_factory_") as folder, _removed_by_sigterm(folder):
         record = Path(folder, "launch")
         record.touch()
         os.environ[LAUNCH_RECORD] = str(record)
         try:
-            yield record
+            yield
         finally:
             del os.environ[LAUNCH_RECORD]
 

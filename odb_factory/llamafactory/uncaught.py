@@ -21,7 +21,6 @@ from odb_factory.llamafactory.activation import LAUNCH_RECORD
 
 TRACEBACK = "ODB_FACTORY_TRACEBACK"
 TORCHRUN_LOGGERS = ("torch.distributed.elastic.multiprocessing.api", "torch.distributed.elastic.agent.server.api")
-OF_A_RANK, OF_TORCHRUN = b".", b"!"
 
 _before: Any = None
 """The `sys.excepthook` that ours stands in front of."""
@@ -82,7 +81,7 @@ def _in_one_line(kind: type[BaseException], error: BaseException, traceback: Tra
     said = " ".join(str(error).split()) if is_ours else f"{one_line(error)} ({TRACEBACK}=1 shows where)"
     if said not in _logged.lines:
         print(f"[odb] {said}", file=sys.stderr, flush=True)
-    _add(OF_A_RANK)
+    _count_end()
 
 
 def quiet_torchrun() -> None:
@@ -94,16 +93,10 @@ def quiet_torchrun() -> None:
     before = sys.excepthook
 
     def excepthook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        if _is_known(error):
-            _add(OF_TORCHRUN)
-        else:
+        if not _is_known(error):
             before(kind, error, traceback)
 
     sys.excepthook = excepthook
-
-
-def torchrun_was_quiet(record: Path) -> bool:
-    return OF_TORCHRUN in record.read_bytes()
 
 
 def _is_news(record: logging.LogRecord) -> bool:
@@ -122,15 +115,15 @@ def _is_known(error: BaseException) -> bool:
 
 def _num_ended() -> int:
     try:
-        return Path(os.environ[LAUNCH_RECORD]).read_bytes().count(OF_A_RANK)
+        return Path(os.environ[LAUNCH_RECORD]).stat().st_size
     except (KeyError, OSError):
         return 0
 
 
-def _add(mark: bytes) -> None:
+def _count_end() -> None:
     try:
         record = os.open(os.environ[LAUNCH_RECORD], os.O_WRONLY | os.O_APPEND)
     except (KeyError, OSError):  # no launcher waits for it
         return
-    os.write(record, mark)
+    os.write(record, b".")
     os.close(record)

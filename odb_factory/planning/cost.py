@@ -117,6 +117,25 @@ class Budget:
             tokens += self.collation.dummy_media_tokens
         return -(-tokens // self.round_to) * self.round_to
 
+    def flat_shapes(
+        self, tokens: np.ndarray, patches: np.ndarray, squares: np.ndarray, media: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tokens, patches and attention of flat micro-batches, given sums over the samples of each.
+
+        squares: of lengths squared. media: samples with media. Attention is the sum of squared lengths of all
+        segments, those of dummy media and of what the total is rounded up by included.
+        """
+        dummy_tokens = np.where(media > 0, 0, self.collation.dummy_media_tokens)
+        rounded_up = -(tokens + dummy_tokens) % self.round_to
+        patches = patches + np.where(media > 0, 0, self.collation.dummy_media_patches)
+        return tokens + dummy_tokens + rounded_up, patches, squares + dummy_tokens**2 + rounded_up**2
+
+    def holds_flat(self, tokens: np.ndarray, patches: np.ndarray, media: np.ndarray) -> np.ndarray:
+        """Whether flat micro-batches are within both budgets, given sums over the samples of each."""
+        tokens, patches, _ = self.flat_shapes(tokens, patches, np.int64(0), media)
+        holds: np.ndarray = tokens <= self.token_budget
+        return holds if self.max_patches is None else holds & (patches <= self.max_patches)
+
     def overlong(self, cost: Cost) -> bool:
         """Whether this sample breaks a budget even when it travels alone."""
         return not self.fits((cost,))

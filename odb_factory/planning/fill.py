@@ -12,6 +12,9 @@ import numpy as np
 
 from odb_factory.planning.candidates import Rows
 from odb_factory.planning.cost import Budget, CostModel
+from odb_factory.planning.flat_fill import fill_flat
+from odb_factory.planning.flat_samples import Samples
+from odb_factory.planning.matching import place
 from odb_factory.planning.metadata import BufferMetadata
 from odb_factory.planning.per_rank import Steps, plan_per_rank
 from odb_factory.planning.plan import Plan, exceeds_limit, pool, to_plan
@@ -45,7 +48,16 @@ def plan_buffers(
     exhausted = [buffer.exhausted for buffer in buffers]
     balance = balance and len(buffers) > 1
     exceeds_transfer_limit = balance and exceeds_limit(buffers)
-    if balance and not exceeds_transfer_limit:
+    balance = balance and not exceeds_transfer_limit
+    if budget.layout == "flat":
+        # Equally old samples of all ranks take turns.
+        index = np.lexsort((owner_rank, np.arange(len(table)) - np.array(starts)[owner_rank]))
+        pool_of = np.zeros_like(index) if balance else owner_rank[index]
+        samples = Samples(table, index, pool_of, len(buffers) if balance else 1, budget)
+        done = [all(exhausted)] if balance else exhausted
+        flat, final = fill_flat(samples, done, model, accumulation=accumulation, join=join)
+        steps = [place(step, owner_rank, len(buffers), balance=balance) for step in flat]
+    elif balance:
         final = all(exhausted)
         steps = plan_pooled(Rows(table, np.arange(len(table)), budget), owner_rank, len(buffers), model, final=final)
     else:

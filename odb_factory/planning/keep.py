@@ -9,7 +9,9 @@ import numpy as np
 from odb_factory.planning.candidates import Rows
 from odb_factory.planning.cost import Budget, CostModel
 from odb_factory.planning.cuts import cut_by_one_cap, cut_by_stretches, fewest_steps
-from odb_factory.planning.matching import Cut, assign_to_ranks, make_cut
+from odb_factory.planning.flat_keep import cut_flat
+from odb_factory.planning.flat_samples import Samples
+from odb_factory.planning.matching import Cut, PoolGroup, make_cut, place
 from odb_factory.planning.metadata import BufferMetadata
 from odb_factory.planning.plan import Plan, exceeds_limit, pool, to_plan
 from odb_factory.planning.pools import Pools, lower_bound
@@ -42,26 +44,26 @@ def plan_optimizer_step(
     balance = balance and len(buffers) > 1
     exceeds_transfer_limit = balance and exceeds_limit(buffers)
     balance = balance and not exceeds_transfer_limit
-    index = np.arange(len(table))
-    if balance:
-        pools = Pools(Rows(table, index, budget), np.array([0, len(table)]), len(buffers), model)
+    index, num_ranks = np.arange(len(table)), len(buffers)
+    if budget.layout == "flat":
+        pool_of = np.zeros_like(owner_rank) if balance else owner_rank
+        cut = cut_flat(Samples(table, index, pool_of, num_ranks if balance else 1, budget), model)
+    elif balance:
+        cut = _cut_padded(Pools(Rows(table, index, budget), np.array([0, len(table)]), num_ranks, model))
     else:
-        pools = Pools(Rows(table, index, budget, owner_rank), np.array(starts), 1, model)
-    cut = _best_cut(pools)
-    groups = [pools.rows.group(start, end) for start, end in zip(cut.starts.tolist(), cut.ends.tolist())]
-    num_steps = int(cut.steps.max(initial=-1)) + 1
-    steps: list[list[np.ndarray | None]] = []
-    for step in range(num_steps):
-        chosen = np.flatnonzero(cut.steps == step).tolist()
-        if balance:
-            steps.append(assign_to_ranks([groups[i] for i in chosen], owner_rank, len(buffers)))
-        else:
-            row: list[np.ndarray | None] = [None] * len(buffers)
-            for i in chosen:
-                row[cut.pools[i]] = groups[i]
-            steps.append(row)
+        cut = _cut_padded(Pools(Rows(table, index, budget, owner_rank), np.array(starts), 1, model))
+    steps = [place(step, owner_rank, num_ranks, balance=balance) for step in cut]
     final = all(buffer.exhausted for buffer in buffers)
     return to_plan(steps, table, starts, owner_rank, budget, final, exceeds_transfer_limit)
+
+
+def _cut_padded(pools: Pools) -> list[list[PoolGroup]]:
+    """The groups of each micro-step, the costliest micro-step first."""
+    cut = _best_cut(pools)
+    steps: list[list[PoolGroup]] = [[] for _ in range(int(cut.steps.max(initial=-1)) + 1)]
+    for step, pool_of, start, end in zip(*(column.tolist() for column in (cut.steps, cut.pools, cut.starts, cut.ends))):
+        steps[step].append((pool_of, pools.rows.group(start, end)))
+    return steps
 
 
 def _best_cut(pools: Pools) -> Cut:

@@ -11,6 +11,8 @@ from odb_factory.planning.pools import Pools
 
 Group = tuple[int, int]
 """A stretch [start, end) of the sorted samples."""
+PoolGroup = tuple[int, np.ndarray]
+"""A pool and a group of its samples, as positions in the table."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,3 +66,13 @@ def assign_to_ranks(groups: Sequence[np.ndarray], owner_rank: np.ndarray, num_ra
     for group, rank in zip(left, free):
         assigned[rank] = groups[group]
     return assigned
+
+
+def place(
+    groups: Sequence[PoolGroup], owner_rank: np.ndarray, num_ranks: int, *, balance: bool
+) -> list[np.ndarray | None]:
+    """The group of each rank in a micro-step: any group (`assign_to_ranks`), or, without balance, that of its pool."""
+    if balance:
+        return assign_to_ranks([group for _, group in groups], owner_rank, num_ranks)
+    of_rank = dict(groups)
+    return [of_rank.get(rank) for rank in range(num_ranks)]

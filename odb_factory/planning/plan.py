@@ -23,10 +23,12 @@ MAX_REDISTRIBUTED_BYTES = 1 << 28
 
 @dataclass(frozen=True, slots=True)
 class MicroStepTotals:
-    """What all ranks together do in one micro-step. Tokens are real; padded_tokens and patches are as collated.
+    """What all ranks together do in one micro-step. Tokens are real; padded_tokens and patches are as
+    collated.
 
-    max_rank_tokens, max_rank_patches, max_rank_attention: the most of any rank, for which all wait: padded tokens,
-    patches, and rows x padded row length squared.
+    padded_tokens: rows x padded row length, or, where the layout is flat, tokens, dummy media and what the total is
+    rounded up by. attention: rows x padded row length squared, or, where it is flat, the sum of squared lengths of all
+    segments. max_rank_tokens, max_rank_patches, max_rank_attention: the most of any rank, for which all wait.
     moved, moved_bytes: samples that are handed to another rank for this step.
     """
 
@@ -114,23 +116,28 @@ def _totals(
     rows, sizes = table[chosen], np.array([len(group) for group in present.values()])
     starts = np.cumsum(sizes) - sizes
     moved = owner_rank[chosen] != np.repeat(busy, sizes)
-    has_media = np.logical_or.reduceat(rows["has_media"], starts)
     patches = np.add.reduceat(rows["patches"].astype(np.int64), starts)
-    patches += np.where(has_media, 0, budget.collation.dummy_media_patches)
-    longest = np.maximum.reduceat(rows["tokens"], starts).tolist()
-    first = rows["tokens"][starts].tolist()
-    lengths = np.array([budget.collation.length(*shape) for shape in zip(longest, first, has_media.tolist())])
-    padded = sizes * lengths
+    tokens = rows["tokens"].astype(np.int64)
+    if budget.layout == "flat":
+        squares, media = np.add.reduceat(tokens**2, starts), np.add.reduceat(rows["has_media"].astype(np.int64), starts)
+        collated, patches, attention = budget.flat_shapes(np.add.reduceat(tokens, starts), patches, squares, media)
+    else:
+        has_media = np.logical_or.reduceat(rows["has_media"], starts)
+        patches += np.where(has_media, 0, budget.collation.dummy_media_patches)
+        longest, first = np.maximum.reduceat(rows["tokens"], starts).tolist(), rows["tokens"][starts].tolist()
+        lengths = np.array([budget.collation.length(*shape) for shape in zip(longest, first, has_media.tolist())])
+        collated = sizes * lengths
+        attention = collated * lengths
     return MicroStepTotals(
         samples=len(rows),
-        tokens=int(rows["tokens"].sum(dtype=np.int64)),
-        padded_tokens=int(padded.sum()),
+        tokens=int(tokens.sum()),
+        padded_tokens=int(collated.sum()),
         patches=int(patches.sum()),
         supervised_tokens=int(rows["supervised_tokens"].sum(dtype=np.int64)),
         active_ranks=len(busy),
-        max_rank_tokens=int(padded.max()),
+        max_rank_tokens=int(collated.max()),
         max_rank_patches=int(patches.max()),
-        max_rank_attention=int((padded * lengths).max()),
+        max_rank_attention=int(attention.max()),
         moved=int(moved.sum()),
         moved_bytes=int(rows["bytes"][moved].sum(dtype=np.int64)),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import random
+import re
 from collections import Counter
 from itertools import chain
 from pathlib import Path
@@ -183,3 +184,37 @@ def test_rows_in_another_order_are_said_and_refused_where_their_weights_differ(
     assert len(said) == 2, "once a run, and not for rows in their order"
     with pytest.raises(DataError, match="rows \\[0, 1\\]: the collator returns them with \\[4, 2\\] supervised tokens"):
         _accounting(loss_scaling="sample").begin(one, measured(one, 70), _labels(4, 2))
+
+
+def test_samples_of_a_flat_row_are_told_by_its_segments(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    """Order and labels of each; what fills up has none; nothing is said of one row."""
+    rows = [Row(9, 2, False, 0, 0), Row(12, 4, False, 0, 0)]
+    ((one,),) = optimizer_step(rows, [[[0, 1]]])
+    found = Measured(1, 24, 0, 6, (9, 12, 3))
+
+    def labels(*supervised: int) -> torch.Tensor:
+        parts = [torch.tensor([-100] * (length - n) + [5] * n) for length, n in zip(found.segments, supervised)]
+        return torch.cat(parts)[None]
+
+    accounting = _accounting(folder=tmp_path, loss_scaling="sample")
+    accounting.begin(one, found, labels(2, 4, 0))
+    accounting.end()
+    accounting.close()
+    assert not caplog.messages
+    (line,) = [json.loads(line) for line in (tmp_path / "odb_audit_rank0.jsonl").read_text().splitlines()]
+    assert (line["rows"], line["length"], line["segments"]) == (1, 24, [9, 12, 3])
+    assert line["weight"] == pytest.approx([1 / 4, 1 / 8])
+    for wrong in ((4, 2, 0), (2, 3, 1)):
+        with pytest.raises(DataError, match=re.escape(f"the collator returns them with {[*wrong]} supervised tokens")):
+            _accounting(loss_scaling="sample").begin(one, found, labels(*wrong))
+    _accounting(loss_scaling="exact").begin(one, found, labels(4, 2, 0))
+    assert "in the order of the rows" in caplog.text
+    with pytest.raises(DataError, match="left 5 supervised tokens of 6"):
+        _accounting(loss_scaling="exact").begin(one, Measured(1, 24, 0, 5, (9, 12, 3)), labels(2, 3, 0))
+
+
+def test_waiting_for_the_loader_is_counted() -> None:
+    accounting, items = _accounting(), iter([1])
+    assert accounting.next(items) == 1 and accounting.next(items) is None  # type: ignore[arg-type]
+    assert accounting.metrics()["odb/data_wait_s"] >= 0
+    assert accounting.total.data_wait_s == accounting.interval.data_wait_s > 0

@@ -159,6 +159,67 @@ def test_a_loss_made_elsewhere_is_refused_by_name(tiny_text: Path, kind: str) ->
     assert "\n" not in str(refused.value)
 
 
+def _flat() -> tuple[dict[str, Tensor], tuple[int, ...]]:
+    """The rows of `_batch`, and three tokens that fill up, as one row."""
+    batch, filling = _batch(), torch.full((1, 3), 7)
+    cut = [(batch["input_ids"][0], batch["labels"][0]), (batch["input_ids"][1, :6], batch["labels"][1, :6])]
+    ids, labels = (torch.cat([row[column] for row in cut])[None] for column in (0, 1))
+    positions = torch.cat([torch.arange(n) for n in (9, 6, 3)])[None]
+    flat = {
+        "input_ids": torch.cat([ids, filling], 1),
+        "labels": torch.cat([labels, filling * 0 - 100], 1),
+        "position_ids": positions,
+    }
+    return flat, (9, 6, 3)
+
+
+def test_segments_of_a_flat_row_weigh_what_rows_do(tiny_text: Path) -> None:
+    model = _text(tiny_text)
+    batch = _batch()
+    labels = batch.pop("labels")
+    expected = _defined(model(**batch).logits, labels)
+    wanted = _gradients(model, expected)
+    flat, segments = _flat()
+    model.config.use_cache = False
+    with TokenLoss(model, "sample").weighing(ROW_WEIGHTS, segments):
+        loss = model(**flat).loss
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-13)
+    found = _gradients(model, loss)
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-14)
+
+
+def test_logits_of_other_segments_are_refused() -> None:
+    for shape in ((1, 17, 5), (2, 9, 5)):
+        with pytest.raises(DataError, match=r"rows of \d+ tokens and the micro-batch is one row of 18"):
+            weighted_token_loss(torch.zeros(shape), torch.zeros(shape[:2]).long(), ROW_WEIGHTS, segments=(9, 6, 3))
+
+
+def _nothing_waits(device: str) -> None:
+    logits = torch.zeros(1, 18, 11, device=device, requires_grad=True)
+    labels = torch.zeros(1, 18, device=device, dtype=torch.long)
+    weighted_token_loss(logits, labels, ROW_WEIGHTS, segments=(9, 6, 3)).backward()
+    weighted_token_loss(logits.expand(2, 18, 11), labels.expand(2, 18), ROW_WEIGHTS).backward()
+
+
+def test_no_value_is_read_back_from_the_device() -> None:
+    """On torch's device "meta" there are no values: whatever reads one raises."""
+    with pytest.raises(RuntimeError):
+        torch.zeros(1, device="meta").tolist()
+    _nothing_waits("meta")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_nothing_waits_for_a_cuda_device() -> None:
+    _nothing_waits("cuda")  # what is set up once
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        _nothing_waits("cuda")
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
 def test_another_number_of_rows_is_refused() -> None:
     with pytest.raises(DataError, match="logits of 1 rows and the micro-batch has 2 samples"):
         weighted_token_loss(torch.zeros(1, 4, 5), torch.zeros(1, 4, dtype=torch.long), ROW_WEIGHTS)
@@ -198,3 +259,5 @@ def test_no_second_copy_of_the_logits_is_made(logits: Tensor) -> None:
     assert own > 3 * logits.numel() * logits.element_size(), "the tracker sees them"
     vector = labels.numel() * 8
     assert peak(lambda x: weighted_token_loss(x, labels, ROW_WEIGHTS)) <= own + vector
+    row, segments = labels.view(1, -1), (300, 200, 12)
+    assert peak(lambda x: weighted_token_loss(x.view(1, 512, 512), row, ROW_WEIGHTS, segments=segments)) <= own + vector

@@ -58,6 +58,7 @@ def make_loader(lengths: Sequence[int], seat: Any, **options: Any) -> ODBLoader:
         observer=observer,
         collate_fn=pad,
         config=ODBConfig(**config | options),
+        layout=options.get("layout", "padded"),
         rule=OptimizerStepRule(**rule),
         seed=seed,
         coordinator=seat,

@@ -142,6 +142,7 @@ def open_loader(rows: list[Row], workers: tuple[int, int] = (0, 0), **options: A
     loader = ODBLoader(
         rows,
         config=ODBConfig(**config),
+        layout=config.get("layout", "padded"),
         rule=OptimizerStepRule(**rule),
         num_workers=workers[0],
         multiprocessing_context="fork" if any(workers) else None,

@@ -32,6 +32,8 @@ MODES = [
     {"world_size": 3, **KEEP, "balance": False},
     {"world_size": 2, **KEEP, "batch_size": 2, "accumulation": 2, "drop_last": True, "stock_mean": "micro_batch"},
     {"world_size": 2, **KEEP, "global_batch_size": 7, "stream": Stream},
+    {"world_size": 2, "layout": "flat", "accumulation": 2, "balance": True},
+    {"world_size": 2, **KEEP, "layout": "flat"},
 ]
 
 
@@ -81,7 +83,12 @@ def test_a_state_that_was_loaded_and_not_used_is_the_same_state(mode: dict[str, 
 
 
 changes = st.fixed_dictionaries(
-    {"world_size": st.integers(1, 4), "buffer_size": st.integers(1, 16), "token_budget": st.sampled_from([24, 32, 64])}
+    {
+        "world_size": st.integers(1, 4),
+        "buffer_size": st.integers(1, 16),
+        "token_budget": st.sampled_from([24, 32, 64]),
+        "layout": st.sampled_from(["padded", "flat"]),
+    }
 )
 
 

@@ -1,0 +1,170 @@
+"""Bins for the samples of a plan: how many each class gets, in which micro-step they run, and how full they shall be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from odb_factory.planning.cost import CostModel
+from odb_factory.planning.flat_samples import Samples
+
+LARGEST_AMOUNT = 1 << 28
+"""Amounts are whole numbers of at most this, so that products of two do not overflow."""
+AMOUNT_OF_A_BIN = 1 << 20
+"""What an average bin holds, in these, if it is more."""
+
+
+@dataclass(frozen=True, eq=False)
+class Bins:
+    """Bins in the order of their classes, and what is to be balanced between them.
+
+    pool, bin_class, step: of each bin [bins]. frozen: it holds an overlong sample and nothing else [bins].
+    amounts: what each sample adds in each dimension, in one unit of cost [n, dimensions]; tokens come first.
+    targets: what each bin shall hold of it [bins, dimensions].
+    """
+
+    samples: Samples
+    num_steps: int
+    pool: np.ndarray
+    bin_class: np.ndarray
+    step: np.ndarray
+    frozen: np.ndarray
+    amounts: np.ndarray
+    targets: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.pool)
+
+
+def fewest_steps(samples: Samples) -> int:
+    """No cut into fewer micro-steps is within the budgets: the sums of a class, by the largest bin there can be."""
+    budget, ordinary = samples.budget, ~samples.overlong
+    num_classes = int(samples.sample_class.max(initial=-1)) + 1
+    sums = np.zeros((num_classes, 2), dtype=np.int64)
+    np.add.at(sums, samples.sample_class[ordinary], samples.measures[ordinary, :2])
+    needed = np.maximum(-(-sums[:, 0] // budget.token_budget), sums.any(axis=1))
+    if budget.max_patches is not None:
+        needed = np.maximum(needed, -(-sums[:, 1] // max(budget.max_patches, 1)))
+    np.add.at(needed, samples.sample_class[samples.overlong], 1)
+    by_pool = np.bincount(np.arange(num_classes) // samples.num_modalities, needed)
+    return -(-int(by_pool.max()) // samples.slots)
+
+
+def make_bins(samples: Samples, num_steps: int, model: CostModel) -> Bins:
+    """Empty bins for so many micro-steps: as many as there are slots, or samples if these are fewer.
+
+    Overlong samples get bins of their own in the first micro-steps, the longest first.
+    """
+    num_classes = int(samples.sample_class.max()) + 1
+    pool_of_class = np.arange(num_classes) // samples.num_modalities
+    num_overlong = np.bincount(samples.sample_class[samples.overlong], minlength=num_classes)
+    shared = _share_out(samples, num_steps, pool_of_class, num_overlong)
+    # In a pool bins for overlong samples come first; those of other classes take turns.
+    sizes = np.concatenate([num_overlong, shared])
+    of_class = np.tile(np.arange(num_classes), 2)
+    frozen = np.repeat(np.arange(2 * num_classes) < num_classes, sizes)
+    bin_class = np.repeat(of_class, sizes)
+    turn = np.arange(len(bin_class)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    turn = (2 * turn + 1) * AMOUNT_OF_A_BIN // np.maximum(2 * np.repeat(sizes, sizes), 1)
+    order = np.lexsort((bin_class, turn, ~frozen, pool_of_class[bin_class]))
+    pool = pool_of_class[bin_class[order]]
+    step = (np.arange(len(order)) - np.searchsorted(pool, pool)) // samples.slots
+    by_class = np.lexsort((step, ~frozen[order], bin_class[order]))
+    bin_class, frozen = bin_class[order][by_class], frozen[order][by_class]
+    pool, step = pool[by_class], step[by_class]
+    amounts, budgets = _amounts(samples, num_steps, model)
+    targets = np.stack(
+        [_targets(samples, amount, most, pool, bin_class, step, frozen) for amount, most in zip(amounts.T, budgets)],
+        axis=1,
+    )
+    return Bins(samples, num_steps, pool, bin_class, step, frozen, amounts, targets)
+
+
+def _share_out(
+    samples: Samples, num_steps: int, pool_of_class: np.ndarray, num_overlong: np.ndarray
+) -> np.ndarray:
+    """Bins for the ordinary samples of each class, by load (D'Hondt's method), at most one a sample [classes]."""
+    num_classes = len(pool_of_class)
+    count = np.bincount(samples.sample_class, minlength=num_classes) - num_overlong
+    taken = np.zeros(pool_of_class[-1] + 1, dtype=np.int64)
+    np.add.at(taken, pool_of_class, num_overlong)
+    room = np.maximum(num_steps * samples.slots - taken, 0)[pool_of_class]
+    if samples.num_modalities == 1:
+        return np.minimum(room, count)
+    load = np.zeros(num_classes, dtype=np.int64)
+    np.add.at(load, samples.sample_class, np.where(samples.overlong, 0, samples.tokens))
+    shared = np.zeros(num_classes, dtype=np.int64)
+    for first in range(0, num_classes, samples.num_modalities):
+        own = np.s_[first : first + samples.num_modalities]
+        for _ in range(int(room[first])):
+            left = shared[own] < count[own]
+            if not left.any():
+                break
+            # A class without a bin comes first.
+            weight = np.where(shared[own] > 0, load[own] // np.maximum(shared[own], 1), load[own] + load[own].sum())
+            shared[first + int(np.where(left, weight, -1).argmax())] += 1
+    return shared
+
+
+def _amounts(samples: Samples, num_steps: int, model: CostModel) -> tuple[np.ndarray, list[int]]:
+    """`Bins.amounts`, and of each dimension the most that a bin may hold by the budgets."""
+    budget, measures = samples.budget, samples.measures
+    most = [budget.token_budget, budget.max_patches if budget.max_patches is not None else int(measures[:, 1].sum()), 0]
+    most[2] = budget.token_budget * int(samples.tokens.max())
+    weights = [model.token, model.patch, model.square]
+    totals = [weight * int(total) for weight, total in zip(weights, measures.sum(axis=0))]
+    kept = [0, *(d for d in (1, 2) if totals[d])]
+    unit = max(sum(totals) // (max(num_steps * samples.slots, 1) * (int(samples.pool.max()) + 1) * AMOUNT_OF_A_BIN), 1)
+    amounts = [np.minimum(weights[d] * measures[:, d] // unit, LARGEST_AMOUNT) for d in kept]
+    return np.stack(amounts, axis=1), [min(weights[d] * most[d] // unit, LARGEST_AMOUNT) for d in kept]
+
+
+def _targets(
+    samples: Samples,
+    amount: np.ndarray,
+    most: int,
+    pool: np.ndarray,
+    bin_class: np.ndarray,
+    step: np.ndarray,
+    frozen: np.ndarray,
+) -> np.ndarray:
+    """Of one dimension [bins]: what all pools agree on as the height of a micro-step, less what a class falls short."""
+    num_classes, num_pools = int(samples.sample_class.max()) + 1, int(samples.pool.max()) + 1
+    num_steps, ordinary = int(step.max(initial=0)) + 1, ~samples.overlong
+    bins_of = np.zeros((num_pools, num_steps), dtype=np.int64)
+    np.add.at(bins_of, (pool[~frozen], step[~frozen]), 1)
+    # Beside an overlong sample bins may be as full as the budget allows: its rank keeps all others waiting.
+    floor = np.where(np.bincount(step[frozen], minlength=num_steps) > 0, min(most, int(amount[~ordinary].max(initial=0))), 0)
+    heights = _heights(amount[ordinary], samples.pool[ordinary], bins_of, floor)
+    targets = np.where(frozen, 0, heights[step])
+    load, planned = np.zeros((2, num_classes), dtype=np.int64)
+    np.add.at(load, samples.sample_class[ordinary], amount[ordinary])
+    np.add.at(planned, bin_class, targets)
+    num_bins = np.bincount(bin_class[~frozen], minlength=num_classes)
+    short = (planned - load) // np.maximum(num_bins, 1)
+    return np.where(frozen, 0, targets - short[bin_class])
+
+
+def _heights(amount: np.ndarray, pool: np.ndarray, bins_of: np.ndarray, floor: np.ndarray) -> np.ndarray:
+    """How full the fullest bin of each micro-step must be [micro-steps], as water finds its level.
+
+    A micro-step with a sample above the mean is as costly as that sample, and its other bins can be filled as high;
+    what is left is shared by the other micro-steps in the same way. bins_of: of each pool in each micro-step.
+    """
+    num_pools, num_steps = bins_of.shape
+    order = np.lexsort((-amount, pool))
+    amount, pool = amount[order], pool[order]
+    first = np.searchsorted(pool, np.arange(num_pools + 1))
+    before = np.concatenate([[0], np.cumsum(amount)])
+    load, place, last = before[first[1:]] - before[first[:-1]], first[:-1].copy(), first[1:]
+    padded = np.append(amount, 0)
+    heights = np.zeros(num_steps, dtype=np.int64)
+    left = bins_of.sum(axis=1)
+    for k in range(num_steps):
+        longest = np.where(place < last, padded[np.minimum(place, len(amount))], 0)
+        height = np.maximum(np.maximum(-(-load // np.maximum(left, 1)), longest), floor[k])
+        heights[k] = int(np.where(bins_of[:, k] > 0, height, 0).max())
+        load = np.maximum(load - bins_of[:, k] * height, 0)
+        left, place = left - bins_of[:, k], np.minimum(place + bins_of[:, k], last)
+    return heights

@@ -1,0 +1,234 @@
+"""I10: `flatten`, the flat layout of what a collator returned, as a pure function; real collators at the end."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoTokenizer, BatchEncoding, DataCollatorForSeq2Seq, DataCollatorWithFlattening
+from trl.trainer.sft_trainer import DataCollatorForLanguageModeling as TRLCollator
+
+from odb_factory.data.collate import Failure, GroupDataset
+from odb_factory.data.layout import FlatLayout, LayoutError, flatten, varlen_arguments
+from odb_factory.data.samples import Sample
+from odb_factory.data.serialize import pack
+from odb_factory.errors import DataError
+from odb_factory.planning import Budget, Collation, Cost
+
+IGNORE = -100
+DUMMY = 90
+
+
+def items(lengths: list[int]) -> list[dict[str, list[int]]]:
+    """Samples whose tokens are all different and whose labels begin in their middle (a lone token has its label)."""
+    made = []
+    for k, length in enumerate(lengths):
+        ids = [100 * (k + 1) + t for t in range(length)]
+        made.append({"input_ids": ids, "labels": [IGNORE] * (length // 2) + ids[length // 2 :]})
+    return made
+
+
+def collate(
+    rows: list[dict[str, list[int]]], *, left: bool = False, dummy: int = 0, multiple: int = 1, mask: bool = True
+) -> dict[str, torch.Tensor]:
+    """Padded as LLaMA-Factory's collator does it: dummy media are behind the first row's tokens, or before them."""
+    length = max(len(row["input_ids"]) + (dummy if k == 0 else 0) for k, row in enumerate(rows))
+    length = -(-length // multiple) * multiple
+
+    def padded(values: list[int], extra: list[int], pad: int) -> list[int]:
+        fill = [pad] * (length - len(values) - len(extra))
+        return fill + extra + values if left else values + extra + fill
+
+    extras = [list(range(DUMMY, DUMMY + dummy))] + [[] for _ in rows[1:]]
+    masks = [[1] * len(row["input_ids"]) for row in rows]
+    columns = {
+        "input_ids": [padded(row["input_ids"], extra, 0) for row, extra in zip(rows, extras)],
+        "labels": [padded(row["labels"], [IGNORE] * len(extra), IGNORE) for row, extra in zip(rows, extras)],
+        "attention_mask": [padded(ones, [0] * len(extra), 0) for ones, extra in zip(masks, extras)],
+    }
+    if not mask:
+        del columns["attention_mask"]
+    return {name: torch.tensor(values) for name, values in columns.items()}
+
+
+@given(
+    lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5),
+    left=st.booleans(),
+    dummy=st.integers(0, 3),
+    multiple=st.sampled_from([1, 4]),
+    round_to=st.sampled_from([1, 8]),
+    num_rotary=st.sampled_from([0, 3, 4]),
+)
+def test_it_is_the_same_tokens_without_padding(
+    lengths: list[int], left: bool, dummy: int, multiple: int, round_to: int, num_rotary: int
+) -> None:
+    rows = items(lengths)
+    batch: dict[str, Any] = collate(rows, left=left, dummy=dummy, multiple=multiple)
+    shape = batch["input_ids"].shape
+    batch["token_type_ids"] = batch["input_ids"] % 7
+    batch["pixel_values"] = torch.randn(len(rows), shape[1])  # a shape that tells nothing
+    batch["image_grid_thw"] = torch.ones(shape, dtype=torch.long)
+    batch["rope_deltas"] = torch.zeros(len(rows), 1)
+    if num_rotary:
+        batch["position_ids"] = torch.arange(num_rotary * shape.numel()).view(num_rotary, *shape)
+    before = copy.deepcopy(batch)
+    flat, segments = flatten(batch, lengths, not dummy, FlatLayout(dummy, round_to))
+
+    total = sum(lengths) + dummy
+    fill = -total % round_to
+    assert segments == tuple(n for n in (*lengths, dummy, fill) if n)
+    assert sum(segments) == Budget(1, collation=Collation(1, dummy), layout="flat", round_to=round_to).flat_tokens(
+        sum(lengths), not dummy
+    )
+    dummies = list(range(DUMMY, DUMMY + dummy))
+    ids = [token for row in rows for token in row["input_ids"]] + dummies
+    assert flat["input_ids"].tolist()[0][:total] == ids
+    assert set(flat["input_ids"][0, total:].tolist()) <= {token for row in rows for token in row["labels"]} - {IGNORE}
+    labels = [label for row in rows for label in [IGNORE, *row["labels"][1:]]]
+    assert flat["labels"].tolist() == [labels + [IGNORE] * (dummy + fill)]
+    assert flat["token_type_ids"].tolist() == [[token % 7 for token in ids] + [0] * fill]
+    text = torch.tensor([[t for n in segments for t in range(n)]])
+    if num_rotary:
+        starts = [shape[1] - n if left else 0 for n in lengths]
+        places = [(k, t) for k, (start, n) in enumerate(zip(starts, lengths)) for t in range(start, start + n)]
+        places += [(0, starts[0] - dummy + t if left else lengths[0] + t) for t in range(dummy)]
+        theirs = [[int(one[k, t]) for k, t in places] + list(range(fill)) for one in before["position_ids"][-3:]]
+        assert flat["position_ids"].tolist() == [text.tolist(), *[[row] for row in theirs]]
+    else:
+        assert torch.equal(flat["position_ids"], text)
+    assert flat["pixel_values"] is batch["pixel_values"] and flat["image_grid_thw"] is batch["image_grid_thw"]
+    assert not {"attention_mask", "rope_deltas"} & flat.keys()
+    assert batch.keys() == before.keys() and all(torch.equal(batch[key], before[key]) for key in batch), "pure"
+
+
+def test_without_a_mask_the_lengths_say_where_padding_begins() -> None:
+    rows = items([3, 5, 1])
+    with_mask, _ = flatten(collate(rows, dummy=2), [3, 5, 1], False, FlatLayout(2))
+    without, segments = flatten(collate(rows, dummy=2, mask=False), [3, 5, 1], False, FlatLayout(2))
+    assert segments == (3, 5, 1, 2)
+    assert all(torch.equal(with_mask[key], without[key]) for key in with_mask)
+
+
+def test_a_mask_counts_more_than_an_estimate_of_the_cost() -> None:
+    _, segments = flatten(collate(items([3, 5])), [7, 7], True, FlatLayout())
+    assert segments == (3, 5)
+
+
+def test_boundaries_are_those_of_the_segments() -> None:
+    flat, segments = flatten(collate(items([3, 5])), [3, 5], True, FlatLayout(round_to=16, with_boundaries=True))
+    assert segments == (3, 5, 8)
+    for side in "qk":
+        ends = flat[f"cu_seq_lens_{side}"]
+        assert (ends.dtype, ends.tolist()) == (torch.int32, [0, 3, 8, 16])
+        assert flat[f"max_length_{side}"] == 8
+    assert "cu_seq_lens_q" not in flatten(collate(items([3])), [3], True, FlatLayout())[0]
+    assert varlen_arguments((4,))["max_length_k"] == 4
+
+
+def test_the_kind_of_mapping_stays() -> None:
+    batch = BatchEncoding(collate(items([3, 5])) | {"note": "kept"})
+    flat, _ = flatten(batch, [3, 5], True, FlatLayout())
+    assert type(flat) is BatchEncoding and flat["note"] == "kept"
+    assert batch["input_ids"].shape == (2, 5) and "attention_mask" in batch
+
+
+def _changed(**values: Any) -> dict[str, Any]:
+    return collate(items([3, 5])) | values
+
+
+@pytest.mark.parametrize(
+    ("batch", "named"),
+    [
+        (_changed(cross_attention_mask=torch.ones(2, 5, 1, 4)), "`cross_attention_mask` [2, 5, 1, 4]"),
+        (_changed(aspect_ratio_ids=torch.ones(2, 1)), "`aspect_ratio_ids` [2, 1]"),
+        (_changed(image_bound=[[], []]), "`image_bound` (list)"),
+        (_changed(pixel_attention_mask=torch.ones(2, 1, 28, 28)), "`pixel_attention_mask` [2, 1, 28, 28]"),
+        (_changed(data={"input_ids": torch.ones(2, 5)}), "`data` (dict)"),
+        (_changed(kl_weights=torch.ones(2)), "`kl_weights` [2]"),
+        (_changed(position_ids=torch.ones(2, 2, 5)), "`position_ids` [2, 2, 5]"),
+        (_changed(labels=torch.ones(2)), "`labels` [2]"),
+        (_changed(attention_mask=torch.tensor([[1, 0, 1, 0, 0], [1] * 5])), "`attention_mask` has zeros between"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_depends_on_rows_is_refused_by_name(batch: dict[str, Any], named: str) -> None:
+    """Through the collating worker: the message is about the collator, not about a row."""
+    groups = GroupDataset(lambda rows: dict(batch), 14, None, FlatLayout())
+    samples = [Sample(k, Cost(n), pack({"input_ids": [1] * n})) for k, n in enumerate((3, 5))]
+    failure = groups[(None, samples)]  # type: ignore[index]  # the micro-batch is handed through
+    assert isinstance(failure, Failure) and not failure.concerns_rows
+    message = failure.message(str, "raise")
+    assert message.startswith("layout: the collator's ") and named in message
+    assert message.endswith("set `layout: padded`.") and "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens", "said"),
+    [
+        (collate(items([3, 5])), [3, 5, 4], "made 2 rows of 5 tokens of these 3 samples"),
+        (collate(items([3, 5]), mask=False), [3, 6], "they are cut"),
+        (collate(items([3, 5]), mask=False, left=True), [3, 5], "put labels where its samples"),
+        (collate(items([3, 5]), mask=False), [2, 5], "put labels where its samples"),
+        (_changed(position_ids=torch.arange(10).view(2, 5)), [3, 5], "do not count the tokens of its 2 samples"),
+        (collate(items([8])), [3, 6], "laid these 2 samples of 9 tokens into one row of 8"),
+        (collate(items([8]), multiple=16), [3, 6], "laid these 2 samples of 9 tokens into one row of 16"),
+        (collate(items([8])) | {"position_ids": torch.arange(8)[None]}, [3, 5], "do not count the tokens"),
+        (collate([{"input_ids": [], "labels": []}, *items([3])]), [1, 3], "a row without tokens"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_batch_that_is_not_as_told_is_refused(batch: dict[str, Any], tokens: list[int], said: str) -> None:
+    with pytest.raises(DataError, match=said) as refused:
+        flatten(batch, tokens, True, FlatLayout())
+    assert not isinstance(refused.value, LayoutError) and "\n" not in str(refused.value)
+
+
+def test_dummy_media_that_are_not_there_are_missed() -> None:
+    with pytest.raises(DataError, match="too short for 5 of its sample and 2 of the dummy media"):
+        flatten(collate(items([5, 3])), [5, 3], False, FlatLayout(2))
+
+
+# Real collators
+
+
+def test_collators_that_lay_flat_themselves_give_what_padded_ones_give(tiny_text: Path) -> None:
+    """transformers' `DataCollatorWithFlattening`, TRL's `padding_free=True`, and padded left and right."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_text)
+    rows = items([4, 1, 6])
+    for row in rows:
+        row["labels"][0] = row["input_ids"][0]  # one that nothing predicts
+    tokens = [4, 1, 6]
+    batches: dict[str, Any] = {}
+    for side in ("right", "left"):
+        tokenizer.padding_side = side
+        batches[f"padded {side}"] = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8)(copy.deepcopy(rows))
+    batches["transformers"] = DataCollatorWithFlattening(return_flash_attn_kwargs=True)(copy.deepcopy(rows))
+    batches["TRL"] = TRLCollator(pad_token_id=0, padding_free=True)(copy.deepcopy(rows))
+    assert {name: batch["input_ids"].shape[0] for name, batch in batches.items()} == {
+        "padded right": 3,
+        "padded left": 3,
+        "transformers": 1,
+        "TRL": 1,
+    }
+    flats = {name: flatten(batch, tokens, True, FlatLayout()) for name, batch in batches.items()}
+    expected, _ = flats["padded right"]
+    for name, (flat, segments) in flats.items():
+        assert segments == (4, 1, 6), name
+        for key in ("input_ids", "labels", "position_ids"):
+            assert torch.equal(flat[key], expected[key]), (name, key)
+        assert "attention_mask" not in flat
+    assert flats["transformers"][0]["cu_seq_lens_q"].tolist() == [0, 4, 5, 11]
+
+
+def test_what_a_flat_collator_adds_behind_the_samples_is_a_segment() -> None:
+    rows = items([4, 6])
+    batch = TRLCollator(pad_token_id=0, padding_free=True, pad_to_multiple_of=8)(copy.deepcopy(rows))
+    flat, segments = flatten(batch, [4, 6], True, FlatLayout(round_to=10))
+    assert segments == (4, 6, 6, 4) and flat["input_ids"].shape == (1, 20)
+    assert flat["position_ids"][0, 10:].tolist() == [*range(6), *range(4)]
+    assert (flat["labels"][0, 10:] == IGNORE).all()

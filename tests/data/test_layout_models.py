@@ -1,0 +1,163 @@
+"""I10: loss and gradient of a flat micro-batch are those of the same samples padded. Prints the table with -s.
+
+The models compute in float64, and so do loss and gradient; where a model has float32 inside (the norms of Gemma, the
+softmax of eager attention) the bound is that of float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from data.layout_models import (
+    COMPUTES_IN_FLOAT32,
+    MORE_TEXT,
+    TEXT,
+    VISION,
+    Case,
+    Drawn,
+    Sample,
+    set_attention,
+    text_case,
+    text_model,
+    vision_case,
+    vision_model,
+)
+
+from odb_factory.accounting.token_loss import weighted_token_loss
+from odb_factory.data.layout import FlatLayout, flatten
+
+ATTENTION = {"sdpa": "sdpa", "eager": "eager"}
+"""Attention of the flat row, and of the padded rows it is compared with."""
+EXACT, FLOAT32 = (1e-14, 1e-13), (1e-6, 1e-5)
+"""Bounds of the relative deviation: of the loss, and of the gradient of any parameter."""
+ROUND_TO = 16
+
+Gradients = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def table() -> Iterator[list[tuple[str, str, str, str]]]:
+    """Rows of the table that is printed at the end."""
+    rows: list[tuple[str, str, str, str]] = [("model", "samples", "attention", "loss / gradient")]
+    yield rows
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    print()
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)))
+
+
+def gradients(model: Any, batch: dict[str, Any], segments: tuple[int, ...], weights: list[float]) -> Any:
+    """The loss with these weights of the samples, and its gradient by parameter."""
+    model.zero_grad()
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    loss = weighted_token_loss(model(**inputs).logits, batch["labels"], weights, segments=segments)
+    loss.backward()
+    return loss.item(), {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+
+
+def deviation(reference: Gradients, found: Gradients, noise: float) -> float:
+    """The largest relative one of any parameter (NaN if there is one in any).
+
+    A gradient that is zero but for rounding (of a dummy image; of the bias of keys), smaller than `noise` times the
+    largest, is so in both.
+    """
+    norms = {name: value.norm().item() for name, value in reference.items()}
+    least = noise * max(norms.values())
+    of_each = []
+    for name, value in found.items():
+        if norms.get(name, 0.0) < least:
+            of_each.append(0.0 if value.norm().item() < least else math.inf)
+        else:
+            of_each.append((value - reference[name]).norm().item() / norms[name])
+    assert norms.keys() <= found.keys()
+    return torch.tensor(of_each).max().item()
+
+
+def compare(model: Any, cases: dict[str, tuple[Case, list[Case]]], family: str, attention: str, table: Any) -> None:
+    """cases: a padded batch, and each of its samples as one of its own, for where the padded one has no gradient."""
+    bound = FLOAT32 if family in COMPUTES_IN_FLOAT32 or attention == "eager" else EXACT
+    noise = bound[1] / 100
+    for name, (case, alone) in cases.items():
+        weights = [0.3 + 0.1 * k for k in range(len(case.tokens))]
+        set_attention(model, ATTENTION[attention])
+        loss, reference = gradients(model, case.batch, (), weights)
+        against = ""
+        if any(value.isnan().any() for value in reference.values()):
+            # The mask of eager sliding windows is cast to float32: rows of padding have no softmax.
+            against = " (samples alone)"
+            parts = [gradients(model, one.batch, (), [weight]) for one, weight in zip(alone, weights)]
+            loss = sum(part for part, _ in parts)
+            names = {key for _, part in parts for key in part}
+            reference = {key: sum(part[key] for _, part in parts if key in part) for key in names}  # type: ignore[misc]
+        set_attention(model, attention)
+        for round_to in (1, ROUND_TO):
+            flat, segments = flatten(case.batch, case.tokens, case.has_media, FlatLayout(case.dummy, round_to))
+            assert flat["input_ids"].shape == (1, sum(segments))
+            theirs, found = gradients(model, dict(flat), segments, weights)
+            of_loss, of_gradient = abs(loss - theirs) / abs(loss), deviation(reference, found, noise)
+            rounded = "" if round_to == 1 else f", filled to {ROUND_TO}"
+            table.append((family, name + rounded + against, attention, f"{of_loss:.1e} / {of_gradient:.1e}"))
+            # NaN is beyond any bound.
+            assert of_loss <= bound[0] and of_gradient <= bound[1], table[-1]
+
+
+def text_cases() -> dict[str, tuple[Case, list[Case]]]:
+    draw = Drawn()
+    samples = [draw.sample(*shape) for shape in ((1, 2), (5, 12), (2, 7), (11, 15), (0, 6))]
+    return {"text": (text_case(samples), [text_case([sample]) for sample in samples])}
+
+
+@pytest.mark.parametrize("attention", ATTENTION)
+@pytest.mark.parametrize("family", TEXT)
+def test_text_models(family: str, attention: str, table: Any) -> None:
+    compare(text_model(family, ATTENTION[attention]), text_cases(), family, attention, table)
+
+
+@pytest.mark.full_grid
+@pytest.mark.parametrize("attention", ATTENTION)
+@pytest.mark.parametrize("family", MORE_TEXT)
+def test_more_text_models(family: str, attention: str, table: Any) -> None:
+    compare(text_model(family, ATTENTION[attention]), text_cases(), family, attention, table)
+
+
+@pytest.mark.parametrize("attention", ATTENTION)
+@pytest.mark.parametrize("family", VISION)
+def test_vision_language_models(family: str, attention: str, table: Any) -> None:
+    """With images, without (a dummy image), and mixed."""
+    model, tokens, draw = vision_model(family, ATTENTION[attention]), VISION[family].tokens, Drawn(1)
+    groups: dict[str, list[Sample]] = {
+        "images": [draw.sample(3, 5, 1, tokens), draw.sample(4, 8, 2, tokens), draw.sample(1, 2, 1, tokens)],
+        "mixed": [draw.sample(9, 14), draw.sample(3, 5, 1, tokens), draw.sample(1, 3, 2, tokens), draw.sample(0, 4)],
+        "without": [draw.sample(4, 8), draw.sample(1, 4), draw.sample(9, 16)],
+    }
+    cases = {
+        name: (
+            vision_case(family, model, samples),
+            [vision_case(family, model, [sample], with_dummy=False) for sample in samples],
+        )
+        for name, samples in groups.items()
+    }
+    compare(model, cases, family, attention, table)
+
+
+def test_a_layout_that_is_wrong_is_far_off() -> None:
+    """What the table would show: positions that go on, a mask of ones, the temporal row in the place of the text's."""
+    model = text_model("llama", "sdpa")
+    (case, _) = text_cases()["text"]
+    weights = [1.0] * len(case.tokens)
+    _, reference = gradients(model, case.batch, (), weights)
+    flat, segments = flatten(case.batch, case.tokens, False, FlatLayout())
+    ones = {"attention_mask": torch.ones_like(flat["input_ids"])}
+    on = {"position_ids": torch.arange(sum(segments))[None]}
+    for change in (ones, on):
+        assert deviation(reference, gradients(model, {**flat, **change}, segments, weights)[1], 1e-15) > 0.1
+    model, draw = vision_model("qwen3_vl", "sdpa"), Drawn(1)
+    case = vision_case("qwen3_vl", model, [draw.sample(3, 5, 1, 4), draw.sample(4, 8, 2, 4)])
+    _, reference = gradients(model, case.batch, (), [1.0, 1.0])
+    flat, segments = flatten(case.batch, case.tokens, True, FlatLayout())
+    flat["position_ids"][0] = flat["position_ids"][1]
+    assert deviation(reference, gradients(model, dict(flat), segments, [1.0, 1.0])[1], 1e-15) > 0.1

@@ -1,0 +1,159 @@
+"""A loop of one's own over flat micro-batches: what it is handed (I2, I4), the gradient of its optimizer steps (I8).
+
+Real transformers models in float64 on real worker processes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toy import NUM_ROWS, Rows, item, pad
+from transformers import AutoModelForCausalLM, DataCollatorWithFlattening
+
+from odb_factory import ConfigError, DataError, ODBDataLoader, pop_step_info, weighted_loss
+
+BUDGET = 128
+
+
+def labelled(k: int) -> dict[str, Any]:
+    """Row k of the toy data; about its last half has labels."""
+    ids = [(7 * k + 3 * t) % 90 + 5 for t in range(2 + k * 7 % 39)]
+    return {"input_ids": ids, "labels": [-100] * (len(ids) // 2) + ids[len(ids) // 2 :]}
+
+
+def collate(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Padded, with a mask, as most collators do it."""
+    length = max(len(one["input_ids"]) for one in items)
+
+    def rows(key: str, fill: int) -> torch.Tensor:
+        return torch.tensor([one[key] + [fill] * (length - len(one[key])) for one in items])
+
+    ids = rows("input_ids", 0)
+    return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": rows("labels", -100)}
+
+
+def make(**changes: Any) -> ODBDataLoader:
+    settings = {"token_budget": BUDGET, "batch_size": 16, "collate_fn": pad, "layout": "flat"} | changes
+    return ODBDataLoader(settings.pop("dataset", Rows()), **settings)
+
+
+@pytest.mark.parametrize("mode", ["keep", "fill"])
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 1, "multiprocessing_context": "spawn"}], ids=["0", "spawn"])
+def test_every_row_once_in_flat_batches_within_the_budget(mode: Any, workers: dict[str, Any], tmp_path: Path) -> None:
+    """I2, I4."""
+    seen: Counter[int] = Counter()
+    with make(global_batch_size=mode, buffer_size=32, audit_dir=tmp_path, **workers) as loader:
+        for batch in loader:
+            info = pop_step_info(batch)
+            assert set(batch) == {"input_ids", "labels", "position_ids"}
+            ids = batch["input_ids"]
+            assert ids.shape == batch["labels"].shape == batch["position_ids"].shape == (1, sum(info.segments))
+            assert ids.numel() <= BUDGET and info.tokens == ids.numel(), "nothing but samples"
+            parts = ids[0].split(info.segments)
+            assert [part.tolist() for part in parts] == [item(k)["input_ids"] for k in info.ids]
+            seen.update(info.ids)
+        stats = loader.stats()
+    assert seen == Counter(range(NUM_ROWS))
+    assert stats["odb/over_budget"] == 0
+    lines = [json.loads(line) for line in (tmp_path / "odb_audit_rank0.jsonl").read_text().splitlines()]
+    assert {line["rows"] for line in lines} == {1}
+    assert all(sum(line["segments"]) == line["length"] for line in lines)
+
+
+def test_micro_batches_are_filled_up_to_a_multiple() -> None:
+    with make(pad_to_multiple_of=16) as loader:
+        infos = []
+        for batch in loader:
+            info = pop_step_info(batch)
+            assert batch["input_ids"].shape[1] == sum(info.segments) <= BUDGET
+            assert sum(info.segments) % 16 == 0 and len(info.segments) - len(info.ids) in (0, 1)
+            infos.append(info)
+    assert any(len(info.segments) > len(info.ids) for info in infos)
+
+
+def test_auto_is_padded_in_a_loop() -> None:
+    with make(layout="auto") as loader:
+        batch = next(iter(loader))
+        assert pop_step_info(batch).segments == () and "position_ids" not in batch
+    with pytest.raises(ConfigError, match="odb.pad_to_multiple_of: 8 fills up flat micro-batches.*`layout: flat`"):
+        make(layout="auto", pad_to_multiple_of=8)
+
+
+@pytest.mark.parametrize("layout", ["padded", "flat"])
+def test_a_collator_that_lays_flat_itself(layout: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """With `flat` it is planned as such, and nothing is to be said; weights that differ can be told."""
+    scaling = "sample" if layout == "flat" else "exact"
+    with make(layout=layout, collate_fn=DataCollatorWithFlattening(), loss_scaling=scaling) as loader:
+        infos = [pop_step_info(batch) for batch in loader]
+    assert Counter(k for info in infos for k in info.ids) == Counter(range(NUM_ROWS))
+    said = [message for message in caplog.messages if "into one row of" in message]
+    assert len(said) == (layout == "padded")
+    assert all("With `layout: flat` they are planned as they are laid." in message for message in said)
+
+
+def test_a_batch_that_cannot_be_laid_flat_is_one_line_about_the_collator() -> None:
+    def mllama(items: list[Any]) -> Any:
+        batch = pad(items)
+        return batch | {"cross_attention_mask": torch.ones(*batch["input_ids"].shape, 1, 4)}
+
+    with make(collate_fn=mllama, num_workers=1) as loader, pytest.raises(DataError) as refused:
+        next(iter(loader))
+    assert str(refused.value).startswith("layout: the collator's `cross_attention_mask` [")
+    assert str(refused.value).endswith("set `layout: padded`.")
+
+
+@pytest.mark.parametrize("pad_to_multiple_of", [None, 32])
+@pytest.mark.parametrize("scaling", ["exact", "sample"])
+def test_the_gradient_is_that_of_one_padded_batch(tiny_text: Path, scaling: Any, pad_to_multiple_of: Any) -> None:
+    """I8, I10: of every optimizer step, and its loss."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_text, dtype=torch.float64, use_cache=False).train()
+    steps, ids, total, num_micro_batches = 0, [], 0.0, set()
+    with make(
+        dataset=Rows(labelled, 24),
+        batch_size=4,
+        gradient_accumulation_steps=2,
+        collate_fn=collate,
+        loss_scaling=scaling,
+        pad_to_multiple_of=pad_to_multiple_of,
+        num_workers=1,
+        shuffle=True,
+    ) as loader:
+        for batch in loader:
+            info = pop_step_info(batch)
+            labels = batch.pop("labels")
+            loss = weighted_loss(model(**batch).logits, labels, info)
+            loss.backward()
+            if scaling == "exact":
+                own = model(**batch, labels=labels).loss * info.loss_scale  # in float32
+                assert own.item() == pytest.approx(loss.item(), rel=1e-5)
+            ids, total = [*ids, *info.ids], total + loss.item()
+            if not info.ends_optimizer_step:
+                continue
+            found = {name: value.grad.clone() for name, value in model.named_parameters()}
+            model.zero_grad()
+            expected = big_padded_batch(model, ids, scaling)
+            assert total == pytest.approx(expected, rel=1e-13)
+            for name, value in model.named_parameters():
+                deviation = (value.grad - found[name]).norm() / value.grad.norm()
+                assert deviation < 1e-12, name
+            model.zero_grad()
+            num_micro_batches.add(info.micro_batches)
+            steps, ids, total = steps + 1, [], 0.0
+    assert steps == 3 and max(num_micro_batches) > 1
+
+
+def big_padded_batch(model: Any, ids: list[int], scaling: str) -> float:
+    """Backward of the loss of all samples as one padded batch, by its definition; returns the loss."""
+    batch = collate([labelled(k) for k in ids])
+    labels = batch.pop("labels")[:, 1:]
+    logits = model(**batch).logits[:, :-1]
+    losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+    counts = (labels != -100).sum(1)
+    loss = losses.sum() / counts.sum() if scaling == "exact" else (losses.sum(1) / counts).mean()
+    loss.backward()
+    return loss.item()
