@@ -12,6 +12,8 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from odb_factory.training import varlen
+
 IGNORE = -100
 VOCABULARY, IMAGE, VIDEO, OPENS, CLOSES = 200, 150, 151, 152, 153
 WORDS = (3, 140)
@@ -299,6 +301,9 @@ def _prepared(model: Any, attention: str) -> Any:
 
 def set_attention(model: Any, attention: str) -> None:
     """Of the language model, by the name of an attention function."""
+    if attention == varlen.NAME:
+        varlen.install(model)
+        return
     model.config.get_text_config()._attn_implementation = attention
     for module in model.modules():
         config = getattr(module, "config", None)

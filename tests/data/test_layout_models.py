@@ -29,8 +29,9 @@ from data.layout_models import (
 
 from odb_factory.accounting.token_loss import weighted_token_loss
 from odb_factory.data.layout import FlatLayout, flatten
+from odb_factory.training import varlen
 
-ATTENTION = {"sdpa": "sdpa", "eager": "eager"}
+ATTENTION = {"sdpa": "sdpa", "eager": "eager", varlen.NAME: "sdpa"}
 """Attention of the flat row, and of the padded rows it is compared with."""
 EXACT, FLOAT32 = (1e-14, 1e-13), (1e-6, 1e-5)
 """Bounds of the relative deviation: of the loss, and of the gradient of any parameter."""
@@ -54,8 +55,9 @@ def gradients(model: Any, batch: dict[str, Any], segments: tuple[int, ...], weig
     """The loss with these weights of the samples, and its gradient by parameter."""
     model.zero_grad()
     inputs = {key: value for key, value in batch.items() if key != "labels"}
-    loss = weighted_token_loss(model(**inputs).logits, batch["labels"], weights, segments=segments)
-    loss.backward()
+    with varlen.flat_row(segments):
+        loss = weighted_token_loss(model(**inputs).logits, batch["labels"], weights, segments=segments)
+        loss.backward()
     return loss.item(), {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
 
 
