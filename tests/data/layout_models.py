@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,9 +11,8 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
-
-from odb_factory.training import varlen
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
+from transformers.masking_utils import flash_attention_mask
 
 IGNORE = -100
 VOCABULARY, IMAGE, VIDEO, OPENS, CLOSES = 200, 150, 151, 152, 153
@@ -281,7 +281,7 @@ class Drawn:
         return Sample(asked + said, [IGNORE] * len(asked) + said, images)
 
 
-def _prepared(model: Any, attention: str) -> Any:
+def prepared(model: Any, attention: str) -> Any:
     """In float64, for training, without dropout, its weights drawn anew: as made, attention would hardly matter."""
     model = model.double().train()
     for config in {id(one): one for one in (model.config, model.config.get_text_config())}.values():
@@ -301,14 +301,61 @@ def _prepared(model: Any, attention: str) -> Any:
 
 def set_attention(model: Any, attention: str) -> None:
     """Of the language model, by the name of an attention function."""
-    if attention == varlen.NAME:
-        varlen.install(model)
-        return
     model.config.get_text_config()._attn_implementation = attention
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if config is not None and "vision" not in type(config).__name__.lower():
-            config._attn_implementation = attention
+
+
+FLASH = "flash_on_cpu"
+
+
+def register_flash() -> None:
+    """An attention function for the CPU that is handed what flash attention is, and cuts rows where that does."""
+    AttentionInterface.register(FLASH, _flash)
+    AttentionMaskInterface.register(FLASH, flash_attention_mask)
+
+
+def _flash(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    position_ids: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """By a mask of padding, by `cu_seq_lens_q`, or where the positions of a single row begin anew; else whole rows."""
+    rows, heads, length, size = query.shape
+    key, value = (one.repeat_interleave(heads // one.shape[1], 1) for one in (key, value))
+    if attention_mask is not None:
+        cuts = [[0, int(count), length] for count in attention_mask.sum(-1)]
+    elif cu_seq_lens_q is not None:
+        cuts = [cu_seq_lens_q.tolist()]
+    elif rows == 1 and position_ids is not None:
+        assert position_ids.dim() == 2, "the positions of text"
+        cuts = [[*(position_ids[0] == 0).nonzero().flatten().tolist(), length]]
+    else:
+        cuts = [[0, length]] * rows
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    out = []
+    for row, borders in enumerate(cuts):
+        parts = []
+        for start, end in itertools.pairwise(borders):
+            scores = query[row, :, start:end] @ key[row, :, start:end].mT * (scaling or size**-0.5)
+            if softcap:
+                scores = torch.tanh(scores / softcap) * softcap
+            sees = torch.ones(end - start, end - start, dtype=torch.bool)
+            if causal:
+                sees = sees.tril()
+            if sliding_window:
+                sees = sees.triu(1 - sliding_window)
+            parts.append(scores.masked_fill(~sees, float("-inf")).softmax(-1) @ value[row, :, start:end])
+        out.append(torch.cat(parts, 1).transpose(0, 1))
+    return torch.stack(out), None
 
 
 def text_model(family: str, attention: str) -> Any:
@@ -317,13 +364,13 @@ def text_model(family: str, attention: str) -> Any:
         if hasattr(config, name):
             setattr(config, name, 0.0)
     config._experts_implementation = "eager"
-    return _prepared(AutoModelForCausalLM.from_config(config, attn_implementation="sdpa"), attention)
+    return prepared(AutoModelForCausalLM.from_config(config, attn_implementation="sdpa"), attention)
 
 
 def vision_model(family: str, attention: str) -> Any:
     vision = VISION[family]
     made = getattr(transformers, vision.model)._from_config(vision.config(), attn_implementation="sdpa")
-    return _prepared(made, attention)
+    return prepared(made, attention)
 
 
 def text_case(samples: Sequence[Sample]) -> Case:

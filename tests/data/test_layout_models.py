@@ -8,35 +8,44 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from data.layout_models import (
     COMPUTES_IN_FLOAT32,
+    FLASH,
     MORE_TEXT,
     TEXT,
     VISION,
     Case,
     Drawn,
     Sample,
+    prepared,
+    register_flash,
     set_attention,
     text_case,
     text_model,
     vision_case,
     vision_model,
 )
+from stock import load_stock
+from support import training_config
 
 from odb_factory.accounting.token_loss import weighted_token_loss
 from odb_factory.data.layout import FlatLayout, flatten
+from odb_factory.llamafactory.attach import probe_collation
 from odb_factory.training import varlen
 
-ATTENTION = {"sdpa": "sdpa", "eager": "eager", varlen.NAME: "sdpa"}
+ATTENTION = {"sdpa": "sdpa", "eager": "eager", varlen.NAME: "sdpa", FLASH: FLASH}
 """Attention of the flat row, and of the padded rows it is compared with."""
 EXACT, FLOAT32 = (1e-14, 1e-13), (1e-6, 1e-5)
 """Bounds of the relative deviation: of the loss, and of the gradient of any parameter."""
 ROUND_TO = 16
 
+varlen.register()
+register_flash()
 Gradients = dict[str, torch.Tensor]
 
 
@@ -97,7 +106,9 @@ def compare(model: Any, cases: dict[str, tuple[Case, list[Case]]], family: str, 
             reference = {key: sum(part[key] for _, part in parts if key in part) for key in names}  # type: ignore[misc]
         set_attention(model, attention)
         for round_to in (1, ROUND_TO):
-            flat, segments = flatten(case.batch, case.tokens, case.has_media, FlatLayout(case.dummy, round_to))
+            # A flash kernel is told the boundaries, or finds them in the positions.
+            layout = FlatLayout(case.dummy, round_to, with_boundaries=attention == FLASH and round_to > 1)
+            flat, segments = flatten(case.batch, case.tokens, case.has_media, layout)
             assert flat["input_ids"].shape == (1, sum(segments))
             theirs, found = gradients(model, dict(flat), segments, weights)
             of_loss, of_gradient = abs(loss - theirs) / abs(loss), deviation(reference, found, noise)
@@ -144,6 +155,27 @@ def test_vision_language_models(family: str, attention: str, table: Any) -> None
         for name, samples in groups.items()
     }
     compare(model, cases, family, attention, table)
+
+
+def test_llamafactorys_own_collator(tiny_vl: Path, data_dir: Path, tmp_path: Path, table: Any) -> None:
+    """Qwen3-VL: its mrope positions of four rows, its dummy image, its processed pictures."""
+    trained = {"freeze_vision_tower": False, "freeze_multi_modal_projector": False}
+    config = training_config(tiny_vl, data_dir, tmp_path, dataset="pictures,texts", cutoff_len=512, **trained)
+    stock = load_stock(config)
+    rows, collator, model = stock.datasets["train_dataset"], stock.collator, prepared(stock.model, "sdpa")
+    collator.compute_dtype = torch.float64
+    dummy = probe_collation(collator).dummy_media_tokens
+    assert dummy > 2
+    cases = {}
+    for name, chosen in {"images": (0, 1, 2), "mixed": (3, 4, 30, 24), "without": (25, 3, 40)}.items():
+        features = [rows[k] for k in chosen]
+        images = [len(one["images"] or ()) for one in features]
+        assert (min(images) > 0, max(images) > 0) == {"images": (1, 1), "mixed": (0, 1), "without": (0, 0)}[name]
+        batch = collator([{key: one[key] for key in one} for one in features])
+        assert batch["position_ids"].shape[0] == 4
+        tokens = [len(one["input_ids"]) for one in features]
+        cases[name] = (Case(dict(batch), tokens, max(images) > 0, 0 if max(images) else dummy), [])
+    compare(model, cases, "qwen3_vl, LLaMA-Factory", "sdpa", table)
 
 
 def test_a_layout_that_is_wrong_is_far_off() -> None:
