@@ -161,6 +161,11 @@ class ODBConfig:
             _check(item, value)
             if isinstance(value, Integral) and not isinstance(value, bool):
                 object.__setattr__(self, item.name, int(value))  # numpy's integers are no JSON
+        if self.layout == "padded" and self.pad_to_multiple_of is not None:
+            raise ConfigError(
+                f"odb.pad_to_multiple_of: {self.pad_to_multiple_of} has no effect with `layout: padded`, whose rows are "
+                "padded as the data collator says; leave it out, or set `layout: flat`."
+            )
         if self.keeps:
             self._check_kept()
         elif self.loss_scaling == "stock":

@@ -17,12 +17,13 @@ from odb_factory.config import ODBConfig
 from odb_factory.errors import ConfigError
 
 KEYS = [item.name for item in dataclasses.fields(ODBConfig)]
-OPTIONAL_NUMBERS = ["max_patches", "collate_workers", "lr_reference_samples", "seed"]
+OPTIONAL_NUMBERS = ["max_patches", "pad_to_multiple_of", "collate_workers", "lr_reference_samples", "seed"]
 OPTIONAL = [*OPTIONAL_NUMBERS, "balance"]
 WHOLE_NUMBERS = ["token_budget", *OPTIONAL_NUMBERS, "buffer_size", "exchange_timeout_s"]
 WORDS = {
     "loss_scaling": ["stock", "exact", "sample", "square", "approx", "none"],
     "lr_scale": ["none", "sqrt", "linear"],
+    "layout": ["auto", "flat", "padded"],
     "cost_model": ["tokens", "time"],
     "overlong": ["singleton", "drop", "error"],
     "on_error": ["raise", "skip"],
@@ -62,6 +63,8 @@ def test_defaults() -> None:
         "token_budget": 8192,
         "max_patches": None,
         "global_batch_size": "keep",
+        "layout": "auto",
+        "pad_to_multiple_of": None,
         "buffer_size": 1024,
         "collate_workers": None,
         "loss_scaling": "stock",
@@ -124,6 +127,11 @@ def test_an_optimizer_step_has_a_sample() -> None:
 def test_what_only_filled_optimizer_steps_have_is_refused(keys: dict[str, Any], size: Any) -> None:
     message = refusal(block(**keys, global_batch_size=size))
     assert message.startswith(f"odb.{next(iter(keys))}: ") and "set `global_batch_size: fill`" in message
+
+
+def test_padded_rows_are_not_filled_up() -> None:
+    message = refusal(block(layout="padded", pad_to_multiple_of=16))
+    assert message.startswith("odb.pad_to_multiple_of: 16 has no effect") and "layout: flat" in message
 
 
 def test_the_weights_of_stock_need_its_optimizer_steps() -> None:

@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from odb_factory.data.layout import FlatLayout, LayoutError, flatten
+from odb_factory.data.layout import FlatLayout, flatten
 from odb_factory.data.measure import measure_batch
 from odb_factory.data.samples import Measured, MicroBatch, Sample, Task
+from odb_factory.data.segments import LayoutError
 from odb_factory.data.serialize import unpack
 from odb_factory.data.worker import WorkerDataset
 from odb_factory.errors import one_line

@@ -13,11 +13,11 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from odb_factory.data.measure import GRID_KEYS, IGNORE_INDEX, PIXEL_KEYS, batch_shape
+from odb_factory.data.segments import LayoutError, Segments, find_segments
 from odb_factory.errors import DataError
 
 BOUNDARY_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
@@ -27,10 +27,6 @@ _PER_ROW = ("cross_attention_mask", "aspect_ratio_ids", "aspect_ratio_mask", "im
 _MEDIA = (*GRID_KEYS, *PIXEL_KEYS, "image_sizes", "pixel_attention_mask", "second_per_grid_ts", "video_second_per_grid")
 _MEDIA_WORDS = ("pixel", "image", "video", "audio", "feature", "grid", "tile", "vision", "media")
 """A tensor of such a name whose shape is not that of tokens goes by media, not by rows."""
-
-
-class LayoutError(DataError):
-    """A batch that cannot be laid flat, whatever its samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,24 +40,6 @@ class FlatLayout:
     dummy_media_tokens: int = 0
     round_to: int = 1
     with_boundaries: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Segments:
-    """Where the tokens of a flat row come from.
-
-    index: int64[sum of lengths], positions in the rows of the batch laid end to end. samples: how many of them are
-    samples. filled: tokens at the end that come from nowhere, the last segment.
-    """
-
-    index: Tensor
-    lengths: tuple[int, ...]
-    samples: int
-    filled: int
-
-    @property
-    def starts(self) -> list[int]:
-        return [0, *itertools.accumulate(self.lengths)][:-1]
 
 
 def flatten(
@@ -81,7 +59,7 @@ def flatten(
         batch, segments = flatten(collator(items), [5, 3], False, FlatLayout())  # segments: (5, 3)
     """
     rows, length = batch_shape(batch)
-    segments = _segments(batch, tokens, 0 if has_media else layout.dummy_media_tokens, layout.round_to)
+    segments = find_segments(batch, tokens, 0 if has_media else layout.dummy_media_tokens, layout.round_to)
     flat: MutableMapping[str, Any] = copy.copy(batch) if isinstance(batch, MutableMapping) else dict(batch)
     for key, value in batch.items():
         if key in _DROPPED:
@@ -111,84 +89,12 @@ def varlen_arguments(segments: Sequence[int]) -> dict[str, Any]:
     return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
 
 
-def _segments(batch: Mapping[str, Any], tokens: Sequence[int], num_dummy: int, round_to: int) -> _Segments:
-    rows, length = batch_shape(batch)
-    mask = batch.get("attention_mask")
-    real = mask != 0 if isinstance(mask, Tensor) and mask.shape == (rows, length) else None
-    if rows == len(tokens):
-        spans = _padded_rows(real, tokens, rows, length)
-        if num_dummy:
-            spans.append(_dummy(spans[0], num_dummy, length))
-    elif rows == 1:
-        spans = _one_row(real, tokens, length)
-    else:
-        raise DataError(
-            f"the collator made {rows} rows of {length} tokens of these {len(tokens)} samples, and a flat micro-batch "
-            "takes one row a sample, or all in one row; use a collator that makes them, or set `layout: padded`"
-        )
-    lengths = tuple(end - start for start, end in spans)
-    if min(lengths) < 1:
-        raise DataError(f"the collator made a row without tokens: its {len(lengths)} rows have {list(lengths)}")
-    index = np.concatenate([np.arange(start, end) for start, end in spans])
-    filled = -len(index) % round_to
-    return _Segments(
-        torch.from_numpy(index), lengths + ((filled,) if filled else ()), samples=len(tokens), filled=filled
-    )
-
-
-def _padded_rows(real: Tensor | None, tokens: Sequence[int], rows: int, length: int) -> list[tuple[int, int]]:
-    """Where each row's tokens begin and end in the rows laid end to end."""
-    if real is None:
-        if max(tokens) > length:
-            raise DataError(
-                f"the collator made rows of {length} tokens of samples of {list(tokens)}: they are cut; let it keep "
-                "every token, or say their length as collated (cost_fn)"
-            )
-        return [(row * length, row * length + count) for row, count in enumerate(tokens)]
-    counts = real.sum(1).tolist()
-    spans = []
-    for row, (count, from_left) in enumerate(zip(counts, real[:, 0].tolist())):
-        start = row * length + (0 if from_left else length - count)
-        spans.append((start, start + count))
-    flat = real.reshape(-1)
-    if not all(bool(flat[start:end].all()) for start, end in spans):
-        raise LayoutError(
-            "layout: the collator's `attention_mask` has zeros between the tokens of a row, which a flat micro-batch "
-            "cannot have; set `layout: padded`."
-        )
-    return spans
-
-
-def _dummy(first: tuple[int, int], num_tokens: int, length: int) -> tuple[int, int]:
-    """Dummy media stand where the first row's padding would begin."""
-    start, end = first
-    span = (end, end + num_tokens) if start == 0 else (start - num_tokens, start)
-    if span[0] < 0 or span[1] > length:
-        raise DataError(
-            f"the collator made a first row of {length} tokens, too short for {end - start} of its sample and "
-            f"{num_tokens} of the dummy media that it was seen to add to samples without media (collation)"
-        )
-    return span
-
-
-def _one_row(real: Tensor | None, tokens: Sequence[int], length: int) -> list[tuple[int, int]]:
-    """The collator has laid the samples into one row itself; what stands behind them is a segment too."""
-    ends = list(itertools.accumulate(tokens))
-    if ends[-1] > length or (real is not None and not bool(real[0, : ends[-1]].all())):
-        raise DataError(
-            f"the collator laid these {len(tokens)} samples of {ends[-1]} tokens into one row of {length}, so some are "
-            "left out; let it keep every token, or say their length as collated (cost_fn)"
-        )
-    spans = list(itertools.pairwise([0, *ends]))
-    return spans if ends[-1] == length else [*spans, (ends[-1], length)]
-
-
-def _gathered(tensor: Tensor, segments: _Segments) -> Tensor:
+def _gathered(tensor: Tensor, segments: Segments) -> Tensor:
     """[rows, length, ...] -> [1, tokens, ...]"""
     return tensor.flatten(0, 1).index_select(0, segments.index).unsqueeze(0)
 
 
-def _filled(tensor: Tensor, segments: _Segments, value: int) -> Tensor:
+def _filled(tensor: Tensor, segments: Segments, value: int) -> Tensor:
     """[1, tokens, ...] -> [1, total, ...]"""
     if not segments.filled:
         return tensor
@@ -204,7 +110,7 @@ def _text_token(batch: Mapping[str, Any]) -> int:
     return int(batch["input_ids"][0, -1])
 
 
-def _labels(labels: Any, segments: _Segments, rows: int, length: int) -> Tensor:
+def _labels(labels: Any, segments: Segments, rows: int, length: int) -> Tensor:
     if not isinstance(labels, Tensor) or labels.shape != (rows, length):
         raise LayoutError(
             f"layout: the collator's `labels` {_shape(labels)} are not of the shape of `input_ids` {[rows, length]}, "
@@ -221,7 +127,7 @@ def _labels(labels: Any, segments: _Segments, rows: int, length: int) -> Tensor:
     return gathered
 
 
-def _position_ids(given: Any, segments: _Segments, rows: int, length: int) -> Tensor:
+def _position_ids(given: Any, segments: Segments, rows: int, length: int) -> Tensor:
     """[1, total], or [4, 1, total] where the collator's are [3 or 4, rows, length]."""
     restarting = torch.cat([torch.arange(count) for count in segments.lengths])[None]
     if given is None:

@@ -7,10 +7,24 @@ from typing import Any
 
 import pytest
 import torch
-from data.test_loader import COLLATION, IGNORE, KEEP, Row, ToyObserver, all_ids, open_loader, run, toy_rows
+from data.test_loader import (
+    COLLATION,
+    IGNORE,
+    KEEP,
+    EpochOrder,
+    Row,
+    ToyObserver,
+    all_ids,
+    open_loader,
+    run,
+    toy_rows,
+)
 from thread_ranks import run_ranks
 
 from odb_factory.comm.coordinator import CollectiveError
+from odb_factory.config import ODBConfig
+from odb_factory.data.loader import ODBLoader
+from odb_factory.data.step_rule import OptimizerStepRule
 from odb_factory.planning import Collation, Cost
 
 pytestmark = pytest.mark.timeout(60)
@@ -109,14 +123,24 @@ def test_what_was_planned_is_what_was_collated(mode: str, round_to: int | None) 
 
 
 def test_ranks_that_lay_out_otherwise_stop() -> None:
-    """I11: resolved layouts are compared, and those that the block asks for."""
+    """I11: what each has resolved `layout: auto` to is compared."""
 
     def drive(seat: Any) -> list[Any]:
-        with open_loader(toy_rows(), coordinator=seat, layout=("flat", "padded")[seat.rank], **KEEP) as loader:
-            return run(loader)
+        loader = ODBLoader(
+            toy_rows(),
+            sampler=EpochOrder(60),
+            observer=ToyObserver(),
+            collate_fn=collate,
+            config=ODBConfig(token_budget=100, collate_workers=0),
+            layout="flat" if seat.rank == 0 else "padded",
+            rule=OptimizerStepRule(),
+            coordinator=seat,
+        )
+        return run(loader)
 
     for ended in run_ranks(2, drive):
-        assert isinstance(ended, CollectiveError) and "layout" in str(ended)
+        assert isinstance(ended, CollectiveError)
+        assert "differ in layout of the micro-batches ('flat' on rank 0; 'padded' on rank 1); give" in str(ended)
 
 
 def test_boundaries_are_computed_in_the_worker_where_they_are_wanted() -> None:
