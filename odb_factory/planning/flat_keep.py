@@ -80,7 +80,8 @@ def in_order(filled: Filled) -> list[list[PoolGroup]]:
     ends = np.cumsum(np.bincount(filled.bin_of, minlength=len(filled.step)))
     groups = np.split(samples.index[by_bin], ends[:-1])
     return [
-        [(int(filled.pool[i]), groups[i]) for i in np.flatnonzero(filled.step == step).tolist()] for step in order.tolist()
+        [(int(filled.pool[i]), groups[i]) for i in np.flatnonzero(filled.step == step).tolist()]
+        for step in order.tolist()
     ]
 
 
