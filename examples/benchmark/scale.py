@@ -40,6 +40,7 @@ class Measured:
 
     ranks: int
     balance: bool
+    layout: str
     steps: float
     encode_s: float
     read_s: float
@@ -57,9 +58,11 @@ def timed(function: Callable[[], Any]) -> tuple[Any, float]:
     return result, time.process_time() - started
 
 
-def measure(ranks: int, window: int, token_budget: int, num_rounds: int, balance: bool = False) -> Measured:
+def measure(
+    ranks: int, window: int, token_budget: int, num_rounds: int, balance: bool = False, layout: str = "padded"
+) -> Measured:
     """Plan `num_rounds` rounds of `ranks` ranks whose samplers never run dry; windows are refilled between them."""
-    budget, rows = Budget(token_budget), []
+    budget, rows = Budget(token_budget, layout=layout), []
     epoch = rounds(draw(WORKLOAD, ranks, 4 * window), budget, window, balance=balance, endless=True)
     for one in itertools.islice(epoch, num_rounds):
         messages, encode_s = timed(lambda one=one: [encode(RankMetadata(held, Counter())) for held in one.windows])
@@ -70,7 +73,7 @@ def measure(ranks: int, window: int, token_budget: int, num_rounds: int, balance
         )
         size = np.dtype(np.int64).itemsize + max(map(len, messages))
         rows.append((len(plan.totals), encode_s / ranks, read_s, plan_s, ranks * size))
-    return Measured(ranks, balance, *(statistics.median(column) for column in zip(*rows)))
+    return Measured(ranks, balance, layout, *(statistics.median(column) for column in zip(*rows)))
 
 
 @dataclass(frozen=True)
@@ -80,28 +83,32 @@ class MeasuredStep:
     ranks: int
     samples: int
     balance: bool
+    layout: str
     micro_steps: float
     plan_s: float
 
 
-def measure_kept(ranks: int, batch_size: int, token_budget: int, count: int, balance: bool) -> MeasuredStep:
+def measure_kept(
+    ranks: int, batch_size: int, token_budget: int, count: int, balance: bool, layout: str = "padded"
+) -> MeasuredStep:
     """Plan `count` optimizer steps of `batch_size` samples."""
-    rows = []
+    budget, rows = Budget(token_budget, layout=layout), []
     for shares in optimizer_steps(WORKLOAD, ranks, batch_size, count, seed=0):
         buffers = [BufferMetadata(share, exhausted=False) for share in shares]
-        plan, plan_s = timed(
-            lambda buffers=buffers: plan_optimizer_step(buffers, Budget(token_budget), balance=balance)
-        )
+        plan, plan_s = timed(lambda buffers=buffers: plan_optimizer_step(buffers, budget, balance=balance))
         rows.append((len(plan.totals), plan_s))
-    return MeasuredStep(ranks, batch_size, balance, *(statistics.median(column) for column in zip(*rows)))
+    return MeasuredStep(ranks, batch_size, balance, layout, *(statistics.median(column) for column in zip(*rows)))
+
+
+def _mode(result: Measured | MeasuredStep) -> str:
+    return ", ".join(["flat"] * (result.layout == "flat") + ["`balance: false`"] * (not result.balance))
 
 
 def table_of_kept(results: Sequence[MeasuredStep]) -> str:
     lines = ["| ranks | samples of an optimizer step | | micro-steps | plan |", "|--:|--:|---|--:|--:|"]
     for result in results:
-        mode = "" if result.balance else "`balance: false`"
         lines.append(
-            f"| {result.ranks:,} | {result.samples:,} | {mode} | {result.micro_steps:.0f} | "
+            f"| {result.ranks:,} | {result.samples:,} | {_mode(result)} | {result.micro_steps:.0f} | "
             f"{1e3 * result.plan_s:.0f} ms |"
         )
     return "\n".join(lines)
@@ -115,7 +122,7 @@ def table(results: Sequence[Measured]) -> str:
     ]
     for result in results:
         lines.append(
-            f"| {result.ranks:,} | {'`balance: true`' if result.balance else ''} | {result.steps:.0f} | "
+            f"| {result.ranks:,} | {_mode(result)} | {result.steps:.0f} | "
             f"{1e3 * result.encode_s:.1f} ms | {1e3 * result.read_s:.1f} ms | {1e3 * result.plan_s:.0f} ms | "
             f"{1e3 * result.round_s / result.steps:.1f} ms | {result.received / 1024:,.0f} KiB |"
         )
@@ -139,14 +146,17 @@ def main(arguments: Sequence[str] | None = None) -> list[Measured | MeasuredStep
     chosen = parser.parse_args(arguments)
     print(f"windows of {chosen.window:,} samples ({WORKLOAD}), token_budget {chosen.token_budget:,}; one core\n")
     results: list[Measured] = []
-    for balance in (False, True):
-        mine = [measure(ranks, chosen.window, chosen.token_budget, chosen.rounds, balance) for ranks in chosen.ranks]
+    for layout, balance in itertools.product(("padded", "flat"), (False, True)):
+        mine = [
+            measure(ranks, chosen.window, chosen.token_budget, chosen.rounds, balance, layout) for ranks in chosen.ranks
+        ]
         print(table(mine))
         grown = growth(mine[0], mine[-1])
         print(f"\ngrowth, 1.00 being linear in ranks: time {grown['time']:.2f}, bytes {grown['bytes']:.2f}\n")
         results += mine
     kept = [
-        measure_kept(ranks, chosen.samples_a_rank * ranks, chosen.token_budget, 2 * chosen.rounds + 1, balance)
+        measure_kept(ranks, chosen.samples_a_rank * ranks, chosen.token_budget, 2 * chosen.rounds + 1, balance, layout)
+        for layout in ("padded", "flat")
         for balance in (True, False)
         for ranks in chosen.ranks
     ]

@@ -1,4 +1,4 @@
-"""Bins for the samples of a plan: how many each class gets, in which micro-step they run, and how full they shall be."""
+"""Bins for the samples of a plan: how many of each class, in which micro-steps, and how full they shall be."""
 
 from __future__ import annotations
 
@@ -88,9 +88,7 @@ def make_bins(samples: Samples, num_steps: int, model: CostModel) -> Bins:
     return Bins(samples, num_steps, pool, bin_class, step, frozen, amounts, targets)
 
 
-def _share_out(
-    samples: Samples, num_steps: int, pool_of_class: np.ndarray, num_overlong: np.ndarray
-) -> np.ndarray:
+def _share_out(samples: Samples, num_steps: int, pool_of_class: np.ndarray, num_overlong: np.ndarray) -> np.ndarray:
     """Bins for the ordinary samples of each class, by load (D'Hondt's method), at most one a sample [classes]."""
     num_classes = len(pool_of_class)
     count = np.bincount(samples.sample_class, minlength=num_classes) - num_overlong
@@ -98,7 +96,8 @@ def _share_out(
     np.add.at(taken, pool_of_class, num_overlong)
     room = np.maximum(num_steps * samples.slots - taken, 0)[pool_of_class]
     if samples.num_modalities == 1:
-        return np.minimum(room, count)
+        fewer: np.ndarray = np.minimum(room, count)
+        return fewer
     load = np.zeros(num_classes, dtype=np.int64)
     np.add.at(load, samples.sample_class, np.where(samples.overlong, 0, samples.tokens))
     shared = np.zeros(num_classes, dtype=np.int64)
@@ -142,7 +141,9 @@ def _targets(
     bins_of = np.zeros((num_pools, num_steps), dtype=np.int64)
     np.add.at(bins_of, (pool[~frozen], step[~frozen]), 1)
     # Beside an overlong sample bins may be as full as the budget allows: its rank keeps all others waiting.
-    floor = np.where(np.bincount(step[frozen], minlength=num_steps) > 0, min(most, int(amount[~ordinary].max(initial=0))), 0)
+    floor = np.where(
+        np.bincount(step[frozen], minlength=num_steps) > 0, min(most, int(amount[~ordinary].max(initial=0))), 0
+    )
     heights = _heights(amount[ordinary], samples.pool[ordinary], bins_of, floor)
     targets = np.where(frozen, 0, heights[step])
     load, planned = np.zeros((2, num_classes), dtype=np.int64)
