@@ -31,13 +31,17 @@ def tables(text: str) -> list[str]:
 
 @pytest.mark.parametrize("script", ["scale"], indirect=True)
 def test_a_table_with_a_row_for_every_number_of_ranks(script: ModuleType, capsys: pytest.CaptureFixture) -> None:
-    results = script.main(["--ranks", "2", "8", "--window", "32", "--token-budget", "2048", "--rounds", "2"])
+    options = ["--ranks", "2", "8", "--window", "32", "--token-budget", "2048", "--rounds", "2"]
+    results = script.main([*options, "--grouped", "8", "--group-sizes", "4", "8"])
     rounds = [(2, False), (8, False), (2, True), (8, True)]
     kept = [(2, True), (8, True), (2, False), (8, False)]
-    assert [(result.ranks, result.balance) for result in results] == 2 * rounds + 2 * kept
+    assert [(result.ranks, result.balance) for result in results[:-2]] == 2 * rounds + 2 * kept
+    assert [(result.ranks, result.group_size) for result in results[-2:]] == [(8, 4), (8, 8)]
+    assert results[-2].efficiency <= results[-1].efficiency <= results[-1].bound
     lines = tables(capsys.readouterr().out)
-    assert len(lines) == 16 + 10
-    assert len({line.count("|") for line in lines[:16]}) == len({line.count("|") for line in lines[16:]}) == 1
+    assert len(lines) == 16 + 10 + 4
+    for part in (lines[:16], lines[16:26], lines[26:]):
+        assert len({line.count("|") for line in part}) == 1
 
 
 @pytest.mark.parametrize("script", ["scale"], indirect=True)
