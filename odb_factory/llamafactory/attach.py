@@ -23,6 +23,7 @@ from odb_factory.data.pickling import Picklable
 from odb_factory.errors import DataError
 from odb_factory.llamafactory import agreement, probes, sources
 from odb_factory.llamafactory.dataset import INVALID_ROW, OnlineDataset, OpenMedia, RowObserver, TokenizedDataset
+from odb_factory.llamafactory.layout import why_not_flat
 from odb_factory.llamafactory.media import MediaObserver
 from odb_factory.log import get_logger
 from odb_factory.planning import Collation
@@ -144,6 +145,7 @@ def attach(trainer: Any, config: ODBConfig) -> None:
         collation=collation,
         patch_size=media.patch_size,
         agree_on=agreement.settings_of(trainer.train_dataset, observer),
+        not_flat=why_not_flat(trainer),
     )
     trainer.add_callback(_MirrorMaxSteps(trainer))
     if config.keeps:

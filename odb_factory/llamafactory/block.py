@@ -14,7 +14,7 @@ from typing import Any
 
 from odb_factory.config import ODBConfig
 from odb_factory.errors import ConfigError
-from odb_factory.llamafactory import uncaught
+from odb_factory.llamafactory import layout, uncaught
 from odb_factory.llamafactory.values import check_values
 
 STAGES = ("sft",)
@@ -33,8 +33,10 @@ REFUSED = {
     "use_kt": "the KTransformers trainer has a data path of its own; remove the key",
     "use_hyper_parallel": "that trainer has a data path of its own; remove the key",
     "use_unsloth": "Unsloth puts its own code in place of the Trainer's that odb builds on; remove the key",
-    "neat_packing": "odb forms micro-batches of whole samples instead of packing them; remove the key",
-    "packing": "odb forms micro-batches of whole samples instead of cutting them into packs; remove the key",
+    "packing": (
+        "odb forms micro-batches of whole samples instead of cutting them into packs; remove the key (with `layout: "
+        "flat` whole samples share a row, without padding)"
+    ),
     "streaming": "odb reads rows by index, and preprocesses them online anyway; set it to false",
     "predict_with_generate": "it cannot be used while training; evaluate in a run of its own",
     "include_effective_tokens_per_second": (
@@ -105,7 +107,9 @@ def check_combination(
 
     _check_arguments(value_of)
     check_training_arguments(training_args)
-    losses.check_losses(config or ODBConfig.from_block(data_args.odb), model_args, training_args, value_of)
+    config = config or ODBConfig.from_block(data_args.odb)
+    layout.check_layout(config, value_of)
+    losses.check_losses(config, model_args, training_args, value_of)
 
 
 def _check_arguments(value_of: Callable[..., Any]) -> None:

@@ -101,7 +101,7 @@ def _get_train_args(original: Callable, args: Any = None) -> Any:
     _active = None
     from llamafactory.hparams.parser import read_args
 
-    from odb_factory.llamafactory import block, probes
+    from odb_factory.llamafactory import block, layout, probes
 
     args = read_args(args)
     if not isinstance(args, dict) or not any(block.is_meant_for_block(key, value) for key, value in args.items()):
@@ -114,6 +114,7 @@ def _get_train_args(original: Callable, args: Any = None) -> Any:
             f"odb: this LLaMA-Factory release does not have {', '.join(_missing)}, where odb_factory comes in; "
             "install a supported release (`odb-factory doctor` names them)."
         )
+    args = layout.with_neat_packing_as_layout(args)
     config = block.check_block(args)
     probes.check_signatures()
     parsed = original({key: value for key, value in args.items() if key != "odb"})

@@ -38,16 +38,23 @@ class Bins:
 
 
 def fewest_steps(samples: Samples) -> int:
-    """No cut into fewer micro-steps is within the budgets: the sums of a class, by the largest bin there can be."""
+    """No cut into fewer micro-steps is within the budgets.
+
+    Of a class, all tokens must have room, and all patches; samples of more than half a bin cannot share one.
+    """
     budget, ordinary = samples.budget, ~samples.overlong
     num_classes = int(samples.sample_class.max(initial=-1)) + 1
-    sums = np.zeros((num_classes, 2), dtype=np.int64)
-    np.add.at(sums, samples.sample_class[ordinary], samples.measures[ordinary, :2])
-    needed = np.maximum(-(-sums[:, 0] // budget.token_budget), sums.any(axis=1))
-    if budget.max_patches is not None:
-        needed = np.maximum(needed, -(-sums[:, 1] // max(budget.max_patches, 1)))
+    needed = np.zeros(num_classes, dtype=np.int64)
+    np.maximum.at(needed, samples.sample_class[ordinary], 1)
+    for measure, most in ((samples.tokens, budget.token_budget), (samples.patches, budget.max_patches)):
+        if most is not None:
+            loads, halves = np.zeros((2, num_classes), dtype=np.int64)
+            np.add.at(loads, samples.sample_class[ordinary], measure[ordinary])
+            np.add.at(halves, samples.sample_class[ordinary], 2 * measure[ordinary] > most)
+            needed = np.maximum(np.maximum(needed, halves), -(-loads // max(most, 1)))
     np.add.at(needed, samples.sample_class[samples.overlong], 1)
-    by_pool = np.bincount(np.arange(num_classes) // samples.num_modalities, needed)
+    by_pool = np.zeros(num_classes, dtype=np.int64)
+    np.add.at(by_pool, np.arange(num_classes) // samples.num_modalities, needed)
     return -(-int(by_pool.max()) // samples.slots)
 
 
@@ -81,9 +88,7 @@ def make_bins(samples: Samples, num_steps: int, model: CostModel) -> Bins:
     return Bins(samples, num_steps, pool, bin_class, step, frozen, amounts, targets)
 
 
-def _share_out(
-    samples: Samples, num_steps: int, pool_of_class: np.ndarray, num_overlong: np.ndarray
-) -> np.ndarray:
+def _share_out(samples: Samples, num_steps: int, pool_of_class: np.ndarray, num_overlong: np.ndarray) -> np.ndarray:
     """Bins for the ordinary samples of each class, by load (D'Hondt's method), at most one a sample [classes]."""
     num_classes = len(pool_of_class)
     count = np.bincount(samples.sample_class, minlength=num_classes) - num_overlong
@@ -135,7 +140,9 @@ def _targets(
     bins_of = np.zeros((num_pools, num_steps), dtype=np.int64)
     np.add.at(bins_of, (pool[~frozen], step[~frozen]), 1)
     # Beside an overlong sample bins may be as full as the budget allows: its rank keeps all others waiting.
-    floor = np.where(np.bincount(step[frozen], minlength=num_steps) > 0, min(most, int(amount[~ordinary].max(initial=0))), 0)
+    floor = np.where(
+        np.bincount(step[frozen], minlength=num_steps) > 0, min(most, int(amount[~ordinary].max(initial=0))), 0
+    )
     heights = _heights(amount[ordinary], samples.pool[ordinary], bins_of, floor)
     targets = np.where(frozen, 0, heights[step])
     load, planned = np.zeros((2, num_classes), dtype=np.int64)

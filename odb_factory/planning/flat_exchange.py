@@ -37,7 +37,10 @@ def _largest_first(bins: Bins) -> np.ndarray:
     """
     samples, bin_of = bins.samples, np.empty(len(bins.samples), dtype=np.int64)
     overlong = np.flatnonzero(samples.overlong)
-    size = bins.amounts[:, 0]
+    # Here all dimensions count alike: where one of them has few large samples these must be spread before all others.
+    totals = bins.amounts.sum(axis=0)
+    scale = np.maximum(totals.max() // np.maximum(totals, 1), 1)
+    size, targets = bins.amounts @ scale, bins.targets @ scale
     overlong = overlong[np.lexsort((-size[overlong], samples.sample_class[overlong]))]
     bin_of[overlong] = np.flatnonzero(bins.frozen)
     order = np.flatnonzero(~samples.overlong)
@@ -46,7 +49,7 @@ def _largest_first(bins: Bins) -> np.ndarray:
     ends = np.searchsorted(samples.sample_class[order], np.arange(num_classes), side="right")
     following = np.searchsorted(samples.sample_class[order], np.arange(num_classes))
     ordinary = np.flatnonzero(~bins.frozen)
-    bin_class, room = bins.bin_class[ordinary], bins.targets[ordinary, 0].copy()
+    bin_class, room = bins.bin_class[ordinary], targets[ordinary]
     start = np.searchsorted(bin_class, np.arange(num_classes))
     place = np.arange(len(ordinary)) - start[bin_class]
     while (left := ends - following).any():

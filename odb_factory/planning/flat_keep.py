@@ -18,8 +18,8 @@ from odb_factory.planning.flat_samples import Samples
 from odb_factory.planning.matching import PoolGroup
 
 NUM_CANDIDATES = 3
-"""So many K are tried, from the least that the budgets may allow. A larger one is never better where that one fits:
-two micro-steps as one cost no more. It is needed where bins would have to be fuller than exchanges can make them."""
+"""So many K are tried at most beside the least. A larger K is never better where a smaller one fits, for two
+micro-steps as one cost no more; it is needed where bins would have to be fuller than exchanges can make them."""
 
 
 def cut_flat(samples: Samples, model: CostModel) -> list[list[PoolGroup]]:
@@ -31,11 +31,16 @@ def cut_flat(samples: Samples, model: CostModel) -> list[list[PoolGroup]]:
         return []
     model = samples.weigh(model)
     least = fewest_steps(samples)
-    for num_steps in range(least, least + NUM_CANDIDATES):
-        found = fill(samples, num_steps, model)
-        if found.within:
-            return in_order(found)
-    return in_order(first_fit(samples, model))
+    found = fill(samples, least, model)
+    if not found.within:
+        fitted = first_fit(samples, model)
+        for num_steps in range(max(least + 1, fitted.num_steps - NUM_CANDIDATES + 1), fitted.num_steps + 1):
+            found = fill(samples, num_steps, model)
+            if found.within:
+                break
+        if not found.within or fitted.cost < found.cost:
+            found = fitted
+    return in_order(found)
 
 
 def lower_bound(samples: Samples, num_steps: int, model: CostModel) -> int:
@@ -75,7 +80,8 @@ def in_order(filled: Filled) -> list[list[PoolGroup]]:
     ends = np.cumsum(np.bincount(filled.bin_of, minlength=len(filled.step)))
     groups = np.split(samples.index[by_bin], ends[:-1])
     return [
-        [(int(filled.pool[i]), groups[i]) for i in np.flatnonzero(filled.step == step).tolist()] for step in order.tolist()
+        [(int(filled.pool[i]), groups[i]) for i in np.flatnonzero(filled.step == step).tolist()]
+        for step in order.tolist()
     ]
 
 

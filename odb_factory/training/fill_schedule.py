@@ -107,8 +107,8 @@ class FillSchedule:
             self.clock.advance(optimizer_step, self.share(epoch))
 
     def take_over(self, other: FillSchedule) -> None:
-        """Go on with the clock of `other`, which a scheduler follows, in the same run begun anew."""
-        self.clock = other.clock
+        """Go on with what a scheduler was made by in `other`, whose run is begun anew."""
+        self.clock, self._lr_factor = other.clock, other._lr_factor
 
     def state_dict(self, epoch: float, optimizer_steps: int) -> dict[str, Any]:
         return {

@@ -151,10 +151,11 @@ def _band(length: int, window: int, device: torch.device) -> Tensor:
 def _kernel_dtype(query: Tensor, value: Tensor, kwargs: dict[str, Any]) -> torch.dtype | None:
     """The dtype that torch's kernel would compute this in, which is that of sdpa; None where it cannot."""
     device, size = query.device, query.shape[-1]
+    if device.type != "cuda":
+        return None
     dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else query.dtype
     able = (
-        device.type == "cuda"
-        and torch.version.hip is None
+        torch.version.hip is None
         and dtype in (torch.bfloat16, torch.float16)
         and size == value.shape[-1] <= LARGEST_HEAD
         and size % 8 == 0

@@ -27,7 +27,9 @@ def config(tiny_text: Path, data_dir: Path, tmp_path: Path) -> dict[str, Any]:
         ({"odb": {"token_budget": "many"}}, ("odb.token_budget", "many")),
         ({"odb": None}, ("odb:", "token_budget")),
         ({"packing": True}, ("packing", "True", "remove")),
-        ({"neat_packing": True}, ("eat", "packing")),
+        ({"neat_packing": True, "odb": BLOCK | {"layout": "padded"}}, ("neat_packing", "True", "remove one")),
+        ({"neftune_noise_alpha": 5, "odb": BLOCK | {"layout": "flat"}}, ("neftune_noise_alpha", "5", "padded")),
+        ({"use_asft_loss": True, "odb": BLOCK | {"layout": "flat"}}, ("use_asft_loss", "True", "padded")),
         ({"predict_with_generate": True, "val_size": 4}, ("predict_with_generate", "True")),
         ({"use_mca": True}, ("use_mca", "True", "remove")),
         ({"include_tokens_per_second": True}, ("include_tokens_per_second", "True", "remove")),
@@ -51,8 +53,7 @@ def test_mistakes_are_named_in_one_line(config, changes, words) -> None:
             pytest.skip(f"this release has no {key}")
     with pytest.raises(ValueError) as caught:
         get_train_args(config | changes)
-    # LLaMA-Factory 0.9.4 refuses neat_packing itself.
-    assert isinstance(caught.value, ConfigError) or "neat_packing" in changes
+    assert isinstance(caught.value, ConfigError)
     message = str(caught.value)
     assert all(word in message for word in words), message
     assert "\n" not in message
@@ -112,6 +113,16 @@ def test_megatron_is_refused(config, monkeypatch) -> None:
     monkeypatch.setenv("USE_MCA", "1")
     with pytest.raises(ConfigError, match="USE_MCA.*use_mca"):
         get_train_args(config)
+
+
+def test_neat_packing_is_the_wish_for_flat_micro_batches(config, caplog) -> None:
+    """LLaMA-Factory itself must not see it: it would pack the rows before training."""
+    given = config | {"neat_packing": True, "packing": True}
+    _, data_args, *_ = get_train_args(given)
+    assert not data_args.neat_packing and not data_args.packing
+    assert hooks._active is not None and hooks._active.layout == "flat"
+    assert [message for message in caplog.messages if "neat_packing" in message and "layout: flat" in message]
+    assert given["neat_packing"] is True and given["odb"] == BLOCK, "what the user gave is left alone"
 
 
 def test_a_block_is_kept_for_one_training_only(config) -> None:

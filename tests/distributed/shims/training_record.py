@@ -4,6 +4,7 @@ One JSON line for each optimizer step of a rank: `micro_batches` (of each the ch
 `learning_rates` (of each parameter group). Rank r writes to PATH.r. Needs nothing of odb_factory, nor of the tests.
 """
 
+import itertools
 import json
 import zlib
 
@@ -42,7 +43,7 @@ def row_checksums(inputs):
     positions = inputs["position_ids"][..., 0, :].reshape(-1, inputs["input_ids"].shape[1])[0]
     starts = [*(positions == 0).nonzero().flatten().tolist(), len(positions)]
     ids, labels = inputs["input_ids"][0], inputs["labels"][0]
-    samples = [(ids[start:end], labels[start:end]) for start, end in zip(starts, starts[1:])]
+    samples = [(ids[start:end], labels[start:end]) for start, end in itertools.pairwise(starts)]
     return [checksum(*sample) for sample in samples if (sample[1] != -100).any()]
 
 

@@ -1,0 +1,63 @@
+"""What LLaMA-Factory's arguments say about the layout of micro-batches. Nothing heavy is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from odb_factory.config import ODBConfig
+from odb_factory.errors import ConfigError
+from odb_factory.log import get_logger
+
+logger = get_logger(__name__)
+
+NOT_FLAT = {
+    "use_asft_loss": "its reference model is given no position_ids, so the samples of a row would see each other there",
+    "shift_attn": "it shifts attention along the whole row, across samples",
+    "neftune_noise_alpha": "it scales its noise by the length of the row",
+}
+"""Arguments with which flat micro-batches would be wrong, and why."""
+
+
+def with_neat_packing_as_layout(args: Mapping[str, Any], *, tell: bool = True) -> dict[str, Any]:
+    """`args` for LLaMA-Factory: `neat_packing: true` beside `odb:` is the wish for flat micro-batches.
+
+    LLaMA-Factory itself must not see it: it would pack rows before training (or refuse to). Raises `ConfigError` where
+    the block says `layout: padded`. tell: say so in the log.
+    """
+    args, block = dict(args), args["odb"]
+    if args.get("neat_packing") is not True or not isinstance(block, Mapping):
+        return args
+    if block.get("layout") == "padded":
+        raise ConfigError(
+            "neat_packing: True asks for samples that share a row, and odb.layout 'padded' for rows of one sample; "
+            "remove one of them."
+        )
+    for key in ("neat_packing", "packing"):
+        args.pop(key, None)
+    if tell:
+        logger.info("neat_packing: true is taken as odb.layout: flat; nothing is packed before training")
+    return args | {"odb": {**block, "layout": "flat"}}
+
+
+def check_layout(config: ODBConfig, value_of: Callable[..., Any]) -> None:
+    """Refuse `layout: flat` beside arguments that speak against it, before a model is loaded.
+
+    value_of(key): an argument of LLaMA-Factory's.
+    """
+    for key, why in NOT_FLAT.items():
+        if config.layout == "flat" and value_of(key):
+            raise ConfigError(
+                f"{key}: {value_of(key)!r} does not go with odb.layout 'flat': {why}; remove it, or set `layout: "
+                "padded`, or auto."
+            )
+
+
+def why_not_flat(trainer: Any) -> str | None:
+    """What LLaMA-Factory's trainer was made with that only a padded layout can have; None: nothing."""
+    found = {
+        "use_asft_loss": getattr(trainer.finetuning_args, "use_asft_loss", False),
+        # What LLaMA-Factory sets where it has really changed the attention.
+        "shift_attn": getattr(trainer.model.config, "group_size_ratio", None) is not None,
+    }
+    return next((f"{key}: {NOT_FLAT[key]}" for key, value in found.items() if value), None)

@@ -1,0 +1,249 @@
+"""I10: what cannot be laid flat is refused by name, and without the names found by the check before training."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from shutil import rmtree
+from typing import Any
+
+import pytest
+import torch
+from support import read_jsonl
+from toy import Rows, Stream, pad
+from training.flat_models import ALLOWED, LENGTHS, REFUSED, flat_batch, make_model, samples
+from transformers import Trainer, TrainingArguments
+
+from odb_factory import ConfigError, ODBConfig, enable_odb
+from odb_factory.training import layout_rules, varlen
+from odb_factory.training.layout_check import compare
+from odb_factory.training.layout_choice import resolve_layout
+from odb_factory.training.layout_trial import of_flat_batch
+
+BUDGET = 256
+
+
+def trainer_of(model: Any, folder: Path, **changes: Any) -> Trainer:
+    arguments = {"output_dir": str(folder), "use_cpu": True, "report_to": "none", "save_strategy": "no"}
+    return Trainer(model=model, args=TrainingArguments(**arguments | changes), train_dataset=Rows())
+
+
+def config(layout: str = "auto") -> ODBConfig:
+    return ODBConfig(token_budget=BUDGET, layout=layout)
+
+
+# By name
+
+
+REASONS = {"opt": "positions", "bloom": "positions", "falcon": "positions", "gpt_oss": "eager"}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_refused_by_name(kind: str, tmp_path: Path) -> None:
+    trainer = trainer_of(make_model(kind), tmp_path)
+    layout = resolve_layout(trainer, config())
+    assert layout.name == "padded"
+    assert REASONS.get(kind, "carry one sample into the next") in layout.reason
+    with pytest.raises(ConfigError, match="odb.layout: 'flat' is not right here.*; set `layout: padded`"):
+        resolve_layout(trainer, config("flat"))
+
+
+def test_arguments_that_speak_against_it(tmp_path: Path) -> None:
+    model = make_model("llama")
+    assert "neftune" in resolve_layout(trainer_of(model, tmp_path, neftune_noise_alpha=5), config()).reason
+    refused = resolve_layout(trainer_of(model, tmp_path), config(), "the caller says so")
+    assert (refused.name, refused.reason) == ("padded", "the caller says so")
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_old_masks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.5.1+cu124")
+    monkeypatch.setattr(layout_rules.transformers, "__version__", "4.57.1")
+    trainer = trainer_of(make_model("llama", kernel="eager"), tmp_path)
+    assert "torch >= 2.6" in resolve_layout(trainer, config()).reason
+
+
+@pytest.mark.parametrize("changes", [{"layer_types": ["chunked_attention"] * 2}, {"model_type": "mllama"}])
+def test_attention_that_goes_by_the_row(changes: dict[str, Any], tmp_path: Path) -> None:
+    """Chunks are longer than the samples of the check, so that it would not see them."""
+    model = make_model("llama")
+    for key, value in changes.items():
+        setattr(model.config, key, value)
+    assert "row" in resolve_layout(trainer_of(model, tmp_path), config()).reason
+
+
+# By the kernel
+
+
+@pytest.mark.parametrize(
+    ("kernel", "device", "layout", "name", "words"),
+    [
+        ("sdpa", "cpu", "auto", "flat", "odb_varlen"),
+        ("sdpa", "cuda", "auto", "flat", "odb_varlen"),
+        ("sdpa", "cpu", "padded", "padded", "as configured"),
+        ("eager", "cpu", "auto", "flat", "square of a whole row"),
+        ("eager", "cuda", "auto", "padded", "square of a whole row"),
+        ("eager", "cuda", "flat", "flat", "square of a whole row"),
+        ("flex_attention", "cuda", "auto", "flat", "flex_attention"),
+        ("flash_attention_2", "cuda", "auto", "flat", "flash_attention_2"),
+        ("kernels-community/vllm-flash-attn3", "cuda", "auto", "flat", "vllm-flash-attn3"),
+        ("their_own", "cuda", "auto", "padded", "their_own"),
+        ("their_own", "cuda", "flat", "flat", "their_own"),
+    ],
+)
+def test_kernels(kernel: str, device: str, layout: str, name: str, words: str, tmp_path: Path) -> None:
+    model = make_model("llama")
+    model.config._attn_implementation_internal = kernel
+    trainer = trainer_of(model, tmp_path)
+    trainer.args.__dict__["_setup_devices"] = torch.device(device)  # where torch would keep it
+    found = resolve_layout(trainer, config(layout))
+    assert (found.name, words in found.reason) == (name, True), found.reason
+    assert found.with_boundaries == ("flash" in kernel)
+    assert model.config._attn_implementation == (varlen.NAME if words == "odb_varlen" else kernel)
+    found.undo()
+    assert model.config._attn_implementation == kernel
+
+
+def test_a_model_that_odb_varlen_does_not_fit_keeps_sdpa(tmp_path: Path) -> None:
+    model = make_model("llama")
+    model.config.attn_logit_softcapping = 30.0
+    reason = resolve_layout(trainer_of(model, tmp_path), config()).reason
+    assert "square of a whole row" in reason and "caps attention logits" in reason
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_the_cache_is_off_while_it_trains(tmp_path: Path) -> None:
+    """Beside a cache transformers does not look for samples in a row."""
+    trainer = trainer_of(make_model("llama"), tmp_path)
+    trainer.model.config.use_cache = True
+    layout = resolve_layout(trainer, config())
+    assert trainer.model.config.use_cache is False
+    layout.undo()
+    assert trainer.model.config.use_cache is True
+
+
+# By the check
+
+
+def check(trainer: Trainer) -> str | None:
+    enable_odb(trainer, config())
+    rows = samples()
+    return compare(trainer, of_flat_batch(flat_batch(rows), LENGTHS))
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_the_check_finds_what_is_refused_by_name(kind: str, tmp_path: Path) -> None:
+    found = check(trainer_of(make_model(kind), tmp_path))
+    assert found is not None and ("something else on a flat row" in found or "position_ids" in found), found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ALLOWED)
+def test_the_check_lets_pass_what_is_right(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    trainer = trainer_of(make_model(kind, dtype), tmp_path)
+    resolve_layout(trainer, config())
+    assert check(trainer) is None
+
+
+def test_the_check_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+    model = make_model("llama")
+    model.model.norm.eval()
+    trainer = trainer_of(model, tmp_path)
+    state, modes = torch.get_rng_state(), [module.training for module in model.modules()]
+    check(trainer)
+    assert [module.training for module in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+# In a training
+
+
+def train(
+    model: Any, folder: Path, layout: str, dataset: Any = None, resume: bool = False, block: Any = None, **changes: Any
+) -> Trainer:
+    arguments = {
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "report_to": "none",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "learning_rate": 1e-3,
+        "max_steps": 4,
+        "per_device_train_batch_size": 8,
+    }
+    trainer = Trainer(
+        model=model,
+        args=TrainingArguments(**arguments | changes),
+        train_dataset=Rows() if dataset is None else dataset,
+        data_collator=pad,
+    )
+    enable_odb(trainer, token_budget=BUDGET, layout=layout, audit=True, **block or {})
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def audit(folder: Path) -> list[dict[str, Any]]:
+    return read_jsonl(folder / "odb_audit_rank0.jsonl")
+
+
+def losses(trainer: Trainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_auto_is_flat_where_it_is_right_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "odb_factory"):
+        flat = train(make_model("llama"), tmp_path / "auto", "auto")
+        told = [message for message in caplog.messages if message.startswith("layout: ")]
+    padded = train(make_model("llama"), tmp_path / "padded", "padded")
+    assert losses(flat) == pytest.approx(losses(padded), rel=1e-5)
+    assert all(line["rows"] == 1 and len(line["segments"]) == len(line["ids"]) for line in audit(tmp_path / "auto"))
+    assert any(line["rows"] > 1 for line in audit(tmp_path / "padded"))
+    assert told == ["layout: flat (model and attention kernel allow it, attention by odb_varlen)"]
+    assert flat.model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("block", [{}, {"global_batch_size": "fill", "lr_scale": "sqrt", "lr_reference_samples": 8}])
+def test_what_the_check_finds_is_trained_padded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, block: dict[str, Any]
+) -> None:
+    """With `auto` as if it had been configured, epoch and checkpoint as well; with `flat` the training stops."""
+    monkeypatch.setattr(layout_rules, "RULES", ())
+    saved = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "cosine", "block": block}
+    auto = train(make_model("lfm2"), tmp_path / "auto", "auto", **saved)
+    told = [message for message in caplog.messages if message.startswith("layout: padded, for ")]
+    assert len(told) == 1 and "something else on a flat row" in told[0]
+    padded = train(make_model("lfm2"), tmp_path / "padded", "padded", **saved)
+    assert losses(auto) == losses(padded)
+    assert audit(tmp_path / "auto") == audit(tmp_path / "padded")
+    rmtree(tmp_path / "auto" / "checkpoint-4")
+    again = train(make_model("lfm2"), tmp_path / "auto", "auto", resume=True, **saved)
+    assert losses(again) == losses(padded)
+    with pytest.raises(ConfigError, match="odb.layout: 'flat'.*something else on a flat row.*`layout: padded`"):
+        train(make_model("lfm2"), tmp_path / "flat", "flat", block=block)
+    assert not (tmp_path / "flat" / "odb_audit_rank0.jsonl").exists(), "no step is taken"
+
+
+def test_a_checkpoint_goes_on_in_either_layout(tmp_path: Path) -> None:
+    """The samples of an optimizer step are the same, so is the training."""
+    saved = {"save_strategy": "steps", "save_steps": 2}
+    whole = train(make_model("llama"), tmp_path / "whole", "flat", **saved)
+    rmtree(tmp_path / "whole" / "checkpoint-4")
+    again = train(make_model("llama"), tmp_path / "whole", "padded", resume=True, **saved)
+    assert losses(again) == pytest.approx(losses(whole), rel=1e-5)
+
+
+def test_a_stream_is_looked_at_only_where_flat_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By its first micro-batch, cut apart: nothing of the stream is taken that is not trained on."""
+    with caplog.at_level(logging.INFO, "odb_factory"):
+        auto = train(make_model("llama"), tmp_path / "auto", "auto", Stream())
+    assert [message for message in caplog.messages if message.startswith("layout: padded (the rows of a stream")]
+    flat = train(make_model("llama"), tmp_path / "flat", "flat", Stream())
+    assert losses(flat) == pytest.approx(losses(auto), rel=1e-5)
+    assert all(line["rows"] == 1 for line in audit(tmp_path / "flat"))
+    monkeypatch.setattr(layout_rules, "RULES", ())
+    with pytest.raises(ConfigError, match="something else on a flat row"):
+        train(make_model("lfm2"), tmp_path / "wrong", "flat", Stream())
