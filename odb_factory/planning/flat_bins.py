@@ -25,7 +25,6 @@ class Bins:
     """
 
     samples: Samples
-    num_steps: int
     pool: np.ndarray
     bin_class: np.ndarray
     step: np.ndarray
@@ -85,7 +84,7 @@ def make_bins(samples: Samples, num_steps: int, model: CostModel) -> Bins:
         [_targets(samples, amount, most, pool, bin_class, step, frozen) for amount, most in zip(amounts.T, budgets)],
         axis=1,
     )
-    return Bins(samples, num_steps, pool, bin_class, step, frozen, amounts, targets)
+    return Bins(samples, pool, bin_class, step, frozen, amounts, targets)
 
 
 def _share_out(samples: Samples, num_steps: int, pool_of_class: np.ndarray, num_overlong: np.ndarray) -> np.ndarray:
