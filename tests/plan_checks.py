@@ -15,6 +15,7 @@ from odb_factory.planning import Budget, Cost, CostModel, Plan, make_metadata, p
 World = Sequence[Sequence[Cost]]
 """Of each rank the samples of the optimizer step that it holds."""
 
+
 def planned(world: World, budget: Budget, *, balance: bool, model: CostModel = CostModel()) -> Plan:
     buffers = [make_metadata(own, [0] * len(own), exhausted=False) for own in world]
     return plan_optimizer_step(buffers, budget, balance=balance, model=model)

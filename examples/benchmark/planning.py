@@ -118,10 +118,11 @@ def kept_batches(ranks: int, sizes: Sequence[int], steps: int, seeds: int) -> di
 
 
 def kept_with_images(workload: str, ranks: int, size: int, steps: int, seeds: int) -> dict[str, dict[str, float]]:
-    """The efficiencies in tokens and in patches where half of the N = `size` samples have images."""
+    """The efficiencies in tokens and in patches where half of the N = `size` samples have images, and their bounds."""
     budget = Budget(TOKEN_BUDGET, TOKEN_BUDGET * PATCHES_PER_TOKEN)
     found = kept.efficiencies(workload, ranks, size, budget, FIXED_COST, steps, seeds, IMAGE_SHARE)
-    return {f"{name}, N = {size:,}": values for name, values in found.items()}
+    bound = {f"bound of {name}": value for name, value in found.pop(kept.BOUND).items()}
+    return {f"{name}, N = {size:,}": values | bound for name, values in found.items()}
 
 
 def with_images(workload: str, ranks: int, samples: int, layout: str = "padded", **options: Any) -> dict[str, float]:
@@ -239,7 +240,8 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
             kept_pictures[workload] |= kept_with_images(workload, ranks, size, given.kept_steps, given.seeds)
         for workload, rows in kept_pictures.items():
             figures = {name: list(row.values()) for name, row in rows.items()}
-            print(table(f"{ranks:,} ranks, {workload} with images", ["tokens", "patches"], figures))
+            columns = list(next(iter(rows.values()), {}))
+            print(table(f"{ranks:,} ranks, {workload} with images", columns, figures))
         found = {
             "efficiency": reached,
             "kept": kept_rows,

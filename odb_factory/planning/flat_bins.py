@@ -1,4 +1,4 @@
-"""Bins for the samples of a plan: how many each class gets, in which micro-step they run, and how full they shall be."""
+"""Bins for the samples of a plan: how many of each class, in which micro-steps, and how full they shall be."""
 
 from __future__ import annotations
 
@@ -96,7 +96,8 @@ def _share_out(samples: Samples, num_steps: int, pool_of_class: np.ndarray, num_
     np.add.at(taken, pool_of_class, num_overlong)
     room = np.maximum(num_steps * samples.slots - taken, 0)[pool_of_class]
     if samples.num_modalities == 1:
-        return np.minimum(room, count)
+        fewer: np.ndarray = np.minimum(room, count)
+        return fewer
     load = np.zeros(num_classes, dtype=np.int64)
     np.add.at(load, samples.sample_class, np.where(samples.overlong, 0, samples.tokens))
     shared = np.zeros(num_classes, dtype=np.int64)

@@ -127,8 +127,8 @@ class _Held:
         few = np.arange(width)
         many = (k * (width - 1) + few * count // (width - 1)) % np.maximum(count, 1)
         many[:, -1:] = count
-        places: np.ndarray = np.where(count < width, few, many)
-        return np.minimum(places, self.rows.shape[1] - 1)
+        places: np.ndarray = np.minimum(np.where(count < width, few, many), self.rows.shape[1] - 1)
+        return places
 
     def exchange(self, fuller: np.ndarray, emptier: np.ndarray, width: int, k: int) -> bool:
         """In each pair of bins the exchange that helps most; whether any did."""

@@ -92,7 +92,7 @@ def _num_steps(samples: Samples, count: np.ndarray, required: np.ndarray, multip
 
 
 def _oldest(samples: Samples, num_steps: int) -> np.ndarray:
-    """Which samples to take [n]: of each pool the oldest, until its bins are as good as full, and one a bin at least."""
+    """Which samples to take [n]: of each pool the oldest, until its bins are as good as full, and one a bin."""
     order = np.lexsort((np.arange(len(samples)), -samples.age, samples.pool))
     pool, num_bins = samples.pool[order], num_steps * samples.slots
     first, ends = np.searchsorted(pool, pool), np.searchsorted(pool, pool, side="right")

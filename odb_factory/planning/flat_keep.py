@@ -22,15 +22,15 @@ NUM_CANDIDATES = 3
 micro-steps as one cost no more; it is needed where bins would have to be fuller than exchanges can make them."""
 
 
-def cut_flat(samples: Samples, model: CostModel) -> list[list[PoolGroup]]:
-    """The groups of each micro-step.
+def cut_flat(samples: Samples, model: CostModel, least_steps: int = 0) -> list[list[PoolGroup]]:
+    """The groups of each micro-step; of `least_steps` at least, as far as there are samples.
 
     Every sample is in a group, and groups of two or more are within the budgets. The costliest micro-step comes first.
     """
     if not len(samples):
         return []
     model = samples.weigh(model)
-    least = fewest_steps(samples)
+    least = max(fewest_steps(samples), least_steps)
     found = fill(samples, least, model)
     if not found.within:
         fitted = first_fit(samples, model)

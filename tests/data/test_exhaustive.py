@@ -235,7 +235,9 @@ def test_every_small_kept_world_keeps_its_promises(capsys: pytest.CaptureFixture
 
 def test_every_small_kept_flat_world_keeps_its_promises() -> None:
     """Orders of up to 4 samples for one rank and 3 for two and three; N up to 4."""
-    count = sum(explore_kept(num_ranks, most, 4, again=True, budget=FLAT) for num_ranks, most in ((1, 4), (2, 3), (3, 3)))
+    count = sum(
+        explore_kept(num_ranks, most, 4, again=True, budget=FLAT) for num_ranks, most in ((1, 4), (2, 3), (3, 3))
+    )
     assert count > 1_000
 
 

@@ -22,7 +22,7 @@ from plan_checks import (
 )
 from planning_strategies import costs, flat_budgets, within
 
-from odb_factory.planning import Budget, Collation, Cost, CostModel, Plan
+from odb_factory.planning import Budget, Collation, Cost, CostModel, Plan, make_metadata, plan_in_groups
 from odb_factory.planning.candidates import MAX_WAIT_ROUNDS
 
 MODELS = [
@@ -94,9 +94,7 @@ def tiny_worlds(count: int, num_ranks: int, most: int) -> Iterator[tuple[World, 
 
 @pytest.mark.parametrize("balance", [True, False])
 @pytest.mark.parametrize(("model", "by"), MODELS)
-def test_no_other_plan_of_a_tiny_optimizer_step_is_much_better(
-    model: CostModel, by: CostModel, balance: bool
-) -> None:
+def test_no_other_plan_of_a_tiny_optimizer_step_is_much_better(model: CostModel, by: CostModel, balance: bool) -> None:
     """I7, against every plan there is: mostly none is better at all."""
     ratios = []
     for world, budget in tiny_worlds(24, 2, 6):
@@ -129,7 +127,7 @@ def test_nor_do_they_where_the_budget_is_filled(
 
 
 def test_samples_that_cannot_share_a_bin_take_as_many_micro_steps_as_that() -> None:
-    """Where exchanges find no way into few bins, first-fit decreasing does: 40 and 60, but neither 60 nor 34 three times."""
+    """Where exchanges find no way into few bins: 60 and 40 share one, but no two of 51 and no three of 34 do."""
     for world, num_steps in (([[Cost(51)] * 20], 20), ([[Cost(60)] * 9 + [Cost(40)] * 9], 9), ([[Cost(34)] * 9], 5)):
         for owners in (1, 3):
             shares = [world[0][rank::owners] for rank in range(owners)]
@@ -208,6 +206,39 @@ def test_a_flat_optimizer_step_of_a_thousand_ranks(balance: bool) -> None:
     assert not balance or sum(totals.max_rank_tokens for totals in plan.totals) < 1.25 * max(needed, 8192)
 
 
+@settings(deadline=None)
+@given(st.lists(st.lists(costs(num_modalities=2), max_size=8), min_size=1, max_size=6), flat_budgets, st.integers(1, 3))
+def test_groups_of_ranks_agree_on_k_and_on_nothing_else(world: World, budget: Budget, group_size: int) -> None:
+    """I1, I2, I4, I7: no sample leaves its group; a group idles only where it has too few samples."""
+    buffers = [make_metadata(own, [0] * len(own), exhausted=False) for own in world]
+    plan = plan_in_groups(buffers, budget, group_size)
+    num_steps = len(plan.totals)
+    for first in range(0, len(world), group_size):
+        ranks = range(first, min(first + group_size, len(world)))
+        start, end = plan.starts[ranks[0]], plan.starts[ranks[-1] + 1]
+        out = sorted(i for rank in ranks for group in plan.groups[rank] for i in group)
+        assert out == list(range(start, end)), "I2, within the group"
+        costs = costs_of([BufferMetadata(own, [], False) for own in world])
+        for rank in ranks:
+            groups = plan.groups[rank]
+            assert len(groups) == num_steps, "I1"
+            assert all(len(group) < 2 or within([costs[i] for i in group], budget) for group in groups), "I4"
+            busy = [bool(group) for group in groups]
+            assert busy == sorted(busy, reverse=True), "I7"
+            assert all(busy) or all(len(group) <= 1 for other in ranks for group in plan.groups[other]), "I7"
+
+
+def test_groups_cost_little() -> None:
+    """64 ranks in groups of 16 wait little longer than as one."""
+    world = drawn(64, 16, 0.0)
+    buffers = [make_metadata(own, [0] * len(own), exhausted=False) for own in world]
+    spent = [
+        sum(500 + totals.max_rank_tokens for totals in plan_in_groups(buffers, flat(16384), size).totals)
+        for size in (64, 16)
+    ]
+    assert spent[0] <= spent[1] <= 1.06 * spent[0]
+
+
 # Fill
 
 
@@ -225,9 +256,7 @@ def test_bins_are_filled_to_the_budget(balance: bool, images: float) -> None:
     assert held - real < 16384 * (4 if balance else 8), "what waits is less than a micro-step, and what a rank has more"
 
 
-@given(
-    st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=20), min_size=1, max_size=3), st.booleans()
-)
+@given(st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=20), min_size=1, max_size=3), st.booleans())
 def test_nothing_waits_that_fits_beside_what_goes_out(lengths: list[list[int]], balance: bool) -> None:
     """I7: neither for its like nor for any other reason."""
     buffers = [BufferMetadata(list(map(Cost, own)), [0] * len(own), exhausted=False) for own in lengths]
