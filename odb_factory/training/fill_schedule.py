@@ -14,7 +14,7 @@ from odb_factory.config import ODBConfig
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.samples import OptimizerStep
 from odb_factory.log import get_logger
-from odb_factory.training.schedule import ScheduleClock, follow_clock, learning_rate_factor
+from odb_factory.training.schedule import ScheduleClock, follow_clock, learning_rate_factor, rescale_learning_rate
 
 logger = get_logger(__name__)
 
@@ -106,9 +106,13 @@ class FillSchedule:
         if self.clock is not None:
             self.clock.advance(optimizer_step, self.share(epoch))
 
-    def take_over(self, other: FillSchedule) -> None:
-        """Go on with what a scheduler was made by in `other`, whose run is begun anew."""
-        self.clock, self._lr_factor = other.clock, other._lr_factor
+    def take_over(self, other: FillSchedule, optimizer: Any, scheduler: Any) -> None:
+        """Go on in the place of `other`, before the first optimizer step: these were made by its estimates.
+
+        The scheduler keeps following its clock, which goes by the share of samples done.
+        """
+        self.clock = other.clock
+        rescale_learning_rate(optimizer, scheduler, self.learning_rate_factor() / other.learning_rate_factor())
 
     def state_dict(self, epoch: float, optimizer_steps: int) -> dict[str, Any]:
         return {

@@ -165,7 +165,7 @@ class ODBTrainerMixin(Base):
         run.close()
         again = self._odb_begin(source, stock, padded)
         if again.fill is not None and run.fill is not None:
-            again.fill.take_over(run.fill)
+            again.fill.take_over(run.fill, self.optimizer, self.lr_scheduler)
         say_what_to_expect(again.loader, again.config)
         return again
 

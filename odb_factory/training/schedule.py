@@ -95,6 +95,17 @@ def scale_learning_rate(optimizer: Any, factor: float) -> None:
             group["odb_lr_factor"] = factor
 
 
+def rescale_learning_rate(optimizer: Any, scheduler: Any, ratio: float) -> None:
+    """Multiply the learning rates that a scheduler has been made for."""
+    for group in optimizer.param_groups:
+        for name in ("lr", "initial_lr", "odb_lr_factor"):
+            if name in group:
+                group[name] *= ratio
+    scheduler = getattr(scheduler, "scheduler", scheduler)  # accelerate's
+    if hasattr(scheduler, "base_lrs"):
+        scheduler.base_lrs = [rate * ratio for rate in scheduler.base_lrs]
+
+
 def follow_clock(scheduler: Any, clock: ScheduleClock) -> bool:
     """Make a `LambdaLR` (every schedule of transformers but the metric-driven ones) read `clock`.
 
