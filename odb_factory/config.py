@@ -58,14 +58,14 @@ class ODBConfig:
     )
     layout: str = _key(
         "flat: the samples of a micro-batch follow each other in one row, each with its own positions and attention, "
-        "without padding; padded: one row a sample; auto: flat where the model, its attention kernel and a check before "
-        "training allow it, else padded (in a loop of your own: padded)",
+        "without padding; padded: one row a sample; auto: flat where the model, its attention kernel and a check "
+        "before training allow it, else padded (in a loop of your own: padded)",
         choices=LAYOUTS,
         default="auto",
     )
     pad_to_multiple_of: int | None = _key(
-        "flat micro-batches are filled up to a multiple of so many tokens (FP8, torch.compile); none: not at all. Padded "
-        "rows are padded as the data collator says",
+        "flat micro-batches are filled up to a multiple of so many tokens (FP8, torch.compile); none: not at all. "
+        "Padded rows are padded as the data collator says",
         minimum=1,
         default=None,
     )
@@ -163,8 +163,8 @@ class ODBConfig:
                 object.__setattr__(self, item.name, int(value))  # numpy's integers are no JSON
         if self.layout == "padded" and self.pad_to_multiple_of is not None:
             raise ConfigError(
-                f"odb.pad_to_multiple_of: {self.pad_to_multiple_of} has no effect with `layout: padded`, whose rows are "
-                "padded as the data collator says; leave it out, or set `layout: flat`."
+                f"odb.pad_to_multiple_of: {self.pad_to_multiple_of} has no effect with `layout: padded`, whose rows "
+                "are padded as the data collator says; leave it out, or set `layout: flat`."
             )
         if self.keeps:
             self._check_kept()

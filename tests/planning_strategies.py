@@ -24,15 +24,24 @@ budgets = st.builds(
     max_patches=st.none() | st.integers(1, 12),
     collation=collations,
 )
+flat_budgets = st.builds(
+    Budget,
+    token_budget=st.integers(1, 100),
+    max_patches=st.none() | st.integers(1, 12),
+    collation=collations,
+    layout=st.just("flat"),
+    round_to=st.sampled_from([1, 1, 4, 16]),
+)
 
 
 @st.composite
-def costs(draw: st.DrawFn) -> Cost:
+def costs(draw: st.DrawFn, num_modalities: int = 1) -> Cost:
     """A text sample, or one with media; now and then beyond every budget above."""
     tokens = draw(st.integers(1, 30) | st.sampled_from([1, 50, 99, 100, 101, 300]))
     patches = draw(st.just(0) | st.integers(0, 8) | st.sampled_from([12, 13, 40]))
     has_media = patches > 0 or draw(st.booleans())
-    return Cost(tokens, patches, draw(st.integers(1, tokens)), has_media)
+    modality = draw(st.integers(0, num_modalities - 1)) if has_media and num_modalities > 1 else 0
+    return Cost(tokens, patches, draw(st.integers(1, tokens)), has_media, modality)
 
 
 def collated(group: Sequence[Cost], collation: Collation) -> tuple[int, int, int]:
@@ -50,6 +59,32 @@ def collated(group: Sequence[Cost], collation: Collation) -> tuple[int, int, int
     return len(rows), len(rows[0]), len(patches)
 
 
-def within(group: Sequence[Cost], budget: Budget) -> bool:
+def segments(group: Sequence[Cost], budget: Budget) -> list[list[str]]:
+    """The segments of a flat micro-batch, built one token at a time: samples, dummy media, what fills up."""
+    parts = [["token"] * cost.tokens for cost in group]
+    if budget.collation.dummy_media_tokens and not any(cost.has_media for cost in group):
+        parts.append(["filler"] * budget.collation.dummy_media_tokens)
+    tail: list[str] = []
+    while (sum(map(len, parts)) + len(tail)) % budget.round_to:
+        tail.append("pad")
+    return [*parts, tail] if tail else parts
+
+
+def shape_of(group: Sequence[Cost], budget: Budget) -> tuple[int, int, int]:
+    """(rows, row length, patches) of a group in the layout of the budget."""
     rows, length, patches = collated(group, budget.collation)
+    if budget.layout == "padded":
+        return rows, length, patches
+    return 1, sum(map(len, segments(group, budget))), patches
+
+
+def attention_of(group: Sequence[Cost], budget: Budget) -> int:
+    if budget.layout == "flat":
+        return sum(len(segment) ** 2 for segment in segments(group, budget))
+    rows, length, _ = collated(group, budget.collation)
+    return rows * length**2
+
+
+def within(group: Sequence[Cost], budget: Budget) -> bool:
+    rows, length, patches = shape_of(group, budget)
     return rows * length <= budget.token_budget and (budget.max_patches is None or patches <= budget.max_patches)

@@ -31,13 +31,17 @@ def tables(text: str) -> list[str]:
 
 @pytest.mark.parametrize("script", ["scale"], indirect=True)
 def test_a_table_with_a_row_for_every_number_of_ranks(script: ModuleType, capsys: pytest.CaptureFixture) -> None:
-    results = script.main(["--ranks", "2", "8", "--window", "32", "--token-budget", "2048", "--rounds", "2"])
+    options = ["--ranks", "2", "8", "--window", "32", "--token-budget", "2048", "--rounds", "2"]
+    results = script.main([*options, "--grouped", "8", "--group-sizes", "4", "8"])
     rounds = [(2, False), (8, False), (2, True), (8, True)]
     kept = [(2, True), (8, True), (2, False), (8, False)]
-    assert [(result.ranks, result.balance) for result in results] == rounds + kept
+    assert [(result.ranks, result.balance) for result in results[:-2]] == 2 * rounds + 2 * kept
+    assert [(result.ranks, result.group_size) for result in results[-2:]] == [(8, 4), (8, 8)]
+    assert results[-2].efficiency <= results[-1].efficiency <= results[-1].bound
     lines = tables(capsys.readouterr().out)
-    assert len(lines) == 8 + 6
-    assert len({line.count("|") for line in lines[:8]}) == len({line.count("|") for line in lines[8:]}) == 1
+    assert len(lines) == 16 + 10 + 4
+    for part in (lines[:16], lines[16:26], lines[26:]):
+        assert len({line.count("|") for line in part}) == 1
 
 
 @pytest.mark.parametrize("script", ["scale"], indirect=True)
@@ -53,6 +57,7 @@ def test_bytes_grow_no_more_than_linearly_with_ranks(script: ModuleType) -> None
 def test_no_online_way_plans_better(script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """On a small scale: odb before the known online ways, balanced before alone, both below what is possible."""
     options = ["--ranks", "4", "--samples", "2000", "--seeds", "1", "--kept", "64", "256", "--kept-steps", "3"]
+    options += ["--kept-images", "64"]
     (result,) = script.main([*options, "--output-dir", str(tmp_path)])
     assert (tmp_path / "planning.png").stat().st_size > 10_000
     assert json.loads((tmp_path / "planning.json").read_text())[0] == result
@@ -61,13 +66,23 @@ def test_no_online_way_plans_better(script: ModuleType, tmp_path: Path, capsys: 
         reached = {name: row[workload] for name, row in result["efficiency"].items()}
         alone, balanced = reached["odb, fill, `balance: false`"], reached["odb, fill"]
         assert max(reached["fixed batch, 8 rows"], reached["sort, fill, split to the largest count"]) < alone
-        assert alone < balanced < 1 / (1 + script.FIXED_COST / script.TOKEN_BUDGET)
+        flat_alone, flat = reached["odb, fill, flat, `balance: false`"], reached["odb, fill, flat"]
+        most = 1 / (1 + script.FIXED_COST / script.TOKEN_BUDGET)
+        assert alone < balanced < flat < most
+        assert alone < flat_alone < flat > 0.96
         fixed = max(efficiency for name, efficiency in reached.items() if name.startswith("fixed batch"))
         for size in (64, 256):
             ways = [script.kept.KEEP_PER_RANK, script.kept.KEEP, script.kept.BOUND]
             own, pooled, bound = (result["kept"][f"{way}, N = {size}"][workload] for way in ways)
-            assert fixed < own < pooled < bound
+            flat_own, flat = (
+                result["kept"][f"{way}, N = {size}"][workload]
+                for way in (script.kept.KEEP_FLAT_PER_RANK, script.kept.KEEP_FLAT)
+            )
+            assert fixed < own < min(flat_own, pooled) and max(flat_own, pooled) < flat <= bound
+            assert flat > 0.98 * bound, "flat micro-batches can be made as even as the samples allow"
             assert pooled > 0.75, "kept optimizer batches are computed nearly as fast as full ones"
+        figures = result["kept_with_images"][workload][f"{script.kept.KEEP_FLAT}, N = 64"]
+        assert all(figures[name] > 0.85 * figures[f"bound of {name}"] for name in ("tokens", "patches"))
 
 
 @pytest.mark.parametrize("script", ["planning"], indirect=True)

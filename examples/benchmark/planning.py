@@ -84,8 +84,8 @@ def oracle(samples: Samples) -> Steps:
     return padded[:: len(samples)]
 
 
-def odb(samples: Samples, balance: bool = False) -> Steps:
-    plans = rounds(samples, Budget(TOKEN_BUDGET), WINDOW, balance=balance)
+def odb(samples: Samples, balance: bool = False, layout: str = "padded") -> Steps:
+    plans = rounds(samples, Budget(TOKEN_BUDGET, layout=layout), WINDOW, balance=balance)
     return [totals.max_rank_tokens for one in plans for totals in one.plan.totals]
 
 
@@ -93,6 +93,8 @@ WAYS: dict[str, Callable[[Samples], Steps]] = {
     "sort, fill, split to the largest count": sort_fill_split,
     "odb, fill, `balance: false`": odb,
     "odb, fill": lambda samples: odb(samples, balance=True),
+    "odb, fill, flat, `balance: false`": lambda samples: odb(samples, layout="flat"),
+    "odb, fill, flat": lambda samples: odb(samples, balance=True, layout="flat"),
     "offline oracle": oracle,
 }
 
@@ -110,15 +112,23 @@ def kept_batches(ranks: int, sizes: Sequence[int], steps: int, seeds: int) -> di
     reached: dict[str, dict[str, float]] = {}
     for size, workload in itertools.product(sizes, WORKLOADS):
         found = kept.efficiencies(workload, ranks, size, Budget(TOKEN_BUDGET), FIXED_COST, steps, seeds)
-        for name, value in found.items():
-            reached.setdefault(f"{name}, N = {size:,}", {})[workload] = value
+        for name, values in found.items():
+            reached.setdefault(f"{name}, N = {size:,}", {})[workload] = values["tokens"]
     return reached
 
 
-def with_images(workload: str, ranks: int, samples: int, **options: Any) -> dict[str, float]:
+def kept_with_images(workload: str, ranks: int, size: int, steps: int, seeds: int) -> dict[str, dict[str, float]]:
+    """The efficiencies in tokens and in patches where half of the N = `size` samples have images, and their bounds."""
+    budget = Budget(TOKEN_BUDGET, TOKEN_BUDGET * PATCHES_PER_TOKEN)
+    found = kept.efficiencies(workload, ranks, size, budget, FIXED_COST, steps, seeds, IMAGE_SHARE)
+    bound = {f"bound of {name}": value for name, value in found.pop(kept.BOUND).items()}
+    return {f"{name}, N = {size:,}": values | bound for name, values in found.items()}
+
+
+def with_images(workload: str, ranks: int, samples: int, layout: str = "padded", **options: Any) -> dict[str, float]:
     """The efficiencies where half of the samples have images, and what of them travels to another rank."""
     drawn = draw(workload, ranks, samples, image_share=IMAGE_SHARE)
-    budget = Budget(TOKEN_BUDGET, TOKEN_BUDGET * PATCHES_PER_TOKEN)
+    budget = Budget(TOKEN_BUDGET, TOKEN_BUDGET * PATCHES_PER_TOKEN, layout=layout)
     table = np.concatenate(drawn)
     tokens = table["tokens"].astype(np.int64)
     work = TIME.of(tokens, table["patches"], tokens * tokens) - TIME.fixed
@@ -126,7 +136,7 @@ def with_images(workload: str, ranks: int, samples: int, **options: Any) -> dict
     for one in rounds(drawn, budget, WINDOW, **options):
         held = np.concatenate([window.rows for window in one.windows])
         totals += one.plan.totals
-        seconds += sum(max(_time(held[group]) for group in step if group) for step in zip(*one.plan.groups))
+        seconds += sum(max(_time(held[group], layout) for group in step if group) for step in zip(*one.plan.groups))
     return {
         "tokens": efficiency(drawn, [step.max_rank_tokens for step in totals]),
         "patches": sum(step.patches for step in totals) / (ranks * sum(step.max_rank_patches for step in totals)),
@@ -135,7 +145,10 @@ def with_images(workload: str, ranks: int, samples: int, **options: Any) -> dict
     }
 
 
-def _time(group: np.ndarray) -> int:
+def _time(group: np.ndarray, layout: str) -> int:
+    if layout == "flat":
+        tokens = group["tokens"].astype(np.int64)
+        return TIME.of(int(tokens.sum()), int(group["patches"].sum()), int((tokens**2).sum()))
     length = int(group["tokens"].max())
     return TIME.of(len(group) * length, int(group["patches"].sum()), len(group) * length**2)
 
@@ -145,6 +158,9 @@ PLANS: dict[str, dict[str, Any]] = {
     "odb, fill, `balance: false`, `cost_model: time`": {"model": TIME},
     "odb, fill": {"balance": True},
     "odb, fill, `cost_model: time`": {"balance": True, "model": TIME},
+    "odb, fill, flat, `balance: false`": {"layout": "flat"},
+    "odb, fill, flat": {"layout": "flat", "balance": True},
+    "odb, fill, flat, `cost_model: time`": {"layout": "flat", "balance": True, "model": TIME},
 }
 
 
@@ -195,6 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--processes", type=int, default=0, help="up to so many ranks loaders are really run, too")
     parser.add_argument("--output-dir", type=Path, help="write planning.json and planning.png there")
     parser.add_argument("--kept", type=int, nargs="*", default=[64, 128, 256, 512, 2048, 8192], help="these N")
+    parser.add_argument("--kept-images", type=int, nargs="*", default=[256], help="these N, half of them with images")
     parser.add_argument("--kept-steps", type=int, default=8, help="so many optimizer steps of each draw")
     given = parser.parse_args(arguments)
     results = []
@@ -218,7 +235,19 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
             pictures[workload] = {name: with_images(workload, ranks, count, **way) for name, way in PLANS.items()}
             figures = {name: list(row.values()) for name, row in pictures[workload].items()}
             print(table(f"{ranks:,} ranks, {workload} with images", ["tokens", "patches", "time", "moved"], figures))
-        found = {"efficiency": reached, "kept": kept_rows, "with_images": pictures}
+        kept_pictures: dict[str, dict[str, dict[str, float]]] = {workload: {} for workload in WORKLOADS}
+        for workload, size in itertools.product(WORKLOADS, [size for size in given.kept_images if size % ranks == 0]):
+            kept_pictures[workload] |= kept_with_images(workload, ranks, size, given.kept_steps, given.seeds)
+        for workload, rows in kept_pictures.items():
+            figures = {name: list(row.values()) for name, row in rows.items()}
+            columns = list(next(iter(rows.values()), {}))
+            print(table(f"{ranks:,} ranks, {workload} with images", columns, figures))
+        found = {
+            "efficiency": reached,
+            "kept": kept_rows,
+            "with_images": pictures,
+            "kept_with_images": kept_pictures,
+        }
         results.append({"ranks": ranks, "samples": count, **found})
     if given.output_dir:
         given.output_dir.mkdir(parents=True, exist_ok=True)

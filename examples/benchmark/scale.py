@@ -4,6 +4,10 @@ Every rank tells all others what its buffer holds, a few integers a sample, and 
 or the optimizer step of all of them (keep). Here the messages of all ranks are made and read in one process, with the
 functions that a training uses; only the network is left out.
 
+Last, kept optimizer steps whose samples travel within groups of ranks only (flat): what that costs in step efficiency,
+and what it saves. There the network is a model: each of log2(ranks of a group) exchanges takes `LATENCY_S`, and a rank
+receives `BYTES_A_SECOND`.
+
     python examples/benchmark/scale.py
     python examples/benchmark/scale.py --ranks 8 64 --window 256 --rounds 5
 """
@@ -12,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import statistics
 import time
 from collections import Counter
@@ -20,14 +25,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from kept import optimizer_steps
+from kept import least, optimizer_steps
 from simulation import draw, rounds
 
 from odb_factory.comm.codec import decode, encode
 from odb_factory.comm.coordinator import RankMetadata
-from odb_factory.planning import Budget, BufferMetadata, plan_buffers, plan_optimizer_step
+from odb_factory.planning import Budget, BufferMetadata, plan_buffers, plan_in_groups, plan_optimizer_step
 
 WORKLOAD = "ShareGPT4o"
+WORKLOAD_OF_GROUPS = "UltraChat"
+"""Here ranks wait for the fullest, not for the longest sample: the more ranks share samples, the less they wait."""
+FIXED_COST = 500
+LATENCY_S, BYTES_A_SECOND = 50e-6, 1e9
 
 
 @dataclass(frozen=True)
@@ -40,6 +49,7 @@ class Measured:
 
     ranks: int
     balance: bool
+    layout: str
     steps: float
     encode_s: float
     read_s: float
@@ -57,9 +67,11 @@ def timed(function: Callable[[], Any]) -> tuple[Any, float]:
     return result, time.process_time() - started
 
 
-def measure(ranks: int, window: int, token_budget: int, num_rounds: int, balance: bool = False) -> Measured:
+def measure(
+    ranks: int, window: int, token_budget: int, num_rounds: int, balance: bool = False, layout: str = "padded"
+) -> Measured:
     """Plan `num_rounds` rounds of `ranks` ranks whose samplers never run dry; windows are refilled between them."""
-    budget, rows = Budget(token_budget), []
+    budget, rows = Budget(token_budget, layout=layout), []
     epoch = rounds(draw(WORKLOAD, ranks, 4 * window), budget, window, balance=balance, endless=True)
     for one in itertools.islice(epoch, num_rounds):
         messages, encode_s = timed(lambda one=one: [encode(RankMetadata(held, Counter())) for held in one.windows])
@@ -70,7 +82,7 @@ def measure(ranks: int, window: int, token_budget: int, num_rounds: int, balance
         )
         size = np.dtype(np.int64).itemsize + max(map(len, messages))
         rows.append((len(plan.totals), encode_s / ranks, read_s, plan_s, ranks * size))
-    return Measured(ranks, balance, *(statistics.median(column) for column in zip(*rows)))
+    return Measured(ranks, balance, layout, *(statistics.median(column) for column in zip(*rows)))
 
 
 @dataclass(frozen=True)
@@ -80,28 +92,83 @@ class MeasuredStep:
     ranks: int
     samples: int
     balance: bool
+    layout: str
     micro_steps: float
     plan_s: float
 
 
-def measure_kept(ranks: int, batch_size: int, token_budget: int, count: int, balance: bool) -> MeasuredStep:
+def measure_kept(
+    ranks: int, batch_size: int, token_budget: int, count: int, balance: bool, layout: str = "padded"
+) -> MeasuredStep:
     """Plan `count` optimizer steps of `batch_size` samples."""
-    rows = []
+    budget, rows = Budget(token_budget, layout=layout), []
     for shares in optimizer_steps(WORKLOAD, ranks, batch_size, count, seed=0):
         buffers = [BufferMetadata(share, exhausted=False) for share in shares]
-        plan, plan_s = timed(
-            lambda buffers=buffers: plan_optimizer_step(buffers, Budget(token_budget), balance=balance)
-        )
+        plan, plan_s = timed(lambda buffers=buffers: plan_optimizer_step(buffers, budget, balance=balance))
         rows.append((len(plan.totals), plan_s))
-    return MeasuredStep(ranks, batch_size, balance, *(statistics.median(column) for column in zip(*rows)))
+    return MeasuredStep(ranks, batch_size, balance, layout, *(statistics.median(column) for column in zip(*rows)))
+
+
+@dataclass(frozen=True)
+class MeasuredGroups:
+    """One optimizer step whose samples stay within groups of `group_size` ranks: medians.
+
+    efficiency, bound: real tokens by what ranks wait for, and what no plan beats. moved: part of all samples.
+    plan_s: one group, in seconds of one core. received: bytes of metadata of each rank. network_s: by the model above.
+    """
+
+    ranks: int
+    group_size: int
+    efficiency: float
+    bound: float
+    moved: float
+    plan_s: float
+    received: float
+    network_s: float
+
+
+def measure_groups(ranks: int, group_size: int, batch_size: int, token_budget: int, count: int) -> MeasuredGroups:
+    """Plan `count` optimizer steps of `batch_size` samples."""
+    budget, rows = Budget(token_budget, layout="flat"), []
+    for shares in optimizer_steps(WORKLOAD_OF_GROUPS, ranks, batch_size, count, seed=0):
+        buffers = [BufferMetadata(share, exhausted=False) for share in shares]
+        own = buffers[:group_size]
+        plan, plan_s = timed(lambda own=own: plan_in_groups(own, budget, group_size))
+        if group_size < ranks:
+            plan = plan_in_groups(buffers, budget, group_size)
+        real = sum(int(share["tokens"].sum()) for share in shares) / ranks
+        waited = sum(FIXED_COST + totals.max_rank_tokens for totals in plan.totals)
+        moved = sum(totals.moved for totals in plan.totals) / batch_size
+        received = group_size * max(len(encode(RankMetadata(held, Counter()))) for held in own)
+        network_s = math.ceil(math.log2(group_size)) * LATENCY_S + received / BYTES_A_SECOND
+        bound = real / least(shares, budget, FIXED_COST)
+        rows.append((real / waited, bound, moved, plan_s, received, network_s))
+    return MeasuredGroups(ranks, group_size, *(statistics.median(column) for column in zip(*rows)))
+
+
+def table_of_groups(results: Sequence[MeasuredGroups]) -> str:
+    lines = [
+        "| ranks | ranks of a group | step efficiency | bound | moved | plan | received | network |",
+        "|--:|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    for result in results:
+        lines.append(
+            f"| {result.ranks:,} | {result.group_size:,} | {result.efficiency:.3f} | {result.bound:.3f} | "
+            f"{result.moved:.2f} | {1e3 * result.plan_s:.0f} ms | {result.received / 1024:,.0f} KiB | "
+            f"{1e3 * result.network_s:.1f} ms |"
+        )
+    return "\n".join(lines)
+
+
+def _mode(result: Measured | MeasuredStep) -> str:
+    return ", ".join(["flat"] * (result.layout == "flat") + ["`balance: false`"] * (not result.balance))
 
 
 def table_of_kept(results: Sequence[MeasuredStep]) -> str:
     lines = ["| ranks | samples of an optimizer step | | micro-steps | plan |", "|--:|--:|---|--:|--:|"]
     for result in results:
-        mode = "" if result.balance else "`balance: false`"
         lines.append(
-            f"| {result.ranks:,} | {result.samples:,} | {mode} | {result.micro_steps:.0f} | "
+            f"| {result.ranks:,} | {result.samples:,} | {_mode(result)} | {result.micro_steps:.0f} | "
             f"{1e3 * result.plan_s:.0f} ms |"
         )
     return "\n".join(lines)
@@ -115,7 +182,7 @@ def table(results: Sequence[Measured]) -> str:
     ]
     for result in results:
         lines.append(
-            f"| {result.ranks:,} | {'`balance: true`' if result.balance else ''} | {result.steps:.0f} | "
+            f"| {result.ranks:,} | {_mode(result)} | {result.steps:.0f} | "
             f"{1e3 * result.encode_s:.1f} ms | {1e3 * result.read_s:.1f} ms | {1e3 * result.plan_s:.0f} ms | "
             f"{1e3 * result.round_s / result.steps:.1f} ms | {result.received / 1024:,.0f} KiB |"
         )
@@ -129,30 +196,43 @@ def growth(first: Measured, last: Measured) -> dict[str, float]:
     return {"time": time_a_step / factor, "bytes": last.received / first.received / factor}
 
 
-def main(arguments: Sequence[str] | None = None) -> list[Measured | MeasuredStep]:
+def main(arguments: Sequence[str] | None = None) -> list[Measured | MeasuredStep | MeasuredGroups]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 256, 1024])
     parser.add_argument("--window", type=int, default=1024, help="samples a rank holds (buffer_size)")
     parser.add_argument("--token-budget", type=int, default=16384)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--samples-a-rank", type=int, default=8, help="of an optimizer step that is kept")
+    parser.add_argument("--grouped", type=int, nargs="*", default=[1024, 16384], help="so many ranks in groups")
+    parser.add_argument("--group-sizes", type=int, nargs="+", default=[64, 256, 1024], help="ranks of a group")
     chosen = parser.parse_args(arguments)
     print(f"windows of {chosen.window:,} samples ({WORKLOAD}), token_budget {chosen.token_budget:,}; one core\n")
     results: list[Measured] = []
-    for balance in (False, True):
-        mine = [measure(ranks, chosen.window, chosen.token_budget, chosen.rounds, balance) for ranks in chosen.ranks]
+    for layout, balance in itertools.product(("padded", "flat"), (False, True)):
+        mine = [
+            measure(ranks, chosen.window, chosen.token_budget, chosen.rounds, balance, layout) for ranks in chosen.ranks
+        ]
         print(table(mine))
         grown = growth(mine[0], mine[-1])
         print(f"\ngrowth, 1.00 being linear in ranks: time {grown['time']:.2f}, bytes {grown['bytes']:.2f}\n")
         results += mine
     kept = [
-        measure_kept(ranks, chosen.samples_a_rank * ranks, chosen.token_budget, 2 * chosen.rounds + 1, balance)
+        measure_kept(ranks, chosen.samples_a_rank * ranks, chosen.token_budget, 2 * chosen.rounds + 1, balance, layout)
+        for layout in ("padded", "flat")
         for balance in (True, False)
         for ranks in chosen.ranks
     ]
     print("one optimizer step that is kept\n")
     print(table_of_kept(kept))
-    return [*results, *kept]
+    grouped = [
+        measure_groups(ranks, size, chosen.samples_a_rank * ranks, chosen.token_budget, chosen.rounds)
+        for ranks in chosen.grouped
+        for size in chosen.group_sizes
+        if size <= ranks
+    ]
+    print("\none optimizer step that is kept, flat, in groups of ranks\n")
+    print(table_of_groups(grouped))
+    return [*results, *kept, *grouped]
 
 
 if __name__ == "__main__":

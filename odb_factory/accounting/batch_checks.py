@@ -66,7 +66,7 @@ class BatchChecks:
         if not torch.is_tensor(labels) or rows != len(ids):
             return
         found = _supervised(labels, measured.segments)
-        if found == [*micro_batch.supervised, *[0] * (len(measured.segments[len(ids) :]))]:
+        if found == [*micro_batch.supervised, *[0] * len(measured.segments[len(ids) :])]:
             return
         told = f"rows {ids}: the collator returns them with {found} supervised tokens and they have "
         told += f"{list(micro_batch.supervised)}, so it has changed their order or their labels"

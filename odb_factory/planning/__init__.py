@@ -2,6 +2,7 @@
 
 from odb_factory.planning.cost import VIDEO, Budget, Collation, Cost, CostModel
 from odb_factory.planning.fill import plan_buffers
+from odb_factory.planning.flat_groups import plan_in_groups
 from odb_factory.planning.keep import plan_optimizer_step
 from odb_factory.planning.metadata import ROW, BufferMetadata, make_metadata
 from odb_factory.planning.plan import MAX_REDISTRIBUTED_BYTES, MicroStepTotals, Plan
@@ -19,5 +20,6 @@ __all__ = [
     "Plan",
     "make_metadata",
     "plan_buffers",
+    "plan_in_groups",
     "plan_optimizer_step",
 ]

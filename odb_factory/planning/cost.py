@@ -132,7 +132,7 @@ class Budget:
 
     def holds_flat(self, tokens: np.ndarray, patches: np.ndarray, media: np.ndarray) -> np.ndarray:
         """Whether flat micro-batches are within both budgets, given sums over the samples of each."""
-        tokens, patches, _ = self.flat_shapes(tokens, patches, np.int64(0), media)
+        tokens, patches, _ = self.flat_shapes(tokens, patches, tokens, media)
         holds: np.ndarray = tokens <= self.token_budget
         return holds if self.max_patches is None else holds & (patches <= self.max_patches)
 

@@ -1,4 +1,4 @@
-"""Bins for the samples of a plan: how many each class gets, in which micro-step they run, and how full they shall be."""
+"""Bins for the samples of a plan: how many of each class, in which micro-steps, and how full they shall be."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ class Bins:
     """
 
     samples: Samples
-    num_steps: int
     pool: np.ndarray
     bin_class: np.ndarray
     step: np.ndarray
@@ -38,16 +37,23 @@ class Bins:
 
 
 def fewest_steps(samples: Samples) -> int:
-    """No cut into fewer micro-steps is within the budgets: the sums of a class, by the largest bin there can be."""
+    """No cut into fewer micro-steps is within the budgets.
+
+    Of a class, all tokens must have room, and all patches; samples of more than half a bin cannot share one.
+    """
     budget, ordinary = samples.budget, ~samples.overlong
     num_classes = int(samples.sample_class.max(initial=-1)) + 1
-    sums = np.zeros((num_classes, 2), dtype=np.int64)
-    np.add.at(sums, samples.sample_class[ordinary], samples.measures[ordinary, :2])
-    needed = np.maximum(-(-sums[:, 0] // budget.token_budget), sums.any(axis=1))
-    if budget.max_patches is not None:
-        needed = np.maximum(needed, -(-sums[:, 1] // max(budget.max_patches, 1)))
+    needed = np.zeros(num_classes, dtype=np.int64)
+    np.maximum.at(needed, samples.sample_class[ordinary], 1)
+    for measure, most in ((samples.tokens, budget.token_budget), (samples.patches, budget.max_patches)):
+        if most is not None:
+            loads, halves = np.zeros((2, num_classes), dtype=np.int64)
+            np.add.at(loads, samples.sample_class[ordinary], measure[ordinary])
+            np.add.at(halves, samples.sample_class[ordinary], 2 * measure[ordinary] > most)
+            needed = np.maximum(np.maximum(needed, halves), -(-loads // max(most, 1)))
     np.add.at(needed, samples.sample_class[samples.overlong], 1)
-    by_pool = np.bincount(np.arange(num_classes) // samples.num_modalities, needed)
+    by_pool = np.zeros(num_classes, dtype=np.int64)
+    np.add.at(by_pool, np.arange(num_classes) // samples.num_modalities, needed)
     return -(-int(by_pool.max()) // samples.slots)
 
 
@@ -78,7 +84,7 @@ def make_bins(samples: Samples, num_steps: int, model: CostModel) -> Bins:
         [_targets(samples, amount, most, pool, bin_class, step, frozen) for amount, most in zip(amounts.T, budgets)],
         axis=1,
     )
-    return Bins(samples, num_steps, pool, bin_class, step, frozen, amounts, targets)
+    return Bins(samples, pool, bin_class, step, frozen, amounts, targets)
 
 
 def _share_out(samples: Samples, num_steps: int, pool_of_class: np.ndarray, num_overlong: np.ndarray) -> np.ndarray:
@@ -89,7 +95,8 @@ def _share_out(samples: Samples, num_steps: int, pool_of_class: np.ndarray, num_
     np.add.at(taken, pool_of_class, num_overlong)
     room = np.maximum(num_steps * samples.slots - taken, 0)[pool_of_class]
     if samples.num_modalities == 1:
-        return np.minimum(room, count)
+        fewer: np.ndarray = np.minimum(room, count)
+        return fewer
     load = np.zeros(num_classes, dtype=np.int64)
     np.add.at(load, samples.sample_class, np.where(samples.overlong, 0, samples.tokens))
     shared = np.zeros(num_classes, dtype=np.int64)

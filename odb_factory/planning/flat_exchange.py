@@ -16,7 +16,7 @@ from odb_factory.planning.flat_bins import LARGEST_AMOUNT, Bins
 MAX_ROUNDS, PATIENCE = 64, 8
 """Bins are paired at most so often, and no more once nothing has changed in so many rounds in all dimensions."""
 TOKENS_WITHIN, OTHERS_WITHIN = 4096, 128
-"""Nothing is done where no bin is fuller than its target by more than one part in so many."""
+"""Nothing is done for a bin that is fuller than its target by no more than one part in so many."""
 MAX_TRIED, FEWEST, MOST = 1 << 16, 6, 32
 """In a round about so many exchanges are tried, of at least and at most so many samples of a bin."""
 
@@ -37,7 +37,10 @@ def _largest_first(bins: Bins) -> np.ndarray:
     """
     samples, bin_of = bins.samples, np.empty(len(bins.samples), dtype=np.int64)
     overlong = np.flatnonzero(samples.overlong)
-    size = bins.amounts[:, 0]
+    # Here all dimensions count alike: where one of them has few large samples these must be spread before all others.
+    totals = bins.amounts.sum(axis=0)
+    scale = np.maximum(totals.max() // np.maximum(totals, 1), 1)
+    size, targets = bins.amounts @ scale, bins.targets @ scale
     overlong = overlong[np.lexsort((-size[overlong], samples.sample_class[overlong]))]
     bin_of[overlong] = np.flatnonzero(bins.frozen)
     order = np.flatnonzero(~samples.overlong)
@@ -46,7 +49,7 @@ def _largest_first(bins: Bins) -> np.ndarray:
     ends = np.searchsorted(samples.sample_class[order], np.arange(num_classes), side="right")
     following = np.searchsorted(samples.sample_class[order], np.arange(num_classes))
     ordinary = np.flatnonzero(~bins.frozen)
-    bin_class, room = bins.bin_class[ordinary], bins.targets[ordinary, 0].copy()
+    bin_class, room = bins.bin_class[ordinary], targets[ordinary]
     start = np.searchsorted(bin_class, np.arange(num_classes))
     place = np.arange(len(ordinary)) - start[bin_class]
     while (left := ends - following).any():
@@ -83,7 +86,6 @@ def _exchange(bins: Bins, bin_of: np.ndarray) -> None:
     if not num_pairs:
         return
     held = _Held(bins, bin_of)
-    width = min(max(math.isqrt(MAX_TRIED // num_pairs), FEWEST), MOST, held.rows.shape[1])
     num_dimensions = bins.amounts.shape[1]
     class_of_pair = np.repeat(np.arange(len(halves)), halves)
     place = np.arange(num_pairs) - np.repeat(np.cumsum(halves) - halves, halves)
@@ -96,9 +98,11 @@ def _exchange(bins: Bins, bin_of: np.ndarray) -> None:
         partner = (place + shift) % halves[class_of_pair]
         fuller = order[starts[class_of_pair] + place]
         emptier = order[starts[class_of_pair + 1] - 1 - partner]
-        unchanged = 0 if held.exchange(fuller, emptier, width, k) else unchanged + 1
-        if unchanged >= PATIENCE * num_dimensions or (held.excess <= tolerated)[movable].all():
+        too_full = (held.excess > tolerated).any(axis=1)
+        if unchanged >= PATIENCE * num_dimensions or not too_full[movable].any():
             break
+        pairs = too_full[fuller] | too_full[emptier]
+        unchanged = 0 if pairs.any() and held.exchange(fuller[pairs], emptier[pairs], k) else unchanged + 1
     held.write(bin_of)
 
 
@@ -124,11 +128,12 @@ class _Held:
         few = np.arange(width)
         many = (k * (width - 1) + few * count // (width - 1)) % np.maximum(count, 1)
         many[:, -1:] = count
-        places: np.ndarray = np.where(count < width, few, many)
-        return np.minimum(places, self.rows.shape[1] - 1)
+        places: np.ndarray = np.minimum(np.where(count < width, few, many), self.rows.shape[1] - 1)
+        return places
 
-    def exchange(self, fuller: np.ndarray, emptier: np.ndarray, width: int, k: int) -> bool:
+    def exchange(self, fuller: np.ndarray, emptier: np.ndarray, k: int) -> bool:
         """In each pair of bins the exchange that helps most; whether any did."""
+        width = min(max(math.isqrt(MAX_TRIED // len(fuller)), FEWEST), MOST, self.rows.shape[1])
         first_places, second_places = self._places(fuller, width, k), self._places(emptier, width, k)
         first = self.rows[fuller[:, None], first_places]
         second = self.rows[emptier[:, None], second_places]

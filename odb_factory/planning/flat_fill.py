@@ -17,6 +17,8 @@ from odb_factory.planning.matching import PoolGroup
 
 SLACK = 2048
 """Bins shall be full but for one part in so many: that close do exchanges get to what is aimed at."""
+FINISHING = 2
+"""Once the next oldest sample is too large, so many others of each pool may go before it, to fill what is left."""
 MAX_TOPPED_UP = 1024
 """So many samples, of those that would wait, are put where there is room for them after all."""
 
@@ -90,17 +92,28 @@ def _num_steps(samples: Samples, count: np.ndarray, required: np.ndarray, multip
 
 
 def _oldest(samples: Samples, num_steps: int) -> np.ndarray:
-    """Which samples to take [n]: of each pool the oldest, until its bins are as good as full, and one a bin at least."""
+    """Which samples to take [n]: of each pool the oldest, until its bins are as good as full, and one a bin."""
     order = np.lexsort((np.arange(len(samples)), -samples.age, samples.pool))
     pool, num_bins = samples.pool[order], num_steps * samples.slots
-    first = np.searchsorted(pool, pool)
-    place = np.arange(len(order)) - first
+    first, ends = np.searchsorted(pool, pool), np.searchsorted(pool, pool, side="right")
     takes = np.ones(len(order), dtype=bool)
-    for load, room in zip(_loads(samples), _room(samples)):
-        if room is not None:
-            before = np.concatenate([[0], np.cumsum(load[order])])
-            takes &= before[1:] - before[first] <= num_bins * room * (SLACK - 1) // SLACK
-    takes |= place < num_bins
+    loads = [
+        (load[order], num_bins * room * (SLACK - 1) // SLACK)
+        for load, room in zip(_loads(samples), _room(samples))
+        if room is not None
+    ]
+    for load, most in loads:
+        before = np.concatenate([[0], np.cumsum(load)])
+        takes &= before[1:] - before[first] <= most
+    takes |= np.arange(len(order)) - first < num_bins
+    for _ in range(FINISHING):
+        # In what is left of a pool goes the largest that fits.
+        fits = ~takes
+        for load, most in loads:
+            before = np.concatenate([[0], np.cumsum(np.where(takes, load, 0))])
+            fits &= load <= most - (before[ends] - before[first])
+        largest = np.lexsort((np.where(fits, loads[0][0], -1), pool))[ends - 1]
+        takes[largest[fits[largest]]] = True
     if samples.num_modalities > 1:
         # Each class and each overlong sample needs a bin; the oldest have them first.
         last = int(samples.sample_class.max()) + 1

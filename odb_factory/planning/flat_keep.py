@@ -18,24 +18,29 @@ from odb_factory.planning.flat_samples import Samples
 from odb_factory.planning.matching import PoolGroup
 
 NUM_CANDIDATES = 3
-"""So many K are tried, from the least that the budgets may allow. A larger one is never better where that one fits:
-two micro-steps as one cost no more. It is needed where bins would have to be fuller than exchanges can make them."""
+"""So many K are tried at most beside the least. A larger K is never better where a smaller one fits, for two
+micro-steps as one cost no more; it is needed where bins would have to be fuller than exchanges can make them."""
 
 
-def cut_flat(samples: Samples, model: CostModel) -> list[list[PoolGroup]]:
-    """The groups of each micro-step.
+def cut_flat(samples: Samples, model: CostModel, least_steps: int = 0) -> list[list[PoolGroup]]:
+    """The groups of each micro-step; of `least_steps` at least, as far as there are samples.
 
     Every sample is in a group, and groups of two or more are within the budgets. The costliest micro-step comes first.
     """
     if not len(samples):
         return []
     model = samples.weigh(model)
-    least = fewest_steps(samples)
-    for num_steps in range(least, least + NUM_CANDIDATES):
-        found = fill(samples, num_steps, model)
-        if found.within:
-            return in_order(found)
-    return in_order(first_fit(samples, model))
+    least = max(fewest_steps(samples), least_steps)
+    found = fill(samples, least, model)
+    if not found.within:
+        fitted = first_fit(samples, model)
+        for num_steps in range(max(least + 1, fitted.num_steps - NUM_CANDIDATES + 1), fitted.num_steps + 1):
+            found = fill(samples, num_steps, model)
+            if found.within:
+                break
+        if not found.within or fitted.cost < found.cost:
+            found = fitted
+    return in_order(found)
 
 
 def lower_bound(samples: Samples, num_steps: int, model: CostModel) -> int:

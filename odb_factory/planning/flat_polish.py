@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from odb_factory.planning.cost import CostModel
-from odb_factory.planning.flat_bins import Bins
 from odb_factory.planning.flat_samples import Samples
 
 MAX_TRIED = 1 << 16
@@ -19,7 +18,7 @@ FAR_OVER = 1 << 40
 
 @dataclass(eq=False)
 class Filled:
-    """Samples in bins in micro-steps. Ranks wait for the most tokens, patches and squares of a micro-step, each by itself.
+    """Samples in bins in micro-steps. Ranks wait for the most tokens, the most patches and the most squares of each.
 
     bin_of: of each sample [n]. pool, bin_class, step: of each bin [bins]. frozen: it holds an overlong sample [bins].
     """
@@ -93,9 +92,11 @@ def _critical(filled: Filled) -> list[int]:
     """Bins that break a budget, the worst first, or else those that have the most of their micro-step in anything."""
     over = np.where(filled.frozen, 0, filled.excess(filled.sums))
     if over.any():
-        return np.argsort(-over, kind="stable")[: np.count_nonzero(over)].tolist()
-    at_most = (filled.shapes(filled.sums) == filled.maxima()[filled.step]) & (filled.weights > 0)
-    return np.flatnonzero(at_most.any(axis=1) & ~filled.frozen).tolist()
+        critical = np.argsort(-over, kind="stable")[: np.count_nonzero(over)]
+    else:
+        at_most = (filled.shapes(filled.sums) == filled.maxima()[filled.step]) & (filled.weights > 0)
+        critical = np.flatnonzero(at_most.any(axis=1) & ~filled.frozen)
+    return [int(i) for i in critical]
 
 
 def _improve(filled: Filled, critical: int, own: np.ndarray) -> bool:

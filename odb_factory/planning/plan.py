@@ -23,8 +23,7 @@ MAX_REDISTRIBUTED_BYTES = 1 << 28
 
 @dataclass(frozen=True, slots=True)
 class MicroStepTotals:
-    """What all ranks together do in one micro-step. Tokens are real; padded_tokens and patches are as
-    collated.
+    """What all ranks together do in one micro-step. Tokens are real; padded_tokens and patches are as collated.
 
     padded_tokens: rows x padded row length, or, where the layout is flat, tokens, dummy media and what the total is
     rounded up by. attention: rows x padded row length squared, or, where it is flat, the sum of squared lengths of all

@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -77,11 +77,25 @@ def _compare_on_all_ranks(trainer: Any, make: Callable[[], Trial]) -> str | None
 
 def compare(trainer: Any, trial: Trial) -> str | None:
     """Run the model on all layouts of `trial`; why flat is not what padded is, as all ranks see it. Collective."""
+    why = _positions(trainer.model_wrapped, trial.flat.batch)
+    if why is not None:  # on all ranks alike
+        return why
     try:
         found = _deviations(trainer, trial)
     except Exception as error:
         return _of_all_ranks(trainer, {"error": one_line(error)})
     return _of_all_ranks(trainer, {**found, "rows": trial.ids})
+
+
+def _positions(model: Any, batch: Mapping[str, Any]) -> str | None:
+    """Whether the model would make positions of images itself, for which it needs rows: few samples may show none."""
+    maker = next((type(part).__name__ for part in model.modules() if hasattr(part, "get_rope_index")), None)
+    if maker is None or batch["position_ids"].dim() == 3:
+        return None
+    return (
+        f"the collator gives no position_ids, and {maker} can make those of images from padded rows only (a collator "
+        "can call its get_rope_index, as LLaMA-Factory's does)"
+    )
 
 
 def _of_all_ranks(trainer: Any, found: dict[str, Any]) -> str | None:

@@ -34,8 +34,8 @@ from odb_factory.data.keep_epoch import StockSteps
 from odb_factory.planning import ROW, Budget, BufferMetadata, Plan, candidates, plan_buffers, plan_optimizer_step
 
 LENGTHS = (2, 3, 7)
-BUDGET = Budget(6)
-"""Three rows of 2 or two of 3 make a full group; 7 breaks the budget alone."""
+BUDGET, FLAT = Budget(6), Budget(6, layout="flat")
+"""Three rows of 2 or two of 3 make a full group; 7 breaks the budget alone. In one row 2 and 3 go together too."""
 MAX_SAMPLES, MAX_RANKS = 5, 3
 MODES = list(itertools.product((1, 2), (True, False)))
 """(accumulation, join)."""
@@ -63,15 +63,18 @@ def run(world: Sequence[Shard], **options: Any) -> tuple[Any, Any]:
     """The rows and the epochs of a world; ids count the samples from rank to rank."""
     ids = itertools.count()
     rows = [[sample(next(ids), tokens) for tokens in shard] for shard in world]
-    return rows, run_shards(rows, budget=BUDGET, on_wire=False, **options)
+    return rows, run_shards(rows, on_wire=False, **{"budget": BUDGET} | options)
 
 
 @functools.lru_cache(maxsize=500_000)
 def _planned(
-    make: Callable[..., Plan], buffers: tuple[tuple[bytes, bool], ...], options: tuple[tuple[str, Any], ...]
+    make: Callable[..., Plan],
+    buffers: tuple[tuple[bytes, bool], ...],
+    budget: Budget,
+    options: tuple[tuple[str, Any], ...],
 ) -> Plan:
     return make(
-        [BufferMetadata(np.frombuffer(rows, ROW), exhausted) for rows, exhausted in buffers], BUDGET, **dict(options)
+        [BufferMetadata(np.frombuffer(rows, ROW), exhausted) for rows, exhausted in buffers], budget, **dict(options)
     )
 
 
@@ -80,7 +83,7 @@ def remembered(make: Callable[..., Plan]) -> Callable[..., Plan]:
 
     def planned(buffers: Sequence[BufferMetadata], budget: Budget, **options: Any) -> Plan:
         known = tuple((buffer.rows.tobytes(), buffer.exhausted) for buffer in buffers)
-        return _planned(make, known, tuple(options.items()))
+        return _planned(make, known, budget, tuple(options.items()))
 
     return planned
 
@@ -94,15 +97,22 @@ def explore(
     again: bool = False,
     balance: bool = False,
     planner: Callable[..., Plan] | None = None,
+    budget: Budget = BUDGET,
 ) -> int:
     """Check every world of a kind; how many there are. again: a second time, its ranks run in reverse order (I6)."""
-    options = {"buffer_size": buffer_size, "accumulation": accumulation, "join": join, "balance": balance}
+    options: dict[str, Any] = {
+        "buffer_size": buffer_size,
+        "accumulation": accumulation,
+        "join": join,
+        "balance": balance,
+        "budget": budget,
+    }
     count = 0
     with mock.patch.object(fill_epoch, "plan_buffers", planner or remembered(plan_buffers)):
         for world in worlds(num_ranks, buffer_size, max_samples):
             rows, epochs = run(world, **options)
             try:
-                check_promises(rows, epochs, budget=BUDGET, **options)
+                check_promises(rows, epochs, **options)
                 if again:
                     _, repeated = run(world, order=range(num_ranks)[::-1], **options)
                     assert [epoch.plans for epoch in repeated] == [epoch.plans for epoch in epochs], "I6"
@@ -138,6 +148,20 @@ def test_every_small_balanced_world_keeps_its_promises(capsys: pytest.CaptureFix
     assert count > 1_500
 
 
+def test_every_small_flat_world_keeps_its_promises(capsys: pytest.CaptureFixture) -> None:
+    """Two ranks of up to 2 samples with each in its own row and with balance, and one of up to 4."""
+    modes = [(*mode, False) for mode in MODES] + [(1, True, True)]
+    count = sum(
+        explore(num_ranks, buffer_size, max_samples, accumulation, join, again=True, balance=balance, budget=FLAT)
+        for num_ranks, max_samples in ((1, 4), (2, 2))
+        for accumulation, join, balance in modes
+        for buffer_size in range(1 if join else accumulation, max_samples + 1)
+    )
+    with capsys.disabled():
+        print(f"\nI1 to I7 hold in {count:,} flat worlds of up to 2 ranks")
+    assert count > 1_000
+
+
 def test_every_small_world_in_which_little_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """I5, I7: five samples are too few for the real bound to be reached; here it is one round."""
     for module in (candidates, lockstep):
@@ -167,13 +191,19 @@ def kept_worlds(
 
 
 def explore_kept(
-    num_ranks: int, max_samples: int, max_size: int, *, rejected: bool = False, again: bool = False
+    num_ranks: int,
+    max_samples: int,
+    max_size: int,
+    *,
+    rejected: bool = False,
+    again: bool = False,
+    budget: Budget = BUDGET,
 ) -> int:
     """Check every kept world of a kind; how many there are. again: a second time, its ranks run in reverse order."""
     count = 0
     with mock.patch.object(keep_epoch, "plan_optimizer_step", remembered(plan_optimizer_step)):
         for rows, stock, balance in kept_worlds(num_ranks, max_samples, max_size, rejected):
-            options: dict[str, Any] = {"budget": BUDGET, "balance": balance, "on_wire": False}
+            options: dict[str, Any] = {"budget": budget, "balance": balance, "on_wire": False}
             epochs = run_kept(rows, stock, **options)
             try:
                 check_kept(rows, epochs, stock, **options)
@@ -203,12 +233,22 @@ def test_every_small_kept_world_keeps_its_promises(capsys: pytest.CaptureFixture
     assert count > 5_000
 
 
+def test_every_small_kept_flat_world_keeps_its_promises() -> None:
+    """Orders of up to 4 samples for one rank and 3 for two and three; N up to 4."""
+    count = sum(
+        explore_kept(num_ranks, most, 4, again=True, budget=FLAT) for num_ranks, most in ((1, 4), (2, 3), (3, 3))
+    )
+    assert count > 1_000
+
+
 @pytest.mark.full_grid
 @pytest.mark.timeout(0)
+@pytest.mark.parametrize("budget", [BUDGET, FLAT], ids=["padded", "flat"])
 @pytest.mark.parametrize("num_ranks", range(1, MAX_RANKS + 1))
-def test_the_full_grid_of_kept_worlds(num_ranks: int, capsys: pytest.CaptureFixture) -> None:
+def test_the_full_grid_of_kept_worlds(num_ranks: int, budget: Budget, capsys: pytest.CaptureFixture) -> None:
     """Orders of up to 6 samples, and of up to 5 with rejected rows; N up to 6."""
-    count = explore_kept(num_ranks, 6, 6, again=True) + explore_kept(num_ranks, 5, 6, rejected=True)
+    count = explore_kept(num_ranks, 6, 6, again=True, budget=budget)
+    count += explore_kept(num_ranks, 5, 6, rejected=True, budget=budget)
     with capsys.disabled():
         print(f"\n{count:,} kept worlds of {num_ranks} ranks")
 
@@ -220,13 +260,20 @@ def test_the_full_grid_of_kept_worlds(num_ranks: int, capsys: pytest.CaptureFixt
 )
 @pytest.mark.parametrize("buffer_size", range(1, MAX_SAMPLES + 1))
 @pytest.mark.parametrize("num_ranks", range(1, MAX_RANKS + 1))
+@pytest.mark.parametrize("budget", [BUDGET, FLAT], ids=["padded", "flat"])
 def test_the_full_grid(
-    num_ranks: int, buffer_size: int, accumulation: int, join: bool, balance: bool, capsys: pytest.CaptureFixture
+    num_ranks: int,
+    buffer_size: int,
+    accumulation: int,
+    join: bool,
+    balance: bool,
+    budget: Budget,
+    capsys: pytest.CaptureFixture,
 ) -> None:
     """Up to three ranks of up to 5 samples each."""
     if not join and buffer_size < accumulation:
         pytest.skip("refused: a buffer must hold a whole optimizer step")
-    count = explore(num_ranks, buffer_size, MAX_SAMPLES, accumulation, join, balance=balance)
+    count = explore(num_ranks, buffer_size, MAX_SAMPLES, accumulation, join, balance=balance, budget=budget)
     assert count == math.comb(len(shards(buffer_size, MAX_SAMPLES)) + num_ranks - 1, num_ranks)
     with capsys.disabled():
         print(

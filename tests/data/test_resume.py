@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -128,6 +129,16 @@ def test_other_data_are_refused_unless_that_is_wanted(changed: dict[str, Any], w
     assert all(word in str(caught.value) for word in (*words, "resume: ignore_data"))
     steps, _ = run(lengths, states=states, resume="ignore_data", **changed)
     assert ids_of(steps) == usable(lengths)
+
+
+def test_in_another_layout_the_rest_of_an_epoch_is_dealt_out_anew(caplog: pytest.LogCaptureFixture) -> None:
+    """What `auto` is resolved to may change with the machine; every row is trained on once all the same."""
+    mode = {"world_size": 2, "accumulation": 2}
+    before, states = run(LENGTHS, stop_after=2, **mode)
+    with caplog.at_level(logging.INFO, "odb_factory"):
+        after, _ = run(LENGTHS, states=states, layout="flat", pad_to_multiple_of=4, **mode)
+    assert ids_of(before) + ids_of(after) == usable(LENGTHS)
+    assert "layout 'padded' -> 'flat', pad_to_multiple_of 1 -> 4" in caplog.text
 
 
 def test_a_waiting_row_that_has_changed_is_noticed() -> None:

@@ -59,7 +59,7 @@ def test_every_row_once_in_flat_batches_within_the_budget(mode: Any, workers: di
             seen.update(info.ids)
         stats = loader.stats()
     assert seen == Counter(range(NUM_ROWS))
-    assert stats["odb/over_budget"] == 0
+    assert stats["odb/over_budget"] == stats["odb/padding_ratio"] == 0
     lines = [json.loads(line) for line in (tmp_path / "odb_audit_rank0.jsonl").read_text().splitlines()]
     assert {line["rows"] for line in lines} == {1}
     assert all(sum(line["segments"]) == line["length"] for line in lines)
@@ -73,7 +73,10 @@ def test_micro_batches_are_filled_up_to_a_multiple() -> None:
             assert batch["input_ids"].shape[1] == sum(info.segments) <= BUDGET
             assert sum(info.segments) % 16 == 0 and len(info.segments) - len(info.ids) in (0, 1)
             infos.append(info)
+        stats = loader.stats()
     assert any(len(info.segments) > len(info.ids) for info in infos)
+    tokens, total = sum(info.tokens for info in infos), sum(sum(info.segments) for info in infos)
+    assert stats["odb/padding_ratio"] == pytest.approx(1 - tokens / total, abs=1e-4)
 
 
 def test_auto_is_padded_in_a_loop() -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import itertools
 import random
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from planning_strategies import budgets, collated, costs, within
+from plan_checks import World, check_optimizer_step, cost_of, planned, step_costs
+from planning_strategies import attention_of, budgets, costs, flat_budgets, shape_of, within
 
 from odb_factory.planning import (
     MAX_REDISTRIBUTED_BYTES,
@@ -25,60 +25,14 @@ from odb_factory.planning import (
     plan_optimizer_step,
 )
 
-World = Sequence[Sequence[Cost]]
-"""Of each rank the samples of the optimizer step that it holds."""
-
 worlds = st.lists(st.lists(costs(), max_size=10), min_size=1, max_size=4)
 models = st.builds(CostModel, *[st.integers(0, 10**6)] * 4) | st.just(CostModel())
-
-
-def planned(world: World, budget: Budget, *, balance: bool, model: CostModel = CostModel()) -> Plan:
-    buffers = [make_metadata(own, [0] * len(own), exhausted=False) for own in world]
-    return plan_optimizer_step(buffers, budget, balance=balance, model=model)
-
-
-def cost_of(group: Sequence[Cost], budget: Budget, model: CostModel) -> int:
-    rows, length, patches = collated(group, budget.collation)
-    return model.of(rows * length, patches, rows * length * length)
-
-
-def step_costs(plan: Plan, costs: Sequence[Cost], budget: Budget, model: CostModel) -> list[int]:
-    """What the costliest rank of each micro-step costs."""
-    return [
-        max(cost_of([costs[i] for i in group], budget, model) for group in step if group) for step in zip(*plan.groups)
-    ]
-
-
-def check_optimizer_step(world: World, budget: Budget, plan: Plan, balance: bool, model: CostModel) -> None:
-    """All that the plan of an optimizer step promises."""
-    costs, num_steps = [cost for own in world for cost in own], len(plan.totals)
-    assert len(plan.groups) == len(world)
-    assert all(len(steps) == num_steps for steps in plan.groups), "I1: the same K on all ranks"
-    assert Counter(i for steps in plan.groups for group in steps for i in group) == Counter(range(len(costs))), "I2"
-    groups = [group for steps in plan.groups for group in steps if group]
-    for group in groups:
-        assert len(group) == 1 or within([costs[i] for i in group], budget), "I4"
-        assert len({costs[i].modality for i in group}) == 1
-    assert all(totals.active_ranks for totals in plan.totals), "no micro-step without a sample"
-    for rank, steps in enumerate(plan.groups):
-        busy = [bool(group) for group in steps]
-        assert busy == sorted(busy, reverse=True), "I7: a rank idles behind its last group"
-        own = range(*plan.starts[rank : rank + 2])
-        if not balance:
-            assert all(i in own for group in steps for i in group), "a rank keeps its samples"
-            assert all(busy) or all(len(group) <= 1 for group in steps), "I7: idle only for want of samples"
-    if balance:
-        active_ranks = [totals.active_ranks for totals in plan.totals]
-        assert all(active == len(world) for active in active_ranks[:-1]), "I7"
-        assert active_ranks[-1:] in ([], [len(world)]) or all(len(group) == 1 for group in groups), "I7"
-    in_order = step_costs(plan, costs, budget, model)
-    assert in_order == sorted(in_order, reverse=True), "the costliest micro-step comes first"
 
 
 MANY_DUMMY_MEDIA = Budget(110, collation=Collation(dummy_media_tokens=200, dummy_media_patches=400))
 
 
-@given(worlds, budgets, st.booleans(), models)
+@given(worlds, budgets | flat_budgets, st.booleans(), models)
 @example([[Cost(51), Cost(50, 1, 1, True)]], MANY_DUMMY_MEDIA, True, CostModel(1, 1, 10))
 @example([[Cost(51)], [Cost(50, 1, 1, True)]], MANY_DUMMY_MEDIA, True, CostModel(1, 1, 10))
 @example([[Cost(10), Cost(9), Cost(1)]], Budget(33, collation=Collation(dummy_media_tokens=10)), False, CostModel())
@@ -91,7 +45,7 @@ def test_an_optimizer_step_keeps_its_promises(world: World, budget: Budget, bala
     check_optimizer_step(world, budget, plan, balance and len(world) > 1, model)
 
 
-@given(worlds, budgets, st.booleans(), models, st.integers(0, 100))
+@given(worlds, budgets | flat_budgets, st.booleans(), models, st.integers(0, 100))
 def test_a_plan_depends_on_nothing_but_its_arguments(
     world: World, budget: Budget, balance: bool, model: CostModel, noise: int
 ) -> None:
@@ -102,19 +56,21 @@ def test_a_plan_depends_on_nothing_but_its_arguments(
     assert planned(copy.deepcopy(world), copy.deepcopy(budget), balance=balance, model=copy.copy(model)) == plan
 
 
-@given(worlds, budgets, st.booleans())
+@given(worlds, budgets | flat_budgets, st.booleans())
 def test_totals_are_those_of_all_ranks(world: World, budget: Budget, balance: bool) -> None:
     """Loss weights and metrics rest on these; here they are counted again."""
     plan, costs = planned(world, budget, balance=balance), [cost for own in world for cost in own]
     owner = [rank for rank, own in enumerate(world) for _ in own]
     for k, totals in enumerate(plan.totals):
         groups = {rank: steps[k] for rank, steps in enumerate(plan.groups) if steps[k]}
-        shapes = [collated([costs[i] for i in group], budget.collation) for group in groups.values()]
+        shapes = [shape_of([costs[i] for i in group], budget) for group in groups.values()]
         assert totals.samples == sum(map(len, groups.values()))
         assert totals.supervised_tokens == sum(costs[i].supervised_tokens for group in groups.values() for i in group)
         assert totals.padded_tokens == sum(rows * length for rows, length, _ in shapes)
         assert totals.max_rank_tokens == max(rows * length for rows, length, _ in shapes)
         assert totals.max_rank_patches == max(patches for _, _, patches in shapes)
+        attention = [attention_of([costs[i] for i in group], budget) for group in groups.values()]
+        assert totals.max_rank_attention == max(attention)
         assert totals.moved == sum(owner[i] != rank for rank, group in groups.items() for i in group)
 
 

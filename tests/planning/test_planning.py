@@ -8,39 +8,18 @@ import random
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planning_strategies import budgets, collated, costs, within
+from plan_checks import BufferMetadata, check_round, costs_of, emitted, emitted_of, plan_buffers
+from planning_strategies import budgets, costs, flat_budgets, shape_of, within
 
 from odb_factory import planning
 from odb_factory.planning import MAX_REDISTRIBUTED_BYTES, Budget, Collation, Cost, CostModel, Plan, make_metadata
 from odb_factory.planning.candidates import MAX_WAIT_ROUNDS
 from odb_factory.planning.per_rank import LOWEST_CAP
-
-
-@dataclass(frozen=True)
-class BufferMetadata:
-    """The samples a rank holds: costs, ages in rounds, and whether its sampler is exhausted."""
-
-    costs: Sequence[Cost]
-    ages: Sequence[int]
-    exhausted: bool
-
-
-def plan_buffers(world: Sequence[BufferMetadata], budget: Budget, **options: Any) -> Plan:
-    windows = [make_metadata(window.costs, window.ages, window.exhausted) for window in world]
-    return planning.plan_buffers(windows, budget, **options)
-
-
-def costs_of(world: Sequence[BufferMetadata]) -> list[Cost]:
-    """By the number that a sample has in a plan."""
-    return [cost for window in world for cost in window.costs]
 
 
 @st.composite
@@ -65,56 +44,14 @@ def positions(draw: st.DrawFn) -> dict[str, int]:
     }
 
 
-def emitted(plan: Plan, rank: int) -> list[int]:
-    """The samples that go out on a rank, by their number in the plan."""
-    return [i for group in plan.groups[rank] for i in group]
-
-
-def emitted_of(plan: Plan, rank: int) -> list[int]:
-    """The samples that leave the window of a rank, as positions in it."""
-    start, end = plan.starts[rank : rank + 2]
-    return [i - start for steps in plan.groups for group in steps for i in group if start <= i < end]
-
-
-def check_round(
-    world: Sequence[BufferMetadata],
-    budget: Budget,
-    plan: Plan,
-    balance: bool = False,
-) -> None:
-    """All that a single round promises."""
-    num_steps, costs = len(plan.totals), costs_of(world)
-    assert len(plan.groups) == len(world)
-    assert all(len(steps) == num_steps for steps in plan.groups), "I1"
-    assert plan.final is all(window.exhausted for window in world)
-    out = Counter(i for rank in range(len(world)) for i in emitted(plan, rank))
-    assert set(out) <= set(range(len(costs)))
-    assert all(count == 1 for count in out.values()), "I2: no sample twice"
-    assert not plan.final or len(out) == len(costs), "I2: a final round leaves nothing"
-    for rank, window in enumerate(world):
-        gone = emitted_of(plan, rank)
-        assert balance or len(emitted(plan, rank)) == len(gone), "a rank keeps its samples"
-        assert gone or not window.costs or balance, "I5: progress on every rank that holds a sample"
-        for group in plan.groups[rank]:
-            if len(group) >= 2:
-                assert within([costs[i] for i in group], budget), "I4"
-                assert len({costs[i].modality for i in group}) == 1
-        busy = [bool(group) for group in plan.groups[rank]]
-        assert busy == sorted(busy, reverse=True), "I7: idle steps only behind the last group"
-        if not all(busy):
-            assert balance or window.exhausted, "I7"
-            assert len(gone) == len(window.costs), "I7"
-    assert all(totals.active_ranks for totals in plan.totals), "I7: in every micro-step some rank has a group"
-
-
-@given(worlds, budgets, positions())
+@given(worlds, budgets | flat_budgets, positions())
 def test_a_round_keeps_its_promises(world: list[BufferMetadata], budget: Budget, position: dict[str, int]) -> None:
     """I1, I2, I4, I5, I7 for one round of one to four ranks."""
     plan = plan_buffers(world, budget, **position)
     check_round(world, budget, plan)
 
 
-@given(worlds.filter(lambda world: any(window.costs for window in world)), budgets, positions())
+@given(worlds.filter(lambda world: any(window.costs for window in world)), budgets | flat_budgets, positions())
 def test_a_balanced_round_keeps_its_promises(
     world: list[BufferMetadata], budget: Budget, position: dict[str, int]
 ) -> None:
@@ -183,7 +120,7 @@ def test_what_is_overdue_goes_first(world: list[BufferMetadata], budget: Budget,
         assert overdue <= gone or emptied, "the round ends before only where a window is empty"
 
 
-@given(worlds, budgets, positions(), st.booleans())
+@given(worlds, budgets | flat_budgets, positions(), st.booleans())
 def test_totals_are_the_sums_over_all_ranks(
     world: list[BufferMetadata], budget: Budget, position: dict[str, int], balance: bool
 ) -> None:
@@ -191,7 +128,7 @@ def test_totals_are_the_sums_over_all_ranks(
     plan, costs = plan_buffers(world, budget, balance=balance, **position), costs_of(world)
     for k, totals in enumerate(plan.totals):
         groups = [[costs[i] for i in steps[k]] for steps in plan.groups]
-        shapes = [collated(group, budget.collation) for group in groups if group]
+        shapes = [shape_of(group, budget) for group in groups if group]
         assert totals.samples == sum(map(len, groups))
         assert totals.tokens == sum(cost.tokens for group in groups for cost in group)
         assert totals.supervised_tokens == sum(cost.supervised_tokens for group in groups for cost in group)
@@ -206,7 +143,7 @@ def test_totals_are_the_sums_over_all_ranks(
         assert totals.moved_bytes == 0
 
 
-@given(worlds, budgets, positions(), st.integers(0, 100), st.booleans())
+@given(worlds, budgets | flat_budgets, positions(), st.integers(0, 100), st.booleans())
 def test_a_plan_depends_on_nothing_but_its_arguments(
     world: list[BufferMetadata], budget: Budget, position: dict[str, int], noise: int, balance: bool
 ) -> None:
@@ -221,7 +158,7 @@ def test_a_plan_depends_on_nothing_but_its_arguments(
     assert plan_buffers(again, copy.deepcopy(budget), **position) == plan
 
 
-@given(worlds, budgets, positions(), positions())
+@given(worlds, budgets | flat_budgets, positions(), positions())
 def test_seed_epoch_and_round_change_the_order_only(
     world: list[BufferMetadata], budget: Budget, one: dict[str, int], other: dict[str, int]
 ) -> None:
@@ -333,7 +270,7 @@ def test_a_filler_larger_than_the_budget_still_makes_progress(window: BufferMeta
 # Quota closure
 
 
-@given(worlds, budgets, positions())
+@given(worlds, budgets | flat_budgets, positions())
 def test_a_round_without_join_has_no_idle_step(
     world: list[BufferMetadata], budget: Budget, position: dict[str, int]
 ) -> None:
@@ -349,7 +286,7 @@ def test_a_round_without_join_has_no_idle_step(
         assert all(len(group) == 1 or within([costs[i] for i in group], budget) for group in plan.groups[rank])
 
 
-@given(worlds, budgets, st.integers(1, 3))
+@given(worlds, budgets | flat_budgets, st.integers(1, 3))
 def test_an_epoch_without_join_ends_when_a_dry_rank_runs_short(
     world: list[BufferMetadata], budget: Budget, accumulation: int
 ) -> None:
@@ -446,7 +383,7 @@ def test_groups_that_take_as_long_meet() -> None:
             assert costs[mine[0]].tokens == costs[theirs[0]].tokens
 
 
-@given(worlds, budgets, positions(), st.booleans(), st.tuples(*[st.integers(0, 10**9)] * 4))
+@given(worlds, budgets | flat_budgets, positions(), st.booleans(), st.tuples(*[st.integers(0, 10**9)] * 4))
 def test_a_round_keeps_its_promises_whatever_the_cost_model(
     world: list[BufferMetadata],
     budget: Budget,

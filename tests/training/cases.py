@@ -37,6 +37,7 @@ class Case:
     lora: bool = False
     own_loss: str = ""
     keep: int = 0
+    layout: str = "padded"
     arguments: dict[str, Any] = field(default_factory=dict, hash=False)
 
     @property
@@ -44,6 +45,7 @@ class Case:
         changes = "-".join(f"{key}={value}" for key, value in self.arguments.items())
         options = ("-lora" if self.lora else "") + self.own_loss
         options += f"-keep{self.keep}" if self.keep else ""
+        options += "-flat" if self.layout == "flat" else ""
         return f"{self.model}-{self.dtype}-ga{self.accumulation}-zero{self.zero}-{self.loss_scaling}{options}-{changes}"
 
 

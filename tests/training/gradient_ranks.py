@@ -169,6 +169,7 @@ def train(case: Case, model: torch.nn.Module, path: str, output_dir: Path) -> No
         loss_scaling=case.loss_scaling,
         global_batch_size="keep" if case.keep else "fill",
         balance=bool(case.keep),
+        layout=case.layout,
         audit=True,
         seed=1,
     )

@@ -114,8 +114,13 @@ class ReadsRows(Trainer):
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         known = {tuple(row["input_ids"]): number for number, row in enumerate(self.train_dataset)}
-        for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"]):
-            self.seen.setdefault(self.state.global_step, []).append(known[tuple(ids[mask.bool()].tolist())])
+        if "attention_mask" in inputs:
+            samples = [ids[mask.bool()] for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"])]
+        else:  # flat: positions restart with every sample
+            starts = (inputs["position_ids"][0] == 0).nonzero().flatten().tolist()
+            samples = inputs["input_ids"][0].tensor_split(starts[1:])
+        for ids in samples:
+            self.seen.setdefault(self.state.global_step, []).append(known[tuple(ids.tolist())])
         return super().training_step(model, inputs, *args, **kwargs)
 
 

@@ -49,6 +49,8 @@ OPTIONS: dict[str, Case] = {
     "sample": Case("text", "float64", 2, loss_scaling="sample", keep=3),
     "square": Case("text", "float64", 2, loss_scaling="square", keep=3),
     "sample, filled": Case("text", "float64", 2, loss_scaling="sample"),
+    "flat": Case("text", "float64", 2, keep=3, layout="flat"),
+    "flat, sample": Case("text", "float64", 2, loss_scaling="sample", keep=3, layout="flat"),
     "vl sample": Case("vl", "float64", 2, loss_scaling="sample", keep=2),
     "vl square": Case("vl", "float64", 2, loss_scaling="square", keep=2),
     "approx": Case("text", "float64", 2, loss_scaling="approx"),
