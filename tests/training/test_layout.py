@@ -58,6 +58,11 @@ def test_arguments_that_speak_against_it(tmp_path: Path) -> None:
     assert model.config._attn_implementation == "sdpa"
 
 
+def test_a_model_of_ones_own_is_refused(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    assert "no model of transformers" in resolve_layout(trainer_of(model, tmp_path), config()).reason
+
+
 def test_old_masks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.5.1+cu124")
     monkeypatch.setattr(layout_rules.transformers, "__version__", "4.57.1")
