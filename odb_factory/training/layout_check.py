@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -43,22 +43,36 @@ class LayoutCheck:
 
     def of_rows(self, trainer: Any) -> str | None:
         """Why the flat layout cannot be used, by rows of the dataset; None if it can. Collective."""
-        try:
-            chosen = choose(list(itertools.islice(self.loader.first_samples(), ROWS_TRIED)))
-            if not chosen:
-                raise DataError(f"none of the first {ROWS_TRIED} rows can be used to compare the layouts with")
-            trial = of_samples(chosen, self.padded, self.flat)
-        except DataError as error:
-            return _of_all_ranks(trainer, {"error": one_line(error)})
-        return compare(trainer, trial)
+        return _compare_on_all_ranks(trainer, self._trial)
+
+    def _trial(self) -> Trial:
+        chosen = choose(list(itertools.islice(self.loader.first_samples(), ROWS_TRIED)))
+        if not chosen:
+            raise DataError(f"none of the first {ROWS_TRIED} rows can be used to compare the layouts with")
+        return of_samples(chosen, self.padded, self.flat)
 
     def of_batch(self, trainer: Any, batch: Any, segments: tuple[int, ...], num_samples: int) -> str | None:
         """The same by a flat micro-batch of text, cut apart. num_samples: those of its segments that are samples."""
-        if not is_text(batch):
-            return _of_all_ranks(
-                trainer, {"error": "samples of a stream with media cannot be taken apart to compare the layouts"}
-            )
-        return compare(trainer, of_flat_batch(batch, segments[:num_samples]))
+
+        def trial() -> Trial:
+            if not is_text(batch):
+                raise DataError("samples of a stream with media cannot be taken apart to compare the layouts")
+            return of_flat_batch(batch, segments[:num_samples])
+
+        return _compare_on_all_ranks(trainer, trial)
+
+
+def _compare_on_all_ranks(trainer: Any, make: Callable[[], Trial]) -> str | None:
+    """Where a rank has nothing to compare no rank runs the model, whose wrapper may wait for all of them."""
+    found, trial = {}, None
+    try:
+        trial = make()
+    except Exception as error:
+        found = {"error": one_line(error)}
+    why = _of_all_ranks(trainer, found)
+    if why is not None or trial is None:
+        return why
+    return compare(trainer, trial)
 
 
 def compare(trainer: Any, trial: Trial) -> str | None:
@@ -91,7 +105,7 @@ def _of_all_ranks(trainer: Any, found: dict[str, Any]) -> str | None:
         where = f" (rank {rank})" if len(of_ranks) > 1 else ""
         if "error" in one:
             return f"the check of the layout could not be made{where}: {one['error'].rstrip('.')}"
-        if not one["flat"] <= one["tolerance"]:  # also where it is no number
+        if one and not one["flat"] <= one["tolerance"]:  # also where it is no number
             rows = f"rows {', '.join(map(str, dict.fromkeys(one['rows'])))}" if one["rows"] else "the same samples"
             return (
                 f"the model computes something else on a flat row: token losses of {rows} differ by {one['flat']:.1e} "

@@ -49,6 +49,12 @@ def configs(model: Any) -> list[Any]:
     return [config for config in (whole, *parts) if config is not None]
 
 
+def _unknown(trainer: Any, model: Any) -> str | None:
+    if not hasattr(getattr(model, "config", None), "get_text_config"):
+        return f"{type(model).__name__} is no model of transformers, and nothing is known of its attention"
+    return None
+
+
 def _recurrent(trainer: Any, model: Any) -> str | None:
     for config in configs(model):
         kinds = {str(kind) for kind in getattr(config, "layer_types", None) or ()}
@@ -109,12 +115,11 @@ def _sinks(trainer: Any, model: Any) -> str | None:
 
 
 def _kernel(model: Any) -> str:
-    config = getattr(model, "config", None)
-    return str(getattr(config.get_text_config(decoder=True), "_attn_implementation", "")) if config is not None else ""
+    return str(getattr(model.config.get_text_config(decoder=True), "_attn_implementation", ""))
 
 
 def _parameters(model: Any) -> tuple[str, ...]:
     return tuple(inspect.signature(model.forward).parameters)
 
 
-RULES: tuple[Rule, ...] = (_recurrent, _chunked, _positions, _cross_attention, _noise, _masks, _sinks)
+RULES: tuple[Rule, ...] = (_unknown, _recurrent, _chunked, _positions, _cross_attention, _noise, _masks, _sinks)

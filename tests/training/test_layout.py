@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
 
 import pytest
 import torch
+from distributed.ranks import run_ranks
 from support import read_jsonl
 from toy import Rows, Stream, pad
 from training.flat_models import ALLOWED, LENGTHS, REFUSED, flat_batch, make_model, samples
 from transformers import Trainer, TrainingArguments
 
 from odb_factory import ConfigError, ODBConfig, enable_odb
-from odb_factory.training import layout_rules, varlen
+from odb_factory.training import layout_check, layout_rules, varlen
 from odb_factory.training.layout_check import compare
 from odb_factory.training.layout_choice import resolve_layout
 from odb_factory.training.layout_trial import of_flat_batch
@@ -54,6 +56,11 @@ def test_arguments_that_speak_against_it(tmp_path: Path) -> None:
     refused = resolve_layout(trainer_of(model, tmp_path), config(), "the caller says so")
     assert (refused.name, refused.reason) == ("padded", "the caller says so")
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_model_of_ones_own_is_refused(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    assert "no model of transformers" in resolve_layout(trainer_of(model, tmp_path), config()).reason
 
 
 def test_old_masks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,3 +254,27 @@ def test_a_stream_is_looked_at_only_where_flat_is_asked_for(
     monkeypatch.setattr(layout_rules, "RULES", ())
     with pytest.raises(ConfigError, match="something else on a flat row"):
         train(make_model("lfm2"), tmp_path / "wrong", "flat", Stream())
+
+
+def train_where_one_rank_finds_it_wrong(rank: int, output_dir: str) -> tuple[list[float], str]:
+    """Returns the losses of a training with `auto`, and what `flat` ends in."""
+    os.environ["LOCAL_RANK"] = str(rank)
+    if rank == 1:
+        found = layout_check._deviations
+        layout_check._deviations = lambda trainer, trial: found(trainer, trial) | {"flat": 1.0, "tolerance": 0.5}
+    auto = train(make_model("llama"), Path(output_dir, "auto"), "auto", per_device_train_batch_size=4)
+    with pytest.raises(ConfigError) as stopped:
+        train(make_model("llama"), Path(output_dir, "flat"), "flat", per_device_train_batch_size=4)
+    return losses(auto), str(stopped.value)
+
+
+def test_all_ranks_decide_alike(tmp_path: Path) -> None:
+    outcomes = run_ranks(
+        "training.test_layout:train_where_one_rank_finds_it_wrong", tmp_path, limit_s=120, output_dir=str(tmp_path)
+    )
+    assert all(outcome.returncode == 0 for outcome in outcomes), "\n".join(one.said[-3000:] for one in outcomes)
+    (mine, message), (_, its) = (outcome.value for outcome in outcomes)
+    assert message == its and "odb.layout: 'flat'" in message and "(rank 1)" in message
+    alone = losses(train(make_model("llama"), tmp_path / "one", "padded"))
+    assert mine == pytest.approx(alone, rel=1e-5), "the same optimizer steps on one rank"
+    assert not any(line.get("segments") for line in audit(tmp_path / "auto"))
