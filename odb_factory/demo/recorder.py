@@ -3,9 +3,9 @@
 `python -m odb_factory.demo.recorder BATCHES.jsonl my.yaml` does what `llamafactory-cli train my.yaml` does, torchrun
 included where it is asked for. The recording is the same for every way of batching: it looks at the tensors that
 reach `Trainer.training_step`. One JSON line a micro-batch: `optimizer_step` (its number in the run, from 0), `lengths`
-(real tokens of each sample), `rows` and `length` (of the tensor; a flat one has one row), `begin` and `end` (Unix time, seconds), `cpu_begin` and
-`cpu_end` (CPU time of the process, seconds), `peak_memory` (largest resident set so far, bytes; 0 where it is not
-known). Rank 1 writes to BATCHES.jsonl.1, and so on.
+(real tokens of each sample), `rows` and `length` (of the tensor; a flat one has one row), `begin` and `end` (Unix time,
+seconds), `cpu_begin` and `cpu_end` (CPU time of the process, seconds), `peak_memory` (largest resident set so far,
+bytes; 0 where it is not known). Rank 1 writes to BATCHES.jsonl.1, and so on.
 """
 
 from __future__ import annotations
