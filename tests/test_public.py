@@ -54,6 +54,8 @@ def test_keys_of_the_block() -> None:
         "token_budget",
         "max_patches",
         "global_batch_size",
+        "layout",
+        "pad_to_multiple_of",
         "buffer_size",
         "collate_workers",
         "loss_scaling",

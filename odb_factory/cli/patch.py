@@ -20,7 +20,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="odb-factory patch",
         description="Put odb into a fork of LLaMA-Factory, where the plugin shall not be what hooks it in: "
-        f"an `odb` argument and six calls into odb_factory. Made for releases {' and '.join(sorted(PATCHES))}.",
+        f"an `odb` argument and calls into odb_factory. Made for releases {' and '.join(sorted(PATCHES))}.",
     )
     parser.add_argument(
         "action",

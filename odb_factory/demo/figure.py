@@ -59,17 +59,20 @@ def _steps_of(run: Run, first: int) -> list[list[Batch]]:
 
 
 def _draw_micro_batches(axes: Axes, name: str, batches: list[list[Batch]], token_budget: int) -> None:
-    """batches: of each rank, by micro-step. A bar is a micro-batch, a box in it a row."""
+    """batches: of each rank, by micro-step. A bar is a micro-batch, a box in it a sample."""
     share = 0.9 / len(batches)
     for step, of_ranks in enumerate(zip(*batches, strict=True)):
         longest = max(map(padded_tokens, of_ranks))
         for rank, batch in enumerate(of_ranks):
             x, bottom = step - 0.45 + share * (rank + 0.5), 0
             for length in batch["lengths"]:
-                rest = batch["length"] - length
+                is_flat = batch["rows"] < len(batch["lengths"])
+                rest = 0 if is_flat else batch["length"] - length
                 axes.bar(x, length, share, bottom, color=REAL, edgecolor="white", linewidth=0.3)
                 axes.bar(x, rest, share, bottom + length, color=PADDING, linewidth=0)
-                bottom += batch["length"]
+                bottom += length + rest
+            axes.bar(x, padded_tokens(batch) - bottom, share, bottom, color=PADDING, linewidth=0)
+            bottom = padded_tokens(batch)
             axes.bar(x, longest - bottom, share, bottom, color=WAITING, linewidth=0)
         if step and of_ranks[0]["optimizer_step"] != batches[0][step - 1]["optimizer_step"]:
             axes.axvline(step - 0.5, color="black", linewidth=1)

@@ -3,9 +3,9 @@
 `python -m odb_factory.demo.recorder BATCHES.jsonl my.yaml` does what `llamafactory-cli train my.yaml` does, torchrun
 included where it is asked for. The recording is the same for every way of batching: it looks at the tensors that
 reach `Trainer.training_step`. One JSON line a micro-batch: `optimizer_step` (its number in the run, from 0), `lengths`
-(real tokens of each row), `length` (of the padded row), `begin` and `end` (Unix time, seconds), `cpu_begin` and
-`cpu_end` (CPU time of the process, seconds), `peak_memory` (largest resident set so far, bytes; 0 where it is not
-known). Rank 1 writes to BATCHES.jsonl.1, and so on.
+(real tokens of each sample), `rows` and `length` (of the tensor; a flat one has one row), `begin` and `end` (Unix time,
+seconds), `cpu_begin` and `cpu_end` (CPU time of the process, seconds), `peak_memory` (largest resident set so far,
+bytes; 0 where it is not known). Rank 1 writes to BATCHES.jsonl.1, and so on.
 """
 
 from __future__ import annotations
@@ -56,9 +56,10 @@ def main() -> None:
     with record_of(Path(record), int(os.environ.get("RANK", 0))).open("w", encoding="utf-8", buffering=1) as lines:
 
         def recorded(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            if "attention_mask" not in inputs:  # a probe of odb's, before the training
+            if "labels" not in inputs:  # a probe of odb's, before the training
                 return training_step(self, model, inputs, *args, **kwargs)
-            line: dict[str, Any] = {"lengths": _real_tokens(inputs), "length": inputs["input_ids"].shape[1]}
+            rows, length = inputs["input_ids"].shape
+            line: dict[str, Any] = {"lengths": _real_tokens(inputs), "rows": rows, "length": length}
             line |= {"optimizer_step": self.state.global_step}
             line |= {"begin": time.time(), "cpu_begin": time.process_time()}
             loss = training_step(self, model, inputs, *args, **kwargs)
@@ -73,8 +74,16 @@ def main() -> None:
 
 
 def _real_tokens(inputs: Any) -> list[int]:
-    """Of each row, from its attention mask: [rows, length], or [rows, 1, length, length] of added minima and zeros."""
-    mask = inputs["attention_mask"]
+    """Of each row, from its attention mask: [rows, length], or [rows, 1, length, length] of added minima and zeros.
+
+    Of a flat row from its positions, which begin anew with each sample; what has no label is none.
+    """
+    mask = inputs.get("attention_mask")
+    if mask is None:
+        positions = inputs["position_ids"].reshape(-1, inputs["input_ids"].shape[1])[0]
+        starts = (positions == 0).nonzero().flatten().tolist()
+        segments = (inputs["labels"][0] != -100).tensor_split(starts[1:])
+        return [len(segment) for segment in segments if segment.any()]
     if mask.dim() == 4:
         mask = mask.diagonal(dim1=-2, dim2=-1)[:, 0] == 0  # a padding token does not see itself
     return mask.sum(-1).tolist()

@@ -73,7 +73,7 @@ class Run:
 
 
 def padded_tokens(batch: Batch) -> int:
-    return len(batch["lengths"]) * batch["length"]
+    return batch["rows"] * batch["length"]
 
 
 def sft_config(model: Path, data: Path, output: Path, *, dataset: str, template: str, cutoff_len: int) -> Batch:

@@ -130,14 +130,17 @@ def _oldest(samples: Samples, num_steps: int) -> np.ndarray:
 
 
 def _hold_back(samples: Samples, bins: Bins, bin_of: np.ndarray) -> None:
-    """Take the youngest and shortest samples out of bins that break a budget. Changes `bin_of`."""
+    """Take the youngest and shortest out of bins that break a budget, never the oldest of a pool. Changes `bin_of`."""
+    by_age = np.lexsort((np.arange(len(samples)), -samples.age, samples.pool))
+    is_oldest = np.zeros(len(samples), dtype=bool)
+    is_oldest[by_age[np.flatnonzero(np.diff(samples.pool[by_age], prepend=-1))]] = True
     taken = np.flatnonzero(bin_of >= 0)
     sums = np.zeros((len(bins), 4), dtype=np.int64)
     np.add.at(sums, bin_of[taken], samples.measures[taken])
     broken = ~samples.budget.holds_flat(sums[:, 0], sums[:, 1], sums[:, 3]) & ~bins.frozen
     for i in np.flatnonzero(broken).tolist():
         own = taken[bin_of[taken] == i]
-        own = own[np.lexsort((own, samples.tokens[own], samples.age[own]))]
+        own = own[np.lexsort((own, samples.tokens[own], samples.age[own], is_oldest[own]))]
         for out in own[:-1].tolist():
             bin_of[out] = -1
             sums[i] -= samples.measures[out]

@@ -99,7 +99,7 @@ def test_the_diffs_are_small_and_add_the_same_lines() -> None:
     added = []
     for path in PATCHES.values():
         lines = path.read_text(encoding="utf-8").splitlines()
-        assert len(lines) <= 80
+        assert len(lines) <= 90
         added.append([line for line in lines if line.startswith("+") and not line.startswith("+++")])
     assert all(lines == added[0] for lines in added)
     assert sum("attach_block(" in line for line in added[0]) == 1

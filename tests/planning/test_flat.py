@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from plan_checks import (
     BufferMetadata,
@@ -193,7 +193,7 @@ def test_attention_is_evened_out_where_it_costs() -> None:
     plans = [planned(world, flat(16384), balance=True, model=model) for model in (CostModel(), CostModel(500, 1, 0, 1))]
     most = [sum(totals.max_rank_attention for totals in plan.totals) for plan in plans]
     squares = sum(cost.tokens**2 for own in world for cost in own) / 4
-    assert most[1] <= 1.01 * squares < 1.02 * squares < most[0]
+    assert most[1] <= 1.002 * squares < 1.01 * squares < most[0]
 
 
 @pytest.mark.parametrize("balance", [False, True])
@@ -269,8 +269,9 @@ def test_nothing_waits_that_fits_beside_what_goes_out(lengths: list[list[int]], 
             assert all(sum(costs[i].tokens for i in group) + tokens > 60 for tokens in waiting if tokens <= 60)
 
 
-@settings(deadline=None)
-@given(st.lists(costs(num_modalities=2), min_size=1, max_size=60), flat_budgets, st.integers(1, 12))
+@settings(deadline=None, max_examples=50)
+@given(st.lists(costs(num_modalities=2), min_size=1, max_size=40), flat_budgets, st.integers(1, 12))
+@example([Cost(14), Cost(18), Cost(15), Cost(16), Cost(1)], Budget(26, layout="flat"), 4)
 def test_the_oldest_sample_goes_out_in_every_round(samples: list[Cost], budget: Budget, buffer_size: int) -> None:
     """I5: so a sample waits for no more rounds than others are before it, and every round sends something out."""
     to_come, held, ages, num_rounds, final = list(samples), [], [], 0, False
