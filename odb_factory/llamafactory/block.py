@@ -80,6 +80,13 @@ def check_block(args: Mapping[str, Any]) -> ODBConfig:
     return config
 
 
+def checked(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments with an `odb:` block, as a patched fork goes on with them; raises as `check_block` does."""
+    args = layout.with_neat_packing_as_layout(args)
+    check_block(args)
+    return args
+
+
 def check_backend() -> None:
     """Refuse what LLaMA-Factory's environment variables select."""
     for name, what in BACKENDS.items():

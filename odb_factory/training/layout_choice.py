@@ -32,13 +32,12 @@ PRICE = "exact, but its attention costs the square of a whole row"
 class Layout:
     """What a run computes with. reason: why, in a few words.
 
-    kernel: the attention function. with_boundaries: the batch says where segments end, for kernels that would else
+    with_boundaries: the batch says where segments end, for kernels that would else
     read it back from the device. undo: puts the model back as it was.
     """
 
     name: Literal["padded", "flat"]
     reason: str
-    kernel: str = ""
     with_boundaries: bool = False
     undo: Callable[[], None] = lambda: None
 
@@ -106,7 +105,7 @@ def _flat(
         while undo:
             undo.pop()()
 
-    return Layout("flat", f"{reason}, attention by {price or kernel}", kernel, with_boundaries, undo_all)
+    return Layout("flat", f"{reason}, attention by {price or kernel}", with_boundaries, undo_all)
 
 
 def _refuse(config: ODBConfig, why: str) -> Layout:
