@@ -59,13 +59,10 @@ class StepAccounting:
         """What the loader hands on next, None behind the last; counts the time spent waiting for it."""
         asked = time.perf_counter()
         item = next(collated, None)
-        self.wait(time.perf_counter() - asked)
+        waited = time.perf_counter() - asked
+        self.total.wait(waited)
+        self.interval.wait(waited)
         return item
-
-    def wait(self, seconds: float) -> None:
-        """Count time spent waiting for the loader."""
-        self.total.wait(seconds)
-        self.interval.wait(seconds)
 
     def begin(self, micro_batch: MicroBatch, measured: Measured, labels: Any = None) -> MicroBatchLoss:
         """Check a micro-batch; its forward comes next, and its loss is made as the answer says.

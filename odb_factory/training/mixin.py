@@ -254,7 +254,7 @@ class ODBTrainerMixin(Base):
         computing, loss = run.computing, run.computing.loss
         computing.is_weighed = True
         # Of this micro-batch alone: what divides by it returns a mean, as what does not look at it does.
-        kwargs["num_items_in_batch"] = torch.tensor(computing.num_items, device=self.args.device)
+        kwargs["num_items_in_batch"] = torch.full((), computing.num_items, device=self.args.device)
         weighing: Any = contextlib.nullcontext()
         if loss.row_weights is not None:
             weighing = run.token_loss(model).weighing(loss.row_weights, computing.segments)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -60,7 +59,7 @@ class TrainLoader:
             before_first, self._before_first = self._before_first, None
             self.run = before_first()
         collated = iter(self.run.loader)
-        while (first := self._next(collated)) is not None:
+        while (first := self.run.accounting.next(collated)) is not None:
             inputs = self._inputs_of(first[0].step)
             inputs.micro_batches = self._micro_batches([first], collated)
             del first
@@ -85,15 +84,9 @@ class TrainLoader:
         is_last = first[0][0].ends_optimizer_step
         yield first.pop()
         while not is_last:
-            item = self._next(collated)
+            item = self.run.accounting.next(collated)
             assert item is not None, "an optimizer step is handed out whole"
             is_last = item[0].ends_optimizer_step
             box = [item]
             del item
             yield box.pop()
-
-    def _next(self, collated: Iterator[Collated]) -> Collated | None:
-        asked = time.perf_counter()
-        item = next(collated, None)
-        self.run.accounting.wait(time.perf_counter() - asked)
-        return item
