@@ -21,6 +21,7 @@ def make_run(folder: Path, name: str, *, seconds: float, steps: list[list[tuple[
             line = {
                 "optimizer_step": step,
                 "lengths": lengths,
+                "rows": len(lengths),
                 "length": length,
                 "begin": begin,
                 "end": begin + seconds,

@@ -125,6 +125,7 @@ def test_rank_killed_under_one_launcher(config) -> None:
 
 
 def test_forward_raises_on_one_rank(config) -> None:
+    config["odb"]["layout"] = "padded"  # without a check before training, which would be where it raises
     with Run(config, nodes=NODES, env=shimmed("failing_forward")) as run:
         run.wait_for("Running training")
         ended = both_fail(run)

@@ -64,7 +64,7 @@ def configs(tiny_text, tiny_vl, tmp_path_factory) -> dict[tuple[str, str], dict[
 @pytest.fixture(scope="module")
 def cells(configs, tmp_path_factory, request) -> Iterator[dict[tuple[str, str], Cell]]:
     odb = {"token_budget": 256, "max_patches": 120, "buffer_size": 8, "global_batch_size": "fill", "audit": True}
-    odb |= {"balance": False}
+    odb |= {"balance": False, "layout": "padded"}
     outcomes = run_ranks(
         "training.gradient_ranks:train_llamafactory",
         tmp_path_factory.mktemp("ranks"),
