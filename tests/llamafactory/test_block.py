@@ -48,7 +48,7 @@ def config(tiny_text: Path, data_dir: Path, tmp_path: Path) -> dict[str, Any]:
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_mistakes_are_named_in_one_line(config, changes, words) -> None:
-    for key in ("use_hyper_parallel", "include_tokens_per_second"):
+    for key in ("use_hyper_parallel", "include_tokens_per_second", "use_asft_loss"):
         if key in changes and not (hasattr(FinetuningArguments, key) or hasattr(TrainingArguments, key)):
             pytest.skip(f"this release has no {key}")
     with pytest.raises(ValueError) as caught:
