@@ -57,6 +57,10 @@ class GroupDataset(WorkerDataset):
     ):
         self.collate_fn, self.patch_size, self.dataset, self.layout = collate_fn, patch_size, dataset, layout
 
+    def padded(self) -> GroupDataset:
+        """The same, with batches as the collator returns them."""
+        return GroupDataset(self.collate_fn, self.patch_size, self.dataset)
+
     def __reduce__(self) -> tuple[Any, ...]:
         make, arguments, state = super().__reduce__()
         return make, arguments, state | {"dataset": None}

@@ -25,7 +25,7 @@ import numpy
 import odb_factory
 from odb_factory.comm.coordinator import CollectiveError, Coordinator, SingleProcessCoordinator
 from odb_factory.config import ODBConfig
-from odb_factory.data.collate import Collated, Failure
+from odb_factory.data.collate import Collated, Failure, GroupDataset
 from odb_factory.data.epoch import EpochContext
 from odb_factory.data.loader_workers import END, LoaderWorkers, take
 from odb_factory.data.observe import Observer
@@ -209,6 +209,11 @@ class ODBLoader:
         if self._workers.read_row is not None:
             rows = map(self._workers.read_row, dict.fromkeys(self._order.first))
             yield from (row for row in rows if isinstance(row, Sample))
+
+    @property
+    def groups(self) -> GroupDataset:
+        """What collates its micro-batches, in its layout."""
+        return self._workers.groups
 
     def begin(self) -> None:
         """Begin the epoch, unless begun, and wait for its first plan. Collective."""

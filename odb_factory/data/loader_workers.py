@@ -116,10 +116,10 @@ class LoaderWorkers:
         layout = None
         if budget.layout == "flat":
             layout = FlatLayout(budget.collation.dummy_media_tokens, budget.round_to, with_boundaries)
-        groups = GroupDataset(Picklable(collate_fn, "collate_fn"), patch_size, dataset, layout)
+        self.groups = GroupDataset(Picklable(collate_fn, "collate_fn"), patch_size, dataset, layout)
         self._observing: DataLoader | None = loader(observed, num_workers, **options)
         self._collating: DataLoader | None = loader(
-            groups,
+            self.groups,
             collate_workers,
             sampler=self.feed,
             batch_size=None,

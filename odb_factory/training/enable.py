@@ -12,9 +12,7 @@ from transformers import Trainer
 
 from odb_factory.comm.data_parallel import check_process_group
 from odb_factory.config import ODBConfig
-from odb_factory.data.collate import GroupDataset
 from odb_factory.data.components import dismantle
-from odb_factory.data.layout import FlatLayout
 from odb_factory.data.make_loader import make_config, make_loader
 from odb_factory.data.measure import DEFAULT_PATCH_SIZE
 from odb_factory.data.observe import Observer
@@ -59,12 +57,11 @@ class ODBSettings:
         pads_to = getattr(collator, "pad_to_multiple_of", None) or 1
         if source is not stock:
             parts = columns.with_columns_of(parts, stock)
-        collation = self.collation or Collation(pad_to_multiple_of=pads_to)
         loader = make_loader(
             parts,
             self.config,
             observer=self.observer,
-            collation=collation,
+            collation=self.collation or Collation(pad_to_multiple_of=pads_to),
             layout=layout.name,
             with_boundaries=layout.with_boundaries,
             process_group=self.process_group,
@@ -75,11 +72,6 @@ class ODBSettings:
             stock_mean=mean,
             seed=seed,
         )
-        check = None
-        if layout.name == "flat":
-            flat = FlatLayout(collation.dummy_media_tokens, self.config.pad_to_multiple_of or 1, layout.with_boundaries)
-            padded, flat_too = (GroupDataset(parts.collate_fn, self.patch_size, None, one) for one in (None, flat))
-            check = LayoutCheck(loader, padded, flat_too)
         counts_steps = args.max_steps > 0
         run = ODBRun(
             loader,
@@ -89,7 +81,7 @@ class ODBSettings:
             accumulation=args.gradient_accumulation_steps,
             is_shuffled=getattr(parts.sampler, "shuffle", isinstance(parts.sampler, RandomSampler)),
         )
-        return run, check
+        return run, LayoutCheck(loader) if layout.name == "flat" else None
 
 
 LOCAL_ARGUMENTS = (

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from odb_factory.data.collate import GroupDataset
 from odb_factory.data.loader import ODBLoader
 from odb_factory.errors import DataError, one_line
 from odb_factory.training import varlen
@@ -31,10 +30,10 @@ LEAST_EPS = 4
 
 
 class LayoutCheck:
-    """loader: of the run, an epoch begun. padded, flat: what collates in either layout, as its workers do."""
+    """loader: of the run, flat, an epoch begun. Samples are collated as its workers do it."""
 
-    def __init__(self, loader: ODBLoader, padded: GroupDataset, flat: GroupDataset):
-        self.loader, self.padded, self.flat = loader, padded, flat
+    def __init__(self, loader: ODBLoader):
+        self.loader = loader
 
     @property
     def needs_batch(self) -> bool:
@@ -49,7 +48,7 @@ class LayoutCheck:
         chosen = choose(list(itertools.islice(self.loader.first_samples(), ROWS_TRIED)))
         if not chosen:
             raise DataError(f"none of the first {ROWS_TRIED} rows can be used to compare the layouts with")
-        return of_samples(chosen, self.padded, self.flat)
+        return of_samples(chosen, self.loader.groups.padded(), self.loader.groups)
 
     def of_batch(self, trainer: Any, batch: Any, segments: tuple[int, ...], num_samples: int) -> str | None:
         """The same by a flat micro-batch of text, cut apart. num_samples: those of its segments that are samples."""

@@ -13,18 +13,16 @@ from typing import Any
 import pytest
 import torch
 from distributed.conftest import deepspeed_op  # noqa: F401  (a fixture)
-from distributed.rows import row
+from distributed.rows import write_uneven_rows
 from distributed.test_engines import ENGINES, deepspeed_config
 from llamafactory.train.tuner import run_exp
-from PIL import Image
 from safetensors.torch import load_file
 from same_training import RELATIVE, Training, also_on_cpu, check_same_training, report, train
-from support import read_jsonl, training_config, write_dataset
+from support import read_jsonl, training_config
 
 NUM_EVAL = 4
 NUM_ROWS = {"texts": 28, "mixed": 28}
 """Those that are evaluated too. The others are whole micro-batches, which stock else fills up by repeating rows."""
-PICTURES = ([], ["wide.png"], ["tall.png"], [], ["wide.png", "tall.png"])
 BLOCKS = {"texts": {"token_budget": 384}, "mixed": {"token_budget": 512, "max_patches": 300}}
 FLAT = {"layout": "flat", "audit": True}
 STEPS = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
@@ -34,15 +32,7 @@ Pair = Callable[..., tuple[Training, Training]]
 
 @pytest.fixture(scope="module")
 def rows_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rows of 3 to 100 words; in `mixed` some have one picture or two. No two rows of a dataset are alike."""
-    folder = tmp_path_factory.mktemp("rows")
-    for name, size in (("wide", (128, 64)), ("tall", (64, 160))):
-        Image.effect_noise(size, 60).convert("RGB").save(folder / f"{name}.png")
-    rows = {
-        name: [row(3 + (k * 23) % 97, PICTURES[k % 5] if name == "mixed" else []) for k in range(count)]
-        for name, count in NUM_ROWS.items()
-    }
-    return write_dataset(folder, rows)
+    return write_uneven_rows(tmp_path_factory.mktemp("rows"), NUM_ROWS)
 
 
 @pytest.fixture

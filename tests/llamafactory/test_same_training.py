@@ -11,17 +11,15 @@ from typing import Any
 
 import pytest
 from distributed.conftest import deepspeed_op  # noqa: F401  (a fixture)
-from distributed.rows import INVALID, row
+from distributed.rows import INVALID, row, write_uneven_rows
 from distributed.test_engines import ENGINES, deepspeed_config
 from llamafactory.train.tuner import run_exp
-from PIL import Image
 from same_training import RELATIVE, Training, also_on_cpu, check_same_training, deviation, report, train
 from support import training_config, write_dataset
 
 NUM_EVAL = 6
 NUM_ROWS = {"texts": 42, "many_texts": 86, "mixed": 30}
 """Those that are evaluated too. The others are whole micro-batches, which stock else fills up by repeating rows."""
-PICTURES = ([], ["wide.png"], ["tall.png"], [], ["wide.png", "tall.png"])
 TEXT, MIXED = {"token_budget": 256}, {"token_budget": 512, "max_patches": 300}
 
 Pair = Callable[..., tuple[Training, Training]]
@@ -29,16 +27,7 @@ Pair = Callable[..., tuple[Training, Training]]
 
 @pytest.fixture(scope="module")
 def rows_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rows of 3 to 100 words; in `mixed` some have one picture or two. No two rows of a dataset are alike."""
-    folder = tmp_path_factory.mktemp("rows")
-    for name, size in (("wide", (128, 64)), ("tall", (64, 160))):
-        Image.effect_noise(size, 60).convert("RGB").save(folder / f"{name}.png")
-    rows = {
-        name: [row(3 + (k * 23) % 97, PICTURES[k % 5] if name == "mixed" else []) for k in range(count)]
-        for name, count in NUM_ROWS.items()
-    }
-    write_dataset(folder, rows)
-    return folder
+    return write_uneven_rows(tmp_path_factory.mktemp("rows"), NUM_ROWS)
 
 
 def config_of(model: Path, rows_dir: Path, output_dir: Path, dataset: str, **changes: Any) -> dict[str, Any]:
