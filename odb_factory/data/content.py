@@ -15,7 +15,8 @@ from odb_factory.planning import Cost
 def checksum(features: Any, cost: Cost) -> int:
     """32 bits, never 0, of a row's cost, token ids and labels: the same in every process and version.
 
-    Of a pair those of both answers. Not of its media, which are not read for it: a picture that is exchanged for one of the same size goes unnoticed.
+    Of a pair those of both answers. Not of its media, which are not read for it: a picture that is exchanged for one of
+    the same size goes unnoticed.
     """
     sizes = f"{cost.tokens} {cost.patches} {cost.units} {int(cost.has_media)} {cost.modality}"
     crc = zlib.crc32(sizes.encode())

@@ -23,7 +23,8 @@ class Stage(ABC):
     name: as in the YAML. unit: what stock's loss is a mean over, for messages. column: what every processed row has.
     dropped: why LLaMA-Factory's preprocessing leaves a row out. trainer: where its trainer is, module and class.
     takes_media: its collator does. equal_weights: the loss of a micro-batch is one mean whose units cannot be weighed
-    one by one, so samples that stock weighs differently do not share one. why_not_flat: why its rows cannot share a row; None: they can.
+    one by one, so samples that stock weighs differently do not share one.
+    why_not_flat: why its rows cannot follow each other in one; None: they can.
     """
 
     name: str
