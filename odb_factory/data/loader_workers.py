@@ -1,11 +1,11 @@
 """The two stages of an `ODBLoader`, each an ordinary torch DataLoader: one observes rows, one collates micro-batches.
 
-A dataset that is iterated has a third before them, which reads. All start their workers when an epoch begins, in the caller's thread, before the planning thread of that epoch runs:
-where workers are forked, no thread of ours that draws, plans or logs can hold a lock then. What still runs is the
-thread that watches the other ranks; it holds locks of its own store and of nothing that a worker uses. The same goes
-for workers that others fork in the middle of an epoch, such as those of transformers' evaluation: what the planning
-thread may hold just then is the locks of our queues, which they never touch; Python and libc make those of the
-interpreter, of logging and of memory anew in a forked process.
+A dataset that is iterated has a third before them, which reads. All start their workers when an epoch begins, in the
+caller's thread, before the planning thread of that epoch runs: where workers are forked, no thread of ours that draws,
+plans or logs can hold a lock then. What still runs is the thread that watches the other ranks; it holds locks of its
+own store and of nothing that a worker uses. The same goes for workers that others fork in the middle of an epoch, such
+as those of transformers' evaluation: what the planning thread may hold just then is the locks of our queues, which they
+never touch; Python and libc make those of the interpreter, of logging and of memory anew in a forked process.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ SAME_STREAMS = (
 
 
 def is_split_by_node(stream: Any) -> bool:
-    """Whether `datasets.distributed.split_dataset_by_node` has given each rank a part of it.
+    """Whether `datasets.distributed.split_dataset_by_node` has given each rank a part of it, or it says so itself.
 
     Raises `ConfigError` for a release of `datasets` whose streams do not tell.
     """
@@ -43,7 +43,7 @@ def is_split_by_node(stream: Any) -> bool:
             "dataset: this release of datasets does not tell whether split_dataset_by_node has split a stream, so parts"
             " of it could be lost; say so yourself with already_split=True, or install datasets 4.0."
         )
-    return getattr(stream, "_distributed", None) is not None
+    return getattr(stream, "already_split", False) or getattr(stream, "_distributed", None) is not None
 
 
 class StreamStart(NamedTuple):
@@ -153,8 +153,8 @@ class Arriving:
         self.chunks: Iterator[list[Any]] = iter(())
 
     def __iter__(self) -> Iterator[list[RawItem | Rejection]]:
-        # Taken when the first is asked for, as torch may make an iterator that it does not use, and kept by nobody else:
-        # leaving the epoch must end the process that reads.
+        # Taken when the first is asked for, since torch makes an iterator that it does not use; and kept by nobody
+        # else, since leaving the epoch must end the process that reads.
         chunks, self.chunks = self.chunks, iter(())
         yield from itertools.repeat([], self.ahead)
         for chunk in chunks:
@@ -190,7 +190,9 @@ class CurrentItem:
 
     def __getitem__(self, index: int) -> Any:
         if self.raw.problem is not None:
-            raise ItemError(f"it cannot be sent to an observe worker ({self.raw.problem}); let it hold what pickle takes, or set num_workers to 0.")
+            raise ItemError(
+                f"it cannot be sent to an observe worker ({self.raw.problem}); let it hold what pickle takes, or set num_workers to 0."
+            )
         return unpack(self.raw.content) if self.raw.is_packed else self.raw.content
 
 

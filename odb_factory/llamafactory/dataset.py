@@ -28,7 +28,9 @@ class OnlineDataset(Dataset):
     cut visual placeholders, and `ValueError` where its text has one written out.
     """
 
-    def __init__(self, rows: IndexedRows | StoredRows, dataset_processor: Any, media: MediaObserver):
+    def __init__(
+        self, rows: IndexedRows | StoredRows | list[dict[str, Any]], dataset_processor: Any, media: MediaObserver
+    ):
         self.rows, self.media = rows, media
         template = copy.copy(dataset_processor.template)
         template.mm_plugin = media.plugin
@@ -39,8 +41,11 @@ class OnlineDataset(Dataset):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.features_of(self.rows[index])
+
+    def features_of(self, row: dict[str, Any]) -> dict[str, Any]:
+        """The same of a converted row that is not one of its own."""
         self.media.begin_row()
-        row = self.rows[index]
         encoded = self.processor.preprocess_dataset({key: [value] for key, value in row.items()})
         if not encoded.get("input_ids"):
             raise RowDropped(INVALID_ROW, "LLaMA-Factory drops it: the turns do not end in one answer to a prompt.")
