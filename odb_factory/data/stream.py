@@ -191,7 +191,8 @@ class CurrentItem:
     def __getitem__(self, index: int) -> Any:
         if self.raw.problem is not None:
             raise ItemError(
-                f"it cannot be sent to an observe worker ({self.raw.problem}); let it hold what pickle takes, or set num_workers to 0."
+                f"it cannot be sent to an observe worker ({self.raw.problem}); let it hold what pickle takes, or set "
+                "num_workers to 0."
             )
         return unpack(self.raw.content) if self.raw.is_packed else self.raw.content
 

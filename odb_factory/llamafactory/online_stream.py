@@ -13,6 +13,7 @@ import datasets
 from torch.utils.data import IterableDataset
 
 from odb_factory.config import ODBConfig
+from odb_factory.errors import ConfigError
 from odb_factory.llamafactory.dataset import OnlineDataset, RowObserver
 from odb_factory.log import get_logger
 from odb_factory.planning import Cost
@@ -32,7 +33,7 @@ class OnlineStream(IterableDataset):
 
     def __init__(self, rows: Any, head: OnlineDataset, *, already_split: bool, is_reshuffled: bool):
         self.rows, self.head, self.already_split, self.is_reshuffled = rows, head, already_split, is_reshuffled
-        self.media, self.processor = head.media, head.processor
+        self.media, self.stage, self.processor = head.media, head.stage, head.processor
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return iter(self.rows)
@@ -62,7 +63,7 @@ class _Streamed:
         self.rows, self.head = rows, head
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.head.features_of(self.rows[index])
+        return self.head.features_of([self.rows[index]])
 
 
 def is_stream(dataset: Any) -> bool:
@@ -82,6 +83,11 @@ def online_stream(
     so it is here, where every rank reads it. Where stock splits the shards between ranks, so does this; with `fill`,
     which keeps no steps of stock's, wherever there are enough. Rows held out by `val_size` come before the split.
     """
+    if len(head.stage.together(0)) > 1:
+        raise ConfigError(
+            f"streaming: True does not go with odb and stage {head.stage.name}, where a row is preprocessed with the "
+            "one before it; set it to false, or take a data set of local files."
+        )
     rank, world_size = training_args.process_index, training_args.world_size
     holds_out = data_args.val_size > 1e-6
     shards, splits = rows.n_shards, False
