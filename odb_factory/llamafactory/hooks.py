@@ -104,7 +104,7 @@ def _get_train_args(original: Callable, args: Any = None) -> Any:
     _active = None
     from llamafactory.hparams.parser import read_args
 
-    from odb_factory.llamafactory import block, layout, probes
+    from odb_factory.llamafactory import block, layout, probes, streaming
 
     args = read_args(args)
     if not isinstance(args, dict) or not any(block.is_meant_for_block(key, value) for key, value in args.items()):
@@ -115,6 +115,7 @@ def _get_train_args(original: Callable, args: Any = None) -> Any:
     _check_seams()
     args = block.with_whole_documents(layout.with_neat_packing_as_layout(args))
     config = block.check_block(args)
+    args = streaming.with_local_files_by_index(args)
     probes.check_signatures()
     parsed = original({key: value for key, value in args.items() if key != "odb"})
     probes.check_arguments(parsed)
@@ -168,7 +169,7 @@ def _get_preprocessed_dataset(
         from odb_factory.llamafactory import attach
 
         if attach.is_online(dataset, data_args, kwargs.get("is_eval", False)):
-            online = attach.online_dataset(dataset, data_args, training_args, *args, **kwargs)
+            online = attach.online_dataset(_active, dataset, data_args, training_args, *args, **kwargs)
             attach.check_max_patches(online, _active)
             return online
         dataset = attach.converted(dataset, data_args, training_args)
