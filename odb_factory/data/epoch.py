@@ -61,6 +61,7 @@ class PlannedMicroBatch:
     totals: MicroStepTotals
     units: np.ndarray
     stock_units: tuple[int, ...] = ()
+    stock_batches: tuple[int, ...] = ()
     number: int = 0
     round_index: int = 0
     positions: tuple[int, ...] = ()
@@ -154,6 +155,7 @@ class EpochPlanner(ABC):
                 tokens=sum(sample.cost.tokens for sample in one.samples),
                 units=tuple(sample.cost.units for sample in one.samples),
                 stock_units=one.stock_units,
+                stock_batches=one.stock_batches,
                 totals=one.totals,
                 number=one.number,
                 round_index=one.round_index,
