@@ -68,6 +68,8 @@ class StepKL:
         """Run what is needed of all micro-batches of an optimizer step, idle ones too: ranks run forwards together."""
         began = time.perf_counter()
         model.train()
+        if callable(getattr(self.trainer.optimizer, "train", None)):  # of optimizers that average weights by themselves
+            self.trainer.optimizer.train()
         self._is_estimating = True
         try:
             ratios = [self._log_ratios(model, batch) for _, _, batch in micro_batches]
@@ -110,8 +112,8 @@ class StepKL:
         """Stock's micro-batches of an optimizer step, of all ranks; or one that holds all examples."""
         if not self._is_stock:
             return 1
-        rows = self.trainer.args.per_device_train_batch_size * self._num_ranks
-        return -(-self.trainer.odb_run.loader.global_batch_size // rows) * self._num_ranks
+        rows = int(self.trainer.args.per_device_train_batch_size) * self._num_ranks
+        return -(-int(self.trainer.odb_run.loader.global_batch_size) // rows) * self._num_ranks
 
     def _batch_of(self, micro_batch: MicroBatch) -> Tensor:
         """Of each example the number of its batch."""
@@ -145,13 +147,12 @@ class StepKL:
         return nothing, nothing, nothing
 
     def _concatenated_forward(self, stock: Callable, model: Any, batch: Mapping[str, Any]) -> Any:
-        """The average log-probabilities of the desirable answers, which `pref_ftx` alone looks at, are weighed."""
+        """The average log-probabilities of the desirable answers, which `pref_ftx` alone looks at, are weighed:
+        stock multiplies the sum of their losses by (examples / desirable examples) squared of a batch."""
         *others, chosen_logps_avg = stock(model, batch)
         if (computing := self._computing) is not None:
             estimate, num, num_chosen = self._estimate(computing), len(batch["kto_tags"]), len(chosen_logps_avg)
-            weights = _row_weights(computing, estimate.kl)
-            weights = estimate.sft_factor * (1 / num if weights is None else weights)
-            chosen_logps_avg = chosen_logps_avg * weights[estimate.tags] * (num_chosen**2 / num)
+            chosen_logps_avg = chosen_logps_avg * estimate.sft_factor[estimate.tags] * (num_chosen / num) ** 2
         return *others, chosen_logps_avg
 
     def _kto_loss(
@@ -184,17 +185,9 @@ class StepKL:
             )
         finally:
             self.trainer.calculate_KL = calculates
-        weights = _row_weights(computing, estimate.kl)
-        if weights is not None:
-            losses = losses * torch.cat((weights[estimate.tags], weights[~estimate.tags])) * len(weights)
         beta = self.trainer.beta
         return losses, beta * chosen.detach(), beta * rejected.detach(), kl
 
     def _estimate(self, computing: Computing) -> Estimate:
         return self._estimates[computing.micro_batch.index]
 
-
-def _row_weights(computing: Computing, like: Tensor) -> Tensor | None:
-    """As `MicroBatchLoss.row_weights`: the loss of the micro-batch is the sum of row weight x loss of the example."""
-    weights = computing.loss.row_weights
-    return None if weights is None else torch.tensor(weights, dtype=like.dtype, device=like.device)
