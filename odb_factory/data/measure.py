@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,8 @@ IGNORE_INDEX = -100
 GRID_KEYS = ("image_grid_thw", "video_grid_thw", "image_grid_hws", "spatial_shapes")
 PIXEL_KEYS = ("pixel_values", "pixel_values_videos", "pixel_values_images")
 DEFAULT_PATCH_SIZE = 14
+Measure = Callable[[Mapping[str, Any], int, tuple[int, ...]], Measured]
+"""`measure_batch`, or what counts other units."""
 
 
 def count_patches(inputs: Mapping[str, Any], patch_size: int = DEFAULT_PATCH_SIZE) -> int:

@@ -88,7 +88,8 @@ class MediaObserver:
         self._by_size = size_is_exact(plugin, processor)
         self._metadata_is_exact = self._by_size and metadata_is_exact(plugin, processor)
         self._answers: dict[Any, dict[str, Any]] = {}
-        self._expected: Counter[str] = Counter()
+        self._expected: list[Counter[str]] = []
+        self._inserted: list[Counter[str]] = []
         self._written: set[str] = set()
         self.plugin = copy.copy(plugin)
         self.plugin._get_mm_inputs = self._get_mm_inputs
@@ -98,16 +99,24 @@ class MediaObserver:
     def begin_row(self) -> None:
         self._answers.clear()
         self._expected.clear()
+        self._inserted.clear()
         self._written.clear()
 
-    def placeholders_cut(self, input_ids: Sequence[int]) -> bool:
-        """Whether `input_ids` hold fewer placeholders than the row's media take.
+    def placeholders_cut(self, answers: Sequence[list[int]]) -> bool:
+        """Whether any of the `answers` holds fewer placeholders than the row's media take in its messages.
 
-        Raises `ValueError` where they hold more: a text, a system prompt or a tool has a placeholder written out.
+        answers: the token ids that the last calls of `process_messages` have led to, one each.
+        Raises `ValueError` where one holds more: a text, a system prompt or a tool has a placeholder written out.
         """
+        expected = self._expected[len(self._expected) - len(answers) :]
+        inserted = sum(self._inserted[-1:], Counter[str]())
+        are_cut = [self._is_cut(ids, one + inserted) for ids, one in zip(answers, expected, strict=True)]
+        return any(are_cut)  # only once all have been looked at
+
+    def _is_cut(self, input_ids: Sequence[int], of_media: Counter[str]) -> bool:
         is_cut = False
         for name, token_id in self._token_ids.items():
-            found, expected = input_ids.count(token_id), self._expected[name]
+            found, expected = input_ids.count(token_id), of_media[name]
             # As many as expected, some of them written out, is what a cut may leave as well.
             if found > expected or (found == expected > 0 and name in self._written):
                 raise ValueError(_WRITTEN_OUT.format(name=name, found=found, expected=expected))
@@ -181,19 +190,23 @@ class MediaObserver:
     def _process_messages(self, messages: Any, *args: Any, **kwargs: Any) -> list[dict[str, str]]:
         written = [message["content"] for message in messages]
         messages = type(self.plugin).process_messages(self.plugin, messages, *args, **kwargs)
+        expected = Counter[str]()
         for name in self._token_ids:
             # Where a placeholder is what people write for a medium, LLaMA-Factory counts them itself.
             literal = 0 if name in WRITTEN_FOR_MEDIA else sum(text.count(name) for text in written)
-            self._expected[name] += sum(message["content"].count(name) for message in messages) - literal
+            expected[name] = sum(message["content"].count(name) for message in messages) - literal
             if literal:
                 self._written.add(name)
+        self._expected.append(expected)
         return messages
 
     def _process_token_ids(self, input_ids: Any, *args: Any, **kwargs: Any) -> tuple[list[int], list[int] | None]:
         before = {name: input_ids.count(token_id) for name, token_id in self._token_ids.items()}
         answer = type(self.plugin).process_token_ids(self.plugin, input_ids, *args, **kwargs)
+        inserted = Counter[str]()
         for name, token_id in self._token_ids.items():
-            self._expected[name] += answer[0].count(token_id) - before[name]
+            inserted[name] = answer[0].count(token_id) - before[name]
+        self._inserted.append(inserted)
         return answer
 
 
