@@ -40,11 +40,10 @@ class OnlineDataset(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         self.media.begin_row()
-        rows = [self.rows[number] for number in self.stage.together(index)]
-        encoded = self.processor.preprocess_dataset({key: [row[key] for row in rows] for key in rows[-1]})
+        encoded = self.stage.preprocess(self.processor, self.rows, index)
         if not encoded.get(self.stage.column):
             raise RowDropped(INVALID_ROW, f"LLaMA-Factory drops it: {self.stage.dropped}.")
-        features = {key: values[-1] for key, values in encoded.items()}
+        features = {key: values[0] for key, values in encoded.items()}
         if self.media.placeholders_cut(self.stage.answers(features)):
             cutoff_len = self.processor.data_args.cutoff_len
             raise MediaCut(f"cutoff_len {cutoff_len} cuts its visual placeholders, which the model cannot take.")

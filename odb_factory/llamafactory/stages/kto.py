@@ -36,13 +36,25 @@ class Kto(Stage):
     equal_weights = True
     why_not_flat = "the trainer hands the model no position ids, so it could not tell where an example ends"
 
-    def together(self, index: int, num_rows: int, data_args: Any) -> Sequence[int]:
-        partner = Partners.of_pass(num_rows, data_args)[index]
+    partners: Partners = Partners(0, 1, 1)
+
+    def of_rows(self, data_args: Any, num_rows: int) -> Stage:
+        stage = copy.copy(self)
+        stage.partners = Partners.of_pass(num_rows, data_args)
+        return stage
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """The number of processes decides which rows are pairs."""
+        return {"shards of preprocessing (preprocessing_num_workers)": self.partners.num_shards}
+
+    def together(self, index: int) -> Sequence[int]:
+        partner = self.partners[index]
         return (index,) if partner == index else (partner, index)
 
     def preprocess(self, processor: Any, rows: Any, index: int) -> Mapping[str, list[Any]]:
         """LLaMA-Factory gives the first prompt of a batch the last answer; here the partner's, which has no prompt."""
-        row, (partner, *_) = rows[index], self.together(index, len(rows), processor.data_args)
+        row, partner = rows[index], self.partners[index]
         examples = {key: [value] for key, value in row.items()}
         if partner != index:
             examples["_response"] = [row["_response"], rows[partner]["_response"]]
