@@ -62,6 +62,7 @@ class PlannedMicroBatch:
     samples: Sequence[Sample]
     totals: MicroStepTotals
     stock_units: tuple[int, ...] = ()
+    stock_batches: tuple[int, ...] = ()
     number: int = 0
     round_index: int = 0
     positions: tuple[int, ...] = ()
@@ -156,6 +157,7 @@ class EpochPlanner(ABC):
                 tokens=sum(sample.cost.tokens for sample in one.samples),
                 units=tuple(sample.cost.units for sample in one.samples),
                 stock_units=one.stock_units,
+                stock_batches=one.stock_batches,
                 totals=one.totals,
                 number=one.number,
                 round_index=one.round_index,

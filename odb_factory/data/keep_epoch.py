@@ -191,11 +191,13 @@ class KeepEpoch(EpochPlanner):
             raise CollectiveError(nothing_left(rejected, self.stock.left_out, "by drop_last", self.epoch))
         held = self._redistribute(plan, samples)
         stock_units, num_means = stock_means(rows, self.stock)
+        stock_batches = rows["position"] // self.stock.batch_size
         planned = [
             PlannedMicroBatch(
                 samples=[held[row] for row in group],
                 totals=totals,
                 stock_units=tuple(stock_units[group].tolist()),
+                stock_batches=tuple(stock_batches[group].tolist()),
             )
             for group, totals in zip(plan.groups[self.context.rank], plan.totals)
         ]

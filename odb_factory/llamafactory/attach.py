@@ -107,7 +107,7 @@ def online_dataset(
     one_row = probes.without_processes(data_args)
     probes.check_preprocessing(
         online.__getitem__,
-        online.rows.__getitem__,
+        lambda index: [online.rows[number] for number in of_rows.together(index)],
         len(online),
         lambda rows: _get_preprocessed_dataset(
             rows, one_row, training_args, stage, template, tokenizer, processor, is_eval=False
