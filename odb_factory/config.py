@@ -84,9 +84,9 @@ class ODBConfig:
         default=None,
     )
     loss_scaling: str = _key(
-        "stock: every supervised token weighs what it does in stock training (default with kept optimizer steps); "
-        "exact: every supervised token of an optimizer step weighs the same (default with fill); sample: every sample "
-        "does; square: the square root of its supervised tokens; approx: every input token weighs the same; "
+        "stock: every unit (supervised token, pair or example) weighs what it does in stock training (default with "
+        "kept optimizer steps); exact: every unit of an optimizer step weighs the same (default with fill); sample: "
+        "every sample does; square: the square root of its units; approx: every input token weighs the same; "
         "none: every micro-batch does",
         choices=LOSS_SCALINGS,
         default="",

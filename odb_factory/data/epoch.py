@@ -54,13 +54,13 @@ class EpochContext:
 class PlannedMicroBatch:
     """A micro-batch of this rank before its optimizer step is complete.
 
-    supervised: supervised tokens of the samples of all ranks in this micro-step. The others as in `MicroBatch`.
+    units: of each sample of all ranks in this micro-step. The others as in `MicroBatch`.
     """
 
     samples: Sequence[Sample]
     totals: MicroStepTotals
-    supervised: np.ndarray
-    stock_tokens: tuple[int, ...] = ()
+    units: np.ndarray
+    stock_units: tuple[int, ...] = ()
     number: int = 0
     round_index: int = 0
     positions: tuple[int, ...] = ()
@@ -152,8 +152,8 @@ class EpochPlanner(ABC):
                 index=index,
                 ids=tuple(sample.id for sample in one.samples),
                 tokens=sum(sample.cost.tokens for sample in one.samples),
-                supervised=tuple(sample.cost.supervised_tokens for sample in one.samples),
-                stock_tokens=one.stock_tokens,
+                units=tuple(sample.cost.units for sample in one.samples),
+                stock_units=one.stock_units,
                 totals=one.totals,
                 number=one.number,
                 round_index=one.round_index,
@@ -175,8 +175,8 @@ class Sums(TypedDict):
     samples: int
     tokens: int
     padded_tokens: int
-    supervised_tokens: int
-    root_supervised_tokens: float
+    units: int
+    root_units: float
 
 
 def sums(planned: Sequence[PlannedMicroBatch]) -> Sums:
@@ -188,9 +188,9 @@ def sums(planned: Sequence[PlannedMicroBatch]) -> Sums:
         "samples": sum(one.samples for one in totals),
         "tokens": sum(one.tokens for one in totals),
         "padded_tokens": sum(one.padded_tokens for one in totals),
-        "supervised_tokens": sum(one.supervised_tokens for one in totals),
+        "units": sum(one.units for one in totals),
         # `fsum` is exact before it rounds: the same whatever the cut, and on all ranks.
-        "root_supervised_tokens": math.fsum(root for one in planned for root in np.sqrt(one.supervised).tolist()),
+        "root_units": math.fsum(root for one in planned for root in np.sqrt(one.units).tolist()),
     }
 
 

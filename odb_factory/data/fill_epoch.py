@@ -227,7 +227,7 @@ class FillEpoch(EpochPlanner):
             PlannedMicroBatch(
                 samples=[samples[row] for row in group],
                 totals=totals,
-                supervised=rows["supervised_tokens"][list(itertools.chain.from_iterable(groups))],
+                units=rows["units"][list(itertools.chain.from_iterable(groups))],
                 number=self.micro_steps + k,
                 round_index=self.round_index,
                 positions=tuple(self.held[i].draw for i in gone[k]),

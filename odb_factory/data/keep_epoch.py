@@ -159,13 +159,13 @@ class KeepEpoch(EpochPlanner):
         if self.final and self.trained == 0:
             raise CollectiveError(nothing_left(rejected, self.stock.left_out, "by drop_last", self.epoch))
         held = self._redistribute(plan, samples)
-        stock_tokens, num_means = stock_means(rows, self.stock)
+        stock_units, num_means = stock_means(rows, self.stock)
         planned = [
             PlannedMicroBatch(
                 samples=[held[row] for row in group],
                 totals=totals,
-                supervised=rows["supervised_tokens"][list(itertools.chain.from_iterable(groups))],
-                stock_tokens=tuple(stock_tokens[group].tolist()),
+                units=rows["units"][list(itertools.chain.from_iterable(groups))],
+                stock_units=tuple(stock_units[group].tolist()),
             )
             for group, groups, totals in zip(plan.groups[self.context.rank], zip(*plan.groups), plan.totals)
         ]
@@ -198,7 +198,7 @@ def stock_means(rows: np.ndarray, stock: StockSteps) -> tuple[np.ndarray, int]:
     rows: all samples of an optimizer step, as `ROW`. The Trainer counts labels before the causal shift, a model that
     takes the mean of a micro-batch itself those behind it.
     """
-    counted = rows["supervised_tokens"].astype(np.int64)
+    counted = rows["units"].astype(np.int64)
     if stock.mean != "micro_batch":
         counted += rows["leading_label"]
     group = np.zeros(len(rows), dtype=np.int64)

@@ -73,7 +73,7 @@ def measure_batch(
         rows=rows,
         length=length,
         patches=count_patches(batch, patch_size),
-        supervised_tokens=0 if labels is None else count_supervised(labels),
+        units=0 if labels is None else count_supervised(labels),
         segments=segments,
     )
 

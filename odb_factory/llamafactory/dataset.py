@@ -96,7 +96,7 @@ class RowObserver:
         cost = Cost(
             tokens=len(features["input_ids"]),
             patches=self.media.count_patches(images, videos, audios, features["input_ids"]),
-            supervised_tokens=count_supervised(features["labels"]),
+            units=count_supervised(features["labels"]),
             leading_label=has_leading_label(features["labels"]),
             has_media=self.media.has_media(images, videos, audios),
             modality=VIDEO if videos else 0,

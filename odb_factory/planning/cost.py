@@ -21,7 +21,8 @@ class Cost:
 
     tokens: length after expansion and truncation.
     patches: vision-tower input patches.
-    supervised_tokens: labels that carry loss, after the causal shift.
+    units: what the loss is a mean over: supervised tokens (labels that carry loss, after the causal shift); 1 for a
+        pair or an example.
     has_media: the sample brings media of its own, so the collator injects none beside it.
     leading_label: the first label is one too, though nothing predicts it: stock counts it when it takes a mean.
     modality: only samples of one modality share a group. Videos are one: a model runs its vision tower once for
@@ -31,7 +32,7 @@ class Cost:
 
     tokens: int
     patches: int = 0
-    supervised_tokens: int = 0
+    units: int = 0
     has_media: bool = False
     modality: int = 0
     leading_label: bool = False

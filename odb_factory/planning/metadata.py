@@ -13,7 +13,7 @@ ROW = np.dtype(
     [
         ("tokens", "<i4"),
         ("patches", "<i4"),
-        ("supervised_tokens", "<i4"),
+        ("units", "<i4"),
         ("bytes", "<i4"),
         ("position", "<i4"),
         ("age", "u1"),
@@ -47,7 +47,7 @@ def make_metadata(
         (
             cost.tokens,
             cost.patches,
-            cost.supervised_tokens,
+            cost.units,
             min(size, np.iinfo(np.int32).max),
             position,
             min(age, 255),

@@ -35,7 +35,7 @@ class MicroStepTotals:
     tokens: int = 0
     padded_tokens: int = 0
     patches: int = 0
-    supervised_tokens: int = 0
+    units: int = 0
     active_ranks: int = 0
     max_rank_tokens: int = 0
     max_rank_patches: int = 0
@@ -132,7 +132,7 @@ def _totals(
         tokens=int(tokens.sum()),
         padded_tokens=int(collated.sum()),
         patches=int(patches.sum()),
-        supervised_tokens=int(rows["supervised_tokens"].sum(dtype=np.int64)),
+        units=int(rows["units"].sum(dtype=np.int64)),
         active_ranks=len(busy),
         max_rank_tokens=int(collated.max()),
         max_rank_patches=int(patches.max()),

@@ -128,7 +128,7 @@ def enable_odb(
     DDP, ZeRO, FSDP and HSDP); samples are shared among them and the loss weight goes by their number.
     agree_on: settings of your own that all ranks must have in common; where they differ, no step is taken.
     not_flat: why flat micro-batches would be wrong, where the caller knows a reason (see the key `layout`).
-    A `compute_loss_func` of the trainer is given the supervised tokens of the micro-batch as `num_items_in_batch`, and
+    A `compute_loss_func` of the trainer is given the units of the micro-batch as `num_items_in_batch`, and
     the mean that it returns is weighed as a model's own; one that returns a sum without dividing is not supported.
     Outside of `train()` the trainer stays as it was: its dataset, its collator, its dataloaders.
     Raises `ConfigError` where a training argument cannot work with it. A second call is an error.
