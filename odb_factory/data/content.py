@@ -17,7 +17,7 @@ def checksum(features: Any, cost: Cost) -> int:
 
     Not of its media, which are not read for it: a picture that is exchanged for one of the same size goes unnoticed.
     """
-    sizes = f"{cost.tokens} {cost.patches} {cost.units} {int(cost.has_media)} {cost.modality}"
+    sizes = f"{cost.tokens} {cost.patches} {cost.units} {int(cost.has_media)} {cost.modality}" + " audio" * cost.has_audio
     crc = zlib.crc32(sizes.encode())
     for key in ("input_ids", "labels"):
         crc = zlib.crc32(_numbers(features.get(key) if isinstance(features, Mapping) else None), crc)

@@ -1,9 +1,10 @@
 """Learn what media cost without processing their pixels.
 
 A copy of LLaMA-Factory's multimodal plugin is used for observation. Its call of the image
-processor is answered from image sizes where that is known to be exact (Qwen2-VL, Qwen2.5-VL and
-Qwen3-VL; checked against the real processor at start), and by the real processor, its pixels
-thrown away, everywhere else. The plugin that collates is never touched.
+processor is answered from image sizes: by a formula where there is one, else by what the real
+processor said of blank images of these sizes. Both are checked against the real processor at start;
+where they fail, and for videos and audio, it is asked each time, its pixels thrown away. The plugin
+that collates is never touched.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from PIL import Image
 
 from odb_factory.data.measure import DEFAULT_PATCH_SIZE, count_patches
 from odb_factory.data.serialize import register_dataclass
+from odb_factory.llamafactory.media_memory import memory_of_sizes
 from odb_factory.llamafactory.media_size import grid_from_size, metadata_is_exact, size_is_exact
 
 EXIF_ORIENTATION, EXIF_ROTATED = 0x0112, (5, 6, 7, 8)
@@ -86,6 +88,7 @@ class MediaObserver:
         self.original, self.processor = plugin, processor
         self._token_ids = _placeholder_ids(plugin, tokenizer)
         self._by_size = size_is_exact(plugin, processor)
+        self._memory = None if self._by_size else memory_of_sizes(plugin, processor)
         self._metadata_is_exact = self._by_size and metadata_is_exact(plugin, processor)
         self._answers: dict[Any, dict[str, Any]] = {}
         self._expected: Counter[str] = Counter()
@@ -172,6 +175,9 @@ class MediaObserver:
                 inputs["image_grid_thw"] = grid_from_size(
                     self.original, processor, [_size_of(image) for image in images]
                 )
+                images = []
+            elif images and self._memory and not videos:
+                inputs |= self._memory.answer([_size_of(image) for image in images], *args, **kwargs)
                 images = []
             if images or videos or audios:
                 inputs |= self.original._get_mm_inputs(decoded(images), videos, audios, processor, *args, **kwargs)

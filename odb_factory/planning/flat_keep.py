@@ -95,7 +95,7 @@ def first_fit(samples: Samples, model: CostModel) -> Filled:
         if not bin_class or bin_class[-1] != samples.sample_class[i]:
             first = len(bin_class)
         after = sums[first : len(bin_class)] + samples.measures[i]
-        holds = samples.budget.holds_flat(after[:, 0], after[:, 1], after[:, 3]) & ~samples.overlong[i]
+        holds = samples.budget.holds_flat(after) & ~samples.overlong[i]
         chosen = first + int(holds.argmax()) if holds.any() else len(bin_class)
         if chosen == len(bin_class):
             bin_class.append(int(samples.sample_class[i]))
@@ -120,6 +120,6 @@ def _split_to_fill_slots(samples: Samples, bin_of: np.ndarray, bin_class: list[i
             count[0] = np.count_nonzero((samples.pool == pool) & (bin_of == 0))
             own = np.flatnonzero(bin_of == int(count.argmax()))
             # One without media, if there is any: what keeps its media gets no dummies that could be too much.
-            chosen = own[int(samples.has_media[own].argmin())]
+            chosen = own[int((samples.has_media[own] * 1 + samples.has_audio[own]).argmin())]
             bin_class.append(int(samples.sample_class[chosen]))
             bin_of[chosen] = len(bin_class) - 1
