@@ -115,7 +115,8 @@ class LoaderWorkers:
         self._observed = observed
         layout = None
         if budget.layout == "flat":
-            layout = FlatLayout(budget.collation.dummy_media_tokens, budget.round_to, with_boundaries)
+            made = budget.collation
+            layout = FlatLayout(made.dummy_media_tokens, budget.round_to, with_boundaries, made.dummy_audio_tokens)
         self.groups = GroupDataset(Picklable(collate_fn, "collate_fn"), patch_size, dataset, layout)
         self._observing: DataLoader | None = loader(observed, num_workers, **options)
         self._collating: DataLoader | None = loader(

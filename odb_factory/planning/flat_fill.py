@@ -136,7 +136,7 @@ def _hold_back(samples: Samples, bins: Bins, bin_of: np.ndarray) -> None:
     is_oldest = np.zeros(len(samples), dtype=bool)
     is_oldest[by_age[np.flatnonzero(np.diff(samples.pool[by_age], prepend=-1))]] = True
     taken = np.flatnonzero(bin_of >= 0)
-    sums = np.zeros((len(bins), 4), dtype=np.int64)
+    sums = np.zeros((len(bins), 5), dtype=np.int64)
     np.add.at(sums, bin_of[taken], samples.measures[taken])
     broken = ~samples.budget.holds_flat(sums) & ~bins.frozen
     for i in np.flatnonzero(broken).tolist():
@@ -152,7 +152,7 @@ def _hold_back(samples: Samples, bins: Bins, bin_of: np.ndarray) -> None:
 def _top_up(samples: Samples, bins: Bins, bin_of: np.ndarray) -> None:
     """Put waiting samples, the oldest first, into the fullest bin that has room for them. Changes `bin_of`."""
     taken = np.flatnonzero(bin_of >= 0)
-    sums = np.zeros((len(bins), 4), dtype=np.int64)
+    sums = np.zeros((len(bins), 5), dtype=np.int64)
     np.add.at(sums, bin_of[taken], samples.measures[taken])
     modality = np.empty(len(bins), dtype=np.int64)
     modality[bin_of[taken]] = samples.sample_class[taken]  # as numbered here, where some may be of another modality

@@ -46,7 +46,7 @@ def cut_flat(samples: Samples, model: CostModel, least_steps: int = 0) -> list[l
 def lower_bound(samples: Samples, num_steps: int, model: CostModel) -> int:
     """No cut into so many micro-steps costs less: of each measure a pool's mean, or the largest sample."""
     num_pools = int(samples.pool.max()) + 1
-    sums = np.zeros((num_pools, 4), dtype=np.int64)
+    sums = np.zeros((num_pools, 5), dtype=np.int64)
     np.add.at(sums, samples.pool, samples.measures)
     most = np.maximum((-(-sums // samples.slots)).max(axis=0), samples.measures.max(axis=0))
     return num_steps * model.fixed + int(most[:3] @ np.array([model.token, model.patch, model.square]))
@@ -88,7 +88,7 @@ def in_order(filled: Filled) -> list[list[PoolGroup]]:
 def first_fit(samples: Samples, model: CostModel) -> Filled:
     """First-fit decreasing (Johnson 1973), within the budgets, in as many micro-steps as that takes."""
     bin_of = np.empty(len(samples), dtype=np.int64)
-    sums = np.zeros((len(samples), 4), dtype=np.int64)
+    sums = np.zeros((len(samples), 5), dtype=np.int64)
     bin_class: list[int] = []
     first = 0
     for i in np.lexsort((-samples.tokens, samples.overlong, samples.sample_class)).tolist():
