@@ -12,8 +12,16 @@ import numpy as np
 from odb_factory.comm.coordinator import CollectiveError, RankMetadata
 from odb_factory.data.epoch import EpochContext, EpochPlanner, PlannedMicroBatch, nothing_left, sums
 from odb_factory.data.samples import OptimizerStep, Rejection, Sample, Task
+from odb_factory.errors import DataError
 from odb_factory.log import get_logger
-from odb_factory.planning import Collation, MicroStepTotals, Plan, make_metadata, plan_optimizer_step
+from odb_factory.planning import (
+    BufferMetadata,
+    Collation,
+    MicroStepTotals,
+    Plan,
+    make_metadata,
+    plan_optimizer_step,
+)
 
 logger = get_logger(__name__)
 
@@ -31,6 +39,7 @@ class StockSteps:
     world_size: data-parallel ranks. num_samples: of an epoch that are trained on (without those that `drop_last` leaves
     out), None if nobody knows. left_out: those that `drop_last` leaves out.
     mean: what stock's loss is the mean of: the tokens of the whole "step", of each "rank", or of each "micro_batch".
+    equal_weights: samples that stock weighs differently do not share a micro-batch.
     is_split: every rank iterates a stream of its own.
     """
 
@@ -40,6 +49,7 @@ class StockSteps:
     num_samples: int | None
     left_out: int = 0
     mean: str = "step"
+    equal_weights: bool = False
     is_split: bool = False
 
     @property
@@ -118,6 +128,8 @@ class KeepEpoch(EpochPlanner):
             ranks = self.context.coordinator.all_gather(metadata, index)
             self._compare_orders([rank.order for rank in ranks])
             buffers = [rank.buffer for rank in ranks]
+            if self.stock.equal_weights:
+                buffers = by_weight(buffers, self.stock)
             plan = plan_optimizer_step(buffers, self.context.budget, balance=self.context.balance, model=ranks[0].model)
             self._accept(plan, index)
             self.final = all(buffer.exhausted for buffer in buffers)
@@ -208,6 +220,24 @@ def stock_means(rows: np.ndarray, stock: StockSteps) -> tuple[np.ndarray, int]:
         group %= stock.world_size
     tokens = np.bincount(group, weights=counted).astype(np.int64)
     return tokens[group], int(np.count_nonzero(tokens))
+
+
+def by_weight(buffers: Sequence[BufferMetadata], stock: StockSteps) -> list[BufferMetadata]:
+    """The same samples, of a modality of their own for each weight that stock gives, so that no group mixes them.
+
+    Weights differ where stock's micro-batches have different sizes: at the end of an epoch, and where rows were left
+    out.
+    """
+    rows = np.concatenate([buffer.rows for buffer in buffers])
+    if not len(rows):
+        return list(buffers)
+    divisors, _ = stock_means(rows, stock)
+    kinds, kind = np.unique(np.stack((rows["modality"], divisors)), axis=1, return_inverse=True)
+    if kinds.shape[1] > np.iinfo(np.uint8).max:
+        raise DataError(f"stock would give the samples of an optimizer step {kinds.shape[1]} different weights")
+    rows["modality"] = kind.reshape(-1)
+    ends = np.cumsum([len(buffer.rows) for buffer in buffers])
+    return [BufferMetadata(rows[end - len(buffer.rows) : end], buffer.exhausted) for buffer, end in zip(buffers, ends)]
 
 
 def stock_input_tokens(rows: np.ndarray, stock: StockSteps, rank: int, collation: Collation) -> int:

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from odb_factory.config import ODBConfig
 from odb_factory.data.collate import GroupDataset
 from odb_factory.data.layout import FlatLayout
-from odb_factory.data.measure import DEFAULT_PATCH_SIZE
+from odb_factory.data.measure import DEFAULT_PATCH_SIZE, Measure, measure_batch
 from odb_factory.data.observe import ObservedDataset, Observer, where
 from odb_factory.data.pickling import Picklable
 from odb_factory.data.sampler import ShardSampler
@@ -69,6 +69,7 @@ class LoaderWorkers:
         rank: int,
         world_size: int,
         patch_size: int = DEFAULT_PATCH_SIZE,
+        measure: Measure = measure_batch,
         num_workers: int = 0,
         prefetch_factor: int = 2,
         persistent_workers: bool = False,
@@ -117,7 +118,7 @@ class LoaderWorkers:
         if budget.layout == "flat":
             made = budget.collation
             layout = FlatLayout(made.dummy_media_tokens, budget.round_to, with_boundaries, made.dummy_audio_tokens)
-        self.groups = GroupDataset(Picklable(collate_fn, "collate_fn"), patch_size, dataset, layout)
+        self.groups = GroupDataset(Picklable(collate_fn, "collate_fn"), patch_size, dataset, layout, measure)
         self._observing: DataLoader | None = loader(observed, num_workers, **options)
         self._collating: DataLoader | None = loader(
             self.groups,

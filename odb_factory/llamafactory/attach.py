@@ -6,33 +6,31 @@ Called by the plugin's hooks and by patched forks (`odb_factory/patches`): both 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from datasets import Dataset
-from llamafactory.data.collator import SFTDataCollatorWith4DAttentionMask
 from llamafactory.data.converter import align_dataset, get_dataset_converter
 from llamafactory.data.loader import _get_dataset_processor, _get_preprocessed_dataset
+from llamafactory.data.mm_plugin import get_mm_plugin
 from llamafactory.train.callbacks import LogCallback
 from transformers import TrainerCallback
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from odb_factory.config import ODBConfig
-from odb_factory.data.measure import IGNORE_INDEX, count_patches
 from odb_factory.data.pickling import Picklable
 from odb_factory.errors import DataError
 from odb_factory.llamafactory import agreement, probes, sources
 from odb_factory.llamafactory.dataset import INVALID_ROW, OnlineDataset, OpenMedia, RowObserver, TokenizedDataset
 from odb_factory.llamafactory.layout import why_not_flat
 from odb_factory.llamafactory.media import MediaObserver
+from odb_factory.llamafactory.stages import STAGES, Stage
 from odb_factory.log import get_logger
-from odb_factory.planning import Collation
 from odb_factory.training.checks import check_dummy_media
 from odb_factory.training.enable import enable_odb
 
 logger = get_logger(__name__)
 
-PROBE_TOKENS = 8
 ROWS_TRIED_FOR_EXAMPLE = 16
 
 
@@ -86,8 +84,9 @@ def online_dataset(
 ) -> OnlineDataset:
     """In place of LLaMA-Factory's preprocessing pass: rows are converted and preprocessed when they are needed."""
     dataset_processor = _get_dataset_processor(data_args, stage, template, tokenizer, processor)
-    media = MediaObserver(template.mm_plugin, tokenizer, processor)
-    online = OnlineDataset(sources.IndexedRows(index), dataset_processor, media)
+    of_rows = STAGES[stage].of_rows(data_args, len(index))
+    media = _media_of(of_rows, template, tokenizer, processor)
+    online = OnlineDataset(sources.IndexedRows(index), dataset_processor, media, of_rows)
     if training_args.should_log:
         _print_example(online)
     one_row = probes.without_processes(data_args)
@@ -107,10 +106,8 @@ def check_max_patches(online: OnlineDataset, config: ODBConfig) -> None:
     made_of = online.processor
     template = copy.copy(made_of.template)
     template.mm_plugin = online.media.original
-    collator = SFTDataCollatorWith4DAttentionMask(
-        template=template, tokenizer=made_of.tokenizer, processor=made_of.processor, label_pad_token_id=IGNORE_INDEX
-    )
-    check_dummy_media(config, probe_collation(collator))
+    collator = online.stage.make_collator(template, made_of.tokenizer, made_of.processor)
+    check_dummy_media(config, online.stage.collation(collator, online.media.patch_size))
 
 
 def attach_block(trainer: Any, block: Mapping[str, Any]) -> None:
@@ -126,15 +123,17 @@ def attach(trainer: Any, config: ODBConfig) -> None:
         if isinstance(callback, LogCallback):
             probes.check_progress(callback)
     collator = trainer.data_collator
-    collation = probe_collation(collator)
+    stage = STAGES[trainer.finetuning_args.stage].of_training(trainer.finetuning_args, collator.tokenizer)
     if isinstance(trainer.train_dataset, OnlineDataset):
         media = trainer.train_dataset.media
     else:
-        media = MediaObserver(collator.template.mm_plugin, collator.tokenizer, collator.processor)
-        trainer.train_dataset = TokenizedDataset(trainer.train_dataset, media)
+        template, processor = (getattr(collator, name, None) for name in ("template", "processor"))
+        media = _media_of(stage, template, collator.tokenizer, processor)
+        trainer.train_dataset = TokenizedDataset(trainer.train_dataset, media, stage)
     trainer.data_collator = Picklable(OpenMedia(collator), "data_collator")  # evaluation sends it to workers, too
     observer = RowObserver(
         media,
+        stage,
         decode=config.on_error == "skip",
         shards_parameters=trainer.args.world_size > 1 and (is_deepspeed_zero3_enabled() or trainer.is_fsdp_enabled),
     )
@@ -142,11 +141,14 @@ def attach(trainer: Any, config: ODBConfig) -> None:
         trainer,
         config,
         observer=observer,
-        collation=collation,
+        collation=stage.collation(collator, media.patch_size),
         patch_size=media.patch_size,
+        measure=stage.measure,
+        equal_weights=stage.equal_weights,
         agree_on=agreement.settings_of(trainer.train_dataset, observer),
-        not_flat=why_not_flat(trainer),
+        not_flat=stage.why_not_flat or why_not_flat(trainer),
     )
+    trainer.add_callback(_Prepared(stage.prepare(trainer)))
     trainer.add_callback(_MirrorMaxSteps(trainer))
     if config.keeps:
         trainer.add_callback(_TellDropped(trainer))
@@ -156,22 +158,10 @@ def attach(trainer: Any, config: ODBConfig) -> None:
         )
 
 
-def probe_collation(collator: Any) -> Collation:
-    """Learn what this collator adds to a micro-batch without media, by collating one short text sample."""
-    unpadded = copy.copy(collator)
-    unpadded.pad_to_multiple_of = None
-    token = collator.tokenizer.pad_token_id
-    sample = {
-        "input_ids": [token] * PROBE_TOKENS,
-        "attention_mask": [1] * PROBE_TOKENS,
-        "labels": [IGNORE_INDEX] * PROBE_TOKENS,
-    }
-    batch = unpadded([sample])
-    return Collation(
-        pad_to_multiple_of=collator.pad_to_multiple_of or 1,
-        dummy_media_tokens=batch["input_ids"].shape[1] - PROBE_TOKENS,
-        dummy_media_patches=count_patches(batch),
-    )
+def _media_of(stage: Stage, template: Any, tokenizer: Any, processor: Any) -> MediaObserver:
+    """Where a stage takes no media (pre-training), what is written like one is text."""
+    plugin = template.mm_plugin if stage.takes_media else get_mm_plugin("base")
+    return MediaObserver(plugin, tokenizer, processor)
 
 
 def _print_example(dataset: OnlineDataset) -> None:
@@ -184,6 +174,16 @@ def _print_example(dataset: OnlineDataset) -> None:
         print("training example:")
         dataset.processor.print_data_example(example)
         return
+
+
+class _Prepared(TrainerCallback):
+    """What a stage has changed on the trainer, until the training ends."""
+
+    def __init__(self, undo: Callable[[], None]):
+        self.undo = undo
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.undo()
 
 
 class _MirrorMaxSteps(TrainerCallback):

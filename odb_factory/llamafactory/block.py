@@ -15,9 +15,12 @@ from typing import Any
 from odb_factory.config import ODBConfig
 from odb_factory.errors import ConfigError
 from odb_factory.llamafactory import layout, uncaught
+from odb_factory.llamafactory.stages import STAGES
 from odb_factory.llamafactory.values import check_values
+from odb_factory.log import get_logger
 
-STAGES = ("sft",)
+logger = get_logger(__name__)
+
 SHARED_KEYS = ("seed",)
 """Keys that both the block and LLaMA-Factory's arguments have."""
 
@@ -82,9 +85,20 @@ def check_block(args: Mapping[str, Any]) -> ODBConfig:
 
 def checked(args: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments with an `odb:` block, as a patched fork goes on with them; raises as `check_block` does."""
-    args = layout.with_neat_packing_as_layout(args)
+    args = with_whole_documents(layout.with_neat_packing_as_layout(args))
     check_block(args)
     return args
+
+
+def with_whole_documents(args: Mapping[str, Any]) -> dict[str, Any]:
+    """`args` for LLaMA-Factory, which packs the documents of pre-training unless it is told not to."""
+    if args.get("stage") != "pt" or args.get("packing") is not None:
+        return dict(args)
+    logger.info(
+        "stage pt: documents stay whole (`packing: false`); without odb LLaMA-Factory would cut them into blocks of "
+        "cutoff_len tokens, and what is longer than that is cut off now"
+    )
+    return {**args, "packing": False}
 
 
 def check_backend() -> None:
@@ -122,8 +136,13 @@ def check_combination(
 def _check_arguments(value_of: Callable[..., Any]) -> None:
     """value_of(key, default): an argument of LLaMA-Factory's, as it stands in the YAML or as it has been read."""
     stage = value_of("stage", "sft")
+    if stage == "ppo":
+        _refuse("stage", stage, "PPO generates its own batches while training; remove the odb: block")
     if stage not in STAGES:
         _refuse("stage", stage, f"odb trains stage {', '.join(STAGES)}; remove the odb: block")
+    why = STAGES[stage].refuse(value_of)
+    if why is not None:
+        raise ConfigError(why)
     for key, why in REFUSED.items():
         if value_of(key):
             _refuse(key, value_of(key), why)
