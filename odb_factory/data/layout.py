@@ -33,7 +33,8 @@ _MEDIA_WORDS = ("pixel", "image", "video", "audio", "feature", "grid", "tile", "
 class FlatLayout:
     """How micro-batches are laid flat.
 
-    dummy_media_tokens, dummy_audio_tokens: of `Collation`. round_to: the total is filled up to a multiple of this (tokens).
+    dummy_media_tokens, dummy_audio_tokens: of `Collation`. round_to: the total is filled up to a multiple of this
+    (tokens).
     with_boundaries: the batch carries what `varlen_arguments` returns.
     """
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from io import BytesIO
@@ -181,9 +181,12 @@ class MediaObserver:
     @property
     def patch_size(self) -> int:
         """Side of a vision patch, in pixels."""
-        image_processor = getattr(self.processor, "image_processor", None)
-        size = getattr(image_processor, "patch_size", None) or getattr(self.processor, "patch_size", None)
-        return size if isinstance(size, int) else DEFAULT_PATCH_SIZE
+        for owner in (getattr(self.processor, "image_processor", None), self.processor):
+            size = getattr(owner, "patch_size", None)
+            height = size.get("height") if isinstance(size, Mapping) else getattr(size, "height", size)
+            if isinstance(height, int):
+                return height
+        return DEFAULT_PATCH_SIZE
 
     def _get_mm_inputs(self, images: Any, videos: Any, audios: Any, processor: Any, *args: Any, **kwargs: Any) -> dict:
         inputs: dict[str, Any] = {}
@@ -193,9 +196,10 @@ class MediaObserver:
         elif images and self._memory and not videos:
             inputs |= self._memory.answer([_size_of(image) for image in images], *args, **kwargs)
             images = []
-        for media in ((images, videos, []), ([], [], audios)):
-            if any(media):
-                inputs |= self._asked(media, processor, *args, **kwargs)
+        if images or videos:
+            inputs |= self._asked((images, videos, []), processor, *args, **kwargs)
+        if audios:
+            inputs |= self._asked(([], [], audios), processor, *args, **kwargs)
         return inputs
 
     def _asked(self, media: tuple[Any, Any, Any], processor: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -124,8 +124,8 @@ def _is_kept(value: Tensor) -> bool:
 
 
 def _stand_in(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Of this shape, in the memory of one number."""
-    return torch.zeros((), dtype=dtype).expand(shape)
+    """Of this shape, in the memory of one number; not zeros, which tell tiles that are not there."""
+    return torch.ones((), dtype=dtype).expand(shape)
 
 
 def _equal(first: Any, second: Any) -> bool:

@@ -25,7 +25,8 @@ class Samples:
     may go to: one pool for all ranks that share their samples, or one for each rank [n].
     slots: ranks that share a pool.
 
-    tokens, patches, has_media, has_audio follow `index` [n]. overlong: the sample breaks a budget alone, so it goes alone [n].
+    tokens, patches, has_media, has_audio follow `index` [n]. overlong: the sample breaks a budget alone, so it goes
+    alone [n].
     sample_class: numbers of the classes, pool by pool [n].
     """
 

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 SIDE = 56
 """Pixels of the images of families that make all of them equally large."""
-SPECIAL = """
+_WRITTEN = """
 <image> <video> <audio> <|image_pad|> <|video_pad|> <|audio_pad|> <|vision_start|> <|vision_end|> <|im_start|>
 <|im_end|> <|endoftext|> <|image|> <|video|> <|audio|> <|AUDIO|> <|VIDEO|> <|IMAGE|> <|audio_bos|> <|audio_eos|>
 <|vision_bos|> <|vision_eos|> <|begin_of_image|> <|end_of_image|> <|begin_of_video|> <|end_of_video|>
@@ -23,7 +23,8 @@ SPECIAL = """
 <|tile_y_separator|> <|fake_token_around_image|> <|eot_id|> <|eom_id|> <|user|> <|assistant|> <start_of_turn>
 <end_of_turn> <|turn> <turn|> <|image> <image|> <|audio> <audio|> <|IMAGE_PLACEHOLDER|> <|VIDEO_PLACEHOLDER|>
 <|IMAGE_START|> <|IMAGE_END|> <|VIDEO_START|> <|VIDEO_END|> <|img_thumbnail|> <|audio_start|> <|audio_end|>
-""".split() + [f"<|img_row_{row}_col_{column}|>" for row in range(1, 11) for column in range(1, 11)]
+"""
+SPECIAL = _WRITTEN.split() + [f"<|img_row_{row}_col_{column}|>" for row in range(1, 11) for column in range(1, 11)]
 NAMES = {
     "image_token": "<image>",
     "video_token": "<video>",
@@ -184,7 +185,8 @@ def intern_vl(tokenizer: Any) -> Any:
 
 
 def gemma3(tokenizer: Any) -> Any:
-    return transformers.Gemma3Processor(transformers.Gemma3ImageProcessor(size=_square()), tokenizer, image_seq_length=4)
+    images = transformers.Gemma3ImageProcessor(size=_square())
+    return transformers.Gemma3Processor(images, tokenizer, image_seq_length=4)
 
 
 def gemma3n(tokenizer: Any) -> Any:
