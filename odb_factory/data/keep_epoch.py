@@ -270,6 +270,8 @@ def stock_input_tokens(rows: np.ndarray, stock: StockSteps, rank: int, collation
     for batch in np.split(mine, np.flatnonzero(np.diff(slots[mine])) + 1):
         if len(batch):
             tokens = rows["tokens"][batch]
-            has_media = bool(rows["has_media"][batch].any())
-            total += len(batch) * collation.length(int(tokens.max()), int(tokens[0]), has_media)
+            dummy_tokens, _ = collation.dummies(
+                int(rows["has_media"][batch].sum()), int(rows["has_audio"][batch].sum())
+            )
+            total += len(batch) * collation.length(int(tokens.max()), int(tokens[0]), dummy_tokens)
     return total
