@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from odb_factory.data.measure import measure_batch
+from odb_factory.data.measure import IGNORE_INDEX, count_patches, measure_batch
 from odb_factory.data.samples import Measured
 from odb_factory.planning import VIDEO, Collation, Cost
 
@@ -88,3 +89,25 @@ def media_cost(features: Mapping[str, Any], media: MediaObserver, input_ids: lis
         "has_media": media.has_media(images, videos, audios),
         "modality": VIDEO if videos else 0,
     }
+
+
+def probe_answer(collator: Any) -> dict[str, list[int]]:
+    """A short row of nothing but padding tokens."""
+    return {
+        "input_ids": [collator.tokenizer.pad_token_id] * PROBE_TOKENS,
+        "attention_mask": [1] * PROBE_TOKENS,
+        "labels": [IGNORE_INDEX] * PROBE_TOKENS,
+    }
+
+
+def probe_collation(collator: Any, sample: Mapping[str, Any], patch_size: int, rows: int = 1) -> Collation:
+    """What this collator makes of one sample of `PROBE_TOKENS` tokens without media. rows: that it makes of a sample,
+    which is planned as one row of their length together."""
+    unpadded = copy.copy(collator)
+    unpadded.pad_to_multiple_of = None
+    batch = unpadded([dict(sample)])
+    return Collation(
+        pad_to_multiple_of=rows * (collator.pad_to_multiple_of or 1),
+        dummy_media_tokens=rows * (batch["input_ids"].shape[1] - PROBE_TOKENS),
+        dummy_media_patches=count_patches(batch, patch_size),
+    )
