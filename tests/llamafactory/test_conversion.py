@@ -301,8 +301,6 @@ def test_a_row_that_cannot_be_converted_is_named_and_falls_under_on_error(tiny_t
         settings = ODBConfig.from_block(block)
         observer = RowObserver(online.media, STAGES["sft"], decode=False)
         observed = ObservedDataset(online, observer, settings, Budget(1024))
-            online, RowObserver(online.media, STAGES["sft"], decode=False), settings, Budget(1024)
-        )
         rejection = observed[2]
         assert (rejection.reason, rejection.fatal) == ("unreadable", policy == "raise")
         assert rejection.message.startswith("row 2 of the training dataset (row 2 of openai.json): KeyError")

@@ -141,7 +141,10 @@ class OneBatch(TrainerCallback):
         ours = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         model.zero_grad()
         batch = self.trainer.data_collator([dict(self.trainer.train_dataset[i]) for i in ids])
-        self.trainer.compute_loss(model, self.trainer._prepare_inputs(batch)).backward()
+        counted = {}
+        if self.trainer.model_accepts_loss_kwargs:  # as the Trainer counts, before the causal shift
+            counted["num_items_in_batch"] = (batch["labels"] != -100).sum()
+        self.trainer.compute_loss(model, self.trainer._prepare_inputs(batch), **counted).backward()
         largest = max(float(p.grad.norm()) for p in model.parameters() if p.grad is not None)
         for name, p in model.named_parameters():
             if p.grad is not None and float(p.grad.norm()) > 1e-6 * largest:
