@@ -15,6 +15,7 @@ receives `BYTES_A_SECOND`.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import math
 import statistics
@@ -115,8 +116,8 @@ class MeasuredGroups:
     """One optimizer step whose samples stay within groups of `group_size` ranks: medians.
 
     efficiency, bound: real tokens by what ranks wait for, and what no plan beats. moved: part of all samples.
-    plan_s: one group, in seconds of one core. received: bytes that each rank is told by all, metadata and outlines of the
-    groups' plans. network_s: by the model above.
+    plan_s: one group, in seconds of one core. received: bytes that each rank is told by all, metadata and the outlines
+    of the groups' plans. network_s: by the model above.
     """
 
     ranks: int
@@ -135,7 +136,7 @@ def measure_groups(ranks: int, group_size: int, batch_size: int, token_budget: i
     for shares in optimizer_steps(WORKLOAD_OF_GROUPS, ranks, batch_size, count, seed=0):
         buffers = [BufferMetadata(share, exhausted=False) for share in shares]
         group = group_of(0, ranks, group_size)
-        own, plan_s = timed(lambda: plan_group(buffers, budget, group, model=CostModel()))
+        own, plan_s = timed(functools.partial(plan_group, buffers, budget, group, model=CostModel()))
         plan = plan_in_groups(buffers, budget, group_size)
         real = sum(int(share["tokens"].sum()) for share in shares) / ranks
         waited = sum(FIXED_COST + totals.max_rank_tokens for totals in plan.totals)
