@@ -291,7 +291,10 @@ class ODBTrainerMixin(Base):
             logs.update(run.accounting.interval_metrics())
         elif run is not None and "train_runtime" in logs:
             logs.update(run.accounting.metrics())
-            logs["train_samples_per_second"] = round(run.accounting.samples_since_resume / logs["train_runtime"], 3)
+            done, seconds = run.accounting.since_resume, logs["train_runtime"]
+            logs["train_samples_per_second"] = round(done.samples / seconds, 3)
+            if self.odb_arguments is not None and self.odb_arguments.counts_tokens:
+                logs["train_tokens_per_second"] = round(done.padded_tokens / run.loader.world_size / seconds, 3)
         super().log(logs, *args, **kwargs)
 
 

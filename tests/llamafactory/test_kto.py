@@ -105,7 +105,9 @@ def test_each_row_has_the_partner_of_its_batch() -> None:
         for num_shards in {min(shards, num_rows) for shards in (1, 2, 3, 5)}:
             shards = [rows.shard(num_shards, shard, contiguous=True)["row"] for shard in range(num_shards)]
             for batch_size in (1, 2, 3, 1000):
-                batches = [list(shard)[at : at + batch_size] for shard in shards for at in range(0, len(shard), batch_size)]
+                batches = [
+                    list(shard)[at : at + batch_size] for shard in shards for at in range(0, len(shard), batch_size)
+                ]
                 expected = [row for batch in batches for row in (batch[-1:] + batch[:-1])]
                 partners = Partners(num_rows, batch_size, num_shards)
                 assert [partners[row] for row in range(num_rows)] == expected
@@ -113,7 +115,7 @@ def test_each_row_has_the_partner_of_its_batch() -> None:
 
 def test_a_partner_without_an_answer_is_told(tiny_text: Path, rows_dir: Path, tmp_path: Path) -> None:
     online = rows_of(config_of(tiny_text, rows_dir, tmp_path, dataset="broken", odb=BLOCK))
-    with pytest.raises(ValueError, match="paired with the answer of row 1, which has none"):
+    with pytest.raises(ValueError, match="paired with the answer of the row before it, which has none"):
         online[2]
 
 
@@ -210,4 +212,6 @@ def test_the_gradient_is_that_of_one_batch(
     assert len(one_batch.deviations) == 6
     print(f"kto, exact: worst gradient {max(one_batch.deviations):.1e}")
     assert all(found < GRADIENT for found in one_batch.deviations)
-    assert any(line["idle"] is False and len(line["ids"]) > 2 for line in read_jsonl(tmp_path / "odb_audit_rank0.jsonl"))
+    assert any(
+        line["idle"] is False and len(line["ids"]) > 2 for line in read_jsonl(tmp_path / "odb_audit_rank0.jsonl")
+    )

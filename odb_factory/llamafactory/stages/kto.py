@@ -52,12 +52,12 @@ class Kto(Stage):
         partner = self.partners[index]
         return (index,) if partner == index else (partner, index)
 
-    def preprocess(self, processor: Any, rows: Any, index: int) -> Mapping[str, list[Any]]:
+    def preprocess(self, processor: Any, rows: Sequence[Mapping[str, Any]]) -> Mapping[str, list[Any]]:
         """LLaMA-Factory gives the first prompt of a batch the last answer; here the partner's, which has no prompt."""
-        row, partner = rows[index], self.partners[index]
+        *partner, row = rows
         examples = {key: [value] for key, value in row.items()}
-        if partner != index:
-            examples["_response"] = [row["_response"], rows[partner]["_response"]]
+        if partner:
+            examples["_response"] = [row["_response"], partner[0]["_response"]]
         logger = logging.getLogger(type(processor).__module__)
         logger.addFilter(_is_about_rows)
         try:
@@ -66,7 +66,7 @@ class Kto(Stage):
             if examples["_response"][-1]:
                 raise
             raise ValueError(
-                f"it is paired with the answer of row {partner}, which has none; LLaMA-Factory itself fails there"
+                "it is paired with the answer of the row before it, which has none; LLaMA-Factory itself fails there"
             ) from None
         finally:
             logger.removeFilter(_is_about_rows)

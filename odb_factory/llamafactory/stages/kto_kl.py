@@ -167,9 +167,7 @@ class StepKL:
     ) -> Any:
         """Stock's loss of log-ratios from which the estimate has been taken already, which it does first of all."""
         if (computing := self._computing) is None:
-            return stock(
-                policy_chosen, policy_rejected, policy_kl, reference_chosen, reference_rejected, reference_kl
-            )
+            return stock(policy_chosen, policy_rejected, policy_kl, reference_chosen, reference_rejected, reference_kl)
         estimate = self._estimate(computing)
         chosen, rejected = policy_chosen - reference_chosen, policy_rejected - reference_rejected
         zero = torch.zeros_like
@@ -190,4 +188,3 @@ class StepKL:
 
     def _estimate(self, computing: Computing) -> Estimate:
         return self._estimates[computing.micro_batch.index]
-

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from odb_factory.data.measure import measure_batch
+from odb_factory.data.measure import count_patches, measure_batch
 from odb_factory.data.samples import Measured
 from odb_factory.planning import VIDEO, Collation, Cost
 
@@ -60,13 +61,14 @@ class Stage(ABC):
         """The rows that LLaMA-Factory's preprocessing must have in one batch to make this one; itself is the last."""
         return (index,)
 
-    def preprocess(self, processor: Any, rows: Any, index: int) -> Mapping[str, list[Any]]:
-        """What LLaMA-Factory's dataset processor makes of this row: columns of one entry, or of none if it drops it.
+    def preprocess(self, processor: Any, rows: Sequence[Mapping[str, Any]]) -> Mapping[str, list[Any]]:
+        """What LLaMA-Factory's dataset processor makes of a row: columns of one entry, or of none if it drops it.
 
-        rows[number]: a converted row.
+        rows: converted, those of `together`.
         """
-        examples = {key: [value] for key, value in rows[index].items()}
-        encoded: Mapping[str, list[Any]] = processor.preprocess_dataset(examples)
+        encoded: Mapping[str, list[Any]] = processor.preprocess_dataset(
+            {key: [value] for key, value in rows[-1].items()}
+        )
         return encoded
 
     def answers(self, features: Mapping[str, Any]) -> Sequence[list[int]]:
@@ -99,6 +101,41 @@ def media_cost(features: Mapping[str, Any], media: MediaObserver, input_ids: lis
     images, videos, audios = (features.get(key) for key in MEDIA)
     return {
         "patches": media.count_patches(images, videos, audios, input_ids),
-        "has_media": media.has_media(images, videos, audios),
+        "has_media": media.has_media(images, videos),
+        "has_audio": bool(audios),
         "modality": VIDEO if videos else 0,
     }
+
+
+def dummies(collator: Any, sample: Mapping[str, Any], patch_size: int) -> dict[str, int]:
+    """The arguments of `Collation` for the fake image and the fake audio that a collator injects.
+
+    sample: text of `PROBE_TOKENS` tokens, collated alone.
+    """
+    unpadded = copy.copy(collator)
+    unpadded.pad_to_multiple_of = None
+    plugin = collator.template.mm_plugin
+    both = _injected(unpadded, sample, patch_size)
+    if plugin.image_token is None:
+        image = (0, 0)
+    elif plugin.audio_token is None:
+        image = both
+    else:
+        without = copy.copy(unpadded)
+        without.get_rope_func = None  # positions are not asked for, and may need audio
+        without.template = copy.copy(collator.template)
+        without.template.mm_plugin = copy.copy(plugin)
+        without.template.mm_plugin.audio_token = None
+        image = _injected(without, sample, patch_size)
+    return {
+        "dummy_media_tokens": image[0],
+        "dummy_media_patches": image[1],
+        "dummy_audio_tokens": both[0] - image[0],
+        "dummy_audio_patches": both[1] - image[1],
+    }
+
+
+def _injected(collator: Any, sample: Mapping[str, Any], patch_size: int) -> tuple[int, int]:
+    """Tokens of the first row, and patches."""
+    batch = collator([copy.deepcopy(dict(sample))])
+    return batch["input_ids"].shape[1] - PROBE_TOKENS, count_patches(batch, patch_size)
