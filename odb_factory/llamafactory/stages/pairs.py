@@ -7,7 +7,7 @@ answer, and it brings its media twice. The loss is a mean over pairs.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from odb_factory.data.measure import IGNORE_INDEX, count_supervised, measure_batch
@@ -73,6 +73,14 @@ class Rm(Pairs):
 
     name = "rm"
     trainer = ("llamafactory.train.rm.trainer", "PairwiseTrainer")
+
+    def refuse(self, value_of: Callable[..., Any]) -> str | None:
+        if value_of("include_effective_tokens_per_second"):
+            return (
+                "include_effective_tokens_per_second: True would preprocess the whole dataset once more, as odb counts "
+                "the tokens of a pair with their padding; read odb/tokens_per_micro_step and remove the key."
+            )
+        return None
 
 
 class Dpo(Pairs):

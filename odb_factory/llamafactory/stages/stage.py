@@ -42,8 +42,13 @@ class Stage(ABC):
         return self
 
     def of_rows(self, data_args: Any, num_rows: int) -> Stage:
-        """The stage as a training dataset of so many rows has it: what `together` knows of it."""
+        """The stage as a training dataset of so many rows has it: what `together` and `settings` know of it."""
         return self
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """What ranks must have in common for their rows to be the same, beside the arguments that they compare."""
+        return {}
 
     def refuse(self, value_of: Callable[..., Any]) -> str | None:
         """Why an argument of this stage cannot be right, in one line; None: they can.
@@ -53,8 +58,18 @@ class Stage(ABC):
         return None
 
     def together(self, index: int) -> Sequence[int]:
-        """The rows that go through preprocessing as one batch to make this one; itself is the last."""
+        """The rows that LLaMA-Factory's preprocessing must have in one batch to make this one; itself is the last."""
         return (index,)
+
+    def preprocess(self, processor: Any, rows: Sequence[Mapping[str, Any]]) -> Mapping[str, list[Any]]:
+        """What LLaMA-Factory's dataset processor makes of a row: columns of one entry, or of none if it drops it.
+
+        rows: converted, those of `together`.
+        """
+        encoded: Mapping[str, list[Any]] = processor.preprocess_dataset(
+            {key: [value] for key, value in rows[-1].items()}
+        )
+        return encoded
 
     def answers(self, features: Mapping[str, Any]) -> Sequence[list[int]]:
         """The token ids of all that media placeholders were put into, in the order of preprocessing."""
