@@ -84,9 +84,9 @@ class ODBConfig:
         default=None,
     )
     loss_scaling: str = _key(
-        "stock: every supervised token weighs what it does in stock training (default with kept optimizer steps); "
-        "exact: every supervised token of an optimizer step weighs the same (default with fill); sample: every sample "
-        "does; square: the square root of its supervised tokens; approx: every input token weighs the same; "
+        "stock: every unit (supervised token, pair or example) weighs what it does in stock training (default with "
+        "kept optimizer steps); exact: every unit of an optimizer step weighs the same (default with fill); sample: "
+        "every sample does; square: the square root of its units; approx: every input token weighs the same; "
         "none: every micro-batch does",
         choices=LOSS_SCALINGS,
         default="",
@@ -112,6 +112,13 @@ class ODBConfig:
         "true: a sample may be computed by another rank than the one that read it, so that none waits for another; ids "
         "and references to media travel, pixels do not. none: true, unless `join: false`",
         default=None,
+    )
+    balance_group_size: int = _key(
+        "ranks among which samples travel, where the layout is flat and optimizer steps are kept: groups of so many "
+        "ranks that follow each other (best whole nodes) are planned by themselves, so that planning does not grow "
+        "with the number of ranks",
+        minimum=1,
+        default=256,
     )
     cost_model: str = _key(
         "by what micro-batches of like cost meet in a micro-step: tokens, or time: predicted by a model of tokens, "

@@ -98,7 +98,7 @@ def test_fields_of_the_step_info() -> None:
         "segments",
         "samples",
         "tokens",
-        "supervised_tokens",
+        "units",
         "samples_all_ranks",
         "optimizer_step",
         "optimizer_step_samples",
@@ -115,8 +115,8 @@ def test_metric_names() -> None:
         "odb/micro_batches",
         "odb/samples_per_micro_step",
         "odb/tokens_per_micro_step",
-        "odb/supervised_tokens",
-        "odb/supervised_tokens_cv",
+        "odb/units",
+        "odb/units_cv",
         "odb/padding_ratio",
         "odb/budget_use",
         "odb/balance",
@@ -132,7 +132,7 @@ def test_metric_names() -> None:
 
 def test_audit_keys(tmp_path: Path) -> None:
     audit = Audit(tmp_path, rank=3)
-    measured = Measured(rows=2, length=3, patches=0, supervised_tokens=3)
+    measured = Measured(rows=2, length=3, patches=0, units=3)
     audit.write(a_micro_batch(), measured, MicroBatchLoss(1.0, None), optimizer_step=2)
     audit.close()
     (line,) = (tmp_path / "odb_audit_rank3.jsonl").read_text().splitlines()
@@ -146,7 +146,7 @@ def test_audit_keys(tmp_path: Path) -> None:
         "length": 3,
         "segments": [],
         "patches": 0,
-        "supervised_tokens": 3,
+        "units": 3,
         "weight": 1.0,
         "idle": False,
     }

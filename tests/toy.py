@@ -58,8 +58,8 @@ def a_micro_batch(**changes: Any) -> MicroBatch:
         samples=2,
         tokens=5,
         padded_tokens=6,
-        supervised_tokens=3,
-        root_supervised_tokens=1 + 2**0.5,
+        units=3,
+        root_units=1 + 2**0.5,
         num_stock_means=1,
         stock_input_tokens=6,
         done=2,
@@ -70,6 +70,6 @@ def a_micro_batch(**changes: Any) -> MicroBatch:
         epoch_steps=1,
         last=True,
     )
-    totals = MicroStepTotals(samples=2, tokens=5, padded_tokens=6, supervised_tokens=3, active_ranks=1)
-    defaults = {"step": step, "index": 0, "ids": (4, 7), "tokens": 5, "supervised": (1, 2), "stock_tokens": (3, 3)}
+    totals = MicroStepTotals(samples=2, tokens=5, padded_tokens=6, units=3, active_ranks=1)
+    defaults = {"step": step, "index": 0, "ids": (4, 7), "tokens": 5, "units": (1, 2), "stock_units": (3, 3)}
     return MicroBatch(**{"totals": totals} | defaults | changes)

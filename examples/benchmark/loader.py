@@ -59,6 +59,7 @@ def contestants(workers: int) -> list[Contestant]:
     lineup = [
         Contestant("plain DataLoader", plain, workers),
         Contestant("odb_factory", odb_factory, workers - half, half),
+        Contestant("odb_factory", odb_factory, workers - half, half, layout="flat"),
         Contestant("odb_factory", odb_factory, workers, workers),
     ]
     if importlib.util.find_spec("odb") is None:
@@ -83,7 +84,8 @@ def compare(lineup: Lineup, workload: Workload, repeats: int) -> list[dict[str, 
             runs[how].append(free | {key: paced[key] for key in ("blocked", "peak_mib")})
     baseline = next(iter(runs.values()))
     return [
-        {"workload": workload.name, "loader": how.name, "num_workers": how.workers, "collating": how.collating}
+        {"workload": workload.name, "loader": how.name, "layout": how.layout, "num_workers": how.workers}
+        | {"collating": how.collating}
         | {key: statistics.median(run[key] for run in mine) for key in baseline[0]}
         | {
             "of_plain": statistics.median(
@@ -107,6 +109,7 @@ def window_mib(how: Contestant, home: ProcessPoolExecutor, workload: Workload) -
 
 COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "loader": lambda row: row["loader"],
+    "layout": lambda row: row["layout"],
     "worker processes": lambda row: " + ".join(str(row[key]) for key in ("num_workers", "collating") if row[key]),
     "samples/s": lambda row: f"{row['samples_per_second']:,.0f}",
     "of plain": lambda row: f"{row['of_plain']:.2f}",
@@ -122,7 +125,7 @@ COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    lines = [f"| {rows[0]['workload']}: {' | '.join(COLUMNS)} |", f"|---|---|{'--:|' * (len(COLUMNS) - 2)}"]
+    lines = [f"| {rows[0]['workload']}: {' | '.join(COLUMNS)} |", f"|---|---|---|{'--:|' * (len(COLUMNS) - 3)}"]
     return "\n".join(lines + [f"| {' | '.join(cell(row) for cell in COLUMNS.values())} |" for row in rows])
 
 
@@ -140,7 +143,7 @@ def draw(results: list[list[dict[str, Any]]], path: Path) -> None:
     }
     figure, panels = plt.subplots(len(results), len(shown), figsize=(13, 3 * len(results)), sharey="row", squeeze=False)
     for line, rows in zip(panels, results):
-        names = [f"{row['loader']} ({COLUMNS['worker processes'](row)})" for row in rows]
+        names = [f"{row['loader']} ({row['layout']}, {COLUMNS['worker processes'](row)})" for row in rows]
         colours = ["#2a6f97" if row["loader"] == "odb_factory" else "#adb5bd" for row in rows]
         for axes, (key, title) in zip(line, shown.items()):
             axes.barh(names, [row[key] for row in rows], color=colours)
@@ -170,7 +173,7 @@ def main() -> None:
             rows = compare(lineup, workload, repeats=1 if given.short else 3)
             if workload is images and not given.short:
                 for (how, home), row in zip(lineup.items(), rows):
-                    if how.workers + how.collating == given.workers and how.collating:
+                    if how.workers + how.collating == given.workers and how.collating and how.layout == "padded":
                         row["window_mib"] = window_mib(how, home, workload)
             print(table(rows), end="\n\n", flush=True)
             results.append(rows)

@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader
 
 from odb_factory import ODBDataLoader, pop_step_info
 
-Batches = Iterator[dict[str, torch.Tensor]]
+Batches = Iterator[tuple[dict[str, torch.Tensor], int, int]]
+"""What a training step takes, its samples, and their tokens without padding."""
 
 BATCH_SIZE = 8
 """Of the plain DataLoader; the online loaders have a token budget of about what its largest batches take."""
@@ -46,23 +47,31 @@ class Workload:
 
 @dataclass(frozen=True)
 class Contestant:
-    """workers: `num_workers` of the loader; collating: worker processes beside them. window: samples, None: default."""
+    """workers: `num_workers` of the loader; collating: worker processes beside them. window: samples, None: default.
+    layout: of its micro-batches.
+    """
 
     name: str
     run: Callable[[Workload, Contestant], Batches]
     workers: int
     collating: int = 0
     window: int | None = None
+    layout: str = "padded"
 
 
 def plain(workload: Workload, how: Contestant) -> Batches:
-    yield from DataLoader(
+    for batch in DataLoader(
         workload.rows,
         batch_size=BATCH_SIZE,
         shuffle=True,
         num_workers=how.workers,
         collate_fn=Collator(workload.rows),
-    )
+    ):
+        yield _counted(batch)
+
+
+def _counted(batch: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], int, int]:
+    return batch, len(batch["input_ids"]), int(batch["attention_mask"].sum())
 
 
 def odb_factory(workload: Workload, how: Contestant) -> Batches:
@@ -75,11 +84,13 @@ def odb_factory(workload: Workload, how: Contestant) -> Batches:
         num_workers=how.workers,
         collate_workers=how.collating,
         collate_fn=Collator(workload.rows),
+        layout=how.layout,
+        global_batch_size="fill",
         **{} if how.window is None else {"buffer_size": how.window},
     ) as loader:
         for batch in loader:
-            pop_step_info(batch)
-            yield batch
+            info = pop_step_info(batch)
+            yield batch, info.samples, info.tokens
 
 
 def published(workload: Workload, how: Contestant, *, light: bool = False) -> Batches:
@@ -98,7 +109,7 @@ def published(workload: Workload, how: Contestant, *, light: bool = False) -> Ba
         loss_scaling="exact",
     ):
         odb.pop_step_info(batch, loss_scaling="exact")
-        yield batch
+        yield _counted(batch)
 
 
 published_light = functools.partial(published, light=True)
@@ -112,17 +123,17 @@ def consume(how: Contestant, workload: Workload, pace: float = 0.0, watched: boo
     cpu, started = _cpu_s(), time.perf_counter()
     batches = how.run(workload, how)
     asked = started
-    while (batch := next(batches, None)) is not None:
+    while (item := next(batches, None)) is not None:
+        batch, own, tokens = item
         last = time.perf_counter()
         if samples == 0:
             first = last
         else:
             waited += last - asked
-        rows, length = batch["input_ids"].shape
-        samples, real, padded = samples + rows, real + int(batch["attention_mask"].sum()), padded + rows * length
+        samples, real, padded = samples + own, real + tokens, padded + batch["input_ids"].numel()
         if watched and last - looked > WATCH_S:
             peak, looked = max(peak, memory_mib()), last
-        time.sleep(max(0.0, last + pace * rows - time.perf_counter()))
+        time.sleep(max(0.0, last + pace * own - time.perf_counter()))
         asked = time.perf_counter()
     if samples != workload.num_rows:
         raise RuntimeError(f"{how.name} gave {samples} samples of {workload.num_rows}")

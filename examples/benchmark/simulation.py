@@ -46,7 +46,7 @@ def draw(workload: str, ranks: int, samples: int, seed: int = 0, image_share: fl
     for _ in range(ranks):
         rows = np.zeros(samples, ROW)
         rows["tokens"] = np.clip(WORKLOADS[workload](rng, samples), SHORTEST, LONGEST)
-        rows["supervised_tokens"] = rows["tokens"] // 2
+        rows["units"] = rows["tokens"] // 2
         if image_share:
             rows["has_media"] = rng.random(samples) < image_share
             part = rng.uniform(0.1, 0.9, samples) * rows["has_media"]

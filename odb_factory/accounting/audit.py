@@ -37,7 +37,7 @@ class Audit:
             "length": measured.length,
             "segments": list(measured.segments),
             "patches": measured.patches,
-            "supervised_tokens": micro_batch.supervised_tokens,
+            "units": micro_batch.num_units,
             # On the mean loss of the micro-batch, or on each token loss of each sample.
             "weight": loss.scale if loss.row_weights is None else [loss.scale * weight for weight in loss.row_weights],
             "idle": micro_batch.idle,

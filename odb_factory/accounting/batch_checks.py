@@ -36,7 +36,7 @@ class BatchChecks:
             return
         _check_samples(micro_batch, measured)
         if self._config.loss_scaling not in ("approx", "none"):
-            _check_supervised(micro_batch, measured)
+            _check_units(micro_batch, measured)
         self._check_rows(micro_batch, measured, labels)
         self._check_budgets(micro_batch, measured)
 
@@ -65,11 +65,11 @@ class BatchChecks:
             )
         if not torch.is_tensor(labels) or rows != len(ids):
             return
-        found = _supervised(labels, measured.segments)
-        if found == [*micro_batch.supervised, *[0] * len(measured.segments[len(ids) :])]:
+        found = _units_of(labels, measured.segments)
+        if found == [*micro_batch.units, *[0] * len(measured.segments[len(ids) :])]:
             return
-        told = f"rows {ids}: the collator returns them with {found} supervised tokens and they have "
-        told += f"{list(micro_batch.supervised)}, so it has changed their order or their labels"
+        told = f"rows {ids}: the collator returns them with {found} units and they have "
+        told += f"{list(micro_batch.units)}, so it has changed their order or their labels"
         if differ:
             raise DataError(
                 f"{told}, and loss_scaling {scaling!r} gives them different weights; use a collator that keeps both, "
@@ -104,7 +104,7 @@ class BatchChecks:
             logger.warning("%s", message)
 
 
-def _supervised(labels: torch.Tensor, segments: tuple[int, ...]) -> list[int]:
+def _units_of(labels: torch.Tensor, segments: tuple[int, ...]) -> list[int]:
     """Labels that carry loss in each row of `labels` [rows, length], or in each segment of its only row."""
     if not segments:
         return (labels[:, 1:] != IGNORE_INDEX).sum(1).tolist()
@@ -125,10 +125,10 @@ def _check_samples(micro_batch: MicroBatch, measured: Measured) -> None:
         )
 
 
-def _check_supervised(micro_batch: MicroBatch, measured: Measured) -> None:
-    if measured.supervised_tokens != micro_batch.supervised_tokens:
+def _check_units(micro_batch: MicroBatch, measured: Measured) -> None:
+    if measured.units != micro_batch.num_units:
         raise DataError(
-            f"rows {list(micro_batch.ids)}: the collator left {measured.supervised_tokens} supervised tokens of "
-            f"{micro_batch.supervised_tokens} observed, so the loss cannot be weighed exactly; use a collator that "
+            f"rows {list(micro_batch.ids)}: the collator left {measured.units} units of "
+            f"{micro_batch.num_units} observed, so the loss cannot be weighed exactly; use a collator that "
             "keeps labels as they are (and `ignore_pad_token_for_loss: true`), or set `loss_scaling: approx`."
         )

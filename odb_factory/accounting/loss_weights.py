@@ -1,13 +1,13 @@
-"""The weight of every supervised token within its optimizer step, and the loss that is made of them (I8, I9).
+"""The weight of every unit within its optimizer step, and the loss that is made of them (I8, I9).
 
-With `loss_scaling` one of these, a supervised token of sample s, which has n supervised tokens, weighs
+With `loss_scaling` one of these, a unit of sample s, which has n units, weighs
 
-    stock     1 / (num_stock_means x stock_tokens of s)     what it weighs in stock training
-    exact     1 / (supervised tokens of the step)           the token mean of the step
+    stock     1 / (num_stock_means x stock_units of s)     what it weighs in stock training
+    exact     1 / (units of the step)                       the mean over the units of the step
     sample    1 / (samples of the step x n)                 every sample weighs the same
-    square    1 / (sum of the roots x sqrt(n))              a sample weighs the root of its supervised tokens
-    approx    as exact, with the micro-batch's share of the step's input tokens in place of its supervised ones
-    none      1 / (micro-batches of all ranks x supervised tokens of this one)      the mean of micro-batch means
+    square    1 / (sum of the roots x sqrt(n))              a sample weighs the root of its units
+    approx    as exact, with the micro-batch's share of the step's input tokens in place of its units
+    none      1 / (micro-batches of all ranks x units of this one)      the mean of micro-batch means
 
 All that is summed up is known from the plan, so no communication is needed.
 """
@@ -26,7 +26,7 @@ class MicroBatchLoss:
 
     scale: the micro-batch's share of the loss of its optimizer step, times the ranks that gradients are averaged over;
         0 on an idle micro-batch.
-    row_weights: None: the model's loss is its own mean over the supervised tokens of the micro-batch. Else one number a
+    row_weights: None: the model's loss is its own mean over the units of the micro-batch. Else one number a
         sample, which is a row or a segment of a flat one: in place of that mean goes the weighted one, the sum of
         row weight x token loss (see `TokenLoss`).
 
@@ -41,25 +41,25 @@ class MicroBatchLoss:
 
 
 def token_weights(micro_batch: MicroBatch, loss_scaling: str, world_size: int) -> tuple[float, ...]:
-    """Of each sample of the micro-batch the weight of each of its supervised tokens, times `world_size`; () if idle.
+    """Of each sample of the micro-batch the weight of each of its units, times `world_size`; () if idle.
 
     world_size: the data-parallel ranks, over which the engine averages gradients; it sums them over micro-batches.
     """
-    step, supervised = micro_batch.step, micro_batch.supervised
+    step, units = micro_batch.step, micro_batch.units
     divisors: list[float]
     match loss_scaling:
         case "stock":
-            divisors = [step.num_stock_means * tokens for tokens in micro_batch.stock_tokens]
+            divisors = [step.num_stock_means * n for n in micro_batch.stock_units]
         case "exact":
-            divisors = [step.supervised_tokens for _ in supervised]
+            divisors = [step.units for _ in units]
         case "sample":
-            divisors = [step.samples * n for n in supervised]
+            divisors = [step.samples * n for n in units]
         case "square":
-            divisors = [step.root_supervised_tokens * math.sqrt(n) for n in supervised]
+            divisors = [step.root_units * math.sqrt(n) for n in units]
         case "approx":
-            divisors = [step.tokens * micro_batch.supervised_tokens / micro_batch.tokens for _ in supervised]
+            divisors = [step.tokens * micro_batch.num_units / micro_batch.tokens for _ in units]
         case _:
-            divisors = [step.num_active * micro_batch.supervised_tokens for _ in supervised]
+            divisors = [step.num_active * micro_batch.num_units for _ in units]
     return tuple(world_size / divisor for divisor in divisors)
 
 
@@ -67,6 +67,6 @@ def micro_batch_loss(micro_batch: MicroBatch, loss_scaling: str, world_size: int
     """What the weights of `token_weights` make of the model's loss; its own mean wherever they are all equal."""
     weights = token_weights(micro_batch, loss_scaling, world_size)
     if len(set(weights)) <= 1:
-        return MicroBatchLoss(weights[0] * micro_batch.supervised_tokens if weights else 0.0, None)
-    scale = sum(weight * n for weight, n in zip(weights, micro_batch.supervised))
+        return MicroBatchLoss(weights[0] * micro_batch.num_units if weights else 0.0, None)
+    scale = sum(weight * n for weight, n in zip(weights, micro_batch.units))
     return MicroBatchLoss(scale, tuple(weight / scale for weight in weights))

@@ -16,7 +16,7 @@ class StepStatistics:
     """Sums over micro-steps, all ranks together; tokens are real, padded_tokens and patches as collated.
 
     awaited_tokens, awaited_patches: what there would be if every rank had as many as the one with most in the
-    micro-step. squared_supervised_tokens: of optimizer steps, all ranks together.
+    micro-step. squared_units: of optimizer steps, all ranks together.
     """
 
     micro_steps: int = 0
@@ -25,8 +25,8 @@ class StepStatistics:
     samples: int = 0
     tokens: int = 0
     padded_tokens: int = 0
-    supervised_tokens: int = 0
-    squared_supervised_tokens: int = 0
+    units: int = 0
+    squared_units: int = 0
     patches: int = 0
     awaited_tokens: int = 0
     awaited_patches: int = 0
@@ -44,7 +44,7 @@ class StepStatistics:
         self.samples += totals.samples
         self.tokens += totals.tokens
         self.padded_tokens += totals.padded_tokens
-        self.supervised_tokens += totals.supervised_tokens
+        self.units += totals.units
         self.patches += totals.patches
         self.awaited_tokens += world_size * totals.max_rank_tokens
         self.awaited_patches += world_size * totals.max_rank_patches
@@ -54,7 +54,7 @@ class StepStatistics:
     def add_optimizer_step(self, step: OptimizerStep) -> None:
         """Count an optimizer step whose micro-steps have all been added."""
         self.optimizer_steps += 1
-        self.squared_supervised_tokens += step.supervised_tokens**2
+        self.squared_units += step.units**2
 
     def wait(self, seconds: float) -> None:
         """Count time spent waiting for data. What comes before the first micro-step is when the sums begin."""
@@ -78,12 +78,12 @@ class StepStatistics:
         return self.patches / self.awaited_patches if self.awaited_patches else 1.0
 
     @property
-    def supervised_tokens_cv(self) -> float:
-        """How much optimizer steps differ in supervised tokens: standard deviation over mean, 0 where all are alike."""
-        if not self.supervised_tokens or not self.optimizer_steps:
+    def units_cv(self) -> float:
+        """How much optimizer steps differ in units: standard deviation over mean, 0 where all are alike."""
+        if not self.units or not self.optimizer_steps:
             return 0.0
-        mean = self.supervised_tokens / self.optimizer_steps
-        return math.sqrt(max(self.squared_supervised_tokens / self.optimizer_steps - mean**2, 0.0)) / mean
+        mean = self.units / self.optimizer_steps
+        return math.sqrt(max(self.squared_units / self.optimizer_steps - mean**2, 0.0)) / mean
 
     @property
     def seconds(self) -> float:
@@ -102,8 +102,8 @@ class StepStatistics:
             "idle_micro_batches": self.idle_micro_batches,
             "tokens": self.tokens,
             "padded_tokens": self.padded_tokens,
-            "supervised_tokens": self.supervised_tokens,
-            "supervised_tokens_cv": self.supervised_tokens_cv,
+            "units": self.units,
+            "units_cv": self.units_cv,
             "padding_ratio": self.padding_ratio,
             "balance": self.balance,
             "patch_balance": self.patch_balance,
@@ -116,16 +116,16 @@ class StepStatistics:
     def metrics(self, token_budget: int, world_size: int) -> dict[str, float]:
         """The `odb/...` entries of a log line. These names are public.
 
-        odb/micro_batches: micro-batches of an optimizer step on each rank; odb/supervised_tokens: of an optimizer step
-        on all ranks, and odb/supervised_tokens_cv their standard deviation over their mean.
+        odb/micro_batches: micro-batches of an optimizer step on each rank; odb/units: of an optimizer step
+        on all ranks, and odb/units_cv their standard deviation over their mean.
         """
         micro_steps, optimizer_steps = max(self.micro_steps, 1), max(self.optimizer_steps, 1)
         return {
             "odb/micro_batches": round(self.micro_steps / optimizer_steps, 2),
             "odb/samples_per_micro_step": round(self.samples / micro_steps, 2),
             "odb/tokens_per_micro_step": round(self.tokens / micro_steps, 1),
-            "odb/supervised_tokens": round(self.supervised_tokens / optimizer_steps, 1),
-            "odb/supervised_tokens_cv": round(self.supervised_tokens_cv, 4),
+            "odb/units": round(self.units / optimizer_steps, 1),
+            "odb/units_cv": round(self.units_cv, 4),
             "odb/padding_ratio": round(self.padding_ratio, 4),
             "odb/budget_use": round(self.padded_tokens / (micro_steps * world_size * token_budget), 4),
             "odb/balance": round(self.balance, 4),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from odb_factory.data.layout import FlatLayout, flatten
-from odb_factory.data.measure import measure_batch
+from odb_factory.data.measure import Measure, measure_batch
 from odb_factory.data.samples import Measured, MicroBatch, Sample, Task
 from odb_factory.data.segments import LayoutError
 from odb_factory.data.serialize import unpack
@@ -54,12 +54,14 @@ class GroupDataset(WorkerDataset):
         patch_size: int,
         dataset: Any,
         layout: FlatLayout | None = None,
+        measure: Measure = measure_batch,
     ):
         self.collate_fn, self.patch_size, self.dataset, self.layout = collate_fn, patch_size, dataset, layout
+        self.measure = measure
 
     def padded(self) -> GroupDataset:
         """The same, with batches as the collator returns them."""
-        return GroupDataset(self.collate_fn, self.patch_size, self.dataset)
+        return GroupDataset(self.collate_fn, self.patch_size, self.dataset, measure=self.measure)
 
     def __reduce__(self) -> tuple[Any, ...]:
         make, arguments, state = super().__reduce__()
@@ -80,11 +82,11 @@ class GroupDataset(WorkerDataset):
     def _collate(self, samples: list[Sample]) -> tuple[Mapping[str, Any], Measured]:
         batch = self.collate_fn([unpack(sample.features) for sample in samples])
         if self.layout is None:
-            return batch, measure_batch(batch, self.patch_size)
+            return batch, self.measure(batch, self.patch_size, ())
         costs = [sample.cost for sample in samples]
-        has_media = any(cost.has_media for cost in costs)
-        flat, segments = flatten(batch, [cost.tokens for cost in costs], has_media, self.layout)
-        return flat, measure_batch(flat, self.patch_size, segments)
+        has_media, has_audio = any(cost.has_media for cost in costs), any(cost.has_audio for cost in costs)
+        flat, segments = flatten(batch, [cost.tokens for cost in costs], has_media, self.layout, has_audio)
+        return flat, self.measure(flat, self.patch_size, segments)
 
     def _failure(self, samples: list[Sample], error: Exception) -> Failure:
         """Find the sample that cannot be collated, or name all of them where each one can alone."""

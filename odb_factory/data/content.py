@@ -13,14 +13,17 @@ from odb_factory.planning import Cost
 
 
 def checksum(features: Any, cost: Cost) -> int:
-    """32 bits, never 0, of a row's cost, `input_ids` and `labels`: the same in every process and version.
+    """32 bits, never 0, of a row's cost, token ids and labels: the same in every process and version.
 
-    Not of its media, which are not read for it: a picture that is exchanged for one of the same size goes unnoticed.
+    Of a pair those of both answers. Not of its media, which are not read for it: a picture that is exchanged for one of
+    the same size goes unnoticed.
     """
-    sizes = f"{cost.tokens} {cost.patches} {cost.supervised_tokens} {int(cost.has_media)} {cost.modality}"
+    sizes = f"{cost.tokens} {cost.patches} {cost.units} {int(cost.has_media)} {cost.modality}"
+    sizes += " audio" * cost.has_audio
     crc = zlib.crc32(sizes.encode())
-    for key in ("input_ids", "labels"):
-        crc = zlib.crc32(_numbers(features.get(key) if isinstance(features, Mapping) else None), crc)
+    named = features if isinstance(features, Mapping) else {}
+    for key in sorted(key for key in named if str(key).endswith(("input_ids", "labels"))):
+        crc = zlib.crc32(_numbers(named[key]), crc)
     return crc or 1
 
 

@@ -32,6 +32,7 @@ class EpochContext:
     """What every epoch of a loader is planned with.
 
     num_samples: of the epoch on all ranks; None if nobody knows (a stream).
+    group_size: ranks among which samples travel, where steps are kept and the layout is flat; they plan by themselves.
     order: makes a number of the order drawn so far, given the optimizer step. compare_orders: with these numbers of all
     ranks, why they cannot go on (None: they can). propose: the cost model as it is known by then.
     find_dummy_sample: a usable sample of the dataset, for the idle micro-batches of a rank that holds none.
@@ -40,6 +41,7 @@ class EpochContext:
     budget: Budget
     num_samples: int | None
     balance: bool
+    group_size: int
     seed: int
     rank: int
     coordinator: Coordinator
@@ -54,16 +56,17 @@ class EpochContext:
 class PlannedMicroBatch:
     """A micro-batch of this rank before its optimizer step is complete.
 
-    supervised: supervised tokens of the samples of all ranks in this micro-step. The others as in `MicroBatch`.
+    units: with `fill`, of each sample of all ranks in this micro-step. The others as in `MicroBatch`.
     """
 
     samples: Sequence[Sample]
     totals: MicroStepTotals
-    supervised: np.ndarray
-    stock_tokens: tuple[int, ...] = ()
+    stock_units: tuple[int, ...] = ()
+    stock_batches: tuple[int, ...] = ()
     number: int = 0
     round_index: int = 0
     positions: tuple[int, ...] = ()
+    units: Sequence[int] = ()
 
 
 class EpochPlanner(ABC):
@@ -152,8 +155,9 @@ class EpochPlanner(ABC):
                 index=index,
                 ids=tuple(sample.id for sample in one.samples),
                 tokens=sum(sample.cost.tokens for sample in one.samples),
-                supervised=tuple(sample.cost.supervised_tokens for sample in one.samples),
-                stock_tokens=one.stock_tokens,
+                units=tuple(sample.cost.units for sample in one.samples),
+                stock_units=one.stock_units,
+                stock_batches=one.stock_batches,
                 totals=one.totals,
                 number=one.number,
                 round_index=one.round_index,
@@ -175,8 +179,7 @@ class Sums(TypedDict):
     samples: int
     tokens: int
     padded_tokens: int
-    supervised_tokens: int
-    root_supervised_tokens: float
+    units: int
 
 
 def sums(planned: Sequence[PlannedMicroBatch]) -> Sums:
@@ -188,10 +191,13 @@ def sums(planned: Sequence[PlannedMicroBatch]) -> Sums:
         "samples": sum(one.samples for one in totals),
         "tokens": sum(one.tokens for one in totals),
         "padded_tokens": sum(one.padded_tokens for one in totals),
-        "supervised_tokens": sum(one.supervised_tokens for one in totals),
-        # `fsum` is exact before it rounds: the same whatever the cut, and on all ranks.
-        "root_supervised_tokens": math.fsum(root for one in planned for root in np.sqrt(one.supervised).tolist()),
+        "units": sum(one.units for one in totals),
     }
+
+
+def sum_of_roots(units: Sequence[int] | np.ndarray) -> float:
+    """Of the units of all samples of an optimizer step. `fsum` is exact before it rounds: the same on all ranks."""
+    return math.fsum(np.sqrt(units).tolist())
 
 
 def nothing_left(rejected: Counter[str], left_out: int, why: str, epoch: int) -> str:

@@ -26,9 +26,9 @@ class ItemObserver:
     `odb_n_patches`, or counted from the patch grids or pixel tensors. Where an item has no `labels`, it is
     collated alone and the labels of that batch are counted.
 
-    cost_fn: item -> `Cost`, or int (tokens; patches are then counted as without it). Where it gives no supervised
-    tokens, labels are counted all the same.
-    loss_scaling: if it weighs by supervised tokens, they must be known; else they may be 0 for want of labels.
+    cost_fn: item -> `Cost`, or int (tokens; patches are then counted as without it). Where it gives no units,
+    labels are counted all the same.
+    loss_scaling: if it weighs by units, they must be known; else they may be 0 for want of labels.
     """
 
     def __init__(
@@ -41,24 +41,24 @@ class ItemObserver:
     ):
         self.collate_fn, self.cost_fn, self.patch_size = collate_fn, cost_fn, patch_size
         self.loss_scaling = loss_scaling
-        self.needs_supervised = loss_scaling not in ("approx", "none")
+        self.needs_units = loss_scaling not in ("approx", "none")
 
     def __call__(self, dataset: Any, index: int) -> tuple[Any, Cost]:
         item = dataset[index]
         cost = self._cost(item)
-        if cost.tokens < 1 or min(cost.patches, cost.supervised_tokens) < 0:
+        if cost.tokens < 1 or min(cost.patches, cost.units) < 0:
             raise ItemError(
-                f"its cost is {cost.tokens} tokens, {cost.patches} patches and {cost.supervised_tokens} supervised "
-                f"tokens, and there are no fewer than 1, 0 and 0 of them; mend cost_fn or {PATCHES_KEY!r}"
+                f"its cost is {cost.tokens} tokens, {cost.patches} patches and {cost.units} units, "
+                f"and there are no fewer than 1, 0 and 0 of them; mend cost_fn or {PATCHES_KEY!r}"
             )
         features = item
         if isinstance(item, Mapping):
             features = {key: value for key, value in item.items() if key != PATCHES_KEY}
-        if cost.supervised_tokens == 0:
+        if cost.units == 0:
             labels = self._labels(features)
             cost = dataclasses.replace(
                 cost,
-                supervised_tokens=cost.tokens if labels is None else count_supervised(labels),
+                units=cost.tokens if labels is None else count_supervised(labels),
                 leading_label=labels is not None and has_leading_label(labels),
             )
         return features, cost
@@ -84,11 +84,11 @@ class ItemObserver:
         if labels is None:
             batch = self.collate_fn([copy.copy(features)])
             labels = batch.get("labels") if isinstance(batch, Mapping) else None
-        if labels is None and self.needs_supervised:
+        if labels is None and self.needs_units:
             raise ItemError(
-                f"loss_scaling {self.loss_scaling!r} weighs by supervised tokens, and neither the item nor its "
+                f"loss_scaling {self.loss_scaling!r} weighs by units (supervised tokens), and neither the item nor its "
                 "collated batch has `labels`; add them (-100 where no loss is wanted), give cost_fn=... returning "
-                "odb_factory.Cost(tokens, patches, supervised_tokens), or choose loss_scaling 'approx' or 'none'"
+                "odb_factory.Cost(tokens, patches, units), or choose loss_scaling 'approx' or 'none'"
             )
         return labels
 

@@ -10,10 +10,21 @@ from dataclasses import dataclass
 import numpy as np
 
 from odb_factory.comm.coordinator import CollectiveError, RankMetadata
-from odb_factory.data.epoch import EpochContext, EpochPlanner, PlannedMicroBatch, nothing_left, sums
+from odb_factory.data.epoch import EpochContext, EpochPlanner, PlannedMicroBatch, nothing_left, sum_of_roots, sums
+from odb_factory.data.group_plan import plan_with_group
 from odb_factory.data.samples import OptimizerStep, Rejection, Sample, Task
+from odb_factory.errors import DataError
 from odb_factory.log import get_logger
-from odb_factory.planning import Collation, MicroStepTotals, Plan, make_metadata, plan_optimizer_step
+from odb_factory.planning import (
+    BufferMetadata,
+    Collation,
+    CostModel,
+    MicroStepTotals,
+    Plan,
+    exceeds_limit,
+    make_metadata,
+    plan_optimizer_step,
+)
 
 logger = get_logger(__name__)
 
@@ -31,6 +42,7 @@ class StockSteps:
     world_size: data-parallel ranks. num_samples: of an epoch that are trained on (without those that `drop_last` leaves
     out), None if nobody knows. left_out: those that `drop_last` leaves out.
     mean: what stock's loss is the mean of: the tokens of the whole "step", of each "rank", or of each "micro_batch".
+    equal_weights: samples that stock weighs differently do not share a micro-batch.
     is_split: every rank iterates a stream of its own.
     """
 
@@ -40,6 +52,7 @@ class StockSteps:
     num_samples: int | None
     left_out: int = 0
     mean: str = "step"
+    equal_weights: bool = False
     is_split: bool = False
 
     @property
@@ -118,8 +131,9 @@ class KeepEpoch(EpochPlanner):
             ranks = self.context.coordinator.all_gather(metadata, index)
             self._compare_orders([rank.order for rank in ranks])
             buffers = [rank.buffer for rank in ranks]
-            plan = plan_optimizer_step(buffers, self.context.budget, balance=self.context.balance, model=ranks[0].model)
-            self._accept(plan, index)
+            if self.stock.equal_weights:
+                buffers = by_weight(buffers, self.stock)
+            plan = self._plan(buffers, ranks[0].model, index)
             self.final = all(buffer.exhausted for buffer in buffers)
             expected = self.stock.steps_an_epoch
             if expected is not None and self.final != (index + 1 >= expected):
@@ -151,6 +165,23 @@ class KeepEpoch(EpochPlanner):
             self._next = self._draw()
         return positions, samples
 
+    def _plan(self, buffers: Sequence[BufferMetadata], model: CostModel, index: int) -> Plan:
+        """The plan of all ranks, or of this rank's group where there are too many of them; all agree on it."""
+        context = self.context
+        in_groups = context.balance and context.budget.layout == "flat" and len(buffers) > context.group_size
+        if in_groups and not exceeds_limit(buffers):
+            return plan_with_group(
+                buffers,
+                context.budget,
+                context.group_size,
+                model=model,
+                coordinator=context.coordinator,
+                step_index=index,
+            )
+        plan = plan_optimizer_step(buffers, context.budget, balance=context.balance, model=model)
+        self._accept(plan, index)
+        return plan
+
     def _tasks_of(
         self, index: int, plan: Plan, rows: np.ndarray, samples: Sequence[Sample], ranks: Sequence[RankMetadata]
     ) -> list[Task]:
@@ -159,19 +190,20 @@ class KeepEpoch(EpochPlanner):
         if self.final and self.trained == 0:
             raise CollectiveError(nothing_left(rejected, self.stock.left_out, "by drop_last", self.epoch))
         held = self._redistribute(plan, samples)
-        stock_tokens, num_means = stock_means(rows, self.stock)
+        stock_units, num_means = stock_means(rows, self.stock)
+        stock_batches = rows["position"] // self.stock.batch_size
         planned = [
             PlannedMicroBatch(
                 samples=[held[row] for row in group],
                 totals=totals,
-                supervised=rows["supervised_tokens"][list(itertools.chain.from_iterable(groups))],
-                stock_tokens=tuple(stock_tokens[group].tolist()),
+                stock_units=tuple(stock_units[group].tolist()),
+                stock_batches=tuple(stock_batches[group].tolist()),
             )
-            for group, groups, totals in zip(plan.groups[self.context.rank], zip(*plan.groups), plan.totals)
+            for group, totals in zip(plan.groups[self.context.rank], plan.totals)
         ]
         if not planned:
             logger.warning("optimizer step %d of epoch %d has no usable sample: its loss is 0", index + 1, self.epoch)
-            planned = [PlannedMicroBatch((), MicroStepTotals(), np.empty(0, np.int64))]
+            planned = [PlannedMicroBatch((), MicroStepTotals())]
         done = (index + 1) * self.stock.global_batch_size
         if self.stock.num_samples is None:
             done = self.trained + rejected.total()
@@ -179,6 +211,7 @@ class KeepEpoch(EpochPlanner):
             epoch=self.epoch,
             index=index,
             **sums(planned),
+            root_units=sum_of_roots(rows["units"]),
             num_stock_means=num_means,
             stock_input_tokens=stock_input_tokens(rows, self.stock, self.context.rank, self.context.budget.collation),
             done=done if self.stock.num_samples is None else min(done, self.stock.num_samples),
@@ -198,7 +231,7 @@ def stock_means(rows: np.ndarray, stock: StockSteps) -> tuple[np.ndarray, int]:
     rows: all samples of an optimizer step, as `ROW`. The Trainer counts labels before the causal shift, a model that
     takes the mean of a micro-batch itself those behind it.
     """
-    counted = rows["supervised_tokens"].astype(np.int64)
+    counted = rows["units"].astype(np.int64)
     if stock.mean != "micro_batch":
         counted += rows["leading_label"]
     group = np.zeros(len(rows), dtype=np.int64)
@@ -210,6 +243,24 @@ def stock_means(rows: np.ndarray, stock: StockSteps) -> tuple[np.ndarray, int]:
     return tokens[group], int(np.count_nonzero(tokens))
 
 
+def by_weight(buffers: Sequence[BufferMetadata], stock: StockSteps) -> list[BufferMetadata]:
+    """The same samples, of a modality of their own for each weight that stock gives, so that no group mixes them.
+
+    Weights differ where stock's micro-batches have different sizes: at the end of an epoch, and where rows were left
+    out.
+    """
+    rows = np.concatenate([buffer.rows for buffer in buffers])
+    if not len(rows):
+        return list(buffers)
+    divisors, _ = stock_means(rows, stock)
+    kinds, kind = np.unique(np.stack((rows["modality"], divisors)), axis=1, return_inverse=True)
+    if kinds.shape[1] > np.iinfo(np.uint8).max:
+        raise DataError(f"stock would give the samples of an optimizer step {kinds.shape[1]} different weights")
+    rows["modality"] = kind.reshape(-1)
+    ends = np.cumsum([len(buffer.rows) for buffer in buffers])
+    return [BufferMetadata(rows[end - len(buffer.rows) : end], buffer.exhausted) for buffer, end in zip(buffers, ends)]
+
+
 def stock_input_tokens(rows: np.ndarray, stock: StockSteps, rank: int, collation: Collation) -> int:
     """Padded tokens of the batches that stock would have collated on this rank of these samples (as `ROW`)."""
     slots = rows["position"] // stock.batch_size
@@ -219,6 +270,8 @@ def stock_input_tokens(rows: np.ndarray, stock: StockSteps, rank: int, collation
     for batch in np.split(mine, np.flatnonzero(np.diff(slots[mine])) + 1):
         if len(batch):
             tokens = rows["tokens"][batch]
-            has_media = bool(rows["has_media"][batch].any())
-            total += len(batch) * collation.length(int(tokens.max()), int(tokens[0]), has_media)
+            dummy_tokens, _ = collation.dummies(
+                int(rows["has_media"][batch].sum()), int(rows["has_audio"][batch].sum())
+            )
+            total += len(batch) * collation.length(int(tokens.max()), int(tokens[0]), dummy_tokens)
     return total

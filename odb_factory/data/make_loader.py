@@ -13,7 +13,7 @@ from odb_factory.data.components import DataLoaderParts
 from odb_factory.data.fingerprint import of_rows
 from odb_factory.data.items import ItemObserver
 from odb_factory.data.loader import ODBLoader
-from odb_factory.data.measure import DEFAULT_PATCH_SIZE
+from odb_factory.data.measure import DEFAULT_PATCH_SIZE, Measure, measure_batch
 from odb_factory.data.observe import Observer
 from odb_factory.data.pickling import Picklable
 from odb_factory.data.step_rule import Layout, OptimizerStepRule, StockMean
@@ -39,11 +39,13 @@ def make_loader(
     layout: Layout = "padded",
     with_boundaries: bool = False,
     patch_size: int = DEFAULT_PATCH_SIZE,
+    measure: Measure = measure_batch,
     cost_fn: Callable | None = None,
     process_group: dist.ProcessGroup | None = None,
     agree_on: Mapping[str, Any] | None = None,
     accumulation: int = 1,
     stock_mean: StockMean = "step",
+    equal_weights: bool = False,
     seed: int = 0,
     already_split: bool = False,
 ) -> ODBLoader:
@@ -53,7 +55,7 @@ def make_loader(
     `varlen_arguments` returns.
     process_group: the data-parallel ranks (None: the default group, if there is one). With several ranks, all make
     theirs at the same place of the program. agree_on: further settings that all ranks must have in common.
-    accumulation, stock_mean: of `OptimizerStepRule`, the rest of which the DataLoader says.
+    accumulation, stock_mean, equal_weights: of `OptimizerStepRule`, the rest of which the DataLoader says.
     already_split: the dataset is a stream that gives each rank a part of its own.
     """
     return ODBLoader(
@@ -72,6 +74,7 @@ def make_loader(
         layout=layout,
         with_boundaries=with_boundaries,
         patch_size=patch_size,
+        measure=measure,
         num_workers=parts.num_workers,
         prefetch_factor=parts.prefetch_factor,
         persistent_workers=parts.persistent_workers,
@@ -88,6 +91,7 @@ def make_loader(
             accumulation=accumulation,
             drop_last=parts.drop_last,
             stock_mean=stock_mean,
+            equal_weights=equal_weights,
         ),
         seed=seed,
         already_split=already_split,

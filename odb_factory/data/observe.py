@@ -78,7 +78,7 @@ class ObservedDataset(WorkerDataset):
                 "" if is_item else "mend or remove the row, or set `on_error: skip` to go on without such rows",
                 fatal=self.config.on_error == "raise",
             )
-        if cost.supervised_tokens == 0:
+        if cost.units == 0:
             return self._reject(index, "unsupervised", "no label carries loss (truncation may have cut them off)")
         if self.config.overlong != "singleton" and self.budget.overlong(cost):
             found, budget = f"{cost.tokens} tokens", f"{self.budget.token_budget} tokens"

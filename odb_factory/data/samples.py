@@ -37,10 +37,10 @@ class OptimizerStep:
 
     epoch, index: position; index counts the optimizer steps of the epoch from 0.
     num_micro_batches: K, the micro-batches of each rank. num_active: those of all ranks that are not idle.
-    samples, tokens, supervised_tokens: of all ranks and micro-steps, without padding. padded_tokens: as collated.
-    root_supervised_tokens: sum over the samples of the square root of their supervised tokens.
-    num_stock_means: stock's loss is the mean of so many token means (1: of all tokens of the step; 0: there is no stock
-        step to compare with, as with `fill`).
+    samples, tokens, units: of all ranks and micro-steps, without padding. padded_tokens: as collated.
+    root_units: sum over the samples of the square root of their units.
+    num_stock_means: stock's loss is the mean of so many means over units (1: of all units of the step; 0: there is no
+        stock step to compare with, as with `fill`).
     stock_input_tokens: padded tokens of the batches that stock would have given this rank (None: as above).
     done: samples of the epoch trained on or rejected, on all ranks, once this step is taken.
     progress: of the epoch in stock's micro-steps once this step is taken, 0 to 1; None where that is not known.
@@ -59,8 +59,8 @@ class OptimizerStep:
     samples: int
     tokens: int
     padded_tokens: int
-    supervised_tokens: int
-    root_supervised_tokens: float
+    units: int
+    root_units: float
     num_stock_means: int
     stock_input_tokens: int | None
     done: int
@@ -78,8 +78,10 @@ class MicroBatch:
 
     step: the optimizer step that it is a part of. index: its number in it, from 0.
     ids: rows of the training dataset, in batch order; empty on an idle micro-batch.
-    tokens: of this rank's samples, without padding. supervised: supervised tokens of each sample of `ids`.
-    stock_tokens: of each sample the tokens that stock divides by to take the mean it is part of; () with `fill`.
+    tokens: of this rank's samples, without padding. units: of each sample of `ids`.
+    stock_units: of each sample the units that stock divides by to take the mean it is part of; () with `fill`.
+    stock_batches: of each sample the number of stock's micro-batch within the optimizer step, which goes through the
+        ranks first and then through the micro-steps; () with `fill`.
     totals: the micro-step over all ranks.
     number, round_index, positions: with `fill` its number in the epoch, the round it was planned in, and which of its
         draws this rank has given away for the micro-step.
@@ -90,9 +92,10 @@ class MicroBatch:
     index: int
     ids: tuple[int, ...]
     tokens: int
-    supervised: tuple[int, ...]
-    stock_tokens: tuple[int, ...]
+    units: tuple[int, ...]
+    stock_units: tuple[int, ...]
     totals: MicroStepTotals
+    stock_batches: tuple[int, ...] = ()
     number: int = 0
     round_index: int = 0
     positions: tuple[int, ...] = ()
@@ -103,8 +106,8 @@ class MicroBatch:
         return not self.ids
 
     @property
-    def supervised_tokens(self) -> int:
-        return sum(self.supervised)
+    def num_units(self) -> int:
+        return sum(self.units)
 
     @property
     def ends_optimizer_step(self) -> bool:
@@ -117,7 +120,7 @@ Task = tuple[MicroBatch, list[Sample]]
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The collated tensors of a micro-batch: rows, padded row length (tokens), patches, supervised tokens.
+    """The collated tensors of a micro-batch: rows, padded row length (tokens), patches, units (see `Cost`).
 
     segments: of a flat one, whose rows are 1, the lengths (tokens) of what follows each other in it: the samples, in
         the order of `ids`, then what fills up (dummy media, a multiple); () where it is padded.
@@ -126,5 +129,5 @@ class Measured:
     rows: int
     length: int
     patches: int
-    supervised_tokens: int
+    units: int
     segments: tuple[int, ...] = ()

@@ -27,12 +27,14 @@ class OptimizerStepRule:
     batch_size: rows of a micro-batch; accumulation: micro-batches of an optimizer step (with `fill`, ours too).
     drop_last: samples that do not fill a micro-batch on every rank are left out.
     stock_mean: what the loss is the mean of: the tokens of the whole "step", of each "rank", of each "micro_batch".
+    equal_weights: samples that stock weighs differently must not share a micro-batch.
     """
 
     batch_size: int = 1
     accumulation: int = 1
     drop_last: bool = False
     stock_mean: StockMean = "step"
+    equal_weights: bool = False
 
     @property
     def settings(self) -> dict[str, object]:
@@ -99,5 +101,6 @@ def _stock_steps(
         num_samples=None if num_samples is None else num_samples - left_out,
         left_out=left_out,
         mean=rule.stock_mean,
+        equal_weights=rule.equal_weights and config.loss_scaling == "stock",
         is_split=is_split,
     )

@@ -21,7 +21,15 @@ from typing import Any
 DISABLE = "ODB_FACTORY_DISABLE"
 LAUNCH_RECORD = "ODB_FACTORY_LAUNCH_RECORD"
 """Names a file in a run that the hooked launcher has given to torchrun: see `uncaught`."""
-SEAMS = ("llamafactory.hparams.parser", "llamafactory.data.loader", "llamafactory.train.sft.trainer")
+SEAMS = (
+    "llamafactory.hparams.parser",
+    "llamafactory.data.loader",
+    "llamafactory.train.sft.trainer",
+    "llamafactory.train.pt.trainer",
+    "llamafactory.train.rm.trainer",
+    "llamafactory.train.dpo.trainer",
+    "llamafactory.train.kto.trainer",
+)
 """The modules of LLaMA-Factory that are hooked once they have been executed."""
 LAUNCHERS = ("llamafactory.launcher", "llamafactory.v1.launcher")
 """Hooked likewise, to check a YAML before processes are started; training does not depend on it."""

@@ -14,12 +14,17 @@ from typing import Any
 
 from odb_factory.config import ODBConfig
 from odb_factory.errors import ConfigError
-from odb_factory.llamafactory import layout, uncaught
+from odb_factory.llamafactory import layout, streaming, uncaught
+from odb_factory.llamafactory.stages import STAGES
 from odb_factory.llamafactory.values import check_values
+from odb_factory.log import get_logger
 
-STAGES = ("sft",)
+logger = get_logger(__name__)
+
 SHARED_KEYS = ("seed",)
 """Keys that both the block and LLaMA-Factory's arguments have."""
+STREAMING_KEYS = ("buffer_size",)
+"""Those that mean something in LLaMA-Factory with `streaming: true` alone; elsewhere they are meant for the block."""
 
 BACKENDS = {
     "USE_MCA": "use_mca (Megatron), which has a trainer of its own that odb cannot drive",
@@ -36,11 +41,6 @@ REFUSED = {
     "packing": (
         "odb forms micro-batches of whole samples instead of cutting them into packs; remove the key (with `layout: "
         "flat` whole samples share a row, without padding)"
-    ),
-    "streaming": "odb reads rows by index, and preprocesses them online anyway; set it to false",
-    "predict_with_generate": "it cannot be used while training; evaluate in a run of its own",
-    "include_effective_tokens_per_second": (
-        "it would preprocess the whole dataset once more; read odb/tokens_per_micro_step instead and remove the key"
     ),
 }
 """Keys of the YAML that must not be true, and why."""
@@ -59,7 +59,8 @@ def check_keys(args: Mapping[Any, Any]) -> None:
                 f"{key}: there is no such key; write `odb:` in the YAML, or `odb.KEY=VALUE` as an override."
             )
     if "odb" in args:
-        ours = {item.name for item in dataclasses.fields(ODBConfig)}.difference(SHARED_KEYS)
+        shared = (*SHARED_KEYS, *(STREAMING_KEYS if args.get("streaming") else ()))
+        ours = {item.name for item in dataclasses.fields(ODBConfig)}.difference(shared)
         for key in args:
             if key in ours:
                 raise ConfigError(f"{key}: {args[key]!r} stands beside odb:, not in it; indent it by two spaces.")
@@ -82,9 +83,20 @@ def check_block(args: Mapping[str, Any]) -> ODBConfig:
 
 def checked(args: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments with an `odb:` block, as a patched fork goes on with them; raises as `check_block` does."""
-    args = layout.with_neat_packing_as_layout(args)
+    args = with_whole_documents(layout.with_neat_packing_as_layout(args))
     check_block(args)
-    return args
+    return streaming.with_local_files_by_index(args)
+
+
+def with_whole_documents(args: Mapping[str, Any]) -> dict[str, Any]:
+    """`args` for LLaMA-Factory, which packs the documents of pre-training unless it is told not to."""
+    if args.get("stage") != "pt" or args.get("packing") is not None:
+        return dict(args)
+    logger.info(
+        "stage pt: documents stay whole (`packing: false`); without odb LLaMA-Factory would cut them into blocks of "
+        "cutoff_len tokens, and what is longer than that is cut off now"
+    )
+    return {**args, "packing": False}
 
 
 def check_backend() -> None:
@@ -106,6 +118,7 @@ def check_combination(
 
     sources.forget()
     if not training_args.do_train:
+        logger.info("the odb: block has no effect: do_train is false")
         return
     owners = (model_args, data_args, training_args, finetuning_args)
 
@@ -122,8 +135,13 @@ def check_combination(
 def _check_arguments(value_of: Callable[..., Any]) -> None:
     """value_of(key, default): an argument of LLaMA-Factory's, as it stands in the YAML or as it has been read."""
     stage = value_of("stage", "sft")
+    if stage == "ppo":
+        _refuse("stage", stage, "PPO generates its own batches while training; remove the odb: block")
     if stage not in STAGES:
         _refuse("stage", stage, f"odb trains stage {', '.join(STAGES)}; remove the odb: block")
+    why = STAGES[stage].refuse(value_of)
+    if why is not None:
+        raise ConfigError(why)
     for key, why in REFUSED.items():
         if value_of(key):
             _refuse(key, value_of(key), why)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import datasets
 from torch.utils.data import Dataset
 
-from odb_factory.data.measure import count_supervised, has_leading_label
 from odb_factory.data.observe import MediaCut, RowDropped
 from odb_factory.llamafactory.media import MediaObserver, decoded
 from odb_factory.llamafactory.sources import IndexedRows, StoredRows, stored
-from odb_factory.planning import VIDEO, Cost
+from odb_factory.llamafactory.stages import Stage
+from odb_factory.planning import Cost
 
 MEDIA_COLUMNS = ("_images", "_videos", "_audios", "images", "videos", "audios")
 MAX_FILES_NAMED = 3
@@ -28,8 +29,14 @@ class OnlineDataset(Dataset):
     cut visual placeholders, and `ValueError` where its text has one written out.
     """
 
-    def __init__(self, rows: IndexedRows | StoredRows, dataset_processor: Any, media: MediaObserver):
-        self.rows, self.media = rows, media
+    def __init__(
+        self,
+        rows: IndexedRows | StoredRows | list[dict[str, Any]],
+        dataset_processor: Any,
+        media: MediaObserver,
+        stage: Stage,
+    ):
+        self.rows, self.media, self.stage = rows, media, stage
         template = copy.copy(dataset_processor.template)
         template.mm_plugin = media.plugin
         self.processor = copy.copy(dataset_processor)
@@ -39,13 +46,16 @@ class OnlineDataset(Dataset):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.features_of([self.rows[number] for number in self.stage.together(index)])
+
+    def features_of(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Of the last of these converted rows, preprocessed together; they need not be its own."""
         self.media.begin_row()
-        row = self.rows[index]
-        encoded = self.processor.preprocess_dataset({key: [value] for key, value in row.items()})
-        if not encoded.get("input_ids"):
-            raise RowDropped(INVALID_ROW, "LLaMA-Factory drops it: the turns do not end in one answer to a prompt.")
+        encoded = self.stage.preprocess(self.processor, rows)
+        if not encoded.get(self.stage.column):
+            raise RowDropped(INVALID_ROW, f"LLaMA-Factory drops it: {self.stage.dropped}.")
         features = {key: values[0] for key, values in encoded.items()}
-        if self.media.placeholders_cut(features["input_ids"]):
+        if self.media.placeholders_cut(self.stage.answers(features)):
             cutoff_len = self.processor.data_args.cutoff_len
             raise MediaCut(f"cutoff_len {cutoff_len} cuts its visual placeholders, which the model cannot take.")
         return features
@@ -58,8 +68,8 @@ class TokenizedDataset(Dataset):
     `ValueError` where it holds more, if that can be known.
     """
 
-    def __init__(self, rows: datasets.Dataset, media: MediaObserver):
-        self.rows, self.media = stored(rows, "images", encodings=0), media
+    def __init__(self, rows: datasets.Dataset, media: MediaObserver, stage: Stage):
+        self.rows, self.media, self.stage = stored(rows, "images", encodings=0), media, stage
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -68,22 +78,32 @@ class TokenizedDataset(Dataset):
         self.media.begin_row()
         features = self.rows[index]
         images, videos, audios = (features.get(key) for key in ("images", "videos", "audios"))
-        if self.media.tokenized_placeholders_cut(images, videos, audios, features["input_ids"]):
+        answers = self.stage.answers(features)
+        if any(self.media.tokenized_placeholders_cut(images, videos, audios, ids) for ids in answers):
             raise MediaCut("it was tokenized with a cutoff_len that cuts its visual placeholders.")
         return features
+
+
+class Rows(Protocol):
+    """`self[i]` is a processed row, made of `rows[i]`, which is not."""
+
+    rows: Any
+
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
 
 
 class RowObserver:
     """The observer of both.
 
+    stage: says what a row costs.
     decode: also decode all media once, so that unreadable ones are known at observation.
     shards_parameters: ranks gather parameters in each run of a module, so that all must run it equally often.
     """
 
-    def __init__(self, media: MediaObserver, *, decode: bool, shards_parameters: bool = False):
-        self.media, self.decode, self.shards_parameters = media, decode, shards_parameters
+    def __init__(self, media: MediaObserver, stage: Stage, *, decode: bool, shards_parameters: bool = False):
+        self.media, self.stage, self.decode, self.shards_parameters = media, stage, decode, shards_parameters
 
-    def __call__(self, dataset: OnlineDataset | TokenizedDataset, index: int) -> tuple[dict[str, Any], Cost]:
+    def __call__(self, dataset: Rows, index: int) -> tuple[dict[str, Any], Cost]:
         features = dataset[index]
         images, videos, audios = (features.get(key) for key in ("images", "videos", "audios"))
         if self.shards_parameters and images and videos:
@@ -93,17 +113,9 @@ class RowObserver:
             )
         if self.decode:
             self.media.check_decodable(images, videos, audios)
-        cost = Cost(
-            tokens=len(features["input_ids"]),
-            patches=self.media.count_patches(images, videos, audios, features["input_ids"]),
-            supervised_tokens=count_supervised(features["labels"]),
-            leading_label=has_leading_label(features["labels"]),
-            has_media=self.media.has_media(images, videos, audios),
-            modality=VIDEO if videos else 0,
-        )
-        return features, cost
+        return features, self.stage.cost(features, self.media)
 
-    def describe(self, dataset: OnlineDataset | TokenizedDataset, index: int) -> str:
+    def describe(self, dataset: Rows, index: int) -> str:
         where = f"row {index} of the training dataset"
         if isinstance(dataset.rows, IndexedRows):
             where += f" ({dataset.rows.origin(index)})"

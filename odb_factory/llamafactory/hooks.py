@@ -5,7 +5,7 @@
 | hparams.parser | get_train_args | the block is taken out of the arguments, checked and kept |
 | data.loader | align_dataset | an index stands for the dataset, whose rows are converted when they are needed |
 | data.loader | _get_preprocessed_dataset | training rows are preprocessed one at a time too; others stay stock's |
-| train.sft.trainer | CustomSeq2SeqTrainer.train | `enable_odb` is called on the trainer first |
+| train.STAGE.trainer | the trainer class of the stage, train | `enable_odb` is called on the trainer first |
 
 Three more serve messages only, and may be missing in a release: `launcher.launch` and `v1.launcher.launch` (the YAML is
 checked before processes are started, see `launch.py`), and hparams.parser `get_ray_args` (Ray is refused).
@@ -25,6 +25,7 @@ from typing import Any
 from odb_factory.config import ODBConfig
 from odb_factory.errors import ConfigError
 from odb_factory.llamafactory import uncaught
+from odb_factory.llamafactory.stages import STAGES
 from odb_factory.log import get_logger
 
 logger = get_logger(__name__)
@@ -42,6 +43,8 @@ def hook(module: ModuleType) -> None:
     for path, wrapper in _WRAPPERS.get(module.__name__, {}).items():
         if not _wrap(module, path, wrapper):
             _missing.append(f"{module.__name__}.{path}")
+            if _active is not None:  # a module of a trainer that is imported after the arguments have been read
+                _check_seams()
     for path, wrapper in _FOR_MESSAGES.get(module.__name__, {}).items():
         _wrap(module, path, wrapper)
 
@@ -99,7 +102,7 @@ def _wrapped(wrapper: Callable, original: Callable) -> Callable:
 def _get_train_args(original: Callable, args: Any = None) -> Any:
     global _active
     _active = None
-    from odb_factory.llamafactory import block, layout, probes, releases
+    from odb_factory.llamafactory import block, layout, probes, releases, streaming
 
     if (read_args := releases.find_read_args()) is not None:
         args = read_args(args)
@@ -108,14 +111,11 @@ def _get_train_args(original: Callable, args: Any = None) -> Any:
     uncaught.install()
     block.check_keys(args)
 
-    if _missing:
-        raise ConfigError(
-            f"odb: this LLaMA-Factory release does not have {', '.join(_missing)}, where odb_factory comes in; "
-            "install a supported release (`odb-factory doctor` names them)."
-        )
+    _check_seams()
     releases.tell_if_newer()
-    args = layout.with_neat_packing_as_layout(args)
+    args = block.with_whole_documents(layout.with_neat_packing_as_layout(args))
     config = block.check_block(args)
+    args = streaming.with_local_files_by_index(args)
     probes.check_signatures()
     parsed = original({key: value for key, value in args.items() if key != "odb"})
     probes.check_arguments(parsed)
@@ -123,6 +123,14 @@ def _get_train_args(original: Callable, args: Any = None) -> Any:
     block.check_combination(model_args, data_args, training_args, finetuning_args, config)
     _active = config
     return parsed
+
+
+def _check_seams() -> None:
+    if _missing:
+        raise ConfigError(
+            f"odb: this LLaMA-Factory release does not have {', '.join(_missing)}, where odb_factory comes in; "
+            "install a supported release (`odb-factory doctor` names them)."
+        )
 
 
 def _get_ray_args(original: Callable, args: Any = None) -> Any:
@@ -161,7 +169,7 @@ def _get_preprocessed_dataset(
         from odb_factory.llamafactory import attach
 
         if attach.is_online(dataset, data_args, kwargs.get("is_eval", False)):
-            online = attach.online_dataset(dataset, data_args, training_args, *args, **kwargs)
+            online = attach.online_dataset(_active, dataset, data_args, training_args, *args, **kwargs)
             attach.check_max_patches(online, _active)
             return online
         dataset = attach.converted(dataset, data_args, training_args)
@@ -175,7 +183,11 @@ def _train(original: Callable, trainer: Any, *args: Any, **kwargs: Any) -> Any:
 
     attach.attach(trainer, _active)
     uncaught.training_begins()
-    logger.info("online dynamic batching is on; hooked: %s", ", ".join(seams()))
+    stage = STAGES[trainer.finetuning_args.stage]
+    trained = [f"{module}.{name}.train" for module, name in (one.trainer for one in STAGES.values())]
+    of_others = set(trained) - {f"{stage.trainer[0]}.{stage.trainer[1]}.train"}
+    hooked = [seam for seam in seams() if seam not in of_others]
+    logger.info("online dynamic batching is on; hooked: %s", ", ".join(hooked))
     return trainer.train(*args, **kwargs)
 
 
@@ -185,7 +197,7 @@ _WRAPPERS: dict[str, dict[str, Callable]] = {
         "align_dataset": _align_dataset,
         "_get_preprocessed_dataset": _get_preprocessed_dataset,
     },
-    "llamafactory.train.sft.trainer": {"CustomSeq2SeqTrainer.train": _train},
+    **{stage.trainer[0]: {f"{stage.trainer[1]}.train": _train} for stage in STAGES.values()},
 }
 _FOR_MESSAGES: dict[str, dict[str, Callable]] = {
     "llamafactory.hparams.parser": {"get_ray_args": _get_ray_args},

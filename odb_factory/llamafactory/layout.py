@@ -7,6 +7,7 @@ from typing import Any
 
 from odb_factory.config import ODBConfig
 from odb_factory.errors import ConfigError
+from odb_factory.llamafactory.stages import STAGES
 from odb_factory.log import get_logger
 
 logger = get_logger(__name__)
@@ -45,6 +46,12 @@ def check_layout(config: ODBConfig, value_of: Callable[..., Any]) -> None:
 
     value_of(key): an argument of LLaMA-Factory's.
     """
+    stage = STAGES.get(value_of("stage", "sft"))
+    if config.layout == "flat" and stage is not None and stage.why_not_flat is not None:
+        raise ConfigError(
+            f"stage: {stage.name!r} does not go with odb.layout 'flat': {stage.why_not_flat}; set `layout: padded`, or "
+            "auto."
+        )
     for key, why in NOT_FLAT.items():
         if config.layout == "flat" and value_of(key):
             raise ConfigError(

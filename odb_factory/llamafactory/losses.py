@@ -11,6 +11,7 @@ from typing import Any
 
 from odb_factory.config import ODBConfig
 from odb_factory.errors import ConfigError
+from odb_factory.llamafactory.stages import STAGES
 
 WITHOUT_LOGITS = ("enable_liger_kernel", "use_liger_kernel")
 """The kernel computes the loss from the hidden states and returns no logits to take token losses from."""
@@ -24,6 +25,8 @@ def check_losses(config: ODBConfig, model_args: Any, training_args: Any, value_o
 
     value_of(key): an argument of LLaMA-Factory's as it has been read.
     """
+    if STAGES[value_of("stage", "sft")].equal_weights:
+        return  # samples of different weight never meet there
     key = next((key for key in (*WITHOUT_LOGITS, *LOSS_FUNCTIONS, LABEL_SMOOTHING) if value_of(key)), None)
     if key is None or not _weights_differ(config, model_args, training_args, value_of):
         return

@@ -28,13 +28,13 @@ class ODBStepInfo:
     """A micro-batch of this rank, and the optimizer step that it is a part of.
 
     loss_scaling: by what tokens are weighed. token_weights: of each sample, in the order of `ids`, the weight of each
-        of its supervised tokens; made as `loss_scale` is. () if idle.
+        of its units; made as `loss_scale` is. () if idle.
     is_idle: this rank has no sample left for this micro-batch, others have. It holds a sample that is trained on
         elsewhere, and is run all the same, with loss_scale 0: every rank takes part in every exchange of gradients.
     ids: samples of this micro-batch in the order of its rows (flat: in the row), as indices of the dataset; () if idle.
     segments: of a flat micro-batch the lengths (tokens) of what follows each other in its row: the samples, in the
         order of `ids`, then what fills up (dummy media, `pad_to_multiple_of`); () where it is padded.
-    samples, tokens, supervised_tokens: of this micro-batch on this rank, without padding; 0 if idle.
+    samples, tokens, units: of this micro-batch on this rank, without padding; 0 if idle.
     samples_all_ranks: samples of this micro-batch on all ranks.
     optimizer_step: number of the optimizer step in its epoch, from 0. optimizer_step_samples: its samples, of all its
         micro-batches on all ranks.
@@ -60,7 +60,7 @@ class ODBStepInfo:
     segments: tuple[int, ...]
     samples: int
     tokens: int
-    supervised_tokens: int
+    units: int
     samples_all_ranks: int
     optimizer_step: int
     optimizer_step_samples: int
@@ -114,7 +114,7 @@ def make_step_info(
         segments=segments,
         samples=len(micro_batch.ids),
         tokens=micro_batch.tokens,
-        supervised_tokens=micro_batch.supervised_tokens,
+        units=micro_batch.num_units,
         samples_all_ranks=micro_batch.totals.samples,
         optimizer_step=step.index,
         optimizer_step_samples=step.samples,

@@ -13,13 +13,14 @@ ROW = np.dtype(
     [
         ("tokens", "<i4"),
         ("patches", "<i4"),
-        ("supervised_tokens", "<i4"),
+        ("units", "<i4"),
         ("bytes", "<i4"),
         ("position", "<i4"),
         ("age", "u1"),
         ("modality", "u1"),
         ("has_media", "?"),
         ("leading_label", "?"),
+        ("has_audio", "?"),
     ]
 )
 """A sample: its `Cost`, its features in bytes, its position in the optimizer step (where steps are kept), and its age,
@@ -47,13 +48,14 @@ def make_metadata(
         (
             cost.tokens,
             cost.patches,
-            cost.supervised_tokens,
+            cost.units,
             min(size, np.iinfo(np.int32).max),
             position,
             min(age, 255),
             cost.modality,
             cost.has_media,
             cost.leading_label,
+            cost.has_audio,
         )
         for cost, age, size, position in zip(costs, ages, sizes or zeros, positions or zeros)
     ]

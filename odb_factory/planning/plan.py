@@ -35,7 +35,7 @@ class MicroStepTotals:
     tokens: int = 0
     padded_tokens: int = 0
     patches: int = 0
-    supervised_tokens: int = 0
+    units: int = 0
     active_ranks: int = 0
     max_rank_tokens: int = 0
     max_rank_patches: int = 0
@@ -117,14 +117,15 @@ def _totals(
     moved = owner_rank[chosen] != np.repeat(busy, sizes)
     patches = np.add.reduceat(rows["patches"].astype(np.int64), starts)
     tokens = rows["tokens"].astype(np.int64)
+    media, audio = (np.add.reduceat(rows[name].astype(np.int64), starts) for name in ("has_media", "has_audio"))
     if budget.layout == "flat":
-        squares, media = np.add.reduceat(tokens**2, starts), np.add.reduceat(rows["has_media"].astype(np.int64), starts)
-        collated, patches, attention = budget.flat_shapes(np.add.reduceat(tokens, starts), patches, squares, media)
+        totals, squares = np.add.reduceat(tokens, starts), np.add.reduceat(tokens**2, starts)
+        collated, patches, attention = budget.flat_shapes(totals, patches, squares, media, audio)
     else:
-        has_media = np.logical_or.reduceat(rows["has_media"], starts)
-        patches += np.where(has_media, 0, budget.collation.dummy_media_patches)
+        dummy_tokens, dummy_patches = budget.collation.dummies(media, audio)
+        patches += dummy_patches
         longest, first = np.maximum.reduceat(rows["tokens"], starts).tolist(), rows["tokens"][starts].tolist()
-        lengths = np.array([budget.collation.length(*shape) for shape in zip(longest, first, has_media.tolist())])
+        lengths = np.array([budget.collation.length(*shape) for shape in zip(longest, first, dummy_tokens.tolist())])
         collated = sizes * lengths
         attention = collated * lengths
     return MicroStepTotals(
@@ -132,7 +133,7 @@ def _totals(
         tokens=int(tokens.sum()),
         padded_tokens=int(collated.sum()),
         patches=int(patches.sum()),
-        supervised_tokens=int(rows["supervised_tokens"].sum(dtype=np.int64)),
+        units=int(rows["units"].sum(dtype=np.int64)),
         active_ranks=len(busy),
         max_rank_tokens=int(collated.max()),
         max_rank_patches=int(patches.max()),

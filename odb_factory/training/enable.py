@@ -14,7 +14,7 @@ from odb_factory.comm.data_parallel import check_process_group
 from odb_factory.config import ODBConfig
 from odb_factory.data.components import dismantle
 from odb_factory.data.make_loader import make_config, make_loader
-from odb_factory.data.measure import DEFAULT_PATCH_SIZE
+from odb_factory.data.measure import DEFAULT_PATCH_SIZE, Measure, measure_batch
 from odb_factory.data.observe import Observer
 from odb_factory.errors import ConfigError
 from odb_factory.planning import Collation
@@ -38,6 +38,8 @@ class ODBSettings:
     observer: Observer | None
     collation: Collation | None
     patch_size: int
+    measure: Measure
+    equal_weights: bool
     cost_fn: Callable[..., Any] | None
     process_group: dist.ProcessGroup | None
     agree_on: Mapping[str, object]
@@ -49,7 +51,8 @@ class ODBSettings:
         stock: the train dataloader that the trainer would use; source: the same, perhaps with all its columns.
         """
         args, mean = trainer.args, stock_mean(trainer)
-        check_loss(trainer, self.config, mean)
+        if not self.equal_weights:
+            check_loss(trainer, self.config, mean)
         seed = next(seed for seed in (self.config.seed, args.data_seed, args.seed) if seed is not None)
         parts = dismantle(source, seed, stream=trainer.train_dataset)
         # The Trainer wraps its collator to remove columns from items.
@@ -67,9 +70,11 @@ class ODBSettings:
             process_group=self.process_group,
             agree_on={**_arguments(args), **self.agree_on},
             patch_size=self.patch_size,
+            measure=self.measure,
             cost_fn=self.cost_fn,
             accumulation=args.gradient_accumulation_steps,
             stock_mean=mean,
+            equal_weights=self.equal_weights,
             seed=seed,
         )
         counts_steps = args.max_steps > 0
@@ -109,6 +114,8 @@ def enable_odb(
     observer: Observer | None = None,
     collation: Collation | None = None,
     patch_size: int = DEFAULT_PATCH_SIZE,
+    measure: Measure = measure_batch,
+    equal_weights: bool = False,
     cost_fn: Callable[..., Any] | None = None,
     process_group: dist.ProcessGroup | None = None,
     agree_on: Mapping[str, object] | None = None,
@@ -124,11 +131,14 @@ def enable_odb(
     observer: reads a row of the dataset as light features and a cost. collation: what the data collator adds to
     a group (default: its `pad_to_multiple_of`). patch_size: side of a vision patch (pixels), to count patches
     where the model takes no patch grid.
+    measure: counts what a collated batch has, its units above all (`measure_batch`, whose units are labels that carry
+    loss): what the loss is a mean over. equal_weights: the loss of a micro-batch is one mean, whose units cannot be
+    weighed one by one, so that samples of different weight must not share one.
     process_group: the data-parallel ranks, those that the engine averages gradients over (None: all ranks, as with
     DDP, ZeRO, FSDP and HSDP); samples are shared among them and the loss weight goes by their number.
     agree_on: settings of your own that all ranks must have in common; where they differ, no step is taken.
     not_flat: why flat micro-batches would be wrong, where the caller knows a reason (see the key `layout`).
-    A `compute_loss_func` of the trainer is given the supervised tokens of the micro-batch as `num_items_in_batch`, and
+    A `compute_loss_func` of the trainer is given the units of the micro-batch as `num_items_in_batch`, and
     the mean that it returns is weighed as a model's own; one that returns a sum without dividing is not supported.
     Outside of `train()` the trainer stays as it was: its dataset, its collator, its dataloaders.
     Raises `ConfigError` where a training argument cannot work with it. A second call is an error.
@@ -149,6 +159,8 @@ def enable_odb(
         observer=observer,
         collation=collation,
         patch_size=patch_size,
+        measure=measure,
+        equal_weights=equal_weights,
         cost_fn=cost_fn,
         process_group=process_group,
         agree_on=agree_on or {},

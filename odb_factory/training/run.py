@@ -33,11 +33,12 @@ class RunLength:
 
 @dataclass(slots=True)
 class Computing:
-    """The micro-batch under way. num_items: its supervised tokens, at least 1. segments: of `Measured`.
+    """The micro-batch under way. num_items: its units, at least 1. segments: of `Measured`.
 
     is_weighed: its loss has been.
     """
 
+    micro_batch: MicroBatch
     loss: MicroBatchLoss
     num_items: int
     segments: tuple[int, ...] = ()
@@ -138,7 +139,7 @@ class ODBRun:
         if self.fill is not None and micro_batch.index == 0:
             self.fill.advance(self.optimizer_steps + 1, self.epoch)
         loss = self.accounting.begin(micro_batch, measured, labels)
-        self.computing = Computing(loss, max(measured.supervised_tokens, 1), measured.segments)
+        self.computing = Computing(micro_batch, loss, max(measured.units, 1), measured.segments)
 
     def end_micro_batch(self) -> None:
         """Count the micro-batch whose backward is done."""

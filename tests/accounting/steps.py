@@ -75,8 +75,8 @@ def optimizer_step(
         samples=len(rows),
         tokens=sum(row.tokens for row in rows),
         padded_tokens=sum(one.padded_tokens for one in totals),
-        supervised_tokens=sum(row.supervised for row in rows),
-        root_supervised_tokens=math.fsum(math.sqrt(row.supervised) for row in rows),
+        units=sum(row.supervised for row in rows),
+        root_units=math.fsum(math.sqrt(row.supervised) for row in rows),
         num_stock_means=len(groups),
         stock_input_tokens=None,
         done=(index + 1) * len(rows),
@@ -90,8 +90,8 @@ def optimizer_step(
                 index=k,
                 ids=tuple(ids),
                 tokens=sum(rows[i].tokens for i in ids),
-                supervised=tuple(rows[i].supervised for i in ids),
-                stock_tokens=tuple(groups[group_of(rows[i])] for i in ids),
+                units=tuple(rows[i].supervised for i in ids),
+                stock_units=tuple(groups[group_of(rows[i])] for i in ids),
                 totals=totals[k],
             )
             for k, ids in enumerate(slots[r])
@@ -102,7 +102,7 @@ def optimizer_step(
 
 def measured(micro_batch: MicroBatch, length: int) -> Measured:
     """The tensors of a collator that pads to `length`."""
-    return Measured(max(len(micro_batch.ids), 1), length, 0, micro_batch.supervised_tokens)
+    return Measured(max(len(micro_batch.ids), 1), length, 0, micro_batch.num_units)
 
 
 def _totals(groups: list[list[Row]]) -> MicroStepTotals:
@@ -111,7 +111,7 @@ def _totals(groups: list[list[Row]]) -> MicroStepTotals:
         samples=sum(map(len, groups)),
         tokens=sum(row.tokens for group in groups for row in group),
         padded_tokens=sum(padded),
-        supervised_tokens=sum(row.supervised for group in groups for row in group),
+        units=sum(row.supervised for group in groups for row in group),
         active_ranks=sum(map(bool, groups)),
         max_rank_tokens=max(padded),
     )

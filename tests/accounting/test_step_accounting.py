@@ -73,8 +73,8 @@ def test_figures_are_those_of_all_ranks_and_of_whole_optimizer_steps(tmp_path: P
     assert (summary["dropped"], summary["left_out"], summary["overlong"]) == ({"unreadable": 2}, 1, 2)
     metrics = accounting.metrics()
     assert metrics["odb/micro_batches"] == 3
-    assert metrics["odb/supervised_tokens"] == round(mean, 1)
-    assert metrics["odb/supervised_tokens_cv"] == round(spread / mean, 4)
+    assert metrics["odb/units"] == round(mean, 1)
+    assert metrics["odb/units_cv"] == round(spread / mean, 4)
     assert accounting.stats()["odb/dropped"] == 2
     assert "30 samples emitted, 2 overlong ones alone, dropped: 2 unreadable, left out: 1; 3 optimizer steps of 9 " in (
         summary_line(summary)
@@ -112,7 +112,7 @@ def test_a_state_goes_on_with_figures_and_audit(tmp_path: Path) -> None:
         accounting.close()
     timed = ("seconds", "data_wait_s")
     assert all(after.summary()[key] == value for key, value in whole.summary().items() if key not in timed)
-    assert after.samples_since_resume == 8
+    assert after.since_resume.samples == 8
     name = "odb_audit_rank0.jsonl"
     assert (tmp_path / "parts" / name).read_text() == (tmp_path / "whole" / name).read_text()
 
@@ -152,8 +152,8 @@ def _labels(*supervised: int) -> torch.Tensor:
         ("sample", Measured(2, 70, 0, 6), None),
         ("sample", Measured(1, 70, 0, 6), "made 1 rows of these 2 samples, and loss_scaling 'sample' gives"),
         ("sample", Measured(4, 70, 0, 6), "made 4 rows of these 2 samples"),
-        ("square", Measured(2, 70, 0, 5), "the collator left 5 supervised tokens of 6 observed"),
-        ("exact", Measured(2, 70, 0, 5), "the collator left 5 supervised tokens of 6 observed"),
+        ("square", Measured(2, 70, 0, 5), "the collator left 5 units of 6 observed"),
+        ("exact", Measured(2, 70, 0, 5), "the collator left 5 units of 6 observed"),
         ("approx", Measured(2, 70, 0, 5), None),
         ("exact", Measured(1, 12, 0, 6), "some were left out"),
     ],
@@ -182,7 +182,7 @@ def test_rows_in_another_order_are_said_and_refused_where_their_weights_differ(
             accounting.begin(one, measured(one, 70), labels)
     said = [record.message for record in caplog.records if "the order of the rows" in record.message]
     assert len(said) == 2, "once a run, and not for rows in their order"
-    with pytest.raises(DataError, match="rows \\[0, 1\\]: the collator returns them with \\[4, 2\\] supervised tokens"):
+    with pytest.raises(DataError, match="rows \\[0, 1\\]: the collator returns them with \\[4, 2\\] units"):
         _accounting(loss_scaling="sample").begin(one, measured(one, 70), _labels(4, 2))
 
 
@@ -205,11 +205,11 @@ def test_samples_of_a_flat_row_are_told_by_its_segments(caplog: pytest.LogCaptur
     assert (line["rows"], line["length"], line["segments"]) == (1, 24, [9, 12, 3])
     assert line["weight"] == pytest.approx([1 / 4, 1 / 8])
     for wrong in ((4, 2, 0), (2, 3, 1)):
-        with pytest.raises(DataError, match=re.escape(f"the collator returns them with {[*wrong]} supervised tokens")):
+        with pytest.raises(DataError, match=re.escape(f"the collator returns them with {[*wrong]} units")):
             _accounting(loss_scaling="sample").begin(one, found, labels(*wrong))
     _accounting(loss_scaling="exact").begin(one, found, labels(4, 2, 0))
     assert "in the order of the rows" in caplog.text
-    with pytest.raises(DataError, match="left 5 supervised tokens of 6"):
+    with pytest.raises(DataError, match="left 5 units of 6"):
         _accounting(loss_scaling="exact").begin(one, Measured(1, 24, 0, 5, (9, 12, 3)), labels(2, 3, 0))
 
 

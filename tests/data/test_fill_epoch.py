@@ -104,10 +104,10 @@ def test_what_a_step_says_is_true_on_every_rank(rows: list[Row], options: dict[s
         assert totals.samples == len(ids)
         assert totals.active_ranks == sum(not one.idle for one in micro_step)
         assert totals.tokens == sum(one.tokens for one in micro_step) == sum(costs[id].tokens for id in ids)
-        assert totals.supervised_tokens == sum(one.supervised_tokens for one in micro_step)
+        assert totals.units == sum(one.num_units for one in micro_step)
         for one in micro_step:
             assert one.tokens == sum(costs[id].tokens for id in one.ids)
-            assert one.supervised == tuple(costs[id].supervised_tokens for id in one.ids)
+            assert one.units == tuple(costs[id].units for id in one.ids)
 
     num_emitted, num_rejected = 0, len(rows) - len(usable(rows))
     steps = epochs[0].steps
@@ -117,8 +117,8 @@ def test_what_a_step_says_is_true_on_every_rank(rows: list[Row], options: dict[s
         assert (step.num_stock_means, step.stock_input_tokens) == (0, None), "no stock step to compare with"
         assert step.samples == len(trained)
         assert step.tokens == sum(cost.tokens for cost in trained)
-        assert step.supervised_tokens == sum(cost.supervised_tokens for cost in trained)
-        assert step.root_supervised_tokens == pytest.approx(sum(cost.supervised_tokens**0.5 for cost in trained))
+        assert step.units == sum(cost.units for cost in trained)
+        assert step.root_units == pytest.approx(sum(cost.units**0.5 for cost in trained))
         assert step.num_active == sum(not one.idle for epoch in epochs for one in epoch.optimizer_steps[index])
         num_emitted += len(trained)
         assert num_emitted <= step.done <= num_emitted + num_rejected
@@ -259,6 +259,7 @@ def test_the_buffer_is_filled_and_never_above_its_size() -> None:
         budget=Budget(32),
         num_samples=100,
         balance=False,
+        group_size=256,
         seed=0,
         rank=0,
         coordinator=Coordinator(),

@@ -132,8 +132,7 @@ def test_other_ranks_and_budgets_train_on_the_same(
 
     def told(epochs: list[Epoch]) -> list[tuple[Any, ...]]:
         return [
-            (s.index, s.samples, s.tokens, s.supervised_tokens, s.root_supervised_tokens, s.done, s.rejected, s.last)
-            for s in epochs[0].steps
+            (s.index, s.samples, s.tokens, s.units, s.root_units, s.done, s.rejected, s.last) for s in epochs[0].steps
         ]
 
     assert all(told(epochs) == told(runs[0]) for epochs in runs), "to the last digit: weights are made of it"
@@ -161,15 +160,13 @@ def test_the_optimizer_steps_are_those_of_stock(case: Case) -> None:
             "micro_batch": [batch for micro_step in batches for batch in micro_step],
         }[stock.mean]
         # A model that takes its own mean shifts the labels first; the Trainer counts them all.
-        counted = {
-            id: one.supervised_tokens + (one.leading_label and stock.mean != "micro_batch") for id, one in cost.items()
-        }
+        counted = {id: one.units + (one.leading_label and stock.mean != "micro_batch") for id, one in cost.items()}
         divided_by = {id: sum(counted[other] for other in group) for group in groups for id in group}
         for rank, epoch in enumerate(epochs):
             step = epoch.steps[k]
             assert step.num_stock_means == sum(bool(group) for group in groups)
             for one in epoch.optimizer_steps[k]:
-                assert one.stock_tokens == tuple(divided_by[id] for id in one.ids)
+                assert one.stock_units == tuple(divided_by[id] for id in one.ids)
             own = [batches_of_rank for batches_of_rank in list(zip(*batches))[rank] if batches_of_rank]
             shapes = [collated([cost[id] for id in batch], options["budget"].collation) for batch in own]
             assert step.stock_input_tokens == sum(num_rows * length for num_rows, length, _ in shapes)
@@ -212,9 +209,9 @@ def test_a_task_carries_what_its_micro_batch_says(case: Case) -> None:
                 assert dummy in usable(rows)
             else:
                 assert tuple(item.id for item in samples) == one.ids
-                assert one.supervised == tuple(item.cost.supervised_tokens for item in samples)
+                assert one.units == tuple(item.cost.units for item in samples)
                 assert one.tokens == sum(item.cost.tokens for item in samples)
-                assert len(one.stock_tokens) == len(one.ids)
+                assert len(one.stock_units) == len(one.ids)
 
 
 def test_overlong_samples_are_counted_and_trained_on() -> None:
@@ -247,7 +244,7 @@ def test_an_optimizer_step_without_a_usable_sample_is_one_idle_micro_batch(world
     check_kept(rows, epochs, stock)
     for epoch in epochs:
         (one,), step = epoch.optimizer_steps[rejected_step], epoch.steps[rejected_step]
-        assert one.idle and (step.num_active, step.samples, step.supervised_tokens, step.num_stock_means) == (0,) * 4
+        assert one.idle and (step.num_active, step.samples, step.units, step.num_stock_means) == (0,) * 4
         assert [len(samples) for task, samples in epoch.tasks if task is one] == [1]
         assert step.done == 4 * rejected_step + 4
 
@@ -425,11 +422,11 @@ def test_streams_that_were_split_before_keep_stocks_micro_batches(
     cost = {row.id: row.cost for shard in shards for row in shard}
     for k, ranks in enumerate(taken):
         batches = [own[i : i + batch_size] for own in ranks for i in range(0, len(own), batch_size)]
-        divided_by = {id: sum(cost[other].supervised_tokens for other in batch) for batch in batches for id in batch}
+        divided_by = {id: sum(cost[other].units for other in batch) for batch in batches for id in batch}
         assert epochs[0].steps[k].num_stock_means == len(batches)
         for epoch in epochs:
             for one in epoch.optimizer_steps[k]:
-                assert one.stock_tokens == tuple(divided_by[id] for id in one.ids)
+                assert one.stock_units == tuple(divided_by[id] for id in one.ids)
 
 
 def test_stock_input_tokens_of_padded_rows() -> None:

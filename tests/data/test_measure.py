@@ -109,7 +109,7 @@ def test_the_first_label_of_a_row_predicts_nothing(labels: list, supervised: int
 
 
 @given(st.lists(st.sampled_from([IGNORE_INDEX, 0, 7]), min_size=1, max_size=12))
-def test_supervised_tokens_are_those_the_loss_is_averaged_over(labels: list[int]) -> None:
+def test_units_are_those_the_loss_is_averaged_over(labels: list[int]) -> None:
     """I8, against torch's own cross entropy: the sum of the losses over the mean is the count."""
     logits = torch.randn(len(labels), 8, generator=torch.Generator().manual_seed(0))
     losses = [
@@ -134,12 +134,12 @@ def test_a_collated_batch_is_measured_as_it_is() -> None:
         "labels": torch.tensor([[1, 1, 1, -100, -100], [-100, 1, 1, 1, 1]]),
         "image_grid_thw": torch.tensor([[1, 4, 6]]),
     }
-    assert measure_batch(batch) == Measured(rows=2, length=5, patches=24, supervised_tokens=6)
+    assert measure_batch(batch) == Measured(rows=2, length=5, patches=24, units=6)
 
 
 def test_a_batch_without_labels_has_no_supervised_token() -> None:
     batch = {"input_ids": torch.ones(1, 5), "pixel_values": torch.zeros(1, 3, 16, 16)}
-    assert measure_batch(batch, patch_size=8) == Measured(rows=1, length=5, patches=4, supervised_tokens=0)
+    assert measure_batch(batch, patch_size=8) == Measured(rows=1, length=5, patches=4, units=0)
 
 
 def test_patches_from_nested_lists_of_numbers() -> None:

@@ -79,9 +79,9 @@ def check_audits(
             continue  # of samples whose weights differ; how many tokens each has is not in the audit
         assert sum(line["weight"] for line in lines) / len(audits) == pytest.approx(1), f"optimizer step {number}"
         if fill:
-            supervised = sum(line["supervised_tokens"] for line in lines)
+            supervised = sum(line["units"] for line in lines)
             for line in lines:
-                assert line["weight"] == pytest.approx(line["supervised_tokens"] * len(audits) / supervised)
+                assert line["weight"] == pytest.approx(line["units"] * len(audits) / supervised)
 
 
 def _optimizer_steps(audits: Audits) -> dict[int, Audits]:

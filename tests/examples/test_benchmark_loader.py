@@ -26,4 +26,10 @@ def test_every_loader_gives_all_samples_and_is_measured(tmp_path: Path) -> None:
     for row in rows:
         assert row["samples_per_second"] > 0 and row["peak_mib"] > 0 and 0 <= row["blocked"] <= 1
         assert 0 <= row["padding"] < 1 and row["real_tokens_per_second"] <= row["padded_tokens_per_second"]
+    assert {row["layout"] for row in rows if row["loader"] == "odb_factory"} == {"padded", "flat"}
+    for row in rows:
+        if row["layout"] == "flat":
+            assert row["padding"] == 0
+        elif row["loader"] == "odb_factory":
+            assert 0 < row["padding"] < rows[0]["padding"], "micro-batches of several samples of like length"
     assert (tmp_path / "loader.png").stat().st_size > 10_000

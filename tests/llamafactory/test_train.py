@@ -162,7 +162,7 @@ def test_filled_steps_progress_and_are_scheduled_saved_and_evaluated_as_they_say
             "odb/micro_batches",
             "odb/samples_per_micro_step",
             "odb/tokens_per_micro_step",
-            "odb/supervised_tokens",
+            "odb/units",
             "odb/padding_ratio",
             "odb/budget_use",
             "odb/samples_per_second",

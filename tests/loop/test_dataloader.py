@@ -145,7 +145,7 @@ def test_exact_never_quietly_becomes_none() -> None:
     with ODBDataLoader(Rows(make), token_budget=BUDGET, collate_fn=collate, loss_scaling="approx") as loader:
         assert flat([rows_of(batch) for batch in loader]) == EVERY_ROW
     with ODBDataLoader(Rows(), token_budget=BUDGET, collate_fn=collate) as loader:
-        with pytest.raises(DataError, match="left 0 supervised tokens of"):
+        with pytest.raises(DataError, match="left 0 units of"):
             next(iter(loader))
 
 
@@ -162,7 +162,7 @@ def test_labels_may_be_made_by_the_collator(tiny_text: Path) -> None:
 
 
 def test_loss_scales_of_an_optimizer_step() -> None:
-    """exact: by supervised tokens, so the scaled means add up to the mean over all of them."""
+    """exact: by units, so the scaled means add up to the mean over all of them."""
     with ODBDataLoader(Rows(), 4, token_budget=BUDGET, collate_fn=pad, gradient_accumulation_steps=3) as loader:
         batches = list(loader)
     tokens, scales = [], []

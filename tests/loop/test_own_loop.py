@@ -130,7 +130,7 @@ def test_the_step_info_says_what_a_loop_needs(steps: dict[str, Any]) -> None:
             assert info.samples == info.samples_all_ranks == len(info.ids) == len(info.token_weights)
             assert not info.is_idle and info.epoch == 0
             assert info.tokens == sum(len(item(k)["input_ids"]) for k in info.ids)
-            assert info.supervised_tokens == info.tokens - info.samples
+            assert info.units == info.tokens - info.samples
             assert [int(row[0]) - 1 for row in batch["input_ids"]] == list(info.ids)
     assert repr(infos[0]).startswith("ODBStepInfo(loss_scaling='exact'") and "Receipt" not in repr(infos[0])
     assert pop_step_info({"odb_step_info": infos[0]}, "none").loss_scale == 1 / len(infos)

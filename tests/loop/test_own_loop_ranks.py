@@ -223,7 +223,7 @@ def on_a_mesh(rank: int) -> dict[str, Any]:
         "refused": refused,
         "rows": [row for info in infos for row in info.ids],
         "scales": [info.loss_scale for info in infos],
-        "tokens": [info.supervised_tokens for info in infos],
+        "tokens": [info.units for info in infos],
         "steps": [info.optimizer_step for info in infos],
         "shared": shared,
     }

@@ -65,7 +65,7 @@ def test_totals_are_those_of_all_ranks(world: World, budget: Budget, balance: bo
         groups = {rank: steps[k] for rank, steps in enumerate(plan.groups) if steps[k]}
         shapes = [shape_of([costs[i] for i in group], budget) for group in groups.values()]
         assert totals.samples == sum(map(len, groups.values()))
-        assert totals.supervised_tokens == sum(costs[i].supervised_tokens for group in groups.values() for i in group)
+        assert totals.units == sum(costs[i].units for group in groups.values() for i in group)
         assert totals.padded_tokens == sum(rows * length for rows, length, _ in shapes)
         assert totals.max_rank_tokens == max(rows * length for rows, length, _ in shapes)
         assert totals.max_rank_patches == max(patches for _, _, patches in shapes)

@@ -131,7 +131,7 @@ def test_totals_are_the_sums_over_all_ranks(
         shapes = [shape_of(group, budget) for group in groups if group]
         assert totals.samples == sum(map(len, groups))
         assert totals.tokens == sum(cost.tokens for group in groups for cost in group)
-        assert totals.supervised_tokens == sum(cost.supervised_tokens for group in groups for cost in group)
+        assert totals.units == sum(cost.units for group in groups for cost in group)
         assert totals.padded_tokens == sum(rows * length for rows, length, _ in shapes)
         assert totals.active_ranks == len(shapes)
         assert totals.patches == sum(patches for _, _, patches in shapes)

@@ -76,7 +76,7 @@ def test_one_label_a_sample_is_said_so(labels: Any) -> None:
 
 
 def patches_of(item: Any) -> Cost:
-    return Cost(len(item["input_ids"]), patches=item["width"], supervised_tokens=len(item["input_ids"]) - 1)
+    return Cost(len(item["input_ids"]), patches=item["width"], units=len(item["input_ids"]) - 1)
 
 
 @pytest.mark.parametrize("told_by", ["odb_n_patches", "cost_fn"])

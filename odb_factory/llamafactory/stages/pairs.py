@@ -1,0 +1,104 @@
+"""Stages whose samples are pairs of a chosen and a rejected answer: reward models, and DPO with its variants.
+
+The collator makes two rows of a pair, all chosen ones first, padded to one length: a pair costs two rows of the longer
+answer, and it brings its media twice. The loss is a mean over pairs.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from odb_factory.data.measure import IGNORE_INDEX, count_supervised, measure_batch
+from odb_factory.data.samples import Measured
+from odb_factory.llamafactory.stages.stage import PROBE_TOKENS, Stage, dummies, media_cost
+from odb_factory.planning import Collation, Cost
+
+if TYPE_CHECKING:
+    from odb_factory.llamafactory.media import MediaObserver
+
+SIDES = ("chosen", "rejected")
+DIVIDES_BY_LENGTH = ("ipo", "orpo", "simpo")
+"""Losses (`pref_loss`) that take the mean log-probability of an answer, which an empty one does not have."""
+
+
+class Pairs(Stage):
+    unit = "pair"
+    column = "chosen_input_ids"
+    dropped = "the turns do not end in two answers to a prompt"
+    equal_weights = True
+    why_not_flat = "the trainer takes the first half of the rows as chosen and the second half as rejected answers"
+
+    def answers(self, features: Mapping[str, Any]) -> Sequence[list[int]]:
+        return [features[f"{side}_input_ids"] for side in SIDES]
+
+    def cost(self, features: Mapping[str, Any], media: MediaObserver) -> Cost:
+        once = media_cost(features, media, features["chosen_input_ids"])
+        return Cost(
+            tokens=2 * max(len(ids) for ids in self.answers(features)),
+            units=self._units(features),
+            **(once | {"patches": 2 * once["patches"]}),
+        )
+
+    def _units(self, features: Mapping[str, Any]) -> int:
+        return 1
+
+    def measure(self, batch: Mapping[str, Any], patch_size: int = 14, segments: tuple[int, ...] = ()) -> Measured:
+        found = measure_batch(batch, patch_size, segments)
+        return Measured(found.rows, found.length, found.patches, found.rows // 2)
+
+    def make_collator(self, template: Any, tokenizer: Any, processor: Any) -> Any:
+        from llamafactory.data.collator import PairwiseDataCollatorWithPadding
+
+        return PairwiseDataCollatorWithPadding(
+            template=template, tokenizer=tokenizer, processor=processor, label_pad_token_id=IGNORE_INDEX
+        )
+
+    def collation(self, collator: Any, patch_size: int) -> Collation:
+        """A pair is planned as one row of twice the tokens: dummy media in its first row widen the second as well."""
+        token = collator.tokenizer.pad_token_id
+        sample: dict[str, Any] = {"images": None, "videos": None, "audios": None}
+        for side in SIDES:
+            sample[f"{side}_input_ids"] = [token] * PROBE_TOKENS
+            sample[f"{side}_attention_mask"] = [1] * PROBE_TOKENS
+            sample[f"{side}_labels"] = [IGNORE_INDEX] * PROBE_TOKENS
+        found = dummies(collator, sample, patch_size)
+        tokens = {key: 2 * count for key, count in found.items() if key.endswith("tokens")}
+        return Collation(2 * (collator.pad_to_multiple_of or 1), **(found | tokens))
+
+
+class Rm(Pairs):
+    """`stage: rm`."""
+
+    name = "rm"
+    trainer = ("llamafactory.train.rm.trainer", "PairwiseTrainer")
+
+    def refuse(self, value_of: Callable[..., Any]) -> str | None:
+        if value_of("include_effective_tokens_per_second"):
+            return (
+                "include_effective_tokens_per_second: True would preprocess the whole dataset once more, as odb counts "
+                "the tokens of a pair with their padding; read odb/tokens_per_micro_step and remove the key."
+            )
+        return None
+
+
+class Dpo(Pairs):
+    """`stage: dpo`, with every `pref_loss`. Each micro-batch goes through the reference model as well, which keeps no
+    activations: budgets are those of the model that is trained."""
+
+    name = "dpo"
+    trainer = ("llamafactory.train.dpo.trainer", "CustomDPOTrainer")
+    needs_labels: tuple[str, ...] = ()
+
+    def of_training(self, finetuning_args: Any, tokenizer: Any) -> Stage:
+        stage = copy.copy(self)
+        if finetuning_args.pref_loss in DIVIDES_BY_LENGTH:
+            stage.needs_labels = SIDES
+        elif finetuning_args.pref_ftx > 0:
+            stage.needs_labels = ("chosen",)
+        return stage
+
+    def _units(self, features: Mapping[str, Any]) -> int:
+        """0 where an answer has no token left and the loss would divide by their number."""
+        return int(all(count_supervised(features[f"{side}_labels"]) for side in self.needs_labels))

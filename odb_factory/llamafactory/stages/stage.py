@@ -1,0 +1,141 @@
+"""`Stage`: what differs between LLaMA-Factory's stages of training."""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from odb_factory.data.measure import count_patches, measure_batch
+from odb_factory.data.samples import Measured
+from odb_factory.planning import VIDEO, Collation, Cost
+
+if TYPE_CHECKING:
+    from odb_factory.llamafactory.media import MediaObserver
+
+MEDIA = ("images", "videos", "audios")
+PROBE_TOKENS = 8
+
+
+class Stage(ABC):
+    """One object a stage; it holds no state of a run, and is sent to worker processes.
+
+    name: as in the YAML. unit: what stock's loss is a mean over, for messages. column: what every processed row has.
+    dropped: why LLaMA-Factory's preprocessing leaves a row out. trainer: where its trainer is, module and class.
+    takes_media: its collator does. equal_weights: the loss of a micro-batch is one mean whose units cannot be weighed
+    one by one, so samples that stock weighs differently do not share one.
+    why_not_flat: why its rows cannot follow each other in one; None: they can.
+    """
+
+    name: str
+    unit: str
+    trainer: tuple[str, str]
+    column: str = "input_ids"
+    dropped: str = "the turns do not end in one answer to a prompt"
+    takes_media: bool = True
+    equal_weights: bool = False
+    why_not_flat: str | None = None
+
+    def of_training(self, finetuning_args: Any, tokenizer: Any) -> Stage:
+        """The stage as a training has it: what `cost` and `measure` know of its arguments."""
+        return self
+
+    def of_rows(self, data_args: Any, num_rows: int) -> Stage:
+        """The stage as a training dataset of so many rows has it: what `together` and `settings` know of it."""
+        return self
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """What ranks must have in common for their rows to be the same, beside the arguments that they compare."""
+        return {}
+
+    def refuse(self, value_of: Callable[..., Any]) -> str | None:
+        """Why an argument of this stage cannot be right, in one line; None: they can.
+
+        value_of(key, default): an argument of LLaMA-Factory's, as it stands in the YAML or as it has been read.
+        """
+        return None
+
+    def together(self, index: int) -> Sequence[int]:
+        """The rows that LLaMA-Factory's preprocessing must have in one batch to make this one; itself is the last."""
+        return (index,)
+
+    def preprocess(self, processor: Any, rows: Sequence[Mapping[str, Any]]) -> Mapping[str, list[Any]]:
+        """What LLaMA-Factory's dataset processor makes of a row: columns of one entry, or of none if it drops it.
+
+        rows: converted, those of `together`.
+        """
+        encoded: Mapping[str, list[Any]] = processor.preprocess_dataset(
+            {key: [value] for key, value in rows[-1].items()}
+        )
+        return encoded
+
+    def answers(self, features: Mapping[str, Any]) -> Sequence[list[int]]:
+        """The token ids of all that media placeholders were put into, in the order of preprocessing."""
+        return (features[self.column],)
+
+    @abstractmethod
+    def cost(self, features: Mapping[str, Any], media: MediaObserver) -> Cost:
+        """Of a processed row, as it will be collated."""
+
+    def measure(self, batch: Mapping[str, Any], patch_size: int = 14, segments: tuple[int, ...] = ()) -> Measured:
+        """Of a collated micro-batch. patch_size, segments: of `measure_batch`."""
+        return measure_batch(batch, patch_size, segments)
+
+    @abstractmethod
+    def make_collator(self, template: Any, tokenizer: Any, processor: Any) -> Any:
+        """As its workflow makes it, for a look before there is a model."""
+
+    @abstractmethod
+    def collation(self, collator: Any, patch_size: int) -> Collation:
+        """What this collator adds to a micro-batch; learnt by collating one short sample without media."""
+
+    def prepare(self, trainer: Any) -> Callable[[], None]:
+        """Change on a trainer what its run needs; returns what undoes it. Its evaluations must stay stock's."""
+        return lambda: None
+
+
+def media_cost(features: Mapping[str, Any], media: MediaObserver, input_ids: list[int]) -> dict[str, Any]:
+    """The arguments of `Cost` that media decide, where the collator takes those of a row once."""
+    images, videos, audios = (features.get(key) for key in MEDIA)
+    return {
+        "patches": media.count_patches(images, videos, audios, input_ids),
+        "has_media": media.has_media(images, videos),
+        "has_audio": bool(audios),
+        "modality": VIDEO if videos else 0,
+    }
+
+
+def dummies(collator: Any, sample: Mapping[str, Any], patch_size: int) -> dict[str, int]:
+    """The arguments of `Collation` for the fake image and the fake audio that a collator injects.
+
+    sample: text of `PROBE_TOKENS` tokens, collated alone.
+    """
+    unpadded = copy.copy(collator)
+    unpadded.pad_to_multiple_of = None
+    plugin = collator.template.mm_plugin
+    both = _injected(unpadded, sample, patch_size)
+    if plugin.image_token is None:
+        image = (0, 0)
+    elif plugin.audio_token is None:
+        image = both
+    else:
+        without = copy.copy(unpadded)
+        without.get_rope_func = None  # positions are not asked for, and may need audio
+        without.template = copy.copy(collator.template)
+        without.template.mm_plugin = copy.copy(plugin)
+        without.template.mm_plugin.audio_token = None
+        image = _injected(without, sample, patch_size)
+    return {
+        "dummy_media_tokens": image[0],
+        "dummy_media_patches": image[1],
+        "dummy_audio_tokens": both[0] - image[0],
+        "dummy_audio_patches": both[1] - image[1],
+    }
+
+
+def _injected(collator: Any, sample: Mapping[str, Any], patch_size: int) -> tuple[int, int]:
+    """Tokens of the first row, and patches."""
+    batch = collator([copy.deepcopy(dict(sample))])
+    return batch["input_ids"].shape[1] - PROBE_TOKENS, count_patches(batch, patch_size)
