@@ -19,7 +19,7 @@ from odb_factory.errors import ConfigError
 KEYS = [item.name for item in dataclasses.fields(ODBConfig)]
 OPTIONAL_NUMBERS = ["max_patches", "pad_to_multiple_of", "collate_workers", "lr_reference_samples", "seed"]
 OPTIONAL = [*OPTIONAL_NUMBERS, "balance"]
-WHOLE_NUMBERS = ["token_budget", *OPTIONAL_NUMBERS, "buffer_size", "exchange_timeout_s"]
+WHOLE_NUMBERS = ["token_budget", *OPTIONAL_NUMBERS, "buffer_size", "balance_group_size", "exchange_timeout_s"]
 WORDS = {
     "loss_scaling": ["stock", "exact", "sample", "square", "approx", "none"],
     "lr_scale": ["none", "sqrt", "linear"],
