@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from odb_factory.accounting.audit import Audit
 from odb_factory.accounting.batch_checks import BatchChecks
@@ -16,6 +16,14 @@ from odb_factory.config import ODBConfig
 from odb_factory.data.collate import Collated
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.samples import Measured, MicroBatch, OptimizerStep
+
+
+class Trained(NamedTuple):
+    """What all ranks have trained on; padded_tokens as collated."""
+
+    samples: int = 0
+    tokens: int = 0
+    padded_tokens: int = 0
 
 
 class StepAccounting:
@@ -49,7 +57,7 @@ class StepAccounting:
         self._is_fetched_ahead = is_fetched_ahead
         self._checks = BatchChecks(config)
         self._audit = None if audit_dir is None else Audit(audit_dir, loader.rank)
-        self._samples_before = 0
+        self._before = Trained()
         self._step: OptimizerStep | None = None
         self._under_way: tuple[MicroBatch, Measured, MicroBatchLoss] | None = None
         self._dropped: Counter[str] = Counter()
@@ -120,9 +128,9 @@ class StepAccounting:
         return self._dropped if self._step is None else self._dropped + self._step.rejected
 
     @property
-    def samples_since_resume(self) -> int:
-        """Samples trained on by all ranks since this process began."""
-        return self.total.samples - self._samples_before
+    def since_resume(self) -> Trained:
+        """Since this process began."""
+        return Trained(*(now - before for now, before in zip(self._trained(), self._before)))
 
     def summary(self) -> dict[str, Any]:
         """What `odb_summary.json` says; the names are public."""
@@ -152,7 +160,7 @@ class StepAccounting:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.resume_at(state["optimizer_steps"])
         self.total = StepStatistics(**state["total"])
-        self._samples_before = self.total.samples
+        self._before = self._trained()
         self._checks.num_over_budget = state["over_budget"]
         self._dropped = Counter(state["dropped"])
         self._left_out, self._overlong = state["left_out"], state["overlong"]
@@ -167,6 +175,9 @@ class StepAccounting:
         """Close the audit; safe to call twice."""
         if self._audit is not None:
             self._audit.close()
+
+    def _trained(self) -> Trained:
+        return Trained(self.total.samples, self.total.tokens, self.total.padded_tokens)
 
     def _end_optimizer_step(self, step: OptimizerStep) -> None:
         self.optimizer_steps += 1

@@ -1,11 +1,11 @@
 """The two stages of an `ODBLoader`, each an ordinary torch DataLoader: one observes rows, one collates micro-batches.
 
-Both start their workers when an epoch begins, in the caller's thread, before the planning thread of that epoch runs:
-where workers are forked, no thread of ours that draws, plans or logs can hold a lock then. What still runs is the
-thread that watches the other ranks; it holds locks of its own store and of nothing that a worker uses. The same goes
-for workers that others fork in the middle of an epoch, such as those of transformers' evaluation: what the planning
-thread may hold just then is the locks of our queues, which they never touch; Python and libc make those of the
-interpreter, of logging and of memory anew in a forked process.
+A dataset that is iterated has a third before them, which reads. All start their workers when an epoch begins, in the
+caller's thread, before the planning thread of that epoch runs: where workers are forked, no thread of ours that draws,
+plans or logs can hold a lock then. What still runs is the thread that watches the other ranks; it holds locks of its
+own store and of nothing that a worker uses. The same goes for workers that others fork in the middle of an epoch, such
+as those of transformers' evaluation: what the planning thread may hold just then is the locks of our queues, which they
+never touch; Python and libc make those of the interpreter, of logging and of memory anew in a forked process.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pickle import PicklingError
 from typing import Any
 
@@ -28,7 +28,7 @@ from odb_factory.data.observe import ObservedDataset, Observer, where
 from odb_factory.data.pickling import Picklable
 from odb_factory.data.sampler import ShardSampler
 from odb_factory.data.samples import Rejection, Sample
-from odb_factory.data.stream import ObservedStream
+from odb_factory.data.stream import Arriving, ObservedItems, StreamReader
 from odb_factory.data.task_sampler import TaskSampler
 from odb_factory.data.worker import WorkerInit, worker_seed
 from odb_factory.errors import ConfigError, DataError, one_line
@@ -36,21 +36,23 @@ from odb_factory.planning import Budget
 
 OBSERVE_CHUNK = 8
 """Samples an observe worker hands over at a time: fewer messages, still a short first wait."""
+OBSERVES, COLLATES, READS = range(3)
+"""The stages, by which their workers draw other random numbers."""
 END = object()
 """What `take` returns behind the last."""
 
 
 class LoaderWorkers:
-    """The DataLoaders that observe and that collate, and the worker processes of both.
+    """The DataLoaders that read, observe and collate, and the worker processes of all.
 
     order: the rows of this rank, epoch by epoch; its `start` says where the next pass begins. feed: where tasks go in.
     threaded: whether processes collate them.
 
     read_row: observes a row of the dataset, by its number, in this process; None for a stream.
 
-    num_workers: observe workers (one at most for a dataset that is iterated, which several would each iterate as a
-    whole), and as many collate workers where the config does not say. persistent_workers, timeout (seconds that a
-    worker may take for its next result; 0: any), worker_init_fn, pin_memory and the others: as in torch, for both
+    num_workers: observe workers, and as many collate workers where the config does not say. A dataset that is iterated
+    has one worker more, which reads it for all of them, begun anew in each epoch. persistent_workers, timeout (seconds
+    that a worker may take for its next result; 0: any), worker_init_fn, pin_memory and the others: as in torch, for all
     stages; only what is collated is pinned. generator: torch's, whose seed is that of the workers (None: the global).
     Raises `ConfigError` where what the workers need cannot be sent to them.
     already_split: a dataset that is iterated gives every rank a part of its own.
@@ -99,26 +101,29 @@ class LoaderWorkers:
                 } | kwargs
             return DataLoader(source, num_workers=workers, collate_fn=_identity, generator=torch.Generator(), **kwargs)
 
-        options: dict[str, Any] = {"batch_size": OBSERVE_CHUNK}
-        self._whole_stream: Iterable[Sample | Rejection] | None = None
+        self._reading: DataLoader | None = None
         if sampler is None:
-            observed: Any = ObservedStream(dataset, observer, config, budget, rank, world_size, is_split=already_split)
-            self._whole_stream = ObservedStream(dataset, observer, config, budget, 0, 1)
-            self.order: Any = observed
+            reader = StreamReader(dataset, rank, world_size, is_split=already_split)
+            # One that lives on would not hear of another epoch or state.
+            once = {"persistent_workers": False} if num_workers else {}
+            self._reading = loader(reader, min(num_workers, 1), batch_size=OBSERVE_CHUNK, **once)
+            items = ObservedItems(dataset, observer, config, budget)
+            self._arriving = Arriving(reader, prefetch_factor * num_workers)
+            self.order: Any = reader
             self.read_row: Callable[[int], Sample | Rejection] | None = None
-            num_workers = min(num_workers, 1)
-            if num_workers:
-                options["persistent_workers"] = False  # one that lives on would not hear of another epoch or state
+            self._observing: DataLoader | None = loader(items, num_workers, batch_sampler=self._arriving)
+            self._all_rows: Callable[[], Iterator[Sample | Rejection]] = functools.partial(_observed, dataset, items)
         else:
-            observed = ObservedDataset(dataset, observer, config, budget)
-            self.read_row = observed.__getitem__
-            self.order = options["sampler"] = ShardSampler(sampler, rank, world_size)
-        self._observed = observed
+            rows = ObservedDataset(dataset, observer, config, budget)
+            self.read_row = rows.__getitem__
+            self.order = ShardSampler(sampler, rank, world_size)
+            self._observing = loader(rows, num_workers, batch_size=OBSERVE_CHUNK, sampler=self.order)
+            self._all_rows = lambda: map(rows.__getitem__, self.order.whole())
         layout = None
         if budget.layout == "flat":
-            layout = FlatLayout(budget.collation.dummy_media_tokens, budget.round_to, with_boundaries)
+            made = budget.collation
+            layout = FlatLayout(made.dummy_media_tokens, budget.round_to, with_boundaries, made.dummy_audio_tokens)
         self.groups = GroupDataset(Picklable(collate_fn, "collate_fn"), patch_size, dataset, layout, measure)
-        self._observing: DataLoader | None = loader(observed, num_workers, **options)
         self._collating: DataLoader | None = loader(
             self.groups,
             collate_workers,
@@ -134,13 +139,13 @@ class LoaderWorkers:
 
     def observe(self, epoch: int) -> Iterator[Sample | Rejection]:
         """The rows of this rank in the epoch that `order` is set to."""
-        chunks = self._start(self._observing, 0, epoch)
-        rows = itertools.chain.from_iterable(iter(functools.partial(take, chunks, "observes"), END))
-        return rows if self._whole_stream is None else self.order.samples(rows)
+        if self._reading is not None:
+            self._arriving.chunks = _taken(self._start(self._reading, READS, epoch), "reads")
+        return itertools.chain.from_iterable(_taken(self._start(self._observing, OBSERVES, epoch), "observes"))
 
     def collate(self, epoch: int) -> Iterator[Any]:
         """What becomes of the tasks of `feed`; to be asked with `take`."""
-        return self._start(self._collating, 1, epoch)
+        return self._start(self._collating, COLLATES, epoch)
 
     def describe(self, index: int) -> str:
         """Where a row comes from, for messages."""
@@ -148,8 +153,7 @@ class LoaderWorkers:
 
     def find_dummy_sample(self) -> Sample:
         """The first usable row in the order of all ranks, for idle micro-batches of a rank whose shard had none."""
-        rows: Iterable[Any] = self._whole_stream or map(self._observed.__getitem__, self.order.whole())
-        dummy = next((row for row in rows if isinstance(row, Sample)), None)
+        dummy = next((row for row in self._all_rows() if isinstance(row, Sample)), None)
         if dummy is None:
             raise DataError(
                 "no row of the training dataset can be trained on, as far as this rank can read it; the warnings above "
@@ -159,7 +163,7 @@ class LoaderWorkers:
 
     def close(self) -> None:
         """End the worker processes."""
-        self._observing = self._collating = None
+        self._reading = self._observing = self._collating = None
 
     def _start(self, loader: DataLoader | None, stage: int, epoch: int) -> Iterator[Any]:
         """Begin an epoch; starts the workers, unless they live on.
@@ -201,6 +205,16 @@ def take(batches: Iterator[Any], task: str) -> Any:
             f"a DataLoader worker that {task} gave nothing: {str(error).rstrip('.')}; look for what it waits for, or "
             "raise `timeout`."
         ) from None
+
+
+def _taken(batches: Iterator[Any], task: str) -> Iterator[Any]:
+    return iter(functools.partial(take, batches, task), END)
+
+
+def _observed(stream: Any, items: ObservedItems) -> Iterator[Sample | Rejection]:
+    """A stream from its beginning, read and observed in this process."""
+    reader = StreamReader(stream, 0, 1)
+    return (items[item] for item in reader.items(reader))
 
 
 def _identity(item: Any) -> Any:

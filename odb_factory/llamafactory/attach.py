@@ -19,12 +19,14 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 
 from odb_factory.config import ODBConfig
 from odb_factory.data.pickling import Picklable
-from odb_factory.errors import DataError
+from odb_factory.errors import ConfigError, DataError
 from odb_factory.llamafactory import agreement, probes, sources
 from odb_factory.llamafactory.dataset import INVALID_ROW, OnlineDataset, OpenMedia, RowObserver, TokenizedDataset
 from odb_factory.llamafactory.layout import why_not_flat
 from odb_factory.llamafactory.media import MediaObserver
+from odb_factory.llamafactory.online_stream import OnlineStream, StreamObserver, first_rows, is_stream, online_stream
 from odb_factory.llamafactory.stages import STAGES, Stage
+from odb_factory.llamafactory.throughput import TellTokensPerSecond
 from odb_factory.log import get_logger
 from odb_factory.training.checks import check_dummy_media
 from odb_factory.training.enable import enable_odb
@@ -32,17 +34,26 @@ from odb_factory.training.enable import enable_odb
 logger = get_logger(__name__)
 
 ROWS_TRIED_FOR_EXAMPLE = 16
+PADS_TILES = "MllamaPlugin"
 
 
 def mark_source(dataset: Any, dataset_attr: Any, data_args: Any, training_args: Any) -> Any:
     """In place of LLaMA-Factory's format conversion: an index of the rows, which are converted when they are needed.
 
     What cannot be converted row by row is converted by its pass over all rows: audio and video columns of `datasets`
-    (paths are no such columns), and images that are cast to a mode or nested in lists of lists. A stream stays stock's.
+    (paths are no such columns), and images that are cast to a mode or nested in lists of lists. A stream stays stock's,
+    which converts its rows when they are read.
     Raises `DataError` where no row of the dataset has a column that its converter needs, or where it has no row.
     """
     if not isinstance(dataset, Dataset):
-        return align_dataset(dataset, dataset_attr, data_args, training_args)
+        if dataset.n_shards == 0:
+            raise ConfigError(
+                f"dataloader_num_workers: 0 leaves the stream of {dataset_attr} without a row, as LLaMA-Factory cuts "
+                "it into so many shards; choose 1 or more."
+            )
+        stream = align_dataset(dataset, dataset_attr, data_args, training_args)
+        sources.keep_first_rows(first_rows(stream))
+        return stream
     if not len(dataset):
         raise DataError(f"{dataset_attr} has no row; take it out of `dataset`, or raise max_samples or num_samples.")
     if sources.is_convertible(dataset, dataset_attr):
@@ -62,7 +73,7 @@ def mark_source(dataset: Any, dataset_attr: Any, data_args: Any, training_args: 
 def is_online(dataset: Any, data_args: Any, is_eval: bool) -> bool:
     """Whether `online_dataset` stands in for LLaMA-Factory's preprocessing pass: for training data that is not
     to be stored at `tokenized_path`."""
-    return sources.is_index(dataset) and not is_eval and data_args.tokenized_path is None
+    return (sources.is_index(dataset) or is_stream(dataset)) and not is_eval and data_args.tokenized_path is None
 
 
 def converted(dataset: Any, data_args: Any, training_args: Any) -> Any:
@@ -73,7 +84,8 @@ def converted(dataset: Any, data_args: Any, training_args: Any) -> Any:
 
 
 def online_dataset(
-    index: Any,
+    config: ODBConfig,
+    dataset: Any,
     data_args: Any,
     training_args: Any,
     stage: str,
@@ -81,33 +93,48 @@ def online_dataset(
     tokenizer: Any,
     processor: Any = None,
     is_eval: bool = False,
-) -> OnlineDataset:
-    """In place of LLaMA-Factory's preprocessing pass: rows are converted and preprocessed when they are needed."""
+) -> OnlineDataset | OnlineStream:
+    """In place of LLaMA-Factory's preprocessing pass: rows are converted and preprocessed when they are needed.
+
+    dataset: an index, or a stream.
+    """
     dataset_processor = _get_dataset_processor(data_args, stage, template, tokenizer, processor)
-    of_rows = STAGES[stage].of_rows(data_args, len(index))
+    rows = sources.first_rows() if is_stream(dataset) else sources.IndexedRows(dataset)
+    of_rows = STAGES[stage].of_rows(data_args, len(rows))
     media = _media_of(of_rows, template, tokenizer, processor)
-    online = OnlineDataset(sources.IndexedRows(index), dataset_processor, media, of_rows)
+    online = OnlineDataset(rows, dataset_processor, media, of_rows)
     if training_args.should_log:
         _print_example(online)
     one_row = probes.without_processes(data_args)
     probes.check_preprocessing(
         online.__getitem__,
-        online.rows.__getitem__,
+        lambda index: [online.rows[number] for number in of_rows.together(index)],
         len(online),
         lambda rows: _get_preprocessed_dataset(
             rows, one_row, training_args, stage, template, tokenizer, processor, is_eval=False
         ),
     )
+    if is_stream(dataset):
+        return online_stream(dataset, online, config, data_args, training_args)
     return online
 
 
-def check_max_patches(online: OnlineDataset, config: ODBConfig) -> None:
-    """Refuse a cap that no micro-batch without media keeps, before the model is loaded."""
+def check_max_patches(online: OnlineDataset | OnlineStream, config: ODBConfig) -> None:
+    """Refuse a cap that no micro-batch without media keeps, or that is not kept, before the model is loaded."""
+    _check_tiles(config, online.media)
     made_of = online.processor
     template = copy.copy(made_of.template)
     template.mm_plugin = online.media.original
     collator = online.stage.make_collator(template, made_of.tokenizer, made_of.processor)
     check_dummy_media(config, online.stage.collation(collator, online.media.patch_size))
+
+
+def _check_tiles(config: ODBConfig, media: MediaObserver) -> None:
+    if config.max_patches is not None and type(media.original).__name__ == PADS_TILES:
+        raise ConfigError(
+            "odb.max_patches: the vision tower of mllama computes what pads a batch to the most images and the most "
+            "tiles of any row, which is not planned; remove it, and bound micro-batches by token_budget."
+        )
 
 
 def attach_block(trainer: Any, block: Mapping[str, Any]) -> None:
@@ -124,12 +151,19 @@ def attach(trainer: Any, config: ODBConfig) -> None:
             probes.check_progress(callback)
     collator = trainer.data_collator
     stage = STAGES[trainer.finetuning_args.stage].of_training(trainer.finetuning_args, collator.tokenizer)
-    if isinstance(trainer.train_dataset, OnlineDataset):
-        media = trainer.train_dataset.media
+    dataset = trainer.train_dataset
+    if is_stream(dataset):
+        raise ConfigError(
+            "streaming: True does not go with a patched LLaMA-Factory alone, which has tokenized the stream already; "
+            "let odb_factory come in by itself (unset ODB_FACTORY_DISABLE), or set it to false."
+        )
+    if isinstance(dataset, OnlineDataset | OnlineStream):
+        media = dataset.media
     else:
         template, processor = (getattr(collator, name, None) for name in ("template", "processor"))
         media = _media_of(stage, template, collator.tokenizer, processor)
         trainer.train_dataset = TokenizedDataset(trainer.train_dataset, media, stage)
+    _check_tiles(config, media)
     trainer.data_collator = Picklable(OpenMedia(collator), "data_collator")  # evaluation sends it to workers, too
     observer = RowObserver(
         media,
@@ -140,16 +174,20 @@ def attach(trainer: Any, config: ODBConfig) -> None:
     enable_odb(
         trainer,
         config,
-        observer=observer,
+        observer=StreamObserver(observer, dataset.head) if isinstance(dataset, OnlineStream) else observer,
         collation=stage.collation(collator, media.patch_size),
         patch_size=media.patch_size,
         measure=stage.measure,
         equal_weights=stage.equal_weights,
-        agree_on=agreement.settings_of(trainer.train_dataset, observer),
+        agree_on=agreement.settings_of(
+            dataset.head if isinstance(dataset, OnlineStream) else trainer.train_dataset, observer
+        ),
         not_flat=stage.why_not_flat or why_not_flat(trainer),
     )
     trainer.add_callback(_Prepared(stage.prepare(trainer)))
     trainer.add_callback(_MirrorMaxSteps(trainer))
+    if stage.name == "sft" and trainer.finetuning_args.include_effective_tokens_per_second:
+        trainer.add_callback(TellTokensPerSecond(trainer))
     if config.keeps:
         trainer.add_callback(_TellDropped(trainer))
     elif trainer.args.per_device_train_batch_size > 1:

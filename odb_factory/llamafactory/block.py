@@ -14,7 +14,7 @@ from typing import Any
 
 from odb_factory.config import ODBConfig
 from odb_factory.errors import ConfigError
-from odb_factory.llamafactory import layout, uncaught
+from odb_factory.llamafactory import layout, streaming, uncaught
 from odb_factory.llamafactory.stages import STAGES
 from odb_factory.llamafactory.values import check_values
 from odb_factory.log import get_logger
@@ -23,6 +23,8 @@ logger = get_logger(__name__)
 
 SHARED_KEYS = ("seed",)
 """Keys that both the block and LLaMA-Factory's arguments have."""
+STREAMING_KEYS = ("buffer_size",)
+"""Those that mean something in LLaMA-Factory with `streaming: true` alone; elsewhere they are meant for the block."""
 
 BACKENDS = {
     "USE_MCA": "use_mca (Megatron), which has a trainer of its own that odb cannot drive",
@@ -39,11 +41,6 @@ REFUSED = {
     "packing": (
         "odb forms micro-batches of whole samples instead of cutting them into packs; remove the key (with `layout: "
         "flat` whole samples share a row, without padding)"
-    ),
-    "streaming": "odb reads rows by index, and preprocesses them online anyway; set it to false",
-    "predict_with_generate": "it cannot be used while training; evaluate in a run of its own",
-    "include_effective_tokens_per_second": (
-        "it would preprocess the whole dataset once more; read odb/tokens_per_micro_step instead and remove the key"
     ),
 }
 """Keys of the YAML that must not be true, and why."""
@@ -62,7 +59,8 @@ def check_keys(args: Mapping[Any, Any]) -> None:
                 f"{key}: there is no such key; write `odb:` in the YAML, or `odb.KEY=VALUE` as an override."
             )
     if "odb" in args:
-        ours = {item.name for item in dataclasses.fields(ODBConfig)}.difference(SHARED_KEYS)
+        shared = (*SHARED_KEYS, *(STREAMING_KEYS if args.get("streaming") else ()))
+        ours = {item.name for item in dataclasses.fields(ODBConfig)}.difference(shared)
         for key in args:
             if key in ours:
                 raise ConfigError(f"{key}: {args[key]!r} stands beside odb:, not in it; indent it by two spaces.")
@@ -87,7 +85,7 @@ def checked(args: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments with an `odb:` block, as a patched fork goes on with them; raises as `check_block` does."""
     args = with_whole_documents(layout.with_neat_packing_as_layout(args))
     check_block(args)
-    return args
+    return streaming.with_local_files_by_index(args)
 
 
 def with_whole_documents(args: Mapping[str, Any]) -> dict[str, Any]:
@@ -120,6 +118,7 @@ def check_combination(
 
     sources.forget()
     if not training_args.do_train:
+        logger.info("the odb: block has no effect: do_train is false")
         return
     owners = (model_args, data_args, training_args, finetuning_args)
 

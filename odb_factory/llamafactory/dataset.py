@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import datasets
 from torch.utils.data import Dataset
@@ -28,7 +29,13 @@ class OnlineDataset(Dataset):
     cut visual placeholders, and `ValueError` where its text has one written out.
     """
 
-    def __init__(self, rows: IndexedRows | StoredRows, dataset_processor: Any, media: MediaObserver, stage: Stage):
+    def __init__(
+        self,
+        rows: IndexedRows | StoredRows | list[dict[str, Any]],
+        dataset_processor: Any,
+        media: MediaObserver,
+        stage: Stage,
+    ):
         self.rows, self.media, self.stage = rows, media, stage
         template = copy.copy(dataset_processor.template)
         template.mm_plugin = media.plugin
@@ -39,12 +46,15 @@ class OnlineDataset(Dataset):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.features_of([self.rows[number] for number in self.stage.together(index)])
+
+    def features_of(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Of the last of these converted rows, preprocessed together; they need not be its own."""
         self.media.begin_row()
-        rows = [self.rows[number] for number in self.stage.together(index)]
-        encoded = self.processor.preprocess_dataset({key: [row[key] for row in rows] for key in rows[-1]})
+        encoded = self.stage.preprocess(self.processor, rows)
         if not encoded.get(self.stage.column):
             raise RowDropped(INVALID_ROW, f"LLaMA-Factory drops it: {self.stage.dropped}.")
-        features = {key: values[-1] for key, values in encoded.items()}
+        features = {key: values[0] for key, values in encoded.items()}
         if self.media.placeholders_cut(self.stage.answers(features)):
             cutoff_len = self.processor.data_args.cutoff_len
             raise MediaCut(f"cutoff_len {cutoff_len} cuts its visual placeholders, which the model cannot take.")
@@ -74,6 +84,14 @@ class TokenizedDataset(Dataset):
         return features
 
 
+class Rows(Protocol):
+    """`self[i]` is a processed row, made of `rows[i]`, which is not."""
+
+    rows: Any
+
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+
+
 class RowObserver:
     """The observer of both.
 
@@ -85,7 +103,7 @@ class RowObserver:
     def __init__(self, media: MediaObserver, stage: Stage, *, decode: bool, shards_parameters: bool = False):
         self.media, self.stage, self.decode, self.shards_parameters = media, stage, decode, shards_parameters
 
-    def __call__(self, dataset: OnlineDataset | TokenizedDataset, index: int) -> tuple[dict[str, Any], Cost]:
+    def __call__(self, dataset: Rows, index: int) -> tuple[dict[str, Any], Cost]:
         features = dataset[index]
         images, videos, audios = (features.get(key) for key in ("images", "videos", "audios"))
         if self.shards_parameters and images and videos:
@@ -97,7 +115,7 @@ class RowObserver:
             self.media.check_decodable(images, videos, audios)
         return features, self.stage.cost(features, self.media)
 
-    def describe(self, dataset: OnlineDataset | TokenizedDataset, index: int) -> str:
+    def describe(self, dataset: Rows, index: int) -> str:
         where = f"row {index} of the training dataset"
         if isinstance(dataset.rows, IndexedRows):
             where += f" ({dataset.rows.origin(index)})"

@@ -102,9 +102,24 @@ _sources: list[Source] = []
 """The datasets of the training that this process loads; an index names them by number."""
 
 
+_first_rows: list[dict[str, Any]] = []
+"""Of the first of its streams, converted."""
+
+
 def forget() -> None:
     """A new training begins: let go of the datasets of the one before."""
     _sources.clear()
+    _first_rows.clear()
+
+
+def keep_first_rows(rows: list[dict[str, Any]]) -> None:
+    """Of a stream, before it is mixed and shuffled; the first is one of the training."""
+    if not _first_rows:
+        _first_rows.extend(rows)
+
+
+def first_rows() -> list[dict[str, Any]]:
+    return list(_first_rows)
 
 
 def is_convertible(rows: Any, attr: Any) -> bool:

@@ -41,17 +41,12 @@ def check_training_arguments(args: Any) -> None:
             "accelerator_config.dispatch_batches: True does not go with odb, where every rank forms its own batches; "
             "remove the key or set it to false."
         )
-    if getattr(args, "include_tokens_per_second", False):
-        raise ConfigError(
-            "include_tokens_per_second: True would go through the data once more to count tokens; remove the key and "
-            "read odb/tokens_per_micro_step."
-        )
     if getattr(args.accelerator_config, "split_batches", False):
         logger.warning("accelerator_config.split_batches: True has no effect with odb, where no batch is cut apart")
     if getattr(args, "group_by_length", False) or getattr(args, "train_sampling_strategy", None) == "group_by_length":
-        raise ConfigError(
-            "group_by_length (train_sampling_strategy): it needs all lengths before training, and odb groups online; "
-            "remove the key."
+        logger.warning(
+            "group_by_length (train_sampling_strategy) has no effect: samples of like length meet in a micro-batch "
+            "anyway, and optimizer steps are those of a training without it, in random order"
         )
 
 
@@ -68,10 +63,12 @@ def check_fill(args: Any, config: ODBConfig) -> None:
 
 def check_dummy_media(config: ODBConfig, collation: Collation) -> None:
     """Raise `ConfigError` where no micro-batch without media can be within `max_patches`."""
-    if config.max_patches is not None and config.max_patches < collation.dummy_media_patches:
+    _, patches = collation.dummies(0, 0)
+    if config.max_patches is not None and config.max_patches < patches:
+        what = "fake image and audio" if collation.dummy_audio_patches else "fake image"
         raise ConfigError(
-            f"odb.max_patches: {config.max_patches} is less than the {collation.dummy_media_patches} patches of the "
-            "fake image that the collator adds to every group without media; raise it."
+            f"odb.max_patches: {config.max_patches} is less than the {patches} patches of the {what} that the collator "
+            "adds to every group without media; raise it."
         )
 
 

@@ -1,7 +1,8 @@
 """Training arguments that are others while odb trains.
 
 The Trainer's own accumulation is 1, so that what it counts are optimizer steps, and it skips no batches after a resume,
-for the loader stands where it has to. Checkpoints and experiment trackers are shown the arguments as they were given,
+for the loader stands where it has to. It makes no pass over all data beforehand, to count tokens or to sort by length.
+Checkpoints and experiment trackers are shown the arguments as they were given,
 and DeepSpeed's engine is made for an accumulation of 1 as well.
 """
 
@@ -14,17 +15,28 @@ from typing import Any
 from transformers import TrainerCallback
 
 GAS, TRAIN_BATCH, MICRO_BATCH = "gradient_accumulation_steps", "train_batch_size", "train_micro_batch_size_per_gpu"
-RUNNING = {GAS: 1, "ignore_data_skip": True}
+RUNNING = {
+    GAS: 1,
+    "ignore_data_skip": True,
+    "include_tokens_per_second": False,  # `ODBTrainerMixin.log` gives the figure
+    "group_by_length": False,
+}
+SAMPLING = "train_sampling_strategy"
+"""What `group_by_length` is in transformers 5, one of several."""
 
 
 class RunArguments:
-    """accumulation: `gradient_accumulation_steps` as it was given."""
+    """accumulation, counts_tokens: `gradient_accumulation_steps`, `include_tokens_per_second` as they were given."""
 
     def __init__(self, trainer: Any):
         self._args, self._world_size = trainer.args, trainer.args.world_size
-        self._given = {name: getattr(trainer.args, name) for name in RUNNING}
+        self._running: dict[str, Any] = {name: value for name, value in RUNNING.items() if hasattr(trainer.args, name)}
+        if getattr(trainer.args, SAMPLING, None) == "group_by_length":
+            self._running[SAMPLING] = "random"
+        self._given = {name: getattr(trainer.args, name) for name in self._running}
         self._engine_configs = _deepspeed_configs(trainer)
         self.accumulation: int = self._given[GAS]
+        self.counts_tokens = bool(self._given.get("include_tokens_per_second"))
 
     @contextlib.contextmanager
     def changed(self) -> Iterator[None]:
@@ -58,7 +70,7 @@ class RunArguments:
             setattr(self._args, name, value)
 
     def hide(self) -> None:
-        for name, value in RUNNING.items():
+        for name, value in self._running.items():
             setattr(self._args, name, value)
 
 

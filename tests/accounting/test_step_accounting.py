@@ -112,7 +112,7 @@ def test_a_state_goes_on_with_figures_and_audit(tmp_path: Path) -> None:
         accounting.close()
     timed = ("seconds", "data_wait_s")
     assert all(after.summary()[key] == value for key, value in whole.summary().items() if key not in timed)
-    assert after.samples_since_resume == 8
+    assert after.since_resume.samples == 8
     name = "odb_audit_rank0.jsonl"
     assert (tmp_path / "parts" / name).read_text() == (tmp_path / "whole" / name).read_text()
 

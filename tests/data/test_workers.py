@@ -290,7 +290,7 @@ def test_a_sample_for_idle_micro_batches_is_one_of_the_sampler() -> None:
 def test_only_a_worker_watches_its_parent() -> None:
     """Whoever copies or pickles our dataset for a reason of his own is not ended with anybody."""
     with wrapped(num_workers=0) as loader:
-        observed = loader._workers._observed
+        observed = loader._workers._observing.dataset
         for other in (copy.deepcopy(observed), pickle.loads(pickle.dumps(observed))):
             assert len(other.dataset) == NUM_ROWS
         list(loader)

@@ -7,12 +7,12 @@ answer, and it brings its media twice. The loss is a mean over pairs.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from odb_factory.data.measure import IGNORE_INDEX, count_supervised, measure_batch
 from odb_factory.data.samples import Measured
-from odb_factory.llamafactory.stages.stage import MEDIA, Stage, media_cost, probe_answer, probe_collation
+from odb_factory.llamafactory.stages.stage import PROBE_TOKENS, Stage, dummies, media_cost
 from odb_factory.planning import Collation, Cost
 
 if TYPE_CHECKING:
@@ -57,9 +57,15 @@ class Pairs(Stage):
 
     def collation(self, collator: Any, patch_size: int) -> Collation:
         """A pair is planned as one row of twice the tokens: dummy media in its first row widen the second as well."""
-        answer = probe_answer(collator)
-        pair = {f"{side}_{name}": value for side in SIDES for name, value in answer.items()}
-        return probe_collation(collator, pair | dict.fromkeys(MEDIA), patch_size, rows=len(SIDES))
+        token = collator.tokenizer.pad_token_id
+        sample: dict[str, Any] = {"images": None, "videos": None, "audios": None}
+        for side in SIDES:
+            sample[f"{side}_input_ids"] = [token] * PROBE_TOKENS
+            sample[f"{side}_attention_mask"] = [1] * PROBE_TOKENS
+            sample[f"{side}_labels"] = [IGNORE_INDEX] * PROBE_TOKENS
+        found = dummies(collator, sample, patch_size)
+        tokens = {key: 2 * count for key, count in found.items() if key.endswith("tokens")}
+        return Collation(2 * (collator.pad_to_multiple_of or 1), **(found | tokens))
 
 
 class Rm(Pairs):
@@ -67,6 +73,14 @@ class Rm(Pairs):
 
     name = "rm"
     trainer = ("llamafactory.train.rm.trainer", "PairwiseTrainer")
+
+    def refuse(self, value_of: Callable[..., Any]) -> str | None:
+        if value_of("include_effective_tokens_per_second"):
+            return (
+                "include_effective_tokens_per_second: True would preprocess the whole dataset once more, as odb counts "
+                "the tokens of a pair with their padding; read odb/tokens_per_micro_step and remove the key."
+            )
+        return None
 
 
 class Dpo(Pairs):
