@@ -53,7 +53,9 @@ def llava(tiny_text: Path, tmp_path: Path) -> SimpleNamespace:
     return SimpleNamespace(
         rows=rows,
         stock=[processor_of_rows.preprocess_dataset({key: [row[key]] for key in row}) for row in rows],
-        online=OnlineDataset(StoredRows(datasets.Dataset.from_list(rows), "_images", 0), processor_of_rows, media, STAGES["sft"]),
+        online=OnlineDataset(
+            StoredRows(datasets.Dataset.from_list(rows), "_images", 0), processor_of_rows, media, STAGES["sft"]
+        ),
         observer=RowObserver(media, STAGES["sft"], decode=False),
         collator=SFTDataCollatorWith4DAttentionMask(
             template=template, tokenizer=tokenizer, processor=processor, pad_to_multiple_of=8, label_pad_token_id=-100
