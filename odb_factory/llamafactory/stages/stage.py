@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from odb_factory.data.measure import count_patches, measure_batch
+from odb_factory.data.measure import IGNORE_INDEX, count_patches, measure_batch
 from odb_factory.data.samples import Measured
 from odb_factory.planning import VIDEO, Collation, Cost
 
@@ -107,10 +107,21 @@ def media_cost(features: Mapping[str, Any], media: MediaObserver, input_ids: lis
     }
 
 
+def probe_sample(collator: Any, prefixes: Sequence[str] = ("",)) -> dict[str, Any]:
+    """Text of `PROBE_TOKENS` padding tokens without media. prefixes: of the columns of each of its answers."""
+    answer = {
+        "input_ids": [collator.tokenizer.pad_token_id] * PROBE_TOKENS,
+        "attention_mask": [1] * PROBE_TOKENS,
+        "labels": [IGNORE_INDEX] * PROBE_TOKENS,
+    }
+    sample: dict[str, Any] = {f"{prefix}{name}": value for prefix in prefixes for name, value in answer.items()}
+    return sample | dict.fromkeys(MEDIA)
+
+
 def dummies(collator: Any, sample: Mapping[str, Any], patch_size: int) -> dict[str, int]:
     """The arguments of `Collation` for the fake image and the fake audio that a collator injects.
 
-    sample: text of `PROBE_TOKENS` tokens, collated alone.
+    sample: of `probe_sample`, collated alone.
     """
     unpadded = copy.copy(collator)
     unpadded.pad_to_multiple_of = None
