@@ -72,6 +72,7 @@ def test_defaults() -> None:
         "lr_reference_samples": None,
         "join": True,
         "balance": True,
+        "balance_group_size": 256,
         "cost_model": "tokens",
         "overlong": "singleton",
         "on_error": "raise",
@@ -130,6 +131,7 @@ def test_what_only_filled_optimizer_steps_have_is_refused(keys: dict[str, Any], 
 
 
 def test_padded_rows_are_not_filled_up() -> None:
+    assert "is more than token_budget" in refusal(block(token_budget=8, pad_to_multiple_of=16))
     message = refusal(block(layout="padded", pad_to_multiple_of=16))
     assert message.startswith("odb.pad_to_multiple_of: 16 has no effect") and "layout: flat" in message
 

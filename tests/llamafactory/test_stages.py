@@ -6,6 +6,7 @@ runs differ.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import shutil
@@ -48,6 +49,7 @@ VARIANTS = {
     "ld": {"ld_alpha": 0.5},
 }
 ONE_EPOCH = {"num_train_epochs": 1, "eval_strategy": "no", "max_grad_norm": 1e9}
+HEAD_BIAS = "v_head.summary.bias"
 LIMIT_S = 240
 
 Config = Callable[..., dict[str, Any]]
@@ -118,6 +120,7 @@ def config_of(model: Path, rows_dir: Path) -> Config:
                 stage=name,
                 dataset="documents" if name == "pt" else "pairs",
                 num_train_epochs=2,
+                learning_rate=3e-4,
                 lr_scheduler_type="cosine",
                 warmup_steps=2,
                 val_size=NUM_EVAL,
@@ -140,13 +143,14 @@ class OneBatch(TrainerCallback):
     def __init__(self, trainer: Any):
         self.trainer, self.audit = trainer, Path(trainer.args.output_dir, "odb_audit_rank0.jsonl")
         self.deviations: list[float] = []
+        self.num_cut = 0
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         lines = [line for line in read_jsonl(self.audit) if line["optimizer_step"] == state.global_step + 1]
         ids = [id for line in lines for id in line["ids"]]
         if len(ids) % args.per_device_train_batch_size:
             return  # a mean of means of unlike micro-batches, which one batch does not have
-        assert len(lines) > 1, "it is cut"
+        self.num_cut += len(lines) > 1
         recorded = [one for one in self.trainer.callback_handler.callbacks if isinstance(one, TrainingRecord)]
         before = [list(one.micro_batches) for one in recorded]
         ours = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -182,7 +186,7 @@ def one_batch(monkeypatch: pytest.MonkeyPatch) -> list[OneBatch]:
 
 def check_gradient(name: str, one: OneBatch) -> None:
     print(f"{name}: gradient of an optimizer step, worst tensor {max(one.deviations):.1e}")
-    assert max(one.deviations) < GRADIENT
+    assert one.num_cut and max(one.deviations) < GRADIENT
 
 
 @pytest.mark.parametrize("stage", WHOLE)
@@ -194,7 +198,7 @@ def test_a_stage_is_the_same_training_on_one_rank(
     stock = train(config_of(stage, tmp_path / "stock", max_grad_norm=1e9, **WHOLE[stage]))
     times = 1 if stage == "pt" else 2
     assert [len(step) // times for step in stock.rows] == [6, 6, 6, 4] * 2
-    report(stage, check_same_training(ours, stock))
+    same(stage, ours, stock)
     check_gradient(stage, one_batch[0])
     audit = read_jsonl(tmp_path / "odb" / "odb_audit_rank0.jsonl")
     assert {bool(line["segments"]) for line in audit} == {stage == "pt"}, "pt is flat, pairs are padded"
@@ -207,9 +211,9 @@ def test_pairs_with_images_are_the_same_training(
     """Both answers bring the images of their row; where no pair of a micro-batch has one, the fake image comes once."""
     changes = {"model_name_or_path": str(tiny_vl), "template": "qwen3_vl", "dataset": "pictures"}
     changes |= ONE_EPOCH | {"per_device_train_batch_size": 2, "freeze_vision_tower": False}
-    budget = {"token_budget": 900, "max_patches": 300, "audit": True}
+    budget = {"token_budget": 500, "max_patches": 300, "audit": True}
     ours = train(config_of("dpo", tmp_path / "odb", odb=budget, **changes))
-    report("dpo with images", check_same_training(ours, train(config_of("dpo", tmp_path / "stock", **changes))))
+    same("dpo with images", ours, train(config_of("dpo", tmp_path / "stock", **changes)))
     check_gradient("dpo with images", one_batch[0])
     trainer = one_batch[0].trainer
     settings = trainer.odb_settings
@@ -226,6 +230,16 @@ def test_losses_over_pairs_have_the_gradient_of_one_batch(
 ) -> None:
     run_exp(config_of("dpo", tmp_path / "out", odb=ODB, **(VARIANTS[variant] | ONE_EPOCH)))
     check_gradient(variant, one_batch[0])
+
+
+def same(name: str, ours: Training, stock: Training, **options: Any) -> None:
+    """A reward model's loss is one of differences of scores: the gradient of the bias of its head is 0 but for
+    rounding, of which Adam makes whole steps."""
+    ours, stock = (
+        dataclasses.replace(one, weights={key: value for key, value in one.weights.items() if key != HEAD_BIAS})
+        for one in (ours, stock)
+    )
+    report(name, check_same_training(ours, stock, **options))
 
 
 def on_ranks(
@@ -255,7 +269,7 @@ def test_stages_are_the_same_training_on_two_ranks(config_of: Config, tmp_path: 
     for stage, (ours, stock) in on_ranks(config_of, tmp_path / "ranks", stages).items():
         times = 1 if stage.startswith("pt") else 2
         assert [len(step) // times for step in stock.rows] == [8, 8, 4], stage
-        report(f"{stage}, 2 ranks", check_same_training(ours, stock))
+        same(f"{stage}, 2 ranks", ours, stock)
 
 
 # What is refused, and what is said.
@@ -347,7 +361,7 @@ def test_variants_of_dpo(variant: str, config_of: Config, one_batch: list[OneBat
     changes = VARIANTS[variant] | {"max_grad_norm": 1e9}
     ours = train(config_of("dpo", tmp_path / "odb", odb=ODB, **changes))
     stock = train(config_of("dpo", tmp_path / "stock", **changes))
-    report(variant, check_same_training(ours, stock))
+    same(variant, ours, stock)
     check_gradient(variant, one_batch[0])
 
 
@@ -358,7 +372,7 @@ def test_tuning(stage: str, tuning: str, config_of: Config, tmp_path: Path) -> N
     changes = {"finetuning_type": tuning, "freeze_trainable_layers": 1}
     ours = train(config_of(stage, tmp_path / "odb", odb=ODB, **changes))
     stock = train(config_of(stage, tmp_path / "stock", **(changes | WHOLE[stage])))
-    report(f"{stage}, {tuning}", check_same_training(ours, stock))
+    same(f"{stage}, {tuning}", ours, stock)
 
 
 @pytest.mark.full_grid
@@ -366,7 +380,7 @@ def test_variants_and_adapters_on_two_ranks(config_of: Config, tmp_path: Path) -
     stages = {f"dpo_{name}": ("dpo", changes) for name, changes in VARIANTS.items()}
     stages |= {f"{stage}_lora": (stage, {"finetuning_type": "lora"}) for stage in WHOLE}
     for name, (ours, stock) in on_ranks(config_of, tmp_path / "ranks", stages).items():
-        report(f"{name}, 2 ranks", check_same_training(ours, stock))
+        same(f"{name}, 2 ranks", ours, stock)
 
 
 @pytest.mark.full_grid
@@ -383,7 +397,7 @@ def test_zero(
     changes |= {"per_device_train_batch_size": 2, "eval_strategy": "no"}
     ours = train(config_of(stage, tmp_path / "odb", odb=ODB, **changes), 2)
     stock = train(config_of(stage, tmp_path / "stock", **(changes | WHOLE[stage])), 2)
-    report(f"{stage}, 2 ranks, ZeRO-{zero}", check_same_training(ours, stock, shards_parameters=zero == 3))
+    same(f"{stage}, 2 ranks, ZeRO-{zero}", ours, stock, shards_parameters=zero == 3)
 
 
 @pytest.mark.full_grid

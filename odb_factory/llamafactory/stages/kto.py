@@ -8,7 +8,6 @@ backward, which is where memory goes, is kept of one only.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from odb_factory.data.measure import IGNORE_INDEX, measure_batch
 from odb_factory.data.samples import Measured
 from odb_factory.llamafactory.stages.kto_partners import Partners
-from odb_factory.llamafactory.stages.stage import PROBE_TOKENS, Stage, dummies, media_cost
+from odb_factory.llamafactory.stages.stage import MEDIA, Stage, media_cost, probe_answer, probe_collation
 from odb_factory.planning import Collation, Cost
 
 if TYPE_CHECKING:
@@ -36,7 +35,8 @@ class Kto(Stage):
     trainer = ("llamafactory.train.kto.trainer", "CustomKTOTrainer")
     equal_weights = True
     why_not_flat = "the trainer hands the model no position ids, so it could not tell where an example ends"
-    partners = Partners(num_rows=0, batch_size=1, num_shards=1)
+
+    partners: Partners = Partners(0, 1, 1)
 
     def of_rows(self, data_args: Any, num_rows: int) -> Stage:
         stage = copy.copy(self)
@@ -85,7 +85,7 @@ class Kto(Stage):
     def measure(self, batch: Mapping[str, Any], patch_size: int = 14, segments: tuple[int, ...] = ()) -> Measured:
         found = measure_batch(batch, patch_size, segments)
         longer = max(found.length, batch["kl_input_ids"].shape[1])
-        return dataclasses.replace(found, length=longer, units=found.rows)
+        return Measured(found.rows, longer, found.patches, units=found.rows)
 
     def make_collator(self, template: Any, tokenizer: Any, processor: Any) -> Any:
         from llamafactory.data.collator import KTODataCollatorWithPadding
@@ -95,19 +95,14 @@ class Kto(Stage):
         )
 
     def collation(self, collator: Any, patch_size: int) -> Collation:
-        sample: dict[str, Any] = {"images": None, "videos": None, "audios": None, "kto_tags": True}
-        for answer in ANSWERS:
-            sample[f"{answer}input_ids"] = [collator.tokenizer.pad_token_id] * PROBE_TOKENS
-            sample[f"{answer}attention_mask"] = [1] * PROBE_TOKENS
-            sample[f"{answer}labels"] = [IGNORE_INDEX] * PROBE_TOKENS
-        return Collation(collator.pad_to_multiple_of or 1, **dummies(collator, sample, patch_size))
+        answer = probe_answer(collator)
+        example = {f"{kind}{name}": value for kind in ANSWERS for name, value in answer.items()}
+        return probe_collation(collator, example | dict.fromkeys(MEDIA) | {"kto_tags": True}, patch_size)
 
     def prepare(self, trainer: Any) -> Callable[[], None]:
-        from odb_factory.llamafactory.stages import kto_probes
         from odb_factory.llamafactory.stages.kto_kl import StepKL
         from odb_factory.llamafactory.stages.preference_metrics import ExampleMetrics
 
-        kto_probes.check_trainer(trainer)
         step_kl = StepKL(trainer)
         metrics = ExampleMetrics(trainer, step_kl)
         step_kl.install()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from odb_factory.data.measure import IGNORE_INDEX, count_supervised, measure_batch
 from odb_factory.data.samples import Measured
-from odb_factory.llamafactory.stages.stage import Stage, dummies, media_cost, probe_sample
+from odb_factory.llamafactory.stages.stage import MEDIA, Stage, media_cost, probe_answer, probe_collation
 from odb_factory.planning import Collation, Cost
 
 if TYPE_CHECKING:
@@ -57,9 +57,9 @@ class Pairs(Stage):
 
     def collation(self, collator: Any, patch_size: int) -> Collation:
         """A pair is planned as one row of twice the tokens: dummy media in its first row widen the second as well."""
-        found = dummies(collator, probe_sample(collator, [f"{side}_" for side in SIDES]), patch_size)
-        tokens = {key: 2 * count for key, count in found.items() if key.endswith("tokens")}
-        return Collation(2 * (collator.pad_to_multiple_of or 1), **(found | tokens))
+        answer = probe_answer(collator)
+        pair = {f"{side}_{name}": value for side in SIDES for name, value in answer.items()}
+        return probe_collation(collator, pair | dict.fromkeys(MEDIA), patch_size, rows=len(SIDES))
 
 
 class Rm(Pairs):
@@ -96,10 +96,3 @@ class Dpo(Pairs):
     def _units(self, features: Mapping[str, Any]) -> int:
         """0 where an answer has no token left and the loss would divide by their number."""
         return int(all(count_supervised(features[f"{side}_labels"]) for side in self.needs_labels))
-
-    def prepare(self, trainer: Any) -> Callable[[], None]:
-        from odb_factory.llamafactory.stages.preference_metrics import PairMetrics
-
-        metrics = PairMetrics(trainer)
-        metrics.install()
-        return metrics.uninstall

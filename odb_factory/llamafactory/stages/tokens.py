@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from odb_factory.data.measure import IGNORE_INDEX, count_supervised, has_leading_label
-from odb_factory.llamafactory.stages.stage import Stage, dummies, media_cost, probe_sample
+from odb_factory.llamafactory.stages.stage import Stage, media_cost, probe_answer, probe_collation
 from odb_factory.planning import Collation, Cost
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Sft(Stage):
         )
 
     def collation(self, collator: Any, patch_size: int) -> Collation:
-        return Collation(collator.pad_to_multiple_of or 1, **dummies(collator, probe_sample(collator), patch_size))
+        return probe_collation(collator, probe_answer(collator), patch_size)
 
 
 class Pt(Stage):
