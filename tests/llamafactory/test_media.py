@@ -16,10 +16,10 @@ from PIL import Image
 from transformers import AutoTokenizer, CLIPImageProcessor, LlavaProcessor
 
 from odb_factory.data.serialize import pack, unpack
-from odb_factory.llamafactory.attach import probe_collation
 from odb_factory.llamafactory.dataset import OnlineDataset, OpenMedia, RowObserver
 from odb_factory.llamafactory.media import MediaObserver
 from odb_factory.llamafactory.sources import StoredRows
+from odb_factory.llamafactory.stages import STAGES
 
 SIDE, PATCH = 56, 14
 
@@ -54,7 +54,7 @@ def llava(tiny_text: Path, tmp_path: Path) -> SimpleNamespace:
         rows=rows,
         stock=[processor_of_rows.preprocess_dataset({key: [row[key]] for key in row}) for row in rows],
         online=OnlineDataset(StoredRows(datasets.Dataset.from_list(rows), "_images", 0), processor_of_rows, media),
-        observer=RowObserver(media, decode=False),
+        observer=RowObserver(media, STAGES["sft"], decode=False),
         collator=SFTDataCollatorWith4DAttentionMask(
             template=template, tokenizer=tokenizer, processor=processor, pad_to_multiple_of=8, label_pad_token_id=-100
         ),
@@ -83,7 +83,7 @@ def test_rows_costs_and_batches_equal_stock(llava: SimpleNamespace) -> None:
 
 
 def test_filler_of_a_text_only_group_is_the_fake_image(llava: SimpleNamespace) -> None:
-    collation = probe_collation(llava.collator)
+    collation = STAGES["sft"].collation(llava.collator, 14)
     batch = llava.collator([stock_features(llava, 0)])
     length = len(llava.stock[0]["input_ids"][0])
     assert batch["input_ids"].shape[1] == collation.length(length, length, has_media=False)
