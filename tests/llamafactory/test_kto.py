@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 from pathlib import Path
@@ -23,6 +24,7 @@ from support import read_jsonl, training_config
 from transformers import TrainerCallback
 
 from odb_factory.data.observe import RowDropped
+from odb_factory.errors import ConfigError
 from odb_factory.llamafactory.dataset import OnlineDataset
 from odb_factory.llamafactory.stages import STAGES
 from odb_factory.llamafactory.stages.kto_partners import Partners
@@ -215,6 +217,21 @@ def test_the_gradient_is_that_of_one_batch(
     assert any(
         line["idle"] is False and len(line["ids"]) > 2 for line in read_jsonl(tmp_path / "odb_audit_rank0.jsonl")
     )
+
+
+def test_another_loss_is_refused(
+    tiny_text: Path, rows_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A release whose loss is no function of the log-ratio less the estimate."""
+    loss = CustomKTOTrainer.kto_loss
+
+    @functools.wraps(loss)
+    def another(trainer: Any, chosen: Any, rejected: Any, kl: Any, *reference: Any) -> Any:
+        return loss(trainer, chosen, rejected, 2 * kl, *reference)
+
+    monkeypatch.setattr(CustomKTOTrainer, "kto_loss", another)
+    with pytest.raises(ConfigError, match="kto_loss is no loss of the log-ratios less the KL estimate"):
+        run_exp(config_of(tiny_text, rows_dir, tmp_path, odb=BLOCK))
 
 
 def test_rows_with_videos_are_refused() -> None:
