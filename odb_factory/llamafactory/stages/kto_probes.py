@@ -39,8 +39,10 @@ def check_trainer(trainer: Any) -> None:
     with torch.no_grad():
         stock = _losses(trainer, chosen, rejected, examples)
         trainer.calculate_KL = False
-        ours = _losses(trainer, chosen - KL, rejected - KL, examples)
-        trainer.calculate_KL = True
+        try:
+            ours = _losses(trainer, chosen - KL, rejected - KL, examples)
+        finally:
+            trainer.calculate_KL = True
     if stock.shape != ours.shape or not torch.allclose(stock, ours) or not 0 < stock.std() < 1:
         _differs(f"{type(trainer).__name__}.kto_loss is no loss of the log-ratios less the KL estimate")
 
