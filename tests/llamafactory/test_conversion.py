@@ -299,9 +299,8 @@ def test_a_row_that_cannot_be_converted_is_named_and_falls_under_on_error(tiny_t
         block = BLOCK | {"on_error": policy}
         online = load(config | {"odb": block})["train_dataset"]
         settings = ODBConfig.from_block(block)
-        observed = ObservedDataset(
-            online, RowObserver(online.media, STAGES["sft"], decode=False), settings, Budget(1024)
-        )
+        observer = RowObserver(online.media, STAGES["sft"], decode=False)
+        observed = ObservedDataset(online, observer, settings, Budget(1024))
         rejection = observed[2]
         assert (rejection.reason, rejection.fatal) == ("unreadable", policy == "raise")
         assert rejection.message.startswith("row 2 of the training dataset (row 2 of openai.json): KeyError")
