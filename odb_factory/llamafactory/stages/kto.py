@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from odb_factory.data.measure import IGNORE_INDEX, measure_batch
 from odb_factory.data.samples import Measured
 from odb_factory.llamafactory.stages.kto_partners import Partners
-from odb_factory.llamafactory.stages.stage import PROBE_TOKENS, Stage, dummies, media_cost
+from odb_factory.llamafactory.stages.stage import MEDIA, Stage, media_cost, probe_answer, probe_collation
 from odb_factory.planning import Collation, Cost
 
 if TYPE_CHECKING:
@@ -95,12 +95,9 @@ class Kto(Stage):
         )
 
     def collation(self, collator: Any, patch_size: int) -> Collation:
-        sample: dict[str, Any] = {"images": None, "videos": None, "audios": None, "kto_tags": True}
-        for answer in ANSWERS:
-            sample[f"{answer}input_ids"] = [collator.tokenizer.pad_token_id] * PROBE_TOKENS
-            sample[f"{answer}attention_mask"] = [1] * PROBE_TOKENS
-            sample[f"{answer}labels"] = [IGNORE_INDEX] * PROBE_TOKENS
-        return Collation(collator.pad_to_multiple_of or 1, **dummies(collator, sample, patch_size))
+        probe = probe_answer(collator)
+        example = {f"{answer}{name}": value for answer in ANSWERS for name, value in probe.items()}
+        return probe_collation(collator, example | dict.fromkeys(MEDIA) | {"kto_tags": True}, patch_size)
 
     def prepare(self, trainer: Any) -> Callable[[], None]:
         from odb_factory.llamafactory.stages.kto_kl import StepKL
