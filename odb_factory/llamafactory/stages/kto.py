@@ -95,8 +95,8 @@ class Kto(Stage):
         )
 
     def collation(self, collator: Any, patch_size: int) -> Collation:
-        probe = probe_answer(collator)
-        example = {f"{answer}{name}": value for answer in ANSWERS for name, value in probe.items()}
+        answer = probe_answer(collator)
+        example = {f"{kind}{name}": value for kind in ANSWERS for name, value in answer.items()}
         return probe_collation(collator, example | dict.fromkeys(MEDIA) | {"kto_tags": True}, patch_size)
 
     def prepare(self, trainer: Any) -> Callable[[], None]:
