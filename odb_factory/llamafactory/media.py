@@ -177,7 +177,7 @@ class MediaObserver:
 
     def _count_audio(self, audios: Any) -> int:
         inputs = self._get_mm_inputs([], [], audios, self.processor)
-        if self._by_size:
+        if hasattr(getattr(self.processor, "image_processor", None), "merge_size"):
             inputs["image_grid_thw"] = torch.zeros((0, 3), dtype=torch.long)  # as every batch of such a model has it
         return count_patches(inputs)
 
