@@ -113,6 +113,13 @@ class ODBConfig:
         "and references to media travel, pixels do not. none: true, unless `join: false`",
         default=None,
     )
+    balance_group_size: int = _key(
+        "ranks among which samples travel, where the layout is flat and optimizer steps are kept: groups of so many "
+        "ranks that follow each other (best whole nodes) are planned by themselves, so that planning does not grow "
+        "with the number of ranks",
+        minimum=1,
+        default=256,
+    )
     cost_model: str = _key(
         "by what micro-batches of like cost meet in a micro-step: tokens, or time: predicted by a model of tokens, "
         "patches and row lengths that is fitted to this run (its plan then depends on what was measured)",

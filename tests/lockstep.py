@@ -200,7 +200,7 @@ class RecordedKeep(KeepEpoch):
 
 
 FILL_OPTIONS = {"buffer_size": 8, "accumulation": 1, "join": True}
-CONTEXT_OPTIONS = {"budget": Budget(32), "balance": False, "seed": 0}
+CONTEXT_OPTIONS = {"budget": Budget(32), "balance": False, "group_size": 256, "seed": 0}
 
 
 def run_shards(

@@ -17,6 +17,8 @@ collations = st.builds(
     pad_to_multiple_of=st.sampled_from([1, 2, 3, 8]),
     dummy_media_tokens=st.sampled_from([0, 1, 5, 20]),
     dummy_media_patches=st.sampled_from([0, 1, 4]),
+    dummy_audio_tokens=st.sampled_from([0, 0, 2, 7]),
+    dummy_audio_patches=st.sampled_from([0, 0, 3]),
 )
 budgets = st.builds(
     Budget,
@@ -36,12 +38,12 @@ flat_budgets = st.builds(
 
 @st.composite
 def costs(draw: st.DrawFn, num_modalities: int = 1) -> Cost:
-    """A text sample, or one with media; now and then beyond every budget above."""
+    """A text sample, or one with media, audio or both; now and then beyond every budget above."""
     tokens = draw(st.integers(1, 30) | st.sampled_from([1, 50, 99, 100, 101, 300]))
     patches = draw(st.just(0) | st.integers(0, 8) | st.sampled_from([12, 13, 40]))
     has_media = patches > 0 or draw(st.booleans())
     modality = draw(st.integers(0, num_modalities - 1)) if has_media and num_modalities > 1 else 0
-    return Cost(tokens, patches, draw(st.integers(1, tokens)), has_media, modality)
+    return Cost(tokens, patches, draw(st.integers(1, tokens)), has_media, modality, has_audio=draw(st.booleans()))
 
 
 def collated(group: Sequence[Cost], collation: Collation) -> tuple[int, int, int]:
@@ -51,6 +53,9 @@ def collated(group: Sequence[Cost], collation: Collation) -> tuple[int, int, int
     if not any(cost.has_media for cost in group):
         rows[0] += ["filler"] * collation.dummy_media_tokens
         patches += ["filler"] * collation.dummy_media_patches
+    if not any(cost.has_audio for cost in group):
+        rows[0] += ["silence"] * collation.dummy_audio_tokens
+        patches += ["silence"] * collation.dummy_audio_patches
     while len({len(row) for row in rows}) > 1 or len(rows[0]) % collation.pad_to_multiple_of:
         longest = max(len(row) for row in rows)
         whole = all(len(row) == longest for row in rows)
@@ -62,8 +67,13 @@ def collated(group: Sequence[Cost], collation: Collation) -> tuple[int, int, int
 def segments(group: Sequence[Cost], budget: Budget) -> list[list[str]]:
     """The segments of a flat micro-batch, built one token at a time: samples, dummy media, what fills up."""
     parts = [["token"] * cost.tokens for cost in group]
-    if budget.collation.dummy_media_tokens and not any(cost.has_media for cost in group):
-        parts.append(["filler"] * budget.collation.dummy_media_tokens)
+    fillers: list[str] = []
+    if not any(cost.has_media for cost in group):
+        fillers += ["filler"] * budget.collation.dummy_media_tokens
+    if not any(cost.has_audio for cost in group):
+        fillers += ["silence"] * budget.collation.dummy_audio_tokens
+    if fillers:
+        parts.append(fillers)
     tail: list[str] = []
     while (sum(map(len, parts)) + len(tail)) % budget.round_to:
         tail.append("pad")

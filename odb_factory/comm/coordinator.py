@@ -10,6 +10,11 @@ from typing import Protocol
 from odb_factory.errors import DataError
 from odb_factory.planning import BufferMetadata, CostModel
 
+DIFFERENT_PLANS = (
+    "the ranks have computed different plans from the same metadata ({}); give every rank the same versions of "
+    "odb_factory and numpy on the same kind of processor."
+)
+
 
 class CollectiveError(DataError):
     """An error that every rank knows of and raises: nobody is left waiting, and nobody has to be told."""
@@ -56,6 +61,9 @@ class Coordinator(Protocol):
     def confirm(self, checksum: int, round_index: int) -> None:
         """Raise `CollectiveError` on every rank if the ranks have computed different plans (I6)."""
 
+    def gather_plans(self, outline: bytes, round_index: int) -> list[bytes]:
+        """What the ranks say of the plans of their groups, in rank order."""
+
     def all_to_all(self, buffers: Sequence[bytes]) -> list[bytes]:
         """Send `buffers[r]` to rank r; returns what each rank has sent to this one, in rank order."""
 
@@ -89,6 +97,9 @@ class SingleProcessCoordinator:
         return [metadata]
 
     def confirm(self, checksum: int, round_index: int) -> None: ...
+
+    def gather_plans(self, outline: bytes, round_index: int) -> list[bytes]:
+        return [outline]
 
     def all_to_all(self, buffers: Sequence[bytes]) -> list[bytes]:
         return list(buffers)

@@ -16,7 +16,13 @@ import torch.distributed as dist
 
 from odb_factory.comm.agreement import difference, encode_settings, name_ranks, ranks_alike
 from odb_factory.comm.codec import Failure, decode, encode
-from odb_factory.comm.coordinator import CollectiveError, Coordinator, RankMetadata, SingleProcessCoordinator
+from odb_factory.comm.coordinator import (
+    DIFFERENT_PLANS,
+    CollectiveError,
+    Coordinator,
+    RankMetadata,
+    SingleProcessCoordinator,
+)
 from odb_factory.comm.failure_monitor import FailureMonitor
 from odb_factory.comm.gloo import all_gather, all_to_all, open_group
 from odb_factory.errors import DataError
@@ -25,10 +31,6 @@ from odb_factory.log import get_logger
 logger = get_logger(__name__)
 
 LEFT_EPOCH = "it left the epoch before its end; all ranks must take the same optimizer steps."
-DIFFERENT_PLANS = (
-    "the ranks have computed different plans from the same metadata ({}); give every rank the same versions of "
-    "odb_factory and numpy on the same kind of processor."
-)
 
 
 def make_coordinator(process_group: dist.ProcessGroup | None, timeout_s: float) -> Coordinator:
@@ -78,10 +80,12 @@ class ProcessGroupCoordinator:
         return [message for message in messages if isinstance(message, RankMetadata)]
 
     def confirm(self, checksum: int, round_index: int) -> None:
-        phase = f"comparing the plans of round {round_index}"
-        answers = self._collective(phase, partial(all_gather, str(checksum).encode()))
+        answers = self.gather_plans(str(checksum).encode(), round_index)
         if len(set(answers)) > 1:
             raise CollectiveError(DIFFERENT_PLANS.format(ranks_alike(answers)))
+
+    def gather_plans(self, outline: bytes, round_index: int) -> list[bytes]:
+        return self._collective(f"comparing the plans of round {round_index}", partial(all_gather, outline))
 
     def all_to_all(self, buffers: Sequence[bytes]) -> list[bytes]:
         return self._collective("redistributing samples", partial(all_to_all, buffers))

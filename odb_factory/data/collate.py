@@ -84,8 +84,8 @@ class GroupDataset(WorkerDataset):
         if self.layout is None:
             return batch, self.measure(batch, self.patch_size, ())
         costs = [sample.cost for sample in samples]
-        has_media = any(cost.has_media for cost in costs)
-        flat, segments = flatten(batch, [cost.tokens for cost in costs], has_media, self.layout)
+        has_media, has_audio = any(cost.has_media for cost in costs), any(cost.has_audio for cost in costs)
+        flat, segments = flatten(batch, [cost.tokens for cost in costs], has_media, self.layout, has_audio)
         return flat, self.measure(flat, self.patch_size, segments)
 
     def _failure(self, samples: list[Sample], error: Exception) -> Failure:

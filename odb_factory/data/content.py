@@ -19,6 +19,7 @@ def checksum(features: Any, cost: Cost) -> int:
     the same size goes unnoticed.
     """
     sizes = f"{cost.tokens} {cost.patches} {cost.units} {int(cost.has_media)} {cost.modality}"
+    sizes += " audio" * cost.has_audio
     crc = zlib.crc32(sizes.encode())
     named = features if isinstance(features, Mapping) else {}
     for key in sorted(key for key in named if str(key).endswith(("input_ids", "labels"))):

@@ -32,6 +32,7 @@ class EpochContext:
     """What every epoch of a loader is planned with.
 
     num_samples: of the epoch on all ranks; None if nobody knows (a stream).
+    group_size: ranks among which samples travel, where steps are kept and the layout is flat; they plan by themselves.
     order: makes a number of the order drawn so far, given the optimizer step. compare_orders: with these numbers of all
     ranks, why they cannot go on (None: they can). propose: the cost model as it is known by then.
     find_dummy_sample: a usable sample of the dataset, for the idle micro-batches of a rank that holds none.
@@ -40,6 +41,7 @@ class EpochContext:
     budget: Budget
     num_samples: int | None
     balance: bool
+    group_size: int
     seed: int
     rank: int
     coordinator: Coordinator
@@ -54,16 +56,17 @@ class EpochContext:
 class PlannedMicroBatch:
     """A micro-batch of this rank before its optimizer step is complete.
 
-    units: of each sample of all ranks in this micro-step. The others as in `MicroBatch`.
+    units: with `fill`, of each sample of all ranks in this micro-step. The others as in `MicroBatch`.
     """
 
     samples: Sequence[Sample]
     totals: MicroStepTotals
-    units: np.ndarray
     stock_units: tuple[int, ...] = ()
+    stock_batches: tuple[int, ...] = ()
     number: int = 0
     round_index: int = 0
     positions: tuple[int, ...] = ()
+    units: Sequence[int] = ()
 
 
 class EpochPlanner(ABC):
@@ -154,6 +157,7 @@ class EpochPlanner(ABC):
                 tokens=sum(sample.cost.tokens for sample in one.samples),
                 units=tuple(sample.cost.units for sample in one.samples),
                 stock_units=one.stock_units,
+                stock_batches=one.stock_batches,
                 totals=one.totals,
                 number=one.number,
                 round_index=one.round_index,
@@ -176,7 +180,6 @@ class Sums(TypedDict):
     tokens: int
     padded_tokens: int
     units: int
-    root_units: float
 
 
 def sums(planned: Sequence[PlannedMicroBatch]) -> Sums:
@@ -189,9 +192,12 @@ def sums(planned: Sequence[PlannedMicroBatch]) -> Sums:
         "tokens": sum(one.tokens for one in totals),
         "padded_tokens": sum(one.padded_tokens for one in totals),
         "units": sum(one.units for one in totals),
-        # `fsum` is exact before it rounds: the same whatever the cut, and on all ranks.
-        "root_units": math.fsum(root for one in planned for root in np.sqrt(one.units).tolist()),
     }
+
+
+def sum_of_roots(units: Sequence[int] | np.ndarray) -> float:
+    """Of the units of all samples of an optimizer step. `fsum` is exact before it rounds: the same on all ranks."""
+    return math.fsum(np.sqrt(units).tolist())
 
 
 def nothing_left(rejected: Counter[str], left_out: int, why: str, epoch: int) -> str:

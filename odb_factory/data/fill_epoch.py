@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from odb_factory.comm.coordinator import CollectiveError, RankMetadata
-from odb_factory.data.epoch import EpochContext, EpochPlanner, PlannedMicroBatch, nothing_left, sums
+from odb_factory.data.epoch import EpochContext, EpochPlanner, PlannedMicroBatch, nothing_left, sum_of_roots, sums
 from odb_factory.data.resume.snapshot import BufferedSample, Snapshot
 from odb_factory.data.samples import OptimizerStep, Rejection, Sample, Task
 from odb_factory.errors import DataError
@@ -227,10 +227,10 @@ class FillEpoch(EpochPlanner):
             PlannedMicroBatch(
                 samples=[samples[row] for row in group],
                 totals=totals,
-                units=rows["units"][list(itertools.chain.from_iterable(groups))],
                 number=self.micro_steps + k,
                 round_index=self.round_index,
                 positions=tuple(self.held[i].draw for i in gone[k]),
+                units=rows["units"][list(itertools.chain.from_iterable(groups))].tolist(),
             )
             for k, (group, groups, totals) in enumerate(
                 zip(plan.groups[self.context.rank], zip(*plan.groups), plan.totals)
@@ -277,6 +277,7 @@ class FillEpoch(EpochPlanner):
             epoch=self.epoch,
             index=planned[0].number // self.accumulation,
             **sums(planned),
+            root_units=sum_of_roots([units for one in planned for units in one.units]),
             num_stock_means=0,
             stock_input_tokens=None,
             done=done,

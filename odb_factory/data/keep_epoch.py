@@ -10,15 +10,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from odb_factory.comm.coordinator import CollectiveError, RankMetadata
-from odb_factory.data.epoch import EpochContext, EpochPlanner, PlannedMicroBatch, nothing_left, sums
+from odb_factory.data.epoch import EpochContext, EpochPlanner, PlannedMicroBatch, nothing_left, sum_of_roots, sums
+from odb_factory.data.group_plan import plan_with_group
 from odb_factory.data.samples import OptimizerStep, Rejection, Sample, Task
 from odb_factory.errors import DataError
 from odb_factory.log import get_logger
 from odb_factory.planning import (
     BufferMetadata,
     Collation,
+    CostModel,
     MicroStepTotals,
     Plan,
+    exceeds_limit,
     make_metadata,
     plan_optimizer_step,
 )
@@ -130,8 +133,7 @@ class KeepEpoch(EpochPlanner):
             buffers = [rank.buffer for rank in ranks]
             if self.stock.equal_weights:
                 buffers = by_weight(buffers, self.stock)
-            plan = plan_optimizer_step(buffers, self.context.budget, balance=self.context.balance, model=ranks[0].model)
-            self._accept(plan, index)
+            plan = self._plan(buffers, ranks[0].model, index)
             self.final = all(buffer.exhausted for buffer in buffers)
             expected = self.stock.steps_an_epoch
             if expected is not None and self.final != (index + 1 >= expected):
@@ -163,6 +165,23 @@ class KeepEpoch(EpochPlanner):
             self._next = self._draw()
         return positions, samples
 
+    def _plan(self, buffers: Sequence[BufferMetadata], model: CostModel, index: int) -> Plan:
+        """The plan of all ranks, or of this rank's group where there are too many of them; all agree on it."""
+        context = self.context
+        in_groups = context.balance and context.budget.layout == "flat" and len(buffers) > context.group_size
+        if in_groups and not exceeds_limit(buffers):
+            return plan_with_group(
+                buffers,
+                context.budget,
+                context.group_size,
+                model=model,
+                coordinator=context.coordinator,
+                step_index=index,
+            )
+        plan = plan_optimizer_step(buffers, context.budget, balance=context.balance, model=model)
+        self._accept(plan, index)
+        return plan
+
     def _tasks_of(
         self, index: int, plan: Plan, rows: np.ndarray, samples: Sequence[Sample], ranks: Sequence[RankMetadata]
     ) -> list[Task]:
@@ -172,18 +191,19 @@ class KeepEpoch(EpochPlanner):
             raise CollectiveError(nothing_left(rejected, self.stock.left_out, "by drop_last", self.epoch))
         held = self._redistribute(plan, samples)
         stock_units, num_means = stock_means(rows, self.stock)
+        stock_batches = rows["position"] // self.stock.batch_size
         planned = [
             PlannedMicroBatch(
                 samples=[held[row] for row in group],
                 totals=totals,
-                units=rows["units"][list(itertools.chain.from_iterable(groups))],
                 stock_units=tuple(stock_units[group].tolist()),
+                stock_batches=tuple(stock_batches[group].tolist()),
             )
-            for group, groups, totals in zip(plan.groups[self.context.rank], zip(*plan.groups), plan.totals)
+            for group, totals in zip(plan.groups[self.context.rank], plan.totals)
         ]
         if not planned:
             logger.warning("optimizer step %d of epoch %d has no usable sample: its loss is 0", index + 1, self.epoch)
-            planned = [PlannedMicroBatch((), MicroStepTotals(), np.empty(0, np.int64))]
+            planned = [PlannedMicroBatch((), MicroStepTotals())]
         done = (index + 1) * self.stock.global_batch_size
         if self.stock.num_samples is None:
             done = self.trained + rejected.total()
@@ -191,6 +211,7 @@ class KeepEpoch(EpochPlanner):
             epoch=self.epoch,
             index=index,
             **sums(planned),
+            root_units=sum_of_roots(rows["units"]),
             num_stock_means=num_means,
             stock_input_tokens=stock_input_tokens(rows, self.stock, self.context.rank, self.context.budget.collation),
             done=done if self.stock.num_samples is None else min(done, self.stock.num_samples),
@@ -249,6 +270,8 @@ def stock_input_tokens(rows: np.ndarray, stock: StockSteps, rank: int, collation
     for batch in np.split(mine, np.flatnonzero(np.diff(slots[mine])) + 1):
         if len(batch):
             tokens = rows["tokens"][batch]
-            has_media = bool(rows["has_media"][batch].any())
-            total += len(batch) * collation.length(int(tokens.max()), int(tokens[0]), has_media)
+            dummy_tokens, _ = collation.dummies(
+                int(rows["has_media"][batch].sum()), int(rows["has_audio"][batch].sum())
+            )
+            total += len(batch) * collation.length(int(tokens.max()), int(tokens[0]), dummy_tokens)
     return total

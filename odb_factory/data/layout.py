@@ -33,24 +33,26 @@ _MEDIA_WORDS = ("pixel", "image", "video", "audio", "feature", "grid", "tile", "
 class FlatLayout:
     """How micro-batches are laid flat.
 
-    dummy_media_tokens: of `Collation`. round_to: the total is filled up to a multiple of this (tokens).
+    dummy_media_tokens, dummy_audio_tokens: of `Collation`. round_to: the total is filled up to a multiple of this
+    (tokens).
     with_boundaries: the batch carries what `varlen_arguments` returns.
     """
 
     dummy_media_tokens: int = 0
     round_to: int = 1
     with_boundaries: bool = False
+    dummy_audio_tokens: int = 0
 
 
 def flatten(
-    batch: Mapping[str, Any], tokens: Sequence[int], has_media: bool, layout: FlatLayout
+    batch: Mapping[str, Any], tokens: Sequence[int], has_media: bool, layout: FlatLayout, has_audio: bool = False
 ) -> tuple[MutableMapping[str, Any], tuple[int, ...]]:
     """The batch in one row, a mapping of the same kind, and the lengths of its segments (tokens).
 
     batch: what the collator returned: one row a sample, padded left or right, or all of them in one row already.
     tokens: of each sample, in batch order; of a padded row what a two-dimensional `attention_mask` says counts.
-    has_media: whether any sample brings media; if not, the first row has dummy media behind its tokens (padded left:
-    before them), which become a segment of their own.
+    has_media, has_audio: whether any sample brings it; if not, the first row has dummies behind its tokens (padded
+    left: before them), which become a segment of their own.
 
     Every tensor [rows, length, ...] becomes [1, total, ...]; the first label of each segment is -100; `position_ids`
     restart, and of three or four rows of them (mrope) the first is such a row and the others are the collator's.
@@ -59,7 +61,8 @@ def flatten(
         batch, segments = flatten(collator(items), [5, 3], False, FlatLayout())  # segments: (5, 3)
     """
     rows, length = batch_shape(batch)
-    segments = find_segments(batch, tokens, 0 if has_media else layout.dummy_media_tokens, layout.round_to)
+    num_dummy = (not has_media) * layout.dummy_media_tokens + (not has_audio) * layout.dummy_audio_tokens
+    segments = find_segments(batch, tokens, num_dummy, layout.round_to)
     flat: MutableMapping[str, Any] = copy.copy(batch) if isinstance(batch, MutableMapping) else dict(batch)
     for key, value in batch.items():
         if key in _DROPPED:

@@ -121,7 +121,8 @@ class LoaderWorkers:
             self._all_rows = lambda: map(rows.__getitem__, self.order.whole())
         layout = None
         if budget.layout == "flat":
-            layout = FlatLayout(budget.collation.dummy_media_tokens, budget.round_to, with_boundaries)
+            made = budget.collation
+            layout = FlatLayout(made.dummy_media_tokens, budget.round_to, with_boundaries, made.dummy_audio_tokens)
         self.groups = GroupDataset(Picklable(collate_fn, "collate_fn"), patch_size, dataset, layout, measure)
         self._collating: DataLoader | None = loader(
             self.groups,

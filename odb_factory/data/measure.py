@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from odb_factory.data.samples import Measured
 from odb_factory.errors import DataError
@@ -13,22 +15,54 @@ from odb_factory.errors import DataError
 IGNORE_INDEX = -100
 GRID_KEYS = ("image_grid_thw", "video_grid_thw", "image_grid_hws", "spatial_shapes")
 PIXEL_KEYS = ("pixel_values", "pixel_values_videos", "pixel_values_images")
+AUDIO_KEYS = ("feature_attention_mask", "input_features_mask")
+"""Masks [clips, frames] of the spectrograms of audio."""
+FRAMES_PER_PATCH = 2
+"""Spectrogram frames (10 ms each) that count as one patch: what the encoders make a position of, or fewer."""
 DEFAULT_PATCH_SIZE = 14
 Measure = Callable[[Mapping[str, Any], int, tuple[int, ...]], Measured]
 """`measure_batch`, or what counts other units."""
 
 
 def count_patches(inputs: Mapping[str, Any], patch_size: int = DEFAULT_PATCH_SIZE) -> int:
-    """Vision-tower input patches in `inputs`.
+    """Vision-tower input patches in `inputs`, and for audio a patch for each two frames of its spectrogram.
 
-    From the patch grids where there are any ([media, 2 or 3], their products); else from the size
-    of the pixel tensors, one patch being 3 x patch_size x patch_size values.
+    From the patch grids where there are any ([media, 2 or 3], their products); else from the size of the pixel
+    tensors, one patch being 3 x patch_size x patch_size values, without what towers leave out of them: where there
+    are `image_sizes`, the padding of images to the largest, and of their tiles to the most.
     """
     grids = [inputs[key] for key in GRID_KEYS if inputs.get(key) is not None]
     if grids:
-        return sum(int(np.asarray(grid).reshape(-1, np.shape(grid)[-1]).prod(-1).sum()) for grid in grids if len(grid))
-    values = sum(_numel(inputs[key]) for key in PIXEL_KEYS if inputs.get(key) is not None)
-    return values // (3 * patch_size * patch_size)
+        patches = sum(
+            int(np.asarray(grid).reshape(-1, np.shape(grid)[-1]).prod(-1).sum()) for grid in grids if len(grid)
+        )
+    else:
+        present = {key: inputs[key] for key in PIXEL_KEYS if inputs.get(key) is not None}
+        sizes = inputs.get("image_sizes")
+        values = sum(_numel(pixels) - _num_padding(key, pixels, sizes) for key, pixels in present.items())
+        patches = values // (3 * patch_size * patch_size)
+    return patches + _count_audio(inputs, is_packed=bool(grids))
+
+
+def _num_padding(key: str, pixels: Any, sizes: Any) -> int:
+    """Values of a tensor of images that the tower does not see."""
+    if key != "pixel_values" or sizes is None or not isinstance(pixels, Tensor):
+        return 0
+    if pixels.dim() == 4:  # [images, 3, height, width], of which `sizes` [images, 2] are real
+        return pixels.numel() - 3 * int(np.asarray(sizes).reshape(-1, 2).prod(-1).sum())
+    if pixels.dim() == 5:  # [images, tiles, 3, height, width]: tiles that are not there are all zeros
+        return int((pixels == 0).flatten(2).all(-1).sum()) * math.prod(pixels.shape[2:])
+    return 0
+
+
+def _count_audio(inputs: Mapping[str, Any], is_packed: bool) -> int:
+    """is_packed: the model takes media without padding, as those with patch grids do; others compute it."""
+    for key in AUDIO_KEYS:
+        if inputs.get(key) is not None:
+            mask = np.asarray(inputs[key])
+            frames = mask.sum(-1) if is_packed else np.full(len(mask), mask.shape[-1])
+            return int((-(-frames // FRAMES_PER_PATCH)).sum())
+    return 0
 
 
 def count_supervised(labels: Any) -> int:

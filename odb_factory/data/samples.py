@@ -80,6 +80,8 @@ class MicroBatch:
     ids: rows of the training dataset, in batch order; empty on an idle micro-batch.
     tokens: of this rank's samples, without padding. units: of each sample of `ids`.
     stock_units: of each sample the units that stock divides by to take the mean it is part of; () with `fill`.
+    stock_batches: of each sample the number of stock's micro-batch within the optimizer step, which goes through the
+        ranks first and then through the micro-steps; () with `fill`.
     totals: the micro-step over all ranks.
     number, round_index, positions: with `fill` its number in the epoch, the round it was planned in, and which of its
         draws this rank has given away for the micro-step.
@@ -93,6 +95,7 @@ class MicroBatch:
     units: tuple[int, ...]
     stock_units: tuple[int, ...]
     totals: MicroStepTotals
+    stock_batches: tuple[int, ...] = ()
     number: int = 0
     round_index: int = 0
     positions: tuple[int, ...] = ()

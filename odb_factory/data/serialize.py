@@ -22,8 +22,8 @@ from odb_factory.planning import Cost
 
 _PLAIN, _PICKLED = b"\0", b"\1"
 _TUPLE, _ARRAY, _TENSOR, _DATACLASS = 1, 2, 3, 4
-_SAMPLE = struct.Struct("<qqqq?qI")
-"""id, tokens, patches, units, has_media, modality, content; the packed features follow."""
+_SAMPLE = struct.Struct("<qqqq??qI")
+"""id, tokens, patches, units, has_media, has_audio, modality, content; the packed features follow."""
 _dataclasses: dict[str, type] = {}
 T = TypeVar("T", bound=type)
 
@@ -62,7 +62,8 @@ def sample_to_bytes(sample: Sample) -> bytes:
             "rank; let items hold lists, strings, numbers, arrays, tensors or paths, or set `balance: false`"
         )
     cost = sample.cost
-    head = _SAMPLE.pack(sample.id, cost.tokens, cost.patches, cost.units, cost.has_media, cost.modality, sample.content)
+    media = cost.has_media, cost.has_audio, cost.modality
+    head = _SAMPLE.pack(sample.id, cost.tokens, cost.patches, cost.units, *media, sample.content)
     return head + sample.features
 
 
@@ -71,8 +72,11 @@ def sample_from_bytes(received: bytes) -> Sample:
     features = received[_SAMPLE.size :]
     if features[:1] != _PLAIN:
         raise DataError("a sample from another rank is damaged; look for other versions of odb_factory among the ranks")
-    sample_id, tokens, patches, units, has_media, modality, content = _SAMPLE.unpack(received[: _SAMPLE.size])
-    return Sample(sample_id, Cost(tokens, patches, units, has_media, modality), features, content)
+    sample_id, tokens, patches, units, has_media, has_audio, modality, content = _SAMPLE.unpack(
+        received[: _SAMPLE.size]
+    )
+    cost = Cost(tokens, patches, units, has_media, modality, has_audio=has_audio)
+    return Sample(sample_id, cost, features, content)
 
 
 def _own(value: Any) -> Any:

@@ -19,7 +19,7 @@ def settings_of(dataset: OnlineDataset | TokenizedDataset, observer: Observer) -
     settings: dict[str, object] = {name: version(name) for name in ("llamafactory", "transformers")}
     if isinstance(dataset, OnlineDataset):
         arguments = vars(dataset.processor.data_args)
-        settings |= {key: value for key, value in arguments.items() if key not in LOCAL_KEYS}
+        settings |= {key: value for key, value in arguments.items() if key not in LOCAL_KEYS} | dataset.stage.settings
     rows = range(min(len(dataset), ROWS_COMPARED))
     return settings | {"what the first rows say": [_content(dataset, observer, index) for index in rows]}
 

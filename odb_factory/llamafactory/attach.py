@@ -34,6 +34,7 @@ from odb_factory.training.enable import enable_odb
 logger = get_logger(__name__)
 
 ROWS_TRIED_FOR_EXAMPLE = 16
+PADS_TILES = "MllamaPlugin"
 
 
 def mark_source(dataset: Any, dataset_attr: Any, data_args: Any, training_args: Any) -> Any:
@@ -107,7 +108,7 @@ def online_dataset(
     one_row = probes.without_processes(data_args)
     probes.check_preprocessing(
         online.__getitem__,
-        online.rows.__getitem__,
+        lambda index: [online.rows[number] for number in of_rows.together(index)],
         len(online),
         lambda rows: _get_preprocessed_dataset(
             rows, one_row, training_args, stage, template, tokenizer, processor, is_eval=False
@@ -119,12 +120,21 @@ def online_dataset(
 
 
 def check_max_patches(online: OnlineDataset | OnlineStream, config: ODBConfig) -> None:
-    """Refuse a cap that no micro-batch without media keeps, before the model is loaded."""
+    """Refuse a cap that no micro-batch without media keeps, or that is not kept, before the model is loaded."""
+    _check_tiles(config, online.media)
     made_of = online.processor
     template = copy.copy(made_of.template)
     template.mm_plugin = online.media.original
     collator = online.stage.make_collator(template, made_of.tokenizer, made_of.processor)
     check_dummy_media(config, online.stage.collation(collator, online.media.patch_size))
+
+
+def _check_tiles(config: ODBConfig, media: MediaObserver) -> None:
+    if config.max_patches is not None and type(media.original).__name__ == PADS_TILES:
+        raise ConfigError(
+            "odb.max_patches: the vision tower of mllama computes what pads a batch to the most images and the most "
+            "tiles of any row, which is not planned; remove it, and bound micro-batches by token_budget."
+        )
 
 
 def attach_block(trainer: Any, block: Mapping[str, Any]) -> None:
@@ -153,6 +163,7 @@ def attach(trainer: Any, config: ODBConfig) -> None:
         template, processor = (getattr(collator, name, None) for name in ("template", "processor"))
         media = _media_of(stage, template, collator.tokenizer, processor)
         trainer.train_dataset = TokenizedDataset(trainer.train_dataset, media, stage)
+    _check_tiles(config, media)
     trainer.data_collator = Picklable(OpenMedia(collator), "data_collator")  # evaluation sends it to workers, too
     observer = RowObserver(
         media,

@@ -51,10 +51,10 @@ class OnlineDataset(Dataset):
     def features_of(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Of the last of these converted rows, preprocessed together; they need not be its own."""
         self.media.begin_row()
-        encoded = self.processor.preprocess_dataset({key: [row[key] for row in rows] for key in rows[-1]})
+        encoded = self.stage.preprocess(self.processor, rows)
         if not encoded.get(self.stage.column):
             raise RowDropped(INVALID_ROW, f"LLaMA-Factory drops it: {self.stage.dropped}.")
-        features = {key: values[-1] for key, values in encoded.items()}
+        features = {key: values[0] for key, values in encoded.items()}
         if self.media.placeholders_cut(self.stage.answers(features)):
             cutoff_len = self.processor.data_args.cutoff_len
             raise MediaCut(f"cutoff_len {cutoff_len} cuts its visual placeholders, which the model cannot take.")

@@ -10,9 +10,9 @@
 Three more serve messages only, and may be missing in a release: `launcher.launch` and `v1.launcher.launch` (the YAML is
 checked before processes are started, see `launch.py`), and hparams.parser `get_ray_args` (Ray is refused).
 
-The same names and meanings in LLaMA-Factory 0.9.4 and 0.9.5. In a fork with the patch of `odb_factory/patches` the
-block never gets past the first seam, so that the patch has nothing to do and odb attaches once. This module is
-imported whenever LLaMA-Factory is, also for runs without odb, so it imports nothing heavy by itself.
+The same names and meanings in LLaMA-Factory 0.9.4, 0.9.5 and the main branch (0.9.6.dev0). In a fork with the patch of
+`odb_factory/patches` the block never gets past the first seam, so that the patch has nothing to do and odb attaches
+once. This module is imported whenever LLaMA-Factory is, also for runs without odb, so it imports nothing heavy by itself.
 """
 
 from __future__ import annotations
@@ -102,17 +102,17 @@ def _wrapped(wrapper: Callable, original: Callable) -> Callable:
 def _get_train_args(original: Callable, args: Any = None) -> Any:
     global _active
     _active = None
-    from llamafactory.hparams.parser import read_args
+    from odb_factory.llamafactory import block, layout, probes, releases, streaming
 
-    from odb_factory.llamafactory import block, layout, probes, streaming
-
-    args = read_args(args)
+    if (read_args := releases.find_read_args()) is not None:
+        args = read_args(args)
     if not isinstance(args, dict) or not any(block.is_meant_for_block(key, value) for key, value in args.items()):
         return original(args)
     uncaught.install()
     block.check_keys(args)
 
     _check_seams()
+    releases.tell_if_newer()
     args = block.with_whole_documents(layout.with_neat_packing_as_layout(args))
     config = block.check_block(args)
     args = streaming.with_local_files_by_index(args)

@@ -1,9 +1,10 @@
 """Learn what media cost without processing their pixels.
 
 A copy of LLaMA-Factory's multimodal plugin is used for observation. Its call of the image
-processor is answered from image sizes where that is known to be exact (Qwen2-VL, Qwen2.5-VL and
-Qwen3-VL; checked against the real processor at start), and by the real processor, its pixels
-thrown away, everywhere else. The plugin that collates is never touched.
+processor is answered from image sizes: by a formula where there is one, else by what the real
+processor said of blank images of these sizes. Both are checked against the real processor at start;
+where they fail, and for videos, it is asked each time, its pixels thrown away. The same holds for
+the lengths of audio clips. The plugin that collates is never touched.
 """
 
 from __future__ import annotations
@@ -11,18 +12,21 @@ from __future__ import annotations
 import copy
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from io import BytesIO
 from typing import Any
 
 import datasets
+import torch
 from llamafactory.extras.constants import AUDIO_PLACEHOLDER, IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER
 from PIL import Image
 
 from odb_factory.data.measure import DEFAULT_PATCH_SIZE, count_patches
 from odb_factory.data.serialize import register_dataclass
+from odb_factory.llamafactory.media_audio import clips_by_length
+from odb_factory.llamafactory.media_memory import memory_of_sizes
 from odb_factory.llamafactory.media_size import grid_from_size, metadata_is_exact, size_is_exact
 
 EXIF_ORIENTATION, EXIF_ROTATED = 0x0112, (5, 6, 7, 8)
@@ -86,6 +90,8 @@ class MediaObserver:
         self.original, self.processor = plugin, processor
         self._token_ids = _placeholder_ids(plugin, tokenizer)
         self._by_size = size_is_exact(plugin, processor)
+        self._memory = None if self._by_size else memory_of_sizes(plugin, processor)
+        self._clips = clips_by_length(plugin, processor)
         self._metadata_is_exact = self._by_size and metadata_is_exact(plugin, processor)
         self._answers: dict[Any, dict[str, Any]] = {}
         self._expected: list[Counter[str]] = []
@@ -144,48 +150,71 @@ class MediaObserver:
         if videos or audios:
             self.original._get_mm_inputs([], videos or [], audios or [], self.processor)
 
-    def has_media(self, images: Any, videos: Any, audios: Any) -> bool:
-        """Whether the collator injects no fake media beside this row."""
-        visual = self.original.image_token is None or bool(images or videos)
-        return visual and (self.original.audio_token is None or bool(audios))
+    def has_media(self, images: Any, videos: Any) -> bool:
+        """Whether the collator injects no fake image beside this row."""
+        return self.original.image_token is None or bool(images or videos)
 
     def count_patches(self, images: Any, videos: Any, audios: Any, input_ids: list[int]) -> int:
-        """Vision patches of one row, as the collator would make them."""
+        """Patches of one row, as the collator would make them and the model would take them."""
         images, videos, audios = images or [], videos or [], audios or []
-        if not (images or videos):
-            return 0
-        if not self._by_size:
+        total = self._count_audio(audios) if audios else 0
+        if self._memory and self._memory.one_by_one and not videos:
+            answers = [self._memory.answer([_size_of(image)]) for image in images]
+            return total + sum(count_patches(answer, self.patch_size) for answer in answers)
+        if (images or videos) and not self._by_size:
             inputs = self.plugin.get_mm_inputs(
-                images, videos, audios, [len(images)], [len(videos)], [len(audios)], [input_ids], self.processor
+                images, videos, [], [len(images)], [len(videos)], [0], [input_ids], self.processor
             )
-            return count_patches(inputs, self.patch_size)
-        total = count_patches(self._get_mm_inputs(images, [], [], self.processor)) if images else 0
+            return total + count_patches(inputs, self.patch_size)
+        if images:
+            total += count_patches(self._get_mm_inputs(images, [], [], self.processor))
         if videos:
             known = self._metadata_is_exact
             from_metadata = self.plugin._get_video_token_metadata(videos, self.processor) if known else None
             total += count_patches(from_metadata or self._get_mm_inputs([], videos, [], self.processor))
         return total
 
+    def _count_audio(self, audios: Any) -> int:
+        inputs = self._get_mm_inputs([], [], audios, self.processor)
+        if self._by_size:
+            inputs["image_grid_thw"] = torch.zeros((0, 3), dtype=torch.long)  # as every batch of such a model has it
+        return count_patches(inputs)
+
     @property
     def patch_size(self) -> int:
         """Side of a vision patch, in pixels."""
-        image_processor = getattr(self.processor, "image_processor", None)
-        size = getattr(image_processor, "patch_size", None) or getattr(self.processor, "patch_size", None)
-        return size if isinstance(size, int) else DEFAULT_PATCH_SIZE
+        for owner in (getattr(self.processor, "image_processor", None), self.processor):
+            size = getattr(owner, "patch_size", None)
+            height = size.get("height") if isinstance(size, Mapping) else getattr(size, "height", size)
+            if isinstance(height, int):
+                return height
+        return DEFAULT_PATCH_SIZE
 
     def _get_mm_inputs(self, images: Any, videos: Any, audios: Any, processor: Any, *args: Any, **kwargs: Any) -> dict:
-        key = tuple(id(item) for item in (*images, None, *videos, None, *audios)), repr((args, kwargs))
+        inputs: dict[str, Any] = {}
+        if images and self._by_size:
+            inputs["image_grid_thw"] = grid_from_size(self.original, processor, [_size_of(image) for image in images])
+            images = []
+        elif images and self._memory and not videos:
+            inputs |= self._memory.answer([_size_of(image) for image in images], *args, **kwargs)
+            images = []
+        if images or videos:
+            inputs |= self._asked((images, videos, []), processor, *args, **kwargs)
+        lengths = self._clips.lengths_of(audios) if self._clips and audios and not (args or kwargs) else None
+        if self._clips and lengths:
+            inputs |= self._clips.answer(lengths)
+        elif audios:
+            inputs |= self._asked(([], [], audios), processor, *args, **kwargs)
+        return inputs
+
+    def _asked(self, media: tuple[Any, Any, Any], processor: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """What the real processor says of images, videos and audio of this row; it is asked once."""
+        key = tuple(tuple(id(item) for item in kind) for kind in media), repr((args, kwargs))
         if key not in self._answers:
-            inputs: dict[str, Any] = {}
-            if images and self._by_size:
-                inputs["image_grid_thw"] = grid_from_size(
-                    self.original, processor, [_size_of(image) for image in images]
-                )
-                images = []
-            if images or videos or audios:
-                inputs |= self.original._get_mm_inputs(decoded(images), videos, audios, processor, *args, **kwargs)
-            self._answers[key] = inputs
-        return dict(self._answers[key])
+            images, videos, audios = media
+            answer = self.original._get_mm_inputs(decoded(images), videos, audios, processor, *args, **kwargs)
+            self._answers[key] = dict(answer)
+        return self._answers[key]
 
     def _process_messages(self, messages: Any, *args: Any, **kwargs: Any) -> list[dict[str, str]]:
         written = [message["content"] for message in messages]

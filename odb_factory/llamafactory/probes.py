@@ -68,23 +68,25 @@ def check_conversion(convert: Callable[[int], dict[str, Any]], rows: Any, align:
 
 
 def check_preprocessing(
-    preprocess: Callable[[int], dict[str, Any]], row_of: Callable[[int], dict[str, Any]], count: int, stock: Callable
+    preprocess: Callable[[int], dict[str, Any]],
+    rows_of: Callable[[int], list[dict[str, Any]]],
+    count: int,
+    stock: Callable,
 ) -> None:
     """That rows preprocessed one at a time are those of LLaMA-Factory's pass, which `stock` makes of a dataset.
 
-    row_of: a converted row.
+    rows_of: a converted row, behind those that must be in one batch with it.
     """
     import datasets
 
     def by_pass(index: int) -> dict[str, Any]:
-        row = row_of(index)
-        if any(row.get(name) for name in ("_videos", "_audios")):
+        rows = rows_of(index)
+        if any(row.get(name) for name in ("_videos", "_audios") for row in rows):
             raise ValueError("takes long")
         # As they are stored: an encoded cell is what LLaMA-Factory takes for an image, too.
-        images = [_plain(image) for image in row.get("_images") or []]
-        one = datasets.Dataset.from_list([row | {"_images": images}])
+        stored = [row | {"_images": [_plain(image) for image in row.get("_images") or []]} for row in rows]
         with contextlib.redirect_stdout(io.StringIO()):  # it prints the row, which we have done
-            return stock(one)[0]
+            return stock(datasets.Dataset.from_list(stored))[-1]
 
     _compare(preprocess, by_pass, count, "its preprocessing")
 

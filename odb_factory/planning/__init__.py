@@ -5,7 +5,7 @@ from odb_factory.planning.fill import plan_buffers
 from odb_factory.planning.flat_groups import plan_in_groups
 from odb_factory.planning.keep import plan_optimizer_step
 from odb_factory.planning.metadata import ROW, BufferMetadata, make_metadata
-from odb_factory.planning.plan import MAX_REDISTRIBUTED_BYTES, MicroStepTotals, Plan
+from odb_factory.planning.plan import MAX_REDISTRIBUTED_BYTES, MicroStepTotals, Plan, exceeds_limit
 
 __all__ = [
     "MAX_REDISTRIBUTED_BYTES",
@@ -18,6 +18,7 @@ __all__ = [
     "CostModel",
     "MicroStepTotals",
     "Plan",
+    "exceeds_limit",
     "make_metadata",
     "plan_buffers",
     "plan_in_groups",

@@ -38,7 +38,7 @@ class Rows:
         multiple = budget.collation.pad_to_multiple_of
         length = np.maximum(-(-tokens // multiple) * multiple, 1)
         priority = tokens * (AGING_DENOMINATOR + np.minimum(waited, MAX_WAIT_ROUNDS))
-        summed = [priority, rows["patches"], rows["has_media"], waited >= MAX_WAIT_ROUNDS]
+        summed = [priority, rows["patches"], rows["has_media"], rows["has_audio"], waited >= MAX_WAIT_ROUNDS]
         self._columns = np.array([tokens, length, kind, waited, *summed], dtype=np.int64)
         self._measure()
 
@@ -49,7 +49,7 @@ class Rows:
         self.tokens, self.length, kind, waited = self._columns[:4]
         sums = np.zeros((len(self._columns) - 4, len(self) + 1), dtype=np.int64)
         np.cumsum(self._columns[4:], axis=1, out=sums[:, 1:])
-        self.priority_before, self.patches_before, self.media_before, self.overdue_before = sums
+        self.priority_before, self.patches_before, self.media_before, self.audio_before, self.overdue_before = sums
         self.most_overdue = int(np.lexsort((self.index, -waited))[0]) if self.overdue_before[-1] else None
         self.max_end = self._max_end(kind)
 
@@ -73,22 +73,24 @@ class Rows:
 
     def shape(self, start: int, end: int) -> tuple[int, int, int]:
         """(rows, padded row length in tokens, patches) of a group as collated."""
-        has_media = bool(self.media_before[end] - self.media_before[start])
+        media = int(self.media_before[end] - self.media_before[start])
+        audio = int(self.audio_before[end] - self.audio_before[start])
         collation = self.budget.collation
-        length = collation.length(int(self.tokens[start]), int(self.tokens[end - 1]), has_media)
-        patches = int(self.patches_before[end] - self.patches_before[start])
-        return end - start, length, patches if has_media else patches + collation.dummy_media_patches
+        dummy_tokens, dummy_patches = collation.dummies(media, audio)
+        length = collation.length(int(self.tokens[start]), int(self.tokens[end - 1]), dummy_tokens)
+        return end - start, length, int(self.patches_before[end] - self.patches_before[start]) + dummy_patches
 
     def shapes(self, starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """`shape` of many groups, none of them empty."""
         collation, lengths = self.budget.collation, self.length[starts]
         patches = self.patches_before[ends] - self.patches_before[starts]
-        if collation.dummy_media_tokens or collation.dummy_media_patches:
-            is_text = self.media_before[ends] == self.media_before[starts]
-            first = self.tokens[ends - 1] + collation.dummy_media_tokens
+        if collation.has_dummies:
+            media = self.media_before[ends] - self.media_before[starts]
+            audio = self.audio_before[ends] - self.audio_before[starts]
+            dummy_tokens, dummy_patches = collation.dummies(media, audio)
+            first = self.tokens[ends - 1] + dummy_tokens
             first = -(-first // collation.pad_to_multiple_of) * collation.pad_to_multiple_of
-            lengths = np.where(is_text, np.maximum(lengths, first), lengths)
-            patches = patches + np.where(is_text, collation.dummy_media_patches, 0)
+            lengths, patches = np.maximum(lengths, first), patches + dummy_patches
         return ends - starts, lengths, patches
 
     def cost(self, start: int, end: int, model: CostModel) -> int:

@@ -20,10 +20,11 @@ class Cost:
     """The cost of one sample, known after template, tokenizer and multimodal plugin have run.
 
     tokens: length after expansion and truncation.
-    patches: vision-tower input patches.
+    patches: vision-tower input patches; of audio, pairs of spectrogram frames.
     units: what the loss is a mean over: supervised tokens (labels that carry loss, after the causal shift); 1 for a
         pair or an example.
-    has_media: the sample brings media of its own, so the collator injects none beside it.
+    has_media, has_audio: the sample brings images or videos, or audio, of its own, so the collator injects none beside
+        it.
     leading_label: the first label is one too, though nothing predicts it: stock counts it when it takes a mean.
     modality: only samples of one modality share a group. Videos are one: a model runs its vision tower once for
         the images of a batch and once for its videos, and engines that shard parameters hang unless every
@@ -36,6 +37,7 @@ class Cost:
     has_media: bool = False
     modality: int = 0
     leading_label: bool = False
+    has_audio: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,26 +64,41 @@ class Collation:
     """What the framework's collator adds to the samples of a group.
 
     pad_to_multiple_of: the row length is rounded up to a multiple of this.
-    dummy_media_tokens, dummy_media_patches: fake media that the collator injects into the first row of a
-        group without media (so that every rank runs the vision tower).
+    dummy_media_tokens, dummy_media_patches: a fake image that the collator injects into the first row of a
+        group without images and videos (so that every rank runs the vision tower).
+    dummy_audio_tokens, dummy_audio_patches: the same of audio, behind it.
     """
 
     pad_to_multiple_of: int = 1
     dummy_media_tokens: int = 0
     dummy_media_patches: int = 0
+    dummy_audio_tokens: int = 0
+    dummy_audio_patches: int = 0
 
-    def length(self, longest: int, first: int, has_media: bool) -> int:
-        """Padded row length of a group (tokens); `first` is the length of its first row."""
-        if not has_media:
-            longest = max(longest, first + self.dummy_media_tokens)
+    @property
+    def has_dummies(self) -> bool:
+        return self.dummies(0, 0) != (0, 0)
+
+    def dummies(self, media: Amount, audio: Amount) -> tuple[Amount, Amount]:
+        """Tokens and patches that are injected into a group, given how many of its samples have media and audio."""
+        tokens: Amount = (media == 0) * self.dummy_media_tokens + (audio == 0) * self.dummy_audio_tokens
+        patches: Amount = (media == 0) * self.dummy_media_patches + (audio == 0) * self.dummy_audio_patches
+        return tokens, patches
+
+    def length(self, longest: int, first: int, dummy_tokens: int) -> int:
+        """Padded row length of a group (tokens); `first` is the length of its first row, without `dummy_tokens`."""
+        longest = max(longest, first + dummy_tokens)
         return -(-longest // self.pad_to_multiple_of) * self.pad_to_multiple_of
 
     def shape(self, group: Sequence[Cost]) -> tuple[int, int, int]:
         """(rows, padded row length in tokens, patches) of a group, its rows in the given order."""
-        has_media = any(cost.has_media for cost in group)
-        length = self.length(max(cost.tokens for cost in group), group[0].tokens, has_media)
-        patches = sum(cost.patches for cost in group) + (0 if has_media else self.dummy_media_patches)
-        return len(group), length, patches
+        dummy_tokens, dummy_patches = self.dummies_of(group)
+        length = self.length(max(cost.tokens for cost in group), group[0].tokens, dummy_tokens)
+        return len(group), length, sum(cost.patches for cost in group) + dummy_patches
+
+    def dummies_of(self, group: Sequence[Cost]) -> tuple[int, int]:
+        """Tokens and patches that are injected into a group."""
+        return self.dummies(sum(cost.has_media for cost in group), sum(cost.has_audio for cost in group))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,31 +126,25 @@ class Budget:
         rows, length, patches = self.collation.shape(group)
         if self.layout == "padded":
             return rows, length, patches
-        has_media = any(cost.has_media for cost in group)
-        return 1, self.flat_tokens(sum(cost.tokens for cost in group), has_media), patches
-
-    def flat_tokens(self, tokens: int, has_media: bool) -> int:
-        """Of a flat micro-batch, given the sum of its samples' tokens; dummy media are a segment of their own."""
-        if not has_media:
-            tokens += self.collation.dummy_media_tokens
-        return -(-tokens // self.round_to) * self.round_to
+        tokens = sum(cost.tokens for cost in group) + self.collation.dummies_of(group)[0]
+        return 1, -(-tokens // self.round_to) * self.round_to, patches
 
     def flat_shapes(
-        self, tokens: np.ndarray, patches: np.ndarray, squares: np.ndarray, media: np.ndarray
+        self, tokens: np.ndarray, patches: np.ndarray, squares: np.ndarray, media: np.ndarray, audio: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokens, patches and attention of flat micro-batches, given sums over the samples of each.
 
-        squares: of lengths squared. media: samples with media. Attention is the sum of squared lengths of all
-        segments, those of dummy media and of what the total is rounded up by included.
+        squares: of lengths squared. media, audio: samples that have it. Attention is the sum of squared lengths of all
+        segments, those of dummy media (one) and of what the total is rounded up by included.
         """
-        dummy_tokens = np.where(media > 0, 0, self.collation.dummy_media_tokens)
+        dummy_tokens, dummy_patches = self.collation.dummies(media, audio)
         rounded_up = -(tokens + dummy_tokens) % self.round_to
-        patches = patches + np.where(media > 0, 0, self.collation.dummy_media_patches)
-        return tokens + dummy_tokens + rounded_up, patches, squares + dummy_tokens**2 + rounded_up**2
+        return tokens + dummy_tokens + rounded_up, patches + dummy_patches, squares + dummy_tokens**2 + rounded_up**2
 
-    def holds_flat(self, tokens: np.ndarray, patches: np.ndarray, media: np.ndarray) -> np.ndarray:
-        """Whether flat micro-batches are within both budgets, given sums over the samples of each."""
-        tokens, patches, _ = self.flat_shapes(tokens, patches, tokens, media)
+    def holds_flat(self, sums: np.ndarray) -> np.ndarray:
+        """Whether flat micro-batches are within both budgets, given sums over the samples of each: tokens, patches,
+        squared lengths, samples with media, samples with audio [..., 5]."""
+        tokens, patches, _ = self.flat_shapes(*np.moveaxis(sums, -1, 0))
         holds: np.ndarray = tokens <= self.token_budget
         return holds if self.max_patches is None else holds & (patches <= self.max_patches)
 

@@ -56,11 +56,12 @@ def fill_flat(
 
 def _room(samples: Samples) -> tuple[int, int | None]:
     """The most real tokens and patches that surely fit in a bin."""
-    budget, collation = samples.budget, samples.budget.collation
-    tokens = budget.token_budget // budget.round_to * budget.round_to - collation.dummy_media_tokens
+    budget = samples.budget
+    dummy_tokens, dummy_patches = budget.collation.dummies(0, 0)
+    tokens = budget.token_budget // budget.round_to * budget.round_to - dummy_tokens
     if budget.max_patches is None:
         return max(tokens, 1), None
-    return max(tokens, 1), max(budget.max_patches - collation.dummy_media_patches, 1)
+    return max(tokens, 1), max(budget.max_patches - dummy_patches, 1)
 
 
 def _loads(samples: Samples) -> tuple[np.ndarray, np.ndarray]:
@@ -135,23 +136,23 @@ def _hold_back(samples: Samples, bins: Bins, bin_of: np.ndarray) -> None:
     is_oldest = np.zeros(len(samples), dtype=bool)
     is_oldest[by_age[np.flatnonzero(np.diff(samples.pool[by_age], prepend=-1))]] = True
     taken = np.flatnonzero(bin_of >= 0)
-    sums = np.zeros((len(bins), 4), dtype=np.int64)
+    sums = np.zeros((len(bins), 5), dtype=np.int64)
     np.add.at(sums, bin_of[taken], samples.measures[taken])
-    broken = ~samples.budget.holds_flat(sums[:, 0], sums[:, 1], sums[:, 3]) & ~bins.frozen
+    broken = ~samples.budget.holds_flat(sums) & ~bins.frozen
     for i in np.flatnonzero(broken).tolist():
         own = taken[bin_of[taken] == i]
         own = own[np.lexsort((own, samples.tokens[own], samples.age[own], is_oldest[own]))]
         for out in own[:-1].tolist():
             bin_of[out] = -1
             sums[i] -= samples.measures[out]
-            if samples.budget.holds_flat(*sums[i, [0, 1, 3]]):
+            if samples.budget.holds_flat(sums[i]):
                 break
 
 
 def _top_up(samples: Samples, bins: Bins, bin_of: np.ndarray) -> None:
     """Put waiting samples, the oldest first, into the fullest bin that has room for them. Changes `bin_of`."""
     taken = np.flatnonzero(bin_of >= 0)
-    sums = np.zeros((len(bins), 4), dtype=np.int64)
+    sums = np.zeros((len(bins), 5), dtype=np.int64)
     np.add.at(sums, bin_of[taken], samples.measures[taken])
     modality = np.empty(len(bins), dtype=np.int64)
     modality[bin_of[taken]] = samples.sample_class[taken]  # as numbered here, where some may be of another modality
@@ -166,7 +167,7 @@ def _top_up(samples: Samples, bins: Bins, bin_of: np.ndarray) -> None:
             break
         chosen, waiting = int(waiting[0]), waiting[1:]
         after = sums + samples.measures[chosen]
-        holds = samples.budget.holds_flat(after[:, 0], after[:, 1], after[:, 3]) & ~bins.frozen
+        holds = samples.budget.holds_flat(after) & ~bins.frozen
         holds &= modality == samples.sample_class[chosen]
         if holds.any():
             fullest = int(np.where(holds, sums[:, 0], -1).argmax())

@@ -46,7 +46,7 @@ def cut_flat(samples: Samples, model: CostModel, least_steps: int = 0) -> list[l
 def lower_bound(samples: Samples, num_steps: int, model: CostModel) -> int:
     """No cut into so many micro-steps costs less: of each measure a pool's mean, or the largest sample."""
     num_pools = int(samples.pool.max()) + 1
-    sums = np.zeros((num_pools, 4), dtype=np.int64)
+    sums = np.zeros((num_pools, 5), dtype=np.int64)
     np.add.at(sums, samples.pool, samples.measures)
     most = np.maximum((-(-sums // samples.slots)).max(axis=0), samples.measures.max(axis=0))
     return num_steps * model.fixed + int(most[:3] @ np.array([model.token, model.patch, model.square]))
@@ -88,14 +88,14 @@ def in_order(filled: Filled) -> list[list[PoolGroup]]:
 def first_fit(samples: Samples, model: CostModel) -> Filled:
     """First-fit decreasing (Johnson 1973), within the budgets, in as many micro-steps as that takes."""
     bin_of = np.empty(len(samples), dtype=np.int64)
-    sums = np.zeros((len(samples), 4), dtype=np.int64)
+    sums = np.zeros((len(samples), 5), dtype=np.int64)
     bin_class: list[int] = []
     first = 0
     for i in np.lexsort((-samples.tokens, samples.overlong, samples.sample_class)).tolist():
         if not bin_class or bin_class[-1] != samples.sample_class[i]:
             first = len(bin_class)
         after = sums[first : len(bin_class)] + samples.measures[i]
-        holds = samples.budget.holds_flat(after[:, 0], after[:, 1], after[:, 3]) & ~samples.overlong[i]
+        holds = samples.budget.holds_flat(after) & ~samples.overlong[i]
         chosen = first + int(holds.argmax()) if holds.any() else len(bin_class)
         if chosen == len(bin_class):
             bin_class.append(int(samples.sample_class[i]))
@@ -120,6 +120,6 @@ def _split_to_fill_slots(samples: Samples, bin_of: np.ndarray, bin_class: list[i
             count[0] = np.count_nonzero((samples.pool == pool) & (bin_of == 0))
             own = np.flatnonzero(bin_of == int(count.argmax()))
             # One without media, if there is any: what keeps its media gets no dummies that could be too much.
-            chosen = own[int(samples.has_media[own].argmin())]
+            chosen = own[int((samples.has_media[own] * 1 + samples.has_audio[own]).argmin())]
             bin_class.append(int(samples.sample_class[chosen]))
             bin_of[chosen] = len(bin_class) - 1

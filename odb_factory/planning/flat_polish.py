@@ -108,7 +108,7 @@ def _improve(filled: Filled, critical: int, own: np.ndarray) -> bool:
         return False
     theirs = np.flatnonzero(np.isin(filled.bin_of, others))
     nobody = len(samples)
-    measures = np.concatenate([samples.measures, np.zeros((1, 4), dtype=np.int64)])
+    measures = np.concatenate([samples.measures, np.zeros_like(samples.measures[:1])])
     given = np.append(own, nobody)
     taken = np.concatenate([theirs, np.full(len(others), nobody)])
     partner = np.concatenate([filled.bin_of[theirs], others])

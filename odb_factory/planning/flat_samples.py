@@ -25,7 +25,8 @@ class Samples:
     may go to: one pool for all ranks that share their samples, or one for each rank [n].
     slots: ranks that share a pool.
 
-    tokens, patches, has_media follow `index` [n]. overlong: the sample breaks a budget alone, so it goes alone [n].
+    tokens, patches, has_media, has_audio follow `index` [n]. overlong: the sample breaks a budget alone, so it goes
+    alone [n].
     sample_class: numbers of the classes, pool by pool [n].
     """
 
@@ -34,12 +35,12 @@ class Samples:
         self.table, self.index, self.pool, self.slots, self.budget = table, index, pool, slots, budget
         self.tokens = rows["tokens"].astype(np.int64)
         self.patches = rows["patches"].astype(np.int64)
-        self.has_media = rows["has_media"]
+        self.has_media, self.has_audio = rows["has_media"], rows["has_audio"]
         self.age = rows["age"].astype(np.int64)
         modalities, modality = np.unique(rows["modality"], return_inverse=True)
         self.num_modalities = max(len(modalities), 1)
         self.sample_class = pool * self.num_modalities + modality
-        self.overlong = ~budget.holds_flat(self.tokens, self.patches, self.has_media)
+        self.overlong = ~budget.holds_flat(self.measures)
 
     def __len__(self) -> int:
         return len(self.index)
@@ -50,18 +51,19 @@ class Samples:
 
     @cached_property
     def measures(self) -> np.ndarray:
-        """Tokens, patches, squared length, and whether it has media [n, 4]."""
-        return np.stack([self.tokens, self.patches, self.tokens**2, self.has_media.astype(np.int64)], axis=1)
+        """Tokens, patches, squared length, and whether it has media and audio [n, 5]."""
+        columns = [self.tokens, self.patches, self.tokens**2, self.has_media, self.has_audio]
+        return np.stack(columns, axis=1, dtype=np.int64, casting="unsafe")
 
     def sums(self, bin_of: np.ndarray, num_bins: int) -> np.ndarray:
-        """`measures` of each bin [bins, 4]."""
-        sums = np.zeros((num_bins, 4), dtype=np.int64)
+        """`measures` of each bin [bins, 5]."""
+        sums = np.zeros((num_bins, 5), dtype=np.int64)
         np.add.at(sums, bin_of, self.measures)
         return sums
 
     def weigh(self, model: CostModel) -> CostModel:
         """The model that bins are balanced by: `model`, with something for tokens and patches where it has nothing."""
-        tokens, patches, squares, _ = (int(total) for total in self.measures.sum(axis=0))
+        tokens, patches, squares, *_ = (int(total) for total in self.measures.sum(axis=0))
         rest = model.patch * patches + model.square * squares
         token = max(model.token, -(-rest // (LEAST_TOKEN_SHARE * max(tokens, 1))), 1)
         if model.patch or not patches:

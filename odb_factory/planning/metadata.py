@@ -20,6 +20,7 @@ ROW = np.dtype(
         ("modality", "u1"),
         ("has_media", "?"),
         ("leading_label", "?"),
+        ("has_audio", "?"),
     ]
 )
 """A sample: its `Cost`, its features in bytes, its position in the optimizer step (where steps are kept), and its age,
@@ -54,6 +55,7 @@ def make_metadata(
             cost.modality,
             cost.has_media,
             cost.leading_label,
+            cost.has_audio,
         )
         for cost, age, size, position in zip(costs, ages, sizes or zeros, positions or zeros)
     ]

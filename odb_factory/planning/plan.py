@@ -117,14 +117,15 @@ def _totals(
     moved = owner_rank[chosen] != np.repeat(busy, sizes)
     patches = np.add.reduceat(rows["patches"].astype(np.int64), starts)
     tokens = rows["tokens"].astype(np.int64)
+    media, audio = (np.add.reduceat(rows[name].astype(np.int64), starts) for name in ("has_media", "has_audio"))
     if budget.layout == "flat":
-        squares, media = np.add.reduceat(tokens**2, starts), np.add.reduceat(rows["has_media"].astype(np.int64), starts)
-        collated, patches, attention = budget.flat_shapes(np.add.reduceat(tokens, starts), patches, squares, media)
+        totals, squares = np.add.reduceat(tokens, starts), np.add.reduceat(tokens**2, starts)
+        collated, patches, attention = budget.flat_shapes(totals, patches, squares, media, audio)
     else:
-        has_media = np.logical_or.reduceat(rows["has_media"], starts)
-        patches += np.where(has_media, 0, budget.collation.dummy_media_patches)
+        dummy_tokens, dummy_patches = budget.collation.dummies(media, audio)
+        patches += dummy_patches
         longest, first = np.maximum.reduceat(rows["tokens"], starts).tolist(), rows["tokens"][starts].tolist()
-        lengths = np.array([budget.collation.length(*shape) for shape in zip(longest, first, has_media.tolist())])
+        lengths = np.array([budget.collation.length(*shape) for shape in zip(longest, first, dummy_tokens.tolist())])
         collated = sizes * lengths
         attention = collated * lengths
     return MicroStepTotals(

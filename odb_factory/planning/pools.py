@@ -109,7 +109,7 @@ def next_ends(pools: Pools, caps: np.ndarray) -> np.ndarray:
             fits = rows.costs(starts, middle, model) <= caps
             low, high = np.where(fits, middle, low), np.where(fits, high, middle - 1)
         ends = low
-    if budget.collation.dummy_media_tokens or budget.collation.dummy_media_patches:
+    if budget.collation.has_dummies:
         while True:
             count, lengths, patches = rows.shapes(starts, ends)
             padded = count * lengths

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,7 @@ from odb_factory.training.train_loader import StepInputs, TrainLoader
 if TYPE_CHECKING:
     from transformers import Trainer
 
+    from odb_factory.data.collate import Collated
     from odb_factory.training.enable import ODBSettings
 
     Base = Trainer
@@ -55,6 +56,8 @@ class ODBTrainerMixin(Base):
     odb_run: the run of the `train()` under way; None outside of it, where everything is stock's.
     odb_arguments: the training arguments that the run changes; None outside of `train()`.
     odb_layout: of its micro-batches. odb_check: what is still to be made sure of about a flat one.
+    odb_before_step: called with the model and all micro-batches of an optimizer step before the first is trained on,
+        which are in memory together then; None: they come one by one.
     """
 
     odb_settings: ODBSettings | None = None
@@ -64,6 +67,7 @@ class ODBTrainerMixin(Base):
     odb_callback: ODBCallback | None = None
     odb_layout: Layout | None = None
     odb_check: LayoutCheck | None = None
+    odb_before_step: Callable[[Any, Sequence[Collated]], None] | None = None
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         if self.odb_settings is None:
@@ -198,6 +202,10 @@ class ODBTrainerMixin(Base):
         run = self.odb_run
         if run is None or not isinstance(inputs, StepInputs):
             return super().training_step(model, inputs, *args, **kwargs)
+        if self.odb_before_step is not None:
+            whole = list(inputs.micro_batches)
+            self.odb_before_step(model, whole)
+            inputs.micro_batches = (whole.pop(0) for _ in range(len(whole)))
         total: Any = None
         for micro_batch, measured, batch in inputs.micro_batches:
             run.begin_micro_batch(micro_batch, measured, batch)

@@ -38,6 +38,7 @@ class Computing:
     is_weighed: its loss has been.
     """
 
+    micro_batch: MicroBatch
     loss: MicroBatchLoss
     num_items: int
     segments: tuple[int, ...] = ()
@@ -138,7 +139,7 @@ class ODBRun:
         if self.fill is not None and micro_batch.index == 0:
             self.fill.advance(self.optimizer_steps + 1, self.epoch)
         loss = self.accounting.begin(micro_batch, measured, labels)
-        self.computing = Computing(loss, max(measured.units, 1), measured.segments)
+        self.computing = Computing(micro_batch, loss, max(measured.units, 1), measured.segments)
 
     def end_micro_batch(self) -> None:
         """Count the micro-batch whose backward is done."""

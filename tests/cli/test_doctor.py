@@ -81,7 +81,8 @@ def test_sound_facts_give_no_problem() -> None:
     ("change", "said"),
     [
         ({"versions": SOUND.versions | {"llamafactory": "0.9.3"}}, "llamafactory 0.9.3 is not supported"),
-        ({"versions": SOUND.versions | {"llamafactory": "0.9.6"}}, "llamafactory 0.9.6 is not supported"),
+        ({"versions": SOUND.versions | {"llamafactory": "1.0"}}, "llamafactory 1.0 is not supported"),
+        ({"versions": SOUND.versions | {"llamafactory": "0.9.7"}}, "llamafactory 0.9.7 is newer than what"),
         ({"versions": SOUND.versions | {"datasets": None}}, "datasets is not installed"),
         ({"versions": SOUND.versions | {"transformers": "4.51.3"}}, "transformers 4.51.3 is not supported"),
         ({"entry_point": None, "probe": Probe(hooked=["x"])}, "is not declared"),

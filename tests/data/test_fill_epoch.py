@@ -104,7 +104,7 @@ def test_what_a_step_says_is_true_on_every_rank(rows: list[Row], options: dict[s
         assert totals.samples == len(ids)
         assert totals.active_ranks == sum(not one.idle for one in micro_step)
         assert totals.tokens == sum(one.tokens for one in micro_step) == sum(costs[id].tokens for id in ids)
-        assert totals.units == sum(one.units for one in micro_step)
+        assert totals.units == sum(one.num_units for one in micro_step)
         for one in micro_step:
             assert one.tokens == sum(costs[id].tokens for id in one.ids)
             assert one.units == tuple(costs[id].units for id in one.ids)
@@ -259,6 +259,7 @@ def test_the_buffer_is_filled_and_never_above_its_size() -> None:
         budget=Budget(32),
         num_samples=100,
         balance=False,
+        group_size=256,
         seed=0,
         rank=0,
         coordinator=Coordinator(),

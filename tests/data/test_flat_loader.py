@@ -113,7 +113,7 @@ def test_what_was_planned_is_what_was_collated(mode: str, round_to: int | None) 
             assert [set(part.tolist()) for part in parts[: len(one.ids)]] == [{k + 1} for k in one.ids]
             assert [len(part) for part in parts[: len(one.ids)]] == [rows[k].tokens for k in one.ids]
             assert sum(measured.segments[: len(one.ids)]) == one.tokens
-            assert measured.units == one.units
+            assert measured.units == one.num_units
             if round_to:
                 assert measured.length % round_to == 0
             if len(one.ids) > 1:

@@ -83,9 +83,8 @@ def test_it_is_the_same_tokens_without_padding(
     total = sum(lengths) + dummy
     fill = -total % round_to
     assert segments == tuple(n for n in (*lengths, dummy, fill) if n)
-    assert sum(segments) == Budget(1, collation=Collation(1, dummy), layout="flat", round_to=round_to).flat_tokens(
-        sum(lengths), not dummy
-    )
+    budget = Budget(1, collation=Collation(1, dummy), layout="flat", round_to=round_to)
+    assert (1, sum(segments)) == budget.shape([Cost(length, has_media=not dummy) for length in lengths])[:2]
     dummies = list(range(DUMMY, DUMMY + dummy))
     ids = [token for row in rows for token in row["input_ids"]] + dummies
     assert flat["input_ids"].tolist()[0][:total] == ids

@@ -296,7 +296,7 @@ def test_a_batch_is_what_its_micro_batch_and_its_measure_say(workers: tuple[int,
         assert not one.idle
         assert [row[0].item() - 1 for row in batch["input_ids"]] == list(one.ids)
         assert (batch["input_ids"] != PAD).sum().item() == one.tokens
-        assert (batch["labels"][:, 1:] != IGNORE).sum().item() == one.units == measured.units
+        assert (batch["labels"][:, 1:] != IGNORE).sum().item() == one.num_units == measured.units
         assert one.totals.padded_tokens == num_rows * length
     steps = [list(step) for _, step in itertools.groupby((one for one, _, _ in items), lambda one: one.step.index)]
     assert [step[0].step.index for step in steps] == list(range(len(steps)))

@@ -114,7 +114,7 @@ def test_what_all_ranks_are_told_is_the_same(case: Case) -> None:
         assert [one.totals for one in micro_step] == [totals] * len(micro_step)
         assert totals.samples == sum(len(one.ids) for one in micro_step)
         assert totals.tokens == sum(one.tokens for one in micro_step)
-        assert totals.units == sum(one.units for one in micro_step)
+        assert totals.units == sum(one.num_units for one in micro_step)
     if epochs[0].steps:
         last = epochs[0].steps[-1]
         assert last.rejected.total() == sum(len(epoch.rejected) for epoch in epochs)

@@ -10,9 +10,9 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from odb_factory.data.measure import IGNORE_INDEX, count_patches, count_supervised, measure_batch
+from odb_factory.data.measure import IGNORE_INDEX, count_supervised, measure_batch
 from odb_factory.data.samples import Measured
-from odb_factory.llamafactory.stages.stage import PROBE_TOKENS, Stage, media_cost
+from odb_factory.llamafactory.stages.stage import MEDIA, Stage, media_cost, probe_answer, probe_collation
 from odb_factory.planning import Collation, Cost
 
 if TYPE_CHECKING:
@@ -57,20 +57,9 @@ class Pairs(Stage):
 
     def collation(self, collator: Any, patch_size: int) -> Collation:
         """A pair is planned as one row of twice the tokens: dummy media in its first row widen the second as well."""
-        unpadded = copy.copy(collator)
-        unpadded.pad_to_multiple_of = None
-        token = collator.tokenizer.pad_token_id
-        sample: dict[str, Any] = {"images": None, "videos": None, "audios": None}
-        for side in SIDES:
-            sample[f"{side}_input_ids"] = [token] * PROBE_TOKENS
-            sample[f"{side}_attention_mask"] = [1] * PROBE_TOKENS
-            sample[f"{side}_labels"] = [IGNORE_INDEX] * PROBE_TOKENS
-        batch = unpadded([sample])
-        return Collation(
-            pad_to_multiple_of=2 * (collator.pad_to_multiple_of or 1),
-            dummy_media_tokens=2 * (batch["input_ids"].shape[1] - PROBE_TOKENS),
-            dummy_media_patches=count_patches(batch, patch_size),
-        )
+        answer = probe_answer(collator)
+        pair = {f"{side}_{name}": value for side in SIDES for name, value in answer.items()}
+        return probe_collation(collator, pair | dict.fromkeys(MEDIA), patch_size, rows=len(SIDES))
 
 
 class Rm(Pairs):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from odb_factory.data.measure import measure_batch
+from odb_factory.data.measure import IGNORE_INDEX, count_patches, measure_batch
 from odb_factory.data.samples import Measured
 from odb_factory.planning import VIDEO, Collation, Cost
 
@@ -41,8 +42,13 @@ class Stage(ABC):
         return self
 
     def of_rows(self, data_args: Any, num_rows: int) -> Stage:
-        """The stage as a training dataset of so many rows has it: what `together` knows of it."""
+        """The stage as a training dataset of so many rows has it: what `together` and `settings` know of it."""
         return self
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """What ranks must have in common for their rows to be the same, beside the arguments that they compare."""
+        return {}
 
     def refuse(self, value_of: Callable[..., Any]) -> str | None:
         """Why an argument of this stage cannot be right, in one line; None: they can.
@@ -52,8 +58,18 @@ class Stage(ABC):
         return None
 
     def together(self, index: int) -> Sequence[int]:
-        """The rows that go through preprocessing as one batch to make this one; itself is the last."""
+        """The rows that LLaMA-Factory's preprocessing must have in one batch to make this one; itself is the last."""
         return (index,)
+
+    def preprocess(self, processor: Any, rows: Sequence[Mapping[str, Any]]) -> Mapping[str, list[Any]]:
+        """What LLaMA-Factory's dataset processor makes of a row: columns of one entry, or of none if it drops it.
+
+        rows: converted, those of `together`.
+        """
+        encoded: Mapping[str, list[Any]] = processor.preprocess_dataset(
+            {key: [value] for key, value in rows[-1].items()}
+        )
+        return encoded
 
     def answers(self, features: Mapping[str, Any]) -> Sequence[list[int]]:
         """The token ids of all that media placeholders were put into, in the order of preprocessing."""
@@ -85,6 +101,58 @@ def media_cost(features: Mapping[str, Any], media: MediaObserver, input_ids: lis
     images, videos, audios = (features.get(key) for key in MEDIA)
     return {
         "patches": media.count_patches(images, videos, audios, input_ids),
-        "has_media": media.has_media(images, videos, audios),
+        "has_media": media.has_media(images, videos),
+        "has_audio": bool(audios),
         "modality": VIDEO if videos else 0,
     }
+
+
+def dummies(collator: Any, sample: Mapping[str, Any], patch_size: int) -> tuple[int, int, int, int]:
+    """Tokens and patches of the fake image, then of the fake audio, that a collator injects.
+
+    sample: text of `PROBE_TOKENS` tokens, collated alone.
+    """
+    unpadded = copy.copy(collator)
+    unpadded.pad_to_multiple_of = None
+    plugin = collator.template.mm_plugin
+    both = _injected(unpadded, sample, patch_size)
+    if plugin.image_token is None:
+        image = (0, 0)
+    elif plugin.audio_token is None:
+        image = both
+    else:
+        without = copy.copy(unpadded)
+        without.get_rope_func = None  # positions are not asked for, and may need audio
+        without.template = copy.copy(collator.template)
+        without.template.mm_plugin = copy.copy(plugin)
+        without.template.mm_plugin.audio_token = None
+        image = _injected(without, sample, patch_size)
+    return (*image, both[0] - image[0], both[1] - image[1])
+
+
+def _injected(collator: Any, sample: Mapping[str, Any], patch_size: int) -> tuple[int, int]:
+    """Tokens of the first row, and patches."""
+    batch = collator([copy.deepcopy(dict(sample))])
+    return batch["input_ids"].shape[1] - PROBE_TOKENS, count_patches(batch, patch_size)
+
+
+def probe_answer(collator: Any) -> dict[str, list[int]]:
+    """A short row of nothing but padding tokens."""
+    return {
+        "input_ids": [collator.tokenizer.pad_token_id] * PROBE_TOKENS,
+        "attention_mask": [1] * PROBE_TOKENS,
+        "labels": [IGNORE_INDEX] * PROBE_TOKENS,
+    }
+
+
+def probe_collation(collator: Any, sample: Mapping[str, Any], patch_size: int, rows: int = 1) -> Collation:
+    """What this collator makes of one sample of `PROBE_TOKENS` tokens without media. rows: that it makes of a sample,
+    which is planned as one row of their length together."""
+    image_tokens, image_patches, audio_tokens, audio_patches = dummies(collator, sample, patch_size)
+    return Collation(
+        pad_to_multiple_of=rows * (collator.pad_to_multiple_of or 1),
+        dummy_media_tokens=rows * image_tokens,
+        dummy_media_patches=image_patches,
+        dummy_audio_tokens=rows * audio_tokens,
+        dummy_audio_patches=audio_patches,
+    )

@@ -6,8 +6,8 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from odb_factory.data.measure import IGNORE_INDEX, count_patches, count_supervised, has_leading_label
-from odb_factory.llamafactory.stages.stage import PROBE_TOKENS, Stage, media_cost
+from odb_factory.data.measure import IGNORE_INDEX, count_supervised, has_leading_label
+from odb_factory.llamafactory.stages.stage import Stage, media_cost, probe_answer, probe_collation
 from odb_factory.planning import Collation, Cost
 
 if TYPE_CHECKING:
@@ -38,20 +38,7 @@ class Sft(Stage):
         )
 
     def collation(self, collator: Any, patch_size: int) -> Collation:
-        unpadded = copy.copy(collator)
-        unpadded.pad_to_multiple_of = None
-        token = collator.tokenizer.pad_token_id
-        sample = {
-            "input_ids": [token] * PROBE_TOKENS,
-            "attention_mask": [1] * PROBE_TOKENS,
-            "labels": [IGNORE_INDEX] * PROBE_TOKENS,
-        }
-        batch = unpadded([sample])
-        return Collation(
-            pad_to_multiple_of=collator.pad_to_multiple_of or 1,
-            dummy_media_tokens=batch["input_ids"].shape[1] - PROBE_TOKENS,
-            dummy_media_patches=count_patches(batch, patch_size),
-        )
+        return probe_collation(collator, probe_answer(collator), patch_size)
 
 
 class Pt(Stage):

@@ -8,6 +8,7 @@ import itertools
 import json
 import zlib
 
+import torch
 from transformers import TrainerCallback
 
 
@@ -19,7 +20,7 @@ class TrainingRecord(TrainerCallback):
         self.handle = model.register_forward_pre_hook(self.see, with_kwargs=True)
 
     def see(self, module, args, kwargs):
-        if module.training:  # not an evaluation
+        if module.training and torch.is_grad_enabled():  # not an evaluation, nor a reference model's
             self.micro_batches.append(row_checksums(kwargs))
 
     def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
@@ -35,8 +36,10 @@ class TrainingRecord(TrainerCallback):
 def row_checksums(inputs):
     """Of the real tokens of each sample and their labels; padding and fake media are left out.
 
-    A label that stands first is left out too: nothing predicts it, and a flat row has none there.
+    A label that stands first is left out too: nothing predicts it, and a flat row has none there. Trainers that make
+    their losses themselves give the model no labels.
     """
+    inputs = {"labels": torch.zeros_like(inputs["input_ids"])} | inputs
     if "attention_mask" in inputs:
         pairs = zip(inputs["input_ids"], inputs["labels"], inputs["attention_mask"].bool())
         return [checksum(ids[mask], labels[mask]) for ids, labels, mask in pairs]

@@ -1,0 +1,185 @@
+"""Lightning: a train dataloader that yields whole optimizer steps, and a callback that runs their micro-batches.
+
+Lightning counts batches, and ends optimizer steps, prefetches and writes checkpoints by that count. So its batch is an
+optimizer step here, and `accumulate_grad_batches` stays 1: `global_step`, schedules, gradient clipping, validation
+intervals and checkpoints are right by themselves. `training_step` of the module sees one micro-batch at a time, as if
+nothing had changed. Needs `pip install "odb_factory[lightning]"`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+
+from odb_factory.errors import ConfigError
+from odb_factory.loop.dataloader import ODBDataLoader
+from odb_factory.loop.online import Batch
+from odb_factory.loop.step_info import ODBStepInfo, pop_step_info
+from odb_factory.loop.wrapping import ODBHandle
+
+
+class OptimizerStep:
+    """The micro-batches of one optimizer step on this rank, each with its step info, on the CPU.
+
+    Not a container to Lightning: micro-batches go to the device one at a time, when each is run.
+    """
+
+    def __init__(self, micro_batches: list[tuple[Batch, ODBStepInfo]], state: dict[str, Any]):
+        self.micro_batches = micro_batches
+        self._state = state
+
+    @property
+    def samples(self) -> int:
+        """Of all ranks."""
+        return self.micro_batches[0][1].optimizer_step_samples
+
+
+class OptimizerSteps:
+    """A train dataloader for Lightning: the optimizer steps of an `ODBDataLoader` (or of what `apply` returns).
+
+    It has no length: Lightning's batches are optimizer steps, `loader.num_optimizer_steps` says how many an epoch has
+    where that is known. Lightning keeps its state in every checkpoint, that of all ranks, and goes on from there, also
+    with other ranks. Goes with the callback `OnlineBatching`.
+
+    Example::
+
+        with ODBDataLoader(dataset, batch_size=4, gradient_accumulation_steps=8, token_budget=8192, ...) as loader:
+            trainer = Trainer(max_epochs=1, callbacks=[OnlineBatching()])
+            trainer.fit(module, OptimizerSteps(loader))
+    """
+
+    def __init__(self, loader: ODBDataLoader | ODBHandle):
+        self._loader = loader
+        self._state: dict[str, Any] | None = None
+
+    def __iter__(self) -> Iterator[OptimizerStep]:
+        if self._state is None:
+            self._state = self._loader.state_dict()
+        micro_batches = []
+        for batch in self._loader:
+            info = pop_step_info(batch)
+            micro_batches.append((batch, info))
+            if info.ends_optimizer_step:
+                yield OptimizerStep(micro_batches, self._loader.state_dict())
+                micro_batches = []
+
+    def trained_on(self, step: OptimizerStep) -> None:
+        """Lightning fetches a batch before it hands over the one before, so what was yielded says too much."""
+        self._state = step._state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where all ranks stand behind the last optimizer step trained on. Collective, as Lightning's checkpoints are."""
+        own = self._loader.state_dict() if self._state is None else self._state
+        states = [own] * own["world_size"]
+        if own["world_size"] > 1:
+            dist.all_gather_object(states, own)
+        return {"ranks": states}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there. Raises `DataError` where the data are not those of the state."""
+        self._loader.load_state_dict(state["ranks"])
+        self._state = None
+
+
+class OnlineBatching(Callback):
+    """Runs the micro-batches of each optimizer step through the module's own `training_step`.
+
+    That is called with one micro-batch, a mapping on the device, and returns the mean loss over its supervised tokens
+    (or a dict with `loss`); the weights of the micro-batches, and gradients that meet once per optimizer step, are
+    taken care of. Automatic optimization, one device or DDP. `odb/loss` is logged: the loss of the optimizer step on
+    all ranks; what `training_step` logs by itself is of the last micro-batch.
+    Raises `ConfigError` for settings of the trainer that cannot work with it.
+    """
+
+    def __init__(self) -> None:
+        self._trainer: Trainer | None = None
+        self._module: LightningModule | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage != "fit":
+            return
+        _check(trainer, pl_module)
+        self._trainer, self._module = trainer, pl_module
+        self._step_of_module: Callable[..., Any] = pl_module.training_step
+        self._zero_grad: Callable[..., None] = pl_module.optimizer_zero_grad
+        self._takes_batch_idx = "batch_idx" in inspect.signature(pl_module.training_step).parameters
+        # On this one object, until `teardown`.
+        pl_module.training_step = self._training_step  # type: ignore[method-assign]
+        pl_module.optimizer_zero_grad = _leave_gradients  # type: ignore[method-assign]
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not isinstance(trainer.train_dataloader, OptimizerSteps):
+            raise ConfigError(
+                f"train_dataloaders: a {type(trainer.train_dataloader).__name__} does not yield optimizer steps, which "
+                "the callback OnlineBatching runs; give OptimizerSteps(loader), or leave the callback out."
+            )
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: OptimizerStep, batch_idx: int
+    ) -> None:
+        """Before Lightning's checkpoint callbacks, which it calls last."""
+        trainer.train_dataloader.trained_on(batch)  # type: ignore[union-attr]
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self._module is not None:
+            del self._module.training_step, self._module.optimizer_zero_grad
+            self._trainer = self._module = None
+
+    def _training_step(self, batch: OptimizerStep, batch_idx: int) -> Any:
+        """All micro-batches forward, all but the last backward: Lightning does the last one's, and the ranks meet there."""
+        trainer, module = self._trainer, self._module
+        assert trainer is not None and module is not None
+        (optimizer,) = trainer.optimizers
+        self._zero_grad(trainer.current_epoch, batch_idx, optimizer)
+        total = torch.zeros((), device=module.device)
+        last = len(batch.micro_batches) - 1
+        for number, (micro_batch, info) in enumerate(batch.micro_batches):
+            output = self._forward(micro_batch, batch_idx)
+            loss = (output["loss"] if isinstance(output, dict) else output) * info.loss_scale
+            total += loss.detach()
+            if number < last:
+                # We are within Lightning's forward: autocast is on, and DDP exchanges nothing yet.
+                with torch.autocast(module.device.type, enabled=False):
+                    trainer.strategy.backward(loss, optimizer)
+        module.log("odb/loss", total, on_step=True, on_epoch=False, sync_dist=True, batch_size=batch.samples)
+        return output | {"loss": loss} if isinstance(output, dict) else loss
+
+    def _forward(self, micro_batch: Batch, batch_idx: int) -> Any:
+        assert self._trainer is not None
+        moved = self._trainer.strategy.batch_to_device(self._trainer.precision_plugin.convert_input(micro_batch))
+        output = self._step_of_module(moved, batch_idx) if self._takes_batch_idx else self._step_of_module(moved)
+        if output is None:
+            raise ConfigError(
+                "training_step returned None for a micro-batch, and every one of an optimizer step is needed for its "
+                "gradient; return its loss."
+            )
+        return output
+
+
+def _leave_gradients(epoch: int, batch_idx: int, optimizer: Any) -> None:
+    """Lightning would clear them between forward and backward, and most of the optimizer step is in them by then."""
+
+
+def _check(trainer: Trainer, module: LightningModule) -> None:
+    if trainer.accumulate_grad_batches != 1:
+        raise ConfigError(
+            f"accumulate_grad_batches: {trainer.accumulate_grad_batches} would put so many optimizer steps of odb into "
+            "one; leave it out of the Trainer, and give it to ODBDataLoader as gradient_accumulation_steps."
+        )
+    if not module.automatic_optimization:
+        raise ConfigError(
+            "automatic_optimization: False leaves backward and optimizer to the module; set it to True, or leave the "
+            "callback OnlineBatching out and run `batch.micro_batches` in training_step."
+        )
+    strategy = trainer.strategy
+    if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy) or strategy.handles_gradient_accumulation:
+        raise ConfigError(
+            f"strategy: {type(strategy).__name__} does not let several micro-batches run in one of Lightning's batches; "
+            "use one device or 'ddp' (the transformers Trainer with enable_odb does ZeRO and FSDP)."
+        )

@@ -1,0 +1,120 @@
+"""Stage kto: examples that are desirable or not, each with an answer to another prompt to estimate a divergence from.
+
+The collator makes two batches of the examples, of their own answers and of those others, which go through the model one
+after the other: the budget bounds each of them, so an example costs the longer of its two rows. What is kept for a
+backward, which is where memory goes, is kept of one only.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from odb_factory.data.measure import IGNORE_INDEX, measure_batch
+from odb_factory.data.samples import Measured
+from odb_factory.llamafactory.stages.kto_partners import Partners
+from odb_factory.llamafactory.stages.stage import MEDIA, Stage, media_cost, probe_answer, probe_collation
+from odb_factory.planning import Collation, Cost
+
+if TYPE_CHECKING:
+    from odb_factory.llamafactory.media import MediaObserver
+
+ANSWERS = ("", "kl_")
+"""What the columns of the two answers begin with."""
+NOT_HANDED_ON = ("videos", "audios")
+OF_BOTH_KINDS = "one preference type"
+
+
+class Kto(Stage):
+    """`stage: kto`."""
+
+    name = "kto"
+    unit = "example"
+    trainer = ("llamafactory.train.kto.trainer", "CustomKTOTrainer")
+    equal_weights = True
+    why_not_flat = "the trainer hands the model no position ids, so it could not tell where an example ends"
+
+    partners: Partners = Partners(0, 1, 1)
+
+    def of_rows(self, data_args: Any, num_rows: int) -> Stage:
+        stage = copy.copy(self)
+        stage.partners = Partners.of_pass(num_rows, data_args)
+        return stage
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """The number of processes decides which rows are pairs."""
+        return {"shards of preprocessing (preprocessing_num_workers)": self.partners.num_shards}
+
+    def together(self, index: int) -> Sequence[int]:
+        partner = self.partners[index]
+        return (index,) if partner == index else (partner, index)
+
+    def preprocess(self, processor: Any, rows: Sequence[Mapping[str, Any]]) -> Mapping[str, list[Any]]:
+        """LLaMA-Factory gives the first prompt of a batch the last answer; here the partner's, which has no prompt."""
+        *partner, row = rows
+        examples = {key: [value] for key, value in row.items()}
+        if partner:
+            examples["_response"] = [row["_response"], partner[0]["_response"]]
+        logger = logging.getLogger(type(processor).__module__)
+        logger.addFilter(_is_about_rows)
+        try:
+            encoded: Mapping[str, list[Any]] = processor.preprocess_dataset(examples)
+        except IndexError:
+            if examples["_response"][-1]:
+                raise
+            raise ValueError(
+                "it is paired with the answer of the row before it, which has none; LLaMA-Factory itself fails there"
+            ) from None
+        finally:
+            logger.removeFilter(_is_about_rows)
+        return encoded
+
+    def answers(self, features: Mapping[str, Any]) -> Sequence[list[int]]:
+        return [features[f"{answer}input_ids"] for answer in ANSWERS]
+
+    def cost(self, features: Mapping[str, Any], media: MediaObserver) -> Cost:
+        for name in NOT_HANDED_ON:
+            if features.get(name):
+                raise ValueError(f"it has {name}, which LLaMA-Factory's trainer for KTO does not hand to the model")
+        answers = self.answers(features)
+        return Cost(tokens=max(map(len, answers)), units=1, **media_cost(features, media, answers[0]))
+
+    def measure(self, batch: Mapping[str, Any], patch_size: int = 14, segments: tuple[int, ...] = ()) -> Measured:
+        found = measure_batch(batch, patch_size, segments)
+        longer = max(found.length, batch["kl_input_ids"].shape[1])
+        return Measured(found.rows, longer, found.patches, units=found.rows)
+
+    def make_collator(self, template: Any, tokenizer: Any, processor: Any) -> Any:
+        from llamafactory.data.collator import KTODataCollatorWithPadding
+
+        return KTODataCollatorWithPadding(
+            template=template, tokenizer=tokenizer, processor=processor, label_pad_token_id=IGNORE_INDEX
+        )
+
+    def collation(self, collator: Any, patch_size: int) -> Collation:
+        answer = probe_answer(collator)
+        example = {f"{kind}{name}": value for kind in ANSWERS for name, value in answer.items()}
+        return probe_collation(collator, example | dict.fromkeys(MEDIA) | {"kto_tags": True}, patch_size)
+
+    def prepare(self, trainer: Any) -> Callable[[], None]:
+        from odb_factory.llamafactory.stages.kto_kl import StepKL
+        from odb_factory.llamafactory.stages.preference_metrics import ExampleMetrics
+
+        step_kl = StepKL(trainer)
+        metrics = ExampleMetrics(trainer, step_kl)
+        step_kl.install()
+        metrics.install()
+
+        def undo() -> None:
+            metrics.uninstall()
+            step_kl.uninstall()
+
+        return undo
+
+
+def _is_about_rows(record: logging.LogRecord) -> bool:
+    """Not the warning that a batch holds desirable or undesirable examples only, as a batch of one always does."""
+    return OF_BOTH_KINDS not in record.getMessage()

@@ -1,0 +1,190 @@
+"""The KL estimates of KTO: those that stock takes over its own micro-steps, or one of the whole optimizer step.
+
+The loss of an example depends on an estimate of the KL divergence from the reference model: the mean over examples of
+the log-ratio of an answer to another prompt. Stock takes it over the micro-batches of all ranks in a micro-step. Here
+examples meet in other micro-batches, so the forwards that stock runs within each micro-batch for it are run for all
+micro-batches of the optimizer step before the first of them is trained on: as many as in stock, in another order, and
+one reduction over ranks an optimizer step in place of one a micro-step.
+
+With `loss_scaling: stock` every example has the estimate of the stock micro-step that it is in, so that its loss is
+stock's; with every other one it has that of the optimizer step, so that the gradient is that of one large batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from odb_factory.data.collate import Collated
+from odb_factory.data.samples import MicroBatch
+from odb_factory.training.run import Computing
+
+REPLACED = ("forward", "concatenated_forward", "kto_loss")
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What the loss of each example of a micro-batch takes from those that it is estimated with; [examples], on device.
+
+    tags: whether it is a desirable one. kl: the estimate, at least 0. sft_factor: of the loss that `pref_ftx` adds,
+    (examples / desirable examples) squared of the batch that stock adds it in.
+    """
+
+    tags: Tensor
+    kl: Tensor
+    sft_factor: Tensor
+
+
+class StepKL:
+    """Estimates the KL divergence for the optimizer steps of a `CustomKTOTrainer` while a run is under way.
+
+    kl: the sum of the estimates of the last optimizer step. num_examples: its examples on all ranks, by their kind.
+    """
+
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+        self.kl = 0.0
+        self.num_examples = {"chosen": 0, "rejected": 0}
+        self._estimates: list[Estimate] = []
+        self._is_estimating = False
+
+    def install(self) -> None:
+        """Until `uninstall`, on this trainer alone."""
+        for name in REPLACED:
+            setattr(self.trainer, name, functools.partial(getattr(self, f"_{name}"), getattr(self.trainer, name)))
+        self.trainer.odb_before_step = self.estimate
+
+    def uninstall(self) -> None:
+        for name in (*REPLACED, "odb_before_step"):
+            vars(self.trainer).pop(name, None)
+
+    def estimate(self, model: Any, micro_batches: Sequence[Collated]) -> None:
+        """Run what is needed of all micro-batches of an optimizer step, idle ones too: ranks run forwards together."""
+        began = time.perf_counter()
+        model.train()
+        if callable(getattr(self.trainer.optimizer, "train", None)):  # of optimizers that average weights by themselves
+            self.trainer.optimizer.train()
+        self._is_estimating = True
+        try:
+            ratios = [self._log_ratios(model, batch) for _, _, batch in micro_batches]
+        finally:
+            self._is_estimating = False
+        ratio = torch.cat(ratios).double().cpu().split([len(one) for one in ratios])
+        sums = torch.zeros(3, self._num_batches, dtype=torch.float64)
+        for (micro_batch, _, batch), ratio_of in zip(micro_batches, ratio):
+            if not micro_batch.idle:
+                tags = batch["kto_tags"].cpu()
+                counted = torch.stack((torch.ones_like(ratio_of), tags.double(), ratio_of))
+                sums.index_add_(1, self._batch_of(micro_batch), counted)
+        device = self.trainer.accelerator.device
+        sums = self.trainer.accelerator.reduce(sums.float().to(device), "sum")
+        examples, chosen, total = sums
+        # An empty batch is NaN until it is left out.
+        steps = (total / examples).view(-1, self._num_ranks).nanmean(1).nan_to_num().clamp(min=0)
+        kl, sft_factor = steps.repeat_interleave(self._num_ranks), (examples / chosen.clamp(min=1)).square()
+        self._estimates = []
+        for micro_batch, _, batch in micro_batches:
+            of = self._batch_of(micro_batch).to(device) if not micro_batch.idle else 0
+            tags = batch["kto_tags"].to(device)
+            self._estimates.append(Estimate(tags, kl[of].expand(len(tags)), sft_factor[of].expand(len(tags))))
+        self.kl = steps.sum().item()
+        of_both, num_chosen = round(examples.sum().item()), round(chosen.sum().item())
+        self.num_examples = {"chosen": num_chosen, "rejected": of_both - num_chosen}
+        self.trainer.odb_run.loader.times.wait(time.perf_counter() - began)  # no micro-batch takes longer for it
+
+    @property
+    def _is_stock(self) -> bool:
+        return bool(self.trainer.odb_run.config.loss_scaling == "stock")
+
+    @property
+    def _num_ranks(self) -> int:
+        """Batches that an estimate is the mean of the means of."""
+        return int(self.trainer.args.world_size) if self._is_stock else 1
+
+    @property
+    def _num_batches(self) -> int:
+        """Stock's micro-batches of an optimizer step, of all ranks; or one that holds all examples."""
+        if not self._is_stock:
+            return 1
+        rows = int(self.trainer.args.per_device_train_batch_size) * self._num_ranks
+        return -(-int(self.trainer.odb_run.loader.global_batch_size) // rows) * self._num_ranks
+
+    def _batch_of(self, micro_batch: MicroBatch) -> Tensor:
+        """Of each example the number of its batch."""
+        if self._is_stock:
+            return torch.tensor(micro_batch.stock_batches)
+        return torch.zeros(len(micro_batch.ids), dtype=torch.long)
+
+    def _log_ratios(self, model: Any, batch: Mapping[str, Any]) -> Tensor:
+        """Of each answer to another prompt, the log-probability by the model less that by the reference; [examples]."""
+        needed = {key: value for key, value in batch.items() if f"kl_{key}" not in batch}
+        with torch.no_grad(), self.trainer.compute_loss_context_manager():
+            inputs = self.trainer._prepare_inputs(needed)
+            policy = self.trainer.concatenated_forward(model, inputs)[4]
+            reference = self.trainer.compute_reference_log_probs(model, inputs)[2]
+        return policy - reference
+
+    # In place of methods of the trainer
+
+    @property
+    def _computing(self) -> Computing | None:
+        run = self.trainer.odb_run
+        return None if run is None else run.computing
+
+    def _forward(self, stock: Callable, model: Any, batch: Mapping[str, Any], prefix: str = "") -> Any:
+        """Of the two forwards that stock runs of a micro-batch the one that is needed now; both in an evaluation."""
+        if not self._is_estimating and self._computing is None:
+            return stock(model, batch, prefix=prefix)
+        if self._is_estimating == (prefix == "kl_"):
+            return stock(model, batch, prefix=prefix)
+        nothing = torch.zeros(len(batch["kto_tags"]), device=batch["kto_tags"].device)
+        return nothing, nothing, nothing
+
+    def _concatenated_forward(self, stock: Callable, model: Any, batch: Mapping[str, Any]) -> Any:
+        """The average log-probabilities of the desirable answers, which `pref_ftx` alone looks at, are weighed:
+        stock multiplies the sum of their losses by (examples / desirable examples) squared of a batch."""
+        *others, chosen_logps_avg = stock(model, batch)
+        if (computing := self._computing) is not None:
+            estimate, num, num_chosen = self._estimate(computing), len(batch["kto_tags"]), len(chosen_logps_avg)
+            chosen_logps_avg = chosen_logps_avg * estimate.sft_factor[estimate.tags] * (num_chosen / num) ** 2
+        return *others, chosen_logps_avg
+
+    def _kto_loss(
+        self,
+        stock: Callable,
+        policy_chosen: Tensor,
+        policy_rejected: Tensor,
+        policy_kl: Tensor,
+        reference_chosen: Tensor,
+        reference_rejected: Tensor,
+        reference_kl: Tensor,
+    ) -> Any:
+        """Stock's loss of log-ratios from which the estimate has been taken already, which it does first of all."""
+        if (computing := self._computing) is None:
+            return stock(policy_chosen, policy_rejected, policy_kl, reference_chosen, reference_rejected, reference_kl)
+        estimate = self._estimate(computing)
+        chosen, rejected = policy_chosen - reference_chosen, policy_rejected - reference_rejected
+        zero = torch.zeros_like
+        calculates, self.trainer.calculate_KL = self.trainer.calculate_KL, False  # and no reduction over ranks
+        try:
+            losses, _, _, kl = stock(
+                chosen - estimate.kl[estimate.tags],
+                rejected - estimate.kl[~estimate.tags],
+                zero(policy_kl),
+                zero(chosen),
+                zero(rejected),
+                zero(reference_kl),
+            )
+        finally:
+            self.trainer.calculate_KL = calculates
+        beta = self.trainer.beta
+        return losses, beta * chosen.detach(), beta * rejected.detach(), kl
+
+    def _estimate(self, computing: Computing) -> Estimate:
+        return self._estimates[computing.micro_batch.index]

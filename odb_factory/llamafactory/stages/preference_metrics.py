@@ -1,0 +1,117 @@
+"""What the trainers for preferences log of their own (rewards, accuracies, log-probabilities), over what was trained.
+
+Stock stores the figures of every micro-batch and takes their mean, over the ranks too. Here micro-batches differ in
+size and some are idle, so each counts by its units and the idle ones not at all. LLaMA-Factory reduces the figures of
+the ranks as a vector without names, so every rank stores the same keys in the same order.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from odb_factory.data.samples import MicroBatch
+from odb_factory.llamafactory.stages.kto_kl import StepKL
+
+KEYS_OF_A_KIND = ("rewards/{}_sum", "logps/{}_sum", "logits/{}_sum", "count/{}")
+
+
+class PreferenceMetrics(ABC):
+    """Takes the figures of a trainer's micro-batches out of `get_batch_loss_metrics` while a run is under way.
+
+    After each, what `trainer.log` would say of the logging interval until then is in `trainer._stored_metrics`, from
+    which that method takes it and where it leaves nothing behind. Evaluations are stock's.
+    """
+
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+        self.sums: defaultdict[str, float] = defaultdict(float)
+
+    def install(self) -> None:
+        """Until `uninstall`, on this trainer alone."""
+        stock = self.trainer.get_batch_loss_metrics
+        self.trainer.get_batch_loss_metrics = functools.partial(self._get_batch_loss_metrics, stock)
+
+    def uninstall(self) -> None:
+        vars(self.trainer).pop("get_batch_loss_metrics", None)
+
+    def _get_batch_loss_metrics(self, stock: Callable, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        loss, metrics = stock(*args, **kwargs)
+        run = self.trainer.odb_run
+        if run is None or run.computing is None:
+            return loss, metrics
+        stored = self.trainer._stored_metrics["train"]
+        if not stored:  # they have been logged
+            self.forget()
+        self.add(run.computing.micro_batch, metrics)
+        stored.clear()
+        stored.update({key: [value] for key, value in self.figures().items()})
+        return loss, {}
+
+    def forget(self) -> None:
+        """A logging interval begins."""
+        self.sums.clear()
+
+    @abstractmethod
+    def add(self, micro_batch: MicroBatch, metrics: dict[str, Any]) -> None:
+        """The figures of a micro-batch of this rank; of an idle one they count nothing, but its step does."""
+
+    @abstractmethod
+    def figures(self) -> dict[str, float]:
+        """What this rank gives to the sum or the mean over ranks: the same keys in the same order on all of them."""
+
+
+class PairMetrics(PreferenceMetrics):
+    """Those of DPO and its variants: means over pairs, of which LLaMA-Factory takes the mean over ranks."""
+
+    def __init__(self, trainer: Any):
+        super().__init__(trainer)
+        self.num_pairs = 0
+
+    def forget(self) -> None:
+        super().forget()
+        self.num_pairs = 0
+
+    def add(self, micro_batch: MicroBatch, metrics: dict[str, Any]) -> None:
+        if micro_batch.index == 0:
+            self.num_pairs += micro_batch.step.units
+        for key, value in metrics.items():
+            self.sums[key] += 0.0 if micro_batch.idle else value * micro_batch.num_units
+
+    def figures(self) -> dict[str, float]:
+        factor = self.trainer.args.world_size / max(self.num_pairs, 1)
+        return {key: value * factor for key, value in self.sums.items()}
+
+
+class ExampleMetrics(PreferenceMetrics):
+    """Those of KTO: sums over the desirable and over the undesirable examples, which LLaMA-Factory adds up over ranks
+    and divides by their numbers. Stock says those of rank 0 alone.
+
+    `kl` is the sum of the estimates that were used (see `StepKL`), as stock's is the sum of its own.
+    """
+
+    def __init__(self, trainer: Any, step_kl: StepKL):
+        super().__init__(trainer)
+        self.step_kl = step_kl
+        self.num_examples: Counter[str] = Counter()
+
+    def forget(self) -> None:
+        super().forget()
+        self.num_examples.clear()
+
+    def add(self, micro_batch: MicroBatch, metrics: dict[str, Any]) -> None:
+        if micro_batch.index == 0:
+            self.num_examples.update(self.step_kl.num_examples)
+            self.sums["kl"] += self.step_kl.kl if self.trainer.args.process_index == 0 else 0.0
+        if not micro_batch.idle:
+            for key in metrics.keys() - {"kl"}:
+                self.sums[key] += metrics[key]
+
+    def figures(self) -> dict[str, float]:
+        # Of a kind that no rank has seen there must be no key: LLaMA-Factory divides by the number of its examples.
+        kinds = [kind for kind in ("chosen", "rejected") if self.num_examples[kind]]
+        keys = [key.format(kind) for kind in kinds for key in KEYS_OF_A_KIND]
+        return {key: self.sums[key] for key in (*keys, "kl")}

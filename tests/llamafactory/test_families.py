@@ -1,0 +1,282 @@
+"""Every multimodal plugin that can be built offline, with a tiny processor: rows, batches and costs equal stock's.
+
+The table of docs/support.md is written from what is found here: run this file with `ODB_RENEW_TABLES=1` to renew it.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from families import FAMILIES, NOT_OFFLINE, Family, make_tokenizer
+from llamafactory.data import SFTDataCollatorWith4DAttentionMask, get_template_and_fix_tokenizer
+from llamafactory.data.mm_plugin import PLUGINS
+from llamafactory.data.processor import SupervisedDatasetProcessor
+from llamafactory.data.template import TEMPLATES
+from llamafactory.hparams import DataArguments, ModelArguments
+from llamafactory.model.patcher import patch_processor
+from PIL import Image
+
+from odb_factory.data.layout import FlatLayout, flatten
+from odb_factory.data.measure import measure_batch
+from odb_factory.data.segments import LayoutError
+from odb_factory.data.serialize import pack, unpack
+from odb_factory.llamafactory.attach import PADS_TILES
+from odb_factory.llamafactory.dataset import OnlineDataset, OpenMedia, RowObserver
+from odb_factory.llamafactory.media import MediaObserver
+from odb_factory.llamafactory.stages import STAGES
+from odb_factory.planning import Budget, Cost
+
+PAGE = Path(__file__).parents[2] / "docs" / "support.md"
+TABLE_OF = {"llamafactory": "0.9.5", "transformers": "5.6.0"}
+"""The versions that the table is about."""
+GRID = ("gemma4n",)
+"""The slow ones, of the full grid."""
+SIZES = ((121, 83), (64, 200), (240, 130), (97, 97))
+CASES: dict[str, list[tuple[int, int, int]]] = {
+    "text": [(0, 0, 0), (0, 0, 0)],
+    "image": [(1, 0, 0)],
+    "images": [(2, 0, 0)],
+    "images and text": [(1, 0, 0), (2, 0, 0), (0, 0, 0)],
+    "video": [(0, 1, 0)],
+    "video and text": [(0, 1, 0), (0, 0, 0)],
+    "image and video": [(1, 0, 0), (0, 1, 0)],
+    "audio": [(0, 0, 1)],
+    "audio and text": [(0, 0, 1), (0, 0, 0), (0, 0, 2)],
+    "image with audio": [(1, 0, 1), (1, 0, 0), (0, 0, 1)],
+}
+"""Of each row of a batch: images, videos, audio clips."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """cases: of each that concerns the family, what is wrong, or how stock itself fails. observed: how images are."""
+
+    cases: dict[str, str]
+    observed: str
+
+
+class Setting:
+    """A family's template, processor, collator and observer."""
+
+    def __init__(self, family: Family):
+        tokenizer = make_tokenizer(family)
+        processor = family.make(tokenizer)
+        patch_processor(processor, tokenizer, ModelArguments(model_name_or_path="none", image_max_pixels=200 * 200))
+        data_args = DataArguments(template=family.template, cutoff_len=8192)
+        template = get_template_and_fix_tokenizer(tokenizer, data_args)
+        self.plugin = template.mm_plugin
+        self.rows = SupervisedDatasetProcessor(template, tokenizer, processor, data_args)
+        self.media = MediaObserver(template.mm_plugin, tokenizer, processor)
+        self.collator = SFTDataCollatorWith4DAttentionMask(
+            template=template, tokenizer=tokenizer, processor=processor, pad_to_multiple_of=8, label_pad_token_id=-100
+        )
+
+    def takes(self, case: str) -> bool:
+        counts = np.array(CASES[case]).any(0)
+        tokens = (self.plugin.image_token, self.plugin.video_token, self.plugin.audio_token)
+        return all(token is not None for count, token in zip(counts, tokens) if count)
+
+    def stock(self, row: dict[str, Any]) -> dict[str, Any]:
+        return {
+            key: values[0] for key, values in self.rows.preprocess_dataset({k: [v] for k, v in row.items()}).items()
+        }
+
+    def observed(self, rows: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], Cost]]:
+        stage = STAGES["sft"]
+        dataset, observer = (
+            OnlineDataset(rows, self.rows, self.media, stage),
+            RowObserver(self.media, stage, decode=False),
+        )
+        return [observer(dataset, index) for index in range(len(rows))]
+
+
+def why_not_here(family: Family) -> str | None:
+    """Why a family does not exist with these releases; None: it does."""
+    if family.plugin not in PLUGINS or family.template not in TEMPLATES:
+        return f"LLaMA-Factory {version('llamafactory')} has no {family.template}"
+    try:
+        family.make(make_tokenizer(family))
+    except (AttributeError, StopIteration) as error:
+        return f"transformers {version('transformers')} cannot build it: {error}"
+    return None
+
+
+def make_rows(case: str, folder: Path, whole: bool = True) -> list[dict[str, Any]]:
+    """As LLaMA-Factory's converters make them. whole: else the files of images end behind their header."""
+    generator = np.random.default_rng(7)
+
+    def image(name: str, size: tuple[int, int]) -> str:
+        path = folder / f"{name}_{whole}.png"
+        if not path.exists():
+            pixels = np.random.default_rng(0).integers(0, 255, (size[1], size[0], 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(path)
+            if not whole:
+                path.write_bytes(path.read_bytes()[:60])
+        return str(path)
+
+    rows = []
+    for number, (images, videos, audios) in enumerate(CASES[case]):
+        question = "<image>" * images + "<video>" * videos + "<audio>" * audios + "what is it?"
+        sizes = [SIZES[(number + k) % len(SIZES)] for k in range(images)]
+        row: dict[str, Any] = {
+            "_prompt": [{"role": "user", "content": question}],
+            "_response": [{"role": "assistant", "content": "noise " * (number + 1)}],
+            "_system": "",
+            "_tools": "",
+            "_images": [image(f"{width}x{height}", (width, height)) for width, height in sizes] or None,
+            "_videos": [[image("frame", (80, 60))] * 4 for _ in range(videos)] or None,
+            "_audios": [generator.standard_normal(4000 * (number + k + 1)).astype("f4") for k in range(audios)] or None,
+        }
+        rows.append(row)
+    return rows
+
+
+def compare(setting: Setting, case: str, folder: Path) -> str:
+    """What differs from stock in a batch of these rows, "" if nothing does; "stock: ..." where stock itself fails."""
+    rows = make_rows(case, folder)
+    try:
+        stock = [setting.stock(row) for row in rows]
+        batch = setting.collator(copy.deepcopy(stock))
+    except Exception as error:
+        return f"stock: {type(error).__name__}: {error}"
+    found = setting.observed(rows)
+    features, costs = [features for features, _ in found], [cost for _, cost in found]
+    wrong = []
+    if any(own[key] != theirs[key] for own, theirs in zip(features, stock) for key in ("input_ids", "labels")):
+        wrong.append("token ids or labels")
+    own = OpenMedia(setting.collator)([unpack(pack(one)) for one in features])
+    if not equal(dict(own), dict(batch)):
+        wrong.append("batch")
+    if case in ("image", "images", "images and text") and not equal(
+        [(one["input_ids"], cost) for one, cost in setting.observed(make_rows(case, folder, whole=False))],
+        [(one["input_ids"], cost) for one, cost in found],
+    ):
+        wrong.append("observed without pixels")
+    collation = STAGES["sft"].collation(setting.collator, setting.media.patch_size)
+    measured = measure_batch(batch, setting.media.patch_size)
+    shape = measured.rows, measured.length, measured.patches
+    planned = collation.shape(costs)
+    if type(setting.plugin).__name__ == PADS_TILES:  # its patches are not planned, nor bounded
+        planned = *planned[:2], max(planned[2], shape[2])
+    if planned != shape:
+        wrong.append(f"planned {planned}, collated {shape}")
+    layout = FlatLayout(collation.dummy_media_tokens, 1, dummy_audio_tokens=collation.dummy_audio_tokens)
+    has_media, has_audio = any(cost.has_media for cost in costs), any(cost.has_audio for cost in costs)
+    try:
+        flat, _ = flatten(batch, [cost.tokens for cost in costs], has_media, layout, has_audio)
+    except LayoutError:
+        return "; ".join(wrong)
+    measured = measure_batch(flat, setting.media.patch_size)
+    planned = Budget(1, collation=collation, layout="flat").shape(costs)
+    if planned != (measured.rows, measured.length, measured.patches):
+        wrong.append(f"flat: planned {planned}, laid {(measured.rows, measured.length, measured.patches)}")
+    return "; ".join(wrong)
+
+
+def equal(first: Any, second: Any) -> bool:
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(equal(first[key], second[key]) for key in first)
+    if isinstance(first, list | tuple):
+        return len(first) == len(second) and all(map(equal, first, second))
+    if isinstance(first, torch.Tensor | np.ndarray):
+        return type(first) is type(second) and first.dtype == second.dtype and np.array_equal(first, second)
+    return bool(first == second)
+
+
+@functools.cache
+def measure(family: str) -> Found:
+    setting = Setting(next(one for one in FAMILIES if one.template == family))
+    memory = setting.media._memory
+    observed = "as a row's sizes" if memory else "by the processor"
+    observed = "by size, remembered" if memory and memory.one_by_one else observed
+    observed = "by size" if setting.media._by_size else observed
+    with tempfile.TemporaryDirectory() as folder:
+        cases = {case: compare(setting, case, Path(folder)) for case in CASES if setting.takes(case)}
+    return Found(cases, observed if setting.plugin.image_token else "-")
+
+
+def _marked(family: Family) -> Any:
+    marks = [pytest.mark.full_grid] if family.template in GRID else []
+    return pytest.param(family, id=family.template, marks=marks)
+
+
+@pytest.mark.parametrize("family", [_marked(family) for family in FAMILIES])
+def test_rows_batches_and_costs_equal_stock(family: Family) -> None:
+    why = why_not_here(family)
+    if why:
+        pytest.skip(why)
+    found = measure(family.template)
+    wrong = {case: what for case, what in found.cases.items() if what and not what.startswith("stock: ")}
+    assert not wrong
+    assert not any(found.cases[case] for case in ("text", "image", "images", "audio") if case in found.cases)
+    assert found.observed != "by the processor"
+
+
+COLUMNS = {
+    "text": ("text",),
+    "1 image": ("image",),
+    "2 images": ("images",),
+    "images and text": ("images and text",),
+    "video": ("video", "video and text", "image and video"),
+    "audio": ("audio", "audio and text", "image with audio"),
+}
+
+
+def head_of_line(family: Family) -> str:
+    return f"| `{family.plugin}` ({', '.join((family.template, *family.templates))}) |"
+
+
+def line(family: Family) -> str:
+    """Of the table, as measured."""
+    found = measure(family.template)
+    cells = [_cell([found.cases[case] for case in cases if case in found.cases]) for cases in COLUMNS.values()]
+    return f"{head_of_line(family)} {' | '.join(cells)} | {found.observed} |"
+
+
+def _cell(found: list[str]) -> str:
+    fails = [what.startswith("stock: ") for what in found]
+    if not fails:
+        return "-"
+    return "stock fails" if all(fails) else "in part: stock fails" if any(fails) else "yes"
+
+
+def check_table(families: Sequence[Family]) -> None:
+    """The lines of these families, and what cannot be built, stand in docs/support.md; or they are written there."""
+    here = {name: version(name) for name in TABLE_OF}
+    if here != TABLE_OF:
+        pytest.skip(f"the table is about {TABLE_OF}, here is {here}")
+    assert {family.plugin for family in FAMILIES} | set(NOT_OFFLINE) == set(PLUGINS) - {"base"}
+    page = PAGE.read_text(encoding="utf-8")
+    start = page.index("| plugin (templates) |")
+    end = page.index("\n\n", start)
+    written = page[start:end].split("\n")
+    kept = {one.template: [old for old in written if old.startswith(head_of_line(one))] for one in FAMILIES}
+    lines = [f"| plugin (templates) | {' | '.join(COLUMNS)} | images observed |", "|---|" + "---|" * (len(COLUMNS) + 1)]
+    for family in FAMILIES:
+        lines += [line(family)] if family in families else kept[family.template]
+    for plugin, why in NOT_OFFLINE.items():
+        lines.append(f"| `{plugin}` | {' | '.join('not tested' for _ in COLUMNS)} | cannot be built offline: {why} |")
+    if os.environ.get("ODB_RENEW_TABLES"):
+        PAGE.write_text(page[:start] + "\n".join(lines) + page[end:], encoding="utf-8")
+    else:
+        assert written == lines, "ODB_RENEW_TABLES=1 python -m pytest tests/llamafactory/test_families.py renews it"
+
+
+def test_the_table_is_what_was_measured() -> None:
+    check_table([family for family in FAMILIES if family.template not in GRID])
+
+
+@pytest.mark.full_grid
+def test_the_whole_table_is_what_was_measured() -> None:
+    check_table(FAMILIES)

@@ -1,0 +1,217 @@
+"""Stage kto: the pairs, the optimizer steps, the losses and the weights are stock's (I9), or those of one batch (I8)."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from distributed.rows import WORDS
+from llamafactory.data import get_dataset, get_template_and_fix_tokenizer
+from llamafactory.hparams import get_train_args
+from llamafactory.model import load_tokenizer
+from llamafactory.train.kto.trainer import CustomKTOTrainer
+from llamafactory.train.tuner import run_exp
+from same_training import Training, deviation, report, train
+from support import read_jsonl, training_config
+from transformers import TrainerCallback
+
+from odb_factory.data.observe import RowDropped
+from odb_factory.llamafactory.dataset import OnlineDataset
+from odb_factory.llamafactory.stages.kto_partners import Partners
+from odb_factory.training.run import ODBRun
+
+LOSSES, WEIGHTS, GRADIENT = 1e-5, 1e-6, 2e-6
+"""Largest relative differences (float32)."""
+REWARDS, LOGPS = 2e-4, 1e-5
+"""Of rewards the largest difference itself: they are differences of log-probabilities of some hundred."""
+BY_THE_CUT = {"logits/chosen", "logits/rejected", "total_flos", "state.total_flos"}
+"""Figures that stock makes of padding, too."""
+BLOCK = {"token_budget": 512, "audit": True}
+TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
+NUM_ROWS = {"feedback": 22, "odd": 21, "whole": 24}
+
+
+def feedback(number: int, rng: random.Random) -> dict[str, Any]:
+    question, answer = (" ".join(rng.choice(WORDS) for _ in range(n)) for n in (2 + number % 5, 3 + number * 23 % 97))
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return {"messages": turns, "label": rng.random() < 0.6}
+
+
+@pytest.fixture(scope="module")
+def rows_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`feedback`, `odd` and `whole`; `dropped`, of which LLaMA-Factory drops row 4, and `broken`, where it fails at
+    row 2 because row 1 has no answer."""
+    folder, info = tmp_path_factory.mktemp("feedback"), {}
+    rng = random.Random(5)
+    rows = {name: [feedback(number, rng) for number in range(count)] for name, count in NUM_ROWS.items()}
+    rows["dropped"] = [feedback(number, rng) | ({"label": None} if number == 4 else {}) for number in range(9)]
+    rows["broken"] = [feedback(number, rng) for number in range(4)]
+    rows["broken"][1]["messages"].pop()
+    for name in rows:
+        (folder / f"{name}.json").write_text(json.dumps(rows[name]), encoding="utf-8")
+        columns = {"messages": "messages", "kto_tag": "label"}
+        info[name] = {"file_name": f"{name}.json", "formatting": "sharegpt", "columns": columns, "tags": TAGS}
+    (folder / "dataset_info.json").write_text(json.dumps(info), encoding="utf-8")
+    return folder
+
+
+def config_of(model: Path, rows_dir: Path, output_dir: Path, **changes: Any) -> dict[str, Any]:
+    """Two epochs; the gradient checkpoints of stock need another forward."""
+    config = training_config(model, rows_dir, output_dir, stage="kto", dataset="feedback", num_train_epochs=2)
+    return config | {"learning_rate": 2e-4, "logging_steps": 2, "disable_gradient_checkpointing": True} | changes
+
+
+# The pairs
+
+
+def rows_of(config: dict[str, Any]) -> Any:
+    model_args, data_args, training_args, _, _ = get_train_args(dict(config))
+    module = load_tokenizer(model_args)
+    template = get_template_and_fix_tokenizer(module["tokenizer"], data_args)
+    return get_dataset(template, model_args, data_args, training_args, stage="kto", **module)["train_dataset"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"preprocessing_batch_size": 4, "val_size": 3},
+        {"dataset": "dropped, odd", "preprocessing_batch_size": 7},
+        {"dataset": "odd", "preprocessing_batch_size": 4, "preprocessing_num_workers": 2},
+    ],
+    ids=["split", "two datasets, one row dropped", "two processes"],
+)
+def test_the_pairs_are_those_of_a_pass(tiny_text: Path, rows_dir: Path, tmp_path: Path, changes: dict) -> None:
+    config = config_of(tiny_text, rows_dir, tmp_path, **changes)
+    stock, online = rows_of(config), rows_of(config | {"odb": BLOCK})
+    assert isinstance(online, OnlineDataset)
+    kept = []
+    for number in range(len(online)):
+        try:
+            kept.append(online[number])
+        except RowDropped:
+            continue
+    assert kept == [dict(row) for row in stock]
+    assert len(online) - len(kept) == ("dropped" in config["dataset"])
+
+
+def test_each_row_has_the_partner_of_its_batch() -> None:
+    """All sizes: against `datasets` cutting shards and batches."""
+    for num_rows in (1, 2, 5, 7, 16):
+        rows = datasets.Dataset.from_dict({"row": list(range(num_rows))})
+        for num_shards in {min(shards, num_rows) for shards in (1, 2, 3, 5)}:
+            shards = [rows.shard(num_shards, shard, contiguous=True)["row"] for shard in range(num_shards)]
+            for batch_size in (1, 2, 3, 1000):
+                batches = [
+                    list(shard)[at : at + batch_size] for shard in shards for at in range(0, len(shard), batch_size)
+                ]
+                expected = [row for batch in batches for row in (batch[-1:] + batch[:-1])]
+                partners = Partners(num_rows, batch_size, num_shards)
+                assert [partners[row] for row in range(num_rows)] == expected
+
+
+def test_a_partner_without_an_answer_is_told(tiny_text: Path, rows_dir: Path, tmp_path: Path) -> None:
+    online = rows_of(config_of(tiny_text, rows_dir, tmp_path, dataset="broken", odb=BLOCK))
+    with pytest.raises(ValueError, match="paired with the answer of the row before it, which has none"):
+        online[2]
+
+
+# The training
+
+
+def check_same(name: str, ours: Training, stock: Training, *, rewards: bool = True) -> None:
+    assert ours.rows == stock.rows, "ids of each optimizer step"
+    found = deviation(ours, stock)
+    report(name, found)
+    assert max(found.loss, found.eval_loss, found.grad_norm) < LOSSES and found.weights < WEIGHTS
+    assert found.figures.keys() <= {name for entry in stock.log for name in entry} | BY_THE_CUT
+    for mine, its in zip(ours.log, stock.log):
+        for figure in its.keys() - BY_THE_CUT:
+            if "rewards" in figure or figure == "kl":
+                assert not rewards or mine[figure] == pytest.approx(its[figure], abs=REWARDS), figure
+            elif "logps" in figure:
+                assert not rewards or mine[figure] == pytest.approx(its[figure], rel=LOGPS), figure
+
+
+WEIGHED = {"pref_ftx": 0.5, "kto_chosen_weight": 1.3, "kto_rejected_weight": 0.7}
+
+
+@pytest.mark.parametrize("finetuning", ["full", "lora"])
+def test_one_rank_trains_as_stock_does(tiny_text: Path, rows_dir: Path, tmp_path: Path, finetuning: str) -> None:
+    """Accumulated: every example has the KL estimate of its own micro-step; the last optimizer step is uneven."""
+    steps = {"dataset": "odd", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
+    changes = WEIGHED | steps | {"finetuning_type": finetuning, "eval_dataset": "dropped", "eval_strategy": "epoch"}
+    ours, stock = (
+        train(config_of(tiny_text, rows_dir, tmp_path / name, **changes, **block))
+        for name, block in (("odb", {"odb": BLOCK}), ("stock", {}))
+    )
+    assert [len(step) for step in stock.rows] == [6, 6, 6, 3] * 2
+    check_same(f"kto, {finetuning}", ours, stock)
+
+
+def test_two_ranks_train_as_stock_does_on_one(tiny_text: Path, rows_dir: Path, tmp_path: Path) -> None:
+    """Stock's micro-step is 2 x 2 rows on two ranks and 4 rows on one: the same estimates, losses, weights. The figures
+    are those of both ranks."""
+    config = {"dataset": "whole", "gradient_accumulation_steps": 2, "logging_steps": 1}
+    ours = train(
+        config_of(tiny_text, rows_dir, tmp_path / "odb", odb=BLOCK, per_device_train_batch_size=2, **config), 2
+    )
+    stock = train(config_of(tiny_text, rows_dir, tmp_path / "stock", per_device_train_batch_size=4, **config))
+    check_same("kto, 2 ranks", ours, stock)
+
+
+class OneBatch(TrainerCallback):
+    """Compares the gradient of each optimizer step with that of one stock batch of the same rows."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.ids: list[int] = []
+        self.deviations: list[float] = []
+        make, begin = CustomKTOTrainer.__init__, ODBRun.begin_micro_batch
+
+        def make_and_keep(trainer: Any, *args: Any, **kwargs: Any) -> None:
+            make(trainer, *args, **kwargs)
+            self.trainer = trainer
+
+        def begin_and_note(run: ODBRun, micro_batch: Any, *args: Any) -> None:
+            self.ids += micro_batch.ids
+            begin(run, micro_batch, *args)
+
+        monkeypatch.setattr(CustomKTOTrainer, "__init__", make_and_keep)
+        monkeypatch.setattr(ODBRun, "begin_micro_batch", begin_and_note)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        trained = [parameter for parameter in model.parameters() if parameter.grad is not None]
+        ours = [parameter.grad.clone() for parameter in trained]
+        model.zero_grad()
+        trainer, rows = self.trainer, [self.trainer.train_dataset[row] for row in self.ids]
+        trainer.compute_loss(model, trainer._prepare_inputs(trainer.data_collator(rows))).backward()
+        norms = [float(parameter.grad.norm()) for parameter in trained]
+        self.deviations.append(
+            max(
+                float((mine - parameter.grad).norm()) / norm
+                for mine, parameter, norm in zip(ours, trained, norms)
+                if norm > 1e-6 * max(norms)  # the gradient of the bias of keys is 0 but for rounding
+            )
+        )
+        for mine, parameter in zip(ours, trained):
+            parameter.grad = mine
+        self.ids.clear()
+
+
+def test_the_gradient_is_that_of_one_batch(
+    tiny_text: Path, rows_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """I8: with one estimate for the whole optimizer step."""
+    one_batch = OneBatch(monkeypatch)
+    block = BLOCK | {"loss_scaling": "exact"}
+    steps = {"dataset": "odd", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_grad_norm": 0.0}
+    run_exp(config_of(tiny_text, rows_dir, tmp_path, odb=block, **WEIGHED, **steps), callbacks=[one_batch])
+    assert len(one_batch.deviations) == 6
+    print(f"kto, exact: worst gradient {max(one_batch.deviations):.1e}")
+    assert all(found < GRADIENT for found in one_batch.deviations)
+    assert any(
+        line["idle"] is False and len(line["ids"]) > 2 for line in read_jsonl(tmp_path / "odb_audit_rank0.jsonl")
+    )

@@ -1,0 +1,76 @@
+"""A release of LLaMA-Factory that nobody has tried is told once and trained with, as long as it has every seam."""
+
+from __future__ import annotations
+
+import configparser
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import llamafactory.hparams
+import llamafactory.hparams.parser as parser
+import pytest
+from llamafactory.hparams import get_train_args
+from packaging.specifiers import SpecifierSet
+from support import training_config
+
+from odb_factory.llamafactory import releases
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[Any]:
+    """`told()`: what has been said of the release."""
+    releases.tell_if_newer.cache_clear()
+    yield lambda: [message for message in caplog.messages if "is newer than" in message]
+    releases.tell_if_newer.cache_clear()
+
+
+def pretend(folder: Path, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this version of LLaMA-Factory seem to be installed."""
+    info = folder / f"llamafactory-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: llamafactory\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(str(folder))
+
+
+def test_a_newer_release_is_told_once_and_goes_on(
+    tiny_text: Path, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: Any
+) -> None:
+    config = training_config(tiny_text, data_dir, tmp_path / "out", odb={"token_budget": 64})
+    get_train_args(dict(config))
+    assert told() == [], "the release that is installed is known"
+    releases.tell_if_newer.cache_clear()
+    pretend(tmp_path, "0.9.7", monkeypatch)
+    get_train_args({key: value for key, value in config.items() if key != "odb"})
+    assert told() == [], "nothing is said without a block"
+    for _ in range(2):
+        get_train_args(dict(config))
+    (message,) = told()
+    assert "LLaMA-Factory 0.9.7" in message and "0.9.6.dev0" in message
+
+
+def test_the_pin_lets_the_main_branch_live() -> None:
+    """pip would take away a clone whose version the pin does not hold."""
+    metadata = configparser.ConfigParser()
+    metadata.read(ROOT / "setup.cfg")
+    (pin,) = [line for line in metadata["options"]["install_requires"].splitlines() if line.startswith("llamafactory")]
+    supported = SpecifierSet(pin.removeprefix("llamafactory"))
+    assert supported == SpecifierSet(releases.SUPPORTED)
+    for version in ("0.9.4", "0.9.5", releases.NEWEST_TESTED, "0.9.6"):
+        assert supported.contains(version, prereleases=True)
+
+
+def test_the_reader_of_arguments_is_found_where_the_main_branch_moves_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert releases.find_read_args() is parser.read_args
+    moved = types.ModuleType("llamafactory.extras.arguments")
+    moved.read_args = lambda args: ["moved"]
+    monkeypatch.setitem(sys.modules, moved.__name__, moved)
+    monkeypatch.delattr(parser, "read_args")
+    monkeypatch.delattr(llamafactory.hparams, "read_args")
+    assert releases.find_read_args() is moved.read_args
+    monkeypatch.delattr(moved, "read_args")
+    assert releases.find_read_args() is None
