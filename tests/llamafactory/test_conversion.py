@@ -136,6 +136,7 @@ def rows_of(dataset: Any) -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize(
     "changes",
     [
