@@ -74,7 +74,7 @@ def make_tokenizer(family: Family) -> Any:
         bos_token="<bos>",
         eos_token="<eos>",
         unk_token="<unk>",
-        additional_special_tokens=SPECIAL,
+        additional_special_tokens=list(SPECIAL),
         padding_side="right",
     )
     for name, token in (NAMES | family.names).items():

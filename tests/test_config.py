@@ -72,6 +72,7 @@ def test_defaults() -> None:
         "lr_reference_samples": None,
         "join": True,
         "balance": True,
+        "balance_group_size": 256,
         "cost_model": "tokens",
         "overlong": "singleton",
         "on_error": "raise",

@@ -63,6 +63,7 @@ def test_keys_of_the_block() -> None:
         "lr_reference_samples",
         "join",
         "balance",
+        "balance_group_size",
         "cost_model",
         "overlong",
         "on_error",

@@ -15,6 +15,7 @@ receives `BYTES_A_SECOND`.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import math
 import statistics
@@ -30,7 +31,8 @@ from simulation import draw, rounds
 
 from odb_factory.comm.codec import decode, encode
 from odb_factory.comm.coordinator import RankMetadata
-from odb_factory.planning import Budget, BufferMetadata, plan_buffers, plan_in_groups, plan_optimizer_step
+from odb_factory.planning import Budget, BufferMetadata, CostModel, plan_buffers, plan_in_groups, plan_optimizer_step
+from odb_factory.planning.flat_groups import group_of, outline, plan_group
 
 WORKLOAD = "ShareGPT4o"
 WORKLOAD_OF_GROUPS = "UltraChat"
@@ -114,7 +116,8 @@ class MeasuredGroups:
     """One optimizer step whose samples stay within groups of `group_size` ranks: medians.
 
     efficiency, bound: real tokens by what ranks wait for, and what no plan beats. moved: part of all samples.
-    plan_s: one group, in seconds of one core. received: bytes of metadata of each rank. network_s: by the model above.
+    plan_s: one group, in seconds of one core. received: bytes that each rank is told by all, metadata and the outlines
+    of the groups' plans. network_s: by the model above.
     """
 
     ranks: int
@@ -132,15 +135,15 @@ def measure_groups(ranks: int, group_size: int, batch_size: int, token_budget: i
     budget, rows = Budget(token_budget, layout="flat"), []
     for shares in optimizer_steps(WORKLOAD_OF_GROUPS, ranks, batch_size, count, seed=0):
         buffers = [BufferMetadata(share, exhausted=False) for share in shares]
-        own = buffers[:group_size]
-        plan, plan_s = timed(lambda own=own: plan_in_groups(own, budget, group_size))
-        if group_size < ranks:
-            plan = plan_in_groups(buffers, budget, group_size)
+        group = group_of(0, ranks, group_size)
+        own, plan_s = timed(functools.partial(plan_group, buffers, budget, group, model=CostModel()))
+        plan = plan_in_groups(buffers, budget, group_size)
         real = sum(int(share["tokens"].sum()) for share in shares) / ranks
         waited = sum(FIXED_COST + totals.max_rank_tokens for totals in plan.totals)
         moved = sum(totals.moved for totals in plan.totals) / batch_size
-        received = group_size * max(len(encode(RankMetadata(held, Counter()))) for held in own)
-        network_s = math.ceil(math.log2(group_size)) * LATENCY_S + received / BYTES_A_SECOND
+        told = max(len(encode(RankMetadata(held, Counter()))) for held in buffers)
+        received = ranks * (told + len(outline(own, group).to_bytes()))
+        network_s = 2 * math.ceil(math.log2(ranks)) * LATENCY_S + received / BYTES_A_SECOND
         bound = real / least(shares, budget, FIXED_COST)
         rows.append((real / waited, bound, moved, plan_s, received, network_s))
     return MeasuredGroups(ranks, group_size, *(statistics.median(column) for column in zip(*rows)))

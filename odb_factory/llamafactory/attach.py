@@ -46,10 +46,10 @@ def mark_source(dataset: Any, dataset_attr: Any, data_args: Any, training_args: 
     Raises `DataError` where no row of the dataset has a column that its converter needs, or where it has no row.
     """
     if not isinstance(dataset, Dataset):
-        if dataset.n_shards == 0:
-            raise ConfigError(
-                f"dataloader_num_workers: 0 leaves the stream of {dataset_attr} without a row, as LLaMA-Factory cuts "
-                "it into so many shards; choose 1 or more."
+        if not first_rows(dataset):
+            raise DataError(
+                f"{dataset_attr} yields no row; take it out of `dataset`, or, if it is a local file beside a stream, set "
+                "dataloader_num_workers to 1 or more (LLaMA-Factory cuts it into so many shards)."
             )
         stream = align_dataset(dataset, dataset_attr, data_args, training_args)
         sources.keep_first_rows(first_rows(stream))

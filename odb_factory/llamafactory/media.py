@@ -3,8 +3,8 @@
 A copy of LLaMA-Factory's multimodal plugin is used for observation. Its call of the image
 processor is answered from image sizes: by a formula where there is one, else by what the real
 processor said of blank images of these sizes. Both are checked against the real processor at start;
-where they fail, and for videos and audio, it is asked each time, its pixels thrown away. The plugin
-that collates is never touched.
+where they fail, and for videos, it is asked each time, its pixels thrown away. The same holds for
+the lengths of audio clips. The plugin that collates is never touched.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from PIL import Image
 
 from odb_factory.data.measure import DEFAULT_PATCH_SIZE, count_patches
 from odb_factory.data.serialize import register_dataclass
+from odb_factory.llamafactory.media_audio import clips_by_length
 from odb_factory.llamafactory.media_memory import memory_of_sizes
 from odb_factory.llamafactory.media_size import grid_from_size, metadata_is_exact, size_is_exact
 
@@ -90,6 +91,7 @@ class MediaObserver:
         self._token_ids = _placeholder_ids(plugin, tokenizer)
         self._by_size = size_is_exact(plugin, processor)
         self._memory = None if self._by_size else memory_of_sizes(plugin, processor)
+        self._clips = clips_by_length(plugin, processor)
         self._metadata_is_exact = self._by_size and metadata_is_exact(plugin, processor)
         self._answers: dict[Any, dict[str, Any]] = {}
         self._expected: list[Counter[str]] = []
@@ -198,7 +200,10 @@ class MediaObserver:
             images = []
         if images or videos:
             inputs |= self._asked((images, videos, []), processor, *args, **kwargs)
-        if audios:
+        lengths = self._clips.lengths_of(audios) if self._clips and audios and not (args or kwargs) else None
+        if self._clips and lengths:
+            inputs |= self._clips.answer(lengths)
+        elif audios:
             inputs |= self._asked(([], [], audios), processor, *args, **kwargs)
         return inputs
 

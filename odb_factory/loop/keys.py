@@ -17,6 +17,7 @@ class CommonKeys(TypedDict, total=False):
     collate_workers: int | None
     join: bool
     balance: bool | None
+    balance_group_size: int
     cost_model: Literal["tokens", "time"]
     overlong: Literal["singleton", "drop", "error"]
     on_error: Literal["raise", "skip"]

@@ -35,7 +35,7 @@ from support import training_config
 
 from odb_factory.accounting.token_loss import weighted_token_loss
 from odb_factory.data.layout import FlatLayout, flatten
-from odb_factory.llamafactory.attach import probe_collation
+from odb_factory.llamafactory.stages import STAGES
 from odb_factory.training import varlen
 
 ATTENTION = {"sdpa": "sdpa", "eager": "eager", varlen.NAME: "sdpa", FLASH: FLASH}
@@ -164,7 +164,7 @@ def test_llamafactorys_own_collator(tiny_vl: Path, data_dir: Path, tmp_path: Pat
     stock = load_stock(config)
     rows, collator, model = stock.datasets["train_dataset"], stock.collator, prepared(stock.model, "sdpa")
     collator.compute_dtype = torch.float64
-    dummy = probe_collation(collator).dummy_media_tokens
+    dummy = STAGES["sft"].collation(collator, 14).dummy_media_tokens
     assert dummy > 2
     cases = {}
     for name, chosen in {"images": (0, 1, 2), "mixed": (3, 4, 30, 24), "without": (25, 3, 40)}.items():

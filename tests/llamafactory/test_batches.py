@@ -22,9 +22,9 @@ from odb_factory.data.observe import ObservedDataset
 from odb_factory.data.samples import Rejection
 from odb_factory.data.serialize import unpack
 from odb_factory.data.step_rule import OptimizerStepRule
-from odb_factory.llamafactory.attach import probe_collation
 from odb_factory.llamafactory.dataset import OnlineDataset, OpenMedia, RowObserver, TokenizedDataset
 from odb_factory.llamafactory.media import EncodedImage
+from odb_factory.llamafactory.stages import STAGES
 from odb_factory.planning import Budget
 
 BLOCK = {"token_budget": 1024, "max_patches": 900, "buffer_size": 24}
@@ -44,8 +44,8 @@ class Setting:
             stock.template, model_args, data_args, training_args, stage="sft", **stock.tokenizer_module
         )
         self.dataset: OnlineDataset = self.online["train_dataset"]
-        self.observer = RowObserver(self.dataset.media, decode=self.config.on_error == "skip")
-        self.collation = probe_collation(self.collator)
+        self.observer = RowObserver(self.dataset.media, STAGES["sft"], decode=self.config.on_error == "skip")
+        self.collation = STAGES["sft"].collation(self.collator, 14)
         get_train_args(dict(config))  # leaves the plugin inactive for the next test
 
     def observe(self, index: int) -> Any:
@@ -208,7 +208,7 @@ def test_cut_placeholders_of_tokenized_data_are_caught_too(vl: Setting) -> None:
     cut = {"input_ids": 20, "attention_mask": 20, "labels": 20}
     rows = [dict(vl.stock["train_dataset"][index]) for index in (49, 49)]
     rows[1] = {key: value[: cut[key]] if key in cut else value for key, value in rows[1].items()}
-    tokenized = TokenizedDataset(datasets.Dataset.from_list(rows), vl.dataset.media)
+    tokenized = TokenizedDataset(datasets.Dataset.from_list(rows), vl.dataset.media, STAGES["sft"])
     budget = Budget(vl.config.token_budget, vl.config.max_patches, vl.collation)
     whole, part = (ObservedDataset(tokenized, vl.observer, vl.config, budget)[index] for index in range(2))
     assert whole.cost == vl.observe(49).cost, part
@@ -261,7 +261,7 @@ def test_placeholders_written_out_in_tokenized_data_are_found_too(vl: Setting) -
     for row in rows:
         for key, value in (("input_ids", pad), ("attention_mask", 1), ("labels", -100)):
             row[key] = [value, *row[key]]
-    tokenized = TokenizedDataset(datasets.Dataset.from_list(rows), vl.dataset.media)
+    tokenized = TokenizedDataset(datasets.Dataset.from_list(rows), vl.dataset.media, STAGES["sft"])
     budget = Budget(vl.config.token_budget, vl.config.max_patches, vl.collation)
     for index in range(2):
         row = ObservedDataset(tokenized, vl.observer, vl.config, budget)[index]
@@ -274,7 +274,7 @@ def test_tokenized_data_without_media_columns_are_trained_on(name: str, request:
     setting = request.getfixturevalue(name)
     columns = ("input_ids", "attention_mask", "labels")
     rows = [{key: setting.stock["train_dataset"][index][key] for key in columns} for index in range(3)]
-    tokenized = TokenizedDataset(datasets.Dataset.from_list(rows), setting.dataset.media)
+    tokenized = TokenizedDataset(datasets.Dataset.from_list(rows), setting.dataset.media, STAGES["sft"])
     observed = ObservedDataset(tokenized, setting.observer, setting.config, Budget(1024))
     samples = [observed[index] for index in range(3)]
     batch = OpenMedia(setting.collator)([unpack(sample.features) for sample in samples])
@@ -320,7 +320,7 @@ def test_unreadable_image_names_dataset_row_and_file(tiny_vl, tmp_path, on_error
     module = get_dataset(template, model_args, data_args, training_args, stage="sft", **tokenizer_module)
     setting.config = ODBConfig.from_block(BLOCK | {"on_error": on_error})
     setting.dataset = module["train_dataset"]
-    setting.observer = RowObserver(setting.dataset.media, decode=on_error == "skip")
+    setting.observer = RowObserver(setting.dataset.media, STAGES["sft"], decode=on_error == "skip")
     setting.collation = Budget(1).collation
     assert not isinstance(setting.observe(0), Rejection)
     bad = setting.observe(1)
@@ -337,6 +337,6 @@ def test_unreadable_image_names_dataset_row_and_file(tiny_vl, tmp_path, on_error
 def test_a_row_with_images_and_videos_is_refused_where_ranks_share_parameters(vl: Setting) -> None:
     """Its rank would run the vision tower twice, the others once, and all would hang."""
     features = {"input_ids": [1, 2], "labels": [1, 2], "images": ["one.png"], "videos": ["one.mp4"]}
-    observer = RowObserver(vl.dataset.media, decode=False, shards_parameters=True)
+    observer = RowObserver(vl.dataset.media, STAGES["sft"], decode=False, shards_parameters=True)
     with pytest.raises(ValueError, match="both images and videos.*ZeRO-2 and DDP"):
         observer([features], 0)

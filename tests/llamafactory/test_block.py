@@ -42,8 +42,7 @@ def config(tiny_text: Path, data_dir: Path, tmp_path: Path) -> dict[str, Any]:
         ),
         ({"streaming": True, "max_steps": 2}, ("streaming", "True", "false")),
         ({"ignore_pad_token_for_loss": False}, ("ignore_pad_token_for_loss", "False", "true")),
-        ({"stage": "pt"}, ("stage", "pt", "sft")),
-        ({"stage": "ppo", "reward_model": "x", "reward_model_type": "full"}, ("stage", "ppo", "sft")),
+        ({"stage": "ppo", "reward_model": "x", "reward_model_type": "full"}, ("stage", "ppo", "its own batches")),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -24,6 +24,7 @@ from odb_factory.errors import DataError
 from odb_factory.llamafactory import sources
 from odb_factory.llamafactory.dataset import OnlineDataset, RowObserver
 from odb_factory.llamafactory.media import EncodedImage
+from odb_factory.llamafactory.stages import STAGES
 from odb_factory.planning import Budget
 
 BLOCK = {"token_budget": 1024, "buffer_size": 8}
@@ -299,7 +300,8 @@ def test_a_row_that_cannot_be_converted_is_named_and_falls_under_on_error(tiny_t
         block = BLOCK | {"on_error": policy}
         online = load(config | {"odb": block})["train_dataset"]
         settings = ODBConfig.from_block(block)
-        observed = ObservedDataset(online, RowObserver(online.media, decode=False), settings, Budget(1024))
+        observer = RowObserver(online.media, STAGES["sft"], decode=False)
+        observed = ObservedDataset(online, observer, settings, Budget(1024))
         rejection = observed[2]
         assert (rejection.reason, rejection.fatal) == ("unreadable", policy == "raise")
         assert rejection.message.startswith("row 2 of the training dataset (row 2 of openai.json): KeyError")

@@ -189,9 +189,14 @@ class OneBatch(TrainerCallback):
         model.zero_grad()
         trainer, rows = self.trainer, [self.trainer.train_dataset[row] for row in self.ids]
         trainer.compute_loss(model, trainer._prepare_inputs(trainer.data_collator(rows))).backward()
-        self.deviations += [
-            float((mine - parameter.grad).norm() / parameter.grad.norm()) for mine, parameter in zip(ours, trained)
-        ]
+        norms = [float(parameter.grad.norm()) for parameter in trained]
+        self.deviations.append(
+            max(
+                float((mine - parameter.grad).norm()) / norm
+                for mine, parameter, norm in zip(ours, trained, norms)
+                if norm > 1e-6 * max(norms)  # the gradient of the bias of keys is 0 but for rounding
+            )
+        )
         for mine, parameter in zip(ours, trained):
             parameter.grad = mine
         self.ids.clear()
@@ -203,9 +208,9 @@ def test_the_gradient_is_that_of_one_batch(
     """I8: with one estimate for the whole optimizer step."""
     one_batch = OneBatch(monkeypatch)
     block = BLOCK | {"loss_scaling": "exact"}
-    steps = {"dataset": "odd", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    steps = {"dataset": "odd", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_grad_norm": 0.0}
     run_exp(config_of(tiny_text, rows_dir, tmp_path, odb=block, **WEIGHED, **steps), callbacks=[one_batch])
-    assert len(one_batch.deviations) == 6 * len(list(one_batch.trainer.model.parameters()))
+    assert len(one_batch.deviations) == 6
     print(f"kto, exact: worst gradient {max(one_batch.deviations):.1e}")
     assert all(found < GRADIENT for found in one_batch.deviations)
     assert any(

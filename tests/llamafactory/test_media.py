@@ -1,4 +1,4 @@
-"""Multimodal plugins whose costs image sizes do not tell: the real processor is asked, its pixels thrown away."""
+"""A multimodal plugin without a formula for its image sizes: the real processor is asked once for each."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from PIL import Image
 from transformers import AutoTokenizer, CLIPImageProcessor, LlavaProcessor
 
 from odb_factory.data.serialize import pack, unpack
-from odb_factory.llamafactory.attach import probe_collation
 from odb_factory.llamafactory.dataset import OnlineDataset, OpenMedia, RowObserver
 from odb_factory.llamafactory.media import MediaObserver
 from odb_factory.llamafactory.sources import StoredRows
+from odb_factory.llamafactory.stages import STAGES
 
 SIDE, PATCH = 56, 14
 
@@ -53,8 +53,10 @@ def llava(tiny_text: Path, tmp_path: Path) -> SimpleNamespace:
     return SimpleNamespace(
         rows=rows,
         stock=[processor_of_rows.preprocess_dataset({key: [row[key]] for key in row}) for row in rows],
-        online=OnlineDataset(StoredRows(datasets.Dataset.from_list(rows), "_images", 0), processor_of_rows, media),
-        observer=RowObserver(media, decode=False),
+        online=OnlineDataset(
+            StoredRows(datasets.Dataset.from_list(rows), "_images", 0), processor_of_rows, media, STAGES["sft"]
+        ),
+        observer=RowObserver(media, STAGES["sft"], decode=False),
         collator=SFTDataCollatorWith4DAttentionMask(
             template=template, tokenizer=tokenizer, processor=processor, pad_to_multiple_of=8, label_pad_token_id=-100
         ),
@@ -83,8 +85,8 @@ def test_rows_costs_and_batches_equal_stock(llava: SimpleNamespace) -> None:
 
 
 def test_filler_of_a_text_only_group_is_the_fake_image(llava: SimpleNamespace) -> None:
-    collation = probe_collation(llava.collator)
+    collation = STAGES["sft"].collation(llava.collator, 14)
     batch = llava.collator([stock_features(llava, 0)])
     length = len(llava.stock[0]["input_ids"][0])
-    assert batch["input_ids"].shape[1] == collation.length(length, length, has_media=False)
+    assert batch["input_ids"].shape[1] == collation.length(length, length, collation.dummy_media_tokens)
     assert collation.dummy_media_patches == (SIDE // PATCH) ** 2 and collation.dummy_media_tokens > 0

@@ -12,10 +12,10 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from odb_factory.data.measure import IGNORE_INDEX, count_patches, measure_batch
+from odb_factory.data.measure import IGNORE_INDEX, measure_batch
 from odb_factory.data.samples import Measured
 from odb_factory.llamafactory.stages.kto_partners import Partners
-from odb_factory.llamafactory.stages.stage import PROBE_TOKENS, Stage, media_cost
+from odb_factory.llamafactory.stages.stage import MEDIA, Stage, media_cost, probe_answer, probe_collation
 from odb_factory.planning import Collation, Cost
 
 if TYPE_CHECKING:
@@ -95,19 +95,9 @@ class Kto(Stage):
         )
 
     def collation(self, collator: Any, patch_size: int) -> Collation:
-        unpadded = copy.copy(collator)
-        unpadded.pad_to_multiple_of = None
-        sample: dict[str, Any] = {"images": None, "videos": None, "audios": None, "kto_tags": True}
-        for answer in ANSWERS:
-            sample[f"{answer}input_ids"] = [collator.tokenizer.pad_token_id] * PROBE_TOKENS
-            sample[f"{answer}attention_mask"] = [1] * PROBE_TOKENS
-            sample[f"{answer}labels"] = [IGNORE_INDEX] * PROBE_TOKENS
-        batch = unpadded([sample])
-        return Collation(
-            pad_to_multiple_of=collator.pad_to_multiple_of or 1,
-            dummy_media_tokens=batch["input_ids"].shape[1] - PROBE_TOKENS,
-            dummy_media_patches=count_patches(batch, patch_size),
-        )
+        answer = probe_answer(collator)
+        example = {f"{kind}{name}": value for kind in ANSWERS for name, value in answer.items()}
+        return probe_collation(collator, example | dict.fromkeys(MEDIA) | {"kto_tags": True}, patch_size)
 
     def prepare(self, trainer: Any) -> Callable[[], None]:
         from odb_factory.llamafactory.stages.kto_kl import StepKL

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from odb_factory.data.measure import IGNORE_INDEX, count_supervised, measure_batch
 from odb_factory.data.samples import Measured
-from odb_factory.llamafactory.stages.stage import PROBE_TOKENS, Stage, dummies, media_cost
+from odb_factory.llamafactory.stages.stage import MEDIA, Stage, media_cost, probe_answer, probe_collation
 from odb_factory.planning import Collation, Cost
 
 if TYPE_CHECKING:
@@ -57,15 +57,9 @@ class Pairs(Stage):
 
     def collation(self, collator: Any, patch_size: int) -> Collation:
         """A pair is planned as one row of twice the tokens: dummy media in its first row widen the second as well."""
-        token = collator.tokenizer.pad_token_id
-        sample: dict[str, Any] = {"images": None, "videos": None, "audios": None}
-        for side in SIDES:
-            sample[f"{side}_input_ids"] = [token] * PROBE_TOKENS
-            sample[f"{side}_attention_mask"] = [1] * PROBE_TOKENS
-            sample[f"{side}_labels"] = [IGNORE_INDEX] * PROBE_TOKENS
-        found = dummies(collator, sample, patch_size)
-        tokens = {key: 2 * count for key, count in found.items() if key.endswith("tokens")}
-        return Collation(2 * (collator.pad_to_multiple_of or 1), **(found | tokens))
+        answer = probe_answer(collator)
+        pair = {f"{side}_{name}": value for side in SIDES for name, value in answer.items()}
+        return probe_collation(collator, pair | dict.fromkeys(MEDIA), patch_size, rows=len(SIDES))
 
 
 class Rm(Pairs):

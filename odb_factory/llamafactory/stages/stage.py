@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from odb_factory.data.measure import count_patches, measure_batch
+from odb_factory.data.measure import IGNORE_INDEX, count_patches, measure_batch
 from odb_factory.data.samples import Measured
 from odb_factory.planning import VIDEO, Collation, Cost
 
@@ -107,8 +107,8 @@ def media_cost(features: Mapping[str, Any], media: MediaObserver, input_ids: lis
     }
 
 
-def dummies(collator: Any, sample: Mapping[str, Any], patch_size: int) -> dict[str, int]:
-    """The arguments of `Collation` for the fake image and the fake audio that a collator injects.
+def dummies(collator: Any, sample: Mapping[str, Any], patch_size: int) -> tuple[int, int, int, int]:
+    """Tokens and patches of the fake image, then of the fake audio, that a collator injects.
 
     sample: text of `PROBE_TOKENS` tokens, collated alone.
     """
@@ -127,15 +127,32 @@ def dummies(collator: Any, sample: Mapping[str, Any], patch_size: int) -> dict[s
         without.template.mm_plugin = copy.copy(plugin)
         without.template.mm_plugin.audio_token = None
         image = _injected(without, sample, patch_size)
-    return {
-        "dummy_media_tokens": image[0],
-        "dummy_media_patches": image[1],
-        "dummy_audio_tokens": both[0] - image[0],
-        "dummy_audio_patches": both[1] - image[1],
-    }
+    return (*image, both[0] - image[0], both[1] - image[1])
 
 
 def _injected(collator: Any, sample: Mapping[str, Any], patch_size: int) -> tuple[int, int]:
     """Tokens of the first row, and patches."""
     batch = collator([copy.deepcopy(dict(sample))])
     return batch["input_ids"].shape[1] - PROBE_TOKENS, count_patches(batch, patch_size)
+
+
+def probe_answer(collator: Any) -> dict[str, list[int]]:
+    """A short row of nothing but padding tokens."""
+    return {
+        "input_ids": [collator.tokenizer.pad_token_id] * PROBE_TOKENS,
+        "attention_mask": [1] * PROBE_TOKENS,
+        "labels": [IGNORE_INDEX] * PROBE_TOKENS,
+    }
+
+
+def probe_collation(collator: Any, sample: Mapping[str, Any], patch_size: int, rows: int = 1) -> Collation:
+    """What this collator makes of one sample of `PROBE_TOKENS` tokens without media. rows: that it makes of a sample,
+    which is planned as one row of their length together."""
+    image_tokens, image_patches, audio_tokens, audio_patches = dummies(collator, sample, patch_size)
+    return Collation(
+        pad_to_multiple_of=rows * (collator.pad_to_multiple_of or 1),
+        dummy_media_tokens=rows * image_tokens,
+        dummy_media_patches=image_patches,
+        dummy_audio_tokens=rows * audio_tokens,
+        dummy_audio_patches=audio_patches,
+    )

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from odb_factory.data.measure import IGNORE_INDEX, count_supervised, has_leading_label
-from odb_factory.llamafactory.stages.stage import PROBE_TOKENS, Stage, dummies, media_cost
+from odb_factory.llamafactory.stages.stage import Stage, media_cost, probe_answer, probe_collation
 from odb_factory.planning import Collation, Cost
 
 if TYPE_CHECKING:
@@ -38,13 +38,7 @@ class Sft(Stage):
         )
 
     def collation(self, collator: Any, patch_size: int) -> Collation:
-        token = collator.tokenizer.pad_token_id
-        sample = {
-            "input_ids": [token] * PROBE_TOKENS,
-            "attention_mask": [1] * PROBE_TOKENS,
-            "labels": [IGNORE_INDEX] * PROBE_TOKENS,
-        }
-        return Collation(collator.pad_to_multiple_of or 1, **dummies(collator, sample, patch_size))
+        return probe_collation(collator, probe_answer(collator), patch_size)
 
 
 class Pt(Stage):

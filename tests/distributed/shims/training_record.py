@@ -20,7 +20,7 @@ class TrainingRecord(TrainerCallback):
         self.handle = model.register_forward_pre_hook(self.see, with_kwargs=True)
 
     def see(self, module, args, kwargs):
-        if module.training and torch.is_grad_enabled():  # neither an evaluation nor a reference
+        if module.training and torch.is_grad_enabled():  # not an evaluation, nor a reference model's
             self.micro_batches.append(row_checksums(kwargs))
 
     def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
@@ -36,12 +36,12 @@ class TrainingRecord(TrainerCallback):
 def row_checksums(inputs):
     """Of the real tokens of each sample and their labels; padding and fake media are left out.
 
-    A label that stands first is left out too: nothing predicts it, and a flat row has none there. Trainers for
-    preferences give the model no labels.
+    A label that stands first is left out too: nothing predicts it, and a flat row has none there. Trainers that make
+    their losses themselves give the model no labels.
     """
+    inputs = {"labels": torch.zeros_like(inputs["input_ids"])} | inputs
     if "attention_mask" in inputs:
-        labels = inputs["labels"] if "labels" in inputs else inputs["input_ids"]
-        pairs = zip(inputs["input_ids"], labels, inputs["attention_mask"].bool())
+        pairs = zip(inputs["input_ids"], inputs["labels"], inputs["attention_mask"].bool())
         return [checksum(ids[mask], labels[mask]) for ids, labels, mask in pairs]
     positions = inputs["position_ids"][..., 0, :].reshape(-1, inputs["input_ids"].shape[1])[0]
     starts = [*(positions == 0).nonzero().flatten().tolist(), len(positions)]

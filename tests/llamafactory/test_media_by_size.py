@@ -1,0 +1,139 @@
+"""What is observed by size and by length is what the real processor says; where it is not, the processor is asked."""
+
+from __future__ import annotations
+
+import logging
+import wave
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+import torch
+import torchaudio
+from families import FAMILIES, make_tokenizer
+from llamafactory.data.mm_plugin import get_mm_plugin
+from llamafactory.hparams import ModelArguments
+from llamafactory.model.patcher import patch_processor
+from PIL import Image
+
+from odb_factory.llamafactory import media_memory
+from odb_factory.llamafactory.media import MediaObserver
+from odb_factory.llamafactory.media_audio import clips_by_length
+from odb_factory.llamafactory.media_memory import memory_of_sizes
+
+TOKENS = {"image_token": "<image>", "audio_token": None}
+NAME = {"llava_next": TOKENS, "mllama": TOKENS, "gemma3": TOKENS, "qwen2_audio": {"audio_token": "<|AUDIO|>"}}
+
+
+def build(name: str, **options: Any) -> tuple[Any, Any, Any]:
+    """Plugin, tokenizer and processor of a family; options of LLaMA-Factory's."""
+    family = next(one for one in FAMILIES if one.template == name)
+    tokenizer = make_tokenizer(family)
+    processor = family.make(tokenizer)
+    patch_processor(processor, tokenizer, ModelArguments(model_name_or_path="none", **options))
+    return get_mm_plugin(name, **NAME[name]), tokenizer, processor
+
+
+def noise(size: tuple[int, int]) -> Image.Image:
+    return Image.effect_noise(size, 60).convert("RGB")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "one_by_one"),
+    [
+        ("llava_next", {}, True),
+        ("gemma3", {}, True),
+        ("gemma3", {"image_do_pan_and_scan": True}, False),
+        ("mllama", {}, False),
+    ],
+)
+def test_what_is_remembered_is_what_the_processor_says(name: str, options: dict[str, Any], one_by_one: bool) -> None:
+    """Sizes that were not tried at start, in several orders; pan and scan counts the crops of a row together."""
+    plugin, _, processor = build(name, **options)
+    memory = memory_of_sizes(plugin, processor)
+    assert memory is not None and memory.one_by_one == one_by_one
+    for sizes in ([(500, 280)], [(500, 280), (90, 91)], [(90, 91), (500, 280), (90, 91)], [(90, 91), (310, 77)]):
+        real = plugin._get_mm_inputs([noise(size) for size in sizes], [], [], processor)
+        found = memory.answer(sizes)
+        assert found.keys() == real.keys()
+        for key, value in real.items():
+            assert np.shape(found[key]) == np.shape(value)
+            if key not in ("pixel_values", "aspect_ratio_mask"):
+                assert np.array_equal(np.asarray(found[key]), np.asarray(value)), key
+        assert all(value.untyped_storage().nbytes() < 64 for key, value in found.items() if key == "pixel_values")
+
+
+def test_an_answer_that_depends_on_pixels_is_asked_for_each_image(caplog, monkeypatch) -> None:
+    """A processor that leaves out white borders, as none of LLaMA-Factory's does today."""
+    plugin, tokenizer, processor = build("llava_next")
+    real = plugin._get_mm_inputs
+
+    def by_content(images: list[Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return dict(real([image for image in images if np.asarray(image).mean() < 250], *args, **kwargs))
+
+    monkeypatch.setattr(plugin, "_get_mm_inputs", by_content, raising=False)
+    with caplog.at_level(logging.INFO, logger="odb_factory"):
+        assert memory_of_sizes(plugin, processor) is None
+        media = MediaObserver(plugin, tokenizer, processor)
+    assert sum("observed through the real processor" in one for one in caplog.messages) == 2
+    blank = Image.new("RGB", (90, 91), "black")
+    assert media.count_patches([blank], None, None, []) == media.count_patches([noise((90, 91))], None, None, []) > 0
+
+
+def test_no_more_is_remembered_than_fits(monkeypatch) -> None:
+    monkeypatch.setattr(media_memory, "MAX_REMEMBERED", 3)
+    plugin, _, processor = build("llava_next")
+    memory = memory_of_sizes(plugin, processor)
+    assert memory is not None
+    for width in range(60, 70):
+        memory.answer([(width, 80)])
+    assert [sizes for sizes, _ in memory._known] == [((width, 80),) for width in (67, 68, 69)]
+
+
+def write_wav(path: Path, samples: int, rate: int) -> str:
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(rate)
+        file.writeframes(np.zeros(samples, dtype="<i2").tobytes())
+    return str(path)
+
+
+def write_flac(path: Path, samples: int, rate: int) -> str:
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("flac", rate=rate, layout="mono")
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, samples), dtype="<i2"), format="s16", layout="mono")
+        frame.sample_rate = rate
+        for packet in (*stream.encode(frame), *stream.encode()):
+            container.mux(packet)
+    return str(path)
+
+
+@pytest.mark.parametrize("write", [write_wav, write_flac])
+@pytest.mark.parametrize("rate", [16000, 44100, 8000])
+def test_the_header_of_a_file_tells_the_length_of_its_clip(tmp_path: Path, write: Any, rate: int) -> None:
+    plugin, _, processor = build("qwen2_audio")
+    clips = clips_by_length(plugin, processor)
+    assert clips is not None
+    for samples in (4000, 4001, 12_345):
+        file = write(tmp_path / f"{samples}.audio", samples, rate) if write is write_wav else None
+        file = file or write(tmp_path / f"{samples}.flac", samples, rate)
+        taken = torchaudio.functional.resample(torch.zeros(samples), rate, 16000)
+        assert clips.lengths_of([file, taken.numpy()]) == [len(taken)] * 2
+        real = plugin._get_mm_inputs([], [], [taken.numpy()], processor)
+        assert torch.equal(clips.answer([len(taken)])["feature_attention_mask"], real["feature_attention_mask"])
+
+
+def test_a_file_whose_header_cannot_be_believed_is_decoded(tmp_path: Path) -> None:
+    plugin, _, processor = build("qwen2_audio")
+    clips = clips_by_length(plugin, processor)
+    assert clips is not None
+    cut = Path(write_wav(tmp_path / "cut.wav", 4000, 16000))
+    cut.write_bytes(cut.read_bytes()[:900])
+    other = tmp_path / "other.mp3"
+    other.write_bytes(b"ID3" + bytes(100))
+    whole = write_wav(tmp_path / "whole.wav", 4000, 16000)
+    for file in (str(cut), str(other), str(tmp_path / "none.wav"), b"bytes"):
+        assert clips.lengths_of([whole, file]) is None
