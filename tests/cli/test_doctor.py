@@ -30,7 +30,6 @@ def doctors(odb_factory, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     return {name: command.end() for name, command in started.items()}
 
 
-@pytest.mark.versions
 def test_sound_environment_is_ready(doctors: dict[str, CompletedProcess]) -> None:
     """Also where the working folder has files named like packages."""
     ended = doctors["sound"]
