@@ -42,7 +42,7 @@ ODB = {"token_budget": 640, "audit": True}
 WHOLE = {"pt": {"packing": False}, "rm": {}, "dpo": {}}
 """Stock's own argument for documents that stay whole; with odb it goes without saying."""
 GRADIENT, OF_A_TENSOR = 2e-6, 1e-5
-"""Largest relative differences: of the norm of the whole gradient, and of that of one tensor, whose parts may cancel."""
+"""Largest relative differences: of the norm of the whole gradient, and of that of a tensor, whose parts may cancel."""
 VARIANTS = {
     "orpo": {"pref_loss": "orpo"},
     "simpo": {"pref_loss": "simpo"},
