@@ -76,6 +76,7 @@ def _without_empty(features: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in features.items() if value}
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("name", ["vl", "text"])
 def test_rows_equal_stock_preprocessing(name: str, request: pytest.FixtureRequest) -> None:
     setting = request.getfixturevalue(name)
@@ -93,6 +94,7 @@ def test_a_label_on_the_first_token_is_seen(text: Setting, tiny_text, data_dir, 
     assert all(Setting(config).observe(index).cost.leading_label for index in range(3))
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize(
     ("name", "start_method"),
     [("vl", "fork"), pytest.param("vl", "forkserver", marks=pytest.mark.full_grid), ("text", "fork")],
