@@ -138,6 +138,7 @@ def trainings(patched, tiny_text, data_dir, tmp_path_factory: pytest.TempPathFac
     return trained
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("way", ["plugin", "patch", "both"])
 def test_odb_attaches_once_and_trains_the_same_whichever_way(trainings, way: str) -> None:
     """Same groups, same losses, no preprocessing pass of the training rows; who hooked it in is in the log."""

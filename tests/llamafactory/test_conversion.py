@@ -137,6 +137,7 @@ def rows_of(dataset: Any) -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize(
     "changes",
     [

@@ -87,6 +87,7 @@ def test_text_on_two_ranks(pair: Pair) -> None:
     report("flat, text, 2 ranks", check_same_training(ours, stock))
 
 
+@pytest.mark.versions
 def test_vision_language_rows(pair: Pair) -> None:
     """Rows with none, one and two pictures; a group without any has a dummy image as a segment of its own."""
     ours, stock = pair("mixed", per_device_train_batch_size=3)

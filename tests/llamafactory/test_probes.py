@@ -21,6 +21,8 @@ from support import training_config
 from odb_factory.errors import ConfigError
 from odb_factory.llamafactory import media, media_size, probes
 
+pytestmark = pytest.mark.versions
+
 BLOCK = {"token_budget": 1024}
 
 

@@ -18,6 +18,8 @@ from support import training_config
 
 from odb_factory.llamafactory import releases
 
+pytestmark = pytest.mark.versions
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -73,6 +73,7 @@ def pair(tiny_text: Path, tiny_vl: Path, rows_dir: Path, tmp_path: Path) -> Pair
     return pair
 
 
+@pytest.mark.versions
 def test_text_on_two_ranks(pair: Pair) -> None:
     ours, stock = pair("texts", 2, per_device_train_batch_size=2, gradient_accumulation_steps=2)
     assert [len(step) for step in stock.rows] == [8, 8, 8, 8, 4] * 3, "the last optimizer step of an epoch is smaller"
@@ -80,6 +81,7 @@ def test_text_on_two_ranks(pair: Pair) -> None:
     report("text, 2 ranks", check_same_training(ours, stock))
 
 
+@pytest.mark.versions
 def test_vision_language_rows_on_one_rank(pair: Pair) -> None:
     ours, stock = pair("mixed", per_device_train_batch_size=3, gradient_accumulation_steps=3)
     assert [len(step) for step in stock.rows] == [9, 9, 6] * 3

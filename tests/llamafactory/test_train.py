@@ -33,6 +33,7 @@ def ids_by_epoch(audit: list[dict[str, Any]]) -> dict[int, Counter]:
     return epochs
 
 
+@pytest.mark.versions
 def test_command_line_trains_images_and_text_every_row_once(tiny_vl, data_dir, tmp_path) -> None:
     """I1, I2, I4 by the audit of plain `llamafactory-cli train`, with a dotted override of the block."""
     config = training_config(
