@@ -173,6 +173,11 @@ class ODBConfig:
                 f"odb.pad_to_multiple_of: {self.pad_to_multiple_of} has no effect with `layout: padded`, whose rows "
                 "are padded as the data collator says; leave it out, or set `layout: flat`."
             )
+        if (self.pad_to_multiple_of or 1) > self.token_budget:
+            raise ConfigError(
+                f"odb.pad_to_multiple_of: {self.pad_to_multiple_of} is more than token_budget ({self.token_budget}), which "
+                "every flat micro-batch would break; choose a smaller multiple, or raise token_budget."
+            )
         if self.keeps:
             self._check_kept()
         elif self.loss_scaling == "stock":

@@ -16,6 +16,11 @@ from support import read_jsonl
 
 RELATIVE = 1e-5
 """Largest difference of losses and weights (float32)."""
+PREFERENCES = {"rewards/": 2e-4, "logps/": 2e-3, "kl": 2e-3}
+"""Largest differences of what trainers for preferences log, themselves: log-probabilities of some hundred, and their
+differences."""
+BY_THE_CUT = ("logits/",)
+"""Figures over padding."""
 OF_THE_CLOCK = ("runtime", "per_second", "flops_per")
 """Parts of names of figures that depend on how fast a training was."""
 
@@ -52,6 +57,8 @@ class Deviation:
     """Of the norm of one tensor."""
     figures: dict[str, float] = field(default_factory=dict)
     """Of every other figure that differs at all."""
+    preferences: dict[str, float] = field(default_factory=dict)
+    """Of the figures of a trainer for preferences, the difference itself."""
 
 
 def train(config: dict[str, Any], num_ranks: int = 1, env: dict[str, str] | None = None) -> Training:
@@ -111,12 +118,18 @@ def _idle(audit: Path, lines: list[dict[str, Any]]) -> list[list[bool]]:
 def deviation(ours: Training, stock: Training) -> Deviation:
     """Raises `AssertionError` where the two do not even have the same figures at the same optimizer steps."""
     figures: dict[str, float] = {}
+    preferences: dict[str, float] = {}
     losses: dict[str, float] = {"loss": 0.0, "grad_norm": 0.0, "eval_loss": 0.0}
     assert [entry["step"] for entry in ours.log] == [entry["step"] for entry in stock.log]
     for mine, its in zip(ours.log, stock.log):
         assert {name for name in mine if not name.startswith("odb/")} == set(its)
         for name in its:
             if any(part in name for part in OF_THE_CLOCK):
+                continue
+            prefix = next((one for one in PREFERENCES if name.removeprefix("eval_").startswith(one)), None)
+            if prefix is not None:
+                preferences[prefix] = max(preferences.get(prefix, 0.0), abs(mine[name] - its[name]))
+            if prefix is not None or name.removeprefix("eval_").startswith(BY_THE_CUT):
                 continue
             kind = name if name in losses else "loss" if name == "train_loss" else None
             difference = _relative(mine[name], its[name])
@@ -131,28 +144,39 @@ def deviation(ours: Training, stock: Training) -> Deviation:
     pairs = [(ours.weights[name].double(), tensor.double()) for name, tensor in stock.weights.items()]
     assert all(tensor.dtype == torch.float32 for tensor in stock.weights.values())
     if not pairs:  # FSDP has saved none here
-        return Deviation(**losses, weights=0.0, tensor=0.0, figures=figures)
+        return Deviation(**losses, weights=0.0, tensor=0.0, figures=figures, preferences=preferences)
     differences = torch.stack([(mine - its).norm() for mine, its in pairs])
     norms = torch.stack([its.norm() for _, its in pairs])
     tensor = (differences / norms.clamp_min(1e-12)).max().item()
-    return Deviation(**losses, weights=(differences.norm() / norms.norm()).item(), tensor=tensor, figures=figures)
+    weights = (differences.norm() / norms.norm()).item()
+    return Deviation(**losses, weights=weights, tensor=tensor, figures=figures, preferences=preferences)
 
 
 def _relative(one: float, other: float) -> float:
     return abs(one - other) / max(abs(one), abs(other), 1e-12)
 
 
-def check_same_training(ours: Training, stock: Training, *, shards_parameters: bool = False) -> Deviation:
+def check_same_training(
+    ours: Training,
+    stock: Training,
+    *,
+    shards_parameters: bool = False,
+    counts_both_answers: bool = False,
+    of_all_ranks: bool = True,
+) -> Deviation:
     """I9: the same rows in every optimizer step, the same figures, the same model but for rounding.
 
     shards_parameters: the Trainer counts FLOPs by the parameters that are gathered when it looks, in stock too.
+    of_all_ranks: stock's figures of preferences are, and so comparable.
+    counts_both_answers: odb counts tokens, and FLOPs by them, of the longer of the two rows of an example of KTO.
     """
     assert len(ours.rows) == len(stock.rows)
     for number, (mine, its) in enumerate(zip(ours.rows, stock.rows)):
         assert mine == its, f"optimizer step {number} has other rows"
     assert ours.learning_rates == stock.learning_rates, "to the last digit"
     found = deviation(ours, stock)
-    assert not found.figures.keys() - ({"total_flos", "state.total_flos"} if shards_parameters else set()), found
+    not_compared = {"total_flos", "state.total_flos"} if shards_parameters or counts_both_answers else set()
+    assert not found.figures.keys() - not_compared, found
     percentages = [
         [(line["current_steps"], line["total_steps"], line["percentage"], line.get("epoch")) for line in one.progress]
         for one in (ours, stock)
@@ -160,6 +184,8 @@ def check_same_training(ours: Training, stock: Training, *, shards_parameters: b
     assert percentages[0] == percentages[1]
     assert ours.folders == stock.folders
     assert max(found.loss, found.eval_loss, found.weights) < RELATIVE, found
+    if of_all_ranks:
+        assert all(difference < PREFERENCES[name] for name, difference in found.preferences.items()), found
     return found
 
 
@@ -167,5 +193,6 @@ def report(name: str, found: Deviation) -> None:
     """One line for those who run the tests with -s."""
     print(
         f"{name}: loss {found.loss:.1e}, grad_norm {found.grad_norm:.1e}, eval_loss {found.eval_loss:.1e}, "
-        f"weights {found.weights:.1e}, worst tensor {found.tensor:.1e} {found.figures or ''}"
+        f"weights {found.weights:.1e}, worst tensor {found.tensor:.1e} "
+        f"{found.preferences or ''} {found.figures or ''}"
     )

@@ -19,7 +19,7 @@ from odb_factory.errors import ConfigError
 KEYS = [item.name for item in dataclasses.fields(ODBConfig)]
 OPTIONAL_NUMBERS = ["max_patches", "pad_to_multiple_of", "collate_workers", "lr_reference_samples", "seed"]
 OPTIONAL = [*OPTIONAL_NUMBERS, "balance"]
-WHOLE_NUMBERS = ["token_budget", *OPTIONAL_NUMBERS, "buffer_size", "exchange_timeout_s"]
+WHOLE_NUMBERS = ["token_budget", *OPTIONAL_NUMBERS, "buffer_size", "balance_group_size", "exchange_timeout_s"]
 WORDS = {
     "loss_scaling": ["stock", "exact", "sample", "square", "approx", "none"],
     "lr_scale": ["none", "sqrt", "linear"],
@@ -131,6 +131,7 @@ def test_what_only_filled_optimizer_steps_have_is_refused(keys: dict[str, Any], 
 
 
 def test_padded_rows_are_not_filled_up() -> None:
+    assert "is more than token_budget" in refusal(block(token_budget=8, pad_to_multiple_of=16))
     message = refusal(block(layout="padded", pad_to_multiple_of=16))
     assert message.startswith("odb.pad_to_multiple_of: 16 has no effect") and "layout: flat" in message
 

@@ -33,6 +33,7 @@ def test_names_of_the_package() -> None:
         "ODBTrainerMixin",
         "__version__",
         "apply",
+        "check_flat",
         "enable_odb",
         "pop_step_info",
         "weighted_loss",

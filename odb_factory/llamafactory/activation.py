@@ -28,6 +28,7 @@ SEAMS = (
     "llamafactory.train.pt.trainer",
     "llamafactory.train.rm.trainer",
     "llamafactory.train.dpo.trainer",
+    "llamafactory.train.kto.trainer",
 )
 """The modules of LLaMA-Factory that are hooked once they have been executed."""
 LAUNCHERS = ("llamafactory.launcher", "llamafactory.v1.launcher")

@@ -37,7 +37,10 @@ def with_neat_packing_as_layout(args: Mapping[str, Any], *, tell: bool = True) -
     for key in ("neat_packing", "packing"):
         args.pop(key, None)
     if tell:
-        logger.info("neat_packing: true is taken as odb.layout: flat; nothing is packed before training")
+        logger.info(
+            "neat_packing: true is taken as odb.layout: flat; nothing is packed before training, so batch sizes "
+            "count samples, not packs, and optimizer steps are smaller and more than stock's (see global_batch_size)"
+        )
     return args | {"odb": {**block, "layout": "flat"}}
 
 

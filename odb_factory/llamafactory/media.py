@@ -114,7 +114,8 @@ class MediaObserver:
         answers: the token ids that the last calls of `process_messages` have led to, one each.
         Raises `ValueError` where one holds more: a text, a system prompt or a tool has a placeholder written out.
         """
-        expected = self._expected[len(self._expected) - len(answers) :]
+        not_asked = [Counter[str]()] * len(answers)
+        expected = [*not_asked, *self._expected][-len(answers) :] if answers else []
         inserted = sum(self._inserted[-1:], Counter[str]())
         are_cut = [self._is_cut(ids, one + inserted) for ids, one in zip(answers, expected, strict=True)]
         return any(are_cut)  # only once all have been looked at
@@ -176,7 +177,7 @@ class MediaObserver:
 
     def _count_audio(self, audios: Any) -> int:
         inputs = self._get_mm_inputs([], [], audios, self.processor)
-        if self._by_size:
+        if hasattr(getattr(self.processor, "image_processor", None), "merge_size"):
             inputs["image_grid_thw"] = torch.zeros((0, 3), dtype=torch.long)  # as every batch of such a model has it
         return count_patches(inputs)
 

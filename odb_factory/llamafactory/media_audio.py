@@ -6,6 +6,7 @@ follows from the length is tried at start, on a few clips of noise.
 
 from __future__ import annotations
 
+import math
 import os
 import wave
 from collections.abc import Sequence
@@ -15,12 +16,13 @@ import numpy as np
 import torch
 
 from odb_factory.data.measure import AUDIO_KEYS
+from odb_factory.llamafactory.media_memory import Answer, equal, stand_in, without_pixels
 from odb_factory.log import get_logger
 
 logger = get_logger(__name__)
 
-CHECK_LENGTHS = (1600, 1, 159, 161, 40_001)
-"""Samples of a clip (at the sampling rate of the model)."""
+CHECK_LENGTHS = (1600, 161, 40_001, 480_161)
+"""Samples of a clip (at the sampling rate of the model); the last is longer than the 30 s that most models take."""
 FLAC_INFO_BYTES = 26
 
 
@@ -39,17 +41,15 @@ class ClipsByLength:
         lengths = [_length_of(clip, self.rate) for clip in clips]
         return None if None in lengths else [length for length in lengths if length is not None]
 
-    def answer(self, lengths: Sequence[int]) -> dict[str, Any]:
+    def answer(self, lengths: Sequence[int]) -> Answer:
         """Features are tensors of the right shape that take no memory."""
         mask = self._one[self._mask]
         real = torch.tensor([-(-length // self.hop) for length in lengths])
-        inputs = {
-            key: torch.ones((), dtype=value.dtype).expand(len(lengths), *value.shape[1:])
+        inputs: Answer = {
+            key: None if value is None else stand_in(torch.Size([len(lengths), *value.shape[1:]]), value.dtype)
             for key, value in self._one.items()
-            if value is not None
         }
-        inputs[self._mask] = (torch.arange(mask.shape[1]) < real[:, None]).to(mask.dtype)
-        return {key: inputs.get(key) for key in self._one}
+        return inputs | {self._mask: (torch.arange(mask.shape[1]) < real[:, None]).to(mask.dtype)}
 
 
 def clips_by_length(plugin: Any, processor: Any) -> ClipsByLength | None:
@@ -59,7 +59,7 @@ def clips_by_length(plugin: Any, processor: Any) -> ClipsByLength | None:
     try:
         found = ClipsByLength(plugin, processor)
         real, ours = _ask(plugin, processor, CHECK_LENGTHS), found.answer(CHECK_LENGTHS)
-        is_exact = real.keys() == ours.keys() and all(_equal(found._mask == key, real[key], ours[key]) for key in real)
+        is_exact = equal(real, ours)
     except Exception as error:  # whatever a processor raises, it is asked for each clip, which says it again
         logger.info("audio is observed through the real processor (%s: %s)", type(error).__name__, error)
         return None
@@ -68,16 +68,11 @@ def clips_by_length(plugin: Any, processor: Any) -> ClipsByLength | None:
     return found if is_exact else None
 
 
-def _ask(plugin: Any, processor: Any, lengths: Sequence[int]) -> dict[str, Any]:
+def _ask(plugin: Any, processor: Any, lengths: Sequence[int]) -> Answer:
     noise = np.random.default_rng(0)
     clips = [noise.standard_normal(length).astype(np.float32) for length in lengths]
-    return dict(plugin._get_mm_inputs([], [], clips, processor))
-
-
-def _equal(is_mask: bool, real: Any, ours: Any) -> bool:
-    if real is None or ours is None:
-        return real is ours
-    return real.shape == ours.shape and real.dtype == ours.dtype and (not is_mask or torch.equal(real, ours))
+    answer: Answer = without_pixels(plugin._get_mm_inputs([], [], clips, processor))
+    return answer
 
 
 def _length_of(clip: Any, rate: int) -> int | None:
@@ -87,7 +82,11 @@ def _length_of(clip: Any, rate: int) -> int | None:
     if not isinstance(clip, str | os.PathLike) or not os.path.isfile(clip):
         return None
     found = _of_wav(clip) or _of_flac(clip)
-    return None if found is None else -(-found[0] * rate // found[1])
+    if found is None:
+        return None
+    samples, own_rate = found
+    divisor = math.gcd(rate, own_rate)  # as torchaudio does it, in single precision
+    return int(torch.ceil(torch.as_tensor(rate // divisor * samples / (own_rate // divisor))))
 
 
 def _of_wav(path: str | os.PathLike[str]) -> tuple[int, int] | None:

@@ -22,7 +22,7 @@ MAX_REMEMBERED = 2048
 """Answers; when there are more, the oldest is forgotten. COCO has some hundred image sizes."""
 MAX_DIMENSIONS_KEPT = 2
 """Whole numbers in so many dimensions are grids, sizes and counts, which plugins read; more are masks of pixels."""
-CHECK_SIZES = ((37, 211), (320, 240), (400, 90), (64, 64), (320, 240))
+CHECK_SIZES = ((37, 211), (900, 500), (400, 90), (64, 64), (37, 211))
 
 Size = tuple[int, int]
 Answer = dict[str, Any]
@@ -58,8 +58,8 @@ class MemoryOfSizes:
 
 def ask(plugin: Any, processor: Any, images: Sequence[Image.Image], *args: Any, **kwargs: Any) -> Answer:
     """What the real processor says of these images, its pixels taken out."""
-    answer: Mapping[str, Any] = plugin._get_mm_inputs(list(images), [], [], processor, *args, **kwargs)
-    return {key: _without_pixels(value) for key, value in answer.items()}
+    answer: Answer = without_pixels(plugin._get_mm_inputs(list(images), [], [], processor, *args, **kwargs))
+    return answer
 
 
 def memory_of_sizes(plugin: Any, processor: Any) -> MemoryOfSizes | None:
@@ -71,8 +71,8 @@ def memory_of_sizes(plugin: Any, processor: Any) -> MemoryOfSizes | None:
         found = MemoryOfSizes(plugin, processor, one_by_one=False)
         alone = [ask(plugin, processor, [image]) for image in noise]
         together = ask(plugin, processor, noise)
-        is_exact = _equal(found.answer(CHECK_SIZES), together) and all(
-            _equal(found.answer([size]), real) for size, real in zip(CHECK_SIZES, alone)
+        is_exact = equal(found.answer(CHECK_SIZES), together) and all(
+            equal(found.answer([size]), real) for size, real in zip(CHECK_SIZES, alone)
         )
         if is_exact:
             found.one_by_one = _can_be_put_together(alone, together)
@@ -86,7 +86,7 @@ def memory_of_sizes(plugin: Any, processor: Any) -> MemoryOfSizes | None:
 
 def _can_be_put_together(alone: Sequence[Answer], together: Answer) -> bool:
     try:
-        return _equal(_put_together(alone), together)
+        return equal(_put_together(alone), together)
     except (TypeError, ValueError, RuntimeError):
         return False
 
@@ -105,17 +105,20 @@ def _joined(values: Sequence[Any]) -> Any:
         if _is_kept(values[0]):
             return torch.cat(list(values))
         rest = [max(sides) for sides in zip(*(value.shape[1:] for value in values), strict=True)]
-        return _stand_in(torch.Size([sum(len(value) for value in values), *rest]), values[0].dtype)
+        return stand_in(torch.Size([sum(len(value) for value in values), *rest]), values[0].dtype)
     raise TypeError("neither lists nor tensors")
 
 
-def _without_pixels(value: Any) -> Any:
+def without_pixels(value: Any) -> Any:
+    """An answer, or a part of one, with stand-ins for what is large."""
+    if isinstance(value, Mapping):
+        return {key: without_pixels(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_without_pixels(one) for one in value]
+        return [without_pixels(one) for one in value]
     if isinstance(value, np.ndarray):
         value = torch.from_numpy(value) if value.dtype != object else value
     if isinstance(value, Tensor) and not _is_kept(value):
-        return _stand_in(value.shape, value.dtype)
+        return stand_in(value.shape, value.dtype)
     return value
 
 
@@ -123,18 +126,18 @@ def _is_kept(value: Tensor) -> bool:
     return not value.is_floating_point() and value.dim() <= MAX_DIMENSIONS_KEPT
 
 
-def _stand_in(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+def stand_in(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """Of this shape, in the memory of one number; not zeros, which tell tiles that are not there."""
     return torch.ones((), dtype=dtype).expand(shape)
 
 
-def _equal(first: Any, second: Any) -> bool:
+def equal(first: Any, second: Any) -> bool:
     """Whether two answers are, pixels aside, the same."""
     if isinstance(first, Mapping):
-        return first.keys() == second.keys() and all(_equal(first[key], second[key]) for key in first)
+        return first.keys() == second.keys() and all(equal(first[key], second[key]) for key in first)
     if isinstance(first, Tensor):
         same_kind = isinstance(second, Tensor) and first.shape == second.shape and first.dtype == second.dtype
         return same_kind and (not _is_kept(first) or torch.equal(first, second))
     if isinstance(first, list):
-        return isinstance(second, list) and len(first) == len(second) and all(map(_equal, first, second))
+        return isinstance(second, list) and len(first) == len(second) and all(map(equal, first, second))
     return bool(first == second)

@@ -63,10 +63,12 @@ class ODBDataLoader(Online[Batch], State, DataLoader[Batch]):
                     optimizer.zero_grad()
 
     Flat micro-batches (`input_ids`, `labels` and `position_ids` [1, total], no `attention_mask`) need a model without
-    recurrent or convolutional layers, `use_cache=False`, and an attention kernel to which their length is no matter::
+    recurrent or convolutional layers, without its cache of keys and values, and an attention kernel to which their
+    length is no matter; `check_flat` switches the cache off and tries the model on a few rows::
 
-        model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="flash_attention_2", use_cache=False)
+        model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="flash_attention_2")
         with ODBDataLoader(dataset, token_budget=8192, layout="flat", collate_fn=collate) as loader:
+            check_flat(model, loader)
             for batch in loader:
                 info = pop_step_info(batch)  # info.segments: the lengths of its samples
                 (model(**batch).loss * info.loss_scale).backward()

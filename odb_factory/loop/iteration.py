@@ -19,15 +19,22 @@ from odb_factory.data.loader import ODBLoader
 from odb_factory.data.make_loader import make_loader
 from odb_factory.data.task_sampler import Pass
 from odb_factory.errors import ConfigError
+from odb_factory.log import get_logger
 from odb_factory.loop.accelerated import check_accumulation, to_device
 from odb_factory.loop.last_resort import LastResort
 from odb_factory.loop.receipts import Receipts
 from odb_factory.loop.step_info import make_step_info, put_step_info
 from odb_factory.planning import Collation
 
+logger = get_logger(__name__)
+
 OVER = (
     "this iteration is over before its end: its loader has since been iterated anew, set to another epoch or state, or "
     "closed; finish one iteration before the next, or make two loaders."
+)
+UNCHECKED = (
+    "layout: flat in a loop of your own, and nothing has made sure that the model keeps the samples of a row apart "
+    "(one with its cache switched on does not); call odb_factory.check_flat(model, loader) before the first batch"
 )
 RUN_STEPS = "optimizer_steps_of_run"
 """The key of a loop's state that the `ODBLoader` has no use for: the audit counts on from it."""
@@ -38,6 +45,7 @@ class Iteration:
 
     accumulation: micro-batches of an optimizer step, as they would be without odb.
     is_fetched_ahead: a framework asks it for a batch before it hands over the one before.
+    is_checked: `check_flat` has found that the loop's model takes flat rows.
     is_prepared: accelerate has prepared the DataLoader. moves_batches: and leaves it to us to move them.
     """
 
@@ -67,7 +75,7 @@ class Iteration:
             )
         self.config = config
         self.is_prepared = self._is_fetched_ahead = is_fetched_ahead
-        self.moves_batches = self.is_checkpointed = False
+        self.moves_batches = self.is_checkpointed = self.is_checked = False
         self._process_group, self._pin_memory, self._audit_dir = process_group, parts.pin_memory, audit_dir
         self._make = partial(
             make_loader,
@@ -156,6 +164,8 @@ class Iteration:
             check_accumulation()
         if self._begun:
             self.set_epoch(loader.epoch + 1)
+        elif self.config.layout == "flat" and not self.is_checked and loader.rank == 0:
+            logger.warning(UNCHECKED)
         self._begun = True
         items = iter(loader)
         assert loader.under_way is not None

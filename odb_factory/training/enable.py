@@ -84,6 +84,7 @@ class ODBSettings:
             RunLength(None if counts_steps else args.num_train_epochs, args.max_steps if counts_steps else None),
             args.output_dir,
             accumulation=args.gradient_accumulation_steps,
+            looks_at_labels=not self.equal_weights,
             is_shuffled=getattr(parts.sampler, "shuffle", isinstance(parts.sampler, RandomSampler)),
         )
         return run, LayoutCheck(loader) if layout.name == "flat" else None

@@ -18,7 +18,7 @@ def say_what_to_expect(loader: ODBLoader, config: ODBConfig) -> None:
     if first is None:
         return
     filled = first.padded_tokens / (first.num_micro_batches * loader.world_size * config.token_budget)
-    cut = f"{first.num_micro_batches} micro-batches on each of {loader.world_size} ranks"
+    cut = f"{_count(first.num_micro_batches, 'micro-batch', 'es')} on {_ranks(loader.world_size)}"
     budgets = (
         f"fills {filled:.0%} of their budgets (token_budget {config.token_budget}, max_patches {config.max_patches}); "
         f"loss_scaling {config.loss_scaling}"
@@ -31,8 +31,8 @@ def say_what_to_expect(loader: ODBLoader, config: ODBConfig) -> None:
         logger.info("%s (figures of the Trainer above are bounds); the first has %s and %s", samples, cut, budgets)
         return
     if an_epoch is not None:
-        samples += f", {an_epoch} optimizer step{'s' if an_epoch > 1 else ''} an epoch"
-    each = f"each of {min(size, loader.num_samples or size)} samples"
+        samples += f", {_count(an_epoch, 'optimizer step')} an epoch"
+    each = f"each of {_count(min(size, loader.num_samples or size), 'sample')}"
     if config.global_batch_size == "keep":
         each += " as in stock training"
     logger.info("%s, %s; the first is cut into %s and %s", samples, each, cut, budgets)
@@ -51,3 +51,11 @@ def say_what_to_expect(loader: ODBLoader, config: ODBConfig) -> None:
             loader.world_size,
             config.token_budget,
         )
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{'' if number == 1 else plural}"
+
+
+def _ranks(world_size: int) -> str:
+    return "one rank" if world_size == 1 else f"each of {world_size} ranks"

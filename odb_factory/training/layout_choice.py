@@ -97,7 +97,7 @@ def _flat(
     config: ODBConfig, model: Any, kernel: str, price: str = "", *, with_boundaries: bool = False, install: bool = False
 ) -> Layout:
     reason = "as configured" if config.layout == "flat" else "model and attention kernel allow it"
-    undo = [_without_cache(model)]
+    undo = [without_cache(model)]
     if install:
         undo.append(varlen.install(model))
 
@@ -119,7 +119,7 @@ def not_right(why: str) -> ConfigError:
     return ConfigError(f"odb.layout: 'flat' is not right here: {why}; set `layout: padded`, or auto.")
 
 
-def _without_cache(model: Any) -> Callable[[], None]:
+def without_cache(model: Any) -> Callable[[], None]:
     """Switch off the cache of keys and values, beside which transformers does not look for samples in a row.
 
     Training has no use for it; the Trainer itself switches it off, but not in the config of a language model that is a

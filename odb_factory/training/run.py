@@ -33,7 +33,7 @@ class RunLength:
 
 @dataclass(slots=True)
 class Computing:
-    """The micro-batch under way. num_items: its units, at least 1. segments: of `Measured`.
+    """The one under way. num_items: its units, at least 1. segments: of `Measured`.
 
     is_weighed: its loss has been.
     """
@@ -50,7 +50,7 @@ class ODBRun:
 
     fill: the estimates that are needed where nobody knows how many optimizer steps there will be; None where they are
     kept. step: the optimizer step taken last. computing: the micro-batch under way, None outside of forward and
-    backward.
+    backward. looks_at_labels: units are labels that carry loss, so that those of a row can be counted as collated.
     """
 
     def __init__(
@@ -62,6 +62,7 @@ class ODBRun:
         *,
         is_shuffled: bool = False,
         accumulation: int = 1,
+        looks_at_labels: bool = True,
     ):
         self.loader, self.config, self.length, self.output_dir = loader, config, length, Path(output_dir)
         self.accounting = StepAccounting(loader, config, output_dir if config.audit else None)
@@ -70,6 +71,7 @@ class ODBRun:
             self.fill = FillSchedule(loader, config, length.epochs, length.max_steps, accumulation, is_shuffled)
         self.step: OptimizerStep | None = None
         self.computing: Computing | None = None
+        self._looks_at_labels = looks_at_labels
         self._anew: tuple[int, int] | None = None
         self._token_loss: TokenLoss | None = None
         self._epochs_before = 0.0
@@ -134,7 +136,7 @@ class ODBRun:
 
     def begin_micro_batch(self, micro_batch: MicroBatch, measured: Measured, batch: Any) -> None:
         """Its forward comes next; until `end_micro_batch` its loss is made as `computing` says."""
-        labels = batch.get("labels") if isinstance(batch, Mapping) else None
+        labels = batch.get("labels") if self._looks_at_labels and isinstance(batch, Mapping) else None
         self.step = micro_batch.step
         if self.fill is not None and micro_batch.index == 0:
             self.fill.advance(self.optimizer_steps + 1, self.epoch)

@@ -82,6 +82,33 @@ def test_grids_are_believed_before_pixels() -> None:
     assert count_patches(inputs) == 24
 
 
+def test_what_pads_images_to_the_largest_is_not_counted() -> None:
+    """Pixtral: the tower takes 28 x 42 and 14 x 28 pixels of two images."""
+    inputs = {"pixel_values": torch.ones(2, 3, 28, 42), "image_sizes": torch.tensor([[28, 42], [14, 28]])}
+    assert count_patches(inputs) == 6 + 2
+    assert count_patches(inputs | {"pixel_values_videos": torch.ones(1, 4, 3, 14, 14)}) == 12
+
+
+def test_what_pads_tiles_to_the_most_is_not_counted() -> None:
+    """LLaVA-NeXT: three tiles of the first image, one of the second; a tile may be black in part."""
+    pixels = torch.zeros(2, 3, 3, 28, 14)
+    pixels[0, :, 0, 0, 0] = pixels[1, 0, 2, 27, 13] = 1
+    assert count_patches({"pixel_values": pixels, "image_sizes": torch.tensor([[50, 60], [20, 20]])}) == 4 * 2
+    assert count_patches({"pixel_values": pixels}) == 6 * 2
+
+
+@pytest.mark.parametrize("make", [lambda mask: mask, np.asarray, lambda mask: mask.bool()])
+def test_audio_counts_two_frames_of_its_spectrogram(make: Any) -> None:
+    """As padded, but for models that take media without padding, as their patch grids tell."""
+    mask = torch.tensor([[1] * 9, [1] * 4 + [0] * 5])
+    assert count_patches({"feature_attention_mask": make(mask)}) == 5 + 5
+    assert count_patches({"input_features_mask": make(mask), "pixel_values": torch.ones(1, 3, 14, 14)}) == 11
+    packed = {"feature_attention_mask": make(mask), "image_grid_thw": torch.zeros(0, 3, dtype=torch.long)}
+    assert count_patches(packed) == 5 + 2
+    assert count_patches(packed | {"image_grid_thw": torch.tensor([[1, 4, 6]])}) == 24 + 7
+    assert count_patches({"feature_attention_mask": None}) == 0
+
+
 def test_pixels_of_images_and_videos_add_up() -> None:
     inputs = {"pixel_values": torch.zeros(1, 3, 14, 14), "pixel_values_videos": torch.zeros(1, 4, 3, 14, 14)}
     assert count_patches(inputs) == 5

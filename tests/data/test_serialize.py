@@ -144,7 +144,7 @@ def test_what_arrives_may_be_changed() -> None:
 
 
 def travelled(features: dict[str, Any]) -> Sample:
-    cost = Cost(3, 2, 1, True, 1)
+    cost = Cost(3, 2, 1, True, 1, has_audio=True)
     sample = Sample(7, cost, pack(features), 2**32 - 1)
     arrived = sample_from_bytes(sample_to_bytes(sample))
     assert arrived == sample

@@ -130,7 +130,7 @@ def test_batches_equal_stock_bit_for_bit_and_keep_both_budgets(
             assert measured.patches <= setting.config.max_patches
         if "image_grid_thw" in batch:
             assert measured.patches == int(batch["image_grid_thw"].prod(-1).sum())
-        assert measured.units == step.units
+        assert measured.units == step.num_units
         kinds.add(tuple(sorted({bool(stock_rows[i]["images"]) for i in step.ids})))
     loader.close()
     assert sorted(seen) == list(range(len(setting.dataset)))

@@ -30,24 +30,17 @@ def config(tiny_text: Path, data_dir: Path, tmp_path: Path) -> dict[str, Any]:
         ({"neat_packing": True, "odb": BLOCK | {"layout": "padded"}}, ("neat_packing", "True", "remove one")),
         ({"neftune_noise_alpha": 5, "odb": BLOCK | {"layout": "flat"}}, ("neftune_noise_alpha", "5", "padded")),
         ({"use_asft_loss": True, "odb": BLOCK | {"layout": "flat"}}, ("use_asft_loss", "True", "padded")),
-        ({"predict_with_generate": True, "val_size": 4}, ("predict_with_generate", "True")),
         ({"use_mca": True}, ("use_mca", "True", "remove")),
-        ({"include_tokens_per_second": True}, ("include_tokens_per_second", "True", "remove")),
         ({"use_hyper_parallel": True}, ("use_hyper_parallel", "True", "remove")),
         ({"auto_find_batch_size": True}, ("auto_find_batch_size", "True", "token_budget")),
         ({"accelerator_config": {"dispatch_batches": True}}, ("dispatch_batches", "True", "false")),
-        (
-            {"include_effective_tokens_per_second": True},
-            ("include_effective_tokens", "odb/tokens_per_micro_step"),
-        ),
-        ({"streaming": True, "max_steps": 2}, ("streaming", "True", "false")),
         ({"ignore_pad_token_for_loss": False}, ("ignore_pad_token_for_loss", "False", "true")),
         ({"stage": "ppo", "reward_model": "x", "reward_model_type": "full"}, ("stage", "ppo", "its own batches")),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_mistakes_are_named_in_one_line(config, changes, words) -> None:
-    for key in ("use_hyper_parallel", "include_tokens_per_second", "use_asft_loss"):
+    for key in ("use_hyper_parallel", "use_asft_loss"):
         if key in changes and not (hasattr(FinetuningArguments, key) or hasattr(TrainingArguments, key)):
             pytest.skip(f"this release has no {key}")
     with pytest.raises(ValueError) as caught:
@@ -99,13 +92,11 @@ def test_a_loss_that_cannot_weigh_samples_is_named_where_they_weigh_differently(
     assert ("without logits" in message) == (key == "use_liger_kernel")
 
 
-def test_group_by_length_is_refused_under_both_its_names(config) -> None:
-    from transformers import TrainingArguments
-
+def test_group_by_length_is_told_to_have_no_effect_under_both_its_names(config, caplog) -> None:
     old = "group_by_length" in TrainingArguments.__dataclass_fields__
-    changes = {"group_by_length": True} if old else {"train_sampling_strategy": "group_by_length"}
-    with pytest.raises(ConfigError, match="group_by_length"):
-        get_train_args(config | changes)
+    get_train_args(config | ({"group_by_length": True} if old else {"train_sampling_strategy": "group_by_length"}))
+    told = [message for message in caplog.messages if "group_by_length" in message and "has no effect" in message]
+    assert len(told) == 1 and "\n" not in told[0]
 
 
 def test_megatron_is_refused(config, monkeypatch) -> None:

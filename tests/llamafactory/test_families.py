@@ -257,6 +257,9 @@ def check_table(families: Sequence[Family]) -> None:
     if here != TABLE_OF:
         pytest.skip(f"the table is about {TABLE_OF}, here is {here}")
     assert {family.plugin for family in FAMILIES} | set(NOT_OFFLINE) == set(PLUGINS) - {"base"}
+    left_out = {PLUGINS[name] for name in ("base", *NOT_OFFLINE)}
+    named = {name for family in FAMILIES for name in (family.template, *family.templates)}
+    assert named == {name for name, one in TEMPLATES.items() if type(one.mm_plugin) not in left_out}
     page = PAGE.read_text(encoding="utf-8")
     start = page.index("| plugin (templates) |")
     end = page.index("\n\n", start)

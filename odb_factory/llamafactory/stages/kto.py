@@ -8,6 +8,7 @@ backward, which is where memory goes, is kept of one only.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -35,8 +36,7 @@ class Kto(Stage):
     trainer = ("llamafactory.train.kto.trainer", "CustomKTOTrainer")
     equal_weights = True
     why_not_flat = "the trainer hands the model no position ids, so it could not tell where an example ends"
-
-    partners: Partners = Partners(0, 1, 1)
+    partners = Partners(num_rows=0, batch_size=1, num_shards=1)
 
     def of_rows(self, data_args: Any, num_rows: int) -> Stage:
         stage = copy.copy(self)
@@ -85,7 +85,7 @@ class Kto(Stage):
     def measure(self, batch: Mapping[str, Any], patch_size: int = 14, segments: tuple[int, ...] = ()) -> Measured:
         found = measure_batch(batch, patch_size, segments)
         longer = max(found.length, batch["kl_input_ids"].shape[1])
-        return Measured(found.rows, longer, found.patches, units=found.rows)
+        return dataclasses.replace(found, length=longer, units=found.rows)
 
     def make_collator(self, template: Any, tokenizer: Any, processor: Any) -> Any:
         from llamafactory.data.collator import KTODataCollatorWithPadding
@@ -100,9 +100,11 @@ class Kto(Stage):
         return probe_collation(collator, example | dict.fromkeys(MEDIA) | {"kto_tags": True}, patch_size)
 
     def prepare(self, trainer: Any) -> Callable[[], None]:
+        from odb_factory.llamafactory.stages import kto_probes
         from odb_factory.llamafactory.stages.kto_kl import StepKL
         from odb_factory.llamafactory.stages.preference_metrics import ExampleMetrics
 
+        kto_probes.check_trainer(trainer)
         step_kl = StepKL(trainer)
         metrics = ExampleMetrics(trainer, step_kl)
         step_kl.install()

@@ -75,7 +75,7 @@ class StepKL:
             ratios = [self._log_ratios(model, batch) for _, _, batch in micro_batches]
         finally:
             self._is_estimating = False
-        ratio = torch.cat(ratios).double().cpu().split([len(one) for one in ratios])
+        ratio = torch.cat(ratios).cpu().double().split([len(one) for one in ratios])
         sums = torch.zeros(3, self._num_batches, dtype=torch.float64)
         for (micro_batch, _, batch), ratio_of in zip(micro_batches, ratio):
             if not micro_batch.idle:

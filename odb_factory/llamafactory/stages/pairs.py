@@ -96,3 +96,10 @@ class Dpo(Pairs):
     def _units(self, features: Mapping[str, Any]) -> int:
         """0 where an answer has no token left and the loss would divide by their number."""
         return int(all(count_supervised(features[f"{side}_labels"]) for side in self.needs_labels))
+
+    def prepare(self, trainer: Any) -> Callable[[], None]:
+        from odb_factory.llamafactory.stages.preference_metrics import PairMetrics
+
+        metrics = PairMetrics(trainer)
+        metrics.install()
+        return metrics.uninstall

@@ -1,8 +1,8 @@
 """What the trainers for preferences log of their own (rewards, accuracies, log-probabilities), over what was trained.
 
 Stock stores the figures of every micro-batch and takes their mean, over the ranks too. Here micro-batches differ in
-size and some are idle, so each counts by its units and the idle ones not at all. LLaMA-Factory reduces the figures of
-the ranks as a vector without names, so every rank stores the same keys in the same order.
+size and some are idle, so each counts by what is in it and the idle ones not at all. LLaMA-Factory reduces the figures
+of the ranks as a vector without names, so every rank stores the same keys in the same order.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from odb_factory.data.samples import MicroBatch
+from odb_factory.errors import ConfigError
 from odb_factory.llamafactory.stages.kto_kl import StepKL
+from odb_factory.training.run import Computing
 
+KINDS = ("chosen", "rejected")
 KEYS_OF_A_KIND = ("rewards/{}_sum", "logps/{}_sum", "logits/{}_sum", "count/{}")
 
 
@@ -46,7 +48,7 @@ class PreferenceMetrics(ABC):
         stored = self.trainer._stored_metrics["train"]
         if not stored:  # they have been logged
             self.forget()
-        self.add(run.computing.micro_batch, metrics)
+        self.add(run.computing, metrics)
         stored.clear()
         stored.update({key: [value] for key, value in self.figures().items()})
         return loss, {}
@@ -56,7 +58,7 @@ class PreferenceMetrics(ABC):
         self.sums.clear()
 
     @abstractmethod
-    def add(self, micro_batch: MicroBatch, metrics: dict[str, Any]) -> None:
+    def add(self, computing: Computing, metrics: dict[str, Any]) -> None:
         """The figures of a micro-batch of this rank; of an idle one they count nothing, but its step does."""
 
     @abstractmethod
@@ -65,25 +67,30 @@ class PreferenceMetrics(ABC):
 
 
 class PairMetrics(PreferenceMetrics):
-    """Those of DPO and its variants: means over pairs, of which LLaMA-Factory takes the mean over ranks."""
+    """Those of DPO and its variants: means over pairs, of which LLaMA-Factory takes the mean over ranks.
+
+    A pair weighs what it does in the loss of its optimizer step, and that step what it has of what the loss is a mean
+    of: stock's micro-batches, or else pairs.
+    """
 
     def __init__(self, trainer: Any):
         super().__init__(trainer)
-        self.num_pairs = 0
+        self.total = 0
 
     def forget(self) -> None:
         super().forget()
-        self.num_pairs = 0
+        self.total = 0
 
-    def add(self, micro_batch: MicroBatch, metrics: dict[str, Any]) -> None:
-        if micro_batch.index == 0:
-            self.num_pairs += micro_batch.step.units
+    def add(self, computing: Computing, metrics: dict[str, Any]) -> None:
+        step = computing.micro_batch.step
+        of_step = step.num_stock_means if self.trainer.odb_run.config.loss_scaling == "stock" else step.units
+        if computing.micro_batch.index == 0:
+            self.total += of_step
         for key, value in metrics.items():
-            self.sums[key] += 0.0 if micro_batch.idle else value * micro_batch.num_units
+            self.sums[key] += 0.0 if computing.micro_batch.idle else value * computing.loss.scale * of_step
 
     def figures(self) -> dict[str, float]:
-        factor = self.trainer.args.world_size / max(self.num_pairs, 1)
-        return {key: value * factor for key, value in self.sums.items()}
+        return {key: value / max(self.total, 1) for key, value in self.sums.items()}
 
 
 class ExampleMetrics(PreferenceMetrics):
@@ -102,16 +109,22 @@ class ExampleMetrics(PreferenceMetrics):
         super().forget()
         self.num_examples.clear()
 
-    def add(self, micro_batch: MicroBatch, metrics: dict[str, Any]) -> None:
-        if micro_batch.index == 0:
+    def add(self, computing: Computing, metrics: dict[str, Any]) -> None:
+        if computing.micro_batch.index == 0:
             self.num_examples.update(self.step_kl.num_examples)
             self.sums["kl"] += self.step_kl.kl if self.trainer.args.process_index == 0 else 0.0
-        if not micro_batch.idle:
-            for key in metrics.keys() - {"kl"}:
+        known = {key.format(kind) for key in KEYS_OF_A_KIND for kind in KINDS}
+        if unknown := metrics.keys() - known - {"kl"}:
+            raise ConfigError(
+                f"odb: the trainer for KTO makes the figures {', '.join(sorted(unknown))}, which are not known here; "
+                "install a supported release of LLaMA-Factory (`odb-factory doctor` names them)."
+            )
+        if not computing.micro_batch.idle:
+            for key in metrics.keys() & known:
                 self.sums[key] += metrics[key]
 
     def figures(self) -> dict[str, float]:
         # Of a kind that no rank has seen there must be no key: LLaMA-Factory divides by the number of its examples.
-        kinds = [kind for kind in ("chosen", "rejected") if self.num_examples[kind]]
+        kinds = [kind for kind in KINDS if self.num_examples[kind]]
         keys = [key.format(kind) for kind in kinds for key in KEYS_OF_A_KIND]
         return {key: self.sums[key] for key in (*keys, "kl")}

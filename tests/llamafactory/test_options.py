@@ -1,0 +1,106 @@
+"""Options of LLaMA-Factory beside an `odb:` block: each does what it does in stock, or a line says what it does not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from distributed.rows import write_uneven_rows
+from llamafactory.data import get_dataset, get_template_and_fix_tokenizer
+from llamafactory.hparams import TrainingArguments, get_train_args
+from llamafactory.model import load_tokenizer
+from same_training import Training, check_same_training, report, train
+from support import training_config
+
+BLOCK = {"token_budget": 256, "audit": True}
+MIXES = (
+    {"mix_strategy": "concat", "val_size": 6},
+    {"mix_strategy": "interleave_under", "val_size": 0.2},
+    {"mix_strategy": "interleave_over", "interleave_probs": "0.7,0.3", "eval_dataset": "few,fewer"},
+    {"max_samples": 7, "eval_dataset": "few,fewer", "eval_on_each_dataset": True},
+)
+LENGTHS = (
+    {"train_sampling_strategy": "group_by_length"}
+    if "train_sampling_strategy" in TrainingArguments.__dataclass_fields__
+    else {"group_by_length": True, "include_tokens_per_second": True}
+)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sizes = {"one": 20, "other": 12, "few": 3, "fewer": 2, "mixed": 12}
+    return write_uneven_rows(tmp_path_factory.mktemp("rows"), sizes)
+
+
+def rows_of(config: dict[str, Any]) -> dict[str, Any]:
+    """What `get_dataset` makes of the training data, and of each set that is evaluated."""
+    model_args, data_args, training_args, _, _ = get_train_args(dict(config))
+    tokenizer_module = load_tokenizer(model_args)
+    template = get_template_and_fix_tokenizer(tokenizer_module["tokenizer"], data_args)
+    module = get_dataset(template, model_args, data_args, training_args, stage="sft", **tokenizer_module)
+    evaluated = module["eval_dataset"]
+    evaluated = evaluated if isinstance(evaluated, dict) else {"": evaluated}
+    sets = {"training": module["train_dataset"]} | evaluated
+    return {name: [rows[index]["input_ids"] for index in range(len(rows))] for name, rows in sets.items()}
+
+
+def test_data_sets_are_mixed_held_out_and_evaluated_as_in_stock(tiny_text, data, tmp_path) -> None:
+    config = training_config(tiny_text, data, tmp_path / "out", dataset="one,other")
+    for mix in MIXES:
+        ours, stock = rows_of(config | mix | {"odb": BLOCK}), rows_of(config | mix)
+        assert ours == stock, mix
+        assert len(stock) == (3 if "eval_on_each_dataset" in mix else 2)
+
+
+def pair(model: Path, data: Path, folder: Path, ours: dict[str, Any], **changes: Any) -> tuple[Training, Training]:
+    """A training with odb, with some more changes, and stock's; each evaluates by generating."""
+    given = {
+        "predict_with_generate": True,
+        "generation_max_length": 150,
+        "cutoff_len": 140,
+        "max_steps": 4,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 4,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+    }
+    trainings = (("odb", ours | {"odb": BLOCK}), ("stock", {}))
+    first, second = (
+        train(training_config(model, data, folder / name, **(given | changes | more))) for name, more in trainings
+    )
+    return first, second
+
+
+def test_generating_evaluations_and_figures_are_those_of_stock(tiny_text, data, tmp_path, caplog) -> None:
+    """ROUGE of two sets, each by itself; tokens a second without a pass over the data; group_by_length beside them."""
+    names = {"dataset": "one,other", "mix_strategy": "interleave_over", "eval_dataset": "few,fewer"}
+    counted = {"include_effective_tokens_per_second": True, "eval_on_each_dataset": True}
+    ours, stock = pair(tiny_text, data, tmp_path, LENGTHS, **names, **counted)
+    figures = {name for entry in stock.log for name in entry}
+    assert {"eval_few_rouge-l", "eval_fewer_bleu-4"} <= figures
+    report("predict_with_generate, text", check_same_training(without_rates(ours), stock))
+    assert any("group_by_length" in message and "has no effect" in message for message in caplog.messages)
+    mine, its = (json.loads((tmp_path / name / "train_results.json").read_text()) for name in ("odb", "stock"))
+    tokens = mine["effective_tokens_per_sec"] * mine["train_runtime"]
+    summary = json.loads((tmp_path / "odb" / "odb_summary.json").read_text())
+    assert "effective_tokens_per_sec" in its and tokens == pytest.approx(summary["tokens"])
+    if "include_tokens_per_second" in LENGTHS:
+        assert mine["train_tokens_per_second"] * mine["train_runtime"] == pytest.approx(summary["padded_tokens"], 1e-2)
+
+
+def without_rates(ours: Training) -> Training:
+    for entry in ours.log:
+        entry.pop("train_tokens_per_second", None)
+    return ours
+
+
+@pytest.mark.skipif(
+    transformers.__version__ >= "5", reason="stock fails: LLaMA-Factory's collator gives no mm_token_type_ids there"
+)
+def test_images_train_as_in_stock_where_evaluations_generate(tiny_vl, data, tmp_path) -> None:
+    """Its collator is given no model then, and positions of images are made in the forward."""
+    ours, stock = pair(tiny_vl, data, tmp_path, {}, dataset="mixed", val_size=4, max_steps=2, eval_steps=2)
+    report("predict_with_generate, tiny Qwen3-VL", check_same_training(ours, stock))

@@ -1,0 +1,163 @@
+"""`streaming: true`: local files are read by index; what can only be iterated trains as stock's stream does."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributed.launch import Run
+from distributed.rows import row, write_uneven_rows
+from llamafactory.hparams import get_train_args
+from llamafactory.train.tuner import run_exp
+from same_training import Training, check_same_training, report, train
+from support import read_jsonl, training_config
+
+from odb_factory.errors import ConfigError, DataError
+
+BLOCK = {"token_budget": 256, "audit": True}
+SHARDS = (8, 2, 8, 3, 8, 3)
+"""Rows of each file of the stream; no three of them are half of all."""
+STREAM = {
+    "dataset": "shards",
+    "streaming": True,
+    "buffer_size": 8,
+    "max_steps": 7,
+    "dataloader_num_workers": 2,
+}
+"""Four optimizer steps of 8 samples an epoch. Of one that is not whole stock carries the gradient into the next epoch."""
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`texts`, a local file, and `shards`, a folder that LLaMA-Factory asks `datasets` to load, as it does of a hub."""
+    folder = write_uneven_rows(tmp_path_factory.mktemp("rows"), {"texts": 24})
+    (folder / "shards").mkdir()
+    number = 0
+    for shard, count in enumerate(SHARDS):
+        lines = [json.dumps(row(3 + number + k)) for k in range(count)]
+        (folder / "shards" / f"{shard}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+        number += count
+    info = json.loads((folder / "dataset_info.json").read_text(encoding="utf-8"))
+    columns = {key: value for key, value in info["texts"].items() if key != "file_name"}
+    info["shards"] = columns | {"script_url": "shards"}
+    (folder / "dataset_info.json").write_text(json.dumps(info), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def config(tiny_text: Path, data: Path, tmp_path: Path) -> dict[str, Any]:
+    return training_config(tiny_text, data, tmp_path / "odb", odb=BLOCK)
+
+
+@pytest.fixture(scope="module")
+def stock(tiny_text: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Training:
+    """Of one rank and one worker: stock's order depends on the number of workers, each of which reads other shards."""
+    out = tmp_path_factory.mktemp("stock") / "out"
+    return train(training_config(tiny_text, data, out, gradient_accumulation_steps=8, **STREAM | {"dataloader_num_workers": 1}))
+
+
+def test_local_files_are_read_by_index(config, caplog) -> None:
+    """Then nothing is needed or forbidden that only a stream needs or forbids."""
+    lifted = {"streaming": True, "max_samples": 20, "val_size": 0.1, "buffer_size": 128}
+    _, data_args, training_args, *_ = get_train_args(config | lifted)
+    assert (data_args.streaming, data_args.max_samples, training_args.max_steps) == (False, 20, -1)
+    told = [message for message in caplog.messages if "streaming: true is taken as false" in message]
+    assert len(told) == 1 and "max_steps is not needed" in told[0] and "\n" not in told[0]
+    _, data_args, *_ = get_train_args(config | {"streaming": True, "do_train": False, "max_steps": 1})
+    assert data_args.streaming, "a run that does not train is stock's"
+    assert any("has no effect: do_train is false" in message for message in caplog.messages)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_steps": -1}, "specify `max_steps` in streaming mode"),
+        ({"max_samples": 20}, "`max_samples` is incompatible with `streaming`"),
+        ({"val_size": 0.1}, "integer val size"),
+    ],
+)
+def test_what_stock_asks_of_a_stream_it_still_asks(config, changes, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        get_train_args(config | STREAM | changes)
+
+
+def test_stocks_buffer_size_is_not_taken_for_ours(config) -> None:
+    _, data_args, *_ = get_train_args(config | STREAM)
+    assert data_args.buffer_size == 8 and data_args.streaming
+    with pytest.raises(ConfigError, match="buffer_size: 8 stands beside odb:"):
+        get_train_args(config | {"buffer_size": 8})
+
+
+def test_a_stream_trains_as_in_stock_and_goes_on_as_it_would_have(config, stock, tmp_path) -> None:
+    """I9, in an epoch that is shuffled anew too; with several observe workers, and another number after a resume."""
+    steps = {"gradient_accumulation_steps": 8, "save_strategy": "steps", "save_steps": 5}
+    ours = train(config | STREAM | steps)
+    assert [len(step) for step in stock.rows] == [8] * 7
+    assert stock.rows[:3] != stock.rows[4:], "another order in the second epoch"
+    ours.folders.clear()
+    report("stream, 1 rank", check_same_training(ours, stock))
+    again = config | STREAM | steps | {"output_dir": str(tmp_path / "again"), "dataloader_num_workers": 1}
+    again |= {"odb": BLOCK | {"audit": False}, "resume_from_checkpoint": str(tmp_path / "odb" / "checkpoint-5")}
+    resumed = train(again)
+    assert resumed.rows == ours.rows[5:]
+    assert {name: tensor.tolist() for name, tensor in resumed.weights.items()} == {
+        name: tensor.tolist() for name, tensor in ours.weights.items()
+    }
+
+
+def test_two_ranks_share_a_stream(config, stock) -> None:
+    """I9: every rank reads it, and step t is the same rows of it as on one rank."""
+    ours = train(config | STREAM | {"gradient_accumulation_steps": 4}, num_ranks=2)
+    assert ours.rows == stock.rows
+    report("stream, 2 ranks", check_same_training(ours, stock))
+
+
+def test_rows_held_out_of_a_stream_are_never_trained_on(config, caplog) -> None:
+    """Stock shuffles anew in each epoch, and holds out other rows then."""
+    ours = train(config | STREAM | {"val_size": 6, "gradient_accumulation_steps": 10, "max_steps": 9})
+    epochs = [Counter(sum(ours.rows[begin : begin + 3], [])) for begin in (0, 3, 6)]
+    assert epochs[0] == epochs[1] == epochs[2] and epochs[0].total() == sum(SHARDS) - 6
+    told = [message for message in caplog.messages if message.startswith("streaming: ")]
+    assert len(told) == 1 and "the same in each epoch" in told[0] and "\n" not in told[0]
+
+
+def test_what_a_stream_cannot_do_is_named_in_one_line(config, tmp_path) -> None:
+    """A local file beside it that LLaMA-Factory cuts into no shard."""
+    given = config | STREAM | {"dataset": "shards,texts", "dataloader_num_workers": 0}
+    with pytest.raises(DataError, match="texts.json yields no row; .*dataloader_num_workers to 1") as caught:
+        run_exp(given)
+    assert "\n" not in str(caught.value)
+
+
+def ids_of_ranks(output_dir: Path, num_ranks: int) -> list[Counter]:
+    """Of the first epoch."""
+    audits = [read_jsonl(output_dir / f"odb_audit_rank{rank}.jsonl") for rank in range(num_ranks)]
+    return [Counter(id for line in audit if line["epoch"] == 0 for id in line["ids"]) for audit in audits]
+
+
+def test_shards_are_split_between_ranks_where_nothing_is_kept(config, tmp_path) -> None:
+    """I1, I2 with uneven ends: each rank reads its own files only, and all rows are trained on once."""
+    fill = {"odb": BLOCK | {"global_batch_size": "fill", "balance": False}, "max_steps": 12, "ddp_backend": "gloo"}
+    with Run(config | STREAM | fill, num_ranks=2) as run:
+        ended = run.end()
+    assert ended.returncodes == [0], ended
+    assert "each rank reads its part of the 6 shards" in ended.ranks[0]
+    ids = ids_of_ranks(tmp_path / "odb", 2)
+    assert sum((one.total() for one in ids)) == sum(SHARDS) and max((ids[0] + ids[1]).values()) == 1
+    assert sorted(one.total() for one in ids) != [16, 16], "not every second row"
+
+
+@pytest.mark.full_grid
+@pytest.mark.parametrize("dispatch_batches", [None, False])
+def test_two_ranks_of_stock_share_a_stream_alike(config, tmp_path, dispatch_batches) -> None:
+    """I9: one rank of stock's reads for all, or each its own shards; each way is stock's own."""
+    how = STREAM | {"gradient_accumulation_steps": 4, "max_steps": 4, "dataloader_num_workers": 1}
+    if dispatch_batches is not None:
+        how["accelerator_config"] = {"dispatch_batches": dispatch_batches}
+    ours = train(config | how, num_ranks=2)
+    given = {key: value for key, value in config.items() if key != "odb"}
+    stock = train(given | how | {"output_dir": str(tmp_path / "stock")}, num_ranks=2)
+    report(f"stream, dispatch_batches {dispatch_batches}", check_same_training(ours, stock))
