@@ -254,5 +254,5 @@ def test_one_estimate_of_an_optimizer_step_on_two_ranks(tiny_text: Path, rows_di
 @pytest.mark.full_grid
 def test_filled_batches(tiny_text: Path, rows_dir: Path, tmp_path: Path) -> None:
     block = BLOCK | {"global_batch_size": "fill", "buffer_size": 8}
-    ours = train(config_of(tiny_text, rows_dir, tmp_path / "odb", dataset="odd", odb=block), 2)
+    ours = train(config_of(tiny_text, rows_dir, tmp_path / "odb", dataset="odd", odb=block))
     assert sum(map(len, ours.rows)) == 2 * NUM_ROWS["odd"]
