@@ -169,6 +169,16 @@ def test_shards_are_split_where_stock_does_or_nothing_is_kept(config, data, keep
     assert splits or parts[0] == parts[1]
 
 
+def test_a_stage_whose_rows_need_each_other_takes_no_stream(config) -> None:
+    _, data_args, training_args, *_ = get_train_args(config | STREAM)
+    head = SimpleNamespace(stage=STAGES["kto"].of_rows(data_args, 3))
+    with pytest.raises(
+        ConfigError, match="streaming: True does not go with odb and stage kto, .* local files"
+    ) as caught:
+        online_stream(datasets.IterableDataset, head, ODBConfig(token_budget=256), data_args, training_args)
+    assert "\n" not in str(caught.value)
+
+
 def ids_of_ranks(output_dir: Path, num_ranks: int) -> list[Counter]:
     """Of the first epoch."""
     audits = [read_jsonl(output_dir / f"odb_audit_rank{rank}.jsonl") for rank in range(num_ranks)]
