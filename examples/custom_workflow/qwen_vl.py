@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import av
 import torch
 from PIL import Image
 from qwen_vl_utils import process_vision_info
@@ -22,12 +25,19 @@ from odb_factory.demo.mm_mix_builtin import build_builtin_mix
 from odb_factory.demo.tiny_model import build_tiny_qwen3_vl
 
 
+FRAMES_A_SECOND, MOST_FRAMES = 2.0, 16
+PIXELS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
+"""What a processor returns of media: of all pictures or clips of a row, one after the other."""
+
+
 class VisualChats(Dataset):
-    """Rows of {"messages": [{role, content}], "images": [path]}; `<image>` in a content is where a picture goes."""
+    """Rows of {"messages": [{role, content}], "images": [path], "videos": [path]}.
+
+    `<image>` and `<video>` in a content are where a picture or a clip goes.
+    """
 
     def __init__(self, path: Path, processor: Any, max_pixels: int):
-        rows = json.loads(path.read_text("utf-8"))
-        self.rows = [row for row in rows if not row.get("videos")]  # this example reads pictures only
+        self.rows = json.loads(path.read_text("utf-8"))
         self.folder, self.processor, self.max_pixels = path.parent, processor, max_pixels
         # What stands around an answer in Qwen's chat template.
         self.header = processor.tokenizer("<|im_start|>assistant\n", add_special_tokens=False)["input_ids"]
@@ -39,31 +49,37 @@ class VisualChats(Dataset):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         messages = self.messages(self.rows[index])
         vision = self.processor.image_processor
-        images, _ = process_vision_info(messages, image_patch_size=vision.patch_size)
+        images, videos, video_options = process_vision_info(
+            messages, return_video_kwargs=True, return_video_metadata=True, image_patch_size=vision.patch_size
+        )
+        if videos is not None:  # what they show, and how they were cut out of their file
+            video_options["videos"], video_options["video_metadata"] = map(list, zip(*videos))
         text = self.processor.apply_chat_template(messages, tokenize=False)
-        if images is None:
+        if images is None and videos is None:
             # Every batch must run the vision tower: a rank that skips it would leave the others waiting for its weights
             # (ZeRO-3, FSDP) or their gradients (DDP, unless ddp_find_unused_parameters is set). So a row of text alone
             # gets the smallest picture there is, behind its end: no token before it sees it, and it has no label.
             text += "<|vision_start|><|image_pad|><|vision_end|>"
             images = [Image.new("RGB", 2 * (vision.patch_size * vision.merge_size,))]
-        inputs = self.processor(text=[text], images=images, do_resize=False, return_tensors="pt")
-        per_picture = ("pixel_values", "image_grid_thw")
-        item = {key: value if key in per_picture else value[0] for key, value in inputs.items()}
+        inputs = self.processor(text=[text], images=images, do_resize=False, return_tensors="pt", **video_options)
+        item = {key: value if key in PIXELS else value[0] for key, value in inputs.items()}
         return item | {"labels": self.labels(item["input_ids"])}
 
     def messages(self, row: dict[str, Any]) -> list[dict[str, Any]]:
         """A row as the chat template and `process_vision_info` want it."""
-        names = iter(row.get("images", []))
+        names = {"image": iter(row.get("images", [])), "video": iter(row.get("videos", []))}
         messages = []
         for turn in row["messages"]:
             parts = []
-            for i, text in enumerate(turn["content"].split("<image>")):
-                if i:
-                    path = str(self.folder / next(names))
-                    parts.append({"type": "image", "image": path, "max_pixels": self.max_pixels})
-                if text:
-                    parts.append({"type": "text", "text": text})
+            for part in re.split("<(image|video)>", turn["content"]):
+                if part == "image":
+                    path = str(self.folder / next(names[part]))
+                    parts.append({"type": part, part: path, "max_pixels": self.max_pixels})
+                elif part == "video":  # a path will do where `process_vision_info` finds a reader (torchcodec, decord)
+                    frames, rate = frames_of(self.folder / next(names[part]))
+                    parts.append({"type": part, part: frames, "sample_fps": rate, "max_pixels": self.max_pixels // 4})
+                elif part:
+                    parts.append({"type": "text", "text": part})
             messages.append({"role": turn["role"], "content": parts})
         return messages
 
@@ -77,11 +93,20 @@ class VisualChats(Dataset):
         return labels
 
 
+def frames_of(path: Path) -> tuple[list[Image.Image], float]:
+    """Pictures of a clip, from its start, and how many of them a second."""
+    with av.open(str(path)) as clip:
+        every = max(round(float(clip.streams.video[0].average_rate) / FRAMES_A_SECOND), 1)
+        rate = float(clip.streams.video[0].average_rate) / every
+        chosen = islice(clip.decode(video=0), 0, every * MOST_FRAMES, every)
+        return [frame.to_image() for frame in chosen], rate
+
+
 def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Pictures of all rows one after the other; everything that has an entry for each token padded on the right."""
-    batch = {key: torch.cat([row[key] for row in rows]) for key in ("pixel_values", "image_grid_thw")}
+    """Media of all rows one after the other; everything that has an entry for each token padded on the right."""
+    batch = {key: torch.cat([row[key] for row in rows if key in row]) for key in PIXELS if any(key in row for row in rows)}
     # input_ids, attention_mask, labels and, since transformers 5, mm_token_type_ids; ids of 0 are masked out.
-    for key in rows[0].keys() - batch.keys():
+    for key in rows[0].keys() - set(PIXELS):
         filler = -100 if key == "labels" else 0
         batch[key] = pad_sequence([row[key] for row in rows], batch_first=True, padding_value=filler)
     return batch
@@ -104,7 +129,7 @@ def main() -> None:
         bf16=torch.cuda.is_available() and torch.cuda.is_bf16_supported(),
         num_train_epochs=1,
         learning_rate=args.learning_rate,
-        ddp_find_unused_parameters=False,  # every batch has a picture
+        ddp_find_unused_parameters=False,  # every batch has a picture or a clip
         remove_unused_columns=False,  # the items hold what the model takes, nothing else
         save_strategy="no",
         logging_steps=2,

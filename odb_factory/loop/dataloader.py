@@ -48,7 +48,7 @@ class ODBDataLoader(Online[Batch], State, DataLoader[Batch]):
     Every batch is a mapping with one key more than the collator's: take it out with `pop_step_info(batch)` before
     `model(**batch)`. Samples whose labels are all -100 are left out and counted. Make and iterate it on all ranks at
     the same place of the program: they agree over a gloo group of their own. `accelerator.prepare(loader)` returns the
-    loader itself, which then moves its batches; under Lightning set `use_distributed_sampler=False`.
+    loader itself, which then moves its batches; for Lightning there is `odb_factory.integrations.lightning`.
     Use it as a context manager, or call `close()`: until then its workers live.
     Raises `ConfigError` for a bad value.
 

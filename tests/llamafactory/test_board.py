@@ -1,0 +1,57 @@
+"""LLaMA Board: a training that its page starts with an `odb` key in the extra arguments.
+
+Its real page is built (no server is started), its runner writes the YAML, and that YAML is trained.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from llamafactory.train.tuner import run_exp
+from llamafactory.webui import interface, runner
+from llamafactory.webui.common import save_cmd
+from support import read_jsonl
+
+BLOCK = {"token_budget": 2048, "audit": True}
+
+
+def test_the_odb_key_of_extra_arguments_is_a_block(
+    tiny_text: Path, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines = []
+
+    class Engine(interface.Engine):
+        def __init__(self, *args: object, **kwargs: object):
+            super().__init__(*args, **kwargs)
+            engines.append(self)
+
+    monkeypatch.setattr(interface, "Engine", Engine)
+    interface.create_ui()
+    (engine,) = engines
+    monkeypatch.setattr(runner, "get_save_dir", lambda *names: str(tmp_path / "out"))
+    extra = {"odb": BLOCK, "max_steps": 3, "use_cpu": True, "optim": "adamw_torch"}
+    entered = {
+        "top.model_path": str(tiny_text),
+        "top.model_name": "tiny",
+        "top.template": "qwen",
+        "train.dataset_dir": str(data_dir),
+        "train.dataset": ["texts"],
+        "train.compute_type": "fp32",
+        "train.extra_args": json.dumps(extra),
+    }
+    manager = engine.manager
+    data = {element: getattr(element, "value", None) for element in manager.get_elem_list()}
+    data |= {manager.get_elem_by_id(name): value for name, value in entered.items()}
+    path = save_cmd(engine.runner._parse_train_args(data))
+
+    monkeypatch.setattr(sys, "argv", ["llamafactory-cli", path])
+    monkeypatch.setenv("LLAMABOARD_ENABLED", "1")
+    monkeypatch.setenv("LLAMABOARD_WORKDIR", str(tmp_path / "out"))
+    run_exp()
+    samples = [len(line["ids"]) for line in read_jsonl(tmp_path / "out" / "odb_audit_rank0.jsonl")]
+    assert sum(samples) == 3 * 16, "batch size 2 and accumulation 8, as the page has them"
+    progress = read_jsonl(tmp_path / "out" / "trainer_log.jsonl")
+    assert {line["total_steps"] for line in progress} == {3}, "what its progress bar reads"
