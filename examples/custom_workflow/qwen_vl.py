@@ -76,7 +76,8 @@ class VisualChats(Dataset):
                     parts.append({"type": part, part: path, "max_pixels": self.max_pixels})
                 elif part == "video":  # a path will do where `process_vision_info` finds a reader (torchcodec, decord)
                     frames, rate = frames_of(self.folder / next(names[part]))
-                    parts.append({"type": part, part: frames, "sample_fps": rate, "max_pixels": self.max_pixels // 4})
+                    sizes = {"min_pixels": self.max_pixels // 8, "max_pixels": self.max_pixels // 4}
+                    parts.append({"type": part, part: frames, "sample_fps": rate, **sizes})
                 elif part:
                     parts.append({"type": "text", "text": part})
             messages.append({"role": turn["role"], "content": parts})

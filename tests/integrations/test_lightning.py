@@ -1,4 +1,4 @@
-"""Lightning with `OptimizerSteps` and `OnlineBatching`: the training of a plain loop, on one rank and two, also resumed.
+"""Lightning with `OptimizerSteps` and `OnlineBatching`: the training of a plain loop, on one rank and two, resumed too.
 
 Real `lightning.pytorch` trainings of a tiny Qwen2, with AdamW, clipping and a schedule. A plain loop then takes the
 rows of each optimizer step, as the audit names them, as ONE batch.
