@@ -175,8 +175,8 @@ class ODBConfig:
             )
         if (self.pad_to_multiple_of or 1) > self.token_budget:
             raise ConfigError(
-                f"odb.pad_to_multiple_of: {self.pad_to_multiple_of} is more than token_budget ({self.token_budget}), which "
-                "every flat micro-batch would break; choose a smaller multiple, or raise token_budget."
+                f"odb.pad_to_multiple_of: {self.pad_to_multiple_of} is more than token_budget ({self.token_budget}), "
+                "which every flat micro-batch would break; choose a smaller multiple, or raise token_budget."
             )
         if self.keeps:
             self._check_kept()

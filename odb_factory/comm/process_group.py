@@ -47,7 +47,7 @@ class ProcessGroupCoordinator:
     """The `Coordinator` of several ranks.
 
     The group is made in the training thread of all ranks, in the same order; after `agree` it is used by the planning
-    thread alone. Metadata have 19 bytes a sample and some hundred more: nothing grows with tokens or pixels.
+    thread alone. Metadata have 25 bytes a sample and some hundred more: nothing grows with tokens or pixels.
     Raises `CollectiveError` if the ranks do not meet.
     """
 

@@ -48,8 +48,8 @@ def mark_source(dataset: Any, dataset_attr: Any, data_args: Any, training_args: 
     if not isinstance(dataset, Dataset):
         if not first_rows(dataset):
             raise DataError(
-                f"{dataset_attr} yields no row; take it out of `dataset`, or, if it is a local file beside a stream, set "
-                "dataloader_num_workers to 1 or more (LLaMA-Factory cuts it into so many shards)."
+                f"{dataset_attr} yields no row; take it out of `dataset`, or, if it is a local file beside a stream, "
+                "set dataloader_num_workers to 1 or more (LLaMA-Factory cuts it into so many shards)."
             )
         stream = align_dataset(dataset, dataset_attr, data_args, training_args)
         sources.keep_first_rows(first_rows(stream))

@@ -184,10 +184,13 @@ def _train(original: Callable, trainer: Any, *args: Any, **kwargs: Any) -> Any:
     attach.attach(trainer, _active)
     uncaught.training_begins()
     stage = STAGES[trainer.finetuning_args.stage]
-    trained = [f"{module}.{name}.train" for module, name in (one.trainer for one in STAGES.values())]
-    of_others = set(trained) - {f"{stage.trainer[0]}.{stage.trainer[1]}.train"}
-    hooked = [seam for seam in seams() if seam not in of_others]
-    logger.info("online dynamic batching is on; hooked: %s", ", ".join(hooked))
+    of_others = [".".join((*one.trainer, "train")) for one in STAGES.values() if one is not stage]
+    logger.info(
+        "online dynamic batching is on; stage %s, unit: %s; hooked: %s",
+        stage.name,
+        stage.unit,
+        ", ".join(seam for seam in seams() if seam not in of_others),
+    )
     return trainer.train(*args, **kwargs)
 
 

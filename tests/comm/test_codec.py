@@ -14,10 +14,12 @@ from odb_factory.comm.coordinator import RankMetadata
 from odb_factory.planning import ROW, BufferMetadata, Cost, CostModel, make_metadata
 
 INT32 = 2**31 - 1
-ROW_BYTES, HEADER_BYTES = 24, 240
+ROW_BYTES, HEADER_BYTES = 25, 240
 
 reasons = st.dictionaries(st.text(max_size=20), st.integers(1, 2**40), max_size=5).map(Counter)
-a_row = st.tuples(*[st.integers(0, INT32)] * 5, st.integers(0, 255), st.integers(0, 1), st.booleans(), st.booleans())
+a_row = st.tuples(
+    *[st.integers(0, INT32)] * 5, st.integers(0, 255), st.integers(0, 1), st.booleans(), st.booleans(), st.booleans()
+)
 rows = st.lists(a_row, max_size=50)
 buffers = st.builds(BufferMetadata, rows.map(lambda rows: np.array(rows, dtype=ROW)), st.booleans())
 models = st.builds(CostModel, *[st.integers(0, 2**62)] * 4)
@@ -42,7 +44,7 @@ def test_a_reason_to_stop_arrives_as_it_was_sent(message: str) -> None:
 
 
 @given(messages)
-def test_metadata_have_24_bytes_a_sample_and_a_small_header(metadata: RankMetadata) -> None:
+def test_metadata_have_25_bytes_a_sample_and_a_small_header(metadata: RankMetadata) -> None:
     empty = dataclasses.replace(metadata, buffer=make_metadata([], [], True), rejected=Counter())
     assert len(encode(metadata)) <= ROW_BYTES * len(metadata.buffer.rows) + HEADER_BYTES + 200 * len(metadata.rejected)
     assert len(encode(empty)) <= HEADER_BYTES

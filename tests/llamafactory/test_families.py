@@ -6,6 +6,7 @@ The table of docs/support.md is written from what is found here: run this file w
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import os
 import tempfile
@@ -40,7 +41,7 @@ from odb_factory.planning import Budget, Cost
 PAGE = Path(__file__).parents[2] / "docs" / "support.md"
 TABLE_OF = {"llamafactory": "0.9.5", "transformers": "5.6.0"}
 """The versions that the table is about."""
-GRID = ("gemma4n",)
+GRID = ("gemma3n", "gemma4n")
 """The slow ones, of the full grid."""
 SIZES = ((121, 83), (64, 200), (240, 130), (97, 97))
 CASES: dict[str, list[tuple[int, int, int]]] = {
@@ -191,6 +192,8 @@ def equal(first: Any, second: Any) -> bool:
         return len(first) == len(second) and all(map(equal, first, second))
     if isinstance(first, torch.Tensor | np.ndarray):
         return type(first) is type(second) and first.dtype == second.dtype and np.array_equal(first, second)
+    if dataclasses.is_dataclass(first):  # the metadata of a video
+        return type(first) is type(second) and equal(dataclasses.asdict(first), dataclasses.asdict(second))
     return bool(first == second)
 
 

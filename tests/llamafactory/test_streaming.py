@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import pytest
 from distributed.launch import Run
 from distributed.rows import row, write_uneven_rows
@@ -15,7 +18,11 @@ from llamafactory.train.tuner import run_exp
 from same_training import Training, check_same_training, report, train
 from support import read_jsonl, training_config
 
+from odb_factory.config import ODBConfig
+from odb_factory.data.stream import is_split_by_node
 from odb_factory.errors import ConfigError, DataError
+from odb_factory.llamafactory.online_stream import online_stream
+from odb_factory.llamafactory.stages import STAGES
 
 BLOCK = {"token_budget": 256, "audit": True}
 SHARDS = (8, 2, 8, 3, 8, 3)
@@ -27,7 +34,7 @@ STREAM = {
     "max_steps": 7,
     "dataloader_num_workers": 2,
 }
-"""Four optimizer steps of 8 samples an epoch. Of one that is not whole stock carries the gradient into the next epoch."""
+"""Four optimizer steps of 8 samples an epoch. The gradient of a smaller one stock would carry into the next epoch."""
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +63,9 @@ def config(tiny_text: Path, data: Path, tmp_path: Path) -> dict[str, Any]:
 def stock(tiny_text: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Training:
     """Of one rank and one worker: stock's order depends on the number of workers, each of which reads other shards."""
     out = tmp_path_factory.mktemp("stock") / "out"
-    return train(training_config(tiny_text, data, out, gradient_accumulation_steps=8, **STREAM | {"dataloader_num_workers": 1}))
+    return train(
+        training_config(tiny_text, data, out, gradient_accumulation_steps=8, **STREAM | {"dataloader_num_workers": 1})
+    )
 
 
 def test_local_files_are_read_by_index(config, caplog) -> None:
@@ -118,7 +127,7 @@ def test_two_ranks_share_a_stream(config, stock) -> None:
 def test_rows_held_out_of_a_stream_are_never_trained_on(config, caplog) -> None:
     """Stock shuffles anew in each epoch, and holds out other rows then."""
     ours = train(config | STREAM | {"val_size": 6, "gradient_accumulation_steps": 10, "max_steps": 9})
-    epochs = [Counter(sum(ours.rows[begin : begin + 3], [])) for begin in (0, 3, 6)]
+    epochs = [Counter(itertools.chain.from_iterable(ours.rows[begin : begin + 3])) for begin in (0, 3, 6)]
     assert epochs[0] == epochs[1] == epochs[2] and epochs[0].total() == sum(SHARDS) - 6
     told = [message for message in caplog.messages if message.startswith("streaming: ")]
     assert len(told) == 1 and "the same in each epoch" in told[0] and "\n" not in told[0]
@@ -132,12 +141,41 @@ def test_what_a_stream_cannot_do_is_named_in_one_line(config, tmp_path) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("keeps", "changes", "splits"),
+    [
+        (True, {}, False),
+        (True, {"accelerator_config": {"dispatch_batches": False}}, True),
+        (False, {}, True),
+        (False, {"val_size": 6}, False),
+    ],
+    ids=["stock reads on one rank", "stock splits", "fill", "held out"],
+)
+def test_shards_are_split_where_stock_does_or_nothing_is_kept(config, data, keeps, changes, splits) -> None:
+    """Each rank reads other files then, all ranks together every row; else each the whole stream."""
+    _, data_args, training_args, *_ = get_train_args(config | STREAM | changes)
+    block = ODBConfig(token_budget=256, global_batch_size="keep" if keeps else "fill")
+    parts = []
+    for rank in range(2):
+        ranks = SimpleNamespace(process_index=rank, world_size=2, accelerator_config=training_args.accelerator_config)
+        files = [str(data / "shards" / f"{number}.jsonl") for number in range(len(SHARDS))]
+        rows = datasets.load_dataset("json", data_files=files, split="train", streaming=True)
+        head = SimpleNamespace(stage=STAGES["sft"], media=None, processor=None)
+        stream = online_stream(rows, head, block, data_args, ranks)
+        assert stream.already_split == splits == is_split_by_node(stream)
+        parts.append(Counter(json.dumps(row["messages"]) for row in stream))
+    every_row = parts[0] + parts[1] if splits else parts[0]
+    assert every_row.total() == len(every_row) == sum(SHARDS)
+    assert splits or parts[0] == parts[1]
+
+
 def ids_of_ranks(output_dir: Path, num_ranks: int) -> list[Counter]:
     """Of the first epoch."""
     audits = [read_jsonl(output_dir / f"odb_audit_rank{rank}.jsonl") for rank in range(num_ranks)]
     return [Counter(id for line in audit if line["epoch"] == 0 for id in line["ids"]) for audit in audits]
 
 
+@pytest.mark.full_grid
 def test_shards_are_split_between_ranks_where_nothing_is_kept(config, tmp_path) -> None:
     """I1, I2 with uneven ends: each rank reads its own files only, and all rows are trained on once."""
     fill = {"odb": BLOCK | {"global_batch_size": "fill", "balance": False}, "max_steps": 12, "ddp_backend": "gloo"}
@@ -146,7 +184,7 @@ def test_shards_are_split_between_ranks_where_nothing_is_kept(config, tmp_path) 
     assert ended.returncodes == [0], ended
     assert "each rank reads its part of the 6 shards" in ended.ranks[0]
     ids = ids_of_ranks(tmp_path / "odb", 2)
-    assert sum((one.total() for one in ids)) == sum(SHARDS) and max((ids[0] + ids[1]).values()) == 1
+    assert sum(one.total() for one in ids) == sum(SHARDS) and max((ids[0] + ids[1]).values()) == 1
     assert sorted(one.total() for one in ids) != [16, 16], "not every second row"
 
 

@@ -1,0 +1,71 @@
+"""A dataset that is iterated: one process of a rank reads, and any number observe what it has read (I2, I6)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from data.stops import LENGTHS, Observer, Stream, ids_of, run, usable
+from torch.utils.data import IterableDataset
+from toy import item, pad
+
+from odb_factory import ODBDataLoader
+from odb_factory.errors import DataError
+from odb_factory.planning import Cost
+
+STEPS = {"global_batch_size": "keep", "batch_size": 2, "accumulation": 4, "stream": Stream}
+
+
+@pytest.mark.parametrize("options", [STEPS, {"stream": Stream}], ids=["keep", "fill"])
+def test_order_and_resume_do_not_depend_on_the_number_of_workers(options: dict[str, Any]) -> None:
+    whole = [run(LENGTHS, epochs=2, num_workers=count, **options)[0] for count in (0, 1, 3)]
+    assert whole[0] == whole[1] == whole[2]
+    assert ids_of(whole[0]) == ids_of(whole[0], 1) == usable(LENGTHS)
+    before, states = run(LENGTHS, num_workers=3, stop_after=2, **options)
+    after, _ = run(LENGTHS, epochs=2, num_workers=1, states=states, **options)
+    assert [one.ids for one in before[0] + after[0]] == [one.ids for one in whole[0][0]]
+
+
+class Telling(Observer):
+    """Says in a file of its process that this one observes."""
+
+    def __init__(self, folder: Path):
+        super().__init__()
+        self.folder = folder
+
+    def __call__(self, dataset: Any, index: int) -> tuple[dict[str, Any], Cost]:
+        (self.folder / str(os.getpid())).touch()
+        return super().__call__(dataset, index)
+
+
+def test_all_workers_observe_and_none_of_them_reads(tmp_path: Path) -> None:
+    class Read(Stream):
+        def __iter__(self) -> Iterator[int]:
+            (tmp_path / f"read_by_{os.getpid()}").touch()
+            return super().__iter__()
+
+    run(LENGTHS, num_workers=3, stream=Read, observer=Telling(tmp_path))
+    names = {path.name for path in tmp_path.iterdir()}
+    readers = {name.removeprefix("read_by_") for name in names if name.startswith("read_by_")}
+    assert len(names) == 4 and len(readers) == 1 and not readers & names and str(os.getpid()) not in readers
+
+
+class Unsendable(IterableDataset):
+    """Nobody can pickle its fifth item."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (item(k) | ({"made_by": lambda: None} if k == 4 else {}) for k in range(9))
+
+
+def test_an_item_that_cannot_be_sent_to_a_worker_is_named() -> None:
+    options = {"token_budget": 64, "collate_fn": pad, "num_workers": 2}
+    with ODBDataLoader(Unsendable(), 3, **options) as loader, pytest.raises(DataError) as caught:
+        list(loader)
+    message = str(caught.value)
+    assert "row 4 " in message and "cannot be sent to an observe worker" in message and "\n" not in message
+    with ODBDataLoader(Unsendable(), 3, on_error="skip", **options) as loader:
+        list(loader)
+        assert loader.stats()["odb/dropped"] == 1

@@ -1,0 +1,97 @@
+"""The own figures of trainers for preferences are means over what was trained, whatever the cut and what was idle.
+
+That they are stock's in real trainings is for `test_stages.py` (dpo) and `test_kto.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from accounting.steps import cut, optimizer_step, random_rows
+
+from odb_factory.accounting.loss_weights import micro_batch_loss
+from odb_factory.llamafactory.stages.preference_metrics import ExampleMetrics, PairMetrics
+from odb_factory.training.run import Computing
+
+NUM_ROWS, WORLD_SIZE, MICRO_BATCHES = (12, 6), 2, 4
+IDLE = float("nan")
+
+
+class OfRank(SimpleNamespace):
+    """What the figures are taken from and stored in, on one rank."""
+
+    def __init__(self, rank: int, scaling: str):
+        run = SimpleNamespace(computing=None, config=SimpleNamespace(loss_scaling=scaling))
+        args = SimpleNamespace(process_index=rank)
+        super().__init__(odb_run=run, args=args, _stored_metrics=defaultdict(lambda: defaultdict(list)))
+
+    def get_batch_loss_metrics(self, metrics: dict[str, float]) -> tuple[float, dict[str, float]]:
+        return 0.0, metrics
+
+
+def trained(scaling: str, seed: int) -> list[list[Computing]]:
+    """[rank] -> the micro-batches of two optimizer steps."""
+    rng = random.Random(seed)
+    ranks: list[list[Computing]] = [[] for _ in range(WORLD_SIZE)]
+    for num_rows in NUM_ROWS:
+        rows = [dataclasses.replace(row, supervised=1) for row in random_rows(rng, num_rows)]
+        slots = cut(rng, num_rows, WORLD_SIZE, MICRO_BATCHES)
+        for mine, micro_batches in zip(ranks, optimizer_step(rows, slots, stock_mean="micro_batch")):
+            mine += [Computing(one, micro_batch_loss(one, scaling, WORLD_SIZE), 1) for one in micro_batches]
+    assert any(one.micro_batch.idle for rank in ranks for one in rank)
+    return ranks
+
+
+def log(trainer: Any) -> dict[str, float]:
+    """As LLaMA-Factory takes the figures of a rank to reduce them."""
+    stored = trainer._stored_metrics.pop("train")
+    assert all(len(values) == 1 for values in stored.values())
+    return {key: values[0] for key, values in stored.items()}
+
+
+@pytest.mark.parametrize("scaling", ["stock", "exact"])
+def test_pairs_weigh_the_same_in_all_micro_batches(scaling: str) -> None:
+    for seed in range(20):
+        ranks, said = trained(scaling, seed), []
+        for rank, computed in enumerate(ranks):
+            trainer = OfRank(rank, scaling)
+            metrics = PairMetrics(trainer)
+            metrics.install()
+            for apart in (100, 0):  # two logging intervals
+                for trainer.odb_run.computing in computed:
+                    ids = trainer.odb_run.computing.micro_batch.ids
+                    value = apart + sum(ids) / len(ids) if ids else IDLE
+                    assert trainer.get_batch_loss_metrics({"rewards/chosen": value}) == (0.0, {})
+                figures = log(trainer)
+            said.append(figures["rewards/chosen"])
+            metrics.uninstall()
+            assert trainer.get_batch_loss_metrics({"rewards/chosen": 1.0})[1] == {"rewards/chosen": 1.0}
+        all_ids = [row for rank in ranks for one in rank for row in one.micro_batch.ids]
+        assert sum(said) / WORLD_SIZE == pytest.approx(sum(all_ids) / len(all_ids))
+
+
+def test_sums_over_examples_have_the_same_keys_on_all_ranks() -> None:
+    """Rank 1 has seen no desirable example; no rank has seen an undesirable one."""
+    step_kl: Any = SimpleNamespace(kl=0.25, num_examples={"chosen": 9, "rejected": 0})
+    said = []
+    for rank, computed in enumerate(trained("stock", 0)):
+        trainer = OfRank(rank, "stock")
+        ExampleMetrics(trainer, step_kl).install()
+        for trainer.odb_run.computing in computed:
+            counted = 0.0 if rank else float(len(trainer.odb_run.computing.micro_batch.ids) or IDLE)
+            names = () if rank else ("rewards/chosen_sum", "logps/chosen_sum", "logits/chosen_sum", "count/chosen")
+            trainer.get_batch_loss_metrics({"kl": 7.0} | dict.fromkeys(names, counted))
+        said.append(log(trainer))
+    assert list(said[0]) == list(said[1]) == [*names_of("chosen"), "kl"]
+    assert said[0]["count/chosen"] == sum(len(one.micro_batch.ids) for one in trained("stock", 0)[0])
+    assert said[1]["count/chosen"] == 0.0
+    assert [figures["kl"] for figures in said] == [2 * 0.25, 0.0], "once for each optimizer step, by rank 0"
+
+
+def names_of(kind: str) -> list[str]:
+    return [f"rewards/{kind}_sum", f"logps/{kind}_sum", f"logits/{kind}_sum", f"count/{kind}"]
