@@ -11,14 +11,13 @@ from typing import Any
 import datasets
 import pytest
 from distributed.conftest import deepspeed_op  # noqa: F401  (a fixture)
-from distributed.rows import PICTURES, WORDS
+from distributed.rows import WORDS
 from distributed.test_engines import deepspeed_config
 from llamafactory.data import get_dataset, get_template_and_fix_tokenizer
 from llamafactory.hparams import get_train_args
 from llamafactory.model import load_tokenizer
 from llamafactory.train.kto.trainer import CustomKTOTrainer
 from llamafactory.train.tuner import run_exp
-from PIL import Image
 from same_training import Training, check_same_training, report, train
 from support import read_jsonl, training_config
 from transformers import TrainerCallback
@@ -45,22 +44,17 @@ def feedback(number: int, rng: random.Random) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def rows_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`feedback`, `odd` and `whole`; `seen` with pictures; `dropped`, of which LLaMA-Factory drops row 4, and `broken`,
+    """`feedback`, `odd` and `whole`; `dropped`, of which LLaMA-Factory drops row 4, and `broken`,
     where it fails at row 2 because row 1 has no answer."""
     folder, info = tmp_path_factory.mktemp("feedback"), {}
     rng = random.Random(5)
     rows = {name: [feedback(number, rng) for number in range(count)] for name, count in NUM_ROWS.items()}
     rows["dropped"] = [feedback(number, rng) | ({"label": None} if number == 4 else {}) for number in range(9)]
-    rows["seen"] = [feedback(number, rng) | {"images": PICTURES[number % 5]} for number in range(18)]
-    for row in rows["seen"]:
-        row["messages"][0]["content"] = "<image>" * len(row["images"]) + row["messages"][0]["content"]
-    for name, size in (("wide", (128, 64)), ("tall", (64, 160))):
-        Image.effect_noise(size, 60).convert("RGB").save(folder / f"{name}.png")
     rows["broken"] = [feedback(number, rng) for number in range(4)]
     rows["broken"][1]["messages"].pop()
     for name in rows:
         (folder / f"{name}.json").write_text(json.dumps(rows[name]), encoding="utf-8")
-        columns = {"messages": "messages", "kto_tag": "label"} | ({"images": "images"} if name == "seen" else {})
+        columns = {"messages": "messages", "kto_tag": "label"}
         info[name] = {"file_name": f"{name}.json", "formatting": "sharegpt", "columns": columns, "tags": TAGS}
     (folder / "dataset_info.json").write_text(json.dumps(info), encoding="utf-8")
     return folder
@@ -239,17 +233,6 @@ def test_rows_with_videos_are_refused() -> None:
 
 
 # The wide grid.
-
-
-@pytest.mark.full_grid
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_pictures(tiny_vl: Path, rows_dir: Path, tmp_path: Path, num_ranks: int) -> None:
-    changes = {"dataset": "seen", "val_size": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
-    changes |= {"freeze_vision_tower": False, "freeze_multi_modal_projector": False, "learning_rate": 5e-5}
-    block = BLOCK | {"max_patches": 300}
-    ours = train(config_of(tiny_vl, rows_dir, tmp_path / "odb", odb=block, **changes), num_ranks)
-    stock = train(config_of(tiny_vl, rows_dir, tmp_path / "stock", **changes), num_ranks)
-    check_same(f"kto, pictures, {num_ranks} ranks", ours, stock, num_ranks)
 
 
 @pytest.mark.full_grid
