@@ -24,7 +24,6 @@ from odb_factory import enable_odb
 from odb_factory.demo.mm_mix_builtin import build_builtin_mix
 from odb_factory.demo.tiny_model import build_tiny_qwen3_vl
 
-
 FRAMES_A_SECOND, MOST_FRAMES = 2.0, 16
 PIXELS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
 """What a processor returns of media: of all pictures or clips of a row, one after the other."""
@@ -77,7 +76,8 @@ class VisualChats(Dataset):
                     parts.append({"type": part, part: path, "max_pixels": self.max_pixels})
                 elif part == "video":  # a path will do where `process_vision_info` finds a reader (torchcodec, decord)
                     frames, rate = frames_of(self.folder / next(names[part]))
-                    parts.append({"type": part, part: frames, "sample_fps": rate, "max_pixels": self.max_pixels // 4})
+                    sizes = {"min_pixels": self.max_pixels // 8, "max_pixels": self.max_pixels // 4}
+                    parts.append({"type": part, part: frames, "sample_fps": rate, **sizes})
                 elif part:
                     parts.append({"type": "text", "text": part})
             messages.append({"role": turn["role"], "content": parts})
@@ -104,7 +104,8 @@ def frames_of(path: Path) -> tuple[list[Image.Image], float]:
 
 def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Media of all rows one after the other; everything that has an entry for each token padded on the right."""
-    batch = {key: torch.cat([row[key] for row in rows if key in row]) for key in PIXELS if any(key in row for row in rows)}
+    media = {key: [row[key] for row in rows if key in row] for key in PIXELS}
+    batch = {key: torch.cat(tensors) for key, tensors in media.items() if tensors}
     # input_ids, attention_mask, labels and, since transformers 5, mm_token_type_ids; ids of 0 are masked out.
     for key in rows[0].keys() - set(PIXELS):
         filler = -100 if key == "labels" else 0

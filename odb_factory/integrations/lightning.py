@@ -74,7 +74,7 @@ class OptimizerSteps:
         self._state = step._state
 
     def state_dict(self) -> dict[str, Any]:
-        """Where all ranks stand behind the last optimizer step trained on. Collective, as Lightning's checkpoints are."""
+        """Where all ranks stand behind the last optimizer step trained on. Collective, as Lightning's saving is."""
         own = self._loader.state_dict() if self._state is None else self._state
         states = [own] * own["world_size"]
         if own["world_size"] > 1:
@@ -110,8 +110,7 @@ class OnlineBatching(Callback):
         self._zero_grad: Callable[..., None] = pl_module.optimizer_zero_grad
         self._takes_batch_idx = "batch_idx" in inspect.signature(pl_module.training_step).parameters
         # On this one object, until `teardown`.
-        pl_module.training_step = self._training_step  # type: ignore[method-assign]
-        pl_module.optimizer_zero_grad = _leave_gradients  # type: ignore[method-assign]
+        vars(pl_module).update(training_step=self._training_step, optimizer_zero_grad=_leave_gradients)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not isinstance(trainer.train_dataloader, OptimizerSteps):
@@ -124,7 +123,8 @@ class OnlineBatching(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: OptimizerStep, batch_idx: int
     ) -> None:
         """Before Lightning's checkpoint callbacks, which it calls last."""
-        trainer.train_dataloader.trained_on(batch)  # type: ignore[union-attr]
+        loader: Any = trainer.train_dataloader
+        loader.trained_on(batch)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._module is not None:
@@ -132,7 +132,7 @@ class OnlineBatching(Callback):
             self._trainer = self._module = None
 
     def _training_step(self, batch: OptimizerStep, batch_idx: int) -> Any:
-        """All micro-batches forward, all but the last backward: Lightning does the last one's, and the ranks meet there."""
+        """All micro-batches forward, all but the last backward: Lightning does that, and the ranks meet there."""
         trainer, module = self._trainer, self._module
         assert trainer is not None and module is not None
         (optimizer,) = trainer.optimizers
@@ -180,6 +180,6 @@ def _check(trainer: Trainer, module: LightningModule) -> None:
     strategy = trainer.strategy
     if not isinstance(strategy, SingleDeviceStrategy | DDPStrategy) or strategy.handles_gradient_accumulation:
         raise ConfigError(
-            f"strategy: {type(strategy).__name__} does not let several micro-batches run in one of Lightning's batches; "
-            "use one device or 'ddp' (the transformers Trainer with enable_odb does ZeRO and FSDP)."
+            f"strategy: {type(strategy).__name__} does not let several micro-batches run in one batch of "
+            "Lightning; use one device or 'ddp' (the transformers Trainer with enable_odb does ZeRO and FSDP)."
         )

@@ -12,7 +12,7 @@ checked before processes are started, see `launch.py`), and hparams.parser `get_
 
 The same names and meanings in LLaMA-Factory 0.9.4, 0.9.5 and the main branch (0.9.6.dev0). In a fork with the patch of
 `odb_factory/patches` the block never gets past the first seam, so that the patch has nothing to do and odb attaches
-once. This module is imported whenever LLaMA-Factory is, also for runs without odb, so it imports nothing heavy by itself.
+once. This module is imported whenever LLaMA-Factory is, also for runs without odb, so it imports nothing heavy itself.
 """
 
 from __future__ import annotations
