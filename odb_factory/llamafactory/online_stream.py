@@ -80,8 +80,9 @@ def online_stream(
     """The stream as this rank reads it.
 
     Where stock means to have one rank read for all (accelerate's default), step t is the rows [tN, (t+1)N) of the one
-    stream, and so it is here, where every rank reads it. Where stock splits the shards between ranks, so does this; with `fill`,
-    which keeps no steps of stock's, wherever there are enough. Rows held out by `val_size` come before the split.
+    stream, and so it is here, where every rank reads it. Where stock splits the shards between ranks, so does this;
+    with `fill`, which keeps no steps of stock's, wherever there are enough. Rows held out by `val_size` come before the
+    split. Raises `ConfigError` for a stage whose rows are not preprocessed one by one.
     """
     if len(head.stage.together(0)) > 1:
         raise ConfigError(
