@@ -37,7 +37,7 @@ def test_sound_environment_is_ready(doctors: dict[str, CompletedProcess]) -> Non
     lines = ended.stdout.splitlines()
     assert lines[-1].startswith("Ready:")
     assert "ok       `import torch` activates odb_factory" in lines
-    assert "ok       all 4 places in LLaMA-Factory where odb_factory comes in are hooked" in lines
+    assert "ok       all 8 places in LLaMA-Factory where odb_factory comes in are hooked" in lines
     for package in SUPPORTED:
         assert any(line.startswith(f"ok       {package} ") for line in lines), package
 
