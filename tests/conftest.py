@@ -7,11 +7,16 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
+import hypothesis
 import pytest
 from PIL import Image, ImageDraw
 from support import write_dataset
 
 from odb_factory.demo.tiny_model import build_tiny_qwen2, build_tiny_qwen3_vl
+
+# No timed assertions: a machine may be busy.
+hypothesis.settings.register_profile("odb", deadline=None)
+hypothesis.settings.load_profile("odb")
 
 
 @pytest.fixture(scope="session")

@@ -84,7 +84,6 @@ def converted(dataset: Any, data_args: Any, training_args: Any) -> Any:
 
 
 def online_dataset(
-    config: ODBConfig,
     dataset: Any,
     data_args: Any,
     training_args: Any,
@@ -93,10 +92,12 @@ def online_dataset(
     tokenizer: Any,
     processor: Any = None,
     is_eval: bool = False,
+    *,
+    config: ODBConfig | None = None,
 ) -> OnlineDataset | OnlineStream:
     """In place of LLaMA-Factory's preprocessing pass: rows are converted and preprocessed when they are needed.
 
-    dataset: an index, or a stream.
+    dataset: an index, or a stream. config: the block, where `data_args` do not hold it as a patched fork's do.
     """
     dataset_processor = _get_dataset_processor(data_args, stage, template, tokenizer, processor)
     rows = sources.first_rows() if is_stream(dataset) else sources.IndexedRows(dataset)
@@ -115,6 +116,7 @@ def online_dataset(
         ),
     )
     if is_stream(dataset):
+        config = config or ODBConfig.from_block(data_args.odb)
         return online_stream(dataset, online, config, data_args, training_args)
     return online
 

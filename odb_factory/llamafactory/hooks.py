@@ -169,7 +169,7 @@ def _get_preprocessed_dataset(
         from odb_factory.llamafactory import attach
 
         if attach.is_online(dataset, data_args, kwargs.get("is_eval", False)):
-            online = attach.online_dataset(_active, dataset, data_args, training_args, *args, **kwargs)
+            online = attach.online_dataset(dataset, data_args, training_args, *args, config=_active, **kwargs)
             attach.check_max_patches(online, _active)
             return online
         dataset = attach.converted(dataset, data_args, training_args)

@@ -6,6 +6,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import llamafactory.extras.packages  # noqa: F401  (without it first, trl's other trainers cannot be imported any more)
 import pytest
 import torch
 from hypothesis import given

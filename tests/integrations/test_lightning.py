@@ -7,6 +7,7 @@ rows of each optimizer step, as the audit names them, as ONE batch.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,15 @@ STEPS = EPOCHS * -(-NUM_ROWS // SAMPLES)
 CLIP = 0.5
 RELATIVE = 1e-5
 """Of weights and losses (float32)."""
+
+
+@pytest.fixture(autouse=True)
+def environment_of_its_own() -> Iterator[None]:
+    """A training with the strategy ddp leaves MASTER_PORT and the like behind, by which others would join it."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
 def optimizer_of(model: torch.nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
