@@ -16,7 +16,7 @@ from support import read_jsonl
 
 RELATIVE = 1e-5
 """Largest difference of losses and weights (float32)."""
-PREFERENCES = {"rewards/": 2e-4, "logps/": 2e-3, "kl": 2e-3}
+PREFERENCES = {"rewards/": 2e-4, "logps/": 2e-3, "kl": 2e-3, "odds_ratio_loss": 2e-4, "sft_loss": 2e-4}
 """Largest differences of what trainers for preferences log, themselves: log-probabilities of some hundred, and their
 differences."""
 BY_THE_CUT = ("logits/",)
