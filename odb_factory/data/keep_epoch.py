@@ -25,6 +25,7 @@ from odb_factory.planning import (
     make_metadata,
     plan_optimizer_step,
 )
+from odb_factory.planning.plan import pool
 
 logger = get_logger(__name__)
 
@@ -249,7 +250,7 @@ def by_weight(buffers: Sequence[BufferMetadata], stock: StockSteps) -> list[Buff
     Weights differ where stock's micro-batches have different sizes: at the end of an epoch, and where rows were left
     out.
     """
-    rows = np.concatenate([buffer.rows for buffer in buffers])
+    rows, starts, _ = pool(buffers)
     if not len(rows):
         return list(buffers)
     divisors, _ = stock_means(rows, stock)
@@ -257,8 +258,8 @@ def by_weight(buffers: Sequence[BufferMetadata], stock: StockSteps) -> list[Buff
     if kinds.shape[1] > np.iinfo(np.uint8).max:
         raise DataError(f"stock would give the samples of an optimizer step {kinds.shape[1]} different weights")
     rows["modality"] = kind.reshape(-1)
-    ends = np.cumsum([len(buffer.rows) for buffer in buffers])
-    return [BufferMetadata(rows[end - len(buffer.rows) : end], buffer.exhausted) for buffer, end in zip(buffers, ends)]
+    parts = [rows[start:end] for start, end in itertools.pairwise(starts)]
+    return [BufferMetadata(part, buffer.exhausted) for part, buffer in zip(parts, buffers)]
 
 
 def stock_input_tokens(rows: np.ndarray, stock: StockSteps, rank: int, collation: Collation) -> int:

@@ -1,7 +1,7 @@
 """`streaming: true` beside an `odb:` block: local files are read by index all the same.
 
-LLaMA-Factory loads a local file whole and makes a stream of it, to spare the preprocessing pass; with a block there is
-no such pass. What is left of streaming is for data sets that can only be iterated (`online_stream.py`).
+LLaMA-Factory loads a local file whole and makes a stream of it, to do without the preprocessing pass; with a block
+there is no such pass. What is left of streaming is for data sets that can only be iterated (`online_stream.py`).
 """
 
 from __future__ import annotations

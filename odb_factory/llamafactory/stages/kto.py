@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from odb_factory.data.measure import IGNORE_INDEX, measure_batch
+from odb_factory.data.measure import measure_batch
 from odb_factory.data.samples import Measured
 from odb_factory.llamafactory.stages.kto_partners import Partners
 from odb_factory.llamafactory.stages.stage import MEDIA, Stage, media_cost, probe_answer, probe_collation
@@ -34,6 +34,7 @@ class Kto(Stage):
     name = "kto"
     unit = "example"
     trainer = ("llamafactory.train.kto.trainer", "CustomKTOTrainer")
+    collator = "KTODataCollatorWithPadding"
     equal_weights = True
     why_not_flat = "the trainer hands the model no position ids, so it could not tell where an example ends"
     partners = Partners(num_rows=0, batch_size=1, num_shards=1)
@@ -86,13 +87,6 @@ class Kto(Stage):
         found = measure_batch(batch, patch_size, segments)
         longer = max(found.length, batch["kl_input_ids"].shape[1])
         return dataclasses.replace(found, length=longer, units=found.rows)
-
-    def make_collator(self, template: Any, tokenizer: Any, processor: Any) -> Any:
-        from llamafactory.data.collator import KTODataCollatorWithPadding
-
-        return KTODataCollatorWithPadding(
-            template=template, tokenizer=tokenizer, processor=processor, label_pad_token_id=IGNORE_INDEX
-        )
 
     def collation(self, collator: Any, patch_size: int) -> Collation:
         answer = probe_answer(collator)

@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from odb_factory.data.measure import IGNORE_INDEX, count_supervised, measure_batch
+from odb_factory.data.measure import count_supervised, measure_batch
 from odb_factory.data.samples import Measured
 from odb_factory.llamafactory.stages.stage import MEDIA, Stage, media_cost, probe_answer, probe_collation
 from odb_factory.planning import Collation, Cost
@@ -26,6 +26,7 @@ DIVIDES_BY_LENGTH = ("ipo", "orpo", "simpo")
 class Pairs(Stage):
     unit = "pair"
     column = "chosen_input_ids"
+    collator = "PairwiseDataCollatorWithPadding"
     dropped = "the turns do not end in two answers to a prompt"
     equal_weights = True
     why_not_flat = "the trainer takes the first half of the rows as chosen and the second half as rejected answers"
@@ -47,13 +48,6 @@ class Pairs(Stage):
     def measure(self, batch: Mapping[str, Any], patch_size: int = 14, segments: tuple[int, ...] = ()) -> Measured:
         found = measure_batch(batch, patch_size, segments)
         return Measured(found.rows, found.length, found.patches, found.rows // 2)
-
-    def make_collator(self, template: Any, tokenizer: Any, processor: Any) -> Any:
-        from llamafactory.data.collator import PairwiseDataCollatorWithPadding
-
-        return PairwiseDataCollatorWithPadding(
-            template=template, tokenizer=tokenizer, processor=processor, label_pad_token_id=IGNORE_INDEX
-        )
 
     def collation(self, collator: Any, patch_size: int) -> Collation:
         """A pair is planned as one row of twice the tokens: dummy media in its first row widen the second as well."""

@@ -21,6 +21,7 @@ PROBE_TOKENS = 8
 class Stage(ABC):
     """One object a stage; it holds no state of a run, and is sent to worker processes.
 
+    collator: its class, among LLaMA-Factory's that take a template; other stages make theirs themselves.
     name: as in the YAML. unit: what stock's loss is a mean over, for messages. column: what every processed row has.
     dropped: why LLaMA-Factory's preprocessing leaves a row out. trainer: where its trainer is, module and class.
     takes_media: its collator does. equal_weights: the loss of a micro-batch is one mean whose units cannot be weighed
@@ -31,6 +32,7 @@ class Stage(ABC):
     name: str
     unit: str
     trainer: tuple[str, str]
+    collator: str
     column: str = "input_ids"
     dropped: str = "the turns do not end in one answer to a prompt"
     takes_media: bool = True
@@ -83,9 +85,12 @@ class Stage(ABC):
         """Of a collated micro-batch. patch_size, segments: of `measure_batch`."""
         return measure_batch(batch, patch_size, segments)
 
-    @abstractmethod
     def make_collator(self, template: Any, tokenizer: Any, processor: Any) -> Any:
         """As its workflow makes it, for a look before there is a model."""
+        from llamafactory.data import collator  # heavy, and not needed to check a YAML
+
+        make = getattr(collator, self.collator)
+        return make(template=template, tokenizer=tokenizer, processor=processor, label_pad_token_id=IGNORE_INDEX)
 
     @abstractmethod
     def collation(self, collator: Any, patch_size: int) -> Collation:
@@ -107,7 +112,7 @@ def media_cost(features: Mapping[str, Any], media: MediaObserver, input_ids: lis
     }
 
 
-def dummies(collator: Any, sample: Mapping[str, Any], patch_size: int) -> tuple[int, int, int, int]:
+def _dummies(collator: Any, sample: Mapping[str, Any], patch_size: int) -> tuple[int, int, int, int]:
     """Tokens and patches of the fake image, then of the fake audio, that a collator injects.
 
     sample: text of `PROBE_TOKENS` tokens, collated alone.
@@ -148,7 +153,7 @@ def probe_answer(collator: Any) -> dict[str, list[int]]:
 def probe_collation(collator: Any, sample: Mapping[str, Any], patch_size: int, rows: int = 1) -> Collation:
     """What this collator makes of one sample of `PROBE_TOKENS` tokens without media. rows: that it makes of a sample,
     which is planned as one row of their length together."""
-    image_tokens, image_patches, audio_tokens, audio_patches = dummies(collator, sample, patch_size)
+    image_tokens, image_patches, audio_tokens, audio_patches = _dummies(collator, sample, patch_size)
     return Collation(
         pad_to_multiple_of=rows * (collator.pad_to_multiple_of or 1),
         dummy_media_tokens=rows * image_tokens,

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from odb_factory.data.measure import IGNORE_INDEX, count_supervised, has_leading_label
+from odb_factory.data.measure import count_supervised, has_leading_label
 from odb_factory.llamafactory.stages.stage import Stage, media_cost, probe_answer, probe_collation
 from odb_factory.planning import Collation, Cost
 
@@ -20,6 +20,7 @@ class Sft(Stage):
     name = "sft"
     unit = "supervised token"
     trainer = ("llamafactory.train.sft.trainer", "CustomSeq2SeqTrainer")
+    collator = "SFTDataCollatorWith4DAttentionMask"
 
     def cost(self, features: Mapping[str, Any], media: MediaObserver) -> Cost:
         ids, labels = features["input_ids"], features["labels"]
@@ -28,13 +29,6 @@ class Sft(Stage):
             units=count_supervised(labels),
             leading_label=has_leading_label(labels),
             **media_cost(features, media, ids),
-        )
-
-    def make_collator(self, template: Any, tokenizer: Any, processor: Any) -> Any:
-        from llamafactory.data.collator import SFTDataCollatorWith4DAttentionMask
-
-        return SFTDataCollatorWith4DAttentionMask(
-            template=template, tokenizer=tokenizer, processor=processor, label_pad_token_id=IGNORE_INDEX
         )
 
     def collation(self, collator: Any, patch_size: int) -> Collation:
