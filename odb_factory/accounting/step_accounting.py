@@ -98,7 +98,7 @@ class StepAccounting:
         if self._audit is not None:
             self._audit.write(micro_batch, measured, loss, self.optimizer_steps + 1)
         for statistics in (self.total, self.interval):
-            statistics.add(micro_batch, self.loader.world_size)
+            statistics.add(micro_batch.totals, self.loader.world_size)
         if micro_batch.ends_optimizer_step:
             self._end_optimizer_step(micro_batch.step)
 
