@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 from odb_factory.dry_run.arguments import Asked
 from odb_factory.dry_run.rows import Rows
@@ -59,8 +60,14 @@ def _without_weights(asked: Asked, tokenizer: Any) -> Any:
         setattr(model_args, key, None)
     model_args.enable_liger_kernel = model_args.print_param_status = False
     finetuning_args.finetuning_type = "full"
-    with torch.device("meta"):
-        return load_model(tokenizer, model_args, finetuning_args, is_trainable=True)
+    deepspeed = getattr(asked.parsed.training, "hf_deepspeed_config", None)
+    unset_hf_deepspeed_config()  # with ZeRO-3 weights would be dealt out to ranks as they are made
+    try:
+        with torch.device("meta"):
+            return load_model(tokenizer, model_args, finetuning_args, is_trainable=True)
+    finally:
+        if deepspeed is not None:
+            set_hf_deepspeed_config(deepspeed)
 
 
 @contextlib.contextmanager

@@ -63,7 +63,7 @@ def planned(sample: Sample, setting: Setting, budget: Budget) -> Outcome:
         totals,
         setting.ranks,
         budget,
-        limit=tokens / (setting.ranks * max(sum(limits), 1)),
+        limit=tokens / (setting.ranks * sum(limits)) if limits else None,
         stock=_fixed(steps, setting),
         overlong=num_overlong,
         heaviest=heaviest,
