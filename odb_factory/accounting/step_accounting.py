@@ -83,7 +83,7 @@ class StepAccounting:
         if before is not None and before.epoch != step.epoch:  # left before its end
             self._end_epoch(before)
         self._step = step
-        loss = micro_batch_loss(micro_batch, self.config.loss_scaling, self.loader.world_size)
+        loss = micro_batch_loss(micro_batch, self.config.loss_scaling, self.loader.world_size, measured.filler_rows)
         self._under_way = (micro_batch, measured, loss)
         if not self._is_fetched_ahead:
             self.loader.times.begin(micro_batch.totals)
