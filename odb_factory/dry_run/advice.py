@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from odb_factory.dry_run.look import CLOSE, Look, least_budget
+from odb_factory.dry_run.look import Look
 from odb_factory.dry_run.memory import MemoryRow, fitting
 from odb_factory.dry_run.outcome import Outcome
+from odb_factory.dry_run.plans import CLOSE, least_budget
 
 WELL_USED = 0.9
 """Ranks are well used where the step efficiency is this share of the best of any number of ranks."""
@@ -80,7 +81,10 @@ def _layout(found: Look) -> tuple[str, str]:
     if other is None or found.layout == "padded":
         return found.config.layout, f"padded here ({found.layout_reason})"
     ratio = found.own.speed / max(other.speed, 1e-9)
-    return found.config.layout, f"flat here, {ratio:.2f} times the predicted speed of padded ({other.padding:.0%} padding)"
+    return (
+        found.config.layout,
+        f"flat here, {ratio:.2f} times the predicted speed of padded ({other.padding:.0%} padding)",
+    )
 
 
 def _why_budget(found: Look, best: Outcome, *, is_known: bool, none_fits: bool) -> str:
@@ -114,8 +118,8 @@ def _warnings(found: Look) -> list[str]:
     if config.keeps and own.budget_use is not None and own.budget_use < EMPTY and own.micro_batches < 2:
         lines.append(
             f"the kept optimizer batch of {found.step_size} samples fills {own.budget_use:.0%} of the budgets of "
-            f"{found.asked.ranks} rank{'s' * (found.asked.ranks > 1)}: a smaller token_budget costs no speed, fewer ranks "
-            "waste less"
+            f"{found.asked.ranks} rank{'s' * (found.asked.ranks > 1)}: a smaller token_budget costs no speed, fewer "
+            "ranks waste less"
         )
     if own.overlong:
         does = {
@@ -126,8 +130,8 @@ def _warnings(found: Look) -> list[str]:
         lines.append(f"{own.overlong} samples break the budget alone: {does} (`overlong: {config.overlong}`)")
     if whole.cut_off:
         lines.append(
-            f"{whole.cut_off} of {whole.samples} samples are cut off at cutoff_len {found.asked.parsed.data.cutoff_len}; "
-            f"the longest would have {whole.longest_uncut:,} tokens"
+            f"{whole.cut_off} of {whole.samples} samples are cut off at cutoff_len "
+            f"{found.asked.parsed.data.cutoff_len}; the longest would have {whole.longest_uncut:,} tokens"
         )
     lines += [_left_out(found, reason, number) for reason, number in whole.left_out.items()]
     if config.cost_model == "time":
@@ -145,6 +149,8 @@ def _left_out(found: Look, reason: str, number: int) -> str:
         "invalid": "are dropped by LLaMA-Factory's preprocessing",
         "unreadable": "cannot be read",
     }.get(reason, f"are left out ({reason})")
-    ends = (reason == "overlong" and config.overlong != "drop") or (reason == "unreadable" and config.on_error == "raise")
+    ends = (reason == "overlong" and config.overlong != "drop") or (
+        reason == "unreadable" and config.on_error == "raise"
+    )
     then = "the training would end at the first of them" if ends else "they are left out"
     return f"{number} of {rows} rows {what}; {then}: {found.examples[reason]}"

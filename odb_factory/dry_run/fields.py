@@ -12,9 +12,7 @@ from odb_factory.dry_run.look import Look
 from odb_factory.dry_run.memory import MemoryRow
 
 
-def to_dict(
-    found: Look, advice: Advice, memory: Sequence[MemoryRow] | None, notes: Sequence[str]
-) -> dict[str, Any]:
+def to_dict(found: Look, advice: Advice, memory: Sequence[MemoryRow] | None, notes: Sequence[str]) -> dict[str, Any]:
     """JSON types. These names are public."""
     sample, config = found.sample, found.config
     return {
@@ -40,6 +38,7 @@ def to_dict(
         "own": dataclasses.asdict(found.own),
         "budgets": [dataclasses.asdict(one) for one in found.budgets],
         "other_layout": None if found.other_layout is None else dataclasses.asdict(found.other_layout),
+        "any_size": None if found.any_size is None else dataclasses.asdict(found.any_size),
         "fixed": dataclasses.asdict(found.fixed),
         "length_grouped": dataclasses.asdict(found.length_grouped),
         "by_ranks": [{"ranks": ranks} | dataclasses.asdict(one) for ranks, one in found.by_ranks],

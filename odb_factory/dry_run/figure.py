@@ -62,8 +62,11 @@ def _samples(axes: Axes, found: Look) -> None:
     lengths = [np.array([row.cost.tokens for row in group if row.cost is not None]) for group in groups]
     every = np.concatenate(lengths)
     bins = np.geomspace(max(every.min(), 1), every.max() + 1, 40)
-    axes.hist(lengths, bins=bins, stacked=True, label=names or ["samples"])
-    for value, name in ((found.own.token_budget, "token_budget"), (found.asked.parsed.data.cutoff_len, "cutoff_len")):
+    axes.hist(lengths, bins=bins.tolist(), stacked=True, label=names or ["samples"])
+    for value, name in (
+        (found.config.token_budget, "token_budget"),
+        (found.asked.parsed.data.cutoff_len, "cutoff_len"),
+    ):
         axes.axvline(value, color=OWN, linestyle="--" if name == "token_budget" else ":", linewidth=1, label=name)
     axes.set(xscale="log", xlabel="tokens of a sample", ylabel="samples")
     axes.legend(fontsize=8)
@@ -71,11 +74,18 @@ def _samples(axes: Axes, found: Look) -> None:
 
 
 def _speed(axes: Axes, found: Look) -> None:
-    budgets = [one.token_budget for one in found.budgets]
+    budgets = [one.token_budget or 0 for one in found.budgets]
     axes.plot(budgets, [one.speed for one in found.budgets], marker="o", color=ODB, label=f"odb, {found.layout}")
     if found.other_layout is not None:
         other = found.other_layout
-        axes.plot([other.token_budget], [other.speed], marker="s", color=OTHER, linestyle="", label=f"odb, {other.layout}")
+        axes.plot(
+            [found.config.token_budget],
+            [other.speed],
+            marker="s",
+            color=OTHER,
+            linestyle="",
+            label=f"odb, {other.layout}",
+        )
     axes.axhline(found.length_grouped.speed, color=GROUPED, linewidth=1.5, label="length-grouped")
     axes.axhline(found.fixed.speed, color=FIXED, linewidth=1.5, label="fixed batches")
     _mark_own(axes, found)
@@ -85,11 +95,13 @@ def _speed(axes: Axes, found: Look) -> None:
 
 
 def _shares(axes: Axes, found: Look) -> None:
-    budgets = [one.token_budget for one in found.budgets]
+    budgets = [one.token_budget or 0 for one in found.budgets]
     for name, color in (("padding", FIXED), ("balance", GROUPED), ("budget_use", OTHER), ("step_efficiency", ODB)):
         values = [getattr(one, name) for one in found.budgets]
         axes.plot(budgets, values, marker="o", markersize=3, color=color, label=name.replace("_", " "))
-    axes.plot(budgets, [one.limit for one in found.budgets], color="black", linestyle=":", label="limit of efficiency")
+    axes.plot(
+        budgets, [one.limit or 0.0 for one in found.budgets], color="black", linestyle=":", label="limit of efficiency"
+    )
     _mark_own(axes, found)
     axes.set(xscale="log", xlabel="token_budget", ylim=(0, 1.05))
     axes.legend(fontsize=8)
@@ -119,5 +131,4 @@ def _memory(axes: Axes, rows: Sequence[MemoryRow], available: int) -> None:
 
 
 def _mark_own(axes: Axes, found: Look) -> None:
-    assert found.own.token_budget is not None
-    axes.axvline(found.own.token_budget, color=OWN, linestyle="--", linewidth=1)
+    axes.axvline(found.config.token_budget, color=OWN, linestyle="--", linewidth=1)

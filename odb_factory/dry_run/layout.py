@@ -7,7 +7,7 @@ import copy
 import logging
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
@@ -29,12 +29,14 @@ def layout_of(asked: Asked, rows: Rows) -> Layout:
     """
     refused = rows.stage.why_not_flat
     if asked.config.layout == "padded" or refused is not None:
-        return resolve_layout(SimpleNamespace(train_dataset=rows.dataset, model=torch.nn.Module()), asked.config, refused)
+        return resolve_layout(
+            SimpleNamespace(train_dataset=rows.dataset, model=torch.nn.Module()), asked.config, refused
+        )
     try:
         with _quiet():
             model = _without_weights(asked, rows.tokenizer)
     except Exception as error:  # a model of its own code, or a release that builds it otherwise
-        name = "flat" if asked.config.layout == "flat" else "padded"
+        name: Literal["flat", "padded"] = "flat" if asked.config.layout == "flat" else "padded"
         return Layout(name, f"taken for granted, for the model cannot be built without its weights: {one_line(error)}")
     trainer = SimpleNamespace(
         model=model,

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,27 +13,23 @@ from odb_factory.dry_run.distribution import Part, parts_of
 from odb_factory.dry_run.layout import layout_of
 from odb_factory.dry_run.observe import Sample, observe
 from odb_factory.dry_run.outcome import Outcome
-from odb_factory.dry_run.rows import Rows, open_rows
-from odb_factory.dry_run.simulate import Setting, planned, rival
+from odb_factory.dry_run.plans import Plans, budgets_around, least_budget
+from odb_factory.dry_run.rows import open_rows
+from odb_factory.dry_run.simulate import rival
 from odb_factory.errors import DataError
-from odb_factory.planning import Budget
-
-FEWEST, MOST = 8, 8
-"""Budgets from an eighth of the YAML's to eight times it are looked at."""
-MOST_RANKS = 64
-PLANNING_SECONDS = 30.0
-"""What all plans beside the YAML's own may take; they are made of fewer optimizer steps where these take longer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
     """asked: the YAML. layout, layout_reason: as resolved before training, without its check of real samples.
 
-    step_size: N, samples of an optimizer step on all ranks; None: filled ones. parts: the distributions (see `Part`).
-    own: under the YAML's budgets; budgets: under a range of them, the YAML's among them; other_layout: under the YAML's
-    in the other layout. by_ranks: the same N on other numbers of ranks, () with filled ones. patch_caps: the best budget
-    under caps on patches. bound_by_longest: share of the optimizer steps in which the longest sample is more than the
-    mean load of a rank. skipped: an example of a message for each reason why a row is left out.
+    step_size: N, samples of an optimizer step on all ranks; None: filled. parts: the distributions (see `Part`).
+    own: under the YAML's budgets; budgets: under a range of them, the YAML's among them. other_layout: under the YAML's
+    in the other layout, None where there is none; any_size: without `length_buckets`, `row_multiple` and
+    `pad_to_multiple_of`, None where none is set. by_ranks: the same N on other numbers of ranks, () with filled ones.
+    best: the smallest budget that is about as fast as any; patch_caps: that under caps on patches.
+    bound_by_longest: share of the optimizer steps in which the longest sample is more than the mean load of a rank.
+    examples: a message for each reason why a row is left out.
     """
 
     asked: Asked
@@ -48,6 +41,7 @@ class Look:
     own: Outcome
     budgets: list[Outcome]
     other_layout: Outcome | None
+    any_size: Outcome | None
     fixed: Outcome
     length_grouped: Outcome
     by_ranks: list[tuple[int, Outcome]]
@@ -75,12 +69,12 @@ def look(asked: Asked, samples: int) -> Look:
             f"no row of the training dataset can be trained on ({reasons or 'it has none'})"
             + "".join(f"; {message}" for message in list(examples.values())[:1])
         )
-    plans = _Plans(asked, rows, layout.name, step_size, sample)
+    plans = Plans(asked, rows, layout.name, step_size, sample)
     own = plans.own
     parts = parts_of(sample.seen, rows.sources)
     budgets = [
         plans.compared if budget == own.token_budget else plans.under(budget)
-        for budget in _range(asked, least=parts[0].tokens.p50)
+        for budget in budgets_around(asked, least=parts[0].tokens.p50)
     ]
     best = least_budget(budgets, own)
     stacked = [step.rows["tokens"] for step in sample.steps]
@@ -95,6 +89,7 @@ def look(asked: Asked, samples: int) -> Look:
         own=own,
         budgets=budgets,
         other_layout=None if rows.stage.why_not_flat else plans.in_other_layout(),
+        any_size=plans.without_sizes(),
         fixed=rival("fixed", sample, plans.setting),
         length_grouped=rival("length-grouped", sample, plans.setting),
         by_ranks=plans.by_ranks() if step_size else [],
@@ -105,116 +100,8 @@ def look(asked: Asked, samples: int) -> Look:
     )
 
 
-CLOSE = 0.98
-"""A budget is as good as another whose predicted speed is at most so much better."""
-
-
-def least_budget(outcomes: list[Outcome], own: Outcome) -> Outcome:
-    """The smallest budget that is about as fast as any, of those that no more samples break than the YAML's own."""
-    within = [one for one in outcomes if one.overlong <= own.overlong] or outcomes
-    fastest = max(one.speed for one in within)
-    return next(one for one in within if one.speed >= CLOSE * fastest)
-
-
 def _step_size(asked: Asked) -> int | None:
     size = asked.config.global_batch_size
     if isinstance(size, int):
         return size
     return asked.batch_size * asked.accumulation * asked.ranks if size == "keep" else None
-
-
-def _range(asked: Asked, least: int) -> list[int]:
-    """Powers of two around the YAML's budget, of at least `least`, and that one."""
-    own = asked.config.token_budget
-    least = max(own // FEWEST, least, asked.config.pad_to_multiple_of or 1)
-    powers = [1 << exponent for exponent in range((own * MOST).bit_length())]
-    return sorted({own, *(power for power in powers if power >= least)})
-
-
-PLANS = 25
-"""About so many plans are made."""
-
-
-class _Plans:
-    """Plans of one sample. What is planned beside the YAML's own budget is made of as many steps as time allows."""
-
-    def __init__(self, asked: Asked, rows: Rows, layout: str, step_size: int | None, sample: Sample):
-        config = asked.config
-        self.asked, self.rows, self.layout = asked, rows, layout
-        self.setting = Setting(
-            ranks=asked.ranks,
-            step_size=step_size,
-            batch_size=asked.batch_size,
-            accumulation=asked.accumulation,
-            balance=bool(config.balance),
-            join=config.join,
-            overlong=config.overlong,
-            group_size=config.balance_group_size,
-            window=config.buffer_size,
-            seed=asked.seed,
-            equal_weights=rows.stage.equal_weights and config.loss_scaling == "stock",
-            collation=rows.collation,
-        )
-        begun = time.perf_counter()
-        self.own = planned(sample, self.setting, self.budget(config.token_budget, config.max_patches))
-        seconds = time.perf_counter() - begun
-        self.sample = _thinned(sample, PLANNING_SECONDS / (PLANS * max(seconds, 1e-3)))
-        # What others are compared with is made of the same optimizer steps.
-        self.compared = self.own if self.sample is sample else self.under(config.token_budget)
-
-    def budget(self, token_budget: int, max_patches: int | None, layout: str | None = None) -> Budget:
-        """As the loader of a training makes it."""
-        config, layout = self.asked.config, layout or self.layout
-        round_to = config.pad_to_multiple_of or 1 if layout == "flat" else 1
-        return Budget(token_budget, max_patches, self.rows.collation, layout, round_to)
-
-    def under(self, token_budget: int) -> Outcome:
-        """max_patches grows and shrinks with it."""
-        config = self.asked.config
-        patches = None
-        if config.max_patches is not None:
-            patches = max(config.max_patches * token_budget // config.token_budget, self._least_patches())
-        return planned(self.sample, self.setting, self.budget(token_budget, patches))
-
-    def in_other_layout(self) -> Outcome:
-        config = self.asked.config
-        other = "padded" if self.layout == "flat" else "flat"
-        return planned(self.sample, self.setting, self.budget(config.token_budget, config.max_patches, other))
-
-    def by_ranks(self) -> list[tuple[int, Outcome]]:
-        """The same optimizer steps on more and on fewer ranks."""
-        assert self.setting.step_size is not None
-        most = min(max(MOST_RANKS, self.asked.ranks), self.setting.step_size)
-        powers = [1 << exponent for exponent in range(most.bit_length()) if 1 << exponent <= most]
-        found = []
-        for ranks in sorted({*powers, self.asked.ranks}):
-            setting = dataclasses.replace(self.setting, ranks=ranks)
-            budget = self.budget(self.asked.config.token_budget, self.asked.config.max_patches)
-            found.append((ranks, self.compared if ranks == self.asked.ranks else planned(self.sample, setting, budget)))
-        return found
-
-    def under_patch_caps(self, best: Outcome) -> Iterator[Outcome]:
-        """The budget of `best` with caps on patches: powers of two, from what every sample is within; the last: none."""
-        assert best.token_budget is not None
-        largest = max(int(step.rows["patches"].max()) for step in self.sample.steps)
-        if not largest:
-            return
-        free = planned(self.sample, self.setting, self.budget(best.token_budget, None))
-        cap = 1 << (max(largest, self._least_patches()) - 1).bit_length()
-        while cap < free.most_patches:
-            yield planned(self.sample, self.setting, self.budget(best.token_budget, cap))
-            cap *= 2
-        yield free
-
-    def _least_patches(self) -> int:
-        """Of micro-batches without media."""
-        return max(self.rows.collation.dummies(0, 0)[1], 1)
-
-
-def _thinned(sample: Sample, share: float) -> Sample:
-    """This share of its optimizer steps, evenly spread."""
-    if share >= 1:
-        return sample
-    count = max(round(share * len(sample.steps)), 1)
-    spread = np.linspace(0, len(sample.steps) - 1, count).round().astype(int).tolist()
-    return dataclasses.replace(sample, steps=[sample.steps[number] for number in dict.fromkeys(spread)])

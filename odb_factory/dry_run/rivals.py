@@ -17,11 +17,10 @@ def fixed_batches(samples: np.ndarray, batch_size: int, ranks: int, collation: C
 
     samples: as `ROW`. The last batches may have fewer rows, or be missing.
     """
-    starts = np.arange(0, len(samples), batch_size)
-    groups = [np.arange(start, min(start + batch_size, len(samples))) for start in starts]
-    steps = [
-        [groups[first + rank] if first + rank < len(groups) else None for rank in range(ranks)]
-        for first in range(0, len(groups), ranks)
+    groups = [np.arange(k, min(k + batch_size, len(samples))) for k in range(0, len(samples), batch_size)]
+    steps: list[list[np.ndarray | None]] = [
+        [groups[k + rank] if k + rank < len(groups) else None for rank in range(ranks)]
+        for k in range(0, len(groups), ranks)
     ]
     owner = np.zeros(len(samples), dtype=np.int64)
     return to_plan(steps, samples, [0, len(samples)], owner, Budget(NO_LIMIT, None, collation), False, False).totals

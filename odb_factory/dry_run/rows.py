@@ -55,8 +55,9 @@ class Seen:
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """looked_at: `looked_at[index]` is what a row turned out to be. order: of the first epoch; of a stream, whose
-    length nobody knows, the rows that were read. sources: the data sets of the mix. collation: what the collator adds.
+    """looked_at: `looked_at[index]` is what a row turned out to be. order: of the first epoch; of a stream, of
+    which nobody knows the length, the rows that were read. sources: the data sets of the mix. collation: what the
+    collator adds. dataset: what is trained on.
     """
 
     looked_at: LookedAt
@@ -115,20 +116,22 @@ def open_rows(asked: Asked, samples: int) -> Rows:
     stage = STAGES[name].of_training(finetuning_args, tokenizer)
     dataset = training_rows(found, stage, template, tokenizer, processor)
     shards = is_deepspeed_zero3_enabled() or bool(training_args.fsdp)
-    observer: Observer = RowObserver(
+    of_rows = RowObserver(
         dataset.media,
         stage,
         decode=asked.config.on_error == "skip",
         shards_parameters=asked.ranks > 1 and shards,
     )
     collation = stage.collation(stage.make_collator(template, tokenizer, processor), dataset.media.patch_size)
+    observer: Observer
     if isinstance(dataset, OnlineStream):
-        rows = list(itertools.islice(dataset, samples))
+        rows: Any = list(itertools.islice(dataset, samples))
         order = list(range(len(rows)))
-        observer = StreamObserver(observer, dataset.head)
+        observer = StreamObserver(of_rows, dataset.head)
         uncut: Any = _StreamUncut(rows, _uncut(dataset.head))
     else:
         rows, order = dataset, _order(asked, dataset)
+        observer = of_rows
         uncut = None if isinstance(dataset, TokenizedDataset) else _uncut(dataset)
     # Whether a sample breaks a budget is asked for each budget.
     config = dataclasses.replace(asked.config, overlong="singleton")

@@ -28,7 +28,8 @@ from odb_factory.planning import (
 class Setting:
     """What a plan depends on beside the budget. step_size: samples of an optimizer step; None: filled ones.
 
-    overlong: the key of the block. group_size: `balance_group_size`. window: `buffer_size`. equal_weights: of the stage.
+    balance, join, overlong: keys of the block; group_size: `balance_group_size`; window: `buffer_size`. equal_weights:
+    of the stage.
     """
 
     ranks: int
@@ -129,14 +130,13 @@ def _filled(
         totals += one.plan.totals
         if sum(step.samples for step in totals) >= len(table):
             break
-    return [totals[k : k + setting.accumulation] for k in range(0, len(totals), setting.accumulation)], heaviest.shapes()
+    return [
+        totals[k : k + setting.accumulation] for k in range(0, len(totals), setting.accumulation)
+    ], heaviest.shapes()
 
 
 def _fixed(steps: Sequence[Step], setting: Setting) -> list[list[MicroStepTotals]]:
-    return [
-        rivals.fixed_batches(step.rows, setting.batch_size, setting.ranks, setting.collation)
-        for step in steps
-    ]
+    return [rivals.fixed_batches(step.rows, setting.batch_size, setting.ranks, setting.collation) for step in steps]
 
 
 def _within(steps: Sequence[Step], setting: Setting, budget: Budget) -> tuple[list[Step], int]:

@@ -40,16 +40,20 @@ def _head(found: Look) -> str:
     asked, sample = found.asked, found.sample
     of = "of a stream" if sample.population is None else f"of {sample.population:,}"
     size = f"{found.step_size:,} samples (N)" if found.step_size else "filled optimizer steps"
-    auto = "".join(f"; {key}: auto, here {found.own.token_budget if key == 'token_budget' else 'none'}" for key in asked.auto)
+    auto = "".join(
+        f"; {key}: auto, here {found.own.token_budget if key == 'token_budget' else 'none'}" for key in asked.auto
+    )
     return (
-        f"{asked.path}: {len(sample.seen):,} {of} rows observed in {sample.seconds:.0f} s; optimizer steps of {size} on "
-        f"{asked.ranks} rank{'s' * (asked.ranks > 1)}, {len(sample.steps)} of them planned; layout {found.layout}: "
+        f"{asked.path}: {len(sample.seen):,} {of} rows observed in {sample.seconds:.0f} s; optimizer steps of {size} "
+        f"on {asked.ranks} rank{'s' * (asked.ranks > 1)}, {len(sample.steps)} of them planned; layout {found.layout}: "
         f"{found.layout_reason}{auto}"
     )
 
 
 def _distribution(parts: Sequence[Part]) -> Table:
-    table = _table("What the samples are", "data set", "rows", "", "mean", "p50", "p90", "p99", "max", "cut off", "left out")
+    table = _table(
+        "What the samples are", "data set", "rows", "", "mean", "p50", "p90", "p99", "max", "cut off", "left out"
+    )
     for part in parts:
         measures: list[tuple[str, Spread]] = [("tokens", part.tokens), ("patches", part.patches), ("units", part.units)]
         for number, (name, spread) in enumerate(one for one in measures if one[1].most or one[0] == "tokens"):
@@ -65,7 +69,8 @@ def _budgets(found: Look) -> Table:
     size = found.asked.batch_size
     table = _table(
         f"Budgets (speed is predicted: a micro-step costs the tokens of the fullest rank and {efficiency.FIXED})",
-        "token_budget", "patches", "K", "padding", "balance", "patches", "use", "efficiency", "limit", "overlong", "speed",
+        "token_budget", "patches", "K", "padding", "balance", "patches", "use", "efficiency", "limit", "overlong",
+        "speed",
     )  # fmt: skip
     for one in found.budgets:
         is_own = one.token_budget == found.own.token_budget
@@ -74,6 +79,8 @@ def _budgets(found: Look) -> Table:
     table.add_section()
     if found.other_layout is not None:
         table.add_row(*_figures(f"{found.own.token_budget:,} {found.other_layout.layout}", found.other_layout))
+    if found.any_size is not None:
+        table.add_row(*_figures(f"{found.own.token_budget:,} any size", found.any_size))
     table.add_row(*_figures(f"fixed, {size} rows", found.fixed))
     table.add_row(*_figures(f"by length, {size} rows", found.length_grouped))
     return table
@@ -88,11 +95,21 @@ def _figures(name: str, one: Outcome) -> list[str]:
     steps = f"{one.micro_batches:.1f}" + (f" ({few}-{many})" if few < many else "")
     ratios = [share(one.padding), share(one.balance), share(one.patch_balance), share(one.budget_use)]
     reached = [share(one.step_efficiency), share(one.share_of_limit)]
-    return [name, patches, steps, *ratios, *reached, "" if one.token_budget is None else f"{one.overlong:,}", f"{one.speed:.2f}x"]
+    return [
+        name,
+        patches,
+        steps,
+        *ratios,
+        *reached,
+        "" if one.token_budget is None else f"{one.overlong:,}",
+        f"{one.speed:.2f}x",
+    ]
 
 
 def _ranks(found: Look) -> Table:
-    table = _table(f"The same {found.step_size:,} samples on other numbers of ranks", "ranks", "K", "balance", "use", "efficiency")
+    table = _table(
+        f"The same {found.step_size:,} samples on other numbers of ranks", "ranks", "K", "balance", "use", "efficiency"
+    )
     for ranks, one in found.by_ranks:
         use = "" if one.budget_use is None else f"{one.budget_use:.1%}"
         cells = (f"{ranks}", f"{one.micro_batches:.1f}", f"{one.balance:.1%}", use, f"{one.step_efficiency:.1%}")
