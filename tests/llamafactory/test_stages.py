@@ -389,6 +389,7 @@ def test_tuning(stage: str, tuning: str, config_of: Config, tmp_path: Path) -> N
 
 
 @pytest.mark.full_grid
+@pytest.mark.timeout(960)
 def test_variants_and_adapters_on_two_ranks(config_of: Config, tmp_path: Path) -> None:
     stages = {f"dpo_{name}": ("dpo", changes) for name, changes in VARIANTS.items()}
     stages |= {f"{stage}_lora": (stage, {"finetuning_type": "lora"}) for stage in WHOLE}
