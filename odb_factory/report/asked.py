@@ -38,8 +38,16 @@ def asked(history: History, card: Mapping[str, Mapping[str, str]]) -> dict[str, 
         }
     begin = history.processes[-1].begin
     about = {name: value for name, value in begin.get("about", {}).items() if name != "rows_of"}
-    found: dict[str, Any] = {"from": "odb_log.jsonl", "world_size": begin.get("world_size"), "block": begin.get("config")}
-    return found | {name: begin.get(name) for name in ("layout", "arguments")} | {
-        "about": about,
-        "versions": begin.get("versions"),
+    found: dict[str, Any] = {
+        "from": "odb_log.jsonl",
+        "world_size": begin.get("world_size"),
+        "block": begin.get("config"),
     }
+    return (
+        found
+        | {name: begin.get(name) for name in ("layout", "arguments")}
+        | {
+            "about": about,
+            "versions": begin.get("versions"),
+        }
+    )

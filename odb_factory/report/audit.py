@@ -72,9 +72,7 @@ def read_audit(folder: Path, processes: Sequence[Process], files: FilesRead) -> 
     batches = {name: values[keep] for name, values in batches.items()}
     batches["world_size"] = _world_sizes(batches["step"], processes, len(paths))
     steps, incomplete = _steps(batches)
-    return Audit(
-        batches, np.array(lengths)[of_kept], np.array(ids)[of_kept], place[owners[of_kept]], steps, incomplete
-    )
+    return Audit(batches, np.array(lengths)[of_kept], np.array(ids)[of_kept], place[owners[of_kept]], steps, incomplete)
 
 
 def _values(rank: int, line: Mapping[str, Any]) -> tuple[list[int], list[float], list[int], list[int]]:

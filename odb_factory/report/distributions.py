@@ -41,7 +41,9 @@ def histogram(values: np.ndarray) -> dict[str, Any]:
     counts, _ = np.histogram(values, edges)
     if counts[-1] == 0 and len(counts) > 1:
         edges, counts = edges[:-1], counts[:-1]
-    quantiles = {name: float(np.quantile(values, share)) for name, share in (("median", 0.5), ("p90", 0.9), ("p99", 0.99))}
+    quantiles = {
+        name: float(np.quantile(values, share)) for name, share in (("median", 0.5), ("p90", 0.9), ("p99", 0.99))
+    }
     return {
         "edges": edges.tolist(),
         "counts": counts.tolist(),

@@ -31,7 +31,9 @@ def read_run(folder: Path) -> dict[str, Any]:
         summary = files.whole(folder / SUMMARY)
         card = asked.read_model_card(folder, files)
     except OSError as error:
-        raise ODBError(f"{error.filename}: cannot be read ({error.strerror}); give a folder that you may read.") from None
+        raise ODBError(
+            f"{error.filename}: cannot be read ({error.strerror}); give a folder that you may read."
+        ) from None
     if not history.entries and not history.processes and audit is None:
         raise ODBError(
             f"{folder}: there is no run in it (no trainer_log.jsonl, trainer_state.json or odb_log.jsonl with a log "
@@ -55,9 +57,7 @@ def read_run(folder: Path) -> dict[str, Any]:
         "totals": totals,
         "rows": _rows(history, summary),
         "entries": _entries(history),
-        "evaluations": [
-            {"step": one.step, "seconds": one.seconds, **_evaluation(one)} for one in history.evaluations
-        ],
+        "evaluations": [{"step": one.step, "seconds": one.seconds, **_evaluation(one)} for one in history.evaluations],
         "lengths_of_successive_steps": successive_correlation(history.entries, audit),
         "optimizer_steps": _optimizer_steps(audit),
         "ranks": of_ranks(audit),
@@ -65,7 +65,7 @@ def read_run(folder: Path) -> dict[str, Any]:
         "distributions": distributions(audit),
     }
     run["notes"] = notes.of_run(history, audit, files, run)
-    return run
+    return dict(without_nan(run))
 
 
 def _kind(history: History) -> str:
@@ -145,9 +145,9 @@ def _sums(history: History, audit: Audit | None, summary: Mapping[str, Any], ste
 
 def _seconds(history: History) -> tuple[float | None, str | None]:
     """Of training, and where they are from: the Trainer's own figure knows one process only."""
-    if "train_runtime" in history.results and len(history.processes) < 2 and not history.restarts:
-        if not history.processes or history.processes[0].optimizer_steps == 0:
-            return history.results["train_runtime"], "train_runtime"
+    is_one = len(history.processes) < 2 and not history.restarts
+    if "train_runtime" in history.results and is_one and all(one.optimizer_steps == 0 for one in history.processes):
+        return history.results["train_runtime"], "train_runtime"
     known = [entry.seconds for entry in history.entries if entry.seconds is not None]
     return (max(known), "log") if known else (None, None)
 
@@ -222,4 +222,4 @@ def without_nan(figures: Any) -> Any:
 
 
 def to_json(figures: Mapping[str, Any]) -> str:
-    return json.dumps(without_nan(figures), indent=1, allow_nan=False) + "\n"
+    return json.dumps(figures, indent=1, allow_nan=False) + "\n"

@@ -1,9 +1,9 @@
 """The log of a run: its entries in the order of optimizer steps, with the seconds of training at each.
 
 Three files tell of it. `odb_log.jsonl` has all, of the optimizer steps that odb took. LLaMA-Factory's
-`trainer_log.jsonl` has losses and whole seconds, the Trainer's `trainer_state.json` the figures without times; stock runs
-have these two alone. What a run did behind the checkpoint from which it went on later is left out, and seconds count
-the processes one after the other.
+`trainer_log.jsonl` has losses and whole seconds, the Trainer's `trainer_state.json` the figures without times; stock
+runs have these two alone. What a run did behind the checkpoint from which it went on later is left out, and seconds
+count the processes one after the other.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +13,11 @@ from odb_factory.report.history import History
 
 def of_run(history: History, audit: Audit | None, files: FilesRead, run: Mapping[str, Any]) -> list[str]:
     """One line each."""
-    return [line for line in (*_of_files(history, audit, files), *_of_times(history), *_missing(history, audit, run)) if line]
+    return [
+        line
+        for line in (*_of_files(history, audit, files), *_of_times(history), *_missing(history, audit, run))
+        if line
+    ]
 
 
 def _of_files(history: History, audit: Audit | None, files: FilesRead) -> list[str]:
@@ -24,8 +29,8 @@ def _of_files(history: History, audit: Audit | None, files: FilesRead) -> list[s
     ]
     if audit is not None and audit.incomplete:
         said.append(
-            f"{_counted(audit.incomplete, 'optimizer step')} left out of what is made of the audits: not all lines of all "
-            "ranks are there (a run under way, or audits on another node's disk)."
+            f"{_counted(audit.incomplete, 'optimizer step')} left out of what is made of the audits: not all lines of "
+            "all ranks are there (a run under way, or audits on another node's disk)."
         )
     return said
 
@@ -37,12 +42,17 @@ def _of_times(history: History) -> list[str]:
         times = max(len(history.processes) - 1, history.restarts)
         ranks = f", with {' and '.join(map(str, sorted(worlds)))} ranks" if len(worlds) > 1 else ""
         said.append(
-            f"The run was resumed {_counted(times, 'time')}{ranks}: seconds are of training until the last log entry before "
-            "each checkpoint and since then, without the pauses and without what was taken again."
+            f"The run was resumed {_counted(times, 'time')}{ranks}: seconds are of training until the last log entry "
+            "before each checkpoint and since then, without the pauses and without what was taken again."
         )
     if history.processes and history.processes[0].optimizer_steps and any(one.sums is None for one in history.entries):
         first = history.processes[0].optimizer_steps
         said.append(f"Until optimizer step {first} it was trained without odb, or its log is not here.")
+    unsaid = sum(not math.isfinite(value) for entry in history.entries for value in entry.values.values())
+    if unsaid:
+        said.append(
+            f"{_counted(unsaid, 'logged figure')} not a number or infinite: not in the charts, null in the JSON."
+        )
     if history.whole_seconds:
         said.append("trainer_log.jsonl counts whole seconds, so times over short spans are coarse.")
     if history.entries and all(entry.seconds is None for entry in history.entries):
@@ -53,8 +63,8 @@ def _of_times(history: History) -> list[str]:
 def _missing(history: History, audit: Audit | None, run: Mapping[str, Any]) -> list[str]:
     if run["kind"] == "stock":
         return [
-            "Stock training logs no tokens, padding, balance or lengths, so these are not here; `odb-factory plan` tells "
-            "them for a YAML, and a training with an odb: block logs them."
+            "Stock training logs no tokens, padding, balance or lengths, so these are not here; `odb-factory plan` "
+            "tells them for a YAML, and a training with an odb: block logs them."
         ]
     said = []
     if audit is None:
@@ -62,8 +72,8 @@ def _missing(history: History, audit: Audit | None, run: Mapping[str, Any]) -> l
             "Without an audit there are no distributions and no figures by rank, data set and optimizer step: set "
             "`audit: true` in the odb: block of the next run."
         )
-    elif run["datasets"] is None:
-        said.append("Rows are not known by data set: there is one, a stream, or data tokenized beforehand.")
+    elif run["datasets"] is None and len(run["asked"].get("about", {}).get("dataset", [])) > 1:
+        said.append("Rows are not known by data set: they are a stream, or were tokenized beforehand.")
     if not history.processes and run["kind"] != "stock":
         said.append("odb_log.jsonl is not here, so settings, sums and exact times are missing.")
     return said
