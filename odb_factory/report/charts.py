@@ -11,6 +11,8 @@ from odb_factory.report.numbers import number, percent
 
 Run = Mapping[str, Any]
 STEP, SECONDS = "optimizer step", "seconds of training"
+NEAR = 2
+"""A budget is drawn beside values that come to more than one in so many of it; elsewhere it would crowd them."""
 
 
 @dataclass(frozen=True)
@@ -202,7 +204,8 @@ def distributions(runs: Sequence[Run]) -> list[str]:
         drawn = [(k, one["edges"], one["counts"]) for k, one in found]
         limits = {_limit(runs[k], name) for k, _ in found}
         mark = limits.pop() if len(limits) == 1 else None
-        drawing = svg.histogram(drawn, label, "share", mark)
+        is_near = mark is not None and mark <= NEAR * max(one["max"] for _, one in found)
+        drawing = svg.histogram(drawn, label, "share", mark if is_near else None)
         if not drawing:
             continue
         captions = []
@@ -213,7 +216,7 @@ def distributions(runs: Sequence[Run]) -> list[str]:
                 f"{number(one['p90'])}, largest {number(one['max'])}."
             )
         if mark is not None:
-            captions.append(f"Dashed: the budget, {number(mark)}.")
+            captions.append(f"The budget{' (dashed)' if is_near else ''}: {number(mark)}.")
         rows = [
             [runs[k]["name"], f"{begin:,} to {end - 1:,}", f"{count:,}", percent(count / sum(counts))]
             for k, edges, counts in drawn

@@ -39,14 +39,14 @@ def read_run(folder: Path) -> dict[str, Any]:
             f"{folder}: there is no run in it (no trainer_log.jsonl, trainer_state.json or odb_log.jsonl with a log "
             "entry); give the output_dir of a training that has logged, or wait for its first log entry."
         )
-    is_over = _is_over(history)
-    if not is_over or summary.get("optimizer_steps") != _last_step(history, audit):
-        summary = {}  # of an earlier run, or of one that went on
+    is_over, kind = _is_over(history), _kind(history)
+    if not is_over or kind == "mixed" or summary.get("optimizer_steps") != _last_step(history, audit):
+        summary = {}  # of an earlier run, of one that went on, or of a part
     totals = _totals(history, audit, summary)
     run: dict[str, Any] = {
         "name": folder.resolve().name,
         "folder": str(folder),
-        "kind": _kind(history),
+        "kind": kind,
         "finished": is_over,
         "files": {"read": files.names, "broken_lines": files.broken, "half_written": files.half_written},
         "asked": asked.asked(history, card),
@@ -103,7 +103,11 @@ def _totals(history: History, audit: Audit | None, summary: Mapping[str, Any]) -
     sums = _sums(history, audit, summary, steps)
     seconds, source = _seconds(history)
     samples = sums.get("samples")
-    if samples is None and {"train_runtime", "train_samples_per_second"} <= results.keys():
+    if (
+        samples is None
+        and _kind(history) == "stock"
+        and {"train_runtime", "train_samples_per_second"} <= results.keys()
+    ):
         # The Trainer divides one by the other and rounds to three digits: only a whole number within that is known.
         samples = round(results["train_runtime"] * results["train_samples_per_second"])
         if results["train_runtime"] * 0.0005 >= 0.5:
@@ -149,7 +153,7 @@ def _seconds(history: History) -> tuple[float | None, str | None]:
     if "train_runtime" in history.results and is_one and all(one.optimizer_steps == 0 for one in history.processes):
         return history.results["train_runtime"], "train_runtime"
     known = [entry.seconds for entry in history.entries if entry.seconds is not None]
-    return (max(known), "log") if known else (None, None)
+    return (max(known), "log") if known and len(known) == len(history.entries) else (None, None)
 
 
 def _budget_use(history: History, padded: float | None, micro_steps: float | None) -> float | None:

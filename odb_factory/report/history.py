@@ -80,6 +80,7 @@ def read_history(folder: Path, files: FilesRead) -> History:
     others = [(logged, folder / TRAINER_LOG), (stated, folder / TRAINER_STATE)]
     others.sort(key=lambda other: -_time_of(other[1]))  # where they disagree, the one that was written last counts
     begins = history.processes
+    own = list(history.entries + history.evaluations)
     for other, path in others:
         if _disagree(history, other):
             history.other_runs.append(path.name)
@@ -92,9 +93,20 @@ def read_history(folder: Path, files: FilesRead) -> History:
         if not begins or _time_of(path) >= begins[-1].time:
             history.results = other.results | history.results
             history.max_steps = history.max_steps or other.max_steps
-    own = {entry.step for entry in history.entries if entry.sums is not None}
-    history.whole_seconds = any(entry.seconds is not None and entry.step not in own for entry in history.entries)
+    _go_on_from_stock(history, own)
+    exact = {id(entry) for entry in own}
+    history.whole_seconds = any(entry.seconds is not None and id(entry) not in exact for entry in history.entries)
     return history
+
+
+def _go_on_from_stock(history: History, own: list[Entry]) -> None:
+    """Where odb went on from a stock checkpoint its seconds begin behind those of stock, if these are known."""
+    first = history.processes[0].optimizer_steps if history.processes else 0
+    before = [entry.seconds or 0.0 for entry in history.entries if entry.step <= first]
+    for entry in own if before else ():
+        entry.begin_seconds += max(before)
+        if entry.seconds is not None:
+            entry.seconds += max(before)
 
 
 def _read_run_log(path: Path, files: FilesRead) -> History:

@@ -47,7 +47,9 @@ def _of_times(history: History) -> list[str]:
         )
     if history.processes and history.processes[0].optimizer_steps and any(one.sums is None for one in history.entries):
         first = history.processes[0].optimizer_steps
-        said.append(f"Until optimizer step {first} it was trained without odb, or its log is not here.")
+        said.append(
+            f"Until optimizer step {first} it was trained without odb, or its log is not here, so there are no sums."
+        )
     unsaid = sum(not math.isfinite(value) for entry in history.entries for value in entry.values.values())
     if unsaid:
         said.append(

@@ -133,8 +133,12 @@ def _tables(run: Run, count: int) -> str:
         counts = ("micro_batches", "idle_micro_batches", "samples", "tokens", "patches")
         head = ["rank", "micro-batches", "idle", "samples", "tokens", "patches", "padding", "waited for data"]
         rows = [
-            [line["rank"], *(number(line[name]) for name in counts)]
-            + [percent(line["padding_ratio"]), seconds_text(line["data_wait_s"])]
+            [
+                line["rank"],
+                *(number(line[name]) for name in counts),
+                percent(line["padding_ratio"]),
+                seconds_text(line["data_wait_s"]),
+            ]
             for line in run["ranks"]
         ]
         parts.append(f"<h2>Ranks{of}</h2>{html.table(head, rows)}")

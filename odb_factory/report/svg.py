@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 520, 230
-LEFT, RIGHT, TOP, BOTTOM = 62, 12, 10, 40
+LEFT, RIGHT, TOP, BOTTOM = 62, 18, 10, 40
 MOST_POINTS = 600
 """Of a line; where there are more, the least and the largest of each stretch are drawn, so that no peak is lost."""
 
@@ -56,13 +56,14 @@ def lines(
 def histogram(
     runs: Sequence[tuple[int, Sequence[float], Sequence[float]]], x_label: str, y_label: str, mark: float | None = None
 ) -> str:
-    """runs: of each its number, edges, and counts as shares of their sum. mark: a value to show, such as a budget."""
+    """runs: of each its number, edges and counts, drawn as shares of their sum. mark: a value to show, such as a
+    budget. The scale begins at 0."""
     drawn = [(run, edges, counts) for run, edges, counts in runs if counts and sum(counts)]
     if not drawn:
         return ""
     edges_of_all = [edge for _, edges, _ in drawn for edge in edges] + ([mark] if mark is not None else [])
     tallest = max(count / sum(counts) for _, _, counts in drawn for count in counts)
-    x_scale = _Scale(min(edges_of_all), max(edges_of_all), LEFT, WIDTH - RIGHT)
+    x_scale = _Scale(0.0, max(edges_of_all), LEFT, WIDTH - RIGHT)
     y_scale = _Scale(0.0, tallest, HEIGHT - BOTTOM, TOP)
     parts = [_axes(x_scale, y_scale, x_label, y_label)]
     for run, edges, counts in drawn:
