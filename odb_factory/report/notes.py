@@ -52,9 +52,7 @@ def _of_times(history: History) -> list[str]:
         )
     unsaid = sum(not math.isfinite(value) for entry in history.entries for value in entry.values.values())
     if unsaid:
-        said.append(
-            f"{_counted(unsaid, 'logged figure')} not a number or infinite: not in the charts, null in the JSON."
-        )
+        said.append(f"Logged figures that are NaN or infinite ({unsaid}) are not in the charts, and null in the JSON.")
     if history.whole_seconds:
         said.append("trainer_log.jsonl counts whole seconds, so times over short spans are coarse.")
     if history.entries and all(entry.seconds is None for entry in history.entries):
