@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from pathlib import Path
 from typing import Literal, get_args, get_type_hints
 
@@ -138,15 +139,18 @@ def test_metric_names() -> None:
 def test_audit_keys(tmp_path: Path) -> None:
     audit = Audit(tmp_path, rank=3)
     measured = Measured(rows=2, length=3, patches=0, units=3)
-    audit.write(a_micro_batch(), measured, MicroBatchLoss(1.0, None), optimizer_step=2)
+    audit.write(a_micro_batch(), measured, MicroBatchLoss(1.0, None), optimizer_step=2, data_wait_s=0.25)
     audit.close()
     (line,) = (tmp_path / "odb_audit_rank3.jsonl").read_text().splitlines()
-    assert json.loads(line) == {
+    found = json.loads(line)
+    assert abs(found.pop("time") - time.time()) < 60
+    assert found == {
         "epoch": 0,
         "optimizer_step": 2,
         "micro_batch": 0,
         "micro_batches": 1,
         "ids": [4, 7],
+        "lengths": [2, 3],
         "rows": 2,
         "length": 3,
         "segments": [],
@@ -154,6 +158,7 @@ def test_audit_keys(tmp_path: Path) -> None:
         "units": 3,
         "weight": 1.0,
         "idle": False,
+        "data_wait_s": 0.25,
     }
 
 

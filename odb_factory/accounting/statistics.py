@@ -91,8 +91,12 @@ class StepStatistics:
 
     def state_dict(self) -> dict[str, Any]:
         """What a `StepStatistics` is made from that goes on with these sums."""
-        sums = dataclasses.asdict(self) | {"seconds_before": self.seconds}
-        return {name: value for name, value in sums.items() if name != "started"}
+        return {**self.sums(), "seconds_before": self.seconds}
+
+    def sums(self) -> dict[str, float]:
+        """The sums alone, without the clock."""
+        clock = ("started", "seconds_before")
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in clock}
 
     def summary(self) -> dict[str, float]:
         """The entries of `odb_summary.json` that are sums over the run, or made of such. These names are public."""

@@ -21,6 +21,7 @@ from odb_factory.config import ODBConfig
 from odb_factory.data.pickling import Picklable
 from odb_factory.errors import ConfigError, DataError
 from odb_factory.llamafactory import agreement, probes, sources
+from odb_factory.llamafactory.about import about
 from odb_factory.llamafactory.dataset import INVALID_ROW, OnlineDataset, OpenMedia, RowObserver, TokenizedDataset
 from odb_factory.llamafactory.layout import why_not_flat
 from odb_factory.llamafactory.media import MediaObserver
@@ -181,6 +182,7 @@ def attach(trainer: Any, config: ODBConfig) -> None:
             dataset.head if isinstance(dataset, OnlineStream) else trainer.train_dataset, observer
         ),
         not_flat=stage.why_not_flat or why_not_flat(trainer),
+        about=about(trainer, dataset),
     )
     trainer.add_callback(_Prepared(stage.prepare(trainer)))
     trainer.add_callback(_MirrorMaxSteps(trainer))
