@@ -132,7 +132,7 @@ def test_metric_names() -> None:
     }
     assert set(StepStatistics().metrics(token_budget=8, world_size=1)) == names, "also before the first step"
     statistics = StepStatistics()
-    statistics.add(a_micro_batch(), world_size=1)
+    statistics.add(a_micro_batch().totals, world_size=1)
     assert set(statistics.metrics(token_budget=8, world_size=1)) == names
 
 

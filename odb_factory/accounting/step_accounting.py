@@ -102,7 +102,7 @@ class StepAccounting:
             self._audit.write(micro_batch, measured, loss, self.optimizer_steps + 1, self._waited)
             self._waited = 0.0
         for statistics in (self.total, self.interval):
-            statistics.add(micro_batch, self.loader.world_size)
+            statistics.add(micro_batch.totals, self.loader.world_size)
         if micro_batch.ends_optimizer_step:
             self._end_optimizer_step(micro_batch.step)
 
