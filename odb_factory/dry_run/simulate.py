@@ -57,7 +57,8 @@ def planned(sample: Sample, setting: Setting, budget: Budget) -> Outcome:
     limits = [efficiency.least_time(step.rows["tokens"], setting.ranks, budget.token_budget) for step in steps]
     if setting.step_size is None:  # whatever becomes of N: the load alone bounds it
         load = float(table["tokens"].sum(dtype=np.int64)) / setting.ranks
-        limits = [load * (1 + efficiency.FIXED / budget.token_budget)]
+        within = float(np.minimum(table["tokens"], budget.token_budget).sum(dtype=np.int64)) / setting.ranks
+        limits = [load + efficiency.FIXED * within / budget.token_budget]
     tokens = float(table["tokens"].sum(dtype=np.int64))
     return outcome(
         "odb",

@@ -39,13 +39,13 @@ def show(console: Console, found: Look, advice: Advice, memory: list[MemoryRow] 
 def _head(found: Look) -> str:
     asked, sample = found.asked, found.sample
     of = "of a stream" if sample.population is None else f"of {sample.population:,}"
-    size = f"{found.step_size:,} samples (N)" if found.step_size else "filled optimizer steps"
+    steps = f"optimizer steps of {found.step_size:,} samples (N)" if found.step_size else "filled optimizer steps"
     auto = "".join(
         f"; {key}: auto, here {found.own.token_budget if key == 'token_budget' else 'none'}" for key in asked.auto
     )
     return (
-        f"{asked.path}: {len(sample.seen):,} {of} rows observed in {sample.seconds:.0f} s; optimizer steps of {size} "
-        f"on {asked.ranks} rank{'s' * (asked.ranks > 1)}, {len(sample.steps)} of them planned; layout {found.layout}: "
+        f"{asked.path}: {len(sample.seen):,} {of} rows observed in {sample.seconds:.0f} s; {steps} "
+        f"on {asked.ranks} rank{'s' * (asked.ranks > 1)}, {found.own.optimizer_steps} of them planned; layout {found.layout}: "
         f"{found.layout_reason}{auto}"
     )
 
