@@ -64,4 +64,7 @@ def test_it_ends_in_time_with_what_was_seen() -> None:
 
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_nobody_knows_the_length_of_a_stream(is_stream: bool) -> None:
-    assert (observe(rows_of(8, is_stream), 4, 8).population is None) == is_stream
+    sample = observe(rows_of(10, is_stream), 4, 10)
+    assert (sample.population is None) == is_stream
+    assert len(sample.steps) == (2 if is_stream else 3), "the last one of a stream that goes on is not whole"
+    assert bool(observe(rows_of(10, is_stream), 40, 10).resampled) == is_stream

@@ -137,4 +137,4 @@ def test_a_stream_is_read_as_far_as_asked(tiny_text, tmp_path) -> None:
     found = look_at(config, tmp_path, samples=30)
     assert (len(found.sample.seen), found.sample.population) == (30, None)
     assert found.layout == "padded" and "stream" in found.layout_reason
-    assert found.own.optimizer_steps == 8
+    assert found.own.optimizer_steps == 7, "whole ones: the stream goes on"
