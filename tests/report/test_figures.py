@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from report.folders import BEGAN, audit_line, begin, end, entry, orders, write_lines, write_stock
+from test_docs import REFERENCE, first_column
 
 from odb_factory.cli.report import report
 from odb_factory.report.distributions import histogram
@@ -197,3 +199,12 @@ def test_resumed_runs_are_compared_until_the_last_common_entry(tmp_path: Path) -
 def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     runs = [write_stock(tmp_path / place / "run", [1.0]) for place in "ab"]
     assert [run["name"] for run in report(runs)["runs"]] == [str(folder) for folder in runs]
+
+
+def test_the_reference_has_every_field(tmp_path: Path) -> None:
+    write_lines(tmp_path / LOG, [begin(), entry(1, BEGAN + 1)])
+    figures = report([tmp_path, write_stock(tmp_path / "stock", [1.0])])
+    documented = first_column("Report")
+    assert documented == {"--html", "--json"} | figures["runs"][0].keys() | figures["comparison"].keys()
+    totals = re.search(r"^\| `totals` \|.*$", REFERENCE, re.MULTILINE)
+    assert all(f"`{name}`" in totals[0] for name in figures["runs"][0]["totals"] if name != "seconds_from")
