@@ -62,6 +62,8 @@ def test_keys_of_the_block() -> None:
         "global_batch_size",
         "layout",
         "pad_to_multiple_of",
+        "length_buckets",
+        "row_multiple",
         "buffer_size",
         "collate_workers",
         "loss_scaling",
@@ -103,6 +105,7 @@ def test_fields_of_the_step_info() -> None:
         "is_idle",
         "ids",
         "segments",
+        "filler_rows",
         "samples",
         "tokens",
         "units",
@@ -133,7 +136,7 @@ def test_metric_names() -> None:
     }
     assert set(StepStatistics().metrics(token_budget=8, world_size=1)) == names, "also before the first step"
     statistics = StepStatistics()
-    statistics.add(a_micro_batch(), world_size=1)
+    statistics.add(a_micro_batch().totals, world_size=1)
     assert set(statistics.metrics(token_budget=8, world_size=1)) == names
 
 

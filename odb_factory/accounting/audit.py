@@ -48,7 +48,9 @@ class Audit:
             "patches": measured.patches,
             "units": micro_batch.num_units,
             # On the mean loss of the micro-batch, or on each token loss of each sample.
-            "weight": loss.scale if loss.row_weights is None else [loss.scale * weight for weight in loss.row_weights],
+            "weight": loss.scale
+            if loss.row_weights is None
+            else [loss.scale * weight for weight in loss.row_weights[: len(micro_batch.ids)]],
             "idle": micro_batch.idle,
             "data_wait_s": round(data_wait_s, 4),
             "time": round(time.time(), 3),

@@ -86,7 +86,7 @@ class StepAccounting:
         if before is not None and before.epoch != step.epoch:  # left before its end
             self._end_epoch(before)
         self._step = step
-        loss = micro_batch_loss(micro_batch, self.config.loss_scaling, self.loader.world_size)
+        loss = micro_batch_loss(micro_batch, self.config.loss_scaling, self.loader.world_size, measured.filler_rows)
         self._under_way = (micro_batch, measured, loss)
         if not self._is_fetched_ahead:
             self.loader.times.begin(micro_batch.totals)
@@ -102,7 +102,7 @@ class StepAccounting:
             self._audit.write(micro_batch, measured, loss, self.optimizer_steps + 1, self._waited)
             self._waited = 0.0
         for statistics in (self.total, self.interval):
-            statistics.add(micro_batch, self.loader.world_size)
+            statistics.add(micro_batch.totals, self.loader.world_size)
         if micro_batch.ends_optimizer_step:
             self._end_optimizer_step(micro_batch.step)
 

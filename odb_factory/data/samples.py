@@ -128,6 +128,7 @@ class Measured:
 
     segments: of a flat one, whose rows are 1, the lengths (tokens) of what follows each other in it: the samples, in
         the order of `ids`, then what fills up (dummy media, a multiple); () where it is padded.
+    filler_rows: of a padded one, the last rows that no sample stands in (`row_multiple`).
     """
 
     rows: int
@@ -135,3 +136,4 @@ class Measured:
     patches: int
     units: int
     segments: tuple[int, ...] = ()
+    filler_rows: int = 0

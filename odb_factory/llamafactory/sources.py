@@ -167,7 +167,14 @@ class IndexedRows:
 
     def origin(self, index: int) -> str:
         """Where a row came from, for messages: its number and the name of its dataset."""
-        return f"row {self._row[index]} of {self._sources[self._source[index]].name}"
+        return f"row {self._row[index]} of {self.dataset_name(index)}"
+
+    def dataset_name(self, index: int) -> str:
+        return self._sources[self._source[index]].name
+
+    @property
+    def dataset_names(self) -> tuple[str, ...]:
+        return tuple(source.name for source in self._sources.values())
 
 
 def through_pass(index: datasets.Dataset, align: Callable[[datasets.Dataset, Any], datasets.Dataset]) -> Any:
