@@ -119,8 +119,10 @@ def test_files_of_another_run_are_left_out(tmp_path: Path) -> None:
     assert sum("tells of another run" in note for note in run["notes"]) == 2
 
 
-def test_a_summary_of_an_earlier_end_is_not_taken(tmp_path: Path) -> None:
-    (tmp_path / "odb_summary.json").write_text(json.dumps({"optimizer_steps": 1, "emitted": 999, "tokens": 1}))
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_summary_of_an_earlier_end_is_not_taken(tmp_path: Path, steps: int) -> None:
+    """Of this run or of another one in the folder."""
+    (tmp_path / "odb_summary.json").write_text(json.dumps({"optimizer_steps": steps, "emitted": 999, "tokens": 1}))
     lines = [begin(), entry(1, BEGAN + 1), end(1, BEGAN + 2), begin(1, BEGAN + 50), entry(2, BEGAN + 60)]
     write_lines(tmp_path / LOG, lines)
     run = read_run(tmp_path)
