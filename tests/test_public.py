@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Literal, get_args, get_type_hints
 
+from test_docs import first_column
 from toy import a_micro_batch
 
 import odb_factory
@@ -15,8 +16,11 @@ from odb_factory.accounting.audit import AUDIT_FILE, Audit
 from odb_factory.accounting.loss_weights import MicroBatchLoss
 from odb_factory.accounting.statistics import StepStatistics
 from odb_factory.accounting.summary import SUMMARY_FILE
+from odb_factory.cli.report import PAGE
 from odb_factory.data.samples import Measured
 from odb_factory.loop import keys
+from odb_factory.report.history import RUN_LOG
+from odb_factory.training.run_log import RUN_LOG_FILE
 
 
 def test_names_of_the_package() -> None:
@@ -144,6 +148,7 @@ def test_audit_keys(tmp_path: Path) -> None:
     (line,) = (tmp_path / "odb_audit_rank3.jsonl").read_text().splitlines()
     found = json.loads(line)
     assert abs(found.pop("time") - time.time()) < 60
+    assert found.keys() | {"time"} == first_column("Audit"), "docs/reference.md"
     assert found == {
         "epoch": 0,
         "optimizer_step": 2,
@@ -164,3 +169,4 @@ def test_audit_keys(tmp_path: Path) -> None:
 
 def test_file_names() -> None:
     assert (AUDIT_FILE, SUMMARY_FILE) == ("odb_audit_rank{rank}.jsonl", "odb_summary.json")
+    assert (RUN_LOG_FILE, PAGE) == (RUN_LOG, "odb_report.html") == ("odb_log.jsonl", "odb_report.html")
