@@ -78,6 +78,7 @@ class _Search:
         self._longest = max(samples, key=lambda one: (one.cost.tokens, -one.id))
         self._shortest = min(samples, key=lambda one: (one.cost.tokens, one.id))
         self._densest = max(samples, key=lambda one: (one.cost.patches / max(one.cost.tokens, 1), -one.id))
+        self._fillers = sorted((one for one in samples if not one.cost.patches), key=lambda one: one.cost.tokens)
         self._data = DataShape(
             longest=self._longest.cost.tokens,
             most_patches=max(cost.patches for cost in costs),
@@ -145,15 +146,19 @@ class _Search:
             tokens *= 2
 
     def _group(self, tokens: int, max_patches: int | None) -> list[Sample]:
-        """The heaviest micro-batch of real samples within these budgets: the densest, and beside them the longest."""
+        """The heaviest micro-batch of real samples within these budgets: the densest, beside them the longest, and in a
+        flat row one of text that fits behind them."""
         longest, densest = self._longest.cost, self._densest.cost
         most = tokens // max(densest.tokens, 1) if densest.patches else 0
         num_dense = most if max_patches is None or not densest.patches else min(max_patches // densest.patches, most)
         if num_dense and densest.modality != longest.modality:
             return num_dense * [self._densest]
         if self._data.is_flat:
-            num_long = (tokens - num_dense * densest.tokens) // longest.tokens
-        elif most and num_dense == most:  # shorter rows, of which there are more
+            rest = tokens - num_dense * densest.tokens
+            num_long, rest = divmod(rest, longest.tokens)
+            last = [one for one in self._fillers if one.cost.tokens <= rest][-1:]
+            return num_dense * [self._densest] + num_long * [self._longest] + last or [self._longest]
+        if most and num_dense == most:  # shorter rows, of which there are more
             num_long = 0
         else:
             rows = tokens // longest.tokens

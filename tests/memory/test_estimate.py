@@ -22,7 +22,7 @@ from odb_factory.memory.estimate import MicroBatchShape, ParsedArguments, estima
 from odb_factory.memory.live_bytes import LiveBytes
 from odb_factory.memory.states import state_bytes
 
-SIZES = ((1, 3000, 0), (3, 600, 0), (1, 1500, 2))
+SIZES = ((1, 1500, 0), (3, 300, 0), (1, 800, 2))
 """Rows, tokens of a row, images: none of them one that the estimate runs itself."""
 
 
@@ -58,8 +58,9 @@ def profiled(run: Callable[[], None], folder: Path) -> int:
     ("kind", "keys"),
     [
         ("text", {"disable_gradient_checkpointing": True}),
-        ("vl", {"bf16": True}),
-        ("vl", {"finetuning_type": "lora", "freeze_vision_tower": False}),
+        ("vl", {"finetuning_type": "lora", "freeze_vision_tower": False, "bf16": True}),
+        pytest.param("vl", {}, marks=pytest.mark.full_grid),
+        pytest.param("text", {"finetuning_type": "freeze"}, marks=pytest.mark.full_grid),
     ],
 )
 def test_the_estimate_is_what_a_cpu_run_needs(kind: str, keys: dict[str, Any], tiny_text, tiny_vl, tmp_path) -> None:
@@ -105,7 +106,7 @@ def test_the_estimate_is_what_a_cpu_run_needs(kind: str, keys: dict[str, Any], t
         batch, measured = of_size
         with LiveBytes() as memory:
             run()
-        assert found.peak == pytest.approx(there + memory.peak, rel=0.02), measured
+        assert found.peak == pytest.approx(there + memory.peak, rel=0.05), measured
         assert found.peak == pytest.approx(there + profiled(run, tmp_path), rel=0.1), measured
         vocabulary = 4 * measured.rows * measured.length * model.config.get_text_config().vocab_size
         assert 2 * vocabulary < found.logits < 4 * vocabulary
@@ -145,7 +146,7 @@ def test_what_it_cannot_speak_for_is_refused(tiny_text) -> None:
     shape = MicroBatchShape(rows=1, tokens=8, row_length=8)
     for changes, message in (
         ({"stage": "rm"}, "stage: memory is estimated for stage pt and sft, not for rm"),
-        ({"use_galore": True}, "use_galore: nothing is known here"),
+        ({"use_muon": True}, "use_muon: nothing is known here"),
     ):
         with pytest.raises(ConfigError, match=message) as caught:
             estimate_peak_memory(parsed(tiny_text, **changes), [shape], ranks=1)
