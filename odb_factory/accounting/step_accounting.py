@@ -33,6 +33,7 @@ class StepAccounting:
     is_fetched_ahead: a framework asks for a micro-batch before it hands over the one before, so what `end` closes is
         trained on only then.
     optimizer_steps: taken in the run, those before a resume included.
+    interval_before: what `interval_metrics` was last asked for.
 
     Example::
 
@@ -52,7 +53,7 @@ class StepAccounting:
         is_fetched_ahead: bool = False,
     ):
         self.loader, self.config = loader, config
-        self.total, self.interval = StepStatistics(), StepStatistics()
+        self.total, self.interval, self.interval_before = StepStatistics(), StepStatistics(), StepStatistics()
         self.optimizer_steps = 0
         self._is_fetched_ahead = is_fetched_ahead
         self._checks = BatchChecks(config)
@@ -62,12 +63,14 @@ class StepAccounting:
         self._under_way: tuple[MicroBatch, Measured, MicroBatchLoss] | None = None
         self._dropped: Counter[str] = Counter()
         self._left_out = self._overlong = 0
+        self._waited = 0.0  # since the audit's last line
 
     def next(self, collated: Iterator[Collated]) -> Collated | None:
         """What the loader hands on next, None behind the last; counts the time spent waiting for it."""
         asked = time.perf_counter()
         item = next(collated, None)
         waited = time.perf_counter() - asked
+        self._waited += waited
         self.total.wait(waited)
         self.interval.wait(waited)
         return item
@@ -83,7 +86,7 @@ class StepAccounting:
         if before is not None and before.epoch != step.epoch:  # left before its end
             self._end_epoch(before)
         self._step = step
-        loss = micro_batch_loss(micro_batch, self.config.loss_scaling, self.loader.world_size)
+        loss = micro_batch_loss(micro_batch, self.config.loss_scaling, self.loader.world_size, measured.filler_rows)
         self._under_way = (micro_batch, measured, loss)
         if not self._is_fetched_ahead:
             self.loader.times.begin(micro_batch.totals)
@@ -96,16 +99,17 @@ class StepAccounting:
         if self._is_fetched_ahead:
             self.loader.times.begin(micro_batch.totals)
         if self._audit is not None:
-            self._audit.write(micro_batch, measured, loss, self.optimizer_steps + 1)
+            self._audit.write(micro_batch, measured, loss, self.optimizer_steps + 1, self._waited)
+            self._waited = 0.0
         for statistics in (self.total, self.interval):
-            statistics.add(micro_batch, self.loader.world_size)
+            statistics.add(micro_batch.totals, self.loader.world_size)
         if micro_batch.ends_optimizer_step:
             self._end_optimizer_step(micro_batch.step)
 
     def interval_metrics(self) -> dict[str, float]:
         """The `odb/...` entries since the last call."""
         metrics = self.interval.metrics(self.config.token_budget, self.loader.world_size)
-        self.interval = StepStatistics()
+        self.interval_before, self.interval = self.interval, StepStatistics()
         if self.loader.times.r2 is not None:
             metrics["odb/cost_model_r2"] = round(self.loader.times.r2, 4)
         return metrics
@@ -138,12 +142,18 @@ class StepAccounting:
             "samples": self.loader.num_samples,
             "optimizer_steps": self.optimizer_steps,
             **self.total.summary(),
+            **self.rows_apart(),
+            "world_size": self.loader.world_size,
+            "config": self.config.to_dict(),
+        }
+
+    def rows_apart(self) -> dict[str, Any]:
+        """Of the summary what was not trained on, or broke a budget; of the epoch under way as of its last plan."""
+        return {
             "dropped": dict(self.dropped),
             "left_out": self._left_out,
             "overlong": self._overlong + (0 if self._step is None else self._step.overlong),
             "over_budget": self._checks.num_over_budget,
-            "world_size": self.loader.world_size,
-            "config": self.config.to_dict(),
         }
 
     def state_dict(self) -> dict[str, Any]:

@@ -47,6 +47,7 @@ class ODBSettings:
     agree_on: Mapping[str, object]
     not_flat: str | None
     meter: PeakMeter | None
+    about: Mapping[str, object]
 
     def make_run(
         self, trainer: Any, source: Any, stock: Any, layout: Layout, config: ResolvedConfig
@@ -128,6 +129,7 @@ def enable_odb(
     agree_on: Mapping[str, object] | None = None,
     not_flat: str | None = None,
     memory_meter: PeakMeter | None = None,
+    about: Mapping[str, object] | None = None,
     **block: Unpack[TrainerKeys],
 ) -> Any:
     """Make `trainer.train()` form its batches online. Changes this one object; returns it.
@@ -148,6 +150,7 @@ def enable_odb(
     not_flat: why flat micro-batches would be wrong, where the caller knows a reason (see the key `layout`).
     memory_meter: what budgets of `auto` are chosen by (default: what the accelerator counts); with a
     `odb_factory.memory.meters.CPUMeter` they can be chosen on a CPU, for tests.
+    about: what `odb-factory report` shall say of the run beside its training arguments (JSON types).
     A `compute_loss_func` of the trainer is given the units of the micro-batch as `num_items_in_batch`, and
     the mean that it returns is weighed as a model's own; one that returns a sum without dividing is not supported.
     Outside of `train()` the trainer stays as it was: its dataset, its collator, its dataloaders.
@@ -177,6 +180,7 @@ def enable_odb(
         agree_on=agree_on or {},
         not_flat=not_flat,
         meter=memory_meter,
+        about=about or {},
     )
     return trainer
 

@@ -52,7 +52,8 @@ def first_config(config: ODBConfig, folder: str | None, rank: int, ranks: int) -
             ", ".join(f"{key}: auto is {'none' if value is None else value}" for key, value in chosen.items()),
         )
         return config.resolved(**chosen), True
-    stand_in: dict[str, int | None] = {"token_budget": config.pad_to_multiple_of or 1, "max_patches": None}
+    least = max(config.pad_to_multiple_of or 1, *(config.length_buckets or ()), 1)
+    stand_in: dict[str, int | None] = {"token_budget": least, "max_patches": None}
     return dataclasses.replace(
         config.resolved(**{key: stand_in[key] for key in asked}), overlong="singleton", buffer_size=1
     ), False
