@@ -22,7 +22,9 @@ CAPACITY = 60 * 2**20
 def test_tokens_and_patches_of_images(tiny_vl, tmp_path, monkeypatch, caplog) -> None:
     """The training is that of the two numbers; patches have room for what the data bring, and are kept."""
     caplog.set_level(logging.INFO, "odb_factory")
-    rows = write_uneven_rows(tmp_path / "rows", {"mixed": 24})
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    rows = write_uneven_rows(folder, {"mixed": 24})
 
     def run(name: str, **block: Any) -> list[float]:
         block |= {"layout": "padded", "audit": True}
