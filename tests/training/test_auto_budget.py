@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from distributed.ranks import run_ranks
+from support import read_audit
 from toy import NUM_ROWS, Stream, pad
 from training.test_enable import audit, ids, make
 from transformers import Trainer
@@ -97,7 +98,7 @@ def test_the_training_is_that_of_the_number_that_was_found(tiny_text, tmp_path, 
     number = trained(tmp_path / "number", tiny_text, None, block | {"token_budget": found.token_budget})
     assert losses(auto) == losses(number)
     assert same(dict(auto.model.state_dict()), dict(number.model.state_dict()))
-    assert audit(tmp_path / "auto") == audit(tmp_path / "number")
+    assert read_audit(tmp_path / "auto") == read_audit(tmp_path / "number")
     (line,) = [one.getMessage() for one in caplog.records if "token_budget: auto is" in one.getMessage()]
     assert f"token_budget: auto is {found.token_budget} (as much as memory_fraction allows): the heaviest" in line
     rows, tokens = (int(line.split(" x ")[part].split()[-1 + part]) for part in (0, 1))
