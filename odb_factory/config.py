@@ -137,6 +137,13 @@ class ODBConfig:
         choices=("raise", "skip"),
         default="raise",
     )
+    oom: str = _key(
+        "a micro-batch that the accelerator's memory does not hold: raise (the training ends and says what to lower), "
+        "or split (it is cut in two, its optimizer step is begun anew with the same weights of all samples, and plans "
+        "to come have a lower budget; one process or DDP)",
+        choices=("raise", "split"),
+        default="raise",
+    )
     resume: str = _key(
         "going on from a checkpoint: strict takes up its epoch where it stood, and refuses other data; ignore_data "
         "takes the model alone and begins the epoch anew",

@@ -25,13 +25,23 @@ class Audit:
         self.path, self.append = Path(folder) / AUDIT_FILE.format(rank=rank), False
         self._file: TextIO | None = None
 
-    def write(self, micro_batch: MicroBatch, measured: Measured, loss: MicroBatchLoss, optimizer_step: int) -> None:
-        """optimizer_step: of the run, from 1."""
+    def write(
+        self,
+        micro_batch: MicroBatch,
+        measured: Measured,
+        loss: MicroBatchLoss,
+        optimizer_step: int,
+        part: int = 0,
+        parts: int = 1,
+    ) -> None:
+        """optimizer_step: of the run, from 1. part, parts: of a micro-batch that was cut (`oom: split`), from 0."""
         line = {
             "epoch": micro_batch.step.epoch,
             "optimizer_step": optimizer_step,
             "micro_batch": micro_batch.index,
             "micro_batches": micro_batch.step.num_micro_batches,
+            "part": part,
+            "parts": parts,
             "ids": list(micro_batch.ids),
             "rows": measured.rows,
             "length": measured.length,

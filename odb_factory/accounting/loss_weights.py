@@ -15,6 +15,7 @@ All that is summed up is known from the plan, so no communication is needed.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from odb_factory.data.samples import MicroBatch
@@ -65,8 +66,12 @@ def token_weights(micro_batch: MicroBatch, loss_scaling: str, world_size: int) -
 
 def micro_batch_loss(micro_batch: MicroBatch, loss_scaling: str, world_size: int) -> MicroBatchLoss:
     """What the weights of `token_weights` make of the model's loss; its own mean wherever they are all equal."""
-    weights = token_weights(micro_batch, loss_scaling, world_size)
+    return loss_of(token_weights(micro_batch, loss_scaling, world_size), micro_batch.units)
+
+
+def loss_of(weights: Sequence[float], units: Sequence[int]) -> MicroBatchLoss:
+    """weights: of each sample that of each of its units (none: an idle micro-batch); units: how many it has."""
     if len(set(weights)) <= 1:
-        return MicroBatchLoss(weights[0] * micro_batch.num_units if weights else 0.0, None)
-    scale = sum(weight * n for weight, n in zip(weights, micro_batch.units))
+        return MicroBatchLoss(weights[0] * sum(units) if weights else 0.0, None)
+    scale = sum(weight * n for weight, n in zip(weights, units))
     return MicroBatchLoss(scale, tuple(weight / scale for weight in weights))

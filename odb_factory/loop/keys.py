@@ -37,5 +37,6 @@ class TrainerKeys(CommonKeys, total=False):
 
     loss_scaling: Literal["stock", "exact", "sample", "square", "approx", "none"]
     lr_scale: Literal["none", "sqrt", "linear"]
+    oom: Literal["raise", "split"]
     lr_reference_samples: int | None
     audit: bool
