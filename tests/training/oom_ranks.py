@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import json
 import os
+import sys
 import weakref
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +20,9 @@ from training.gradient_ranks import InOrder, Observer, Recorder
 from transformers import AutoConfig, TrainingArguments, set_seed
 
 from odb_factory import ConfigError, ODBError, enable_odb
+
+
+RESULTS = "results{rank}.json"
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,9 @@ class Memory:
 
     def _run_out(self, _: Tensor) -> None:
         self.fails += 1
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of ...")
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of ..."
+        )
 
 
 def make(short: Short, model: torch.nn.Module, path: str, output_dir: Path, **changes: Any) -> InOrder:
@@ -119,32 +128,38 @@ def train(rank: int, short: Short, path: str, output_dir: Path, resume: bool = F
     return found | {"fails": memory.fails, "leaked": memory.leaked}
 
 
-def train_all(rank: int, shorts: list[dict[str, Any]], models: dict[str, str], output_dir: str) -> list[dict[str, Any]]:
-    """Train all; the files of number k are in `output_dir`/k."""
+def train_all(rank: int, shorts: list[dict[str, Any]], models: dict[str, str], output_dir: str) -> None:
+    """Train all; the files of number k are in `output_dir`/k. Ends as a training does that has failed."""
     os.environ["LOCAL_RANK"] = str(rank)
-    results = []
+    folder = Path(output_dir)
+    results: dict[str, Any] = {"refused": refused(Short.of(shorts[0]), models["text"], folder), "trained": []}
     for number, short in enumerate(map(Short.of, shorts)):
-        results.append(train(rank, short, models[short.case.model], Path(output_dir, str(number))))
+        results["trained"].append(train(rank, short, models[short.case.model], folder / str(number)))
         gc.collect()
-    return results
+    Path(folder, RESULTS.format(rank=rank)).write_text(json.dumps(results))
+    sys.stderr.flush()
+    os._exit(0)
 
 
-def refused(rank: int, short: dict[str, Any], models: dict[str, str], output_dir: str) -> list[str]:
-    """What `oom: split` is answered with engines that shard parameters or reduce gradients in backward."""
-    os.environ["LOCAL_RANK"] = str(rank)
-    of, said = Short.of(short), []
-    path = models[of.case.model]
-    deepspeed = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
-    for changes in (
-        {"fsdp": "full_shard auto_wrap", "use_cpu": True},
-        {"deepspeed": deepspeed | {"zero_optimization": {"stage": 2}}, "use_cpu": False},
-        {"deepspeed": deepspeed | {"zero_optimization": {"stage": 3}}, "use_cpu": False},
-        {"torch_compile": True},
-    ):
-        trainer = make(of, load_model(of.case, path), path, Path(output_dir), **changes)
+def refused(short: Short, path: str, folder: Path) -> dict[str, str]:
+    """What `oom: split` is answered on several ranks with engines other than DDP."""
+    zero = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
+    engines: dict[str, dict[str, Any]] = {
+        "FSDP": {"fsdp": "full_shard auto_wrap"},
+        "torch_compile": {"torch_compile": True},
+    }
+    if find_spec("deepspeed") is not None:
+        for stage in (2, 3):
+            config = zero | {"zero_optimization": {"stage": stage}}
+            engines[f"ZeRO-{stage}"] = {"deepspeed": config, "use_cpu": False}
+    said = {}
+    for name, changes in engines.items():
+        before = dict(os.environ)
+        trainer = make(short, load_model(short.case, path), path, folder, **changes)
         try:
-            switch_on(trainer, of)
-            said.append("nothing")
+            switch_on(trainer, dataclasses.replace(short, block={"oom": "split"}))
         except ConfigError as error:
-            said.append(str(error))
+            said[name] = str(error)
+        os.environ.clear()
+        os.environ.update(before)
     return said
