@@ -18,9 +18,9 @@ from torch import Tensor
 from training.cases import BUFFER_SIZE, MAX_PATCHES, TOKEN_BUDGET, Case, Collator, load_model, make_rows, precision
 from training.gradient_ranks import InOrder, Observer, Recorder
 from transformers import AutoConfig, TrainingArguments, set_seed
+from transformers.integrations import unset_hf_deepspeed_config
 
 from odb_factory import ConfigError, ODBError, enable_odb
-
 
 RESULTS = "results{rank}.json"
 
@@ -144,10 +144,7 @@ def train_all(rank: int, shorts: list[dict[str, Any]], models: dict[str, str], o
 def refused(short: Short, path: str, folder: Path) -> dict[str, str]:
     """What `oom: split` is answered on several ranks with engines other than DDP."""
     zero = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
-    engines: dict[str, dict[str, Any]] = {
-        "FSDP": {"fsdp": "full_shard auto_wrap"},
-        "torch_compile": {"torch_compile": True},
-    }
+    engines: dict[str, dict[str, Any]] = {"torch_compile": {"torch_compile": True}, "FSDP": {}}
     if find_spec("deepspeed") is not None:
         for stage in (2, 3):
             config = zero | {"zero_optimization": {"stage": stage}}
@@ -156,10 +153,12 @@ def refused(short: Short, path: str, folder: Path) -> dict[str, str]:
     for name, changes in engines.items():
         before = dict(os.environ)
         trainer = make(short, load_model(short.case, path), path, folder, **changes)
+        trainer.is_fsdp_enabled |= name == "FSDP"  # accelerate makes its plugin only where there is an accelerator
         try:
             switch_on(trainer, dataclasses.replace(short, block={"oom": "split"}))
         except ConfigError as error:
             said[name] = str(error)
+        unset_hf_deepspeed_config()
         os.environ.clear()
         os.environ.update(before)
     return said

@@ -31,8 +31,10 @@ from odb_factory.planning import Budget, Cost
 from odb_factory.training.oom import MemoryWatch, is_out_of_memory
 
 LIMIT_S = 300
-TOLERANCE = 1e-10
+TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 TEXT = Case("text", "float64", 2, keep=3, loss_scaling="stock")
+TEXT_32 = dataclasses.replace(TEXT, dtype="float32")
+
 WITHOUT = {
     "text": Short(TEXT),
     "flat": Short(Case("text", "float64", 2, keep=3, layout="flat", loss_scaling="sample")),
@@ -108,9 +110,10 @@ def check_same(trained: Trained, without: Trained, num_rows: int, *, steps: int 
     for kind in ("gradients", "parameters"):
         of_steps = list(zip(trained.record[kind], without.record[kind]))[:steps]
         assert steps or len(of_steps) == len(trained.record[kind]) == len(without.record[kind]) > 3
+        tolerance = TOLERANCE[str(next(iter(without.record[kind][0].values())).dtype).removeprefix("torch.")]
         for one, other in of_steps:
             assert one.keys() == other.keys()
-            assert all(torch.allclose(one[name], other[name], rtol=TOLERANCE, atol=TOLERANCE) for name in one)
+            assert all(torch.allclose(one[name], other[name], rtol=tolerance, atol=tolerance) for name in one)
     lines = [line for rank in range(len(trained.ranks)) for line in trained.audit(rank)]
     assert Counter(row for line in lines for row in line["ids"]) == Counter(dict.fromkeys(range(num_rows), 2))
     assert trained.summary["oom_cuts"] == sum(rank["fails"] for rank in trained.ranks)
@@ -172,10 +175,10 @@ def test_split_is_refused_where_collectives_run_inside(engine: str, two_ranks) -
 
 
 ONE_RANK = {
-    "without": Short(TEXT, (0,), world_size=1),
-    "forward": Short(TEXT, (50,), world_size=1, block={"oom": "split"}),
+    "without": Short(TEXT_32, (0,), world_size=1),
+    "forward": Short(TEXT_32, (70,), world_size=1, block={"oom": "split"}),
     "backward, checkpointing": Short(
-        TEXT, (50,), "backward", 1, {"oom": "split"}, {"gradient_checkpointing": True, "save_strategy": "steps"}
+        TEXT_32, (70,), "backward", 1, {"oom": "split"}, {"gradient_checkpointing": True, "save_strategy": "steps"}
     ),
 }
 
@@ -203,7 +206,7 @@ def test_a_lower_budget_is_gone_on_with(models, one_rank, tmp_path) -> None:
         folder = tmp_path / str(token_budget)
         shutil.copytree(before.folder / "checkpoint-3", folder / "checkpoint-3")
         block = {"oom": "split", "token_budget": token_budget}
-        resumed = train(0, Short(TEXT, (0,), world_size=1, block=block), models["text"], folder, resume=True)
+        resumed = train(0, Short(TEXT_32, (0,), world_size=1, block=block), models["text"], folder, resume=True)
         after = Trained(folder, [], [resumed])
         assert resumed["error"] is None
         assert after.summary["lowered_to"] == lowered_to
@@ -233,7 +236,7 @@ def micro_batch(samples: list[Sample]) -> MicroBatch:
     [
         ([sample(k, 10) for k in range(6)], "padded", 3),
         ([sample(0, 30), sample(1, 10), sample(2, 10), sample(3, 10)], "flat", 1),
-        ([sample(0, 30), sample(1, 10), sample(2, 10), sample(3, 10)], "padded", 2),
+        ([sample(0, 30), sample(1, 10), sample(2, 10), sample(3, 10)], "padded", 1),
         ([sample(0, 10), sample(1, 10, 40), sample(2, 10, 40), sample(3, 10)], "flat", 2),
         ([sample(0, 10, 90), sample(1, 10, 3), sample(2, 10, 3), sample(3, 10)], "flat", 1),
     ],
