@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any
@@ -68,6 +68,19 @@ class ODBConfig:
         "Padded rows are padded as the data collator says",
         minimum=1,
         default=None,
+    )
+    length_buckets: Sequence[int] | None = _key(
+        "lengths in tokens to which padded rows, or flat micro-batches as a whole, are filled up, so that kernels "
+        "which are compiled or tuned by shape see few, for example [512, 1024, 2048]; what is longer than the last, "
+        "up to a multiple of it, or to token_budget. none: not at all",
+        minimum=1,
+        default=None,
+    )
+    row_multiple: int = _key(
+        "padded micro-batches are filled up to a multiple of so many rows, with rows without labels, as far as "
+        "token_budget allows; of no effect where the layout is flat",
+        minimum=1,
+        default=1,
     )
     buffer_size: int = _key(
         "samples a rank may hold before they are collated, beside the optimizer step that is under way; grows to an "
@@ -173,7 +186,7 @@ class ODBConfig:
         for item in dataclasses.fields(self):
             value = getattr(self, item.name)
             _check(item, value)
-            if isinstance(value, Integral) and not isinstance(value, bool):
+            if _is_whole(value):
                 object.__setattr__(self, item.name, int(value))  # numpy's integers are no JSON
         if self.layout == "padded" and self.pad_to_multiple_of is not None:
             raise ConfigError(
@@ -184,6 +197,12 @@ class ODBConfig:
             raise ConfigError(
                 f"odb.pad_to_multiple_of: {self.pad_to_multiple_of} is more than token_budget ({self.token_budget}), "
                 "which every flat micro-batch would break; choose a smaller multiple, or raise token_budget."
+            )
+        self._check_sizes()
+        if self.oom == "split" and self.row_multiple > 1:
+            raise ConfigError(
+                f"odb.oom: 'split' cuts micro-batches to save memory, and `row_multiple: {self.row_multiple}` would fill "
+                "up the rows of their parts; leave one of both out."
             )
         if self.keeps:
             self._check_kept()
@@ -207,6 +226,28 @@ class ODBConfig:
     def keeps(self) -> bool:
         """Whether optimizer steps are kept (`global_batch_size` is keep or a number)."""
         return self.global_batch_size != "fill"
+
+    def _check_sizes(self) -> None:
+        """The sizes that micro-batches are filled up to fit the budget, the layout and each other."""
+        if self.row_multiple > 1 and self.layout == "flat":
+            raise ConfigError(
+                f"odb.row_multiple: {self.row_multiple} has no effect with `layout: flat`, whose micro-batches are one "
+                "row; leave it out, or set length_buckets."
+            )
+        if self.length_buckets is None:
+            return
+        object.__setattr__(self, "length_buckets", tuple(sorted(set(map(int, self.length_buckets)))))
+        multiple, largest = self.pad_to_multiple_of or 1, self.length_buckets[-1]
+        if largest > self.token_budget:
+            raise ConfigError(
+                f"odb.length_buckets: {largest} is more than token_budget ({self.token_budget}), which nothing that is "
+                "filled up to it would keep; leave it out, or raise token_budget."
+            )
+        if wrong := [size for size in self.length_buckets if size % multiple]:
+            raise ConfigError(
+                f"odb.length_buckets: {wrong[0]} is no multiple of pad_to_multiple_of ({multiple}); choose multiples, "
+                "or leave one of the keys out."
+            )
 
     def _check_kept(self) -> None:
         """What has a meaning with `fill` only."""
@@ -270,13 +311,17 @@ def _optional(item: dataclasses.Field[Any]) -> bool:
     return str(item.type).endswith("| None")
 
 
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
 def _check(item: dataclasses.Field[Any], value: Any) -> None:
     """Check one key by its declared type, range and choices; raise a one-line `ConfigError`."""
     choices, minimum, maximum = (item.metadata[name] for name in ("choices", "minimum", "maximum"))
     optional = _optional(item)
     if value is None and optional:
         return
-    if choices and not (minimum is not None and isinstance(value, Integral) and not isinstance(value, bool)):
+    if choices and not (minimum is not None and _is_whole(value)):
         if value not in choices:
             quoted = ""
             if "none" in choices and value in (None, "None"):
@@ -286,7 +331,14 @@ def _check(item: dataclasses.Field[Any], value: Any) -> None:
     elif item.type in ("bool", "bool | None"):
         if not isinstance(value, bool):
             raise ConfigError(f"odb.{item.name}: {value!r} is not true or false.")
-    elif isinstance(value, bool) or not isinstance(value, Integral):
+    elif str(item.type).startswith("Sequence"):
+        numbers = isinstance(value, Sequence) and not isinstance(value, str) and len(value)
+        if not numbers or not all(_is_whole(one) and minimum <= one <= maximum for one in value):
+            raise ConfigError(
+                f"odb.{item.name}: {value!r} is not a list of whole numbers of at least {minimum}; write one, for "
+                "example [512, 1024, 2048], or none."
+            )
+    elif not _is_whole(value):
         also = ", or none" if optional else ""
         raise ConfigError(
             f"odb.{item.name}: {value!r} is not a whole number; write one of at least {minimum}{also}, without quotes."

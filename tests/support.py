@@ -94,6 +94,16 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+def read_audit(output_dir: Path, rank: int = 0) -> list[dict[str, Any]]:
+    """What was trained on, without the clock: the same run leaves the same."""
+    return [without_clock(line) for line in read_jsonl(output_dir / f"odb_audit_rank{rank}.jsonl")]
+
+
+def without_clock(line: dict[str, Any]) -> dict[str, Any]:
+    """A line of an audit."""
+    return {name: value for name, value in line.items() if name not in ("time", "data_wait_s")}
+
+
 def read_log(output_dir: Path) -> list[dict[str, Any]]:
     """The Trainer's log history."""
     return json.loads((output_dir / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]

@@ -18,8 +18,9 @@ from odb_factory.errors import ConfigError
 
 KEYS = [item.name for item in dataclasses.fields(ODBConfig)]
 OPTIONAL_NUMBERS = ["max_patches", "pad_to_multiple_of", "collate_workers", "lr_reference_samples", "seed"]
-OPTIONAL = [*OPTIONAL_NUMBERS, "balance"]
-WHOLE_NUMBERS = ["token_budget", *OPTIONAL_NUMBERS, "buffer_size", "balance_group_size", "exchange_timeout_s"]
+OPTIONAL = [*OPTIONAL_NUMBERS, "balance", "length_buckets"]
+WHOLE_NUMBERS = ["token_budget", "row_multiple", *OPTIONAL_NUMBERS, "buffer_size", "balance_group_size"]
+WHOLE_NUMBERS += ["exchange_timeout_s"]
 WORDS = {
     "loss_scaling": ["stock", "exact", "sample", "square", "approx", "none"],
     "lr_scale": ["none", "sqrt", "linear"],
@@ -65,6 +66,8 @@ def test_defaults() -> None:
         "global_batch_size": "keep",
         "layout": "auto",
         "pad_to_multiple_of": None,
+        "length_buckets": None,
+        "row_multiple": 1,
         "buffer_size": 1024,
         "collate_workers": None,
         "loss_scaling": "stock",
@@ -136,6 +139,17 @@ def test_padded_rows_are_not_filled_up() -> None:
     assert message.startswith("odb.pad_to_multiple_of: 16 has no effect") and "layout: flat" in message
 
 
+def test_sizes_that_micro_batches_are_filled_up_to() -> None:
+    assert ODBConfig.from_block(block(length_buckets=[int64(512), 128, 512])).length_buckets == (128, 512)
+    for wrong in (512, [], "512", [0], [True], [1.5], ["512"], {}):
+        assert "is not a list of whole numbers of at least 1" in refusal(block(length_buckets=wrong))
+    assert "9000 is more than token_budget (8192)" in refusal(block(length_buckets=[9000]))
+    assert "100 is no multiple of pad_to_multiple_of (16)" in refusal(
+        block(length_buckets=[64, 100], pad_to_multiple_of=16)
+    )
+    assert "has no effect with `layout: flat`" in refusal(block(layout="flat", row_multiple=4))
+
+
 def test_the_weights_of_stock_need_its_optimizer_steps() -> None:
     message = refusal(block(loss_scaling="stock", global_batch_size="fill"))
     assert message.startswith("odb.loss_scaling: 'stock' ") and "exact" in message
@@ -143,7 +157,7 @@ def test_the_weights_of_stock_need_its_optimizer_steps() -> None:
 
 def test_every_key_is_explained() -> None:
     assert all(item.metadata["meaning"] for item in dataclasses.fields(ODBConfig))
-    assert sorted(KEYS) == sorted([*WHOLE_NUMBERS, *WORDS, *SWITCHES, "global_batch_size"])
+    assert sorted(KEYS) == sorted([*WHOLE_NUMBERS, *WORDS, *SWITCHES, "global_batch_size", "length_buckets"])
 
 
 @pytest.mark.parametrize("content", [None, 8192, "token_budget: 8192", True, [], ["token_budget"], [("a", 1)]])

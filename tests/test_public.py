@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from pathlib import Path
 from typing import Literal, get_args, get_type_hints
 
@@ -57,6 +58,8 @@ def test_keys_of_the_block() -> None:
         "global_batch_size",
         "layout",
         "pad_to_multiple_of",
+        "length_buckets",
+        "row_multiple",
         "buffer_size",
         "collate_workers",
         "loss_scaling",
@@ -99,6 +102,7 @@ def test_fields_of_the_step_info() -> None:
         "is_idle",
         "ids",
         "segments",
+        "filler_rows",
         "samples",
         "tokens",
         "units",
@@ -129,17 +133,19 @@ def test_metric_names() -> None:
     }
     assert set(StepStatistics().metrics(token_budget=8, world_size=1)) == names, "also before the first step"
     statistics = StepStatistics()
-    statistics.add(a_micro_batch(), world_size=1)
+    statistics.add(a_micro_batch().totals, world_size=1)
     assert set(statistics.metrics(token_budget=8, world_size=1)) == names
 
 
 def test_audit_keys(tmp_path: Path) -> None:
     audit = Audit(tmp_path, rank=3)
     measured = Measured(rows=2, length=3, patches=0, units=3)
-    audit.write(a_micro_batch(), measured, MicroBatchLoss(1.0, None), optimizer_step=2)
+    audit.write(a_micro_batch(), measured, MicroBatchLoss(1.0, None), optimizer_step=2, data_wait_s=0.25)
     audit.close()
     (line,) = (tmp_path / "odb_audit_rank3.jsonl").read_text().splitlines()
-    assert json.loads(line) == {
+    found = json.loads(line)
+    assert abs(found.pop("time") - time.time()) < 60
+    assert found == {
         "epoch": 0,
         "optimizer_step": 2,
         "micro_batch": 0,
@@ -147,6 +153,7 @@ def test_audit_keys(tmp_path: Path) -> None:
         "part": 0,
         "parts": 1,
         "ids": [4, 7],
+        "lengths": [2, 3],
         "rows": 2,
         "length": 3,
         "segments": [],
@@ -154,6 +161,7 @@ def test_audit_keys(tmp_path: Path) -> None:
         "units": 3,
         "weight": 1.0,
         "idle": False,
+        "data_wait_s": 0.25,
     }
 
 

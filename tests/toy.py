@@ -71,5 +71,5 @@ def a_micro_batch(**changes: Any) -> MicroBatch:
         last=True,
     )
     totals = MicroStepTotals(samples=2, tokens=5, padded_tokens=6, units=3, active_ranks=1)
-    defaults = {"step": step, "index": 0, "ids": (4, 7), "tokens": 5, "units": (1, 2), "stock_units": (3, 3)}
+    defaults = {"step": step, "index": 0, "ids": (4, 7), "lengths": (2, 3), "units": (1, 2), "stock_units": (3, 3)}
     return MicroBatch(**{"totals": totals} | defaults | changes)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from simulation import draw
 
+from odb_factory.dry_run.efficiency import least_time
 from odb_factory.planning import Budget, BufferMetadata, MicroStepTotals, plan_optimizer_step
 
 KEEP, KEEP_PER_RANK, BOUND = "odb, keep", "odb, keep, `balance: false`", "bound"
@@ -44,9 +45,8 @@ def planned(shares: Sequence[np.ndarray], budget: Budget, *, layout: str, balanc
 
 def least(shares: Sequence[np.ndarray], budget: Budget, fixed: int) -> float:
     """The bound."""
-    load = sum(int(rows["tokens"].sum()) for rows in shares) / len(shares)
-    longest = max(int(rows["tokens"].max()) for rows in shares)
-    return max(load, longest) + fixed * -(-load // budget.token_budget)
+    tokens = np.concatenate([rows["tokens"] for rows in shares])
+    return least_time(tokens, len(shares), budget.token_budget, fixed)
 
 
 def least_patches(shares: Sequence[np.ndarray]) -> float:

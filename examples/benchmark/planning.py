@@ -26,8 +26,9 @@ from typing import Any
 import kept
 import numpy as np
 import processes
-from simulation import PATCHES_PER_TOKEN, WORKLOADS, draw, rounds
+from simulation import PATCHES_PER_TOKEN, WORKLOADS, draw
 
+from odb_factory.dry_run.rounds import rounds
 from odb_factory.planning import Budget, CostModel
 
 FIXED_COST = 500

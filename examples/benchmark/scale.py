@@ -27,10 +27,11 @@ from typing import Any
 
 import numpy as np
 from kept import least, optimizer_steps
-from simulation import draw, rounds
+from simulation import draw
 
 from odb_factory.comm.codec import decode, encode
 from odb_factory.comm.coordinator import RankMetadata
+from odb_factory.dry_run.rounds import rounds
 from odb_factory.planning import Budget, BufferMetadata, CostModel, plan_buffers, plan_in_groups, plan_optimizer_step
 from odb_factory.planning.flat_groups import group_of, outline, plan_group
 

@@ -1,13 +1,12 @@
-"""Epochs in simulation: lengths and patches as real data have them, planned by the planner of a training."""
+"""Samples in simulation: lengths and patches as real data have them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import numpy as np
 
-from odb_factory.planning import ROW, Budget, BufferMetadata, CostModel, Plan, plan_buffers
+from odb_factory.planning import ROW
 
 SHORTEST, LONGEST = 16, 8192
 PATCHES_PER_TOKEN = 4
@@ -53,52 +52,3 @@ def draw(workload: str, ranks: int, samples: int, seed: int = 0, image_share: fl
             rows["patches"] = (rows["tokens"] * part).astype(int) * PATCHES_PER_TOKEN
         drawn.append(rows)
     return drawn
-
-
-@dataclass(frozen=True)
-class Round:
-    windows: list[BufferMetadata]
-    plan: Plan
-
-
-def rounds(
-    samples: Sequence[np.ndarray],
-    budget: Budget,
-    window: int,
-    *,
-    balance: bool = False,
-    model: CostModel = CostModel(),
-    endless: bool = False,
-) -> Iterator[Round]:
-    """One epoch over the samples of each rank; endless: from the beginning again, without end."""
-    held = [rows[:0] for rows in samples]
-    drawn = [0] * len(samples)
-    round_index = 0
-    final = False
-    while not final:
-        for rank, rows in enumerate(samples):
-            wanted = drawn[rank] + np.arange(window - len(held[rank]))
-            fresh = rows[wanted % len(rows)] if endless else rows[wanted[wanted < len(rows)]]
-            drawn[rank] += len(fresh)
-            held[rank] = np.concatenate([held[rank], fresh])
-        windows = [
-            BufferMetadata(rows, not endless and drawn[rank] == len(samples[rank])) for rank, rows in enumerate(held)
-        ]
-        plan = plan_buffers(
-            windows,
-            budget,
-            seed=0,
-            epoch=0,
-            round_index=round_index,
-            balance=balance,
-            model=model,
-        )
-        yield Round(windows, plan)
-        gone = np.zeros(sum(map(len, held)), bool)
-        for groups in plan.groups:
-            for group in groups:
-                gone[group] = True
-        for rank, (start, end) in enumerate(zip(plan.starts, plan.starts[1:])):
-            held[rank] = held[rank][~gone[start:end]]
-            held[rank]["age"] = np.minimum(held[rank]["age"], 254) + 1
-        round_index, final = round_index + 1, plan.final

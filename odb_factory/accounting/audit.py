@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import time
 from pathlib import Path
 from typing import TextIO
 
@@ -31,10 +32,13 @@ class Audit:
         measured: Measured,
         loss: MicroBatchLoss,
         optimizer_step: int,
+        data_wait_s: float = 0.0,
+        *,
         part: int = 0,
         parts: int = 1,
     ) -> None:
-        """optimizer_step: of the run, from 1. part, parts: of a micro-batch that was cut (`oom: split`), from 0."""
+        """optimizer_step: of the run, from 1. data_wait_s: waited for data since the line before. part, parts: of a
+        micro-batch that was cut (`oom: split`), from 0."""
         line = {
             "epoch": micro_batch.step.epoch,
             "optimizer_step": optimizer_step,
@@ -43,14 +47,19 @@ class Audit:
             "part": part,
             "parts": parts,
             "ids": list(micro_batch.ids),
+            "lengths": list(micro_batch.lengths),
             "rows": measured.rows,
             "length": measured.length,
             "segments": list(measured.segments),
             "patches": measured.patches,
             "units": micro_batch.num_units,
             # On the mean loss of the micro-batch, or on each token loss of each sample.
-            "weight": loss.scale if loss.row_weights is None else [loss.scale * weight for weight in loss.row_weights],
+            "weight": loss.scale
+            if loss.row_weights is None
+            else [loss.scale * weight for weight in loss.row_weights[: len(micro_batch.ids)]],
             "idle": micro_batch.idle,
+            "data_wait_s": round(data_wait_s, 4),
+            "time": round(time.time(), 3),
         }
         if self._file is None:
             self._file = self._open()
@@ -68,7 +77,7 @@ class Audit:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if self.append and self.path.exists():
-                _cut_off_last_line(self.path)
+                cut_off_last_line(self.path)
             return self.path.open("a" if self.append else "w", encoding="utf-8")
         except OSError as error:
             raise ConfigError(
@@ -77,7 +86,7 @@ class Audit:
             ) from None
 
 
-def _cut_off_last_line(path: Path) -> None:
+def cut_off_last_line(path: Path) -> None:
     """Take away what stands behind the last line end, where a kill has cut off a line; reads from the end only."""
     with path.open("r+b") as file:
         if path.stat().st_size == 0:

@@ -45,7 +45,7 @@ class BatchChecks:
 
         So are segments: the first ones are the samples.
         """
-        ids, rows = list(micro_batch.ids), measured.rows
+        ids, rows = list(micro_batch.ids), measured.rows - measured.filler_rows
         if measured.segments:
             rows = len(ids)
         if rows < len(ids):
@@ -66,7 +66,7 @@ class BatchChecks:
         if not torch.is_tensor(labels) or rows != len(ids):
             return
         found = _units_of(labels, measured.segments)
-        if found == [*micro_batch.units, *[0] * len(measured.segments[len(ids) :])]:
+        if found == [*micro_batch.units, *[0] * (len(found) - len(ids))]:
             return
         told = f"rows {ids}: the collator returns them with {found} units and they have "
         told += f"{list(micro_batch.units)}, so it has changed their order or their labels"

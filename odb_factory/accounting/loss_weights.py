@@ -29,7 +29,7 @@ class MicroBatchLoss:
         0 on an idle micro-batch.
     row_weights: None: the model's loss is its own mean over the units of the micro-batch. Else one number a
         sample, which is a row or a segment of a flat one: in place of that mean goes the weighted one, the sum of
-        row weight x token loss (see `TokenLoss`).
+        row weight x token loss (see `TokenLoss`). Rows without a sample (`row_multiple`) weigh 0.
 
     Losses that a model adds to the one of its tokens (of the routers of a mixture of experts) are multiplied by `scale`
     too: over an optimizer step their mean by the micro-batches' shares. Stock takes their plain mean over its own
@@ -64,14 +64,19 @@ def token_weights(micro_batch: MicroBatch, loss_scaling: str, world_size: int) -
     return tuple(world_size / divisor for divisor in divisors)
 
 
-def micro_batch_loss(micro_batch: MicroBatch, loss_scaling: str, world_size: int) -> MicroBatchLoss:
+def micro_batch_loss(
+    micro_batch: MicroBatch, loss_scaling: str, world_size: int, filler_rows: int = 0
+) -> MicroBatchLoss:
     """What the weights of `token_weights` make of the model's loss; its own mean wherever they are all equal."""
-    return loss_of(token_weights(micro_batch, loss_scaling, world_size), micro_batch.units)
+    return loss_of(token_weights(micro_batch, loss_scaling, world_size), micro_batch.units, filler_rows)
 
 
-def loss_of(weights: Sequence[float], units: Sequence[int]) -> MicroBatchLoss:
-    """weights: of each sample that of each of its units (none: an idle micro-batch); units: how many it has."""
+def loss_of(weights: Sequence[float], units: Sequence[int], filler_rows: int = 0) -> MicroBatchLoss:
+    """weights: of each sample that of each of its units (none: an idle micro-batch); units: how many it has.
+
+    filler_rows: of `Measured`; they weigh nothing.
+    """
     if len(set(weights)) <= 1:
         return MicroBatchLoss(weights[0] * sum(units) if weights else 0.0, None)
     scale = sum(weight * n for weight, n in zip(weights, units))
-    return MicroBatchLoss(scale, tuple(weight / scale for weight in weights))
+    return MicroBatchLoss(scale, (*(weight / scale for weight in weights), *[0.0] * filler_rows))

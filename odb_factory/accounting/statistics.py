@@ -8,7 +8,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from odb_factory.data.samples import MicroBatch, OptimizerStep
+from odb_factory.data.samples import OptimizerStep
+from odb_factory.planning import MicroStepTotals
 
 
 @dataclass
@@ -38,9 +39,8 @@ class StepStatistics:
     seconds_before: float = 0.0
     started: float = field(default_factory=time.perf_counter)
 
-    def add(self, micro_batch: MicroBatch, world_size: int) -> None:
-        """Count the micro-step of this micro-batch, over all ranks."""
-        totals = micro_batch.totals
+    def add(self, totals: MicroStepTotals, world_size: int) -> None:
+        """Count a micro-step over all ranks."""
         self.micro_steps += 1
         self.idle_micro_batches += world_size - totals.active_ranks
         self.samples += totals.samples
@@ -93,8 +93,12 @@ class StepStatistics:
 
     def state_dict(self) -> dict[str, Any]:
         """What a `StepStatistics` is made from that goes on with these sums."""
-        sums = dataclasses.asdict(self) | {"seconds_before": self.seconds}
-        return {name: value for name, value in sums.items() if name != "started"}
+        return {**self.sums(), "seconds_before": self.seconds}
+
+    def sums(self) -> dict[str, float]:
+        """The sums alone, without the clock."""
+        clock = ("started", "seconds_before")
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in clock}
 
     def summary(self) -> dict[str, float]:
         """The entries of `odb_summary.json` that are sums over the run, or made of such. These names are public."""

@@ -44,6 +44,7 @@ class StepAccounting:
         trained on only then.
     optimizer_steps: taken in the run, those before a resume included. num_over_budget: micro-batches of two or more
         samples that the collator made larger than the budget.
+    interval_before: what `interval_metrics` was last asked for.
 
     Example::
 
@@ -63,7 +64,7 @@ class StepAccounting:
         is_fetched_ahead: bool = False,
     ):
         self.loader, self.config = loader, config
-        self.total, self.interval = StepStatistics(), StepStatistics()
+        self.total, self.interval, self.interval_before = StepStatistics(), StepStatistics(), StepStatistics()
         self.optimizer_steps = self.num_over_budget = 0
         self._is_fetched_ahead = is_fetched_ahead
         self._checks = BatchChecks(config)
@@ -73,12 +74,14 @@ class StepAccounting:
         self._under_way: Begun | None = None
         self._dropped: Counter[str] = Counter()
         self._left_out = self._overlong = 0
+        self._waited = 0.0  # since the audit's last line
 
     def next(self, collated: Iterator[Collated]) -> Collated | None:
         """What the loader hands on next, None behind the last; counts the time spent waiting for it."""
         asked = time.perf_counter()
         item = next(collated, None)
         waited = time.perf_counter() - asked
+        self._waited += waited
         self.total.wait(waited)
         self.interval.wait(waited)
         return item
@@ -104,7 +107,7 @@ class StepAccounting:
         self._step = step
         if weights is None:
             weights = token_weights(micro_batch, self.config.loss_scaling, self.loader.world_size)
-        loss = loss_of(weights, micro_batch.units)
+        loss = loss_of(weights, micro_batch.units, measured.filler_rows)
         self._under_way = Begun(micro_batch, measured, loss, over)
         if not self._is_fetched_ahead:
             self.loader.times.begin(micro_batch.totals)
@@ -128,16 +131,18 @@ class StepAccounting:
         for part, (trained, measured, loss, is_over_budget) in enumerate(parts):
             self.num_over_budget += is_over_budget
             if self._audit is not None:
-                self._audit.write(trained, measured, loss, self.optimizer_steps + 1, part, len(parts))
+                place = {"part": part, "parts": len(parts)}
+                self._audit.write(trained, measured, loss, self.optimizer_steps + 1, self._waited, **place)
+                self._waited = 0.0
         for statistics in (self.total, self.interval):
-            statistics.add(micro_batch, self.loader.world_size)
+            statistics.add(micro_batch.totals, self.loader.world_size)
         if micro_batch.ends_optimizer_step:
             self._end_optimizer_step(micro_batch.step)
 
     def interval_metrics(self) -> dict[str, float]:
         """The `odb/...` entries since the last call."""
         metrics = self._metrics(self.interval)
-        self.interval = StepStatistics()
+        self.interval_before, self.interval = self.interval, StepStatistics()
         if self.loader.times.r2 is not None:
             metrics["odb/cost_model_r2"] = round(self.loader.times.r2, 4)
         return metrics
@@ -182,12 +187,18 @@ class StepAccounting:
             "optimizer_steps": self.optimizer_steps,
             **self.total.summary(),
             "lowered_to": None if self.loader.lowered is None else dataclasses.asdict(self.loader.lowered),
+            **self.rows_apart(),
+            "world_size": self.loader.world_size,
+            "config": self.config.to_dict(),
+        }
+
+    def rows_apart(self) -> dict[str, Any]:
+        """Of the summary what was not trained on, or broke a budget; of the epoch under way as of its last plan."""
+        return {
             "dropped": dict(self.dropped),
             "left_out": self._left_out,
             "overlong": self._overlong + (0 if self._step is None else self._step.overlong),
             "over_budget": self.num_over_budget,
-            "world_size": self.loader.world_size,
-            "config": self.config.to_dict(),
         }
 
     def state_dict(self) -> dict[str, Any]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from odb_factory.data.layout import FlatLayout, flatten
 from odb_factory.data.measure import Measure, measure_batch
+from odb_factory.data.padding import PaddedLayout, pad_to_sizes
 from odb_factory.data.samples import Measured, MicroBatch, Sample, Task
 from odb_factory.data.segments import LayoutError
 from odb_factory.data.serialize import unpack
@@ -45,7 +46,7 @@ class GroupDataset(WorkerDataset):
     """The dataset of the collating workers: `self[task]` is the collated batch of that task, the index itself.
 
     dataset: the user's, for `worker_init_fn` alone. It is there in a forked worker and not sent to any other.
-    layout: how batches are laid flat; None: they stay as the collator returns them.
+    layout: how batches are laid flat, or padded further; None: they stay as the collator returns them.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class GroupDataset(WorkerDataset):
         collate_fn: Callable[[list[Any]], Any],
         patch_size: int,
         dataset: Any,
-        layout: FlatLayout | None = None,
+        layout: FlatLayout | PaddedLayout | None = None,
         measure: Measure = measure_batch,
     ):
         self.collate_fn, self.patch_size, self.dataset, self.layout = collate_fn, patch_size, dataset, layout
@@ -83,6 +84,9 @@ class GroupDataset(WorkerDataset):
         batch = self.collate_fn([unpack(sample.features) for sample in samples])
         if self.layout is None:
             return batch, self.measure(batch, self.patch_size, ())
+        if isinstance(self.layout, PaddedLayout):
+            padded, filler_rows = pad_to_sizes(batch, self.layout)
+            return padded, replace(self.measure(padded, self.patch_size, ()), filler_rows=filler_rows)
         costs = [sample.cost for sample in samples]
         has_media, has_audio = any(cost.has_media for cost in costs), any(cost.has_audio for cost in costs)
         flat, segments = flatten(batch, [cost.tokens for cost in costs], has_media, self.layout, has_audio)

@@ -161,7 +161,7 @@ class EpochPlanner(ABC):
                 step=step,
                 index=index,
                 ids=tuple(sample.id for sample in one.samples),
-                tokens=sum(sample.cost.tokens for sample in one.samples),
+                lengths=tuple(sample.cost.tokens for sample in one.samples),
                 units=tuple(sample.cost.units for sample in one.samples),
                 stock_units=one.stock_units,
                 stock_batches=one.stock_batches,

@@ -19,6 +19,7 @@ from torch import Tensor
 from odb_factory.data.measure import GRID_KEYS, IGNORE_INDEX, PIXEL_KEYS, batch_shape
 from odb_factory.data.segments import LayoutError, Segments, find_segments
 from odb_factory.errors import DataError
+from odb_factory.planning import EVERY_SIZE, Sizes
 
 BOUNDARY_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _DROPPED = ("attention_mask", "rope_deltas", *BOUNDARY_KEYS)
@@ -33,13 +34,12 @@ _MEDIA_WORDS = ("pixel", "image", "video", "audio", "feature", "grid", "tile", "
 class FlatLayout:
     """How micro-batches are laid flat.
 
-    dummy_media_tokens, dummy_audio_tokens: of `Collation`. round_to: the total is filled up to a multiple of this
-    (tokens).
+    dummy_media_tokens, dummy_audio_tokens: of `Collation`. sizes: what the total is filled up to (tokens).
     with_boundaries: the batch carries what `varlen_arguments` returns.
     """
 
     dummy_media_tokens: int = 0
-    round_to: int = 1
+    sizes: Sizes = EVERY_SIZE
     with_boundaries: bool = False
     dummy_audio_tokens: int = 0
 
@@ -62,7 +62,7 @@ def flatten(
     """
     rows, length = batch_shape(batch)
     num_dummy = (not has_media) * layout.dummy_media_tokens + (not has_audio) * layout.dummy_audio_tokens
-    segments = find_segments(batch, tokens, num_dummy, layout.round_to)
+    segments = find_segments(batch, tokens, num_dummy, layout.sizes)
     flat: MutableMapping[str, Any] = copy.copy(batch) if isinstance(batch, MutableMapping) else dict(batch)
     for key, value in batch.items():
         if key in _DROPPED:
@@ -70,9 +70,9 @@ def flatten(
         elif key == "labels":
             flat[key] = _labels(value, segments, rows, length)
         elif key == "input_ids":
-            token = _text_token(batch) if segments.filled else 0
+            token = text_token(batch) if segments.filled else 0
             flat[key] = _filled(_gathered(value, segments), segments, token)
-        elif key != "position_ids" and _is_per_token(key, value, rows, length):
+        elif key != "position_ids" and is_per_token(key, value, rows, length):
             flat[key] = _filled(_gathered(value, segments), segments, 0)
     flat["position_ids"] = _position_ids(batch.get("position_ids"), segments, rows, length)
     if layout.with_boundaries or any(key in batch for key in BOUNDARY_KEYS):
@@ -104,7 +104,7 @@ def _filled(tensor: Tensor, segments: Segments, value: int) -> Tensor:
     return torch.cat([tensor, tensor.new_full((1, segments.filled, *tensor.shape[2:]), value)], 1)
 
 
-def _text_token(batch: Mapping[str, Any]) -> int:
+def text_token(batch: Mapping[str, Any]) -> int:
     """To fill up with: no placeholder of media, of which there would be one too many."""
     labels = batch.get("labels")
     if isinstance(labels, Tensor):
@@ -155,7 +155,7 @@ def _position_ids(given: Any, segments: Segments, rows: int, length: int) -> Ten
     return restarting
 
 
-def _is_per_token(key: str, value: Any, rows: int, length: int) -> bool:
+def is_per_token(key: str, value: Any, rows: int, length: int) -> bool:
     """Whether it is a tensor [rows, length, ...]. Raises `LayoutError` for what goes by rows in another way."""
     if key in _PER_ROW or isinstance(value, Mapping):
         raise _depends_on_rows(key, value)

@@ -25,6 +25,7 @@ import numpy
 import odb_factory
 from odb_factory.comm.coordinator import CollectiveError, Coordinator, SingleProcessCoordinator
 from odb_factory.config import ODBConfig
+from odb_factory.data.budget import make_budget
 from odb_factory.data.collate import Collated, Failure, GroupDataset
 from odb_factory.data.epoch import EpochContext
 from odb_factory.data.loader_workers import END, LoaderWorkers, take
@@ -38,7 +39,7 @@ from odb_factory.data.step_times import StepTimes
 from odb_factory.data.task_sampler import Pass
 from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.log import get_logger
-from odb_factory.planning import Budget, Collation, CostModel, Limits
+from odb_factory.planning import Collation, CostModel, Limits
 
 MAX_REJECTIONS_LOGGED = 10
 LOCAL_KEYS = ("audit", "collate_workers", "exchange_timeout_s")
@@ -84,8 +85,7 @@ class ODBLoader:
         self.times = StepTimes()
         self.rejected: Counter[str] = Counter()
         self._num_rejected = 0
-        round_to = config.pad_to_multiple_of or 1 if layout == "flat" else 1
-        self.budget = budget = Budget(config.token_budget, config.max_patches, collation, layout, round_to)
+        self.budget = budget = make_budget(config, collation, layout)
         self.lowered: Limits | None = None
         self._workers = LoaderWorkers(
             dataset,

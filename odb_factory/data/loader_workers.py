@@ -25,6 +25,7 @@ from odb_factory.data.collate import GroupDataset
 from odb_factory.data.layout import FlatLayout
 from odb_factory.data.measure import DEFAULT_PATCH_SIZE, Measure, measure_batch
 from odb_factory.data.observe import ObservedDataset, Observer, where
+from odb_factory.data.padding import PaddedLayout
 from odb_factory.data.pickling import Picklable
 from odb_factory.data.sampler import ShardSampler
 from odb_factory.data.samples import Rejection, Sample
@@ -119,10 +120,12 @@ class LoaderWorkers:
             self.order = ShardSampler(sampler, rank, world_size)
             self._observing = loader(rows, num_workers, batch_size=OBSERVE_CHUNK, sampler=self.order)
             self._all_rows = lambda: map(rows.__getitem__, self.order.whole())
-        layout = None
+        made = budget.collation
+        layout: FlatLayout | PaddedLayout | None = None
         if budget.layout == "flat":
-            made = budget.collation
-            layout = FlatLayout(made.dummy_media_tokens, budget.round_to, with_boundaries, made.dummy_audio_tokens)
+            layout = FlatLayout(made.dummy_media_tokens, budget.sizes, with_boundaries, made.dummy_audio_tokens)
+        elif budget.rounds_up:
+            layout = PaddedLayout(budget)
         self.groups = GroupDataset(Picklable(collate_fn, "collate_fn"), patch_size, dataset, layout, measure)
         self._collating: DataLoader | None = loader(
             self.groups,

@@ -37,7 +37,7 @@ class Part:
         return dataclasses.replace(
             self.whole,
             ids=self.take(self.whole.ids),
-            tokens=sum(sample.cost.tokens for sample in self.samples),
+            lengths=self.take(self.whole.lengths),
             units=self.take(self.whole.units),
             stock_units=self.take(self.whole.stock_units),
             stock_batches=self.take(self.whole.stock_batches),

@@ -78,7 +78,7 @@ class MicroBatch:
 
     step: the optimizer step that it is a part of. index: its number in it, from 0.
     ids: rows of the training dataset, in batch order; empty on an idle micro-batch.
-    tokens: of this rank's samples, without padding. units: of each sample of `ids`.
+    lengths: tokens of each sample of `ids`, without padding. units: of each, too.
     stock_units: of each sample the units that stock divides by to take the mean it is part of; () with `fill`.
     stock_batches: of each sample the number of stock's micro-batch within the optimizer step, which goes through the
         ranks first and then through the micro-steps; () with `fill`.
@@ -91,7 +91,7 @@ class MicroBatch:
     step: OptimizerStep
     index: int
     ids: tuple[int, ...]
-    tokens: int
+    lengths: tuple[int, ...]
     units: tuple[int, ...]
     stock_units: tuple[int, ...]
     totals: MicroStepTotals
@@ -104,6 +104,10 @@ class MicroBatch:
     @property
     def idle(self) -> bool:
         return not self.ids
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.lengths)
 
     @property
     def num_units(self) -> int:
@@ -124,6 +128,7 @@ class Measured:
 
     segments: of a flat one, whose rows are 1, the lengths (tokens) of what follows each other in it: the samples, in
         the order of `ids`, then what fills up (dummy media, a multiple); () where it is padded.
+    filler_rows: of a padded one, the last rows that no sample stands in (`row_multiple`).
     """
 
     rows: int
@@ -131,3 +136,4 @@ class Measured:
     patches: int
     units: int
     segments: tuple[int, ...] = ()
+    filler_rows: int = 0

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from odb_factory.data.measure import batch_shape
 from odb_factory.errors import DataError
+from odb_factory.planning import Sizes
 
 
 class LayoutError(DataError):
@@ -38,9 +39,9 @@ class Segments:
         return [0, *itertools.accumulate(self.lengths)][:-1]
 
 
-def find_segments(batch: Mapping[str, Any], tokens: Sequence[int], num_dummy: int, round_to: int) -> Segments:
-    """batch, tokens: as `flatten` takes them. num_dummy: tokens of the dummy media in the first row. round_to: tokens
-    of which the total is to be a multiple.
+def find_segments(batch: Mapping[str, Any], tokens: Sequence[int], num_dummy: int, sizes: Sizes) -> Segments:
+    """batch, tokens: as `flatten` takes them. num_dummy: tokens of the dummy media in the first row. sizes: of the
+    total.
 
     Raises `DataError` where the batch is not as told, `LayoutError` where its mask has holes.
     """
@@ -62,7 +63,7 @@ def find_segments(batch: Mapping[str, Any], tokens: Sequence[int], num_dummy: in
     if min(lengths) < 1:
         raise DataError(f"the collator made a row without tokens: its {len(lengths)} rows have {list(lengths)}")
     index = np.concatenate([np.arange(start, end) for start, end in spans])
-    filled = -len(index) % round_to
+    filled = sizes.up(len(index)) - len(index)
     return Segments(
         torch.from_numpy(index), lengths + ((filled,) if filled else ()), samples=len(tokens), filled=filled
     )

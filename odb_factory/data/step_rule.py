@@ -76,7 +76,9 @@ def progress_for(
         "on_error": config.on_error,
         "collation": list(dataclasses.astuple(budget.collation)),
         "layout": budget.layout,
-        "pad_to_multiple_of": budget.round_to,
+        "pad_to_multiple_of": budget.sizes.multiple,
+        "length_buckets": list(budget.sizes.buckets),
+        "row_multiple": budget.row_multiple,
     }
     return FillProgress(rank, world_size, settings, data, plan, read_row)
 

@@ -21,6 +21,7 @@ from odb_factory.config import ODBConfig
 from odb_factory.data.pickling import Picklable
 from odb_factory.errors import ConfigError, DataError
 from odb_factory.llamafactory import agreement, probes, sources
+from odb_factory.llamafactory.about import about
 from odb_factory.llamafactory.dataset import INVALID_ROW, OnlineDataset, OpenMedia, RowObserver, TokenizedDataset
 from odb_factory.llamafactory.layout import why_not_flat
 from odb_factory.llamafactory.media import MediaObserver
@@ -159,16 +160,12 @@ def attach(trainer: Any, config: ODBConfig) -> None:
             "streaming: True does not go with a patched LLaMA-Factory alone, which has tokenized the stream already; "
             "let odb_factory come in by itself (unset ODB_FACTORY_DISABLE), or set it to false."
         )
-    if isinstance(dataset, OnlineDataset | OnlineStream):
-        media = dataset.media
-    else:
-        template, processor = (getattr(collator, name, None) for name in ("template", "processor"))
-        media = _media_of(stage, template, collator.tokenizer, processor)
-        trainer.train_dataset = TokenizedDataset(trainer.train_dataset, media, stage)
-    _check_tiles(config, media)
+    template, processor = (getattr(collator, name, None) for name in ("template", "processor"))
+    trainer.train_dataset = rows = training_rows(dataset, stage, template, collator.tokenizer, processor)
+    _check_tiles(config, rows.media)
     trainer.data_collator = Picklable(OpenMedia(collator), "data_collator")  # evaluation sends it to workers, too
     observer = RowObserver(
-        media,
+        rows.media,
         stage,
         decode=config.on_error == "skip",
         shards_parameters=trainer.args.world_size > 1 and (is_deepspeed_zero3_enabled() or trainer.is_fsdp_enabled),
@@ -177,14 +174,15 @@ def attach(trainer: Any, config: ODBConfig) -> None:
         trainer,
         config,
         observer=StreamObserver(observer, dataset.head) if isinstance(dataset, OnlineStream) else observer,
-        collation=stage.collation(collator, media.patch_size),
-        patch_size=media.patch_size,
+        collation=stage.collation(collator, rows.media.patch_size),
+        patch_size=rows.media.patch_size,
         measure=stage.measure,
         equal_weights=stage.equal_weights,
         agree_on=agreement.settings_of(
             dataset.head if isinstance(dataset, OnlineStream) else trainer.train_dataset, observer
         ),
         not_flat=stage.why_not_flat or why_not_flat(trainer),
+        about=about(trainer, dataset),
     )
     trainer.add_callback(_Prepared(stage.prepare(trainer)))
     trainer.add_callback(_MirrorMaxSteps(trainer))
@@ -196,6 +194,15 @@ def attach(trainer: Any, config: ODBConfig) -> None:
         logger.info(
             "per_device_train_batch_size has no effect with `global_batch_size: fill`, which goes by token_budget"
         )
+
+
+def training_rows(
+    dataset: Any, stage: Stage, template: Any, tokenizer: Any, processor: Any
+) -> OnlineDataset | OnlineStream | TokenizedDataset:
+    """What is observed of LLaMA-Factory's training dataset: itself, if it is ours, or its rows as tokenized."""
+    if isinstance(dataset, OnlineDataset | OnlineStream):
+        return dataset
+    return TokenizedDataset(dataset, _media_of(stage, template, tokenizer, processor), stage)
 
 
 def _media_of(stage: Stage, template: Any, tokenizer: Any, processor: Any) -> MediaObserver:

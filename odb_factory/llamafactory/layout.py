@@ -55,6 +55,13 @@ def check_layout(config: ODBConfig, value_of: Callable[..., Any]) -> None:
             f"stage: {stage.name!r} does not go with odb.layout 'flat': {stage.why_not_flat}; set `layout: padded`, or "
             "auto."
         )
+    sizes = {"length_buckets": config.length_buckets, "row_multiple": config.row_multiple}
+    for key, value in sizes.items():
+        if stage is not None and stage.why_not_flat is not None and value not in (None, 1):
+            raise ConfigError(
+                f"odb.{key}: {value} rounds up batches of single texts, and stage {stage.name!r} reads its batches by "
+                f"{stage.unit}s; leave it out."
+            )
     for key, why in NOT_FLAT.items():
         if config.layout == "flat" and value_of(key):
             raise ConfigError(

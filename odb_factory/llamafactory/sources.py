@@ -160,9 +160,21 @@ class IndexedRows:
     def __getitem__(self, index: int) -> dict[str, Any]:
         return self._sources[self._source[index]][int(self._row[index])]
 
+    def by_source(self) -> tuple[list[str], np.ndarray]:
+        """The names of the datasets, and of each row the number of its own (int16)."""
+        numbers, of_row = np.unique(self._source, return_inverse=True)
+        return [self._sources[number].name for number in numbers], of_row.astype(np.int16)
+
     def origin(self, index: int) -> str:
         """Where a row came from, for messages: its number and the name of its dataset."""
-        return f"row {self._row[index]} of {self._sources[self._source[index]].name}"
+        return f"row {self._row[index]} of {self.dataset_name(index)}"
+
+    def dataset_name(self, index: int) -> str:
+        return self._sources[self._source[index]].name
+
+    @property
+    def dataset_names(self) -> tuple[str, ...]:
+        return tuple(source.name for source in self._sources.values())
 
 
 def through_pass(index: datasets.Dataset, align: Callable[[datasets.Dataset, Any], datasets.Dataset]) -> Any:

@@ -199,8 +199,8 @@ class Iteration:
                     micro_batch,
                     self.config.loss_scaling,
                     loader.world_size,
+                    measured,
                     loader.num_samples,
-                    measured.segments,
                 )
                 batch = put_step_info(self._moved(collated), info)
                 if not self._is_fetched_ahead:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, TypedDict
 
 
@@ -13,6 +14,8 @@ class CommonKeys(TypedDict, total=False):
     global_batch_size: int | Literal["keep", "fill"]
     layout: Literal["auto", "flat", "padded"]
     pad_to_multiple_of: int | None
+    length_buckets: Sequence[int] | None
+    row_multiple: int
     buffer_size: int
     collate_workers: int | None
     join: bool

@@ -9,7 +9,7 @@ from typing import Any
 
 from odb_factory.accounting.loss_weights import micro_batch_loss, token_weights
 from odb_factory.config import LOSS_SCALINGS
-from odb_factory.data.samples import MicroBatch
+from odb_factory.data.samples import Measured, MicroBatch
 from odb_factory.errors import ConfigError, DataError
 
 STEP_INFO_KEY = "odb_step_info"
@@ -34,6 +34,7 @@ class ODBStepInfo:
     ids: samples of this micro-batch in the order of its rows (flat: in the row), as indices of the dataset; () if idle.
     segments: of a flat micro-batch the lengths (tokens) of what follows each other in its row: the samples, in the
         order of `ids`, then what fills up (dummy media, `pad_to_multiple_of`); () where it is padded.
+    filler_rows: rows without labels behind the samples, of a padded micro-batch (`row_multiple`).
     samples, tokens, units: of this micro-batch on this rank, without padding; 0 if idle.
     samples_all_ranks: samples of this micro-batch on all ranks.
     optimizer_step: number of the optimizer step in its epoch, from 0. optimizer_step_samples: its samples, of all its
@@ -58,6 +59,7 @@ class ODBStepInfo:
     is_idle: bool
     ids: tuple[int, ...]
     segments: tuple[int, ...]
+    filler_rows: int
     samples: int
     tokens: int
     units: int
@@ -98,10 +100,10 @@ def make_step_info(
     micro_batch: MicroBatch,
     loss_scaling: str,
     world_size: int,
+    measured: Measured,
     num_samples: int | None,
-    segments: tuple[int, ...] = (),
 ) -> ODBStepInfo:
-    """num_samples: of an epoch; None if nobody knows. segments: of `Measured`."""
+    """num_samples: of an epoch; None if nobody knows."""
     step = micro_batch.step
     progress = None
     if num_samples is not None:
@@ -111,7 +113,8 @@ def make_step_info(
         token_weights=token_weights(micro_batch, loss_scaling, world_size),
         is_idle=micro_batch.idle,
         ids=micro_batch.ids,
-        segments=segments,
+        segments=measured.segments,
+        filler_rows=measured.filler_rows,
         samples=len(micro_batch.ids),
         tokens=micro_batch.tokens,
         units=micro_batch.num_units,

@@ -24,4 +24,4 @@ def weighted_loss(logits: Tensor, labels: Tensor, info: ODBStepInfo) -> Tensor:
     weights = info.token_weights or (0.0,)
     if len(set(weights)) == 1:  # so it does not matter which row is which
         return weighted_token_loss(logits, labels, weights[:1] * len(logits))
-    return weighted_token_loss(logits, labels, weights, segments=info.segments)
+    return weighted_token_loss(logits, labels, (*weights, *[0.0] * info.filler_rows), segments=info.segments)

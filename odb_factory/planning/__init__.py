@@ -6,8 +6,10 @@ from odb_factory.planning.flat_groups import plan_in_groups
 from odb_factory.planning.keep import plan_optimizer_step
 from odb_factory.planning.metadata import ROW, BufferMetadata, make_metadata
 from odb_factory.planning.plan import MAX_REDISTRIBUTED_BYTES, MicroStepTotals, Plan, exceeds_limit
+from odb_factory.planning.sizes import EVERY_SIZE, Sizes
 
 __all__ = [
+    "EVERY_SIZE",
     "MAX_REDISTRIBUTED_BYTES",
     "ROW",
     "VIDEO",
@@ -19,6 +21,7 @@ __all__ = [
     "Limits",
     "MicroStepTotals",
     "Plan",
+    "Sizes",
     "exceeds_limit",
     "make_metadata",
     "plan_buffers",

@@ -36,7 +36,7 @@ class Rows:
         self.index, rows, kind = index[order], rows[order], kind[order]
         tokens, waited = rows["tokens"].astype(np.int64), rows["age"].astype(np.int64)
         multiple = budget.collation.pad_to_multiple_of
-        length = np.maximum(-(-tokens // multiple) * multiple, 1)
+        length = budget.sizes.up(np.maximum(-(-tokens // multiple) * multiple, 1))
         priority = tokens * (AGING_DENOMINATOR + np.minimum(waited, MAX_WAIT_ROUNDS))
         summed = [priority, rows["patches"], rows["has_media"], rows["has_audio"], waited >= MAX_WAIT_ROUNDS]
         self._columns = np.array([tokens, length, kind, waited, *summed], dtype=np.int64)
@@ -78,7 +78,9 @@ class Rows:
         collation = self.budget.collation
         dummy_tokens, dummy_patches = collation.dummies(media, audio)
         length = collation.length(int(self.tokens[start]), int(self.tokens[end - 1]), dummy_tokens)
-        return end - start, length, int(self.patches_before[end] - self.patches_before[start]) + dummy_patches
+        length = self.budget.sizes.up(length)
+        patches = int(self.patches_before[end] - self.patches_before[start]) + dummy_patches
+        return self.budget.rows_of(end - start, length), length, patches
 
     def shapes(self, starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """`shape` of many groups, none of them empty."""
@@ -90,8 +92,8 @@ class Rows:
             dummy_tokens, dummy_patches = collation.dummies(media, audio)
             first = self.tokens[ends - 1] + dummy_tokens
             first = -(-first // collation.pad_to_multiple_of) * collation.pad_to_multiple_of
-            lengths, patches = np.maximum(lengths, first), patches + dummy_patches
-        return ends - starts, lengths, patches
+            lengths, patches = np.maximum(lengths, self.budget.sizes.up(first)), patches + dummy_patches
+        return self.budget.rows_of(ends - starts, lengths), lengths, patches
 
     def cost(self, start: int, end: int, model: CostModel) -> int:
         """Of a group, in the unit of the model."""

@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 
-Amount = TypeVar("Amount", int, np.ndarray)
-"""A whole number, or an array of them."""
+from odb_factory.planning.sizes import EVERY_SIZE, Amount, Sizes
 
 VIDEO = 1
 """The modality of samples with videos (see `Cost`)."""
@@ -122,14 +120,16 @@ class Budget:
     """Both budgets of a group, measured as collated. `max_patches` None: not limited.
 
     layout: `padded`, one row a sample; `flat`, all samples of a group in one row, behind each other.
-    round_to: tokens of a flat micro-batch are filled up to a multiple of this.
+    sizes: what padded row lengths are rounded up to, or the tokens of a flat micro-batch.
+    row_multiple: padded rows are rounded up to a multiple of this, as far as the budget allows.
     """
 
     token_budget: int
     max_patches: int | None = None
     collation: Collation = Collation()
     layout: str = "padded"
-    round_to: int = 1
+    sizes: Sizes = EVERY_SIZE
+    row_multiple: int = 1
 
     @property
     def limits(self) -> Limits:
@@ -150,9 +150,24 @@ class Budget:
         """(rows, row length in tokens, patches) of a group as collated, its samples in the given order."""
         rows, length, patches = self.collation.shape(group)
         if self.layout == "padded":
-            return rows, length, patches
+            length = self.sizes.up(length)
+            return self.rows_of(rows, length), length, patches
         tokens = sum(cost.tokens for cost in group) + self.collation.dummies_of(group)[0]
-        return 1, -(-tokens // self.round_to) * self.round_to, patches
+        return 1, self.sizes.up(tokens), patches
+
+    @property
+    def rounds_up(self) -> bool:
+        """Whether padded micro-batches are rounded up beyond what the collator does."""
+        return self.sizes.up(1) > 1 or self.row_multiple > 1
+
+    def rows_of(self, count: Amount, length: Amount) -> Amount:
+        """Rows as collated of so many samples: rounded up, unless the budget has no room for that."""
+        if self.row_multiple == 1:
+            return count
+        rounded: Amount = -(-count // self.row_multiple) * self.row_multiple
+        room = self.token_budget // np.maximum(length, 1)
+        rows: Amount = np.maximum(np.minimum(rounded, room), count)
+        return rows if isinstance(count, np.ndarray) else int(rows)
 
     def flat_shapes(
         self, tokens: np.ndarray, patches: np.ndarray, squares: np.ndarray, media: np.ndarray, audio: np.ndarray
@@ -163,8 +178,9 @@ class Budget:
         segments, those of dummy media (one) and of what the total is rounded up by included.
         """
         dummy_tokens, dummy_patches = self.collation.dummies(media, audio)
-        rounded_up = -(tokens + dummy_tokens) % self.round_to
-        return tokens + dummy_tokens + rounded_up, patches + dummy_patches, squares + dummy_tokens**2 + rounded_up**2
+        collated = self.sizes.up(tokens + dummy_tokens)
+        rounded_up = collated - (tokens + dummy_tokens)
+        return collated, patches + dummy_patches, squares + dummy_tokens**2 + rounded_up**2
 
     def holds_flat(self, sums: np.ndarray) -> np.ndarray:
         """Whether flat micro-batches are within both budgets, given sums over the samples of each: tokens, patches,

@@ -58,7 +58,7 @@ def _room(samples: Samples) -> tuple[int, int | None]:
     """The most real tokens and patches that surely fit in a bin."""
     budget = samples.budget
     dummy_tokens, dummy_patches = budget.collation.dummies(0, 0)
-    tokens = budget.token_budget // budget.round_to * budget.round_to - dummy_tokens
+    tokens = budget.token_budget // budget.sizes.multiple * budget.sizes.multiple - dummy_tokens
     if budget.max_patches is None:
         return max(tokens, 1), None
     return max(tokens, 1), max(budget.max_patches - dummy_patches, 1)

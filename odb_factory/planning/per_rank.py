@@ -98,7 +98,7 @@ def _step(ranks: Sequence[Rows], caps: np.ndarray, model: CostModel, kept: int) 
 def _cost(rows: Rows, starts: np.ndarray, ends: np.ndarray, model: CostModel) -> np.ndarray:
     """Of groups, without what the collator may add to them."""
     length = rows.length[starts]
-    padded = (ends - starts) * length
+    padded = rows.budget.rows_of(ends - starts, length) * length
     return model.of(padded, rows.patches_before[ends] - rows.patches_before[starts], padded * length)
 
 

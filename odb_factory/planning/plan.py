@@ -126,7 +126,8 @@ def _totals(
         patches += dummy_patches
         longest, first = np.maximum.reduceat(rows["tokens"], starts).tolist(), rows["tokens"][starts].tolist()
         lengths = np.array([budget.collation.length(*shape) for shape in zip(longest, first, dummy_tokens.tolist())])
-        collated = sizes * lengths
+        lengths = budget.sizes.up(lengths)
+        collated = budget.rows_of(sizes, lengths) * lengths
         attention = collated * lengths
     return MicroStepTotals(
         samples=len(rows),

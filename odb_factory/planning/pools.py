@@ -97,8 +97,8 @@ def next_ends(pools: Pools, caps: np.ndarray) -> np.ndarray:
     def most_rows(lengths: np.ndarray) -> np.ndarray:
         unit = model.token * lengths + model.square * lengths * lengths
         by_cost = np.where(unit > 0, variable // np.maximum(unit, 1), unlimited)
-        most: np.ndarray = np.minimum(by_cost, budget.token_budget // lengths)
-        return most
+        most: np.ndarray = budget.token_budget // lengths
+        return np.where(by_cost >= most, most, by_cost // budget.row_multiple * budget.row_multiple)
 
     ends = np.minimum(starts + np.maximum(most_rows(rows.length), 1), rows.max_end)
     starts = np.broadcast_to(starts, ends.shape)
@@ -111,8 +111,8 @@ def next_ends(pools: Pools, caps: np.ndarray) -> np.ndarray:
         ends = low
     if budget.collation.has_dummies:
         while True:
-            count, lengths, patches = rows.shapes(starts, ends)
-            padded = count * lengths
+            collated, lengths, patches = rows.shapes(starts, ends)
+            count, padded = ends - starts, collated * lengths
             exceeds = (padded > budget.token_budget) | (model.of(padded, patches, padded * lengths) > caps)
             if budget.max_patches is not None:
                 exceeds |= patches > budget.max_patches

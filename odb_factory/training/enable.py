@@ -47,6 +47,7 @@ class ODBSettings:
     process_group: dist.ProcessGroup | None
     agree_on: Mapping[str, object]
     not_flat: str | None
+    about: Mapping[str, object]
 
     def make_run(self, trainer: Any, source: Any, stock: Any, layout: Layout) -> tuple[ODBRun, LayoutCheck | None]:
         """A run, and the check of its layout where that is flat.
@@ -129,6 +130,7 @@ def enable_odb(
     process_group: dist.ProcessGroup | None = None,
     agree_on: Mapping[str, object] | None = None,
     not_flat: str | None = None,
+    about: Mapping[str, object] | None = None,
     **block: Unpack[TrainerKeys],
 ) -> Any:
     """Make `trainer.train()` form its batches online. Changes this one object; returns it.
@@ -147,6 +149,7 @@ def enable_odb(
     DDP, ZeRO, FSDP and HSDP); samples are shared among them and the loss weight goes by their number.
     agree_on: settings of your own that all ranks must have in common; where they differ, no step is taken.
     not_flat: why flat micro-batches would be wrong, where the caller knows a reason (see the key `layout`).
+    about: what `odb-factory report` shall say of the run beside its training arguments (JSON types).
     A `compute_loss_func` of the trainer is given the units of the micro-batch as `num_items_in_batch`, and
     the mean that it returns is weighed as a model's own; one that returns a sum without dividing is not supported.
     Outside of `train()` the trainer stays as it was: its dataset, its collator, its dataloaders.
@@ -175,6 +178,7 @@ def enable_odb(
         process_group=process_group,
         agree_on=agree_on or {},
         not_flat=not_flat,
+        about=about or {},
     )
     return trainer
 

@@ -32,6 +32,7 @@ from odb_factory.training.output_dirs import compare_output_dirs
 from odb_factory.training.progress import CheckpointMark, ODBCallback
 from odb_factory.training.run import ODBRun
 from odb_factory.training.run_arguments import HideArguments, RunArguments
+from odb_factory.training.run_log import RunLog
 from odb_factory.training.schedule import scale_learning_rate
 from odb_factory.training.train_loader import StepInputs, TrainLoader
 
@@ -115,12 +116,14 @@ class ODBTrainerMixin(Base):
         callbacks = self.callback_handler.callbacks
         # First, so that every other callback reads figures that are set right.
         callbacks.insert(0, first)
-        callbacks += [CheckpointMark(), last]
+        assert self.odb_settings is not None
+        callbacks += [CheckpointMark(), RunLog(self, self.odb_settings.about), last]
         try:
             yield
         finally:
+            ours = (ODBCallback, CheckpointMark, RunLog, HideArguments)
             # In place: the Trainer may have made some anew from a checkpoint.
-            callbacks[:] = [one for one in callbacks if not isinstance(one, type(first) | CheckpointMark | type(last))]
+            callbacks[:] = [one for one in callbacks if not isinstance(one, ours)]
 
     def get_train_dataloader(self) -> Any:
         """In `train()` the loader of the run; at all other times stock's, and nothing is started."""

@@ -89,7 +89,7 @@ def optimizer_step(
                 step=step,
                 index=k,
                 ids=tuple(ids),
-                tokens=sum(rows[i].tokens for i in ids),
+                lengths=tuple(rows[i].tokens for i in ids),
                 units=tuple(rows[i].supervised for i in ids),
                 stock_units=tuple(groups[group_of(rows[i])] for i in ids),
                 totals=totals[k],

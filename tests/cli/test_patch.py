@@ -15,7 +15,7 @@ from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
-from support import read_jsonl, read_log, run_llamafactory, training_config
+from support import read_audit, read_log, run_llamafactory, training_config
 
 from odb_factory.cli import patch_fit
 from odb_factory.cli.main import main
@@ -148,12 +148,12 @@ def test_odb_attaches_once_and_trains_the_same_whichever_way(trainings, way: str
     assert ("called by the patched workflow" in ended.stdout) == (way == "patch")
     assert "44 samples, 11 optimizer steps an epoch" in ended.stdout
     assert ended.stdout.count("Running tokenizer on dataset: 100%") <= 1, "of the rows for evaluation only"
-    audit = read_jsonl(output_dir / "odb_audit_rank0.jsonl")
+    audit = read_audit(output_dir)
     assert {line["optimizer_step"] for line in audit} == {1, 2}
     assert all(line["rows"] * line["length"] <= 768 for line in audit if line["rows"] > 1)
     summary = json.loads((output_dir / "odb_summary.json").read_text())
     assert (summary["optimizer_steps"], summary["config"]["token_budget"]) == (2, 768)
-    assert audit == read_jsonl(trainings["plugin"][0] / "odb_audit_rank0.jsonl")
+    assert audit == read_audit(trainings["plugin"][0])
     losses = [[entry.get("loss") for entry in read_log(trainings[name][0])] for name in ("plugin", way)]
     assert losses[0] == losses[1]
 

@@ -36,6 +36,7 @@ from support import training_config
 from odb_factory.accounting.token_loss import weighted_token_loss
 from odb_factory.data.layout import FlatLayout, flatten
 from odb_factory.llamafactory.stages import STAGES
+from odb_factory.planning import Sizes
 from odb_factory.training import varlen
 
 ATTENTION = {"sdpa": "sdpa", "eager": "eager", varlen.NAME: "sdpa", FLASH: FLASH}
@@ -107,7 +108,7 @@ def compare(model: Any, cases: dict[str, tuple[Case, list[Case]]], family: str, 
         set_attention(model, attention)
         for round_to in (1, ROUND_TO):
             # A flash kernel is told the boundaries, or finds them in the positions.
-            layout = FlatLayout(case.dummy, round_to, with_boundaries=attention == FLASH and round_to > 1)
+            layout = FlatLayout(case.dummy, Sizes(round_to), with_boundaries=attention == FLASH and round_to > 1)
             flat, segments = flatten(case.batch, case.tokens, case.has_media, layout)
             assert flat["input_ids"].shape == (1, sum(segments))
             theirs, found = gradients(model, dict(flat), segments, weights)

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import read_jsonl, read_log
+from support import read_audit, read_log
 
 Audits = list[list[dict[str, Any]]]
 
 
 def read_audits(output_dir: Path, num_ranks: int) -> Audits:
-    return [read_jsonl(output_dir / f"odb_audit_rank{rank}.jsonl") for rank in range(num_ranks)]
+    return [read_audit(output_dir, rank) for rank in range(num_ranks)]
 
 
 def check_audits(

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from distributed.ranks import run_ranks
+from support import read_audit
 from torch.utils.data import DataLoader, DistributedSampler
 from toy import NUM_ROWS, Rows, Stream, item, pad
 from transformers import BatchEncoding, DataCollatorForLanguageModeling
@@ -256,7 +257,7 @@ def test_a_state_goes_on_behind_the_last_optimizer_step(mode: Any, num_workers: 
         )
 
     def audit(folder: Path) -> list[Any]:
-        return [json.loads(line) for line in (folder / "odb_audit_rank0.jsonl").read_text().splitlines()]
+        return read_audit(folder)
 
     with loader(tmp_path / "whole") as one:
         whole = epoch_of(one) + epoch_of(one)

@@ -22,7 +22,7 @@ from plan_checks import (
 )
 from planning_strategies import costs, flat_budgets, within
 
-from odb_factory.planning import Budget, Collation, Cost, CostModel, Plan, make_metadata, plan_in_groups
+from odb_factory.planning import Budget, Collation, Cost, CostModel, Plan, Sizes, make_metadata, plan_in_groups
 from odb_factory.planning.candidates import MAX_WAIT_ROUNDS
 
 MODELS = [
@@ -146,7 +146,7 @@ def test_dummy_media_count_against_the_budget() -> None:
 
 
 def test_what_is_rounded_up_counts_against_the_budget() -> None:
-    budget = Budget(100, layout="flat", round_to=64)
+    budget = Budget(100, layout="flat", sizes=Sizes(64))
     plan = planned([[Cost(33), Cost(33)]], budget, balance=True)
     assert [totals.padded_tokens for totals in plan.totals] == [64, 64]
     assert plan.totals[0].max_rank_attention == 33**2 + 31**2

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from distributed.ranks import run_ranks
-from support import read_jsonl
+from support import read_audit
 from toy import Rows, Stream, pad
 from training.flat_models import ALLOWED, LENGTHS, REFUSED, flat_batch, make_model, samples
 from transformers import Trainer, TrainingArguments
@@ -192,7 +192,7 @@ def train(
 
 
 def audit(folder: Path) -> list[dict[str, Any]]:
-    return read_jsonl(folder / "odb_audit_rank0.jsonl")
+    return read_audit(folder)
 
 
 def losses(trainer: Trainer) -> list[float]:

@@ -225,7 +225,7 @@ def sample(number: int, tokens: int, patches: int = 0) -> Sample:
 def micro_batch(samples: list[Sample]) -> MicroBatch:
     return a_micro_batch(
         ids=tuple(one.id for one in samples),
-        tokens=sum(one.cost.tokens for one in samples),
+        lengths=tuple(one.cost.tokens for one in samples),
         units=tuple(one.cost.units for one in samples),
         stock_units=tuple(10 + one.id for one in samples),
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support import read_audit
 from toy import NUM_ROWS, Rows, pad
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
@@ -70,7 +71,7 @@ def history(trainer: Trainer) -> list[tuple[float, ...]]:
 
 
 def audit(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "odb_audit_rank0.jsonl").read_text().splitlines()]
+    return read_audit(folder)
 
 
 def copy_of(folder: Path, step: int, to: Path) -> Path:

@@ -24,6 +24,7 @@ class Stage(ABC):
     collator: its class, among LLaMA-Factory's that take a template; other stages make theirs themselves.
     name: as in the YAML. unit: what stock's loss is a mean over, for messages. column: what every processed row has.
     dropped: why LLaMA-Factory's preprocessing leaves a row out. trainer: where its trainer is, module and class.
+    pads_to: its workflow has rows padded to a multiple of so many tokens.
     takes_media: its collator does. equal_weights: the loss of a micro-batch is one mean whose units cannot be weighed
     one by one, so samples that stock weighs differently do not share one.
     why_not_flat: why its rows cannot follow each other in one; None: they can.
@@ -35,6 +36,7 @@ class Stage(ABC):
     collator: str
     column: str = "input_ids"
     dropped: str = "the turns do not end in one answer to a prompt"
+    pads_to: int = 8
     takes_media: bool = True
     equal_weights: bool = False
     why_not_flat: str | None = None
@@ -90,7 +92,13 @@ class Stage(ABC):
         from llamafactory.data import collator  # heavy, and not needed to check a YAML
 
         make = getattr(collator, self.collator)
-        return make(template=template, tokenizer=tokenizer, processor=processor, label_pad_token_id=IGNORE_INDEX)
+        return make(
+            template=template,
+            tokenizer=tokenizer,
+            processor=processor,
+            pad_to_multiple_of=self.pads_to,
+            label_pad_token_id=IGNORE_INDEX,
+        )
 
     @abstractmethod
     def collation(self, collator: Any, patch_size: int) -> Collation:

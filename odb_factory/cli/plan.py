@@ -1,0 +1,102 @@
+"""`odb-factory plan`: a look before training, of what its budgets will do with a sample of the data."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from odb_factory.errors import ConfigError, ODBError, one_line
+from odb_factory.llamafactory import activation
+from odb_factory.llamafactory.uncaught import TRACEBACK, shows_tracebacks
+
+SAMPLES = 2000
+QUIET = {"LLAMAFACTORY_VERBOSITY": "ERROR", "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
+"""What is logged on the way concerns no training. The workers are forked, which tokenizers warn of."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print what a training of this YAML would do. Returns 2 if `ODB_FACTORY_DISABLE` is set; raises `ODBError`."""
+    given = _parser().parse_intermixed_args(argv)
+    activation.activate()
+    if not activation.is_active():
+        print(
+            f"odb-factory plan: {activation.DISABLE}={os.environ.get(activation.DISABLE)} switches odb_factory off; "
+            "unset it.",
+            file=sys.stderr,
+        )
+        return 2
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    try:
+        _plan(given)
+    except ODBError:
+        raise
+    except Exception as error:
+        if shows_tracebacks():
+            raise
+        raise ODBError(f"{one_line(error)} ({TRACEBACK}=1 shows where)") from None
+    return 0
+
+
+def _plan(given: argparse.Namespace) -> None:
+    from odb_factory.dry_run.arguments import parsed, read_yaml
+    from odb_factory.dry_run.memory import memory_rows, parse_size
+
+    available = None if given.memory is None else parse_size(given.memory)
+    for path in (given.json, given.png):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ConfigError(f"{path}: there is no folder {path.absolute().parent}; make it, or name another file.")
+    console = Console()
+    read_yaml(given.config, given.overrides)  # a mistake in it shows before anything heavy is imported
+    with console.status("reading the data"), parsed(given.config, given.overrides, given.ranks) as asked:
+        from odb_factory.dry_run.advice import advise
+        from odb_factory.dry_run.fields import to_dict
+        from odb_factory.dry_run.look import look
+        from odb_factory.dry_run.text import show
+
+        found = look(asked, given.samples)
+        memory, notes = (None, ()) if available is None else memory_rows(found, available)
+    advice = advise(found, memory)
+    show(console, found, advice, memory, notes)
+    if given.json is not None:
+        content = to_dict(found, advice, memory, notes)
+        given.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    if given.png is not None:
+        from odb_factory.dry_run.figure import draw
+
+        draw(found, memory, available, given.png)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="odb-factory plan",
+        description="Look before you train: observe a sample of the data, plan it as a training would, and say what "
+        "its budgets, and others, do with it. Nothing is trained.",
+    )
+    parser.add_argument("config", metavar="CONFIG.yaml", type=Path, help="a LLaMA-Factory training YAML")
+    parser.add_argument(
+        "overrides", metavar="key=value", nargs="*", default=[], help="changes to it, such as odb.token_budget=4096"
+    )
+    parser.add_argument(
+        "--ranks", type=_at_least_one, metavar="N", help="plan for N ranks (default: those of a training started here)"
+    )
+    parser.add_argument(
+        "--samples", type=_at_least_one, metavar="N", default=SAMPLES, help=f"rows to observe (default: {SAMPLES})"
+    )
+    parser.add_argument("--memory", metavar="SIZE", help="estimate what fits SIZE (80GiB) of memory on each rank")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw one page of plots there")
+    return parser
+
+
+def _at_least_one(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return number

@@ -1,0 +1,156 @@
+"""What follows from a look: a recommendation in one sentence, and warnings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from odb_factory.dry_run.look import Look
+from odb_factory.dry_run.memory import MemoryRow, fitting
+from odb_factory.dry_run.outcome import Outcome
+from odb_factory.dry_run.plans import CLOSE, least_budget
+
+WELL_USED = 0.9
+"""Ranks are well used where the step efficiency is this share of the best of any number of ranks."""
+EMPTY = 0.5
+"""A budget that is less full than this, though K is 1 or the least there can be, is mostly empty."""
+OFTEN = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """token_budget, max_patches (None: no limit is needed), layout, ranks (None: with filled batches): to be set.
+
+    sentence: the same in words, with the reason. warnings: a line each.
+    """
+
+    token_budget: int
+    max_patches: int | None
+    layout: str
+    ranks: int | None
+    sentence: str
+    warnings: list[str]
+
+
+def advise(found: Look, memory: list[MemoryRow] | None) -> Advice:
+    """memory: the estimates for the budgets of the look, if they were asked for; budgets that do not fit are out."""
+    within = [one for one in found.budgets if fitting(one, memory)]
+    best = least_budget(within, found.own) if within else found.budgets[0]
+    assert best.token_budget is not None
+    patches = _least_cap(found.patch_caps)
+    ranks = _most_ranks(found)
+    layout, why_layout = _layout(found)
+    parts = [f"token_budget: {best.token_budget}"]
+    if patches is not None:
+        parts.append(f"max_patches: {patches}")
+    parts.append(f"layout: {layout}")
+    reasons = [_why_budget(found, best, is_known=memory is not None, none_fits=not within)]
+    if patches is not None:
+        reasons.append(f"no smaller limit on patches (a power of two) costs less than {1 - CLOSE:.0%} of the speed")
+    reasons.append(why_layout)
+    if ranks is not None:
+        parts.append(f"{ranks} rank{'s' * (ranks > 1)}")
+        reasons.append(_why_ranks(found, ranks))
+    return Advice(
+        token_budget=best.token_budget,
+        max_patches=patches,
+        layout=layout,
+        ranks=ranks,
+        sentence=f"{', '.join(parts)}: {'; '.join(reasons)}.",
+        warnings=_warnings(found),
+    )
+
+
+def _least_cap(caps: list[Outcome]) -> int | None:
+    """The smallest limit on patches that costs next to no speed; None where the samples have none."""
+    if not caps:
+        return None
+    fastest = max(one.speed for one in caps)
+    chosen = next(one for one in caps if one.speed >= CLOSE * fastest)
+    return chosen.max_patches or 1 << (chosen.most_patches - 1).bit_length()
+
+
+def _most_ranks(found: Look) -> int | None:
+    if not found.by_ranks:
+        return None
+    best = max(one.step_efficiency for _, one in found.by_ranks)
+    return max(ranks for ranks, one in found.by_ranks if one.step_efficiency >= WELL_USED * best)
+
+
+def _layout(found: Look) -> tuple[str, str]:
+    other = found.other_layout
+    if other is None or found.layout == "padded":
+        return found.config.layout, f"padded here ({found.layout_reason})"
+    ratio = found.own.speed / max(other.speed, 1e-9)
+    return (
+        found.config.layout,
+        f"flat here, {ratio:.2f} times the predicted speed of padded ({other.padding:.0%} padding)",
+    )
+
+
+def _why_budget(found: Look, best: Outcome, *, is_known: bool, none_fits: bool) -> str:
+    if none_fits:
+        return "none of the budgets fits the memory by the estimate, and this is the smallest"
+    largest = found.budgets[-1].token_budget
+    if is_known:
+        return f"of the budgets that fit by the estimate no larger one is more than {1 - CLOSE:.0%} faster"
+    why = f"up to {largest:,} none is more than {1 / CLOSE - 1:.0%} faster, and each needs more memory"
+    own = found.own.token_budget or 0
+    return why if (best.token_budget or 0) <= own else f"{why}; if it fits the memory (see --memory)"
+
+
+def _why_ranks(found: Look, ranks: int) -> str:
+    reached = dict(found.by_ranks)
+    at = reached[ranks].step_efficiency
+    more = next((one for one in sorted(reached) if one > ranks), None)
+    why = f"{found.step_size} samples of an optimizer step keep so many busy (step efficiency {at:.2f}"
+    return why + (f", on {more} {reached[more].step_efficiency:.2f})" if more is not None else ")")
+
+
+def _warnings(found: Look) -> list[str]:
+    own, whole, config = found.own, found.parts[0], found.config
+    lines = []
+    if found.asked.ranks > 1 and found.bound_by_longest > OFTEN and config.keeps:
+        lines.append(
+            f"in {found.bound_by_longest:.0%} of the optimizer steps the longest sample (up to {whole.tokens.most:,} "
+            f"tokens) is more than the mean load of a rank, so that all ranks wait for it: take fewer ranks, a larger "
+            f"optimizer batch, or a smaller cutoff_len"
+        )
+    if config.keeps and own.budget_use is not None and own.budget_use < EMPTY and own.micro_batches < 2:
+        lines.append(
+            f"the kept optimizer batch of {found.step_size} samples fills {own.budget_use:.0%} of the budgets of "
+            f"{found.asked.ranks} rank{'s' * (found.asked.ranks > 1)}: a smaller token_budget costs no speed, fewer "
+            "ranks waste less"
+        )
+    if own.overlong:
+        does = {
+            "singleton": "a micro-batch of its own each, larger than the budget",
+            "drop": "left out",
+            "error": "the training ends at the first",
+        }[config.overlong]
+        lines.append(f"{own.overlong} samples break the budget alone: {does} (`overlong: {config.overlong}`)")
+    if whole.cut_off:
+        lines.append(
+            f"{whole.cut_off} of {whole.samples} samples are cut off at cutoff_len "
+            f"{found.asked.parsed.data.cutoff_len}; the longest would have {whole.longest_uncut:,} tokens"
+        )
+    lines += [_left_out(found, reason, number) for reason, number in whole.left_out.items()]
+    if config.cost_model == "time":
+        lines.append("cost_model: time is fitted while training; here micro-batches are compared by tokens")
+    if found.sample.resampled:
+        lines.append(f"{found.sample.resampled}: optimizer steps are drawn from these, with replacement")
+    return lines
+
+
+def _left_out(found: Look, reason: str, number: int) -> str:
+    config, rows = found.config, found.parts[0].rows
+    what = {
+        "overlong": "have media that are opened and then cut off by cutoff_len",
+        "unsupervised": "have no supervised token",
+        "invalid": "are dropped by LLaMA-Factory's preprocessing",
+        "unreadable": "cannot be read",
+    }.get(reason, f"are left out ({reason})")
+    ends = (reason == "overlong" and config.overlong != "drop") or (
+        reason == "unreadable" and config.on_error == "raise"
+    )
+    then = "the training would end at the first of them" if ends else "they are left out"
+    return f"{number} of {rows} rows {what}; {then}: {found.examples[reason]}"

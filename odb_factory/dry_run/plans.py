@@ -1,0 +1,136 @@
+"""The plans of a look: one sample under many budgets, in both layouts, on many numbers of ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator
+
+import numpy as np
+
+from odb_factory.data.budget import make_budget
+from odb_factory.data.step_rule import Layout as LayoutName
+from odb_factory.dry_run.arguments import Asked
+from odb_factory.dry_run.observe import Sample
+from odb_factory.dry_run.outcome import Outcome
+from odb_factory.dry_run.rows import Rows
+from odb_factory.dry_run.simulate import Setting, planned
+from odb_factory.planning import Budget
+
+FEWEST, MOST = 8, 8
+"""Budgets from an eighth of the YAML's to eight times it are looked at."""
+MOST_RANKS = 64
+PLANNING_SECONDS = 30.0
+"""What all plans beside the YAML's own may take; they are made of fewer optimizer steps where these take longer."""
+PLANS = 25
+"""About so many plans are made."""
+CLOSE = 0.98
+"""A budget is as good as another whose predicted speed is at most so much better."""
+
+
+def least_budget(outcomes: list[Outcome], own: Outcome) -> Outcome:
+    """The smallest budget that is about as fast as any, of those that no more samples break than the YAML's own."""
+    within = [one for one in outcomes if one.overlong <= own.overlong] or outcomes
+    fastest = max(one.speed for one in within)
+    return next(one for one in within if one.speed >= CLOSE * fastest)
+
+
+def budgets_around(asked: Asked, least: int) -> list[int]:
+    """Powers of two around the YAML's budget, of at least `least`, and that one."""
+    own = asked.config.token_budget
+    config = asked.config
+    least = max(own // FEWEST, least, config.pad_to_multiple_of or 1, *(config.length_buckets or ()))
+    powers = [1 << exponent for exponent in range((own * MOST).bit_length())]
+    return sorted({own, *(power for power in powers if power >= least)})
+
+
+class Plans:
+    """Plans of one sample. What is planned beside the YAML's own budget is made of as many steps as time allows."""
+
+    def __init__(self, asked: Asked, rows: Rows, layout: LayoutName, step_size: int | None, sample: Sample):
+        config = asked.config
+        self.asked, self.rows, self.layout = asked, rows, layout
+        self.setting = Setting(
+            ranks=asked.ranks,
+            step_size=step_size,
+            batch_size=asked.batch_size,
+            accumulation=asked.accumulation,
+            balance=bool(config.balance),
+            join=config.join,
+            overlong=config.overlong,
+            group_size=config.balance_group_size,
+            window=config.buffer_size,
+            seed=asked.seed,
+            equal_weights=rows.stage.equal_weights and config.loss_scaling == "stock",
+            collation=rows.collation,
+        )
+        begun = time.perf_counter()
+        self.own = planned(sample, self.setting, self.budget(config.token_budget, config.max_patches))
+        seconds = time.perf_counter() - begun
+        self.sample = _thinned(sample, PLANNING_SECONDS / (PLANS * max(seconds, 1e-3)))
+        # What others are compared with is made of the same optimizer steps.
+        self.compared = self.own if self.sample is sample else self.under(config.token_budget)
+
+    def budget(self, token_budget: int, max_patches: int | None, layout: LayoutName | None = None) -> Budget:
+        """As the loader of a training makes it."""
+        config = dataclasses.replace(self.asked.config, token_budget=token_budget, max_patches=max_patches)
+        return make_budget(config, self.rows.collation, layout or self.layout)
+
+    def under(self, token_budget: int) -> Outcome:
+        """max_patches grows and shrinks with it."""
+        config = self.asked.config
+        patches = None
+        if config.max_patches is not None:
+            patches = max(config.max_patches * token_budget // config.token_budget, self._least_patches())
+        return planned(self.sample, self.setting, self.budget(token_budget, patches))
+
+    def in_other_layout(self) -> Outcome:
+        config = self.asked.config
+        other: LayoutName = "padded" if self.layout == "flat" else "flat"
+        return planned(self.sample, self.setting, self.budget(config.token_budget, config.max_patches, other))
+
+    def without_sizes(self) -> Outcome | None:
+        """What rounding sizes up costs is seen beside it."""
+        config = self.asked.config
+        free = dataclasses.replace(config, length_buckets=None, row_multiple=1, pad_to_multiple_of=None)
+        if free == config:
+            return None
+        return planned(self.sample, self.setting, make_budget(free, self.rows.collation, self.layout))
+
+    def by_ranks(self) -> list[tuple[int, Outcome]]:
+        """The same optimizer steps on more and on fewer ranks."""
+        assert self.setting.step_size is not None
+        most = min(max(MOST_RANKS, self.asked.ranks), self.setting.step_size)
+        powers = [1 << exponent for exponent in range(most.bit_length()) if 1 << exponent <= most]
+        found = []
+        for ranks in sorted({*powers, self.asked.ranks}):
+            setting = dataclasses.replace(self.setting, ranks=ranks)
+            budget = self.budget(self.asked.config.token_budget, self.asked.config.max_patches)
+            found.append((ranks, self.compared if ranks == self.asked.ranks else planned(self.sample, setting, budget)))
+        return found
+
+    def under_patch_caps(self, best: Outcome) -> Iterator[Outcome]:
+        """The budget of `best` with caps on patches: powers of two, from what every sample keeps; the last: none."""
+        assert best.token_budget is not None
+        largest = max(int(step.rows["patches"].max()) for step in self.sample.steps)
+        if not largest:
+            return
+        free = planned(self.sample, self.setting, self.budget(best.token_budget, None))
+        cap = 1 << (max(largest, self._least_patches()) - 1).bit_length()
+        while cap < free.most_patches:
+            yield planned(self.sample, self.setting, self.budget(best.token_budget, cap))
+            cap *= 2
+        yield free
+
+    def _least_patches(self) -> int:
+        """Of micro-batches without media."""
+        return max(self.rows.collation.dummies(0, 0)[1], 1)
+
+
+def _thinned(sample: Sample, share: float) -> Sample:
+    """This share of its optimizer steps, evenly spread."""
+    if share >= 1:
+        return sample
+    count = max(round(share * len(sample.steps)), 1)
+    spread = np.linspace(0, len(sample.steps) - 1, count).round().astype(int).tolist()
+    return dataclasses.replace(sample, steps=[sample.steps[number] for number in dict.fromkeys(spread)])

@@ -1,0 +1,151 @@
+"""What the planner of a training makes of the observed optimizer steps, under one budget."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from odb_factory.data.keep_epoch import StockSteps, by_weight
+from odb_factory.dry_run import efficiency, rivals
+from odb_factory.dry_run.observe import Sample, Step
+from odb_factory.dry_run.outcome import Heaviest, Outcome, Shape, costs_of, outcome
+from odb_factory.dry_run.rounds import rounds
+from odb_factory.planning import (
+    ROW,
+    Budget,
+    BufferMetadata,
+    Collation,
+    MicroStepTotals,
+    plan_in_groups,
+    plan_optimizer_step,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a plan depends on beside the budget. step_size: samples of an optimizer step; None: filled ones.
+
+    balance, join, overlong: keys of the block; group_size: `balance_group_size`; window: `buffer_size`. equal_weights:
+    of the stage.
+    """
+
+    ranks: int
+    step_size: int | None
+    batch_size: int
+    accumulation: int
+    balance: bool
+    join: bool
+    overlong: str
+    group_size: int
+    window: int
+    seed: int
+    equal_weights: bool
+    collation: Collation
+
+
+def planned(sample: Sample, setting: Setting, budget: Budget) -> Outcome:
+    """With odb, under this budget and in its layout."""
+    steps, num_overlong = _within(sample.steps, setting, budget)
+    table = np.concatenate([step.rows for step in steps] or [np.zeros(0, ROW)])
+    if setting.step_size is None:
+        totals, heaviest = _filled(table, sample, setting, budget)
+    else:
+        totals, heaviest = _kept(steps, setting, budget)
+    limits = [efficiency.least_time(step.rows["tokens"], setting.ranks, budget.token_budget) for step in steps]
+    if setting.step_size is None:  # whatever becomes of N: the load alone bounds it
+        load = float(table["tokens"].sum(dtype=np.int64)) / setting.ranks
+        limits = [load * (1 + efficiency.FIXED / budget.token_budget)]
+    tokens = float(table["tokens"].sum(dtype=np.int64))
+    return outcome(
+        "odb",
+        totals,
+        setting.ranks,
+        budget,
+        limit=tokens / (setting.ranks * sum(limits)) if limits else None,
+        stock=_fixed(steps, setting),
+        overlong=num_overlong,
+        heaviest=heaviest,
+    )
+
+
+def rival(name: str, sample: Sample, setting: Setting) -> Outcome:
+    """name: "fixed" batches of this YAML's size, or such "length-grouped" ones. They know no budget."""
+    stock = _fixed(sample.steps, setting)
+    found = stock
+    if name != "fixed":
+        table = np.concatenate([step.rows for step in sample.steps])
+        together = rivals.length_grouped(table, setting.batch_size, setting.ranks, setting.collation)
+        found = [together[k : k + setting.accumulation] for k in range(0, len(together), setting.accumulation)]
+    return outcome(name, found, setting.ranks, None, limit=None, stock=stock)
+
+
+def _kept(
+    steps: Sequence[Step], setting: Setting, budget: Budget
+) -> tuple[list[list[MicroStepTotals]], tuple[Shape, ...]]:
+    found, heaviest = [], Heaviest(budget)
+    assert setting.step_size is not None
+    stock = StockSteps(
+        global_batch_size=setting.step_size,
+        batch_size=setting.batch_size,
+        world_size=setting.ranks,
+        num_samples=None,
+        mean="micro_batch",
+        equal_weights=setting.equal_weights,
+    )
+    in_groups = setting.balance and budget.layout == "flat" and setting.ranks > setting.group_size
+    for step in steps:
+        rank = (step.start + step.rows["position"]) % setting.ranks
+        buffers = [BufferMetadata(step.rows[rank == one], exhausted=False) for one in range(setting.ranks)]
+        if setting.equal_weights:
+            buffers = by_weight(buffers, stock)
+        if in_groups:
+            plan = plan_in_groups(buffers, budget, setting.group_size)
+        else:
+            plan = plan_optimizer_step(buffers, budget, balance=setting.balance)
+        heaviest.add(buffers, plan.groups)
+        found.append(plan.totals)
+    return found, heaviest.shapes()
+
+
+def _filled(
+    table: np.ndarray, sample: Sample, setting: Setting, budget: Budget
+) -> tuple[list[list[MicroStepTotals]], tuple[Shape, ...]]:
+    """An epoch of the samples; of a part of the data set so many rounds that as many samples go out."""
+    shares = [table[rank :: setting.ranks] for rank in range(setting.ranks)]
+    heaviest, totals = Heaviest(budget), []
+    for one in rounds(
+        shares,
+        budget,
+        setting.window,
+        balance=setting.balance,
+        join=setting.join,
+        accumulation=setting.accumulation,
+        endless=not sample.is_whole and min(map(len, shares)) > 0,
+        seed=setting.seed,
+    ):
+        heaviest.add(one.windows, one.plan.groups)
+        totals += one.plan.totals
+        if sum(step.samples for step in totals) >= len(table):
+            break
+    return [
+        totals[k : k + setting.accumulation] for k in range(0, len(totals), setting.accumulation)
+    ], heaviest.shapes()
+
+
+def _fixed(steps: Sequence[Step], setting: Setting) -> list[list[MicroStepTotals]]:
+    return [rivals.fixed_batches(step.rows, setting.batch_size, setting.ranks, setting.collation) for step in steps]
+
+
+def _within(steps: Sequence[Step], setting: Setting, budget: Budget) -> tuple[list[Step], int]:
+    """Without the samples that `overlong` leaves out; and how many break a budget alone."""
+    kept, num_overlong = [], 0
+    for step in steps:
+        is_overlong = np.array([budget.overlong(cost) for cost in costs_of(step.rows)], dtype=bool)
+        num_overlong += int(is_overlong.sum())
+        rows = step.rows if setting.overlong == "singleton" else step.rows[~is_overlong]
+        if len(rows):
+            kept.append(dataclasses.replace(step, rows=rows))
+    return kept, num_overlong

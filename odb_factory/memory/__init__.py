@@ -1,0 +1,1 @@
+"""How much memory a micro-batch takes: measured, modelled, estimated without an accelerator."""

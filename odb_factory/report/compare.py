@@ -1,0 +1,116 @@
+"""Two runs side by side: whether they did the same, by what their logs show, and which took less time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from odb_factory.report.numbers import number, percent, seconds_text
+
+ROUNDING = 1e-4
+"""Losses that differ by no more, relatively, are called the same: batches are summed in another order."""
+
+
+def compare(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """The figures of both, as `read_run` returns them.
+
+    same_amount: both have ended after as many optimizer steps and samples; None where a log does not tell.
+    largest_loss_difference: of the optimizer steps that both have logged, relative to the loss; first_different_step:
+    where it first exceeds `ROUNDING`. time_ratio: seconds of one as a share of the other's, None unless same_amount.
+    """
+    losses = [{entry["step"]: entry for entry in run["entries"]} for run in (one, other)]
+    common = sorted(losses[0].keys() & losses[1].keys())
+    steps = []
+    for step in common:
+        mine, theirs = (entries[step]["loss"] for entries in losses)
+        difference = None if mine is None or not theirs else abs(mine - theirs) / abs(theirs)
+        steps.append({"step": step, "loss": mine, "other_loss": theirs, "relative_difference": difference})
+    differences = [
+        (line["relative_difference"], line["step"]) for line in steps if line["relative_difference"] is not None
+    ]
+    same = _same_amount(one, other)
+    seconds = _seconds(one, other, losses, common) if same else (None, None)
+    return {
+        "same_amount": same,
+        "common_logged_steps": len(common),
+        "largest_loss_difference": max(differences, default=(None,))[0],
+        "first_different_step": next((step for size, step in differences if size > ROUNDING), None),
+        "same_learning_rates": _same_learning_rates(losses, common),
+        "seconds": seconds[0],
+        "other_seconds": seconds[1],
+        "time_ratio": seconds[0] / seconds[1] if seconds[0] and seconds[1] else None,
+        "steps": steps,
+    } | {"notes": _notes(one, other, any(size > ROUNDING for size, _ in differences))}
+
+
+def _notes(one: Mapping[str, Any], other: Mapping[str, Any], have_different_losses: bool) -> list[str]:
+    said = ["No log says whether both runs had the same machine to themselves, which a ratio of times rests on."]
+    if have_different_losses and {one["kind"], other["kind"]} == {"stock", "odb"}:
+        said.append(
+            "Stock training repeats samples to fill up the last optimizer step of an epoch and odb does not: where the "
+            "samples of an epoch are no whole number of optimizer steps, losses may differ from there on."
+        )
+    return said
+
+
+def _same_amount(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool | None:
+    if not (one["finished"] and other["finished"]):
+        return False
+    amounts = [[run["totals"][name] for name in ("optimizer_steps", "samples")] for run in (one, other)]
+    if amounts[0][0] != amounts[1][0]:
+        return False
+    return None if None in (amounts[0][1], amounts[1][1]) else amounts[0] == amounts[1]
+
+
+def _seconds(
+    one: Mapping[str, Any], other: Mapping[str, Any], entries: list[dict[int, Any]], common: list[int]
+) -> tuple[float | None, float | None]:
+    """Of both until the same optimizer step, measured in the same way: `train_runtime`, or until the last log entry."""
+    totals = one["totals"], other["totals"]
+    if all(run["seconds_from"] == "train_runtime" for run in totals):
+        return totals[0]["seconds"], totals[1]["seconds"]
+    if not common or common[-1] != totals[0]["optimizer_steps"]:
+        return None, None
+    return entries[0][common[-1]]["seconds"], entries[1][common[-1]]["seconds"]
+
+
+def _same_learning_rates(losses: list[dict[int, Any]], common: list[int]) -> bool | None:
+    pairs = [[entries[step]["learning_rate"] for entries in losses] for step in common]
+    known = [(mine, theirs) for mine, theirs in pairs if mine is not None and theirs is not None]
+    return all(abs(mine - theirs) <= 1e-9 * abs(theirs) for mine, theirs in known) if known else None
+
+
+def headline_of_two(one: Mapping[str, Any], other: Mapping[str, Any], comparison: Mapping[str, Any]) -> str:
+    """One sentence with what the logs show, and no time where they do not show that both did the same."""
+    totals, others = one["totals"], other["totals"]
+    names = f"{one['name']} and {other['name']}"
+    if comparison["same_amount"]:
+        steps, samples = number(totals["optimizer_steps"]), number(totals["samples"])
+        said = f"{names} took the same {steps} optimizer steps on {samples} samples{_losses(comparison)}"
+        if comparison["time_ratio"] is not None:
+            said += (
+                f"; {one['name']} needed {percent(comparison['time_ratio'], 0)} of the time "
+                f"({seconds_text(comparison['seconds'])} against {seconds_text(comparison['other_seconds'])})"
+            )
+        return said + "."
+    under_way = [run["name"] for run in (one, other) if not run["finished"]]
+    if under_way:
+        which = f"{' and '.join(under_way)} {'has' if len(under_way) == 1 else 'have'} not come to the end"
+        return f"{names} cannot be compared in time: {which}{_losses(comparison)}."
+    if totals["optimizer_steps"] == others["optimizer_steps"] and comparison["same_amount"] is None:
+        said = f"{names} took the same {number(totals['optimizer_steps'])} optimizer steps"
+        return f"{said}{_losses(comparison)}; their logs do not show that it was on as many samples."
+    amounts = " and ".join(
+        f"{number(run['totals']['optimizer_steps'])} optimizer steps on {number(run['totals']['samples'])} samples"
+        for run in (one, other)
+    )
+    return f"{names} are different trainings: {amounts}."
+
+
+def _losses(comparison: Mapping[str, Any]) -> str:
+    largest, first = comparison["largest_loss_difference"], comparison["first_different_step"]
+    if largest is None:
+        return ", with no logged loss in common"
+    if first is None:
+        return f", with the same losses to {largest:.1e}" if largest else ", with the very same losses"
+    return f", with losses that differ from optimizer step {number(first)} on, by {percent(largest, 2)} at most"

@@ -1,0 +1,200 @@
+"""The HTML page: everything in one file, without scripts and without anything to fetch."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Mapping, Sequence
+from importlib import resources
+from typing import Any
+
+from odb_factory import __version__
+from odb_factory.report import charts, html
+from odb_factory.report.numbers import UNKNOWN, number, percent, seconds_text
+
+Run = Mapping[str, Any]
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+"""Of the browser: whatever stood in the page, it would load nothing."""
+
+TILES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("optimizer_steps", "optimizer steps", number),
+    ("samples", "samples", number),
+    ("seconds", "time of training", seconds_text),
+    ("samples_per_second", "samples per second", number),
+    ("tokens_per_second", "tokens per second", number),
+    ("padding_ratio", "padding", percent),
+    ("balance", "balance", lambda value: number(value, 3)),
+    ("patch_balance", "patch balance", lambda value: number(value, 3)),
+    ("budget_use", "budget use", percent),
+    ("data_wait_s", "waited for data", seconds_text),
+    ("micro_steps", "micro-steps", number),
+    ("units_cv", "spread of units (sd / mean)", lambda value: number(value, 3)),
+)
+ROWS = {
+    "left_out": "neither trained on nor rejected (end of an epoch)",
+    "overlong": "break a budget alone and were trained on alone",
+    "over_budget": "micro-batches of rank 0 that the collator made larger than the budget",
+}
+
+
+def make_page(figures: Mapping[str, Any], made: datetime.datetime) -> str:
+    """figures: what the JSON says, with one run or two. made: when."""
+    runs: Sequence[Run] = figures["runs"]
+    title = " and ".join(run["name"] for run in runs)
+    body = [
+        f"<h1>odb-factory report: {html.text(title)}</h1>",
+        f'<p class="headline">{html.text(figures["headline"])}</p>',
+        *(_state(run, place, len(runs)) for place, run in enumerate(runs)),
+        _tiles(runs),
+        _notes(figures),
+    ]
+    for heading, parts in (
+        ("Course of the training", charts.of_entries(runs)),
+        ("Optimizer steps", charts.of_steps(runs)),
+        ("Distributions", charts.distributions(runs)),
+    ):
+        if parts:
+            body.append(f'<h2>{heading}</h2><div class="charts">{"".join(parts)}</div>')
+    if figures["comparison"] is not None:
+        body.append(_losses(runs, figures["comparison"]))
+    body += [_tables(run, len(runs)) for run in runs]
+    body += [_asked(runs), _files(runs, made)]
+    style = (resources.files("odb_factory.report") / "page.css").read_text(encoding="utf-8")
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
+        f"<title>{html.text(title)}: odb-factory report</title><style>{style}</style></head>"
+        f"<body><main>{''.join(body)}</main></body></html>\n"
+    )
+
+
+def _state(run: Run, place: int, count: int) -> str:
+    steps, most = run["totals"]["optimizer_steps"], run["totals"]["max_steps"]
+    state = "finished" if run["finished"] else "under way or interrupted"
+    if not run["finished"] and most:
+        state += f", at optimizer step {number(steps)} of {number(most)}"
+    kind = {"odb": "trained with odb", "stock": "stock training", "mixed": "partly trained with odb"}[run["kind"]]
+    name = f"{html.key(place)}{html.text(run['name'])}: " if count > 1 else ""
+    return f'<p class="state">{name}{kind}, {state}; {html.text(run["folder"])}</p>'
+
+
+def _tiles(runs: Sequence[Run]) -> str:
+    made = []
+    for name, label, said in TILES:
+        values = [run["totals"][name] for run in runs]
+        if all(value is None for value in values) and any(run["kind"] != "stock" for run in runs):
+            continue
+        parts = []
+        for place, value in enumerate(values):
+            unknown = ' class="unknown"' if value is None else ""
+            shown = UNKNOWN if value is None else f'<data value="{value!r}">{html.text(said(value))}</data>'
+            parts.append(f'<dd{unknown} data-figure="{name}">{html.key(place) if len(runs) > 1 else ""}{shown}</dd>')
+        made.append(f'<div class="tile"><dt>{html.text(label)}</dt>{"".join(parts)}</div>')
+    return f'<dl class="tiles">{"".join(made)}</dl>'
+
+
+def _notes(figures: Mapping[str, Any]) -> str:
+    runs = figures["runs"]
+    said = [(f"{run['name']}: " if len(runs) > 1 else "") + note for run in runs for note in run["notes"]]
+    if figures["comparison"] is not None:
+        said += figures["comparison"]["notes"]
+    return f'<ul class="notes">{"".join(f"<li>{html.text(line)}</li>" for line in said)}</ul>' if said else ""
+
+
+def _losses(runs: Sequence[Run], comparison: Mapping[str, Any]) -> str:
+    rows = [
+        [
+            f"{line['step']:,}",
+            number(line["loss"], 8),
+            number(line["other_loss"], 8),
+            _scientific(line["relative_difference"]),
+        ]
+        for line in comparison["steps"]
+    ]
+    if not rows:
+        return ""
+    shown = html.some(rows)
+    head = ["optimizer step", *(f"loss of {run['name']}" for run in runs), "relative difference"]
+    largest = _scientific(comparison["largest_loss_difference"])
+    return (
+        f"<h2>Losses side by side</h2><p>{len(rows):,} optimizer steps are logged by both, {len(shown)} shown; the "
+        f"largest relative difference is {largest}.</p>{html.table(head, shown)}"
+    )
+
+
+def _scientific(value: float | None) -> str:
+    return UNKNOWN if value is None else f"{value:.1e}" if value else "0"
+
+
+def _tables(run: Run, count: int) -> str:
+    of = f" of {html.text(run['name'])}" if count > 1 else ""
+    parts = []
+    if run["ranks"]:
+        counts = ("micro_batches", "idle_micro_batches", "samples", "tokens", "patches")
+        head = ["rank", "micro-batches", "idle", "samples", "tokens", "patches", "padding", "waited for data"]
+        rows = [
+            [
+                line["rank"],
+                *(number(line[name]) for name in counts),
+                percent(line["padding_ratio"]),
+                seconds_text(line["data_wait_s"]),
+            ]
+            for line in run["ranks"]
+        ]
+        parts.append(f"<h2>Ranks{of}</h2>{html.table(head, rows)}")
+    if run["datasets"]:
+        head = ["data set", "samples", "tokens", "share of tokens", "mean length", "longest"]
+        rows = [
+            [
+                line["name"], number(line["samples"]), number(line["tokens"]), percent(line["share_of_tokens"]),
+                number(line["mean_length"]), number(line["longest"]),
+            ]
+            for line in run["datasets"]
+        ]  # fmt: skip
+        parts.append(f"<h2>Data sets{of}</h2>{html.table(head, rows)}")
+    if run["rows"] is not None:
+        rows = [[f"left out: {reason}", number(count)] for reason, count in run["rows"]["dropped"].items()]
+        rows += [[meaning, number(run["rows"][name])] for name, meaning in ROWS.items()]
+        if not run["rows"]["dropped"]:
+            rows.insert(0, ["left out", "0"])
+        parts.append(f"<h2>Rows that stand apart{of}</h2>{html.table(['what', 'count'], rows)}")
+    return "".join(parts)
+
+
+def _asked(runs: Sequence[Run]) -> str:
+    """What was asked, by key; where two runs differ the row is stressed."""
+    flat = [_flat(run["asked"]) for run in runs]
+    names = list(dict.fromkeys(name for settings in flat for name in settings))
+    if not names:
+        return ""
+    rows = [[name, *(settings.get(name, "") for settings in flat)] for name in names]
+    head = ["setting", *(run["name"] for run in runs)]
+    # A model card and our log name things differently, so there is nothing to compare then.
+    is_alike = len(runs) == 2 and len({run["asked"]["from"] for run in runs}) == 1
+    differs = [is_alike and row[1] != row[-1] for row in rows]
+    return f"<h2>What was asked</h2>{html.table(head, rows, 'texts', differs)}"
+
+
+def _flat(asked: Mapping[str, Any]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    if asked.get("world_size"):
+        found["ranks"] = str(asked["world_size"])
+    if asked.get("layout"):
+        found["layout taken"] = f"{asked['layout']['name']} ({asked['layout']['reason']})"
+    for section, prefix in (("about", ""), ("arguments", ""), ("block", "odb."), ("versions", "version of ")):
+        for name, value in (asked.get(section) or {}).items():
+            if value is not None:
+                found[prefix + name] = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return found
+
+
+def _files(runs: Sequence[Run], made: datetime.datetime) -> str:
+    said = []
+    for run in runs:
+        files = run["files"]
+        broken = "".join(f"; {count} broken in {name}" for name, count in files["broken_lines"].items())
+        said.append(f"{run['name']}: {', '.join(files['read']) or 'nothing'}{broken}")
+    return (
+        f"<footer><p>Read: {html.text('. '.join(said))}.</p><p>Made by odb-factory {html.text(__version__)} on "
+        f"{made:%Y-%m-%d at %H:%M}. docs/reference.md explains padding, balance and the others.</p></footer>"
+    )

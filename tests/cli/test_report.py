@@ -1,0 +1,145 @@
+"""`odb-factory report`: its files, its page, its mistakes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from report.browser import open_page
+from report.folders import BEGAN, audit_line, begin, end, entry, write_lines, write_stock
+
+from odb_factory.cli.main import main
+from odb_factory.report.numbers import number, seconds_text
+from odb_factory.report.svg import MOST_POINTS, Series, histogram, lines
+
+EVIL = '<script>alert(1)</script><img src="http://example.invalid/x.png">&'
+
+
+def write_odb(folder: Path, steps: int = 6) -> Path:
+    """A finished run of one rank with an audit."""
+    entries = [entry(k, BEGAN + 2 * k, loss=9 / k) for k in range(1, steps + 1)]
+    write_lines(folder / "odb_log.jsonl", [begin(model=EVIL), *entries, end(steps, BEGAN + 2 * steps + 1)])
+    audit = [audit_line(k, [10 + k, 20, 15, 15 - k]) for k in range(1, steps + 1)]
+    write_lines(folder / "odb_audit_rank0.jsonl", audit)
+    return folder
+
+
+def run(*arguments: object) -> int:
+    return main(["report", *map(str, arguments)])
+
+
+def test_the_page_is_in_the_folder_and_says_what_the_json_says(tmp_path: Path, capsys) -> None:
+    folder = write_odb(tmp_path / "run")
+    assert run(folder, "--json", tmp_path / "figures.json") == 0
+    said = capsys.readouterr().out
+    assert said.startswith(
+        "run: 24 samples in 6 optimizer steps, 12.0 s; padding 25.0%, balance 1; loss from 9 to 1.5."
+    )
+    assert str(folder / "odb_report.html") in said and str(tmp_path / "figures.json") in said
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    page = (folder / "odb_report.html").read_text()
+    assert figures["headline"] in page
+    for name, value in re.findall(r'data-figure="(\w+)"><data value="([^"]+)"', page):
+        assert float(value) == figures["runs"][0]["totals"][name]
+    # It reads nothing but what it is given, however often, and prints JSON alone where that is asked for.
+    assert run(folder, "--json", "-") == 0
+    assert json.loads(capsys.readouterr().out) == figures
+
+
+def test_nothing_in_the_page_is_taken_for_markup(tmp_path: Path) -> None:
+    """Names and settings come from files; as text they are shown, and a browser asks for nothing because of them."""
+    folder = write_odb(tmp_path / "a <b>bold<b> & 'run'")
+    (folder / "README.md").write_text(f"### Training hyperparameters\n\n- learning_rate: {EVIL}\n")
+    stock = write_stock(tmp_path / "<img src=x onerror=alert(1)>", [1.0, 2.0])
+    (stock / "README.md").write_text(f"### Training hyperparameters\n\n- {EVIL[:20]}: {EVIL}\n")
+    page = tmp_path / "page.html"
+    assert run(folder, stock, "--html", page) == 0
+    tags: list[tuple[str, Any]] = []
+    parser = HTMLParser()
+    parser.handle_starttag = lambda tag, attrs: tags.append((tag, attrs))  # type: ignore[method-assign]
+    parser.feed(page.read_text())
+    assert not {tag for tag, _ in tags} & {"script", "img", "iframe", "object", "b"}
+    assert {value for tag, attrs in tags for name, value in attrs if name in ("href", "src")} == {"data:,"}
+    opened = open_page(page, tmp_path)
+    assert not opened.console and not opened.requests
+    assert EVIL in opened.text and "a <b>bold<b> & 'run'" in opened.text
+
+
+def test_a_browser_that_is_asked_for_more_is_found_out(tmp_path: Path) -> None:
+    """The look into the browser sees what it looks for."""
+    page = tmp_path / "page.html"
+    page.write_text(
+        '<html><body><img src="http://example.invalid/x.png"><script>console.error(1)</script></body></html>'
+    )
+    opened = open_page(page, tmp_path)
+    assert set(opened.requests) == {"http://example.invalid/x.png"} and opened.console
+
+
+def test_long_runs_make_small_pages(tmp_path: Path) -> None:
+    folder = write_odb(tmp_path / "run", steps=5_000)
+    assert run(folder) == 0
+    assert (folder / "odb_report.html").stat().st_size < 500_000
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda folder: folder / "nowhere", "there is no such folder"),
+        (lambda folder: folder, "there is no run in it"),
+        (lambda folder: write_odb(folder) / "odb_log.jsonl", "there is no such folder"),
+    ],
+)
+def test_folders_without_a_run(tmp_path: Path, capsys, make: Any, said: str) -> None:
+    folder = make(tmp_path)
+    assert run(folder) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"odb-factory report: {folder}: {said}")
+
+
+def test_files_that_cannot_be_written(tmp_path: Path, capsys) -> None:
+    folder = write_odb(tmp_path / "run")
+    for option in ("--html", "--json"):
+        assert run(folder, option, tmp_path / "no" / "file") == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.endswith(f"cannot be written (No such file or directory); give another file with {option}.")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_files_that_cannot_be_read(tmp_path: Path, capsys) -> None:
+    folder = write_odb(tmp_path / "run")
+    (folder / "odb_log.jsonl").chmod(0)
+    assert run(folder) == 1
+    assert "cannot be read" in capsys.readouterr().err
+
+
+# The drawings
+
+
+def test_no_peak_is_lost_in_a_long_line() -> None:
+    points = [(float(k), 1.0) for k in range(10_000)]
+    points[7_777] = (7_777.0, 100.0)
+    drawing = lines([Series("a", points)], "x", "y")
+    drawn = [float(pair.split(",")[1]) for pair in re.search(r'points="([^"]+)"', drawing)[1].split()]
+    assert min(drawn) < max(drawn) - 100 and len(drawn) <= MOST_POINTS + 2
+
+
+def test_drawings_of_little_or_nothing() -> None:
+    assert lines([], "x", "y") == lines([Series("a", [(1.0, float("nan"))])], "x", "y") == ""
+    assert "circle" in lines([Series("a", [(1.0, 0.0)])], "x", "y")
+    assert "polyline" in lines([Series("a", [(1.0, 2.0), (2.0, 2.0)])], "x", "y")
+    assert histogram([(0, [], [])], "x", "y") == ""
+    assert histogram([(0, [0, 1], [4])], "x", "y", mark=3.0).count("<rect") == 1
+
+
+def test_numbers_for_people() -> None:
+    assert [number(value) for value in (None, 0.0, 12345.0, 12345.6, 0.00012346, 1.5)] == [
+        "not known", "0", "12,345", "12,346", "0.0001235", "1.5",
+    ]  # fmt: skip
+    assert [seconds_text(value) for value in (0.04, 59.9, 119.7, 3600 * 30 + 61)] == [
+        "0.0 s", "59.9 s", "2 min 00 s", "30 h 01 min",
+    ]  # fmt: skip

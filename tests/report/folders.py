@@ -1,0 +1,80 @@
+"""Output folders as trainings leave them, written by hand."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+BEGAN = 1_700_000_000.0
+BUDGET = 100
+
+
+def write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def begin(optimizer_steps: int = 0, time: float = BEGAN, world_size: int = 1, **about: Any) -> dict[str, Any]:
+    """The first line of a process in odb_log.jsonl."""
+    line = {"event": "begin", "time": time, "optimizer_steps": optimizer_steps, "max_steps": 100}
+    said = {"config": {"token_budget": BUDGET}, "arguments": {}, "about": about, "versions": {}, "layout": None}
+    return line | {"world_size": world_size} | said
+
+
+def entry(step: int, time: float, loss: float = 1.0, *, steps: int = 1, **metrics: float) -> dict[str, Any]:
+    """A log entry of one rank: 4 samples and 80 tokens an optimizer step, of which 20 are padding."""
+    sums = {"micro_steps": steps, "optimizer_steps": steps, "idle_micro_batches": 0, "samples": 4 * steps}
+    sums |= {"tokens": 60 * steps, "padded_tokens": 80 * steps, "awaited_tokens": 80 * steps, "units": 30 * steps}
+    sums |= {"squared_units": 900 * steps, "patches": 0, "awaited_patches": 0, "moved": 0, "data_wait_s": 0.5}
+    logs = {"loss": loss, "learning_rate": 1e-3, "odb/balance": 1.0, "odb/padding_ratio": 0.25} | metrics
+    rows = {"dropped": {"invalid": 2}, "left_out": 0, "overlong": 1, "over_budget": 0}
+    line = {"event": "log", "time": time, "optimizer_step": step, "epoch": 0.1, "logs": logs, "sums": sums}
+    return line | {"rows": rows}
+
+
+def end(step: int, time: float) -> dict[str, Any]:
+    return {"event": "end", "time": time, "optimizer_step": step}
+
+
+def audit_line(step: int, lengths: Sequence[int], time: float = BEGAN + 1, **changes: Any) -> dict[str, Any]:
+    """The only micro-batch of this rank in an optimizer step."""
+    line = {"epoch": 0, "optimizer_step": step, "micro_batch": 0, "micro_batches": 1, "ids": list(range(len(lengths)))}
+    line |= {"lengths": list(lengths), "rows": len(lengths), "length": max(lengths, default=0), "segments": []}
+    line |= {"patches": 0, "units": sum(lengths), "weight": 1.0, "idle": not lengths, "data_wait_s": 0.1, "time": time}
+    return line | changes
+
+
+def write_stock(folder: Path, losses: Sequence[float], *, seconds: int = 2, samples: int = 8) -> Path:
+    """What LLaMA-Factory leaves of a stock run, so many seconds and samples an optimizer step."""
+    steps = range(1, len(losses) + 1)
+    logged = [
+        {
+            "current_steps": k,
+            "total_steps": len(losses),
+            "loss": loss,
+            "lr": 1e-3,
+            "epoch": 0.5,
+            "elapsed_time": f"0:{seconds * k // 60:02d}:{seconds * k % 60:02d}",
+        }
+        for k, loss in zip(steps, losses)
+    ]
+    write_lines(folder / "trainer_log.jsonl", logged)
+    history: list[dict[str, Any]] = [
+        {"step": k, "loss": loss, "learning_rate": 1e-3, "epoch": 0.5} for k, loss in zip(steps, losses)
+    ]
+    runtime = float(seconds * len(losses))
+    rate = round(samples * len(losses) / runtime, 3)
+    history.append({"step": len(losses), "train_runtime": runtime, "train_samples_per_second": rate, "epoch": 1.0})
+    (folder / "trainer_state.json").write_text(json.dumps({"log_history": history, "max_steps": len(losses)}))
+    return folder
+
+
+def orders(num_samples: int, seed: int) -> tuple[list[int], list[int]]:
+    """Uneven lengths in random order, and as length-grouped batches put them: sorted within mega-batches."""
+    rng = random.Random(seed)
+    lengths = [int(20 * 1.5 ** rng.uniform(0, 10)) for _ in range(num_samples)]
+    grouped = [n for k in range(0, num_samples, 400) for n in sorted(lengths[k : k + 400], reverse=True)]
+    return lengths, grouped

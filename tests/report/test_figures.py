@@ -1,0 +1,199 @@
+"""What reports make of logs: resumes, broken lines, files of several runs, figures that are not known."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from report.folders import BEGAN, audit_line, begin, end, entry, orders, write_lines, write_stock
+
+from odb_factory.cli.report import report
+from odb_factory.report.distributions import histogram
+from odb_factory.report.figures import read_run, to_json
+
+LOG = "odb_log.jsonl"
+
+
+def test_seconds_go_on_after_a_resume_and_what_is_taken_again_counts_once(tmp_path: Path) -> None:
+    """Entries every 2 optimizer steps; checkpoint at 5: steps 6 and beyond are taken again by the second process."""
+    lines = [begin(), *(entry(k, BEGAN + 10 * k, steps=2) for k in (2, 4, 6, 8))]
+    later = BEGAN + 5000
+    lines += [begin(5, later), entry(6, later + 7, loss=3.0), *(entry(k, later + 10 * k, steps=2) for k in (8, 10))]
+    write_lines(tmp_path / LOG, [*lines, end(10, later + 101)])
+    run = read_run(tmp_path)
+    assert [(one["step"], one["seconds"], one["first_step"]) for one in run["entries"]] == [
+        (2, 20, 1),
+        (4, 40, 3),
+        (6, 47, 6),
+        (8, 120, 7),
+        (10, 140, 9),
+    ]
+    assert run["entries"][2]["loss"] == 3.0 and run["entries"][2]["seconds_per_step"] == 7
+    assert run["totals"]["tokens"] is None, "those of optimizer step 5 are in no entry"
+    assert run["totals"]["seconds_from"] == "log"
+
+
+def test_stock_runs_that_were_resumed(tmp_path: Path) -> None:
+    write_stock(tmp_path, [5.0, 4.0, 3.0, 2.0])
+    (tmp_path / "trainer_state.json").unlink()
+    more = [{"current_steps": 3, "loss": 3.1, "elapsed_time": "0:00:05"}]
+    more += [{"current_steps": 4, "loss": 2.1, "elapsed_time": "1 day, 2:00:01"}]
+    with (tmp_path / "trainer_log.jsonl").open("a") as log:
+        log.write("".join(json.dumps(line) + "\n" for line in more))
+    run = read_run(tmp_path)
+    assert [(one["step"], one["loss"], one["seconds"]) for one in run["entries"]] == [
+        (1, 5.0, 2),
+        (2, 4.0, 4),
+        (3, 3.1, 9),
+        (4, 2.1, 4 + 26 * 3600 + 1),
+    ]
+    assert not run["finished"] and any("resumed 1 time:" in note for note in run["notes"])
+
+
+def test_broken_lines_are_counted_and_half_written_ones_named(tmp_path: Path) -> None:
+    write_lines(tmp_path / LOG, [begin(), entry(1, BEGAN + 1), {"event": "log"}, entry(2, BEGAN + 2)])
+    with (tmp_path / LOG).open("a") as log:
+        log.write('{"event": "lo\n[1]\n\x00\n{"event": "log", "ti')
+    write_lines(tmp_path / "odb_audit_rank0.jsonl", [audit_line(1, [3, 4]), {"optimizer_step": 2}])
+    (tmp_path / "odb_summary.json").write_text('{"emitted": 8,')
+    run = read_run(tmp_path)
+    assert run["files"]["broken_lines"] == {LOG: 4, "odb_audit_rank0.jsonl": 1, "odb_summary.json": 1}
+    assert run["files"]["half_written"] == [LOG]
+    assert [one["step"] for one in run["entries"]] == [1, 2] and not run["finished"]
+    assert any(note == f"{LOG}: 4 broken lines left out." for note in run["notes"])
+
+
+def test_figures_that_are_no_numbers(tmp_path: Path) -> None:
+    lines = [
+        begin(),
+        entry(1, BEGAN + 1),
+        entry(2, BEGAN + 2, loss=float("nan")),
+        entry(3, BEGAN + 3, grad_norm=np.inf),
+    ]
+    write_lines(tmp_path / LOG, lines)
+    run = read_run(tmp_path)
+    assert [one["loss"] for one in run["entries"]] == [1.0, None, 1.0] and run["entries"][2]["grad_norm"] is None
+    assert any(note.startswith("Logged figures that are NaN or infinite (2)") for note in run["notes"])
+    json.loads(to_json(report([tmp_path, tmp_path])), parse_constant=pytest.fail)
+
+
+def test_ranks_that_are_gone_after_a_resume(tmp_path: Path) -> None:
+    """Two ranks, then one: what rank 1 did behind the checkpoint is taken again by rank 0."""
+    later = BEGAN + 100
+    write_lines(
+        tmp_path / LOG, [begin(world_size=2), entry(3, BEGAN + 3, steps=3), begin(2, later), entry(3, later + 1)]
+    )
+    of_rank = [[audit_line(k, [10 + k, rank + 1], BEGAN + k) for k in (1, 2, 3)] for rank in range(2)]
+    write_lines(tmp_path / "odb_audit_rank0.jsonl", [*of_rank[0], audit_line(3, [50, 51, 52], later + 1)])
+    write_lines(tmp_path / "odb_audit_rank1.jsonl", of_rank[1])
+    run = read_run(tmp_path)
+    assert run["optimizer_steps"]["samples"] == [4, 4, 3]
+    assert run["optimizer_steps"]["padded_tokens"] == [44, 48, 156]
+    assert [line["samples"] for line in run["ranks"]] == [2 + 2 + 3, 4]
+    assert any("with 1 and 2 ranks" in note for note in run["notes"])
+
+
+def test_idle_micro_batches_have_no_tokens(tmp_path: Path) -> None:
+    write_lines(tmp_path / LOG, [begin(world_size=2), entry(1, BEGAN + 1)])
+    write_lines(tmp_path / "odb_audit_rank0.jsonl", [audit_line(1, [30])])
+    write_lines(tmp_path / "odb_audit_rank1.jsonl", [audit_line(1, [], rows=1, length=30, patches=4)])
+    run = read_run(tmp_path)
+    assert run["optimizer_steps"]["padded_tokens"] == [30] and run["optimizer_steps"]["patches"] == [0]
+    assert [(line["idle_micro_batches"], line["padded_tokens"]) for line in run["ranks"]] == [(0, 30), (1, 0)]
+    assert run["distributions"]["samples_of_micro_batch"]["count"] == 1
+
+
+def test_files_of_another_run_are_left_out(tmp_path: Path) -> None:
+    """A stock run's log and state stand beside a newer run with odb in the same folder."""
+    write_stock(tmp_path, [9.0, 8.0, 7.0])
+    write_lines(tmp_path / LOG, [begin(), entry(1, BEGAN + 1), entry(2, BEGAN + 2)])
+    run = read_run(tmp_path)
+    assert [(one["step"], one["loss"]) for one in run["entries"]] == [(1, 1.0), (2, 1.0)]
+    assert not run["finished"] and run["totals"]["samples"] == 8
+    assert sum("tells of another run" in note for note in run["notes"]) == 2
+
+
+def test_a_summary_of_an_earlier_end_is_not_taken(tmp_path: Path) -> None:
+    (tmp_path / "odb_summary.json").write_text(json.dumps({"optimizer_steps": 1, "emitted": 999, "tokens": 1}))
+    lines = [begin(), entry(1, BEGAN + 1), end(1, BEGAN + 2), begin(1, BEGAN + 50), entry(2, BEGAN + 60)]
+    write_lines(tmp_path / LOG, lines)
+    run = read_run(tmp_path)
+    assert run["totals"]["samples"] == 8 and not run["finished"] and run["rows"]["dropped"] == {"invalid": 2}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_lengths_of_successive_steps(tmp_path: Path, seed: int) -> None:
+    """Orders by length are told from random ones, from audits and from log entries of single optimizer steps."""
+    found = []
+    for name, lengths in zip(("random", "grouped"), orders(3200, seed)):
+        steps = [lengths[k : k + 32] for k in range(0, len(lengths), 32)]
+        write_lines(tmp_path / name / LOG, [begin()])
+        audit = [audit_line(k + 1, step) for k, step in enumerate(steps)]
+        write_lines(tmp_path / name / "odb_audit_rank0.jsonl", audit)
+        means = [sum(step) / len(step) for step in steps]
+        one = read_run(tmp_path / name)["lengths_of_successive_steps"]
+        assert one["pairs"] == len(steps) - 1
+        assert one["correlation"] == pytest.approx(np.corrcoef(means[:-1], means[1:])[0, 1])
+        found.append(one["correlation"])
+    assert abs(found[0]) < 0.3 and found[1] > 0.5
+
+
+def test_correlation_needs_single_steps(tmp_path: Path) -> None:
+    def write(steps: int) -> Any:
+        made = [entry(k * steps, BEGAN + k, steps=steps) for k in range(1, 6)]
+        for k, line in enumerate(made):
+            line["sums"]["tokens"] = (1, 4, 2, 5, 3)[k]
+        write_lines(tmp_path / LOG, [begin(), *made])
+        return read_run(tmp_path)["lengths_of_successive_steps"]
+
+    assert write(1) == {"correlation": pytest.approx(np.corrcoef([1, 4, 2, 5], [4, 2, 5, 3])[0, 1]), "pairs": 4}
+    assert write(2) is None
+
+
+@pytest.mark.parametrize("values", [[5], [0, 0, 0], list(range(1000)), [1, 10_000_019], [3, 3, 4]])
+def test_every_value_is_in_the_histogram(values: list[int]) -> None:
+    made = histogram(np.array(values))
+    counts, edges = made["counts"], made["edges"]
+    assert len(edges) == len(counts) + 1 and len(counts) <= 40
+    assert counts == [sum(low <= value < high for value in values) for low, high in itertools.pairwise(edges)]
+    assert sum(counts) == made["count"] == len(values) and made["max"] == max(values)
+
+
+# Two runs
+
+
+def test_a_ratio_of_times_needs_the_same_steps_and_samples(tmp_path: Path) -> None:
+    one = write_stock(tmp_path / "one", [4.0, 3.0], seconds=3)
+    cases = {
+        "equal": (write_stock(tmp_path / "equal", [4.0, 3.0], seconds=6), 0.5, "needed 50% of the time"),
+        "losses": (
+            write_stock(tmp_path / "losses", [4.0, 3.3], seconds=6),
+            0.5,
+            "differ from optimizer step 2 on, by 9.09%",
+        ),
+        "steps": (write_stock(tmp_path / "steps", [4.0, 3.0, 2.0]), None, "are different trainings: 2 optimizer steps"),
+        "samples": (write_stock(tmp_path / "samples", [4.0, 3.0], samples=4), None, "on 8 samples."),
+        "long": (write_stock(tmp_path / "long", [4.0, 3.0], seconds=800), None, "do not show that it was on as many"),
+    }
+    for other, ratio, said in cases.values():
+        figures = report([one, other])
+        assert figures["comparison"]["time_ratio"] == ratio, other
+        assert said in figures["headline"], other
+        assert ratio is not None or "of the time" not in figures["headline"]
+
+
+def test_resumed_runs_are_compared_until_the_last_common_entry(tmp_path: Path) -> None:
+    lines = [begin(), entry(1, BEGAN + 3), begin(1, BEGAN + 500), entry(2, BEGAN + 504), end(2, BEGAN + 600)]
+    write_lines(tmp_path / "ours" / LOG, lines)
+    stock = write_stock(tmp_path / "stock", [1.0, 1.0], seconds=7, samples=4)
+    found = report([tmp_path / "ours", stock])["comparison"]
+    assert (found["seconds"], found["other_seconds"], found["time_ratio"]) == (7, 14, 0.5)
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    runs = [write_stock(tmp_path / place / "run", [1.0]) for place in "ab"]
+    assert [run["name"] for run in report(runs)["runs"]] == [str(folder) for folder in runs]
