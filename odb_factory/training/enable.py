@@ -82,7 +82,8 @@ class ODBSettings:
             seed=seed,
         )
         counts_steps = args.max_steps > 0
-        can_split = self.config.oom == "raise" and why_not_split(trainer) is None
+        is_split, rounds_up = self.config.oom == "split", self.config.row_multiple > 1
+        can_split = not (is_split or rounds_up) and why_not_split(trainer) is None
         run = ODBRun(
             loader,
             self.config,
@@ -93,7 +94,7 @@ class ODBSettings:
             looks_at_labels=not self.equal_weights,
             is_shuffled=getattr(parts.sampler, "shuffle", isinstance(parts.sampler, RandomSampler)),
         )
-        if self.config.oom == "split":
+        if is_split:
             exchange = Exchange(self.process_group, self.config.exchange_timeout_s, loader.check)
             run.split = SplitSteps(run, exchange, run.memory)
         return run, LayoutCheck(loader) if layout.name == "flat" else None

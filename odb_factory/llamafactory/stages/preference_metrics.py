@@ -36,7 +36,7 @@ class PreferenceMetrics(ABC):
     def __init__(self, trainer: Any):
         self.trainer = trainer
         self.sums: defaultdict[str, float] = defaultdict(float)
-        self._begun: tuple[int, int] | None = None
+        self._begun: OptimizerStep | None = None
         self._before: dict[str, Any] = {}
 
     def install(self) -> None:
@@ -69,8 +69,8 @@ class PreferenceMetrics(ABC):
 
     def _begin(self, step: OptimizerStep) -> None:
         """An optimizer step begins, perhaps anew (`oom: split`): then its figures until now do not count."""
-        if self._begun != (step.epoch, step.index):
-            self._begun = (step.epoch, step.index)
+        if self._begun is not step:
+            self._begun = step
             self._before = {name: copy.copy(getattr(self, name)) for name in self.counts}
         else:
             vars(self).update({name: copy.copy(value) for name, value in self._before.items()})
