@@ -161,6 +161,13 @@ class ODBConfig:
         choices=("raise", "skip"),
         default="raise",
     )
+    oom: str = _key(
+        "a micro-batch that the accelerator's memory does not hold: raise (the training ends and says what to lower), "
+        "or split (it is cut in two, its optimizer step is begun anew with the same weights of all samples, and plans "
+        "to come have a lower budget; one process or DDP)",
+        choices=("raise", "split"),
+        default="raise",
+    )
     resume: str = _key(
         "going on from a checkpoint: strict takes up its epoch where it stood, and refuses other data; ignore_data "
         "takes the model alone and begins the epoch anew",
@@ -203,6 +210,11 @@ class ODBConfig:
                 "which every flat micro-batch would break; choose a smaller multiple, or raise token_budget."
             )
         self._check_sizes()
+        if self.oom == "split" and self.row_multiple > 1:
+            raise ConfigError(
+                f"odb.oom: 'split' cuts micro-batches to save memory, and `row_multiple: {self.row_multiple}` would fill "
+                "up the rows of their parts; leave one of both out."
+            )
         if self.keeps:
             self._check_kept()
         elif self.loss_scaling == "stock":

@@ -77,6 +77,7 @@ def test_keys_of_the_block() -> None:
         "cost_model",
         "overlong",
         "on_error",
+        "oom",
         "resume",
         "exchange_timeout_s",
         "audit",
@@ -88,7 +89,7 @@ def test_typed_keys_are_those_of_the_block() -> None:
     """With the same types and choices; a loop of one's own takes those that have an effect in it."""
     assert keys.TrainerKeys.__annotations__.keys() == {item.name for item in dataclasses.fields(odb_factory.ODBConfig)}
     only_for_a_trainer = keys.TrainerKeys.__annotations__.keys() - keys.LoopKeys.__annotations__.keys()
-    assert only_for_a_trainer == {"lr_scale", "lr_reference_samples", "audit", "memory_fraction"}
+    assert only_for_a_trainer == {"lr_scale", "lr_reference_samples", "oom", "audit", "memory_fraction"}
     hints = get_type_hints(keys.TrainerKeys)
     for item in dataclasses.fields(odb_factory.ODBConfig):
         if item.name == "global_batch_size":
@@ -159,6 +160,8 @@ def test_audit_keys(tmp_path: Path) -> None:
         "optimizer_step": 2,
         "micro_batch": 0,
         "micro_batches": 1,
+        "part": 0,
+        "parts": 1,
         "ids": [4, 7],
         "lengths": [2, 3],
         "rows": 2,

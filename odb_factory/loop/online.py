@@ -158,6 +158,11 @@ def loop_config(config: ODBConfig | None, block: Mapping[str, Any]) -> ResolvedC
         config = dataclasses.replace(config, loss_scaling="exact")
     if config.audit:
         raise ConfigError("odb.audit: True does not say where to; give audit_dir= instead.")
+    if config.oom != "raise":
+        raise ConfigError(
+            f"odb.oom: {config.oom!r} takes the micro-batches of an optimizer step once more, and this loop is yours; "
+            "leave it out, and lower token_budget if memory is short."
+        )
     if config.lr_scale != "none":
         raise ConfigError(
             f"odb.lr_scale: {config.lr_scale!r} has no effect in a loop of your own, whose learning rate you set; "
