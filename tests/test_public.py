@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Literal, get_args, get_type_hints
 
+from test_docs import first_column
 from toy import a_micro_batch
 
 import odb_factory
@@ -15,8 +16,12 @@ from odb_factory.accounting.audit import AUDIT_FILE, Audit
 from odb_factory.accounting.loss_weights import MicroBatchLoss
 from odb_factory.accounting.statistics import StepStatistics
 from odb_factory.accounting.summary import SUMMARY_FILE
+from odb_factory.cli.report import PAGE
+from odb_factory.config import AUTO
 from odb_factory.data.samples import Measured
 from odb_factory.loop import keys
+from odb_factory.report.history import RUN_LOG
+from odb_factory.training.run_log import RUN_LOG_FILE
 
 
 def test_names_of_the_package() -> None:
@@ -55,6 +60,7 @@ def test_keys_of_the_block() -> None:
     assert [item.name for item in dataclasses.fields(odb_factory.ODBConfig)] == [
         "token_budget",
         "max_patches",
+        "memory_fraction",
         "global_batch_size",
         "layout",
         "pad_to_multiple_of",
@@ -83,11 +89,14 @@ def test_typed_keys_are_those_of_the_block() -> None:
     """With the same types and choices; a loop of one's own takes those that have an effect in it."""
     assert keys.TrainerKeys.__annotations__.keys() == {item.name for item in dataclasses.fields(odb_factory.ODBConfig)}
     only_for_a_trainer = keys.TrainerKeys.__annotations__.keys() - keys.LoopKeys.__annotations__.keys()
-    assert only_for_a_trainer == {"lr_scale", "lr_reference_samples", "oom", "audit"}
+    assert only_for_a_trainer == {"lr_scale", "lr_reference_samples", "oom", "audit", "memory_fraction"}
     hints = get_type_hints(keys.TrainerKeys)
     for item in dataclasses.fields(odb_factory.ODBConfig):
         if item.name == "global_batch_size":
             assert hints[item.name] == int | Literal["keep", "fill"]
+        elif item.metadata["choices"] == (AUTO,):
+            nothing = None if item.name == "max_patches" else int
+            assert hints[item.name] == int | Literal["auto"] | nothing
         elif item.metadata["choices"]:
             assert get_args(hints[item.name]) == item.metadata["choices"], item.name
         else:
@@ -145,6 +154,7 @@ def test_audit_keys(tmp_path: Path) -> None:
     (line,) = (tmp_path / "odb_audit_rank3.jsonl").read_text().splitlines()
     found = json.loads(line)
     assert abs(found.pop("time") - time.time()) < 60
+    assert found.keys() | {"time"} == first_column("Audit"), "docs/reference.md"
     assert found == {
         "epoch": 0,
         "optimizer_step": 2,
@@ -167,3 +177,4 @@ def test_audit_keys(tmp_path: Path) -> None:
 
 def test_file_names() -> None:
     assert (AUDIT_FILE, SUMMARY_FILE) == ("odb_audit_rank{rank}.jsonl", "odb_summary.json")
+    assert (RUN_LOG_FILE, PAGE) == (RUN_LOG, "odb_report.html") == ("odb_log.jsonl", "odb_report.html")

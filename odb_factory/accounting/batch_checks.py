@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from odb_factory.accounting.loss_weights import token_weights
-from odb_factory.config import ODBConfig
+from odb_factory.config import ResolvedConfig
 from odb_factory.data.measure import IGNORE_INDEX
 from odb_factory.data.samples import Measured, MicroBatch
 from odb_factory.errors import DataError
@@ -27,7 +27,7 @@ class BatchChecks:
     accelerator.
     """
 
-    def __init__(self, config: ODBConfig):
+    def __init__(self, config: ResolvedConfig):
         self._config = config
         self._said: set[str] = set()
 

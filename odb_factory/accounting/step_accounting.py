@@ -13,7 +13,7 @@ from odb_factory.accounting.audit import Audit
 from odb_factory.accounting.batch_checks import BatchChecks
 from odb_factory.accounting.loss_weights import MicroBatchLoss, loss_of, token_weights
 from odb_factory.accounting.statistics import StepStatistics
-from odb_factory.config import ODBConfig
+from odb_factory.config import ResolvedConfig
 from odb_factory.data.collate import Collated
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.samples import Measured, MicroBatch, OptimizerStep
@@ -58,7 +58,7 @@ class StepAccounting:
     def __init__(
         self,
         loader: ODBLoader,
-        config: ODBConfig,
+        config: ResolvedConfig,
         audit_dir: str | Path | None = None,
         *,
         is_fetched_ahead: bool = False,

@@ -24,7 +24,7 @@ import numpy
 
 import odb_factory
 from odb_factory.comm.coordinator import CollectiveError, Coordinator, SingleProcessCoordinator
-from odb_factory.config import ODBConfig
+from odb_factory.config import ResolvedConfig
 from odb_factory.data.budget import make_budget
 from odb_factory.data.collate import Collated, Failure, GroupDataset
 from odb_factory.data.epoch import EpochContext
@@ -69,7 +69,7 @@ class ODBLoader:
         sampler: Any,
         observer: Observer,
         collate_fn: Callable,
-        config: ODBConfig,
+        config: ResolvedConfig,
         collation: Collation = Collation(),
         layout: Layout = "padded",
         rule: OptimizerStepRule,

@@ -13,7 +13,7 @@ from odb_factory.accounting.step_accounting import Begun, StepAccounting
 from odb_factory.accounting.summary import summary_line, write_summary
 from odb_factory.accounting.token_loss import TokenLoss
 from odb_factory.comm.coordinator import CollectiveError
-from odb_factory.config import ODBConfig
+from odb_factory.config import ResolvedConfig
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.parts import Part
 from odb_factory.data.samples import Measured, MicroBatch, OptimizerStep
@@ -54,14 +54,15 @@ class ODBRun:
     """One call of `train()`. Its optimizer steps are counted by `accounting`, those before a resume included.
 
     fill: the estimates that are needed where nobody knows how many optimizer steps there will be; None where they are
-    kept. step: the optimizer step taken last. computing: the micro-batch under way, None outside of forward and
-    backward. looks_at_labels: units are labels that carry loss, so that those of a row can be counted as collated.
+    kept. budgets: those that were chosen where the config said `auto`. step: the optimizer step taken last. computing:
+    the micro-batch under way, None outside of forward and backward. looks_at_labels: units are labels that carry loss,
+    so that those of a row can be counted as collated.
     """
 
     def __init__(
         self,
         loader: ODBLoader,
-        config: ODBConfig,
+        config: ResolvedConfig,
         length: RunLength,
         output_dir: str | Path,
         *,
@@ -75,6 +76,7 @@ class ODBRun:
         self.fill: FillSchedule | None = None
         if not config.keeps:
             self.fill = FillSchedule(loader, config, length.epochs, length.max_steps, accumulation, is_shuffled)
+        self.budgets: dict[str, int | None] = {}
         self.step: OptimizerStep | None = None
         self.computing: Computing | None = None
         self.memory = memory
@@ -184,6 +186,8 @@ class ODBRun:
         lowered = self.loader.lowered
         limits = lowered and {"configured": asdict(self.loader.budget.limits), "lowered": asdict(lowered)}
         state = {"accounting": self.accounting.state_dict(), "epochs": self.epoch, "anew": anew, "limits": limits}
+        if self.budgets:
+            state["budgets"] = self.budgets
         return state if self.fill is None else state | {"fill": self.fill.state_dict(self.epoch, self.optimizer_steps)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
