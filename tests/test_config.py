@@ -29,6 +29,7 @@ WORDS = {
     "cost_model": ["tokens", "time"],
     "overlong": ["singleton", "drop", "error"],
     "on_error": ["raise", "skip"],
+    "oom": ["raise", "split"],
     "resume": ["strict", "ignore_data"],
 }
 SWITCHES = ["join", "audit", "balance"]
@@ -83,6 +84,7 @@ def test_defaults() -> None:
         "cost_model": "tokens",
         "overlong": "singleton",
         "on_error": "raise",
+        "oom": "raise",
         "resume": "strict",
         "exchange_timeout_s": 600,
         "audit": False,
@@ -152,6 +154,7 @@ def test_sizes_that_micro_batches_are_filled_up_to() -> None:
         block(length_buckets=[64, 100], pad_to_multiple_of=16)
     )
     assert "has no effect with `layout: flat`" in refusal(block(layout="flat", row_multiple=4))
+    assert "leave one of both out" in refusal(block(oom="split", row_multiple=4))
 
 
 def test_the_weights_of_stock_need_its_optimizer_steps() -> None:
