@@ -14,7 +14,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from odb_factory.config import ODBConfig
+from odb_factory.config import ODBConfig, ResolvedConfig
 from odb_factory.errors import ConfigError
 from odb_factory.llamafactory.launch import check_yaml
 from odb_factory.llamafactory.layout import with_neat_packing_as_layout
@@ -39,7 +39,7 @@ class Asked:
 
     path: Path
     parsed: ParsedArguments
-    config: ODBConfig
+    config: ResolvedConfig
     has_block: bool
     auto: tuple[str, ...]
     ranks: int
@@ -118,7 +118,7 @@ def parsed(path: Path, overrides: Sequence[str] = (), ranks: int | None = None) 
         yield Asked(
             path=path,
             parsed=ParsedArguments(model, data, training, finetuning),
-            config=ODBConfig.from_block(with_neat_packing_as_layout(given, tell=False)["odb"] | numbers),
+            config=ODBConfig.from_block(with_neat_packing_as_layout(given, tell=False)["odb"] | numbers).resolved(),
             has_block=has_block,
             auto=auto,
             ranks=ranks or of_environment,
