@@ -27,7 +27,7 @@ class Look:
     own: under the YAML's budgets; budgets: under a range of them, the YAML's among them. other_layout: under the YAML's
     in the other layout, None where there is none; any_size: without `length_buckets`, `row_multiple` and
     `pad_to_multiple_of`, None where none is set. by_ranks: the same N on other numbers of ranks, () with filled ones.
-    best: the smallest budget that is about as fast as any; patch_caps: that under caps on patches.
+    patch_caps: the smallest budget that is about as fast as any, under caps on patches.
     bound_by_longest: share of the optimizer steps in which the longest sample is more than the mean load of a rank.
     examples: a message for each reason why a row is left out.
     """
@@ -46,7 +46,6 @@ class Look:
     length_grouped: Outcome
     by_ranks: list[tuple[int, Outcome]]
     patch_caps: list[Outcome]
-    best: Outcome
     bound_by_longest: float
     examples: dict[str, str]
 
@@ -76,7 +75,6 @@ def look(asked: Asked, samples: int) -> Look:
         plans.compared if budget == own.token_budget else plans.under(budget)
         for budget in budgets_around(asked, least=parts[0].tokens.p50)
     ]
-    best = least_budget(budgets, own)
     stacked = [step.rows["tokens"] for step in sample.steps]
     longest = [int(tokens.max()) * asked.ranks > int(tokens.sum(dtype=np.int64)) for tokens in stacked]
     return Look(
@@ -93,8 +91,7 @@ def look(asked: Asked, samples: int) -> Look:
         fixed=rival("fixed", sample, plans.setting),
         length_grouped=rival("length-grouped", sample, plans.setting),
         by_ranks=plans.by_ranks() if step_size else [],
-        patch_caps=list(plans.under_patch_caps(best)),
-        best=best,
+        patch_caps=list(plans.under_patch_caps(least_budget(budgets, own))),
         bound_by_longest=sum(longest) / len(longest),
         examples=examples,
     )

@@ -57,7 +57,7 @@ def a_look(asked_for: Asked, budgets: list[Outcome], seen: list[Seen] | None = N
     seen = seen or [Seen(index=0, source="texts", cost=Cost(8, units=1))]
     sample = Sample(seen=seen, steps=[Step(start=0, rows=np.zeros(1, ROW))], population=1, resampled="", seconds=1.0)
     plain: dict[str, Any] = {"layout": "flat", "layout_reason": "it is right", "step_size": 8, "other_layout": None}
-    plain |= {"any_size": None, "by_ranks": [], "patch_caps": [], "best": budgets[0], "bound_by_longest": 0.0}
+    plain |= {"any_size": None, "by_ranks": [], "patch_caps": [], "bound_by_longest": 0.0}
     plain |= {"own": next(one for one in budgets if one.token_budget == 1024)}
     examples = {one.reason: one.message for one in seen if one.cost is None}
     plain |= {"fixed": outcome(0, 1.0), "length_grouped": outcome(0, 1.3), "examples": examples}
