@@ -31,8 +31,8 @@ class TrialRuns:
             self._state = torch.empty(size, dtype=torch.uint8, device=trainer.args.device)
         except torch.OutOfMemoryError:
             raise ConfigError(
-                f"odb.token_budget: 'auto' found no room for the {size / 2**30:.1f} GiB of state that the optimizer will "
-                "have; train fewer weights (LoRA), or share them out (ZeRO, FSDP)."
+                f"odb.token_budget: 'auto' found no room for the {size / 2**30:.1f} GiB of state that the optimizer "
+                "will have; train fewer weights (LoRA), or share them out (ZeRO, FSDP)."
             ) from None
         self.count = 0
 
