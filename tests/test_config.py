@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy import int64
 
-from odb_factory.config import AUTO, BUDGETS, ODBConfig
+from odb_factory.config import BUDGETS, ODBConfig
+from odb_factory.config_values import AUTO
 from odb_factory.errors import ConfigError
 
 KEYS = [item.name for item in dataclasses.fields(ODBConfig)]

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Literal, get_args, get_type_hints
 
+from test_docs import first_column
 from toy import a_micro_batch
 
 import odb_factory
@@ -15,9 +16,12 @@ from odb_factory.accounting.audit import AUDIT_FILE, Audit
 from odb_factory.accounting.loss_weights import MicroBatchLoss
 from odb_factory.accounting.statistics import StepStatistics
 from odb_factory.accounting.summary import SUMMARY_FILE
-from odb_factory.config import AUTO
+from odb_factory.cli.report import PAGE
+from odb_factory.config_values import AUTO
 from odb_factory.data.samples import Measured
 from odb_factory.loop import keys
+from odb_factory.report.history import RUN_LOG
+from odb_factory.training.run_log import RUN_LOG_FILE
 
 
 def test_names_of_the_package() -> None:
@@ -73,6 +77,7 @@ def test_keys_of_the_block() -> None:
         "cost_model",
         "overlong",
         "on_error",
+        "oom",
         "resume",
         "exchange_timeout_s",
         "audit",
@@ -84,7 +89,7 @@ def test_typed_keys_are_those_of_the_block() -> None:
     """With the same types and choices; a loop of one's own takes those that have an effect in it."""
     assert keys.TrainerKeys.__annotations__.keys() == {item.name for item in dataclasses.fields(odb_factory.ODBConfig)}
     only_for_a_trainer = keys.TrainerKeys.__annotations__.keys() - keys.LoopKeys.__annotations__.keys()
-    assert only_for_a_trainer == {"lr_scale", "lr_reference_samples", "audit", "memory_fraction"}
+    assert only_for_a_trainer == {"lr_scale", "lr_reference_samples", "oom", "audit", "memory_fraction"}
     hints = get_type_hints(keys.TrainerKeys)
     for item in dataclasses.fields(odb_factory.ODBConfig):
         if item.name == "global_batch_size":
@@ -149,11 +154,14 @@ def test_audit_keys(tmp_path: Path) -> None:
     (line,) = (tmp_path / "odb_audit_rank3.jsonl").read_text().splitlines()
     found = json.loads(line)
     assert abs(found.pop("time") - time.time()) < 60
+    assert found.keys() | {"time"} == first_column("Audit"), "docs/reference.md"
     assert found == {
         "epoch": 0,
         "optimizer_step": 2,
         "micro_batch": 0,
         "micro_batches": 1,
+        "part": 0,
+        "parts": 1,
         "ids": [4, 7],
         "lengths": [2, 3],
         "rows": 2,
@@ -169,3 +177,4 @@ def test_audit_keys(tmp_path: Path) -> None:
 
 def test_file_names() -> None:
     assert (AUDIT_FILE, SUMMARY_FILE) == ("odb_audit_rank{rank}.jsonl", "odb_summary.json")
+    assert (RUN_LOG_FILE, PAGE) == (RUN_LOG, "odb_report.html") == ("odb_log.jsonl", "odb_report.html")

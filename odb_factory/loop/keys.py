@@ -43,5 +43,6 @@ class TrainerKeys(CommonKeys, total=False):
     memory_fraction: float
     loss_scaling: Literal["stock", "exact", "sample", "square", "approx", "none"]
     lr_scale: Literal["none", "sqrt", "linear"]
+    oom: Literal["raise", "split"]
     lr_reference_samples: int | None
     audit: bool

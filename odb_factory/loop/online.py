@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar
 
 from torch.utils.data import DataLoader
 
-from odb_factory.config import AUTO, BUDGETS, ODBConfig, ResolvedConfig
+from odb_factory.config import BUDGETS, ODBConfig, ResolvedConfig
+from odb_factory.config_values import AUTO
 from odb_factory.data.make_loader import make_config
 from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.loop.accelerated import checkpoint_with
@@ -158,6 +159,11 @@ def loop_config(config: ODBConfig | None, block: Mapping[str, Any]) -> ResolvedC
         config = dataclasses.replace(config, loss_scaling="exact")
     if config.audit:
         raise ConfigError("odb.audit: True does not say where to; give audit_dir= instead.")
+    if config.oom != "raise":
+        raise ConfigError(
+            f"odb.oom: {config.oom!r} takes the micro-batches of an optimizer step once more, and this loop is yours; "
+            "leave it out, and lower token_budget if memory is short."
+        )
     if config.lr_scale != "none":
         raise ConfigError(
             f"odb.lr_scale: {config.lr_scale!r} has no effect in a loop of your own, whose learning rate you set; "

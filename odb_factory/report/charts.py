@@ -33,8 +33,8 @@ class Chart:
 
 ALL = "evaluation and saving included."
 OF_ENTRIES = (
-    Chart("Loss", "As logged; dots: validation.", STEP, (("loss", "training"),), "loss"),
-    Chart("Loss over time", "By when it was logged; dots: validation.", SECONDS, (("loss", "training"),), "loss"),
+    Chart("Loss", "As logged.", STEP, (("loss", "training"),), "loss"),
+    Chart("Loss over time", "By when it was logged.", SECONDS, (("loss", "training"),), "loss"),
     Chart("Learning rate", "As logged.", STEP, (("learning_rate", ""),), "learning rate"),
     Chart("Learning rate over time", "As logged.", SECONDS, (("learning_rate", ""),), "learning rate"),
     Chart(
@@ -98,9 +98,8 @@ def _of_entries(chart: Chart, runs: Sequence[Run]) -> str:
     drawing = svg.lines(series, chart.over, chart.label, from_zero=chart.from_zero, to_one=chart.to_one)
     if not drawing:
         return ""
-    return html.figure(
-        chart.title, _legend(runs, series) + html.text(chart.caption), drawing, *_rows(runs, columns, x_name)
-    )
+    caption = chart.caption + (" Dots: validation." if any(one.dots for one in series) else "")
+    return html.figure(chart.title, _legend(runs, series) + html.text(caption), drawing, *_rows(runs, columns, x_name))
 
 
 def _points(entries: Sequence[Mapping[str, Any]], x_name: str, name: str) -> list[svg.Point]:

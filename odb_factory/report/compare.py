@@ -86,7 +86,7 @@ def headline_of_two(one: Mapping[str, Any], other: Mapping[str, Any], comparison
     names = f"{one['name']} and {other['name']}"
     if comparison["same_amount"]:
         steps, samples = number(totals["optimizer_steps"]), number(totals["samples"])
-        said = f"{names} took the same {steps} optimizer steps on {samples} samples{_losses(comparison)}"
+        said = f"{names} each took {steps} optimizer steps on {samples} samples{_losses(comparison)}"
         if comparison["time_ratio"] is not None:
             said += (
                 f"; {one['name']} needed {percent(comparison['time_ratio'], 0)} of the time "
@@ -98,7 +98,7 @@ def headline_of_two(one: Mapping[str, Any], other: Mapping[str, Any], comparison
         which = f"{' and '.join(under_way)} {'has' if len(under_way) == 1 else 'have'} not come to the end"
         return f"{names} cannot be compared in time: {which}{_losses(comparison)}."
     if totals["optimizer_steps"] == others["optimizer_steps"] and comparison["same_amount"] is None:
-        said = f"{names} took the same {number(totals['optimizer_steps'])} optimizer steps"
+        said = f"{names} each took {number(totals['optimizer_steps'])} optimizer steps"
         return f"{said}{_losses(comparison)}; their logs do not show that it was on as many samples."
     amounts = " and ".join(
         f"{number(run['totals']['optimizer_steps'])} optimizer steps on {number(run['totals']['samples'])} samples"

@@ -11,6 +11,7 @@ from torch.utils.data import RandomSampler
 from transformers import Trainer
 
 from odb_factory.comm.data_parallel import check_process_group
+from odb_factory.comm.exchange import Exchange
 from odb_factory.config import ODBConfig, ResolvedConfig
 from odb_factory.data.components import dismantle
 from odb_factory.data.make_loader import make_config, make_loader
@@ -25,6 +26,8 @@ from odb_factory.training.layout_check import LayoutCheck
 from odb_factory.training.layout_choice import Layout
 from odb_factory.training.loss_rule import check_loss, stock_mean
 from odb_factory.training.mixin import ODBTrainerMixin
+from odb_factory.training.oom import MemoryWatch, check_split, why_not_split
+from odb_factory.training.oom_split import SplitSteps
 from odb_factory.training.run import ODBRun, RunLength
 from odb_factory.training.run_budgets import check_auto
 
@@ -85,15 +88,21 @@ class ODBSettings:
             seed=seed,
         )
         counts_steps = args.max_steps > 0
+        is_split, rounds_up = self.config.oom == "split", self.config.row_multiple > 1
+        can_split = not (is_split or rounds_up) and why_not_split(trainer) is None
         run = ODBRun(
             loader,
             config,
             RunLength(None if counts_steps else args.num_train_epochs, args.max_steps if counts_steps else None),
             args.output_dir,
+            memory=MemoryWatch(config, loader.budget, args.device, can_split=can_split),
             accumulation=args.gradient_accumulation_steps,
             looks_at_labels=not self.equal_weights,
             is_shuffled=getattr(parts.sampler, "shuffle", isinstance(parts.sampler, RandomSampler)),
         )
+        if is_split:
+            exchange = Exchange(self.process_group, self.config.exchange_timeout_s, loader.check)
+            run.split = SplitSteps(run, exchange, run.memory)
         return run, LayoutCheck(loader) if layout.name == "flat" else None
 
 
@@ -163,6 +172,7 @@ def enable_odb(
     check_training_arguments(trainer.args)
     check_fill(trainer.args, config)
     check_auto(trainer, config, memory_meter)
+    check_split(trainer, config)
     check_dummy_media(config, collation or Collation())
     check_methods(trainer)
     if not isinstance(trainer, ODBTrainerMixin):

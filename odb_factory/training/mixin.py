@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
     from odb_factory.data.collate import Collated
+    from odb_factory.data.samples import Measured
     from odb_factory.training.enable import ODBSettings
 
     Base = Trainer
@@ -242,24 +243,37 @@ class ODBTrainerMixin(Base):
             whole = list(inputs.micro_batches)
             self.odb_before_step(model, whole)
             inputs.micro_batches = (whole.pop(0) for _ in range(len(whole)))
+        if run.split is not None:
+            return run.split.take(self, model, inputs.micro_batches)
         total: Any = None
         for micro_batch, measured, batch in inputs.micro_batches:
             run.begin_micro_batch(micro_batch, measured, batch)
-            if self.odb_check is not None:
-                self._odb_check_batch(self.odb_check, batch, measured.segments, len(micro_batch.ids))
+            box = [batch]
+            del batch
             with (
-                varlen.flat_row(measured.segments),
+                run.memory.named(micro_batch, measured, run.optimizer_steps + 1),
                 self._odb_gradients_summed(model, is_last=micro_batch.ends_optimizer_step),
             ):
-                loss = super().training_step(model, batch)  # type: ignore[arg-type]
-            del batch
-            if run.computing is None or not run.computing.is_weighed:
-                raise ConfigError(_not_reached(self, "compute_loss"))
+                loss = self.odb_forward_backward(model, measured, box)
+            run.memory.held(measured)
             run.end_micro_batch()
             total = loss if total is None else total + loss
             if not micro_batch.ends_optimizer_step:
                 self.control = self.callback_handler.on_substep_end(self.args, self.state, self.control)
         return total
+
+    def odb_forward_backward(self, model: Any, measured: Measured, box: list[Any]) -> Any:
+        """Add the gradient of the micro-batch that `odb_run` has begun; returns its loss. box: holds the only
+        reference to its batch."""
+        assert self.odb_run is not None and self.odb_run.computing is not None
+        computing = self.odb_run.computing
+        if self.odb_check is not None:
+            self._odb_check_batch(self.odb_check, box[0], measured.segments, len(computing.micro_batch.ids))
+        with varlen.flat_row(measured.segments):
+            loss = super().training_step(model, box.pop())
+        if not computing.is_weighed:
+            raise ConfigError(_not_reached(self, "compute_loss"))
+        return loss
 
     def _odb_check_batch(self, check: LayoutCheck, batch: Any, segments: tuple[int, ...], num_samples: int) -> None:
         """The check of a flat layout where rows cannot be read by their number: by the first micro-batch."""

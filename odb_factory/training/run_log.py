@@ -55,17 +55,17 @@ class RunLog(TrainerCallback):
             "optimizer_steps": state.global_step,
             "max_steps": state.max_steps,
             "world_size": self.trainer.odb_run.loader.world_size,
-            "config": self.trainer.odb_run.config.to_dict(),
             "arguments": {name: value for name, value in given.items() if value not in (None, "", [])},
             "about": {"model": _model_of(self.trainer), "device": _device(args), **self.about},
             "versions": {name: _version(name) for name in PACKAGES if _version(name)},
         }
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The first line: by now the layout is settled."""
+        """The first line: by now budget and layout are settled."""
         if self._begin is not None:
             begin, self._begin = self._begin, None
             layout = self.trainer.odb_layout
+            begin["config"] = self.trainer.odb_run.config.to_dict()
             begin["layout"] = None if layout is None else {"name": layout.name, "reason": layout.reason}
             self._write(begin, args.output_dir)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from report.folders import BEGAN, audit_line, begin, end, entry, orders, write_lines, write_stock
+from test_docs import REFERENCE, first_column
 
 from odb_factory.cli.report import report
 from odb_factory.report.distributions import histogram
@@ -117,8 +119,10 @@ def test_files_of_another_run_are_left_out(tmp_path: Path) -> None:
     assert sum("tells of another run" in note for note in run["notes"]) == 2
 
 
-def test_a_summary_of_an_earlier_end_is_not_taken(tmp_path: Path) -> None:
-    (tmp_path / "odb_summary.json").write_text(json.dumps({"optimizer_steps": 1, "emitted": 999, "tokens": 1}))
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_summary_of_an_earlier_end_is_not_taken(tmp_path: Path, steps: int) -> None:
+    """Of this run or of another one in the folder."""
+    (tmp_path / "odb_summary.json").write_text(json.dumps({"optimizer_steps": steps, "emitted": 999, "tokens": 1}))
     lines = [begin(), entry(1, BEGAN + 1), end(1, BEGAN + 2), begin(1, BEGAN + 50), entry(2, BEGAN + 60)]
     write_lines(tmp_path / LOG, lines)
     run = read_run(tmp_path)
@@ -197,3 +201,12 @@ def test_resumed_runs_are_compared_until_the_last_common_entry(tmp_path: Path) -
 def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     runs = [write_stock(tmp_path / place / "run", [1.0]) for place in "ab"]
     assert [run["name"] for run in report(runs)["runs"]] == [str(folder) for folder in runs]
+
+
+def test_the_reference_has_every_field(tmp_path: Path) -> None:
+    write_lines(tmp_path / LOG, [begin(), entry(1, BEGAN + 1)])
+    figures = report([tmp_path, write_stock(tmp_path / "stock", [1.0])])
+    documented = first_column("Report")
+    assert documented == {"--html", "--json"} | figures["runs"][0].keys() | figures["comparison"].keys()
+    totals = re.search(r"^\| `totals` \|.*$", REFERENCE, re.MULTILINE)
+    assert all(f"`{name}`" in totals[0] for name in figures["runs"][0]["totals"] if name != "seconds_from")

@@ -122,14 +122,14 @@ def test_two_runs_are_compared_by_what_their_logs_show(runs: tuple[Path, Path]) 
     assert found["same_amount"] and found["same_learning_rates"]
     assert found["largest_loss_difference"] < 1e-5 and found["first_different_step"] is None, "I9"
     assert found["time_ratio"] == pytest.approx(ours / stock)
-    assert figures["headline"].startswith("with_odb and stock took the same 18 optimizer steps on 144 samples, with ")
+    assert figures["headline"].startswith("with_odb and stock each took 18 optimizer steps on 144 samples, with ")
 
 
 def test_the_page_in_a_browser(runs: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page, figures = tmp_path / "page.html", tmp_path / "figures.json"
     arguments = ["report", *map(str, runs), "--html", str(page), "--json", str(figures)]
     assert main(arguments) == 0
-    assert "with_odb and stock took the same 18" in capsys.readouterr().out
+    assert "with_odb and stock each took 18" in capsys.readouterr().out
     assert 20_000 < page.stat().st_size < 2_000_000
     opened = open_page(page, tmp_path)
     assert not opened.console and not opened.requests
