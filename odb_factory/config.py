@@ -10,13 +10,16 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from odb_factory.errors import ConfigError
 
 LARGEST = 2**32 - 1
 """The largest number a key takes; what random number generators accept as a seed."""
 MOST_WORKERS = 1024
+AUTO = "auto"
+BUDGETS = ("token_budget", "max_patches")
+"""Keys that may be `auto`: what the memory of the accelerator allows."""
 
 LAYOUTS = ("auto", "flat", "padded")
 LOSS_SCALINGS = ("stock", "exact", "sample", "square", "approx", "none")
@@ -38,15 +41,23 @@ class ODBConfig:
     patches. Raises `ConfigError` (a `ValueError`) with a one-line message for a bad value.
     """
 
-    token_budget: int = _key(
+    token_budget: int | str = _key(
         "tokens of one micro-batch on one rank, at most: rows x padded row length (padded), or the sum of the samples' "
-        "(flat); larger fills the accelerator better and needs more memory",
+        "(flat); larger fills the accelerator better and needs more memory. auto: the most that memory_fraction of the "
+        "accelerator holds, tried before training",
+        choices=(AUTO,),
         minimum=1,
     )
-    max_patches: int | None = _key(
-        "vision patches of one micro-batch on one rank, at most; none: not limited",
+    max_patches: int | str | None = _key(
+        "vision patches of one micro-batch on one rank, at most; none: not limited; auto: as many as the data bring "
+        "with such a token_budget, and the memory holds",
+        choices=(AUTO,),
         minimum=1,
         default=None,
+    )
+    memory_fraction: float = _key(
+        "share of the accelerator's memory that a budget of auto may fill, above 0 and at most 1",
+        default=0.9,
     )
     global_batch_size: int | str = _key(
         "samples of an optimizer step on all ranks: keep (those of stock training: per_device_train_batch_size x "
@@ -150,6 +161,13 @@ class ODBConfig:
         choices=("raise", "skip"),
         default="raise",
     )
+    oom: str = _key(
+        "a micro-batch that the accelerator's memory does not hold: raise (the training ends and says what to lower), "
+        "or split (it is cut in two, its optimizer step is begun anew with the same weights of all samples, and plans "
+        "to come have a lower budget; one process or DDP)",
+        choices=("raise", "split"),
+        default="raise",
+    )
     resume: str = _key(
         "going on from a checkpoint: strict takes up its epoch where it stood, and refuses other data; ignore_data "
         "takes the model alone and begins the epoch anew",
@@ -186,12 +204,17 @@ class ODBConfig:
                 f"odb.pad_to_multiple_of: {self.pad_to_multiple_of} has no effect with `layout: padded`, whose rows "
                 "are padded as the data collator says; leave it out, or set `layout: flat`."
             )
-        if (self.pad_to_multiple_of or 1) > self.token_budget:
+        if isinstance(self.token_budget, int) and (self.pad_to_multiple_of or 1) > self.token_budget:
             raise ConfigError(
                 f"odb.pad_to_multiple_of: {self.pad_to_multiple_of} is more than token_budget ({self.token_budget}), "
                 "which every flat micro-batch would break; choose a smaller multiple, or raise token_budget."
             )
         self._check_sizes()
+        if self.oom == "split" and self.row_multiple > 1:
+            raise ConfigError(
+                f"odb.oom: 'split' cuts micro-batches to save memory, and `row_multiple: {self.row_multiple}` would fill "
+                "up the rows of their parts; leave one of both out."
+            )
         if self.keeps:
             self._check_kept()
         elif self.loss_scaling == "stock":
@@ -215,6 +238,16 @@ class ODBConfig:
         """Whether optimizer steps are kept (`global_batch_size` is keep or a number)."""
         return self.global_batch_size != "fill"
 
+    @property
+    def has_auto(self) -> bool:
+        """Whether a budget is still to be chosen."""
+        return AUTO in (self.token_budget, self.max_patches)
+
+    def resolved(self, **budgets: int | None) -> ResolvedConfig:
+        """The same with these budgets in the place of `auto`."""
+        values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        return ResolvedConfig(**values | budgets)
+
     def _check_sizes(self) -> None:
         """The sizes that micro-batches are filled up to fit the budget, the layout and each other."""
         if self.row_multiple > 1 and self.layout == "flat":
@@ -226,7 +259,7 @@ class ODBConfig:
             return
         object.__setattr__(self, "length_buckets", tuple(sorted(set(map(int, self.length_buckets)))))
         multiple, largest = self.pad_to_multiple_of or 1, self.length_buckets[-1]
-        if largest > self.token_budget:
+        if isinstance(self.token_budget, int) and largest > self.token_budget:
             raise ConfigError(
                 f"odb.length_buckets: {largest} is more than token_budget ({self.token_budget}), which nothing that is "
                 "filled up to it would keep; leave it out, or raise token_budget."
@@ -271,6 +304,12 @@ class ODBConfig:
                 f"odb.lr_reference_samples: {block['lr_reference_samples']!r} has no effect without lr_scale; set "
                 "`lr_scale: sqrt` or `linear`, or leave the key out."
             )
+        fraction = block.get("memory_fraction", cls.memory_fraction)
+        if fraction != cls.memory_fraction and AUTO not in [block.get(name) for name in BUDGETS]:
+            raise ConfigError(
+                f"odb.memory_fraction: {fraction!r} has no effect without a budget of auto; set `token_budget: auto` "
+                "or `max_patches: auto`, or leave the key out."
+            )
         if block.get("loss_scaling") == "":  # the default's own way to say that nothing was given
             _check(known["loss_scaling"], "")
         # YAML's own word for nothing is `null`; people write the word, as YAML or as Python spells it.
@@ -282,6 +321,18 @@ class ODBConfig:
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
+
+
+class ResolvedConfig(ODBConfig):
+    """A config whose budgets are numbers: what a run, its loader and its plans are made from."""
+
+    if TYPE_CHECKING:
+        token_budget: int
+        max_patches: int | None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        assert not self.has_auto, "a budget has not been chosen yet"
 
 
 def _unknown(name: Any, value: Any, known: Mapping[str, Any]) -> str:
@@ -309,7 +360,15 @@ def _check(item: dataclasses.Field[Any], value: Any) -> None:
     optional = _optional(item)
     if value is None and optional:
         return
-    if choices and not (minimum is not None and _is_whole(value)):
+    if choices == (AUTO,) and value == AUTO:
+        return
+    if item.type == "float":
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= 1:
+            raise ConfigError(
+                f"odb.{item.name}: {value!r} is not a share; write a number above 0 and at most 1, such as "
+                f"{item.default}."
+            )
+    elif choices and choices != (AUTO,) and not (minimum is not None and _is_whole(value)):
         if value not in choices:
             quoted = ""
             if "none" in choices and value in (None, "None"):
@@ -327,7 +386,7 @@ def _check(item: dataclasses.Field[Any], value: Any) -> None:
                 "example [512, 1024, 2048], or none."
             )
     elif not _is_whole(value):
-        also = ", or none" if optional else ""
+        also = "".join(f", or {word}" for word in (*choices, *(["none"] if optional else [])))
         raise ConfigError(
             f"odb.{item.name}: {value!r} is not a whole number; write one of at least {minimum}{also}, without quotes."
         )

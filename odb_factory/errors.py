@@ -13,6 +13,10 @@ class DataError(ODBError, RuntimeError):
     """A row of the dataset cannot be used and the policy says to stop."""
 
 
+class OutOfMemoryError(ODBError, RuntimeError):
+    """The accelerator's memory does not hold a micro-batch; the error of the framework is its cause."""
+
+
 LONGEST = 300
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy import int64
 
-from odb_factory.config import ODBConfig
+from odb_factory.config import AUTO, BUDGETS, ODBConfig
 from odb_factory.errors import ConfigError
 
 KEYS = [item.name for item in dataclasses.fields(ODBConfig)]
@@ -43,6 +43,8 @@ yaml_values = st.recursive(
 def block(**keys: Any) -> dict[str, Any]:
     """A right block with these keys: some are right with `fill` only, and lr_reference_samples beside lr_scale only."""
     needed: dict[str, Any] = {"lr_scale": "none"} if "lr_reference_samples" in keys else {}
+    if "memory_fraction" in keys:
+        needed["token_budget"] = "auto"
     if keys.get("join") is False or keys.get("lr_scale") in ("sqrt", "linear"):
         needed["global_batch_size"] = "fill"
     return {"token_budget": 8192} | needed | keys
@@ -63,6 +65,7 @@ def test_defaults() -> None:
     assert ODBConfig.from_block(block()).to_dict() == {
         "token_budget": 8192,
         "max_patches": None,
+        "memory_fraction": 0.9,
         "global_batch_size": "keep",
         "layout": "auto",
         "pad_to_multiple_of": None,
@@ -157,7 +160,9 @@ def test_the_weights_of_stock_need_its_optimizer_steps() -> None:
 
 def test_every_key_is_explained() -> None:
     assert all(item.metadata["meaning"] for item in dataclasses.fields(ODBConfig))
-    assert sorted(KEYS) == sorted([*WHOLE_NUMBERS, *WORDS, *SWITCHES, "global_batch_size", "length_buckets"])
+    assert sorted(KEYS) == sorted(
+        [*WHOLE_NUMBERS, *WORDS, *SWITCHES, "global_batch_size", "length_buckets", "memory_fraction"]
+    )
 
 
 @pytest.mark.parametrize("content", [None, 8192, "token_budget: 8192", True, [], ["token_budget"], [("a", 1)]])
@@ -211,7 +216,11 @@ def test_an_unknown_key_is_named_before_a_missing_token_budget() -> None:
 @pytest.mark.parametrize("key", WHOLE_NUMBERS)
 @pytest.mark.parametrize("value", [True, False, "8192", "1e4", "auto", "", 8192.0, 0.5, float("nan"), [8], {"a": 1}])
 def test_what_is_not_a_whole_number_is_refused(key: str, value: Any) -> None:
+    if value == AUTO and key in BUDGETS:
+        assert getattr(ODBConfig.from_block(block(**{key: value})), key) == AUTO
+        return
     message = refusal(block(**{key: value}))
+    assert ("or auto" in message) is (key in BUDGETS)
     assert message.startswith(f"odb.{key}: {value!r} is not a whole number; ")
     assert f"at least {MINIMUM[key]}" in message
     assert ("or none" in message) is (key in OPTIONAL)
@@ -368,6 +377,23 @@ def test_a_config_made_in_python_is_checked_as_well_and_cannot_change() -> None:
         ODBConfig(token_budget=1).token_budget = 2
     with pytest.raises(ValueError):
         ODBConfig(token_budget="many")
+
+
+@pytest.mark.parametrize("value", [0, -0.5, 1.01, 90, float("nan"), True, "0.9", None])
+def test_what_is_no_share_is_refused(value: Any) -> None:
+    assert f"odb.memory_fraction: {value!r} is not a share" in refusal(block(memory_fraction=value))
+
+
+def test_budgets_of_auto_are_resolved() -> None:
+    """With the other keys; a share of the memory is nobody's business where no budget is chosen by it."""
+    asked = ODBConfig.from_block({"token_budget": "auto", "max_patches": "auto", "memory_fraction": 0.5, "seed": 3})
+    found = asked.resolved(token_budget=64, max_patches=None)
+    assert (asked.has_auto, found.has_auto) == (True, False)
+    assert (found.token_budget, found.max_patches, found.seed) == (64, None, 3)
+    with pytest.raises(AssertionError):
+        asked.resolved(max_patches=8)
+    message = refusal({"token_budget": 64, "memory_fraction": 0.5})
+    assert message.startswith("odb.memory_fraction: 0.5 has no effect without a budget of auto")
 
 
 def test_the_block_is_checked_before_anything_heavy_is_imported() -> None:

@@ -17,6 +17,7 @@ from odb_factory.accounting.loss_weights import MicroBatchLoss
 from odb_factory.accounting.statistics import StepStatistics
 from odb_factory.accounting.summary import SUMMARY_FILE
 from odb_factory.cli.report import PAGE
+from odb_factory.config import AUTO
 from odb_factory.data.samples import Measured
 from odb_factory.loop import keys
 from odb_factory.report.history import RUN_LOG
@@ -59,6 +60,7 @@ def test_keys_of_the_block() -> None:
     assert [item.name for item in dataclasses.fields(odb_factory.ODBConfig)] == [
         "token_budget",
         "max_patches",
+        "memory_fraction",
         "global_batch_size",
         "layout",
         "pad_to_multiple_of",
@@ -75,6 +77,7 @@ def test_keys_of_the_block() -> None:
         "cost_model",
         "overlong",
         "on_error",
+        "oom",
         "resume",
         "exchange_timeout_s",
         "audit",
@@ -86,11 +89,14 @@ def test_typed_keys_are_those_of_the_block() -> None:
     """With the same types and choices; a loop of one's own takes those that have an effect in it."""
     assert keys.TrainerKeys.__annotations__.keys() == {item.name for item in dataclasses.fields(odb_factory.ODBConfig)}
     only_for_a_trainer = keys.TrainerKeys.__annotations__.keys() - keys.LoopKeys.__annotations__.keys()
-    assert only_for_a_trainer == {"lr_scale", "lr_reference_samples", "audit"}
+    assert only_for_a_trainer == {"lr_scale", "lr_reference_samples", "oom", "audit", "memory_fraction"}
     hints = get_type_hints(keys.TrainerKeys)
     for item in dataclasses.fields(odb_factory.ODBConfig):
         if item.name == "global_batch_size":
             assert hints[item.name] == int | Literal["keep", "fill"]
+        elif item.metadata["choices"] == (AUTO,):
+            nothing = None if item.name == "max_patches" else int
+            assert hints[item.name] == int | Literal["auto"] | nothing
         elif item.metadata["choices"]:
             assert get_args(hints[item.name]) == item.metadata["choices"], item.name
         else:
@@ -154,6 +160,8 @@ def test_audit_keys(tmp_path: Path) -> None:
         "optimizer_step": 2,
         "micro_batch": 0,
         "micro_batches": 1,
+        "part": 0,
+        "parts": 1,
         "ids": [4, 7],
         "lengths": [2, 3],
         "rows": 2,

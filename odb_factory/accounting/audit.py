@@ -33,13 +33,19 @@ class Audit:
         loss: MicroBatchLoss,
         optimizer_step: int,
         data_wait_s: float = 0.0,
+        *,
+        part: int = 0,
+        parts: int = 1,
     ) -> None:
-        """optimizer_step: of the run, from 1. data_wait_s: waited for data since the line before."""
+        """optimizer_step: of the run, from 1. data_wait_s: waited for data since the line before. part, parts: of a
+        micro-batch that was cut (`oom: split`), from 0."""
         line = {
             "epoch": micro_batch.step.epoch,
             "optimizer_step": optimizer_step,
             "micro_batch": micro_batch.index,
             "micro_batches": micro_batch.step.num_micro_batches,
+            "part": part,
+            "parts": parts,
             "ids": list(micro_batch.ids),
             "lengths": list(micro_batch.lengths),
             "rows": measured.rows,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from odb_factory.accounting.loss_weights import token_weights
-from odb_factory.config import ODBConfig
+from odb_factory.config import ResolvedConfig
 from odb_factory.data.measure import IGNORE_INDEX
 from odb_factory.data.samples import Measured, MicroBatch
 from odb_factory.errors import DataError
@@ -21,24 +21,24 @@ class BatchChecks:
 
     Raises `DataError` where the collator has left out samples, where it has left out or moved labels that the loss is
     weighed by, or where the samples' weights differ and their rows (in a flat micro-batch: segments) cannot be told.
-    Warns once of each kind: a sample beyond a budget, a micro-batch that grew beyond one in the collator
-    (num_over_budget counts these), samples that share one row though they are not flat, rows in another order than
-    their ids. Labels are looked at where they are, so they are given before they go to an accelerator.
+    Returns whether a micro-batch of several samples is beyond a budget. Warns once of each kind: a sample beyond a
+    budget, a micro-batch that grew beyond one in the collator, samples that share one row though they are not flat,
+    rows in another order than their ids. Labels are looked at where they are, so they are given before they go to an
+    accelerator.
     """
 
-    def __init__(self, config: ODBConfig):
+    def __init__(self, config: ResolvedConfig):
         self._config = config
-        self.num_over_budget = 0
         self._said: set[str] = set()
 
-    def __call__(self, micro_batch: MicroBatch, measured: Measured, labels: Any = None) -> None:
+    def __call__(self, micro_batch: MicroBatch, measured: Measured, labels: Any = None) -> bool:
         if micro_batch.idle:
-            return
+            return False
         _check_samples(micro_batch, measured)
         if self._config.loss_scaling not in ("approx", "none"):
             _check_units(micro_batch, measured)
         self._check_rows(micro_batch, measured, labels)
-        self._check_budgets(micro_batch, measured)
+        return self._is_over_budget(micro_batch, measured)
 
     def _check_rows(self, micro_batch: MicroBatch, measured: Measured, labels: Any) -> None:
         """One row a sample, in their order, is what weights that differ, and the ids of the step info, rely on.
@@ -77,10 +77,10 @@ class BatchChecks:
             )
         self._warn_once("order", f"{told}; `ids` of the step info and of the audit are not in the order of the rows")
 
-    def _check_budgets(self, micro_batch: MicroBatch, measured: Measured) -> None:
+    def _is_over_budget(self, micro_batch: MicroBatch, measured: Measured) -> bool:
         tokens, max_patches = measured.rows * measured.length, self._config.max_patches
         if tokens <= self._config.token_budget and (max_patches is None or measured.patches <= max_patches):
-            return
+            return False
         shape, budget = f"{tokens} tokens", f"{self._config.token_budget} tokens"
         if max_patches is not None:
             shape, budget = f"{shape} and {measured.patches} patches", f"{budget} and {max_patches} patches"
@@ -89,14 +89,14 @@ class BatchChecks:
                 "overlong",
                 f"overlong samples travel alone: row {micro_batch.ids[0]} has {shape}, the budget is {budget}",
             )
-            return
-        self.num_over_budget += 1
+            return False
         self._warn_once(
             "over budget",
             f"rows {list(micro_batch.ids)} were collated to {shape}, above the budget of {budget}: the collator adds "
             "more than the plan knows of, or cost_fn says less than there is; tell what it adds (collation=) or lower "
             "the budget if memory is short",
         )
+        return True
 
     def _warn_once(self, kind: str, message: str) -> None:
         if kind not in self._said:

@@ -15,6 +15,7 @@ All that is summed up is known from the plan, so no communication is needed.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from odb_factory.data.samples import MicroBatch
@@ -66,12 +67,16 @@ def token_weights(micro_batch: MicroBatch, loss_scaling: str, world_size: int) -
 def micro_batch_loss(
     micro_batch: MicroBatch, loss_scaling: str, world_size: int, filler_rows: int = 0
 ) -> MicroBatchLoss:
-    """What the weights of `token_weights` make of the model's loss; its own mean wherever they are all equal.
+    """What the weights of `token_weights` make of the model's loss; its own mean wherever they are all equal."""
+    return loss_of(token_weights(micro_batch, loss_scaling, world_size), micro_batch.units, filler_rows)
+
+
+def loss_of(weights: Sequence[float], units: Sequence[int], filler_rows: int = 0) -> MicroBatchLoss:
+    """weights: of each sample that of each of its units (none: an idle micro-batch); units: how many it has.
 
     filler_rows: of `Measured`; they weigh nothing.
     """
-    weights = token_weights(micro_batch, loss_scaling, world_size)
     if len(set(weights)) <= 1:
-        return MicroBatchLoss(weights[0] * micro_batch.num_units if weights else 0.0, None)
-    scale = sum(weight * n for weight, n in zip(weights, micro_batch.units))
+        return MicroBatchLoss(weights[0] * sum(units) if weights else 0.0, None)
+    scale = sum(weight * n for weight, n in zip(weights, units))
     return MicroBatchLoss(scale, (*(weight / scale for weight in weights), *[0.0] * filler_rows))

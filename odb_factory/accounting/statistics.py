@@ -17,7 +17,8 @@ class StepStatistics:
     """Sums over micro-steps, all ranks together; tokens are real, padded_tokens and patches as collated.
 
     awaited_tokens, awaited_patches: what there would be if every rank had as many as the one with most in the
-    micro-step. squared_units: of optimizer steps, all ranks together.
+    micro-step. squared_units: of optimizer steps, all ranks together. oom_cuts: how often memory did not hold a
+    micro-batch, or a part of one, and it was cut in two.
     """
 
     micro_steps: int = 0
@@ -33,6 +34,7 @@ class StepStatistics:
     awaited_patches: int = 0
     moved: int = 0
     moved_bytes: int = 0
+    oom_cuts: int = 0
     data_wait_s: float = 0.0
     seconds_before: float = 0.0
     started: float = field(default_factory=time.perf_counter)
@@ -113,6 +115,7 @@ class StepStatistics:
             "patch_balance": self.patch_balance,
             "moved": self.moved,
             "moved_bytes": self.moved_bytes,
+            "oom_cuts": self.oom_cuts,
             "data_wait_s": self.data_wait_s,
             "seconds": self.seconds,
         }

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from odb_factory.accounting.audit import Audit
 from odb_factory.accounting.batch_checks import BatchChecks
-from odb_factory.accounting.loss_weights import MicroBatchLoss, micro_batch_loss
+from odb_factory.accounting.loss_weights import MicroBatchLoss, loss_of, token_weights
 from odb_factory.accounting.statistics import StepStatistics
-from odb_factory.config import ODBConfig
+from odb_factory.config import ResolvedConfig
 from odb_factory.data.collate import Collated
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.samples import Measured, MicroBatch, OptimizerStep
@@ -26,13 +27,23 @@ class Trained(NamedTuple):
     padded_tokens: int = 0
 
 
+class Begun(NamedTuple):
+    """A micro-batch, or a part of one, that has been handed to the model."""
+
+    micro_batch: MicroBatch
+    measured: Measured
+    loss: MicroBatchLoss
+    is_over_budget: bool = False
+
+
 class StepAccounting:
     """The accounting of one run of a loader, for a trainer as for a loop of one's own.
 
     audit_dir: where `odb_audit_rank{r}.jsonl` is written; None: nowhere.
     is_fetched_ahead: a framework asks for a micro-batch before it hands over the one before, so what `end` closes is
         trained on only then.
-    optimizer_steps: taken in the run, those before a resume included.
+    optimizer_steps: taken in the run, those before a resume included. num_over_budget: micro-batches of two or more
+        samples that the collator made larger than the budget.
     interval_before: what `interval_metrics` was last asked for.
 
     Example::
@@ -47,20 +58,20 @@ class StepAccounting:
     def __init__(
         self,
         loader: ODBLoader,
-        config: ODBConfig,
+        config: ResolvedConfig,
         audit_dir: str | Path | None = None,
         *,
         is_fetched_ahead: bool = False,
     ):
         self.loader, self.config = loader, config
         self.total, self.interval, self.interval_before = StepStatistics(), StepStatistics(), StepStatistics()
-        self.optimizer_steps = 0
+        self.optimizer_steps = self.num_over_budget = 0
         self._is_fetched_ahead = is_fetched_ahead
         self._checks = BatchChecks(config)
         self._audit = None if audit_dir is None else Audit(audit_dir, loader.rank)
         self._before = Trained()
         self._step: OptimizerStep | None = None
-        self._under_way: tuple[MicroBatch, Measured, MicroBatchLoss] | None = None
+        self._under_way: Begun | None = None
         self._dropped: Counter[str] = Counter()
         self._left_out = self._overlong = 0
         self._waited = 0.0  # since the audit's last line
@@ -75,32 +86,54 @@ class StepAccounting:
         self.interval.wait(waited)
         return item
 
-    def begin(self, micro_batch: MicroBatch, measured: Measured, labels: Any = None) -> MicroBatchLoss:
+    def begin(
+        self,
+        micro_batch: MicroBatch,
+        measured: Measured,
+        labels: Any = None,
+        *,
+        weights: Sequence[float] | None = None,
+    ) -> MicroBatchLoss:
         """Check a micro-batch; its forward comes next, and its loss is made as the answer says.
 
-        labels: as collated ([rows, length]) and not yet moved to an accelerator, where there are any. Raises
-        `DataError` where the collator has changed what was planned.
+        labels: as collated ([rows, length]) and not yet moved to an accelerator, where there are any. weights: of a
+        part of a micro-batch what `token_weights` gives its samples in the whole. Raises `DataError` where the
+        collator has changed what was planned.
         """
-        self._checks(micro_batch, measured, labels)
+        over = self._checks(micro_batch, measured, labels)
         step, before = micro_batch.step, self._step
         if before is not None and before.epoch != step.epoch:  # left before its end
             self._end_epoch(before)
         self._step = step
-        loss = micro_batch_loss(micro_batch, self.config.loss_scaling, self.loader.world_size, measured.filler_rows)
-        self._under_way = (micro_batch, measured, loss)
+        if weights is None:
+            weights = token_weights(micro_batch, self.config.loss_scaling, self.loader.world_size)
+        loss = loss_of(weights, micro_batch.units, measured.filler_rows)
+        self._under_way = Begun(micro_batch, measured, loss, over)
         if not self._is_fetched_ahead:
             self.loader.times.begin(micro_batch.totals)
         return loss
 
     def end(self) -> None:
         """Count the micro-batch whose backward is done and, with the last one of an optimizer step, that step."""
-        assert self._under_way is not None, "begin comes first"
-        (micro_batch, measured, loss), self._under_way = self._under_way, None
+        begun = self.set_aside()
         if self._is_fetched_ahead:
-            self.loader.times.begin(micro_batch.totals)
-        if self._audit is not None:
-            self._audit.write(micro_batch, measured, loss, self.optimizer_steps + 1, self._waited)
-            self._waited = 0.0
+            self.loader.times.begin(begun.micro_batch.totals)
+        self.count(begun.micro_batch, [begun])
+
+    def set_aside(self) -> Begun:
+        """What `begin` was given last, for `count`: its backward is done, and may have to be done again."""
+        assert self._under_way is not None, "begin comes first"
+        begun, self._under_way = self._under_way, None
+        return begun
+
+    def count(self, micro_batch: MicroBatch, parts: Sequence[Begun]) -> None:
+        """Count a micro-batch as `end` does, which was trained on in these parts."""
+        for part, (trained, measured, loss, is_over_budget) in enumerate(parts):
+            self.num_over_budget += is_over_budget
+            if self._audit is not None:
+                place = {"part": part, "parts": len(parts)}
+                self._audit.write(trained, measured, loss, self.optimizer_steps + 1, self._waited, **place)
+                self._waited = 0.0
         for statistics in (self.total, self.interval):
             statistics.add(micro_batch.totals, self.loader.world_size)
         if micro_batch.ends_optimizer_step:
@@ -108,7 +141,7 @@ class StepAccounting:
 
     def interval_metrics(self) -> dict[str, float]:
         """The `odb/...` entries since the last call."""
-        metrics = self.interval.metrics(self.config.token_budget, self.loader.world_size)
+        metrics = self._metrics(self.interval)
         self.interval_before, self.interval = self.interval, StepStatistics()
         if self.loader.times.r2 is not None:
             metrics["odb/cost_model_r2"] = round(self.loader.times.r2, 4)
@@ -116,14 +149,25 @@ class StepAccounting:
 
     def metrics(self) -> dict[str, float]:
         """The `odb/...` entries of the whole run."""
-        return self.total.metrics(self.config.token_budget, self.loader.world_size)
+        return self._metrics(self.total)
+
+    def _metrics(self, statistics: StepStatistics) -> dict[str, float]:
+        metrics = statistics.metrics(self.config.token_budget, self.loader.world_size)
+        if self.config.oom == "split":
+            metrics["odb/oom_cuts"] = statistics.oom_cuts
+        return metrics
+
+    def cut(self, times: int) -> None:
+        """So many micro-batches, or parts of them, have been cut in two in an optimizer step, on all ranks."""
+        self.total.oom_cuts += times
+        self.interval.oom_cuts += times
 
     def stats(self) -> dict[str, float]:
         """`metrics`, and odb/dropped: rows left out on all ranks; odb/over_budget: micro-batches of this rank that the
         collator made larger than the budget."""
         return self.metrics() | {
             "odb/dropped": self.dropped.total(),
-            "odb/over_budget": self._checks.num_over_budget,
+            "odb/over_budget": self.num_over_budget,
         }
 
     @property
@@ -142,6 +186,7 @@ class StepAccounting:
             "samples": self.loader.num_samples,
             "optimizer_steps": self.optimizer_steps,
             **self.total.summary(),
+            "lowered_to": None if self.loader.lowered is None else dataclasses.asdict(self.loader.lowered),
             **self.rows_apart(),
             "world_size": self.loader.world_size,
             "config": self.config.to_dict(),
@@ -153,7 +198,7 @@ class StepAccounting:
             "dropped": dict(self.dropped),
             "left_out": self._left_out,
             "overlong": self._overlong + (0 if self._step is None else self._step.overlong),
-            "over_budget": self._checks.num_over_budget,
+            "over_budget": self.num_over_budget,
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -161,7 +206,7 @@ class StepAccounting:
         return {
             "optimizer_steps": self.optimizer_steps,
             "total": self.total.state_dict(),
-            "over_budget": self._checks.num_over_budget,
+            "over_budget": self.num_over_budget,
             "dropped": dict(self._dropped),
             "left_out": self._left_out,
             "overlong": self._overlong,
@@ -171,7 +216,7 @@ class StepAccounting:
         self.resume_at(state["optimizer_steps"])
         self.total = StepStatistics(**state["total"])
         self._before = self._trained()
-        self._checks.num_over_budget = state["over_budget"]
+        self.num_over_budget = state["over_budget"]
         self._dropped = Counter(state["dropped"])
         self._left_out, self._overlong = state["left_out"], state["overlong"]
 

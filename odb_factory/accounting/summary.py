@@ -22,9 +22,13 @@ def summary_line(summary: Mapping[str, Any]) -> str:
     left_out = f", left out: {summary['left_out']}" if summary["left_out"] else ""
     mib = summary["moved_bytes"] / 2**20
     moved = f"; {summary['moved']} samples ({mib:.1f} MiB) moved between ranks" if summary["moved"] else ""
+    cuts = f"; memory was short {summary['oom_cuts']} times" if summary["oom_cuts"] else ""
+    if summary["lowered_to"]:
+        lowered = ", ".join(f"{key} {value}" for key, value in summary["lowered_to"].items() if value is not None)
+        cuts = f"{cuts}, budgets lowered to: {lowered}"
     return (
         f"done: {summary['emitted']} samples emitted{overlong}, dropped: {dropped}{left_out}; "
         f"{summary['optimizer_steps']} optimizer steps of {summary['micro_steps']} micro-steps "
         f"({summary['idle_micro_batches']} idle micro-batches); padding {summary['padding_ratio']:.1%} of "
-        f"{summary['padded_tokens']} tokens, balance {summary['balance']:.3f}{moved}"
+        f"{summary['padded_tokens']} tokens, balance {summary['balance']:.3f}{moved}{cuts}"
     )

@@ -9,7 +9,7 @@ from collections import Counter
 import numpy as np
 
 from odb_factory.comm.coordinator import RankMetadata
-from odb_factory.planning import ROW, BufferMetadata, CostModel
+from odb_factory.planning import ROW, BufferMetadata, CostModel, Limits
 
 MAX_REASON_CHARACTERS = 2000
 _LENGTH_BYTES = 4
@@ -34,6 +34,7 @@ def encode(message: RankMetadata | Failure) -> bytes:
             "overlong": message.overlong,
             "order": message.order,
             "model": dataclasses.astuple(message.model),
+            "limits": None if message.limits is None else dataclasses.astuple(message.limits),
         }
         rows = message.buffer.rows.tobytes()
     text = json.dumps(header).encode()
@@ -48,5 +49,10 @@ def decode(message: bytes) -> RankMetadata | Failure:
         return Failure(header["failure"])
     buffer = BufferMetadata(np.frombuffer(message, dtype=ROW, offset=end), header["exhausted"])
     return RankMetadata(
-        buffer, Counter(header["rejected"]), header["overlong"], header["order"], CostModel(*header["model"])
+        buffer,
+        Counter(header["rejected"]),
+        header["overlong"],
+        header["order"],
+        CostModel(*header["model"]),
+        None if header["limits"] is None else Limits(*header["limits"]),
     )

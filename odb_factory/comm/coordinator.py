@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from odb_factory.errors import DataError
-from odb_factory.planning import BufferMetadata, CostModel
+from odb_factory.planning import BufferMetadata, CostModel, Limits
 
 DIFFERENT_PLANS = (
     "the ranks have computed different plans from the same metadata ({}); give every rank the same versions of "
@@ -27,6 +27,7 @@ class RankMetadata:
     rejected: rows that are not trained on, by reason. overlong: samples that break a budget alone and are trained on.
     order: a checksum of the order in which all ranks together draw (the same on all ranks).
     model: the cost model that this rank proposes; that of rank 0 is taken.
+    limits: to which it has lowered its budgets, if it has; the least of all ranks are taken.
     """
 
     buffer: BufferMetadata
@@ -34,6 +35,7 @@ class RankMetadata:
     overlong: int = 0
     order: int = 0
     model: CostModel = CostModel()
+    limits: Limits | None = None
 
 
 class Coordinator(Protocol):

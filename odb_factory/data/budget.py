@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from odb_factory.config import ODBConfig
+from odb_factory.config import ResolvedConfig
 from odb_factory.data.step_rule import Layout
 from odb_factory.planning import Budget, Collation, Sizes
 
 
-def make_budget(config: ODBConfig, collation: Collation, layout: Layout) -> Budget:
+def make_budget(config: ResolvedConfig, collation: Collation, layout: Layout) -> Budget:
     """collation: what the collator adds. layout: in which the micro-batches come, `auto` resolved."""
     is_flat = layout == "flat"
     multiple = config.pad_to_multiple_of or 1 if is_flat else 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -11,13 +12,13 @@ from typing import TypedDict
 
 import numpy as np
 
-from odb_factory.comm.coordinator import CollectiveError, Coordinator
+from odb_factory.comm.coordinator import CollectiveError, Coordinator, RankMetadata
 from odb_factory.comm.redistribute import redistribute
 from odb_factory.data.samples import MicroBatch, OptimizerStep, Rejection, Sample, Task
 from odb_factory.data.serialize import sample_from_bytes, sample_to_bytes
 from odb_factory.errors import DataError, one_line
 from odb_factory.log import get_logger
-from odb_factory.planning import MAX_REDISTRIBUTED_BYTES, Budget, CostModel, MicroStepTotals, Plan
+from odb_factory.planning import MAX_REDISTRIBUTED_BYTES, Budget, CostModel, Limits, MicroStepTotals, Plan
 
 logger = get_logger(__name__)
 
@@ -34,7 +35,8 @@ class EpochContext:
     num_samples: of the epoch on all ranks; None if nobody knows (a stream).
     group_size: ranks among which samples travel, where steps are kept and the layout is flat; they plan by themselves.
     order: makes a number of the order drawn so far, given the optimizer step. compare_orders: with these numbers of all
-    ranks, why they cannot go on (None: they can). propose: the cost model as it is known by then.
+    ranks, why they cannot go on (None: they can). propose: the cost model as it is known by then. lowered: to what this
+    rank has lowered its budgets by then, if it has; `budget` stays as configured.
     find_dummy_sample: a usable sample of the dataset, for the idle micro-batches of a rank that holds none.
     """
 
@@ -50,6 +52,7 @@ class EpochContext:
     order: Callable[[int], int] = int
     compare_orders: Callable[[Sequence[int]], str | None] = lambda orders: None
     propose: Callable[[], CostModel] = CostModel
+    lowered: Callable[[], Limits | None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +129,10 @@ class EpochPlanner(ABC):
         if plan.exceeds_transfer_limit and not self._has_warned:
             self._has_warned = True
             logger.warning(TOO_HEAVY)
+
+    def _budget(self, ranks: Sequence[RankMetadata]) -> Budget:
+        """To plan with: as configured, or the least to which any rank has lowered it."""
+        return functools.reduce(lambda budget, rank: budget.within(rank.limits), ranks, self.context.budget)
 
     def _redistribute(self, plan: Plan, held: Sequence[Sample]) -> dict[int, Sample]:
         """The samples that this rank computes, by their number in the plan. held: those it has observed."""

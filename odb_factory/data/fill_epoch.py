@@ -17,7 +17,7 @@ from odb_factory.data.epoch import EpochContext, EpochPlanner, PlannedMicroBatch
 from odb_factory.data.resume.snapshot import BufferedSample, Snapshot
 from odb_factory.data.samples import OptimizerStep, Rejection, Sample, Task
 from odb_factory.errors import DataError
-from odb_factory.planning import BufferMetadata, CostModel, Plan, make_metadata, plan_buffers
+from odb_factory.planning import BufferMetadata, CostModel, Limits, Plan, make_metadata, plan_buffers
 
 PLANNED_OTHERWISE = (
     "the plan that was under way at the checkpoint comes out otherwise now although its rows are the same (another "
@@ -75,7 +75,7 @@ class FillEpoch(EpochPlanner):
         self.held: list[Drawn] = []
         self.next: Drawn | None = None
         self.dummy: Drawn | None = None
-        self.model: CostModel | None = None
+        self.proposed: tuple[CostModel, Limits | None] | None = None
         self.drawn = self.round_index = 0
         self.micro_steps = self.emitted = self.tokens_emitted = self.trained = 0
 
@@ -92,7 +92,7 @@ class FillEpoch(EpochPlanner):
             buffers = [rank.buffer for rank in ranks]
             plan = plan_buffers(
                 buffers,
-                self.context.budget,
+                self._budget(ranks),
                 seed=self.context.seed,
                 epoch=self.epoch,
                 round_index=self.round_index,
@@ -102,7 +102,7 @@ class FillEpoch(EpochPlanner):
                 model=ranks[0].model,
             )
             self._accept(plan, self.round_index)
-            self.model, self.final = None, plan.final
+            self.proposed, self.final = None, plan.final
             rejected = sum((rank.rejected for rank in ranks), Counter())
             epoch_steps = self._epoch_steps(buffers, plan, rejected.total())
             planned += self._without(num_consumed, self._carry_out(plan, np.concatenate([one.rows for one in buffers])))
@@ -123,8 +123,8 @@ class FillEpoch(EpochPlanner):
 
     def _exchange(self) -> list[RankMetadata]:
         """Fill the buffer and learn what the others hold."""
-        model = self.context.propose() if self.model is None else self.model
-        snapshot = self._snapshot(model)
+        model, limits = self.proposed or (self.context.propose(), self.context.lowered())
+        snapshot = self._snapshot(model, limits)
         filled = self._fill()
         self._check_filled(filled)
         self.snapshots.append(replace(snapshot, filled=tuple(one.sample.content for one in filled)))
@@ -135,7 +135,7 @@ class FillEpoch(EpochPlanner):
             exhausted=self.next is None,
             sizes=[len(sample.features) for sample in samples],
         )
-        metadata = RankMetadata(buffer, self.rejected, self.overlong, self.context.order(0), model)
+        metadata = RankMetadata(buffer, self.rejected, self.overlong, self.context.order(0), model, limits)
         ranks = self.context.coordinator.all_gather(metadata, self.round_index)
         self._compare_orders([rank.order for rank in ranks])
         return ranks
@@ -180,7 +180,7 @@ class FillEpoch(EpochPlanner):
             now = f"one of {len(filled)} usable rows drawn at this place, where there were {len(before)}"
             raise DataError(ROW_CHANGED.format(before="", now=now))
 
-    def _snapshot(self, model: CostModel) -> Snapshot:
+    def _snapshot(self, model: CostModel, limits: Limits | None) -> Snapshot:
         return Snapshot(
             round_index=self.round_index,
             steps=self.micro_steps,
@@ -193,6 +193,7 @@ class FillEpoch(EpochPlanner):
             next=None if self.next is None else self.next.as_saved(),
             dummy=None if self.dummy is None else self.dummy.as_saved(),
             model=model,
+            limits=limits,
         )
 
     def _restore(self, snapshot: Snapshot) -> None:
@@ -214,7 +215,8 @@ class FillEpoch(EpochPlanner):
         self.drawn, self.round_index, self.micro_steps = snapshot.drawn, snapshot.round_index, snapshot.steps
         self.emitted = self.trained = snapshot.emitted
         self.tokens_emitted = snapshot.tokens_emitted
-        self.rejected, self.overlong, self.model = Counter(snapshot.rejected), snapshot.overlong, snapshot.model
+        self.rejected, self.overlong = Counter(snapshot.rejected), snapshot.overlong
+        self.proposed = (snapshot.model, snapshot.limits)
 
     def _carry_out(self, plan: Plan, rows: np.ndarray) -> list[PlannedMicroBatch]:
         """This rank's micro-batches of a plan; what was not planned stays in the buffer, one round older.

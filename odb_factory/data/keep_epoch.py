@@ -16,6 +16,7 @@ from odb_factory.data.samples import OptimizerStep, Rejection, Sample, Task
 from odb_factory.errors import DataError
 from odb_factory.log import get_logger
 from odb_factory.planning import (
+    Budget,
     BufferMetadata,
     Collation,
     CostModel,
@@ -128,13 +129,14 @@ class KeepEpoch(EpochPlanner):
                 self.overlong,
                 self.context.order(index),
                 self.context.propose(),
+                self.context.lowered(),
             )
             ranks = self.context.coordinator.all_gather(metadata, index)
             self._compare_orders([rank.order for rank in ranks])
             buffers = [rank.buffer for rank in ranks]
             if self.stock.equal_weights:
                 buffers = by_weight(buffers, self.stock)
-            plan = self._plan(buffers, ranks[0].model, index)
+            plan = self._plan(buffers, self._budget(ranks), ranks[0].model, index)
             self.final = all(buffer.exhausted for buffer in buffers)
             expected = self.stock.steps_an_epoch
             if expected is not None and self.final != (index + 1 >= expected):
@@ -166,20 +168,20 @@ class KeepEpoch(EpochPlanner):
             self._next = self._draw()
         return positions, samples
 
-    def _plan(self, buffers: Sequence[BufferMetadata], model: CostModel, index: int) -> Plan:
+    def _plan(self, buffers: Sequence[BufferMetadata], budget: Budget, model: CostModel, index: int) -> Plan:
         """The plan of all ranks, or of this rank's group where there are too many of them; all agree on it."""
         context = self.context
-        in_groups = context.balance and context.budget.layout == "flat" and len(buffers) > context.group_size
+        in_groups = context.balance and budget.layout == "flat" and len(buffers) > context.group_size
         if in_groups and not exceeds_limit(buffers):
             return plan_with_group(
                 buffers,
-                context.budget,
+                budget,
                 context.group_size,
                 model=model,
                 coordinator=context.coordinator,
                 step_index=index,
             )
-        plan = plan_optimizer_step(buffers, context.budget, balance=context.balance, model=model)
+        plan = plan_optimizer_step(buffers, budget, balance=context.balance, model=model)
         self._accept(plan, index)
         return plan
 

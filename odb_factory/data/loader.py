@@ -24,7 +24,7 @@ import numpy
 
 import odb_factory
 from odb_factory.comm.coordinator import CollectiveError, Coordinator, SingleProcessCoordinator
-from odb_factory.config import ODBConfig
+from odb_factory.config import ResolvedConfig
 from odb_factory.data.budget import make_budget
 from odb_factory.data.collate import Collated, Failure, GroupDataset
 from odb_factory.data.epoch import EpochContext
@@ -39,7 +39,7 @@ from odb_factory.data.step_times import StepTimes
 from odb_factory.data.task_sampler import Pass
 from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.log import get_logger
-from odb_factory.planning import Collation, CostModel
+from odb_factory.planning import Collation, CostModel, Limits
 
 MAX_REJECTIONS_LOGGED = 10
 LOCAL_KEYS = ("audit", "collate_workers", "exchange_timeout_s")
@@ -58,6 +58,7 @@ class ODBLoader:
     collator, unchanged. layout: in which the micro-batches come, whatever the config asks for. rule: what makes an
     optimizer step. agree_on: settings, beside the config's, that all ranks must have in common. workers: what else
     `LoaderWorkers` takes.
+    budget: as configured. lowered: to what the training has lowered it since (see `lower`).
     Call `close` when done; it ends the worker processes.
     """
 
@@ -68,7 +69,7 @@ class ODBLoader:
         sampler: Any,
         observer: Observer,
         collate_fn: Callable,
-        config: ODBConfig,
+        config: ResolvedConfig,
         collation: Collation = Collation(),
         layout: Layout = "padded",
         rule: OptimizerStepRule,
@@ -84,7 +85,8 @@ class ODBLoader:
         self.times = StepTimes()
         self.rejected: Counter[str] = Counter()
         self._num_rejected = 0
-        budget = make_budget(config, collation, layout)
+        self.budget = budget = make_budget(config, collation, layout)
+        self.lowered: Limits | None = None
         self._workers = LoaderWorkers(
             dataset,
             sampler=sampler,
@@ -112,6 +114,7 @@ class ODBLoader:
             on_reject=self._on_reject,
             compare_orders=self._order.compare,
             propose=self.times.fitting() if config.cost_model == "time" else CostModel,
+            lowered=lambda: self.lowered,
         )
         self._progress: Progress = progress_for(
             config,
@@ -135,6 +138,7 @@ class ODBLoader:
         }
         self._pass: Pass | None = None
         self._handed_out: list[MicroBatch] = []
+        self._kept: dict[tuple[int, int, int], list[Sample]] = {}
 
     @property
     def global_batch_size(self) -> int | None:
@@ -164,8 +168,28 @@ class ODBLoader:
         last = (step.epoch, step.index)
         mine = [one for one in self._handed_out if (one.step.epoch, one.step.index) <= last]
         del self._handed_out[: len(mine)]  # a loop may have fetched some of the next step ahead
+        for one in mine:
+            self._kept.pop(_number(one), None)
         if self._pass is not None or step.last:  # or asked for what comes behind the last
             self._progress.consume(step, mine, None if self._pass is None else self._pass.planner)
+
+    def lower(self, limits: Limits) -> None:
+        """Plans to come are made with budgets no higher than these, on all ranks."""
+        self.lowered = limits.least(self.lowered)
+
+    def samples_of(self, micro_batch: MicroBatch) -> list[Sample]:
+        """What a micro-batch was collated from, of an optimizer step that is not yet consumed (with `oom: split`)."""
+        return self._kept[_number(micro_batch)]
+
+    def collate(self, micro_batch: MicroBatch, samples: list[Sample]) -> Collated:
+        """These samples by the collator of the workers, in this process."""
+        item = self.groups[micro_batch, samples]
+        assert item is not None
+        return self._collated(item)
+
+    def check(self) -> None:
+        """Raise `CollectiveError` if another rank has failed."""
+        self._coordinator.check()
 
     def state_dict(self) -> dict[str, Any]:
         """Where this rank stands behind the last optimizer step consumed: JSON types, some kilobytes at most."""
@@ -282,6 +306,7 @@ class ODBLoader:
             raise ConfigError("odb: this loader has been closed; make another one.")
         self._progress.turn_to(self.epoch)
         self._handed_out = []
+        self._kept = {}
         place = self._progress.place
         self._order.set_epoch(self.epoch)
         self._order.start = self._progress.start()
@@ -291,7 +316,9 @@ class ODBLoader:
         plans = iter(planner)
         ahead = self._progress.plans_ahead(self.config.buffer_size)
         current = Pass(
-            planner, BackgroundPrefetcher(plans, ahead) if self._workers.threaded else InlinePrefetcher(plans)
+            planner,
+            BackgroundPrefetcher(plans, ahead) if self._workers.threaded else InlinePrefetcher(plans),
+            keeps_tasks=self.config.oom == "split",
         )
         self._pass = self._workers.feed.current = current
         current.batches = self._workers.collate(self.epoch)
@@ -319,11 +346,12 @@ class ODBLoader:
                 self.times.wait(time.perf_counter() - asked)
                 if item is END:
                     break
-                if isinstance(item, Failure):
-                    raise DataError(item.message(self._workers.describe, self.config.on_error))
                 if item is not None:
+                    item = self._collated(item)
                     current.in_flight -= 1
                     self._handed_out.append(item[0])
+                    if current.keeps_tasks:
+                        self._kept[_number(item[0])] = current.handed_on.popleft()[1]
                     self.rejected = item[0].step.rejected
                     handed, item = [item], None  # whoever takes it holds the only reference
                     yield handed.pop()
@@ -344,6 +372,11 @@ class ODBLoader:
             raise
         if self._pass is current:
             self._leave()
+
+    def _collated(self, item: Collated | Failure) -> Collated:
+        if isinstance(item, Failure):
+            raise DataError(item.message(self._workers.describe, self.config.on_error))
+        return item
 
     def _abandon(self, error: BaseException) -> None:
         """Leave after an error. The others know of an agreed one; of any other they are told, for they do not leave."""
@@ -382,6 +415,10 @@ class ODBLoader:
                 "told; give one whose order depends on its seed and epoch alone, or set `resume: ignore_data`"
             )
         return self._order.common((*place, self._order.checksum_through(optimizer_step)))
+
+
+def _number(micro_batch: MicroBatch) -> tuple[int, int, int]:
+    return micro_batch.step.epoch, micro_batch.step.index, micro_batch.index
 
 
 def _length(source: Any) -> int | None:

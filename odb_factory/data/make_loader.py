@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from odb_factory.comm.process_group import make_coordinator
-from odb_factory.config import ODBConfig
+from odb_factory.config import ODBConfig, ResolvedConfig
 from odb_factory.data.components import DataLoaderParts
 from odb_factory.data.fingerprint import of_rows
 from odb_factory.data.items import ItemObserver
@@ -32,7 +32,7 @@ def make_config(config: ODBConfig | None, block: Mapping[str, Any]) -> ODBConfig
 
 def make_loader(
     parts: DataLoaderParts,
-    config: ODBConfig,
+    config: ResolvedConfig,
     *,
     observer: Observer | None = None,
     collation: Collation | None = None,

@@ -45,6 +45,10 @@ class StepTimes:
         if self._under_way is not None:
             self._under_way = (self._under_way[0], self._under_way[1] + seconds)
 
+    def forget(self) -> None:
+        """The step under way was not taken as planned."""
+        self._under_way = None
+
     def add(self, totals: MicroStepTotals, seconds: float) -> None:
         if self._warm_up:
             self._warm_up -= 1

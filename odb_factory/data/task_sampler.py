@@ -15,13 +15,17 @@ from odb_factory.data.samples import Task
 class Pass:
     """One pass over an epoch: its planner, what is planned and not yet handed on, its batches, how it failed.
 
-    plans: the planner's lists of tasks, made ahead. in_flight: tasks handed on whose batches have not been taken yet.
+    plans: the planner's lists of tasks, made ahead. in_flight: tasks handed on whose batches have not been taken yet;
+    keeps_tasks: they are in `handed_on`, in order, until somebody takes them out.
     epoch_steps: optimizer steps of the epoch as its first plan says.
     """
 
-    def __init__(self, planner: EpochPlanner, plans: BackgroundPrefetcher | InlinePrefetcher):
-        self.planner, self.plans = planner, plans
+    def __init__(
+        self, planner: EpochPlanner, plans: BackgroundPrefetcher | InlinePrefetcher, *, keeps_tasks: bool = False
+    ):
+        self.planner, self.plans, self.keeps_tasks = planner, plans, keeps_tasks
         self.tasks: deque[Task] = deque()
+        self.handed_on: deque[Task] = deque()
         self.in_flight = 0
         self.batches: Iterator | None = None
         self.error: Exception | None = None
@@ -32,6 +36,15 @@ class Pass:
         self.plans.close(timeout_s)
         self.batches = None
         self.tasks.clear()
+        self.handed_on.clear()
+
+    def hand_on(self) -> Task:
+        """The next task, to be collated."""
+        task = self.tasks.popleft()
+        self.in_flight += 1
+        if self.keeps_tasks:
+            self.handed_on.append(task)
+        return task
 
 
 class TaskSampler:
@@ -51,8 +64,7 @@ class TaskSampler:
         current = self.current
         while True:
             while current.tasks:
-                current.in_flight += 1
-                yield current.tasks.popleft()
+                yield current.hand_on()
             try:
                 current.tasks.extend(current.plans.poll(0 if current.in_flight else POLL_S))
             except queue.Empty:

@@ -90,12 +90,14 @@ def _layout(found: Look) -> tuple[str, str]:
 def _why_budget(found: Look, best: Outcome, *, is_known: bool, none_fits: bool) -> str:
     if none_fits:
         return "none of the budgets fits the memory by the estimate, and this is the smallest"
-    largest = found.budgets[-1].token_budget
+    largest = max(one.token_budget or 0 for one in found.budgets)
     if is_known:
         return f"of the budgets that fit by the estimate no larger one is more than {1 - CLOSE:.0%} faster"
+    chosen, own = best.token_budget or 0, found.own.token_budget or 0
     why = f"up to {largest:,} none is more than {1 / CLOSE - 1:.0%} faster, and each needs more memory"
-    own = found.own.token_budget or 0
-    return why if (best.token_budget or 0) <= own else f"{why}; if it fits the memory (see --memory)"
+    if chosen == largest:
+        why = f"of those looked at the largest, and more than {1 / CLOSE - 1:.0%} faster than any other"
+    return why if chosen <= own else f"{why}; if it fits the memory (see --memory)"
 
 
 def _why_ranks(found: Look, ranks: int) -> str:

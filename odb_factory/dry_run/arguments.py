@@ -14,12 +14,13 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from odb_factory.config import ODBConfig
+from odb_factory.config import ODBConfig, ResolvedConfig
 from odb_factory.errors import ConfigError
 from odb_factory.llamafactory.launch import check_yaml
+from odb_factory.llamafactory.layout import with_neat_packing_as_layout
 from odb_factory.memory.estimate import ParsedArguments
 
-AUTO = "auto"
+AUTO, AUTO_KEYS = "auto", ("token_budget", "max_patches")
 PLACEHOLDER = 8192
 """The budget until LLaMA-Factory has read the keys that it follows from."""
 NEEDS_ACCELERATOR = ("tf32", "ddp_backend", "pure_bf16")
@@ -38,7 +39,7 @@ class Asked:
 
     path: Path
     parsed: ParsedArguments
-    config: ODBConfig
+    config: ResolvedConfig
     has_block: bool
     auto: tuple[str, ...]
     ranks: int
@@ -93,7 +94,11 @@ def parsed(path: Path, overrides: Sequence[str] = (), ranks: int | None = None) 
     """
     given = read_yaml(path, overrides)
     has_block = "odb" in given
-    given.setdefault("odb", {"token_budget": PLACEHOLDER})
+    block = dict(given.get("odb") or {"token_budget": PLACEHOLDER})
+    auto = tuple(key for key in AUTO_KEYS if block.get(key) == AUTO)
+    if auto:  # what chooses them then has nothing to choose
+        block.pop("memory_fraction", None)
+    given["odb"] = block | {key: PLACEHOLDER if key == "token_budget" else None for key in auto}
     from llamafactory.hparams.parser import get_train_args
 
     of_this_run = {key: given.pop(key) for key in NEEDS_ACCELERATOR if key in given}
@@ -107,15 +112,13 @@ def parsed(path: Path, overrides: Sequence[str] = (), ranks: int | None = None) 
         model, data, training, finetuning, _ = get_train_args(given)
         if of_this_run.get("pure_bf16"):
             finetuning.pure_bf16 = True
-        block = given["odb"]
-        auto = tuple(key for key in ("token_budget", "max_patches") if block.get(key) == AUTO)
         left_open = auto if has_block else ("token_budget",)
         of_stock = training.per_device_train_batch_size * data.cutoff_len
-        numbers = {key: of_stock if key == "token_budget" else None for key in left_open}
+        numbers = {"token_budget": of_stock} if "token_budget" in left_open else {}
         yield Asked(
             path=path,
             parsed=ParsedArguments(model, data, training, finetuning),
-            config=ODBConfig.from_block({**block, **numbers}),
+            config=ODBConfig.from_block(with_neat_packing_as_layout(given, tell=False)["odb"] | numbers).resolved(),
             has_block=has_block,
             auto=auto,
             ranks=ranks or of_environment,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from odb_factory.config import ODBConfig
+from odb_factory.config import ResolvedConfig
 from odb_factory.dry_run.arguments import Asked
 from odb_factory.dry_run.distribution import Part, parts_of
 from odb_factory.dry_run.layout import layout_of
@@ -51,7 +51,7 @@ class Look:
     examples: dict[str, str]
 
     @property
-    def config(self) -> ODBConfig:
+    def config(self) -> ResolvedConfig:
         return self.asked.config
 
 

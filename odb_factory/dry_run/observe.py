@@ -67,11 +67,12 @@ def observe(rows: Rows, step_size: int, samples: int, *, seconds: float = MOST_S
         found[position] = seen
         if time.perf_counter() - begun > seconds:
             break
-    steps = [Step(start=block[0], rows=_table(block, found)) for block in chosen if found.keys() >= set(block)]
+    is_all = len(found) == len(rows.order) and not (rows.is_stream and len(rows.order) >= samples)
+    complete = [block for block in chosen if found.keys() >= set(block) and (is_all or len(block) == step_size)]
+    steps = [Step(start=block[0], rows=_table(block, found)) for block in complete]
     steps = [step for step in steps if len(step.rows)]
     resampled = ""
-    is_all = len(found) == len(rows.order)
-    if not is_all and (not steps or len(chosen[0]) < step_size):
+    if not is_all and not steps:
         resampled = f"an optimizer step has {step_size} samples, and {len(found)} were observed"
         steps = _resampled(_table(sorted(found), found), step_size)
     return Sample(

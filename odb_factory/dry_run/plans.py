@@ -14,7 +14,7 @@ from odb_factory.dry_run.arguments import Asked
 from odb_factory.dry_run.observe import Sample
 from odb_factory.dry_run.outcome import Outcome
 from odb_factory.dry_run.rows import Rows
-from odb_factory.dry_run.simulate import Setting, planned
+from odb_factory.dry_run.simulate import Setting, num_overlong, planned
 from odb_factory.planning import Budget
 
 FEWEST, MOST = 8, 8
@@ -65,6 +65,7 @@ class Plans:
             collation=rows.collation,
         )
         begun = time.perf_counter()
+        self.whole = sample
         self.own = planned(sample, self.setting, self.budget(config.token_budget, config.max_patches))
         seconds = time.perf_counter() - begun
         self.sample = _thinned(sample, PLANNING_SECONDS / (PLANS * max(seconds, 1e-3)))
@@ -82,7 +83,9 @@ class Plans:
         patches = None
         if config.max_patches is not None:
             patches = max(config.max_patches * token_budget // config.token_budget, self._least_patches())
-        return planned(self.sample, self.setting, self.budget(token_budget, patches))
+        budget = self.budget(token_budget, patches)
+        found = planned(self.sample, self.setting, budget)
+        return dataclasses.replace(found, overlong=num_overlong(self.whole, budget))
 
     def in_other_layout(self) -> Outcome:
         config = self.asked.config

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import datasets
 import torch
 from accelerate.data_loader import SeedableRandomSampler
 from llamafactory.data import get_dataset, get_template_and_fix_tokenizer, loader
@@ -22,6 +23,7 @@ from odb_factory.data.samples import Rejection
 from odb_factory.data.serialize import unpack
 from odb_factory.data.worker import WorkerDataset
 from odb_factory.dry_run.arguments import Asked
+from odb_factory.errors import DataError, ODBError, one_line
 from odb_factory.llamafactory.attach import training_rows
 from odb_factory.llamafactory.dataset import OnlineDataset, RowObserver, TokenizedDataset
 from odb_factory.llamafactory.online_stream import OnlineStream, StreamObserver
@@ -34,14 +36,16 @@ PREPROCESSED_AS = {"dpo": "rm"}
 NEAR_THE_CUT = 0.9
 """Rows of this share of cutoff_len and more are preprocessed once more without it."""
 UNCUT = 1 << 30
+NO_ROW = "corresponds to no data"
+"""What `datasets` says of a file without rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
     """What a row turned out to be. source: the data set of the mix it is from.
 
-    cost: None where it is not trained on, for the `reason` (see `Rejection`), said in `message`. bytes: of what travels.
-    uncut: its tokens as they would be without cutoff_len, 0 where it is not cut off.
+    cost: None where it is not trained on, for the `reason` (see `Rejection`), said in `message`. bytes: of its features
+    as they travel. uncut: its tokens as they would be without cutoff_len, 0 where it is not cut off.
     """
 
     index: int
@@ -55,9 +59,9 @@ class Seen:
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """looked_at: `looked_at[index]` is what a row turned out to be. order: of the first epoch; of a stream, of
-    which nobody knows the length, the rows that were read. sources: the data sets of the mix. collation: what the
-    collator adds. dataset: what is trained on.
+    """looked_at: `looked_at[index]` is what a row turned out to be. order: of the first epoch; of a stream the rows
+    that were read, for nobody knows its length. sources: the data sets of the mix. collation: what the collator adds.
+    dataset: what is trained on.
     """
 
     looked_at: LookedAt
@@ -109,10 +113,9 @@ def open_rows(asked: Asked, samples: int) -> Rows:
     tokenizer_module = load_tokenizer(model_args)
     tokenizer, processor = tokenizer_module["tokenizer"], tokenizer_module["processor"]
     template = get_template_and_fix_tokenizer(tokenizer, data_args)
-    with _no_evaluation(data_args), _silence():  # it prints an example
-        found = get_dataset(
-            template, model_args, data_args, training_args, stage=PREPROCESSED_AS.get(name, name), **tokenizer_module
-        )["train_dataset"]
+    stage_of_data = PREPROCESSED_AS.get(name, name)
+    with _no_evaluation(data_args), _silence(), _naming(data_args):  # it prints an example
+        found = get_dataset(template, *asked.parsed[:3], stage=stage_of_data, **tokenizer_module)["train_dataset"]
     stage = STAGES[name].of_training(finetuning_args, tokenizer)
     dataset = training_rows(found, stage, template, tokenizer, processor)
     shards = is_deepspeed_zero3_enabled() or bool(training_args.fsdp)
@@ -195,6 +198,20 @@ def _no_evaluation(data_args: Any) -> Iterator[None]:
     finally:
         if split is not None:
             loader.split_dataset = split
+
+
+@contextlib.contextmanager
+def _naming(data_args: Any) -> Iterator[None]:
+    """An error of `datasets` does not say which data set it is about."""
+    try:
+        yield
+    except (ValueError, datasets.exceptions.DatasetsError) as error:
+        if isinstance(error, ODBError):
+            raise
+        which = f"dataset: {', '.join(data_args.dataset or [])}"
+        if NO_ROW in str(error):
+            raise DataError(f"{which}: one of them has no row; take it out, or look at its file.") from error
+        raise DataError(f"{which}: cannot be read: {one_line(error)}.") from error
 
 
 @contextlib.contextmanager

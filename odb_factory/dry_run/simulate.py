@@ -48,7 +48,7 @@ class Setting:
 
 def planned(sample: Sample, setting: Setting, budget: Budget) -> Outcome:
     """With odb, under this budget and in its layout."""
-    steps, num_overlong = _within(sample.steps, setting, budget)
+    steps = _within(sample.steps, setting, budget)
     table = np.concatenate([step.rows for step in steps] or [np.zeros(0, ROW)])
     if setting.step_size is None:
         totals, heaviest = _filled(table, sample, setting, budget)
@@ -57,7 +57,8 @@ def planned(sample: Sample, setting: Setting, budget: Budget) -> Outcome:
     limits = [efficiency.least_time(step.rows["tokens"], setting.ranks, budget.token_budget) for step in steps]
     if setting.step_size is None:  # whatever becomes of N: the load alone bounds it
         load = float(table["tokens"].sum(dtype=np.int64)) / setting.ranks
-        limits = [load * (1 + efficiency.FIXED / budget.token_budget)]
+        within = float(np.minimum(table["tokens"], budget.token_budget).sum(dtype=np.int64)) / setting.ranks
+        limits = [load + efficiency.FIXED * within / budget.token_budget]
     tokens = float(table["tokens"].sum(dtype=np.int64))
     return outcome(
         "odb",
@@ -66,7 +67,7 @@ def planned(sample: Sample, setting: Setting, budget: Budget) -> Outcome:
         budget,
         limit=tokens / (setting.ranks * sum(limits)) if limits else None,
         stock=_fixed(steps, setting),
-        overlong=num_overlong,
+        overlong=num_overlong(sample, budget),
         heaviest=heaviest,
     )
 
@@ -139,13 +140,19 @@ def _fixed(steps: Sequence[Step], setting: Setting) -> list[list[MicroStepTotals
     return [rivals.fixed_batches(step.rows, setting.batch_size, setting.ranks, setting.collation) for step in steps]
 
 
-def _within(steps: Sequence[Step], setting: Setting, budget: Budget) -> tuple[list[Step], int]:
-    """Without the samples that `overlong` leaves out; and how many break a budget alone."""
-    kept, num_overlong = [], 0
-    for step in steps:
-        is_overlong = np.array([budget.overlong(cost) for cost in costs_of(step.rows)], dtype=bool)
-        num_overlong += int(is_overlong.sum())
-        rows = step.rows if setting.overlong == "singleton" else step.rows[~is_overlong]
-        if len(rows):
-            kept.append(dataclasses.replace(step, rows=rows))
-    return kept, num_overlong
+def num_overlong(sample: Sample, budget: Budget) -> int:
+    """Samples that break a budget alone."""
+    return sum(int(_overlong(step, budget).sum()) for step in sample.steps)
+
+
+def _within(steps: Sequence[Step], setting: Setting, budget: Budget) -> list[Step]:
+    """Without the samples that the policy `overlong` leaves out."""
+    if setting.overlong == "singleton":
+        return list(steps)
+    kept = [dataclasses.replace(step, rows=step.rows[~_overlong(step, budget)]) for step in steps]
+    return [step for step in kept if len(step.rows)]
+
+
+def _overlong(step: Step, budget: Budget) -> np.ndarray:
+    """bool[samples]"""
+    return np.array([budget.overlong(cost) for cost in costs_of(step.rows)], dtype=bool)

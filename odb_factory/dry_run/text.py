@@ -39,13 +39,13 @@ def show(console: Console, found: Look, advice: Advice, memory: list[MemoryRow] 
 def _head(found: Look) -> str:
     asked, sample = found.asked, found.sample
     of = "of a stream" if sample.population is None else f"of {sample.population:,}"
-    size = f"{found.step_size:,} samples (N)" if found.step_size else "filled optimizer steps"
+    steps = f"optimizer steps of {found.step_size:,} samples (N)" if found.step_size else "filled optimizer steps"
     auto = "".join(
         f"; {key}: auto, here {found.own.token_budget if key == 'token_budget' else 'none'}" for key in asked.auto
     )
     return (
-        f"{asked.path}: {len(sample.seen):,} {of} rows observed in {sample.seconds:.0f} s; optimizer steps of {size} "
-        f"on {asked.ranks} rank{'s' * (asked.ranks > 1)}, {len(sample.steps)} of them planned; layout {found.layout}: "
+        f"{asked.path}: {len(sample.seen):,} {of} rows observed in {sample.seconds:.0f} s; {steps} on {asked.ranks} "
+        f"rank{'s' * (asked.ranks > 1)}, {found.own.optimizer_steps} of them planned; layout {found.layout}: "
         f"{found.layout_reason}{auto}"
     )
 
@@ -81,8 +81,8 @@ def _budgets(found: Look) -> Table:
         table.add_row(*_figures(f"{found.own.token_budget:,} {found.other_layout.layout}", found.other_layout))
     if found.any_size is not None:
         table.add_row(*_figures(f"{found.own.token_budget:,} any size", found.any_size))
-    table.add_row(*_figures(f"fixed, {size} rows", found.fixed))
-    table.add_row(*_figures(f"by length, {size} rows", found.length_grouped))
+    table.add_row(*_figures(f"fixed x {size}", found.fixed))
+    table.add_row(*_figures(f"by length x {size}", found.length_grouped))
     return table
 
 
@@ -107,9 +107,7 @@ def _figures(name: str, one: Outcome) -> list[str]:
 
 
 def _ranks(found: Look) -> Table:
-    table = _table(
-        f"The same {found.step_size:,} samples on other numbers of ranks", "ranks", "K", "balance", "use", "efficiency"
-    )
+    table = _table(f"On other numbers of ranks (N = {found.step_size:,})", "ranks", "K", "balance", "use", "efficiency")
     for ranks, one in found.by_ranks:
         use = "" if one.budget_use is None else f"{one.budget_use:.1%}"
         cells = (f"{ranks}", f"{one.micro_batches:.1f}", f"{one.balance:.1%}", use, f"{one.step_efficiency:.1%}")

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from odb_factory.accounting.step_accounting import StepAccounting
 from odb_factory.comm.data_parallel import check_process_group, find_process_group, world_size_of
-from odb_factory.config import ODBConfig
+from odb_factory.config import ResolvedConfig
 from odb_factory.data.collate import Collated
 from odb_factory.data.components import dismantle
 from odb_factory.data.loader import ODBLoader
@@ -52,7 +52,7 @@ class Iteration:
     def __init__(
         self,
         dataloader: DataLoader[Any],
-        config: ODBConfig,
+        config: ResolvedConfig,
         accumulation: int,
         *,
         cost_fn: Callable[[Any], Any] | None,

@@ -9,8 +9,6 @@ from typing import Literal, TypedDict
 class CommonKeys(TypedDict, total=False):
     """Keys that mean the same everywhere."""
 
-    token_budget: int
-    max_patches: int | None
     global_batch_size: int | Literal["keep", "fill"]
     layout: Literal["auto", "flat", "padded"]
     pad_to_multiple_of: int | None
@@ -32,13 +30,19 @@ class CommonKeys(TypedDict, total=False):
 class LoopKeys(CommonKeys, total=False):
     """Keys with an effect in a training loop of one's own; there loss_scaling is `exact` unless given."""
 
+    token_budget: int
+    max_patches: int | None
     loss_scaling: Literal["exact", "sample", "square", "approx", "none"]
 
 
 class TrainerKeys(CommonKeys, total=False):
     """All keys: those of a loop, and those that only a trainer can honour."""
 
+    token_budget: int | Literal["auto"]
+    max_patches: int | Literal["auto"] | None
+    memory_fraction: float
     loss_scaling: Literal["stock", "exact", "sample", "square", "approx", "none"]
     lr_scale: Literal["none", "sqrt", "linear"]
+    oom: Literal["raise", "split"]
     lr_reference_samples: int | None
     audit: bool

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar
 
 from torch.utils.data import DataLoader
 
-from odb_factory.config import ODBConfig
+from odb_factory.config import AUTO, BUDGETS, ODBConfig, ResolvedConfig
 from odb_factory.data.make_loader import make_config
 from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.loop.accelerated import checkpoint_with
@@ -134,7 +134,7 @@ class Online(Controls[T_co]):
         self._odb.is_prepared = self._odb.moves_batches = value
 
 
-def loop_config(config: ODBConfig | None, block: Mapping[str, Any]) -> ODBConfig:
+def loop_config(config: ODBConfig | None, block: Mapping[str, Any]) -> ResolvedConfig:
     """The config, with `exact` for the default loss_scaling of a trainer.
 
     Raises `ConfigError` for keys that have no effect outside of one.
@@ -148,10 +148,21 @@ def loop_config(config: ODBConfig | None, block: Mapping[str, Any]) -> ODBConfig
             f"(exact), or choose one of {', '.join(LOOP_LOSS_SCALINGS)}."
         )
     config = make_config(config, block)
+    if config.has_auto:
+        key = next(key for key in BUDGETS if getattr(config, key) == AUTO)
+        raise ConfigError(
+            f"odb.{key}: 'auto' runs the model before training, which a loop of your own keeps to itself; give a "
+            "number."
+        )
     if config.loss_scaling == "stock":
         config = dataclasses.replace(config, loss_scaling="exact")
     if config.audit:
         raise ConfigError("odb.audit: True does not say where to; give audit_dir= instead.")
+    if config.oom != "raise":
+        raise ConfigError(
+            f"odb.oom: {config.oom!r} takes the micro-batches of an optimizer step once more, and this loop is yours; "
+            "leave it out, and lower token_budget if memory is short."
+        )
     if config.lr_scale != "none":
         raise ConfigError(
             f"odb.lr_scale: {config.lr_scale!r} has no effect in a loop of your own, whose learning rate you set; "
@@ -164,7 +175,7 @@ def loop_config(config: ODBConfig | None, block: Mapping[str, Any]) -> ODBConfig
         )
     if config.lr_reference_samples is not None:
         raise ConfigError("odb.lr_reference_samples: has no effect in a loop of your own; leave it out.")
-    return config
+    return config.resolved()
 
 
 def check_sampler(sampler: object) -> None:

@@ -57,6 +57,8 @@ class FakeModel:
         """
         features = [self._feature(row_length - (row > 0), images if row == 0 else 0) for row in range(rows)]
         batch = dict(self.parts["collator"](features))
+        if rows == 1:  # what stands in for missing images is masked; a flat row has no mask
+            batch["attention_mask"] = torch.ones_like(batch["attention_mask"])
         patch_size = getattr(getattr(self.parts["processor"], "image_processor", None), "patch_size", None)
         patch_size = patch_size if isinstance(patch_size, int) else DEFAULT_PATCH_SIZE
         return batch, measure_batch(batch, patch_size)

@@ -4,8 +4,8 @@
 |---|---|---|---|
 | one process | all | of what is trained | of the optimizer |
 | DDP | all | twice: the buckets are copies | of the optimizer |
-| ZeRO-1 | all, in the dtype of the training | of what is trained | its own float32 weights and state, a share of a rank |
-| ZeRO-2 | all | a share, and buckets | a share |
+| ZeRO-1 | all, in the dtype of the training | of what is trained | float32 weights of its own and state, a share |
+| ZeRO-2 | as ZeRO-1 | a share, and buckets | a share |
 | ZeRO-3 | a share, and those gathered at a time | a share, and buckets | a share |
 | FSDP | a share, and two layers gathered | a share, and a layer | a share |
 
@@ -15,6 +15,7 @@ What is offloaded takes nothing. Rajbhandari et al. 2020 (ZeRO) for the shares.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -64,17 +65,25 @@ def optimizer_bytes(training: Any, dtype: torch.dtype) -> PerWeight:
     """What the optimizer of `training` keeps of a weight of `dtype`: by one update of a small one."""
     from transformers import Trainer
 
-    weight = torch.nn.Parameter(torch.ones(ROWS, COLUMNS, dtype=dtype))
     try:
         kind, arguments = Trainer.get_optimizer_cls_and_kwargs(training)
-        optimizer = kind([weight], **arguments)
-        weight.grad = torch.ones_like(weight)
-        optimizer.step()
+        return update_bytes(kind, arguments, dtype)
     except Exception as error:
         raise ConfigError(
             f"optim: {training.optim} cannot be tried without an accelerator ({one_line(error)}), so its memory is not "
             "known; leave out --memory."
         ) from error
+
+
+def update_bytes(
+    kind: Any, arguments: Mapping[str, Any], dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> PerWeight:
+    """What an optimizer of this class keeps of a weight: by one update of a small one. Raises what the class raises."""
+    weight = torch.nn.Parameter(torch.ones(ROWS, COLUMNS, dtype=dtype, device=device))
+    known = inspect.signature(kind.__init__).parameters
+    optimizer = kind([weight], **{key: value for key, value in arguments.items() if key in known})
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
     found = {"element": 0.0, "row": 0.0, "column": 0.0, "weight": 0.0}
     for value in optimizer.state[weight].values():
         if not isinstance(value, Tensor):

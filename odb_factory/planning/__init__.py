@@ -1,6 +1,6 @@
 """Pure planning: cost, grouping under budgets, alignment over ranks, order. No I/O, no torch."""
 
-from odb_factory.planning.cost import VIDEO, Budget, Collation, Cost, CostModel
+from odb_factory.planning.cost import VIDEO, Budget, Collation, Cost, CostModel, Limits
 from odb_factory.planning.fill import plan_buffers
 from odb_factory.planning.flat_groups import plan_in_groups
 from odb_factory.planning.keep import plan_optimizer_step
@@ -18,6 +18,7 @@ __all__ = [
     "Collation",
     "Cost",
     "CostModel",
+    "Limits",
     "MicroStepTotals",
     "Plan",
     "Sizes",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -100,6 +101,21 @@ class Collation:
 
 
 @dataclass(frozen=True, slots=True)
+class Limits:
+    """Both budgets by themselves, as they have been lowered while training (`oom: split`)."""
+
+    token_budget: int
+    max_patches: int | None = None
+
+    def least(self, other: Limits | None) -> Limits:
+        """The lower of each."""
+        if other is None:
+            return self
+        patches = [limit for limit in (self.max_patches, other.max_patches) if limit is not None]
+        return Limits(min(self.token_budget, other.token_budget), min(patches, default=None))
+
+
+@dataclass(frozen=True, slots=True)
 class Budget:
     """Both budgets of a group, measured as collated. `max_patches` None: not limited.
 
@@ -114,6 +130,15 @@ class Budget:
     layout: str = "padded"
     sizes: Sizes = EVERY_SIZE
     row_multiple: int = 1
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(self.token_budget, self.max_patches)
+
+    def within(self, limits: Limits | None) -> Budget:
+        """The same, no higher than `limits`."""
+        least = self.limits.least(limits)
+        return dataclasses.replace(self, token_budget=least.token_budget, max_patches=least.max_patches)
 
     def holds(self, rows: int, length: int, patches: int) -> bool:
         return rows * length <= self.token_budget and (self.max_patches is None or patches <= self.max_patches)

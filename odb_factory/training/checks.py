@@ -64,7 +64,7 @@ def check_fill(args: Any, config: ODBConfig) -> None:
 def check_dummy_media(config: ODBConfig, collation: Collation) -> None:
     """Raise `ConfigError` where no micro-batch without media can be within `max_patches`."""
     _, patches = collation.dummies(0, 0)
-    if config.max_patches is not None and config.max_patches < patches:
+    if isinstance(config.max_patches, int) and config.max_patches < patches:
         what = "fake image and audio" if collation.dummy_audio_patches else "fake image"
         raise ConfigError(
             f"odb.max_patches: {config.max_patches} is less than the {patches} patches of the {what} that the collator "

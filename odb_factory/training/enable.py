@@ -11,12 +11,14 @@ from torch.utils.data import RandomSampler
 from transformers import Trainer
 
 from odb_factory.comm.data_parallel import check_process_group
-from odb_factory.config import ODBConfig
+from odb_factory.comm.exchange import Exchange
+from odb_factory.config import ODBConfig, ResolvedConfig
 from odb_factory.data.components import dismantle
 from odb_factory.data.make_loader import make_config, make_loader
 from odb_factory.data.measure import DEFAULT_PATCH_SIZE, Measure, measure_batch
 from odb_factory.data.observe import Observer
 from odb_factory.errors import ConfigError
+from odb_factory.memory.meters import PeakMeter
 from odb_factory.planning import Collation
 from odb_factory.training import columns
 from odb_factory.training.checks import check_dummy_media, check_fill, check_methods, check_training_arguments
@@ -24,7 +26,10 @@ from odb_factory.training.layout_check import LayoutCheck
 from odb_factory.training.layout_choice import Layout
 from odb_factory.training.loss_rule import check_loss, stock_mean
 from odb_factory.training.mixin import ODBTrainerMixin
+from odb_factory.training.oom import MemoryWatch, check_split, why_not_split
+from odb_factory.training.oom_split import SplitSteps
 from odb_factory.training.run import ODBRun, RunLength
+from odb_factory.training.run_budgets import check_auto
 
 if TYPE_CHECKING:
     from odb_factory.loop.keys import TrainerKeys
@@ -44,12 +49,16 @@ class ODBSettings:
     process_group: dist.ProcessGroup | None
     agree_on: Mapping[str, object]
     not_flat: str | None
+    meter: PeakMeter | None
     about: Mapping[str, object]
 
-    def make_run(self, trainer: Any, source: Any, stock: Any, layout: Layout) -> tuple[ODBRun, LayoutCheck | None]:
+    def make_run(
+        self, trainer: Any, source: Any, stock: Any, layout: Layout, config: ResolvedConfig
+    ) -> tuple[ODBRun, LayoutCheck | None]:
         """A run, and the check of its layout where that is flat.
 
-        stock: the train dataloader that the trainer would use; source: the same, perhaps with all its columns.
+        stock: the train dataloader that the trainer would use; source: the same, perhaps with all its columns. config:
+        with the budgets that were chosen.
         """
         args, mean = trainer.args, stock_mean(trainer)
         if not self.equal_weights:
@@ -63,7 +72,7 @@ class ODBSettings:
             parts = columns.with_columns_of(parts, stock)
         loader = make_loader(
             parts,
-            self.config,
+            config,
             observer=self.observer,
             collation=self.collation or Collation(pad_to_multiple_of=pads_to),
             layout=layout.name,
@@ -79,15 +88,21 @@ class ODBSettings:
             seed=seed,
         )
         counts_steps = args.max_steps > 0
+        is_split, rounds_up = self.config.oom == "split", self.config.row_multiple > 1
+        can_split = not (is_split or rounds_up) and why_not_split(trainer) is None
         run = ODBRun(
             loader,
-            self.config,
+            config,
             RunLength(None if counts_steps else args.num_train_epochs, args.max_steps if counts_steps else None),
             args.output_dir,
+            memory=MemoryWatch(config, loader.budget, args.device, can_split=can_split),
             accumulation=args.gradient_accumulation_steps,
             looks_at_labels=not self.equal_weights,
             is_shuffled=getattr(parts.sampler, "shuffle", isinstance(parts.sampler, RandomSampler)),
         )
+        if is_split:
+            exchange = Exchange(self.process_group, self.config.exchange_timeout_s, loader.check)
+            run.split = SplitSteps(run, exchange, run.memory)
         return run, LayoutCheck(loader) if layout.name == "flat" else None
 
 
@@ -122,6 +137,7 @@ def enable_odb(
     process_group: dist.ProcessGroup | None = None,
     agree_on: Mapping[str, object] | None = None,
     not_flat: str | None = None,
+    memory_meter: PeakMeter | None = None,
     about: Mapping[str, object] | None = None,
     **block: Unpack[TrainerKeys],
 ) -> Any:
@@ -141,6 +157,8 @@ def enable_odb(
     DDP, ZeRO, FSDP and HSDP); samples are shared among them and the loss weight goes by their number.
     agree_on: settings of your own that all ranks must have in common; where they differ, no step is taken.
     not_flat: why flat micro-batches would be wrong, where the caller knows a reason (see the key `layout`).
+    memory_meter: what budgets of `auto` are chosen by (default: what the accelerator counts); with a
+    `odb_factory.memory.meters.CPUMeter` they can be chosen on a CPU, for tests.
     about: what `odb-factory report` shall say of the run beside its training arguments (JSON types).
     A `compute_loss_func` of the trainer is given the units of the micro-batch as `num_items_in_batch`, and
     the mean that it returns is weighed as a model's own; one that returns a sum without dividing is not supported.
@@ -153,6 +171,8 @@ def enable_odb(
     check_process_group(process_group)
     check_training_arguments(trainer.args)
     check_fill(trainer.args, config)
+    check_auto(trainer, config, memory_meter)
+    check_split(trainer, config)
     check_dummy_media(config, collation or Collation())
     check_methods(trainer)
     if not isinstance(trainer, ODBTrainerMixin):
@@ -169,6 +189,7 @@ def enable_odb(
         process_group=process_group,
         agree_on=agree_on or {},
         not_flat=not_flat,
+        meter=memory_meter,
         about=about or {},
     )
     return trainer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from odb_factory.config import ODBConfig
+from odb_factory.config import ResolvedConfig
 from odb_factory.data.loader import ODBLoader
 from odb_factory.log import get_logger
 
@@ -12,7 +12,7 @@ MOSTLY_EMPTY = 0.5
 """Budgets that are filled by less than this get a line of advice."""
 
 
-def say_what_to_expect(loader: ODBLoader, config: ODBConfig) -> None:
+def say_what_to_expect(loader: ODBLoader, config: ResolvedConfig) -> None:
     """From the first plan, which `loader` has made (see `ODBLoader.begin`)."""
     first = loader.first_planned
     if first is None:

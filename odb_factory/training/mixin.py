@@ -9,6 +9,7 @@ the Trainer is probed before training (`probes.py`).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -19,9 +20,11 @@ import torch
 from accelerate.utils import DistributedType
 
 from odb_factory.comm.gloo import gather_once
+from odb_factory.config import BUDGETS, ResolvedConfig
 from odb_factory.errors import ConfigError
 from odb_factory.log import get_logger
 from odb_factory.training import checkpoint, columns, probes, varlen
+from odb_factory.training.auto_budget import choose_budgets
 from odb_factory.training.checks import check_trainer
 from odb_factory.training.expectation import say_what_to_expect
 from odb_factory.training.find_checkpoint import find_checkpoint
@@ -32,6 +35,7 @@ from odb_factory.training.output_dirs import compare_output_dirs
 from odb_factory.training.progress import CheckpointMark, ODBCallback
 from odb_factory.training.run import ODBRun
 from odb_factory.training.run_arguments import HideArguments, RunArguments
+from odb_factory.training.run_budgets import first_config
 from odb_factory.training.run_log import RunLog
 from odb_factory.training.schedule import scale_learning_rate
 from odb_factory.training.train_loader import StepInputs, TrainLoader
@@ -40,6 +44,7 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
     from odb_factory.data.collate import Collated
+    from odb_factory.data.samples import Measured
     from odb_factory.training.enable import ODBSettings
 
     Base = Trainer
@@ -57,6 +62,8 @@ class ODBTrainerMixin(Base):
     odb_run: the run of the `train()` under way; None outside of it, where everything is stock's.
     odb_arguments: the training arguments that the run changes; None outside of `train()`.
     odb_layout: of its micro-batches. odb_check: what is still to be made sure of about a flat one.
+    odb_config: of the run, whose budgets are numbers. odb_lacks_budgets: they are to be chosen yet.
+    odb_trial_units: of a micro-batch that is only tried.
     odb_before_step: called with the model and all micro-batches of an optimizer step before the first is trained on,
         which are in memory together then; None: they come one by one.
     """
@@ -68,6 +75,9 @@ class ODBTrainerMixin(Base):
     odb_callback: ODBCallback | None = None
     odb_layout: Layout | None = None
     odb_check: LayoutCheck | None = None
+    odb_config: ResolvedConfig | None = None
+    odb_trial_units: int | None = None
+    odb_lacks_budgets: bool = False
     odb_before_step: Callable[[Any, Sequence[Collated]], None] | None = None
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -101,7 +111,7 @@ class ODBTrainerMixin(Base):
                     self.odb_run.abort(error)
                 raise
             finally:
-                self.odb_arguments = self.odb_callback = self.odb_check = None
+                self.odb_arguments = self.odb_callback = self.odb_check = self.odb_config = None
                 if self.odb_run is not None:
                     self.odb_run.close()
                     self.odb_run = None
@@ -140,6 +150,10 @@ class ODBTrainerMixin(Base):
             finally:
                 self.args.remove_unused_columns = True
         layout = resolve_layout(self, self.odb_settings.config, self.odb_settings.not_flat)
+        self.odb_config, is_chosen = first_config(
+            self.odb_settings.config, self.odb_checkpoint, self.args.process_index, self.args.world_size
+        )
+        self.odb_lacks_budgets = not is_chosen
         run = self._odb_begin(source, stock, layout)
         logger.info("layout: %s (%s)", layout.name, layout.reason)
         before_first = functools.partial(self._odb_checked_run, source, stock)
@@ -147,10 +161,13 @@ class ODBTrainerMixin(Base):
 
     def _odb_begin(self, source: Any, stock: Any, layout: Layout) -> ODBRun:
         """A run that stands where it begins or goes on, its first plan made."""
-        assert self.odb_settings is not None and self.odb_arguments is not None
+        assert self.odb_settings is not None and self.odb_arguments is not None and self.odb_config is not None
         self.odb_layout = layout
         with self.odb_arguments.shown():
-            self.odb_run, self.odb_check = run, _ = self.odb_settings.make_run(self, source, stock, layout)
+            made = self.odb_settings.make_run(self, source, stock, layout, self.odb_config)
+            self.odb_run, self.odb_check = run, _ = made
+        if self.odb_settings.config.has_auto:
+            run.budgets = {key: getattr(self.odb_config, key) for key in BUDGETS}
         if self.odb_checkpoint is not None:
             checkpoint.load(run, Path(self.odb_checkpoint))
         if not run.finished:
@@ -158,7 +175,18 @@ class ODBTrainerMixin(Base):
         return run
 
     def _odb_checked_run(self, source: Any, stock: Any) -> ODBRun:
-        """The run to take the first step with: the one that has begun, or one of the padded layout in its place."""
+        """The run to take the first step with: the one that has begun, or one in its place that has the padded layout,
+        or the budgets that its memory allows."""
+        assert self.odb_settings is not None and self.odb_layout is not None
+        run = self._odb_layout_checked(source, stock)
+        if not self.odb_lacks_budgets:
+            return run
+        chosen = choose_budgets(self, run.loader, self.odb_settings.config, self.odb_settings.meter)
+        self.odb_config = self.odb_settings.config.resolved(**dataclasses.asdict(chosen))
+        self.odb_lacks_budgets = False
+        return self._odb_begin_again(source, stock, self.odb_layout)
+
+    def _odb_layout_checked(self, source: Any, stock: Any) -> ODBRun:
         assert self.odb_run is not None and self.odb_settings is not None
         run, check = self.odb_run, self.odb_check
         if check is None or check.needs_batch:
@@ -168,12 +196,18 @@ class ODBTrainerMixin(Base):
         if why is None:
             return run
         assert self.odb_layout is not None
-        padded = fall_back(self.odb_layout, self.odb_settings.config, why)
+        return self._odb_begin_again(source, stock, fall_back(self.odb_layout, self.odb_settings.config, why))
+
+    def _odb_begin_again(self, source: Any, stock: Any, layout: Layout) -> ODBRun:
+        """In the place of the run that has begun."""
+        assert self.odb_run is not None
+        run = self.odb_run
         run.close()
-        again = self._odb_begin(source, stock, padded)
+        again = self._odb_begin(source, stock, layout)
         if again.fill is not None and run.fill is not None:
             again.fill.take_over(run.fill, self.optimizer, self.lr_scheduler)
-        say_what_to_expect(again.loader, again.config)
+        if not self.odb_lacks_budgets:
+            say_what_to_expect(again.loader, again.config)
         return again
 
     def get_total_train_batch_size(self, args: Any) -> int:
@@ -209,24 +243,37 @@ class ODBTrainerMixin(Base):
             whole = list(inputs.micro_batches)
             self.odb_before_step(model, whole)
             inputs.micro_batches = (whole.pop(0) for _ in range(len(whole)))
+        if run.split is not None:
+            return run.split.take(self, model, inputs.micro_batches)
         total: Any = None
         for micro_batch, measured, batch in inputs.micro_batches:
             run.begin_micro_batch(micro_batch, measured, batch)
-            if self.odb_check is not None:
-                self._odb_check_batch(self.odb_check, batch, measured.segments, len(micro_batch.ids))
+            box = [batch]
+            del batch
             with (
-                varlen.flat_row(measured.segments),
+                run.memory.named(micro_batch, measured, run.optimizer_steps + 1),
                 self._odb_gradients_summed(model, is_last=micro_batch.ends_optimizer_step),
             ):
-                loss = super().training_step(model, batch)  # type: ignore[arg-type]
-            del batch
-            if run.computing is None or not run.computing.is_weighed:
-                raise ConfigError(_not_reached(self, "compute_loss"))
+                loss = self.odb_forward_backward(model, measured, box)
+            run.memory.held(measured)
             run.end_micro_batch()
             total = loss if total is None else total + loss
             if not micro_batch.ends_optimizer_step:
                 self.control = self.callback_handler.on_substep_end(self.args, self.state, self.control)
         return total
+
+    def odb_forward_backward(self, model: Any, measured: Measured, box: list[Any]) -> Any:
+        """Add the gradient of the micro-batch that `odb_run` has begun; returns its loss. box: holds the only
+        reference to its batch."""
+        assert self.odb_run is not None and self.odb_run.computing is not None
+        computing = self.odb_run.computing
+        if self.odb_check is not None:
+            self._odb_check_batch(self.odb_check, box[0], measured.segments, len(computing.micro_batch.ids))
+        with varlen.flat_row(measured.segments):
+            loss = super().training_step(model, box.pop())
+        if not computing.is_weighed:
+            raise ConfigError(_not_reached(self, "compute_loss"))
+        return loss
 
     def _odb_check_batch(self, check: LayoutCheck, batch: Any, segments: tuple[int, ...], num_samples: int) -> None:
         """The check of a flat layout where rows cannot be read by their number: by the first micro-batch."""
@@ -256,6 +303,10 @@ class ODBTrainerMixin(Base):
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **kwargs: Any
     ) -> Any:
         run = self.odb_run
+        if self.odb_trial_units is not None:
+            kwargs["num_items_in_batch"] = torch.full((), self.odb_trial_units, device=self.args.device)
+            with without_average_tokens(self.args):
+                return 0 * super().compute_loss(model, inputs, **kwargs)
         if run is None or run.computing is None:
             if isinstance(inputs, StepInputs):
                 raise ConfigError(_not_reached(self, "training_step"))

@@ -65,7 +65,8 @@ class ODBCallback(TrainerCallback):
         elif run.taken_anew and run.total_steps is not None:
             state.max_steps = run.total_steps
             state.compute_steps(args, state.max_steps)
-        say_what_to_expect(run.loader, run.config)
+        if not self.trainer.odb_lacks_budgets:
+            say_what_to_expect(run.loader, run.config)
 
     def begin_save(self, output_dir: str | None) -> None:
         """The Trainer begins to save to this folder; does nothing if that is no checkpoint (an export of the model)."""

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from odb_factory.accounting.loss_weights import MicroBatchLoss
-from odb_factory.accounting.step_accounting import StepAccounting
+from odb_factory.accounting.loss_weights import MicroBatchLoss, token_weights
+from odb_factory.accounting.step_accounting import Begun, StepAccounting
 from odb_factory.accounting.summary import summary_line, write_summary
 from odb_factory.accounting.token_loss import TokenLoss
 from odb_factory.comm.coordinator import CollectiveError
-from odb_factory.config import ODBConfig
+from odb_factory.config import ResolvedConfig
 from odb_factory.data.loader import ODBLoader
+from odb_factory.data.parts import Part
 from odb_factory.data.samples import Measured, MicroBatch, OptimizerStep
 from odb_factory.errors import one_line
 from odb_factory.log import get_logger
+from odb_factory.planning import Limits
 from odb_factory.training.fill_schedule import FillSchedule
+from odb_factory.training.oom import MemoryWatch
+from odb_factory.training.oom_split import SplitSteps
 
 logger = get_logger(__name__)
 
@@ -35,13 +39,14 @@ class RunLength:
 class Computing:
     """The one under way. num_items: its units, at least 1. segments: of `Measured`.
 
-    is_weighed: its loss has been.
+    start: of a part of a micro-batch, the number of its first sample in the whole. is_weighed: its loss has been.
     """
 
     micro_batch: MicroBatch
     loss: MicroBatchLoss
     num_items: int
     segments: tuple[int, ...] = ()
+    start: int = 0
     is_weighed: bool = False
 
 
@@ -49,17 +54,19 @@ class ODBRun:
     """One call of `train()`. Its optimizer steps are counted by `accounting`, those before a resume included.
 
     fill: the estimates that are needed where nobody knows how many optimizer steps there will be; None where they are
-    kept. step: the optimizer step taken last. computing: the micro-batch under way, None outside of forward and
-    backward. looks_at_labels: units are labels that carry loss, so that those of a row can be counted as collated.
+    kept. budgets: those that were chosen where the config said `auto`. step: the optimizer step taken last. computing:
+    the micro-batch under way, None outside of forward and backward. looks_at_labels: units are labels that carry loss,
+    so that those of a row can be counted as collated.
     """
 
     def __init__(
         self,
         loader: ODBLoader,
-        config: ODBConfig,
+        config: ResolvedConfig,
         length: RunLength,
         output_dir: str | Path,
         *,
+        memory: MemoryWatch,
         is_shuffled: bool = False,
         accumulation: int = 1,
         looks_at_labels: bool = True,
@@ -69,8 +76,11 @@ class ODBRun:
         self.fill: FillSchedule | None = None
         if not config.keeps:
             self.fill = FillSchedule(loader, config, length.epochs, length.max_steps, accumulation, is_shuffled)
+        self.budgets: dict[str, int | None] = {}
         self.step: OptimizerStep | None = None
         self.computing: Computing | None = None
+        self.memory = memory
+        self.split: SplitSteps | None = None
         self._looks_at_labels = looks_at_labels
         self._anew: tuple[int, int] | None = None
         self._token_loss: TokenLoss | None = None
@@ -134,19 +144,33 @@ class ODBRun:
 
     # Its steps
 
-    def begin_micro_batch(self, micro_batch: MicroBatch, measured: Measured, batch: Any) -> None:
-        """Its forward comes next; until `end_micro_batch` its loss is made as `computing` says."""
+    def begin_micro_batch(
+        self, micro_batch: MicroBatch, measured: Measured, batch: Any, part: Part | None = None
+    ) -> None:
+        """Its forward comes next; until `end_micro_batch` or `set_aside` its loss is made as `computing` says.
+
+        part: of which it is the micro-batch, if it is not a whole one.
+        """
         labels = batch.get("labels") if self._looks_at_labels and isinstance(batch, Mapping) else None
         self.step = micro_batch.step
         if self.fill is not None and micro_batch.index == 0:
             self.fill.advance(self.optimizer_steps + 1, self.epoch)
-        loss = self.accounting.begin(micro_batch, measured, labels)
-        self.computing = Computing(micro_batch, loss, max(measured.units, 1), measured.segments)
+        weights = None
+        if part is not None and not part.is_whole:
+            weights = part.take(token_weights(part.whole, self.config.loss_scaling, self.loader.world_size))
+        loss = self.accounting.begin(micro_batch, measured, labels, weights=weights)
+        start = 0 if part is None else part.start
+        self.computing = Computing(micro_batch, loss, max(measured.units, 1), measured.segments, start)
 
     def end_micro_batch(self) -> None:
         """Count the micro-batch whose backward is done."""
         self.computing = None
         self.accounting.end()
+
+    def set_aside(self) -> Begun:
+        """The micro-batch whose backward is done, for `accounting.count`."""
+        self.computing = None
+        return self.accounting.set_aside()
 
     def token_loss(self, model: Any) -> TokenLoss:
         """What weighs the token losses of this model, the one that is trained."""
@@ -159,13 +183,21 @@ class ODBRun:
     def state_dict(self) -> dict[str, Any]:
         """JSON types: what the figures, the schedule and the summary go on from."""
         anew = None if self._anew is None else list(self._anew)
-        state = {"accounting": self.accounting.state_dict(), "epochs": self.epoch, "anew": anew}
+        lowered = self.loader.lowered
+        limits = lowered and {"configured": asdict(self.loader.budget.limits), "lowered": asdict(lowered)}
+        state = {"accounting": self.accounting.state_dict(), "epochs": self.epoch, "anew": anew, "limits": limits}
+        if self.budgets:
+            state["budgets"] = self.budgets
         return state if self.fill is None else state | {"fill": self.fill.state_dict(self.epoch, self.optimizer_steps)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.accounting.load_state_dict(state["accounting"])
         self._epochs_before = state["epochs"]
         self._anew = None if state["anew"] is None else tuple(state["anew"])
+        limits = state["limits"]
+        # Budgets that somebody has changed since say what to do themselves.
+        if limits is not None and limits["configured"] == asdict(self.loader.budget.limits):
+            self.loader.lower(Limits(**limits["lowered"]))
         if self.fill is not None:
             self.fill.load_state_dict(state["fill"])
 
@@ -194,9 +226,13 @@ class ODBRun:
         """The training has failed on this rank: tell the others, unless they know, and end everything here."""
         if not isinstance(error, CollectiveError):
             self.loader.abort(one_line(error))
+        if self.split is not None:
+            self.split.close(failed=True)
         self.close()
 
     def close(self) -> None:
         """End worker processes and files; safe to call twice."""
         self.loader.close()
+        if self.split is not None:
+            self.split.close()
         self.accounting.close()

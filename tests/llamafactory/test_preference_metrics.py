@@ -93,5 +93,26 @@ def test_sums_over_examples_have_the_same_keys_on_all_ranks() -> None:
     assert [figures["kl"] for figures in said] == [2 * 0.25, 0.0], "once for each optimizer step, by rank 0"
 
 
+def test_an_optimizer_step_that_is_begun_anew_counts_once() -> None:
+    """`oom: split`: the second optimizer step fails in its last micro-batch, and the first of it is cut in two."""
+    said = []
+    for fails in (False, True):
+        trainer = OfRank(0, "exact")
+        PairMetrics(trainer).install()
+        computed = trained("exact", 0)[0]
+        if fails:
+            second = computed[MICRO_BATCHES:]
+            whole = second[0]
+            half = dataclasses.replace(whole.loss, scale=whole.loss.scale / 2)
+            parts = [dataclasses.replace(whole, loss=half, start=start) for start in (0, 1)]
+            computed = [*computed[:MICRO_BATCHES], *second[:-1], *parts, *second[1:]]
+        for trainer.odb_run.computing in computed:
+            value = trainer.odb_run.computing.micro_batch.index + 1.0
+            trainer.get_batch_loss_metrics({"rewards/chosen": value})
+        said.append(log(trainer)["rewards/chosen"])
+    assert said[0] == pytest.approx(said[1])
+    assert said[0] > 0
+
+
 def names_of(kind: str) -> list[str]:
     return [f"rewards/{kind}_sum", f"logps/{kind}_sum", f"logits/{kind}_sum", f"count/{kind}"]

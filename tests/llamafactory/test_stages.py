@@ -51,8 +51,8 @@ VARIANTS = {
     "ftx": {"pref_ftx": 0.5, "pref_beta": 0.02},
     "ld": {"ld_alpha": 0.5, "pref_beta": 0.02},
 }
-"""Stock sums some hundred log-probabilities in float32, along padded rows, to 3e-5; at its beta of 0.1 the gradient of a
-pair that is learnt differs by 3e-6 for that, in float64 models too."""
+"""Stock sums some hundred log-probabilities in float32, along padded rows, to 3e-5; with its beta of 0.1 gradients of
+pairs that are learnt differ by 3e-6 for that, in float64 models too."""
 ONE_EPOCH = {"num_train_epochs": 1, "eval_strategy": "no", "max_grad_norm": 1e9}
 HEAD_BIAS = "v_head.summary.bias"
 LIMIT_S = 240

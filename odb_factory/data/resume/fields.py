@@ -12,7 +12,7 @@ import numpy as np
 
 from odb_factory.errors import DataError
 
-VERSION = 4
+VERSION = 5
 """Of what is saved; another is not read."""
 
 

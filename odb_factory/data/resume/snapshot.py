@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from odb_factory.data.resume.fields import Fields, pack_checksums
-from odb_factory.planning import CostModel
+from odb_factory.planning import CostModel, Limits
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,8 @@ class Snapshot:
     """A rank before it fills its buffer and plans a round. steps, emitted, tokens_emitted: of the epoch, on all ranks.
 
     drawn, rejected, overlong: of this rank. next: drawn beyond the buffer; dummy: what idle steps are run with.
-    model: the cost model it proposes. filled: checksums of the samples that were drawn for this round, in order.
+    model, limits: the cost model it proposes, and to what it has lowered its budgets. filled: checksums of the samples
+    that were drawn for this round, in order.
     """
 
     round_index: int
@@ -43,6 +44,7 @@ class Snapshot:
     next: BufferedSample | None
     dummy: BufferedSample | None
     model: CostModel
+    limits: Limits | None = None
     filled: tuple[int, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -54,6 +56,7 @@ class Snapshot:
             "next": _columns(() if self.next is None else (self.next,)),
             "dummy": _columns(() if self.dummy is None else (self.dummy,)),
             "model": dataclasses.asdict(self.model),
+            "limits": None if self.limits is None else dataclasses.asdict(self.limits),
             "filled": pack_checksums(self.filled),
         }
 
@@ -73,6 +76,7 @@ class Snapshot:
             next=_one(fields, "next"),
             dummy=_one(fields, "dummy"),
             model=CostModel(*(model.whole(field.name) for field in dataclasses.fields(CostModel))),
+            limits=None if fields.value("limits") is None else _limits(fields.part("limits")),
             filled=fields.checksums("filled"),
         )
         draws = [one.draw for one in snapshot.undone]
@@ -112,6 +116,11 @@ class Snapshot:
             dummy=blank(self.dummy),
             filled=(0,) * len(self.filled),
         )
+
+
+def _limits(fields: Fields) -> Limits:
+    unlimited = fields.value("max_patches") is None
+    return Limits(fields.whole("token_budget", 1), None if unlimited else fields.whole("max_patches", 1))
 
 
 def _columns(samples: Sequence[BufferedSample]) -> dict[str, Any]:

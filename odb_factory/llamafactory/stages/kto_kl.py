@@ -187,4 +187,6 @@ class StepKL:
         return losses, beta * chosen.detach(), beta * rejected.detach(), kl
 
     def _estimate(self, computing: Computing) -> Estimate:
-        return self._estimates[computing.micro_batch.index]
+        whole = self._estimates[computing.micro_batch.index]
+        mine = slice(computing.start, computing.start + max(len(computing.micro_batch.ids), 1))
+        return Estimate(whole.tags[mine], whole.kl[mine], whole.sft_factor[mine])

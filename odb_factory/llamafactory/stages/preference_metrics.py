@@ -7,12 +7,14 @@ of the ranks as a vector without names, so every rank stores the same keys in th
 
 from __future__ import annotations
 
+import copy
 import functools
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
 
+from odb_factory.data.samples import OptimizerStep
 from odb_factory.errors import ConfigError
 from odb_factory.llamafactory.stages.kto_kl import StepKL
 from odb_factory.training.run import Computing
@@ -26,11 +28,16 @@ class PreferenceMetrics(ABC):
 
     After each, what `trainer.log` would say of the logging interval until then is in `trainer._stored_metrics`, from
     which that method takes it and where it leaves nothing behind. Evaluations are stock's.
+    counts: the attributes that count.
     """
+
+    counts: tuple[str, ...]
 
     def __init__(self, trainer: Any):
         self.trainer = trainer
         self.sums: defaultdict[str, float] = defaultdict(float)
+        self._begun: OptimizerStep | None = None
+        self._before: dict[str, Any] = {}
 
     def install(self) -> None:
         """Until `uninstall`, on this trainer alone."""
@@ -48,6 +55,8 @@ class PreferenceMetrics(ABC):
         stored = self.trainer._stored_metrics["train"]
         if not stored:  # they have been logged
             self.forget()
+        if _begins_step(run.computing):
+            self._begin(run.computing.micro_batch.step)
         self.add(run.computing, metrics)
         stored.clear()
         stored.update({key: [value] for key, value in self.figures().items()})
@@ -56,6 +65,15 @@ class PreferenceMetrics(ABC):
     def forget(self) -> None:
         """A logging interval begins."""
         self.sums.clear()
+        self._begun = None
+
+    def _begin(self, step: OptimizerStep) -> None:
+        """An optimizer step begins, perhaps anew (`oom: split`): then its figures until now do not count."""
+        if self._begun is not step:
+            self._begun = step
+            self._before = {name: copy.copy(getattr(self, name)) for name in self.counts}
+        else:
+            vars(self).update({name: copy.copy(value) for name, value in self._before.items()})
 
     @abstractmethod
     def add(self, computing: Computing, metrics: dict[str, Any]) -> None:
@@ -73,6 +91,8 @@ class PairMetrics(PreferenceMetrics):
     of: stock's micro-batches, or else pairs.
     """
 
+    counts = ("sums", "total")
+
     def __init__(self, trainer: Any):
         super().__init__(trainer)
         self.total = 0
@@ -84,7 +104,7 @@ class PairMetrics(PreferenceMetrics):
     def add(self, computing: Computing, metrics: dict[str, Any]) -> None:
         step = computing.micro_batch.step
         of_step = step.num_stock_means if self.trainer.odb_run.config.loss_scaling == "stock" else step.units
-        if computing.micro_batch.index == 0:
+        if _begins_step(computing):
             self.total += of_step
         for key, value in metrics.items():
             self.sums[key] += 0.0 if computing.micro_batch.idle else value * computing.loss.scale * of_step
@@ -100,6 +120,8 @@ class ExampleMetrics(PreferenceMetrics):
     `kl` is the sum of the estimates that were used (see `StepKL`), as stock's is the sum of its own.
     """
 
+    counts = ("sums", "num_examples")
+
     def __init__(self, trainer: Any, step_kl: StepKL):
         super().__init__(trainer)
         self.step_kl = step_kl
@@ -110,7 +132,7 @@ class ExampleMetrics(PreferenceMetrics):
         self.num_examples.clear()
 
     def add(self, computing: Computing, metrics: dict[str, Any]) -> None:
-        if computing.micro_batch.index == 0:
+        if _begins_step(computing):
             self.num_examples.update(self.step_kl.num_examples)
             self.sums["kl"] += self.step_kl.kl if self.trainer.args.process_index == 0 else 0.0
         known = {key.format(kind) for key in KEYS_OF_A_KIND for kind in KINDS}
@@ -128,3 +150,7 @@ class ExampleMetrics(PreferenceMetrics):
         kinds = [kind for kind in KINDS if self.num_examples[kind]]
         keys = [key.format(kind) for kind in kinds for key in KEYS_OF_A_KIND]
         return {key: self.sums[key] for key in (*keys, "kl")}
+
+
+def _begins_step(computing: Computing) -> bool:
+    return computing.micro_batch.index == computing.start == 0

@@ -1,0 +1,67 @@
+"""The budgets of a run where the config says `auto`: from its checkpoint, or to be chosen when the model is wrapped."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from odb_factory.config import AUTO, BUDGETS, ODBConfig, ResolvedConfig
+from odb_factory.errors import ConfigError
+from odb_factory.log import get_logger
+from odb_factory.memory.meters import PeakMeter
+from odb_factory.training.checkpoint_status import read_states
+from odb_factory.training.state_files import ranks_of
+
+logger = get_logger(__name__)
+
+
+def check_auto(trainer: Any, config: ODBConfig, meter: PeakMeter | None) -> None:
+    """Raise `ConfigError` where budgets of `auto` cannot be chosen."""
+    key = next((key for key in BUDGETS if getattr(config, key) == AUTO), None)
+    if key is None:
+        return
+    if meter is None and trainer.args.device.type == "cpu":
+        raise ConfigError(
+            f"odb.{key}: 'auto' tries micro-batches on an accelerator, and this training runs on the CPU; set a number "
+            "(`odb-factory plan --memory` estimates what an accelerator holds)."
+        )
+    if isinstance(trainer.train_dataset, IterableDataset):
+        raise ConfigError(
+            f"odb.{key}: 'auto' tries rows of the dataset before training, and those of a stream cannot be read by "
+            "their number; set a number."
+        )
+
+
+def first_config(config: ODBConfig, folder: str | None, rank: int, ranks: int) -> tuple[ResolvedConfig, bool]:
+    """The config to begin with, and whether its budgets are those to train with.
+
+    folder: the checkpoint that is gone on from, whose budgets are kept. Else they stand for ones that are not known
+    yet: each sample is a micro-batch of its own, so that little is read before there are better ones.
+    """
+    if not config.has_auto:
+        return config.resolved(), True
+    asked = [key for key in BUDGETS if getattr(config, key) == AUTO]
+    kept = {} if folder is None else _kept(Path(folder), rank, ranks)
+    if set(asked) <= kept.keys():
+        chosen = {key: kept[key] for key in asked}
+        logger.info(
+            "%s, as chosen when this training began; a number in the YAML takes its place",
+            ", ".join(f"{key}: auto is {'none' if value is None else value}" for key, value in chosen.items()),
+        )
+        return config.resolved(**chosen), True
+    least = max(config.pad_to_multiple_of or 1, *(config.length_buckets or ()), 1)
+    stand_in: dict[str, int | None] = {"token_budget": least, "max_patches": None}
+    return dataclasses.replace(
+        config.resolved(**{key: stand_in[key] for key in asked}), overlong="singleton", buffer_size=1
+    ), False
+
+
+def _kept(folder: Path, rank: int, ranks: int) -> dict[str, int | None]:
+    """What a checkpoint says; nothing where it was written without odb. What is damaged is told when it is loaded."""
+    if not ranks_of(folder):
+        return {}
+    kept: dict[str, int | None] = read_states(folder, rank, ranks)[0].run.get("budgets", {})
+    return kept

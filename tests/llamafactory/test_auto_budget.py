@@ -1,0 +1,46 @@
+"""Budgets of `auto` in LLaMA-Factory's own training of a vision-language model; refused on a CPU in one line."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+from typing import Any
+
+import pytest
+from distributed.rows import write_uneven_rows
+from llamafactory.train.tuner import run_exp
+from support import read_jsonl, read_log, training_config
+
+from odb_factory import ConfigError, enable_odb
+from odb_factory.llamafactory import attach
+from odb_factory.memory.meters import CPUMeter
+
+CAPACITY = 60 * 2**20
+
+
+def test_tokens_and_patches_of_images(tiny_vl, tmp_path, monkeypatch, caplog) -> None:
+    """The training is that of the two numbers; patches have room for what the data bring, and are kept."""
+    caplog.set_level(logging.INFO, "odb_factory")
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    rows = write_uneven_rows(folder, {"mixed": 24})
+
+    def run(name: str, **block: Any) -> list[float]:
+        block |= {"layout": "padded", "audit": True}
+        changes = {"dataset": "mixed", "max_steps": 3, "gradient_accumulation_steps": 8, "freeze_vision_tower": False}
+        run_exp(training_config(tiny_vl, rows, tmp_path / name, odb=block, **changes))
+        return [line["loss"] for line in read_log(tmp_path / name) if "loss" in line]
+
+    with pytest.raises(ConfigError, match=r"odb\.token_budget: 'auto' tries micro-batches on an accelerator"):
+        run("refused", token_budget="auto")
+    with monkeypatch.context() as context:
+        context.setattr(attach, "enable_odb", functools.partial(enable_odb, memory_meter=CPUMeter(CAPACITY)))
+        auto = run("auto", token_budget="auto", max_patches="auto")
+    (line,) = [one.getMessage() for one in caplog.records if "token_budget: auto is" in one.getMessage()]
+    tokens, patches = map(int, re.findall(r"auto is (\d+)", line))
+    assert "as much as memory_fraction allows" in line
+    assert auto == run("numbers", token_budget=tokens, max_patches=patches)
+    lines = read_jsonl(tmp_path / "auto" / "odb_audit_rank0.jsonl")
+    assert all(one["rows"] * one["length"] <= tokens and one["patches"] <= patches for one in lines if one["rows"] > 1)
+    assert any(one["rows"] > 1 and one["patches"] > 16 for one in lines)

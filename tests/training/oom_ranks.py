@@ -1,0 +1,164 @@
+"""One rank of the tests of `oom`: real Trainers whose model runs out of memory above a size."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import os
+import sys
+import weakref
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from training.cases import BUFFER_SIZE, MAX_PATCHES, TOKEN_BUDGET, Case, Collator, load_model, make_rows, precision
+from training.gradient_ranks import InOrder, Observer, Recorder
+from transformers import AutoConfig, TrainingArguments, set_seed
+from transformers.integrations import unset_hf_deepspeed_config
+
+from odb_factory import ConfigError, ODBError, enable_odb
+
+RESULTS = "results{rank}.json"
+
+
+@dataclass(frozen=True)
+class Short:
+    """A training. most: tokens that the memory of each rank holds (0: any). phase: in which it runs out. block,
+    arguments: changes."""
+
+    case: Case
+    most: tuple[int, ...] = (0, 0)
+    phase: str = "forward"
+    world_size: int = 2
+    block: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, saved: dict[str, Any]) -> Short:
+        return cls(**saved | {"case": Case(**saved["case"]), "most": tuple(saved["most"])})
+
+
+class Memory:
+    """Raises torch's own error where the embeddings of a model are larger than it holds; in a backward, when their
+    gradient comes, with which all other parameters have theirs.
+
+    fails: how often it did. leaked: what a failed attempt had in memory that was there when the next forward began.
+    """
+
+    def __init__(self, model: torch.nn.Module, most: int, phase: str):
+        self.most, self.phase, self.fails, self.leaked = most, phase, 0, 0
+        self._failed: weakref.ref[Tensor] | None = None
+        if most:
+            model.get_input_embeddings().register_forward_hook(self._embedded)
+
+    def _embedded(self, module: Any, inputs: Any, output: Tensor) -> None:
+        self.leaked += self._failed is not None and self._failed() is not None
+        self._failed = None
+        if output.shape[:-1].numel() <= self.most:
+            return
+        self._failed = weakref.ref(output)
+        if self.phase == "forward":
+            self._run_out(output)
+        elif torch.is_grad_enabled():
+            output.register_hook(self._run_out)
+
+    def _run_out(self, _: Tensor) -> None:
+        self.fails += 1
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of ..."
+        )
+
+
+def make(short: Short, model: torch.nn.Module, path: str, output_dir: Path, **changes: Any) -> InOrder:
+    set_seed(0)
+    arguments = {
+        "use_cpu": True,
+        "per_device_train_batch_size": short.case.keep or 1,
+        "gradient_accumulation_steps": short.case.accumulation,
+        "num_train_epochs": 2,
+        "optim": "sgd",
+        "learning_rate": 0.05,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "remove_unused_columns": False,
+        "dataloader_pin_memory": False,
+    }
+    return InOrder(
+        model=model,
+        args=TrainingArguments(output_dir=str(output_dir), **arguments | short.arguments | changes),
+        train_dataset=make_rows(short.case, path, short.world_size),
+        data_collator=Collator(model, AutoConfig.from_pretrained(path)),
+        callbacks=[Recorder()],
+    )
+
+
+def switch_on(trainer: InOrder, short: Short) -> InOrder:
+    block = {
+        "token_budget": TOKEN_BUDGET,
+        "max_patches": MAX_PATCHES if short.case.model == "vl" else None,
+        "buffer_size": BUFFER_SIZE,
+        "loss_scaling": short.case.loss_scaling,
+        "global_batch_size": "keep" if short.case.keep else "fill",
+        "layout": short.case.layout,
+        "audit": True,
+        "seed": 1,
+    }
+    return enable_odb(trainer, observer=Observer(), **block | short.block)
+
+
+def train(rank: int, short: Short, path: str, output_dir: Path, resume: bool = False) -> dict[str, Any]:
+    """What came of it: how often memory was short on this rank, or the error that ended the training."""
+    model = load_model(short.case, path)
+    memory = Memory(model, short.most[rank], short.phase)
+    trainer = switch_on(make(short, model, path, output_dir), short)
+    found: dict[str, Any] = {"error": None, "cause": None}
+    with precision(short.case.dtype):
+        try:
+            trainer.train(resume_from_checkpoint=resume or None)
+        except Exception as error:
+            kind = "ODBError" if isinstance(error, ODBError) else type(error).__name__
+            found = {"error": f"{kind}: {error}", "cause": type(error.__cause__).__name__}
+    return found | {"fails": memory.fails, "leaked": memory.leaked}
+
+
+def train_all(rank: int, shorts: list[dict[str, Any]], models: dict[str, str], output_dir: str) -> None:
+    """Train all; the files of number k are in `output_dir`/k. Ends as a training does that has failed."""
+    os.environ["LOCAL_RANK"] = str(rank)
+    folder = Path(output_dir)
+    results: dict[str, Any] = {"refused": refused(Short.of(shorts[0]), models["text"], folder), "trained": []}
+    for number, short in enumerate(map(Short.of, shorts)):
+        results["trained"].append(train(rank, short, models[short.case.model], folder / str(number)))
+        gc.collect()
+    Path(folder, RESULTS.format(rank=rank)).write_text(json.dumps(results))
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def refused(short: Short, path: str, folder: Path) -> dict[str, str]:
+    """What `oom: split` is answered on several ranks with engines other than DDP."""
+    zero = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
+    engines: dict[str, dict[str, Any]] = {"torch_compile": {"torch_compile": True}, "FSDP": {}}
+    if find_spec("deepspeed") is not None:
+        for stage in (2, 3):
+            config = zero | {"zero_optimization": {"stage": stage}}
+            engines[f"ZeRO-{stage}"] = {"deepspeed": config, "use_cpu": False}
+    said = {}
+    for name, changes in engines.items():
+        before = dict(os.environ)
+        trainer = make(short, load_model(short.case, path), path, folder, **changes)
+        trainer.is_fsdp_enabled |= name == "FSDP"  # accelerate makes its plugin only where there is an accelerator
+        try:
+            switch_on(trainer, dataclasses.replace(short, block={"oom": "split"}))
+        except ConfigError as error:
+            said[name] = str(error)
+        unset_hf_deepspeed_config()
+        os.environ.clear()
+        os.environ.update(before)
+    return said

@@ -1,0 +1,205 @@
+"""`token_budget: auto`: the search on a CPU, by torch's own tracking of memory, leaves nothing behind."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from distributed.ranks import run_ranks
+from support import read_audit
+from toy import NUM_ROWS, Stream, pad
+from training.test_enable import audit, ids, make
+from transformers import Trainer
+
+from odb_factory import ConfigError, ODBDataLoader, enable_odb
+from odb_factory.memory.meters import CPUMeter
+from odb_factory.training import mixin
+
+MIB = 2**20
+CAPACITY = 40 * MIB
+"""Of which a training of the tiny model needs about 10, and each token some 60 KiB."""
+BLOCK = {"buffer_size": 16, "audit": True}
+LONGEST = 40
+"""Tokens of the longest row of `Rows`."""
+
+
+def state_of(trainer: Any) -> dict[str, Any]:
+    """All that a search could leave behind."""
+    model = trainer.model_wrapped
+    numpy = np.random.get_state()
+    return {
+        "weights and buffers": {name: one.detach().clone() for name, one in model.state_dict().items()},
+        "gradients": {name: one.grad for name, one in model.named_parameters()},
+        "modes": [module.training for module in model.modules()],
+        "optimizer": str(trainer.optimizer.state_dict()),
+        "random": (random.getstate(), torch.get_rng_state(), numpy[1], numpy[2:]),
+        "sync": (trainer.accelerator.sync_gradients, getattr(model, "require_forward_param_sync", None)),
+        "attributes": sorted(vars(trainer)),
+    }
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor | np.ndarray):
+        return bool((a == b).all())
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, tuple | list):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+class Watch:
+    """In the place of the search: what it chose, and what it left behind."""
+
+    def __init__(self) -> None:
+        self.chosen: list[Any] = []
+        self.changed: list[str] = []
+        self._search = mixin.choose_budgets
+
+    def __call__(self, trainer: Any, *args: Any) -> Any:
+        before = state_of(trainer)
+        self.chosen.append(self._search(trainer, *args))
+        after = state_of(trainer)
+        self.changed += [key for key in before if not same(before[key], after[key])]
+        return self.chosen[-1]
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
+    found = Watch()
+    monkeypatch.setattr(mixin, "choose_budgets", found)
+    return found
+
+
+def trained(folder: Path, model: Path, capacity: int | None, block: dict[str, Any], **changes: Any) -> Trainer:
+    trainer = make(Trainer, model, folder, gradient_accumulation_steps=2, **changes)
+    enable_odb(trainer, memory_meter=None if capacity is None else CPUMeter(capacity), **BLOCK | block)
+    trainer.train(resume_from_checkpoint=changes.get("resume_from_checkpoint"))
+    return trainer
+
+
+def losses(trainer: Trainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.parametrize("block", [{"layout": "padded"}, {"layout": "flat", "global_batch_size": "fill"}])
+def test_the_training_is_that_of_the_number_that_was_found(tiny_text, tmp_path, watch, caplog, block) -> None:
+    """To the last bit, and so it is as if nothing had been tried; a fraction of the memory is a part of the budget."""
+    caplog.set_level(logging.INFO, "odb_factory")
+    auto = trained(tmp_path / "auto", tiny_text, CAPACITY, block | {"token_budget": "auto"})
+    (found,) = watch.chosen
+    assert watch.changed == []
+    number = trained(tmp_path / "number", tiny_text, None, block | {"token_budget": found.token_budget})
+    assert losses(auto) == losses(number)
+    assert same(dict(auto.model.state_dict()), dict(number.model.state_dict()))
+    assert read_audit(tmp_path / "auto") == read_audit(tmp_path / "number")
+    (line,) = [one.getMessage() for one in caplog.records if "token_budget: auto is" in one.getMessage()]
+    assert f"token_budget: auto is {found.token_budget} (as much as memory_fraction allows): the heaviest" in line
+    rows, tokens = (int(line.split(" x ")[part].split()[-1 + part]) for part in (0, 1))
+    assert found.token_budget - LONGEST < rows * tokens <= found.token_budget
+    used, limit = (float(line.split(" MiB")[part].split()[-1]) for part in (0, 1))
+    assert 0.85 * limit < used <= limit == pytest.approx(0.9 * CAPACITY / MIB, abs=0.1)
+    trained(tmp_path / "half", tiny_text, CAPACITY, block | {"token_budget": "auto", "memory_fraction": 0.45})
+    assert watch.chosen[1].token_budget < 0.5 * found.token_budget
+
+
+def test_a_resume_keeps_what_was_chosen_unless_it_is_told_a_number(tiny_text, tmp_path, watch, caplog) -> None:
+    caplog.set_level(logging.INFO, "odb_factory")
+    auto, keys = {"token_budget": "auto", "max_patches": "auto", "layout": "flat"}, {"save_strategy": "steps"}
+    trained(tmp_path, tiny_text, CAPACITY, auto, save_steps=2, max_steps=2, **keys)
+    (found,) = watch.chosen
+    assert found.max_patches is None
+    assert any("max_patches: auto is none, as the samples have no media" in one.getMessage() for one in caplog.records)
+    checkpoint = str(tmp_path / "checkpoint-2")
+
+    def resumed(folder: str, capacity: int | None, block: dict[str, Any]) -> Trainer:
+        trainer = make(Trainer, tiny_text, tmp_path / folder, gradient_accumulation_steps=2, max_steps=3)
+        enable_odb(trainer, memory_meter=None if capacity is None else CPUMeter(capacity), **BLOCK | block)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        return trainer
+
+    kept = resumed("kept", 2 * CAPACITY, auto)
+    assert len(watch.chosen) == 1
+    assert any(f"token_budget: auto is {found.token_budget}, max" in one.getMessage() for one in caplog.records)
+    number = resumed("number", None, {"token_budget": found.token_budget, "layout": "flat"})
+    assert losses(kept) == losses(number)
+    resumed("other", None, {"token_budget": LONGEST, "layout": "flat"})
+    assert max(line["length"] for line in audit(tmp_path / "other")) <= LONGEST
+
+
+class Jumps(Trainer):
+    """Above a number of tokens it takes much more memory than below, as no small micro-batch shows."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        if inputs["input_ids"].numel() > 300:
+            torch.zeros(CAPACITY, dtype=torch.uint8)
+        return loss
+
+
+def test_running_out_of_memory_is_a_bound(tiny_text, tmp_path, watch) -> None:
+    trainer = make(Jumps, tiny_text, tmp_path, gradient_accumulation_steps=2)
+    enable_odb(trainer, memory_meter=CPUMeter(CAPACITY), token_budget="auto", layout="flat", **BLOCK)
+    trainer.train()
+    (found,) = watch.chosen
+    assert watch.changed == []
+    assert 200 < found.token_budget <= 300 + LONGEST
+    assert ids(tmp_path).total() == NUM_ROWS
+
+
+def test_a_row_that_does_not_fit_ends_in_one_line(tiny_text, tmp_path) -> None:
+    with pytest.raises(ConfigError, match="not even one row of 40 tokens fits into .* MiB .*; lower cutoff_len"):
+        trained(tmp_path, tiny_text, 9 * MIB, {"token_budget": "auto"})
+
+
+def test_where_nothing_can_be_tried(tiny_text, tmp_path) -> None:
+    def refused(message: str, block: dict[str, Any], capacity: int | None = None, **changes: Any) -> None:
+        with pytest.raises(ConfigError, match=message) as caught:
+            trained(tmp_path, tiny_text, capacity, block, **changes)
+        assert len(str(caught.value).splitlines()) == 1
+
+    refused("odb.token_budget: 'auto' tries .* on an accelerator.*plan --memory", {"token_budget": "auto"})
+    refused("odb.max_patches: 'auto' tries", {"token_budget": 64, "max_patches": "auto"})
+    refused("those of a stream", {"token_budget": "auto"}, CAPACITY, dataset=Stream(), max_steps=1)
+    with pytest.raises(ConfigError, match=r"odb.token_budget: 'auto' runs the model .* give a number"):
+        ODBDataLoader([], token_budget="auto", collate_fn=pad)
+
+
+def on_two_ranks(rank: int, model: str, output_dir: str, deepspeed: dict[str, Any] | None = None) -> dict[str, Any]:
+    """One rank has less memory than the other. Returns what was chosen, what was left behind, and two trainings."""
+    os.environ["LOCAL_RANK"] = str(rank)
+    watch = mixin.choose_budgets = Watch()
+    folder = Path(output_dir, str(rank))
+    capacity = CAPACITY - rank * 10 * MIB
+    block = {"token_budget": "auto", "layout": "flat"}
+    auto = trained(folder / "auto", Path(model), capacity, block, deepspeed=deepspeed)
+    (found,) = watch.chosen
+    number = trained(
+        folder / "number", Path(model), None, block | {"token_budget": found.token_budget}, deepspeed=deepspeed
+    )
+    weights = [dict(one.model.state_dict()) for one in (auto, number)]
+    return {
+        "chosen": found.token_budget,
+        "changed": watch.changed,
+        "losses": [losses(auto), losses(number)],
+        "same": same(*weights),
+    }
+
+
+def test_two_ranks_take_what_the_smaller_one_has(tiny_text, tmp_path) -> None:
+    outcomes = run_ranks(
+        "training.test_auto_budget:on_two_ranks", tmp_path, limit_s=200, model=str(tiny_text), output_dir=str(tmp_path)
+    )
+    assert all(outcome.returncode == 0 for outcome in outcomes), "\n".join(one.said[-3000:] for one in outcomes)
+    first, second = (outcome.value for outcome in outcomes)
+    assert first["chosen"] == second["chosen"] > 100
+    for one in (first, second):
+        assert one["changed"] == [] and one["same"]
+        assert one["losses"][0] == one["losses"][1]
+    assert any("of the 27.0 MiB that 90% of the memory are" in one.said for one in outcomes)

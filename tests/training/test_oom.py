@@ -1,0 +1,312 @@
+"""Out of memory in a micro-batch: named (`oom: raise`), or cut in two with the same gradient (`oom: split`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import shutil
+from collections import Counter
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distributed.ranks import run_ranks
+from toy import Rows, a_micro_batch, pad
+from training.cases import TOKEN_BUDGET, Case, make_rows
+from training.gradient_ranks import RECORD
+from training.oom_ranks import RESULTS, Short, train
+
+from odb_factory import ConfigError, ODBConfig, ODBDataLoader
+from odb_factory.accounting.loss_weights import loss_of, token_weights
+from odb_factory.comm.coordinator import CollectiveError
+from odb_factory.config import LOSS_SCALINGS
+from odb_factory.data.parts import Part
+from odb_factory.data.samples import Measured, MicroBatch, Sample
+from odb_factory.errors import OutOfMemoryError
+from odb_factory.planning import Budget, Cost
+from odb_factory.training.oom import MemoryWatch, is_out_of_memory
+
+LIMIT_S = 300
+TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
+TEXT = Case("text", "float64", 2, keep=3, loss_scaling="stock")
+TEXT_32 = dataclasses.replace(TEXT, dtype="float32")
+
+WITHOUT = {
+    "text": Short(TEXT),
+    "flat": Short(Case("text", "float64", 2, keep=3, layout="flat", loss_scaling="sample")),
+    "images": Short(Case("vl", "float64", 2, keep=2, loss_scaling="stock")),
+    "filled": Short(Case("text", "float64", 2, loss_scaling="none")),
+}
+"""Trainings for which there is memory enough."""
+
+
+def short(name: str, *most: int, phase: str = "forward", **block: Any) -> Short:
+    return dataclasses.replace(WITHOUT[name], most=most, phase=phase, world_size=len(most), block=block)
+
+
+SPLIT = {
+    "text": short("text", 56, 0, oom="split"),
+    "text, backward": short("text", 60, 56, phase="backward", oom="split"),
+    "flat, backward": short("flat", 0, 56, phase="backward", oom="split"),
+    "images, backward": short("images", 60, 70, phase="backward", oom="split"),
+    "filled": short("filled", 60, 60, oom="split"),
+}
+"""The same with less memory on one rank or both."""
+ENDS = {
+    "alone": short("text", 0, 40, oom="split"),
+    "raise": short("text", 60, 0),  # the last: the other rank ends with this one
+}
+TWO_RANKS = WITHOUT | SPLIT | ENDS
+
+
+@dataclass(frozen=True)
+class Trained:
+    """folder: of its files; ranks: what `oom_ranks.train` has returned on each; said, refused: by all ranks, of all."""
+
+    folder: Path
+    said: list[str]
+    ranks: list[dict[str, Any]]
+    refused: list[dict[str, str]] = field(default_factory=list)
+
+    @functools.cached_property
+    def record(self) -> dict[str, Any]:
+        return torch.load(self.folder / RECORD)
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return json.loads((self.folder / "odb_summary.json").read_text())
+
+    def audit(self, rank: int) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.folder / f"odb_audit_rank{rank}.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def models(tiny_text, tiny_vl) -> dict[str, str]:
+    return {"text": str(tiny_text), "vl": str(tiny_vl)}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(models, tmp_path_factory) -> dict[str, Trained]:
+    folder = tmp_path_factory.mktemp("oom")
+    shorts = [dataclasses.asdict(one) for one in TWO_RANKS.values()]
+    arguments = {"shorts": shorts, "models": models, "output_dir": str(folder)}
+    outcomes = run_ranks("training.oom_ranks:train_all", folder, limit_s=LIMIT_S, **arguments)
+    said = [outcome.said for outcome in outcomes]
+    assert all(outcome.returncode == 0 for outcome in outcomes), "\n".join(text[-3000:] for text in said)
+    results = [json.loads((folder / RESULTS.format(rank=rank)).read_text()) for rank in range(2)]
+    found = zip(TWO_RANKS, *(of_rank["trained"] for of_rank in results))
+    refused = [of_rank["refused"] for of_rank in results]
+    return {name: Trained(folder / str(k), said, ranks, refused) for k, (name, *ranks) in enumerate(found)}
+
+
+def check_same(trained: Trained, without: Trained, num_rows: int, *, steps: int | None = None) -> None:
+    """The same gradients and parameters after the first so many optimizer steps (None: all), every row once."""
+    assert sum(rank["fails"] for rank in trained.ranks) > 0
+    assert all(rank["leaked"] == 0 and rank["error"] is None for rank in trained.ranks)
+    for kind in ("gradients", "parameters"):
+        of_steps = list(zip(trained.record[kind], without.record[kind]))[:steps]
+        assert steps or len(of_steps) == len(trained.record[kind]) == len(without.record[kind]) > 3
+        tolerance = TOLERANCE[str(next(iter(without.record[kind][0].values())).dtype).removeprefix("torch.")]
+        for one, other in of_steps:
+            assert one.keys() == other.keys()
+            assert all(torch.allclose(one[name], other[name], rtol=tolerance, atol=tolerance) for name in one)
+    lines = [line for rank in range(len(trained.ranks)) for line in trained.audit(rank)]
+    assert Counter(row for line in lines for row in line["ids"]) == Counter(dict.fromkeys(range(num_rows), 2))
+    assert trained.summary["oom_cuts"] == sum(rank["fails"] for rank in trained.ranks)
+
+
+def num_rows(one: Short, models: dict[str, str]) -> int:
+    return len(make_rows(one.case, models[one.case.model], one.world_size))
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_two_ranks_take_the_same_optimizer_steps(name: str, models, two_ranks) -> None:
+    of = name.split(",")[0]
+    check_same(two_ranks[name], two_ranks[of], num_rows(SPLIT[name], models), steps=1 if of == "filled" else None)
+
+
+def test_plans_to_come_are_lower_on_all_ranks(two_ranks) -> None:
+    """Memory was short on rank 0 alone; what had been planned ahead kept its plan."""
+    trained = two_ranks["text"]
+    lowered = trained.summary["lowered_to"]["token_budget"]
+    assert lowered < TOKEN_BUDGET
+    for rank in range(2):
+        sizes = [line["rows"] * line["length"] for line in trained.audit(rank) if len(line["ids"]) > 1]
+        assert max(sizes[len(sizes) // 2 :]) <= lowered
+        assert rank == 0 or max(sizes) > lowered
+    assert any(line["parts"] == 2 for line in trained.audit(0))
+    assert all(line["parts"] == 1 for line in trained.audit(1))
+
+
+def test_a_sample_alone_ends_all_ranks(two_ranks) -> None:
+    first, second = two_ranks["alone"].ranks
+    line = (
+        "out of memory in micro-batch 1 of 2 of optimizer step 1: 1 x 44 = 44 tokens (token_budget 96), samples 2; a "
+        "sample alone cannot be cut: lower cutoff_len to 33, or set `overlong: drop` with `token_budget: 33` to leave "
+        "out such samples."
+    )
+    assert (second["error"], second["cause"]) == (f"ODBError: {line}", "OutOfMemoryError")
+    assert first["error"] == f"ODBError: rank 1 left the training: {line}"
+
+
+def test_raise_says_what_to_lower_on_all_ranks(two_ranks) -> None:
+    trained = two_ranks["raise"]
+    line = (
+        "out of memory in micro-batch 1 of 2 of optimizer step 1: 3 x 32 = 96 tokens (token_budget 96), samples 1, 8, "
+        "6; set `token_budget: 72` or less, or `oom: split`."
+    )
+    assert (trained.ranks[0]["error"], trained.ranks[0]["cause"]) == (f"ODBError: {line}", "OutOfMemoryError")
+    assert trained.ranks[1]["error"], "it lost rank 0 in the reduction of gradients"
+    assert f"rank 0 left the training: {line}" in trained.said[1]
+
+
+@pytest.mark.parametrize("engine", ["FSDP", "torch_compile", "ZeRO-2", "ZeRO-3"])
+def test_split_is_refused_where_collectives_run_inside(engine: str, two_ranks) -> None:
+    if engine.startswith("ZeRO") and find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed: pip install odb_factory[deepspeed]")
+    first, second = two_ranks["text"].refused
+    assert first == second
+    assert first[engine].startswith("odb.oom: 'split' works in one process and with DDP, and ")
+    assert "\n" not in first[engine]
+
+
+ONE_RANK = {
+    "without": Short(TEXT_32, (0,), world_size=1),
+    "forward": Short(TEXT_32, (70,), world_size=1, block={"oom": "split"}),
+    "backward, checkpointing": Short(
+        TEXT_32, (70,), "backward", 1, {"oom": "split"}, {"gradient_checkpointing": True, "save_strategy": "steps"}
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def one_rank(models, tmp_path_factory) -> dict[str, Trained]:
+    found = {}
+    for name, one in ONE_RANK.items():
+        folder = tmp_path_factory.mktemp("one")
+        arguments = one.arguments | ({"save_steps": 3} if "save_strategy" in one.arguments else {})
+        result = train(0, dataclasses.replace(one, arguments=arguments), models["text"], folder)
+        found[name] = Trained(folder, [], [result])
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name in ONE_RANK if name != "without"])
+def test_one_process(name: str, models, one_rank) -> None:
+    check_same(one_rank[name], one_rank["without"], num_rows(ONE_RANK[name], models))
+
+
+def test_a_lower_budget_is_gone_on_with(models, one_rank, tmp_path) -> None:
+    """Unless the budget has been changed since."""
+    before = one_rank["backward, checkpointing"]
+    for token_budget, lowered_to in ((TOKEN_BUDGET, before.summary["lowered_to"]), (2 * TOKEN_BUDGET, None)):
+        folder = tmp_path / str(token_budget)
+        shutil.copytree(before.folder / "checkpoint-3", folder / "checkpoint-3")
+        block = {"oom": "split", "token_budget": token_budget}
+        resumed = train(0, Short(TEXT_32, (0,), world_size=1, block=block), models["text"], folder, resume=True)
+        after = Trained(folder, [], [resumed])
+        assert resumed["error"] is None
+        assert after.summary["lowered_to"] == lowered_to
+        assert after.summary["oom_cuts"] == before.summary["oom_cuts"]
+        largest = max(line["rows"] * line["length"] for line in after.audit(0) if len(line["ids"]) > 1)
+        assert (largest <= before.summary["lowered_to"]["token_budget"]) == (lowered_to is not None)
+
+
+# Its pieces
+
+
+def sample(number: int, tokens: int, patches: int = 0) -> Sample:
+    return Sample(number, Cost(tokens, patches, units=tokens - 1, has_media=patches > 0), b"")
+
+
+def micro_batch(samples: list[Sample]) -> MicroBatch:
+    return a_micro_batch(
+        ids=tuple(one.id for one in samples),
+        lengths=tuple(one.cost.tokens for one in samples),
+        units=tuple(one.cost.units for one in samples),
+        stock_units=tuple(10 + one.id for one in samples),
+    )
+
+
+@pytest.mark.parametrize(
+    ("samples", "layout", "cut_at"),
+    [
+        ([sample(k, 10) for k in range(6)], "padded", 3),
+        ([sample(0, 30), sample(1, 10), sample(2, 10), sample(3, 10)], "flat", 1),
+        ([sample(0, 30), sample(1, 10), sample(2, 10), sample(3, 10)], "padded", 1),
+        ([sample(0, 10), sample(1, 10, 40), sample(2, 10, 40), sample(3, 10)], "flat", 2),
+        ([sample(0, 10, 90), sample(1, 10, 3), sample(2, 10, 3), sample(3, 10)], "flat", 1),
+    ],
+)
+def test_the_larger_part_is_as_small_as_can_be(samples: list[Sample], layout: str, cut_at: int) -> None:
+    whole = Part(micro_batch(samples), samples)
+    first, second = whole.cut(Budget(1000, layout=layout))
+    assert (first.samples, second.samples) == (samples[:cut_at], samples[cut_at:])
+    assert [one.micro_batch for one in (first, second)] == [micro_batch(one.samples) for one in (first, second)]
+    assert second.cut(Budget(1000))[1].start > cut_at if len(second.samples) > 1 else True
+
+
+@pytest.mark.parametrize("scaling", LOSS_SCALINGS)
+def test_parts_weigh_what_they_do_in_the_whole(scaling: str) -> None:
+    samples = [sample(0, 9), sample(1, 4), sample(2, 30), sample(3, 5)]
+    whole = Part(micro_batch(samples), samples)
+    weights = token_weights(whole.whole, scaling, 2)
+    parts = whole.cut(Budget(1000))
+    assert sum((part.take(weights) for part in parts), ()) == weights
+    losses = [loss_of(part.take(weights), part.micro_batch.units) for part in parts]
+    assert sum(loss.scale for loss in losses) == pytest.approx(loss_of(weights, whole.whole.units).scale)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_one"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), True),
+        (RuntimeError("NPU out of memory. Tried to allocate 20.00 MiB"), True),
+        (
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"),
+            True,
+        ),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"), False),
+        (CollectiveError("rank 1 left the training: out of memory in micro-batch 1"), False),
+        (MemoryError("out of memory"), False),
+    ],
+)
+def test_what_is_out_of_memory(error: BaseException, is_one: bool) -> None:
+    assert is_out_of_memory(error) == is_one
+
+
+@pytest.mark.parametrize(
+    ("block", "held", "failed", "num_samples", "advice"),
+    [
+        ({}, [], (4, 250, 0), 4, "set `token_budget: 750` or less, or `oom: split`"),
+        ({"oom": "split"}, [], (4, 250, 0), 4, "set `token_budget: 750` or less"),
+        ({}, [(4, 250, 400)], (4, 240, 4000), 4, "set `max_patches: 3000` or less, or `oom: split`"),
+        ({}, [(4, 250, 4000)], (4, 500, 4100), 4, "set `token_budget: 1500` or less, or `oom: split`"),
+        ({"max_patches": 400}, [], (1, 100, 400), 2, "set `max_patches: 300` or less, or `oom: split`"),
+        ({}, [], (1, 2000, 0), 1, "lower cutoff_len to 1500, or set `overlong: drop` with `token_budget: 1500` to"),
+        ({"overlong": "drop"}, [], (1, 900, 0), 1, "lower cutoff_len to 675, or set `token_budget: 675` to leave out"),
+        ({}, [(1, 900, 100)], (1, 900, 800), 1, "lower image_max_pixels or video_max_pixels by a quarter, or set"),
+    ],
+)
+def test_advice(block: dict[str, Any], held: list, failed: tuple, num_samples: int, advice: str) -> None:
+    """Of (rows, length, patches)."""
+    config = ODBConfig(**{"token_budget": 1000, **block})
+    budget = Budget(config.token_budget, config.max_patches)
+    watch = MemoryWatch(config, budget, torch.device("cpu"), can_split=config.oom == "raise")
+    for shape in held:
+        watch.held(Measured(*shape, units=1))
+    of = a_micro_batch(ids=tuple(range(num_samples)))
+    with pytest.raises(OutOfMemoryError, match="out of memory in micro-batch 1 of 1 of optimizer step 7: ") as caught:
+        with watch.named(of, Measured(*failed, units=1), optimizer_step=7):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+    assert advice in str(caught.value)
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+
+
+def test_a_loop_of_ones_own_refuses_split() -> None:
+    with pytest.raises(ConfigError, match=r"odb.oom: 'split' takes .* and this loop is yours"):
+        ODBDataLoader(Rows(), token_budget=64, collate_fn=pad, oom="split")  # type: ignore[call-arg]
