@@ -68,6 +68,11 @@ def _missing(history: History, audit: Audit | None, run: Mapping[str, Any]) -> l
             "tells them for a YAML, and a training with an odb: block logs them."
         ]
     said = []
+    if run["totals"]["oom_cuts"]:
+        said.append(
+            f"Memory was short {counted(run['totals']['oom_cuts'], 'time')}, and a micro-batch was cut in two: set "
+            "budgets that fit."
+        )
     if audit is None:
         said.append(
             "Without an audit there are no distributions and no figures by rank, data set and optimizer step: set "
