@@ -6,18 +6,17 @@ Standard library only: the block is checked before anything heavy is imported.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
+from odb_factory.config_rules import check_together
+from odb_factory.config_values import AUTO, check_value, is_optional, is_whole, unknown_key
 from odb_factory.errors import ConfigError
 
 LARGEST = 2**32 - 1
 """The largest number a key takes; what random number generators accept as a seed."""
 MOST_WORKERS = 1024
-AUTO = "auto"
 BUDGETS = ("token_budget", "max_patches")
 """Keys that may be `auto`: what the memory of the accelerator allows."""
 
@@ -196,42 +195,12 @@ class ODBConfig:
             object.__setattr__(self, "balance", self.join)
         for item in dataclasses.fields(self):
             value = getattr(self, item.name)
-            _check(item, value)
-            if _is_whole(value):
+            check_value(item, value)
+            if is_whole(value):
                 object.__setattr__(self, item.name, int(value))  # numpy's integers are no JSON
-        if self.layout == "padded" and self.pad_to_multiple_of is not None:
-            raise ConfigError(
-                f"odb.pad_to_multiple_of: {self.pad_to_multiple_of} has no effect with `layout: padded`, whose rows "
-                "are padded as the data collator says; leave it out, or set `layout: flat`."
-            )
-        if isinstance(self.token_budget, int) and (self.pad_to_multiple_of or 1) > self.token_budget:
-            raise ConfigError(
-                f"odb.pad_to_multiple_of: {self.pad_to_multiple_of} is more than token_budget ({self.token_budget}), "
-                "which every flat micro-batch would break; choose a smaller multiple, or raise token_budget."
-            )
-        self._check_sizes()
-        if self.oom == "split" and self.row_multiple > 1:
-            raise ConfigError(
-                f"odb.oom: 'split' cuts micro-batches to save memory, and `row_multiple: {self.row_multiple}` would fill "
-                "up the rows of their parts; leave one of both out."
-            )
-        if self.keeps:
-            self._check_kept()
-        elif self.loss_scaling == "stock":
-            raise ConfigError(
-                "odb.loss_scaling: 'stock' weighs tokens as in the optimizer steps of stock training, which "
-                "`global_batch_size: fill` does not keep; choose exact, or keep them."
-            )
-        if self.balance and not self.join:
-            raise ConfigError(
-                "odb.balance: with `join: false` the epoch ends when one rank runs short, and balanced ranks run short "
-                "together; set `join: true`, or leave balance out."
-            )
-        if self.lr_scale != "none" and self.lr_reference_samples is None:
-            raise ConfigError(
-                f"odb.lr_scale: {self.lr_scale!r} needs a batch to scale from; set `lr_reference_samples` to the "
-                "samples of an optimizer step for which learning_rate was chosen, or leave lr_scale out."
-            )
+        if self.length_buckets is not None:
+            object.__setattr__(self, "length_buckets", tuple(sorted(set(map(int, self.length_buckets)))))
+        check_together(self)
 
     @property
     def keeps(self) -> bool:
@@ -248,41 +217,6 @@ class ODBConfig:
         values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
         return ResolvedConfig(**values | budgets)
 
-    def _check_sizes(self) -> None:
-        """The sizes that micro-batches are filled up to fit the budget, the layout and each other."""
-        if self.row_multiple > 1 and self.layout == "flat":
-            raise ConfigError(
-                f"odb.row_multiple: {self.row_multiple} has no effect with `layout: flat`, whose micro-batches are one "
-                "row; leave it out, or set length_buckets."
-            )
-        if self.length_buckets is None:
-            return
-        object.__setattr__(self, "length_buckets", tuple(sorted(set(map(int, self.length_buckets)))))
-        multiple, largest = self.pad_to_multiple_of or 1, self.length_buckets[-1]
-        if isinstance(self.token_budget, int) and largest > self.token_budget:
-            raise ConfigError(
-                f"odb.length_buckets: {largest} is more than token_budget ({self.token_budget}), which nothing that is "
-                "filled up to it would keep; leave it out, or raise token_budget."
-            )
-        if wrong := [size for size in self.length_buckets if size % multiple]:
-            raise ConfigError(
-                f"odb.length_buckets: {wrong[0]} is no multiple of pad_to_multiple_of ({multiple}); choose multiples, "
-                "or leave one of the keys out."
-            )
-
-    def _check_kept(self) -> None:
-        """What has a meaning with `fill` only."""
-        if not self.join:
-            raise ConfigError(
-                "odb.join: false ends an epoch when one rank runs short, and kept optimizer steps have all samples; "
-                "leave it out, or set `global_batch_size: fill`."
-            )
-        if self.lr_scale != "none":
-            raise ConfigError(
-                f"odb.lr_scale: {self.lr_scale!r} has no effect on kept optimizer steps, which have the samples that "
-                "learning_rate was chosen for; leave it out, or set `global_batch_size: fill`."
-            )
-
     @classmethod
     def from_block(cls, block: Any) -> ODBConfig:
         """Make a config from what stands under `odb:` in the YAML (a mapping of keys to values)."""
@@ -293,7 +227,7 @@ class ODBConfig:
         known = {item.name: item for item in dataclasses.fields(cls)}
         for name in block:
             if name not in known:
-                raise ConfigError(_unknown(name, block[name], known))
+                raise ConfigError(unknown_key(name, block[name], known))
         if "token_budget" not in block:
             raise ConfigError(
                 "odb.token_budget: missing; set it to the tokens one micro-batch may hold, padding included, "
@@ -311,10 +245,10 @@ class ODBConfig:
                 "or `max_patches: auto`, or leave the key out."
             )
         if block.get("loss_scaling") == "":  # the default's own way to say that nothing was given
-            _check(known["loss_scaling"], "")
+            check_value(known["loss_scaling"], "")
         # YAML's own word for nothing is `null`; people write the word, as YAML or as Python spells it.
         values: dict[str, Any] = {
-            name: None if value in ("none", "None") and _optional(known[name]) else value
+            name: None if value in ("none", "None") and is_optional(known[name]) else value
             for name, value in block.items()
         }
         return cls(**values)
@@ -333,65 +267,3 @@ class ResolvedConfig(ODBConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         assert not self.has_auto, "a budget has not been chosen yet"
-
-
-def _unknown(name: Any, value: Any, known: Mapping[str, Any]) -> str:
-    """What is said of a key that does not exist: the nearest one, or what it seems to be instead."""
-    shown = " ".join(str(name).split())
-    key, colon, given = shown.partition(":")
-    if colon and value is None and key in known:
-        return f"odb.{shown}: YAML takes this for a key; put a space behind the colon, `{key}: {given or 8192}`."
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4) if isinstance(name, str) else []
-    hint = f"did you mean `{near[0]}`?" if near else f"known keys: {', '.join(known)}."
-    return f"odb.{shown}: {value!r} is set, but there is no such key; {hint}"
-
-
-def _optional(item: dataclasses.Field[Any]) -> bool:
-    return str(item.type).endswith("| None")
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def _check(item: dataclasses.Field[Any], value: Any) -> None:
-    """Check one key by its declared type, range and choices; raise a one-line `ConfigError`."""
-    choices, minimum, maximum = (item.metadata[name] for name in ("choices", "minimum", "maximum"))
-    optional = _optional(item)
-    if value is None and optional:
-        return
-    if choices == (AUTO,) and value == AUTO:
-        return
-    if item.type == "float":
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= 1:
-            raise ConfigError(
-                f"odb.{item.name}: {value!r} is not a share; write a number above 0 and at most 1, such as "
-                f"{item.default}."
-            )
-    elif choices and choices != (AUTO,) and not (minimum is not None and _is_whole(value)):
-        if value not in choices:
-            quoted = ""
-            if "none" in choices and value in (None, "None"):
-                quoted = "; write the word none (YAML's null is no value), or leave the key out"
-            number = " or a whole number" if minimum is not None else ""
-            raise ConfigError(f"odb.{item.name}: {value!r} is not one of {', '.join(choices)}{number}{quoted}.")
-    elif item.type in ("bool", "bool | None"):
-        if not isinstance(value, bool):
-            raise ConfigError(f"odb.{item.name}: {value!r} is not true or false.")
-    elif str(item.type).startswith("Sequence"):
-        numbers = isinstance(value, Sequence) and not isinstance(value, str) and len(value)
-        if not numbers or not all(_is_whole(one) and minimum <= one <= maximum for one in value):
-            raise ConfigError(
-                f"odb.{item.name}: {value!r} is not a list of whole numbers of at least {minimum}; write one, for "
-                "example [512, 1024, 2048], or none."
-            )
-    elif not _is_whole(value):
-        also = "".join(f", or {word}" for word in (*choices, *(["none"] if optional else [])))
-        raise ConfigError(
-            f"odb.{item.name}: {value!r} is not a whole number; write one of at least {minimum}{also}, without quotes."
-        )
-    elif int(value) < minimum:
-        also = ", or leave the key out" if optional else ""
-        raise ConfigError(f"odb.{item.name}: {value!r} is too small; the least is {minimum}{also}.")
-    elif int(value) > maximum:
-        raise ConfigError(f"odb.{item.name}: {value!r} is too large; the most is {maximum}.")

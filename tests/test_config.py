@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy import int64
 
-from odb_factory.config import AUTO, BUDGETS, ODBConfig
+from odb_factory.config import BUDGETS, ODBConfig
+from odb_factory.config_values import AUTO
 from odb_factory.errors import ConfigError
 
 KEYS = [item.name for item in dataclasses.fields(ODBConfig)]
@@ -28,6 +29,7 @@ WORDS = {
     "cost_model": ["tokens", "time"],
     "overlong": ["singleton", "drop", "error"],
     "on_error": ["raise", "skip"],
+    "oom": ["raise", "split"],
     "resume": ["strict", "ignore_data"],
 }
 SWITCHES = ["join", "audit", "balance"]
@@ -82,6 +84,7 @@ def test_defaults() -> None:
         "cost_model": "tokens",
         "overlong": "singleton",
         "on_error": "raise",
+        "oom": "raise",
         "resume": "strict",
         "exchange_timeout_s": 600,
         "audit": False,
@@ -151,6 +154,7 @@ def test_sizes_that_micro_batches_are_filled_up_to() -> None:
         block(length_buckets=[64, 100], pad_to_multiple_of=16)
     )
     assert "has no effect with `layout: flat`" in refusal(block(layout="flat", row_multiple=4))
+    assert "leave one of both out" in refusal(block(oom="split", row_multiple=4))
 
 
 def test_the_weights_of_stock_need_its_optimizer_steps() -> None:

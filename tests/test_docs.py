@@ -79,6 +79,11 @@ def test_reference_has_every_public_name() -> None:
     fields = {item.name for item in dataclasses.fields(ODBStepInfo) if item.repr}
     assert first_column("Step info") == fields | {"loss_scale"}
     metrics = StepStatistics().metrics(token_budget=8, world_size=1).keys()
-    assert first_column("Metrics") == metrics | {"odb/cost_model_r2", "odb/dropped", "odb/over_budget"}
+    assert first_column("Metrics") == metrics | {
+        "odb/cost_model_r2",
+        "odb/oom_cuts",
+        "odb/dropped",
+        "odb/over_budget",
+    }
     assert StepStatistics().summary().keys() < first_column("Summary")
     assert {command.split()[1] for command in first_column("Commands")} == COMMANDS.keys()

@@ -17,7 +17,7 @@ from odb_factory.accounting.loss_weights import MicroBatchLoss
 from odb_factory.accounting.statistics import StepStatistics
 from odb_factory.accounting.summary import SUMMARY_FILE
 from odb_factory.cli.report import PAGE
-from odb_factory.config import AUTO
+from odb_factory.config_values import AUTO
 from odb_factory.data.samples import Measured
 from odb_factory.loop import keys
 from odb_factory.report.history import RUN_LOG

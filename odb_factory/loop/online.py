@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar
 
 from torch.utils.data import DataLoader
 
-from odb_factory.config import AUTO, BUDGETS, ODBConfig, ResolvedConfig
+from odb_factory.config import BUDGETS, ODBConfig, ResolvedConfig
+from odb_factory.config_values import AUTO
 from odb_factory.data.make_loader import make_config
 from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.loop.accelerated import checkpoint_with

@@ -13,7 +13,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from odb_factory.config import AUTO, ODBConfig
+from odb_factory.config import ODBConfig
+from odb_factory.config_values import AUTO
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.samples import Measured, Sample
 from odb_factory.errors import ConfigError

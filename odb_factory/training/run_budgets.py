@@ -8,7 +8,8 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from odb_factory.config import AUTO, BUDGETS, ODBConfig, ResolvedConfig
+from odb_factory.config import BUDGETS, ODBConfig, ResolvedConfig
+from odb_factory.config_values import AUTO
 from odb_factory.errors import ConfigError
 from odb_factory.log import get_logger
 from odb_factory.memory.meters import PeakMeter

@@ -27,7 +27,7 @@ from odb_factory.errors import ConfigError, DataError
 class Loader:
     """What the accounting knows of a loader."""
 
-    rank, num_samples = 0, 40
+    rank, num_samples, lowered = 0, 40, None
 
     def __init__(self, world_size: int = 1):
         self.world_size, self.times = world_size, StepTimes()
