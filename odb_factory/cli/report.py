@@ -12,7 +12,7 @@ from odb_factory import __version__
 from odb_factory.errors import ODBError
 from odb_factory.report.compare import compare, headline_of_two
 from odb_factory.report.figures import read_run, to_json
-from odb_factory.report.numbers import UNKNOWN, number, percent, seconds_text
+from odb_factory.report.numbers import UNKNOWN, counted, number, percent, seconds_text
 from odb_factory.report.page import make_page
 
 PAGE = "odb_report.html"
@@ -60,8 +60,8 @@ def report(folders: Sequence[Path]) -> dict[str, Any]:
 
 def _headline(run: Mapping[str, Any]) -> str:
     totals = run["totals"]
-    steps = f"{number(totals['optimizer_steps'])} optimizer steps"
-    said = steps if totals["samples"] is None else f"{number(totals['samples'])} samples in {steps}"
+    steps = counted(totals["optimizer_steps"], "optimizer step")
+    said = steps if totals["samples"] is None else f"{counted(totals['samples'], 'sample')} in {steps}"
     if totals["seconds"] is not None:
         said += f", {seconds_text(totals['seconds'])}"
     known = [("padding", percent(totals["padding_ratio"])), ("balance", number(totals["balance"], 3))]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from odb_factory.memory.fit import LinearBytes, fit
@@ -92,9 +92,8 @@ class Tried:
         return all(model.of(shape) <= limit for model, limit in zip(models, self.limits))
 
 
-def largest(low: int, high: int, holds: object) -> int:
+def largest(low: int, high: int, holds: Callable[[int], bool]) -> int:
     """The largest whole number of [low, high] that `holds`; low if none does. It holds for all below one that does."""
-    assert callable(holds)
     if holds(high):
         return high
     while high - low > 1:

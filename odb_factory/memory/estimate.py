@@ -15,9 +15,13 @@ if TYPE_CHECKING:
     from odb_factory.memory.fake_model import FakeModel
     from odb_factory.memory.trace import Phases
 
-ROW_LENGTHS = (1024, 2048, 4096)
-"""Tokens of the single rows that the model is run on: fake tensors cost the same whatever their size."""
+LEAST_LENGTH = 512
+PARTS = (4, 2, 1)
+"""The single rows that the model is run on have these parts of the most tokens asked for: fake tensors cost the same
+whatever their size, and what is small beside the weights does not show in small ones."""
 ROWS = (2, 4)
+LONGEST_ROWS = 2048
+"""Tokens of several rows at the most: masks are real, and as large as the square of a row."""
 IMAGES = (1, 4)
 
 
@@ -126,11 +130,12 @@ def _traces(model: FakeModel, wanted: Sequence[MicroBatchShape]) -> list[tuple[M
     """The model run on a few shapes, of which the others follow."""
     from odb_factory.memory.trace import trace
 
-    sizes = [(1, length, 0) for length in ROW_LENGTHS]
-    if any(shape.rows > 1 for shape in wanted):
-        sizes += [(rows, ROW_LENGTHS[0], 0) for rows in ROWS]
+    most = max(max(shape.tokens for shape in wanted), LEAST_LENGTH)
+    sizes = [(1, most // part, 0) for part in PARTS]
+    if longest := max((shape.row_length for shape in wanted if shape.rows > 1), default=0):
+        sizes += [(rows, min(longest, LONGEST_ROWS), 0) for rows in ROWS]
     if model.takes_images and any(shape.patches for shape in wanted):
-        sizes += [(1, ROW_LENGTHS[1], number) for number in IMAGES]
+        sizes += [(1, most // 2, number) for number in IMAGES]
     traced = []
     for rows, length, images in sizes:
         batch, measured = model.batch(rows, length, images)

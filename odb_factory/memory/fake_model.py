@@ -38,7 +38,8 @@ UNKNOWN = {
 class FakeModel:
     """A model of fake tensors in training mode. fake: the mode that they belong to. dtype: autocast's; None: without.
 
-    collator: LLaMA-Factory's. encoded: token ids of a prompt with a number of images.
+    parts: what makes batches for it: LLaMA-Factory's collator, template, tokenizer, processor (None: text alone), and
+    the token that rows are filled with.
     """
 
     model: Any

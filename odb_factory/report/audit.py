@@ -17,13 +17,15 @@ from odb_factory.report.files import FilesRead
 from odb_factory.report.history import Process
 
 COLUMNS = (
-    "rank", "step", "micro_batches", "micro_batch", "samples", "tokens", "padded_tokens", "patches", "units", "idle",
+    "rank", "step", "micro_batches", "micro_batch", "part", "parts", "samples", "tokens", "padded_tokens", "patches",
+    "units", "idle",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Audit:
-    """batches: columns of equal length, one entry a micro-batch: `COLUMNS`, `data_wait_s`, `time`, `world_size`.
+    """batches: columns of equal length, one entry a micro-batch, or a part of one that was cut (`oom: split`):
+    `COLUMNS`, `data_wait_s`, `time`, `world_size`.
 
     An idle one has no tokens and patches here, whatever it is computed with. lengths, ids: of each sample, in tokens;
     batch_of: the micro-batch it is in. steps: by optimizer step, of those that are whole: see `_steps`.
@@ -81,7 +83,8 @@ def _values(rank: int, line: Mapping[str, Any]) -> tuple[list[int], list[float],
     if len(lengths) != len(ids):
         raise ValueError("lengths")
     padded, patches = (0, 0) if idle else (line["rows"] * line["length"], line["patches"])
-    values = [rank, line["optimizer_step"], line["micro_batches"], line["micro_batch"], len(ids), sum(lengths)]
+    names = ("optimizer_step", "micro_batches", "micro_batch", "part", "parts")
+    values = [rank, *(line[name] for name in names), len(ids), sum(lengths)]
     return [*values, padded, patches, line["units"], idle], [line["data_wait_s"], line["time"]], lengths, ids
 
 
@@ -109,14 +112,18 @@ def _steps(batches: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarray], in
     first = np.zeros(len(numbers), dtype=np.int64)
     first[of_line] = np.arange(len(of_line))
     micro_batches, world = batches["micro_batches"][first], batches["world_size"][first]
-    whole = np.bincount(of_line, minlength=len(numbers)) == micro_batches * world
+    found = np.bincount(of_line, weights=1 / batches["parts"], minlength=len(numbers))
+    whole = np.isclose(found, micro_batches * world)
     steps = {"step": numbers, "micro_batches": micro_batches}
     for name in ("samples", "tokens", "padded_tokens", "patches", "units"):
         steps[name] = np.bincount(of_line, weights=batches[name], minlength=len(numbers)).astype(np.int64)
-    micro_step, of_micro_step = np.unique(np.stack((of_line, batches["micro_batch"])), axis=1, return_inverse=True)
+    places = np.stack((of_line, batches["micro_batch"], batches["rank"]))
+    place, of_place = np.unique(places, axis=1, return_inverse=True)
+    micro_step, of_micro_step = np.unique(place[:2], axis=1, return_inverse=True)
     for name, awaited in (("padded_tokens", "awaited_tokens"), ("patches", "awaited_patches")):
         most = np.zeros(micro_step.shape[1], dtype=np.int64)
-        np.maximum.at(most, of_micro_step.reshape(-1), batches[name])
+        whole_batch = np.bincount(of_place.reshape(-1), weights=batches[name]).astype(np.int64)
+        np.maximum.at(most, of_micro_step.reshape(-1), whole_batch)
         steps[awaited] = world * np.bincount(micro_step[0], weights=most, minlength=len(numbers)).astype(np.int64)
     return {name: values[whole] for name, values in steps.items()}, int(np.count_nonzero(~whole))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from odb_factory.report.numbers import number, percent, seconds_text
+from odb_factory.report.numbers import counted, number, percent, seconds_text
 
 ROUNDING = 1e-4
 """Losses that differ by no more, relatively, are called the same: batches are summed in another order."""
@@ -85,8 +85,7 @@ def headline_of_two(one: Mapping[str, Any], other: Mapping[str, Any], comparison
     totals, others = one["totals"], other["totals"]
     names = f"{one['name']} and {other['name']}"
     if comparison["same_amount"]:
-        steps, samples = number(totals["optimizer_steps"]), number(totals["samples"])
-        said = f"{names} each took {steps} optimizer steps on {samples} samples{_losses(comparison)}"
+        said = f"{names} each took {_amount(totals)}{_losses(comparison)}"
         if comparison["time_ratio"] is not None:
             said += (
                 f"; {one['name']} needed {percent(comparison['time_ratio'], 0)} of the time "
@@ -98,13 +97,15 @@ def headline_of_two(one: Mapping[str, Any], other: Mapping[str, Any], comparison
         which = f"{' and '.join(under_way)} {'has' if len(under_way) == 1 else 'have'} not come to the end"
         return f"{names} cannot be compared in time: {which}{_losses(comparison)}."
     if totals["optimizer_steps"] == others["optimizer_steps"] and comparison["same_amount"] is None:
-        said = f"{names} each took {number(totals['optimizer_steps'])} optimizer steps"
+        said = f"{names} each took {counted(totals['optimizer_steps'], 'optimizer step')}"
         return f"{said}{_losses(comparison)}; their logs do not show that it was on as many samples."
-    amounts = " and ".join(
-        f"{number(run['totals']['optimizer_steps'])} optimizer steps on {number(run['totals']['samples'])} samples"
-        for run in (one, other)
-    )
+    amounts = " and ".join(_amount(run["totals"]) for run in (one, other))
     return f"{names} are different trainings: {amounts}."
+
+
+def _amount(totals: Mapping[str, Any]) -> str:
+    steps, samples = counted(totals["optimizer_steps"], "optimizer step"), totals["samples"]
+    return f"{steps} on {'an unknown number of samples' if samples is None else counted(samples, 'sample')}"
 
 
 def _losses(comparison: Mapping[str, Any]) -> str:

@@ -72,7 +72,7 @@ def of_ranks(audit: Audit | None) -> list[dict[str, Any]] | None:
     made = []
     for rank in audit.ranks:
         mine = audit.batches["rank"] == rank
-        line: dict[str, Any] = {"rank": rank, "micro_batches": int(mine.sum())}
+        line: dict[str, Any] = {"rank": rank, "micro_batches": int((mine & (audit.batches["part"] == 0)).sum())}
         line |= {"idle_micro_batches": int(audit.batches["idle"][mine].sum())}
         for name in ("samples", "tokens", "padded_tokens", "patches"):
             line[name] = int(audit.batches[name][mine].sum())

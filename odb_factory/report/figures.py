@@ -114,7 +114,8 @@ def _totals(history: History, audit: Audit | None, summary: Mapping[str, Any]) -
             samples = None
     tokens, padded, awaited = (sums.get(name) for name in ("tokens", "padded_tokens", "awaited_tokens"))
     totals |= {"samples": samples, "seconds": seconds, "seconds_from": source, "tokens": tokens}
-    totals |= {name: sums.get(name) for name in ("padded_tokens", "micro_steps", "idle_micro_batches", "moved")}
+    totals |= {name: sums.get(name) for name in ("padded_tokens", "micro_steps", "idle_micro_batches")}
+    totals |= {name: sums.get(name) for name in ("moved", "oom_cuts")}
     totals["padding_ratio"] = 1 - tokens / padded if padded else None
     totals["balance"] = summary.get("balance", padded / awaited if padded and awaited else None)
     patches, awaited_patches = sums.get("patches"), sums.get("awaited_patches")

@@ -92,7 +92,8 @@ def read_history(folder: Path, files: FilesRead) -> History:
         history.restarts += other.restarts
         if not begins or _time_of(path) >= begins[-1].time:
             history.results = other.results | history.results
-            history.max_steps = history.max_steps or other.max_steps
+            if not begins:  # with `fill` the others have an estimate
+                history.max_steps = history.max_steps or other.max_steps
     _go_on_from_stock(history, own)
     exact = {id(entry) for entry in own}
     history.whole_seconds = any(entry.seconds is not None and id(entry) not in exact for entry in history.entries)

@@ -9,6 +9,7 @@ from typing import Any
 from odb_factory.report.audit import Audit
 from odb_factory.report.files import FilesRead
 from odb_factory.report.history import History
+from odb_factory.report.numbers import counted
 
 
 def of_run(history: History, audit: Audit | None, files: FilesRead, run: Mapping[str, Any]) -> list[str]:
@@ -21,7 +22,7 @@ def of_run(history: History, audit: Audit | None, files: FilesRead, run: Mapping
 
 
 def _of_files(history: History, audit: Audit | None, files: FilesRead) -> list[str]:
-    said = [f"{name}: {_counted(count, 'broken line')} left out." for name, count in files.broken.items()]
+    said = [f"{name}: {counted(count, 'broken line')} left out." for name, count in files.broken.items()]
     said += [f"{name}: its last line is half written and left out." for name in files.half_written]
     said += [
         f"{name} tells of another run (other losses at the same optimizer steps) and is left out."
@@ -29,7 +30,7 @@ def _of_files(history: History, audit: Audit | None, files: FilesRead) -> list[s
     ]
     if audit is not None and audit.incomplete:
         said.append(
-            f"{_counted(audit.incomplete, 'optimizer step')} left out of what is made of the audits: not all lines of "
+            f"{counted(audit.incomplete, 'optimizer step')} left out of what is made of the audits: not all lines of "
             "all ranks are there (a run under way, or audits on another node's disk)."
         )
     return said
@@ -42,7 +43,7 @@ def _of_times(history: History) -> list[str]:
         times = max(len(history.processes) - 1, history.restarts)
         ranks = f", with {' and '.join(map(str, sorted(worlds)))} ranks" if len(worlds) > 1 else ""
         said.append(
-            f"The run was resumed {_counted(times, 'time')}{ranks}: seconds are of training until the last log entry "
+            f"The run was resumed {counted(times, 'time')}{ranks}: seconds are of training until the last log entry "
             "before each checkpoint and since then, without the pauses and without what was taken again."
         )
     if history.processes and history.processes[0].optimizer_steps and any(one.sums is None for one in history.entries):
@@ -67,6 +68,11 @@ def _missing(history: History, audit: Audit | None, run: Mapping[str, Any]) -> l
             "tells them for a YAML, and a training with an odb: block logs them."
         ]
     said = []
+    if run["totals"]["oom_cuts"]:
+        said.append(
+            f"Memory was short {counted(run['totals']['oom_cuts'], 'time')}, and a micro-batch was cut in two: set "
+            "budgets that fit."
+        )
     if audit is None:
         said.append(
             "Without an audit there are no distributions and no figures by rank, data set and optimizer step: set "
@@ -77,7 +83,3 @@ def _missing(history: History, audit: Audit | None, run: Mapping[str, Any]) -> l
     if not history.processes and run["kind"] != "stock":
         said.append("odb_log.jsonl is not here, so settings, sums and exact times are missing.")
     return said
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}{'s' if count != 1 else ''}"

@@ -18,6 +18,11 @@ def number(value: float | None, digits: int = 4) -> str:
     return f"{value:.{digits}g}"
 
 
+def counted(count: int, what: str) -> str:
+    """ "1 sample", "12 samples"."""
+    return f"{number(count)} {what}{'' if count == 1 else 's'}"
+
+
 def percent(value: float | None, digits: int = 1) -> str:
     return UNKNOWN if value is None or not math.isfinite(value) else f"{100 * value:.{digits}f}%"
 

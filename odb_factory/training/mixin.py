@@ -9,34 +9,27 @@ the Trainer is probed before training (`probes.py`).
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import functools
 import json
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import DistributedType
 
 from odb_factory.comm.gloo import gather_once
-from odb_factory.config import BUDGETS, ResolvedConfig
 from odb_factory.errors import ConfigError
-from odb_factory.log import get_logger
-from odb_factory.training import checkpoint, columns, probes, varlen
-from odb_factory.training.auto_budget import choose_budgets
+from odb_factory.training import columns, probes, varlen
 from odb_factory.training.checks import check_trainer
-from odb_factory.training.expectation import say_what_to_expect
 from odb_factory.training.find_checkpoint import find_checkpoint
 from odb_factory.training.layout_check import LayoutCheck
-from odb_factory.training.layout_choice import Layout, fall_back, not_right, resolve_layout
+from odb_factory.training.layout_choice import Layout, not_right
 from odb_factory.training.loss_rule import without_average_tokens
 from odb_factory.training.output_dirs import compare_output_dirs
 from odb_factory.training.progress import CheckpointMark, ODBCallback
 from odb_factory.training.run import ODBRun
 from odb_factory.training.run_arguments import HideArguments, RunArguments
-from odb_factory.training.run_budgets import first_config
 from odb_factory.training.run_log import RunLog
+from odb_factory.training.run_start import RunStart
 from odb_factory.training.schedule import scale_learning_rate
 from odb_factory.training.train_loader import StepInputs, TrainLoader
 
@@ -51,8 +44,6 @@ if TYPE_CHECKING:
 else:
     Base = object
 
-logger = get_logger(__name__)
-
 
 class ODBTrainerMixin(Base):
     """Goes before a `transformers.Trainer` class in the bases: `class MyTrainer(ODBTrainerMixin, Trainer)`.
@@ -62,7 +53,7 @@ class ODBTrainerMixin(Base):
     odb_run: the run of the `train()` under way; None outside of it, where everything is stock's.
     odb_arguments: the training arguments that the run changes; None outside of `train()`.
     odb_layout: of its micro-batches. odb_check: what is still to be made sure of about a flat one.
-    odb_config: of the run, whose budgets are numbers. odb_lacks_budgets: they are to be chosen yet.
+    odb_start: makes the run.
     odb_trial_units: of a micro-batch that is only tried.
     odb_before_step: called with the model and all micro-batches of an optimizer step before the first is trained on,
         which are in memory together then; None: they come one by one.
@@ -75,9 +66,8 @@ class ODBTrainerMixin(Base):
     odb_callback: ODBCallback | None = None
     odb_layout: Layout | None = None
     odb_check: LayoutCheck | None = None
-    odb_config: ResolvedConfig | None = None
+    odb_start: RunStart | None = None
     odb_trial_units: int | None = None
-    odb_lacks_budgets: bool = False
     odb_before_step: Callable[[Any, Sequence[Collated]], None] | None = None
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -111,7 +101,7 @@ class ODBTrainerMixin(Base):
                     self.odb_run.abort(error)
                 raise
             finally:
-                self.odb_arguments = self.odb_callback = self.odb_check = self.odb_config = None
+                self.odb_arguments = self.odb_callback = self.odb_check = self.odb_start = None
                 if self.odb_run is not None:
                     self.odb_run.close()
                     self.odb_run = None
@@ -149,66 +139,9 @@ class ODBTrainerMixin(Base):
                 source = super().get_train_dataloader()
             finally:
                 self.args.remove_unused_columns = True
-        layout = resolve_layout(self, self.odb_settings.config, self.odb_settings.not_flat)
-        self.odb_config, is_chosen = first_config(
-            self.odb_settings.config, self.odb_checkpoint, self.args.process_index, self.args.world_size
-        )
-        self.odb_lacks_budgets = not is_chosen
-        run = self._odb_begin(source, stock, layout)
-        logger.info("layout: %s (%s)", layout.name, layout.reason)
-        before_first = functools.partial(self._odb_checked_run, source, stock)
-        return TrainLoader(run, getattr(self.model, "main_input_name", "input_ids"), stock, before_first)
-
-    def _odb_begin(self, source: Any, stock: Any, layout: Layout) -> ODBRun:
-        """A run that stands where it begins or goes on, its first plan made."""
-        assert self.odb_settings is not None and self.odb_arguments is not None and self.odb_config is not None
-        self.odb_layout = layout
-        with self.odb_arguments.shown():
-            made = self.odb_settings.make_run(self, source, stock, layout, self.odb_config)
-            self.odb_run, self.odb_check = run, _ = made
-        if self.odb_settings.config.has_auto:
-            run.budgets = {key: getattr(self.odb_config, key) for key in BUDGETS}
-        if self.odb_checkpoint is not None:
-            checkpoint.load(run, Path(self.odb_checkpoint))
-        if not run.finished:
-            run.loader.begin()
-        return run
-
-    def _odb_checked_run(self, source: Any, stock: Any) -> ODBRun:
-        """The run to take the first step with: the one that has begun, or one in its place that has the padded layout,
-        or the budgets that its memory allows."""
-        assert self.odb_settings is not None and self.odb_layout is not None
-        run = self._odb_layout_checked(source, stock)
-        if not self.odb_lacks_budgets:
-            return run
-        chosen = choose_budgets(self, run.loader, self.odb_settings.config, self.odb_settings.meter)
-        self.odb_config = self.odb_settings.config.resolved(**dataclasses.asdict(chosen))
-        self.odb_lacks_budgets = False
-        return self._odb_begin_again(source, stock, self.odb_layout)
-
-    def _odb_layout_checked(self, source: Any, stock: Any) -> ODBRun:
-        assert self.odb_run is not None and self.odb_settings is not None
-        run, check = self.odb_run, self.odb_check
-        if check is None or check.needs_batch:
-            return run
-        self.odb_check = None
-        why = check.of_rows(self)
-        if why is None:
-            return run
-        assert self.odb_layout is not None
-        return self._odb_begin_again(source, stock, fall_back(self.odb_layout, self.odb_settings.config, why))
-
-    def _odb_begin_again(self, source: Any, stock: Any, layout: Layout) -> ODBRun:
-        """In the place of the run that has begun."""
-        assert self.odb_run is not None
-        run = self.odb_run
-        run.close()
-        again = self._odb_begin(source, stock, layout)
-        if again.fill is not None and run.fill is not None:
-            again.fill.take_over(run.fill, self.optimizer, self.lr_scheduler)
-        if not self.odb_lacks_budgets:
-            say_what_to_expect(again.loader, again.config)
-        return again
+        self.odb_start = RunStart(self, source, stock)
+        run = self.odb_start.first()
+        return TrainLoader(run, getattr(self.model, "main_input_name", "input_ids"), stock, self.odb_start.checked)
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Samples of an optimizer step, as the Trainer says them."""

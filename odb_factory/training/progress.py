@@ -65,7 +65,7 @@ class ODBCallback(TrainerCallback):
         elif run.taken_anew and run.total_steps is not None:
             state.max_steps = run.total_steps
             state.compute_steps(args, state.max_steps)
-        if not self.trainer.odb_lacks_budgets:
+        if not self.trainer.odb_start.lacks_budgets:
             say_what_to_expect(run.loader, run.config)
 
     def begin_save(self, output_dir: str | None) -> None:

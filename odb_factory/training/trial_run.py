@@ -26,7 +26,14 @@ class TrialRuns:
 
     def __init__(self, trainer: Any, loader: ODBLoader, meter: PeakMeter):
         self._trainer, self._loader, self._meter = trainer, loader, meter
-        self._state = torch.empty(state_bytes(trainer), dtype=torch.uint8, device=trainer.args.device)
+        size = state_bytes(trainer)
+        try:
+            self._state = torch.empty(size, dtype=torch.uint8, device=trainer.args.device)
+        except torch.OutOfMemoryError:
+            raise ConfigError(
+                f"odb.token_budget: 'auto' found no room for the {size / 2**30:.1f} GiB of state that the optimizer "
+                "will have; train fewer weights (LoRA), or share them out (ZeRO, FSDP)."
+            ) from None
         self.count = 0
 
     def limits(self, fraction: float) -> tuple[int, ...]:

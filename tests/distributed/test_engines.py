@@ -247,7 +247,7 @@ def run_world(world: World, model: Path, folder: Path, **changes: Any) -> tuple[
     return folder / "out", audits
 
 
-@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize("name", [pytest.param("16 and 9", marks=pytest.mark.full_grid), *list(WORLDS)[1:]])
 def test_unequal_shards(tiny_text, tmp_path, name: str) -> None:
     """I1, I2, I4, I7 with `join: true`: all rows of both, whatever their number and length."""
     world = WORLDS[name]

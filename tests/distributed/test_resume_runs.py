@@ -81,7 +81,7 @@ def up_to(audits: Audits, optimizer_step: int) -> Audits:
 
 @pytest.mark.parametrize(
     ("engine", "num_ranks"),
-    [("none", 1), ("ddp", 2), ("zero2", 2)],
+    [("none", 1), ("ddp", 2), pytest.param("zero2", 2, marks=pytest.mark.full_grid)],
 )
 def test_killed_and_started_again(tiny_text, tmp_path, request, engine: str, num_ranks: int) -> None:
     """Every row once; only steps behind the last checkpoint come again, as they were; the same weights at the end."""

@@ -41,7 +41,8 @@ def end(step: int, time: float) -> dict[str, Any]:
 
 def audit_line(step: int, lengths: Sequence[int], time: float = BEGAN + 1, **changes: Any) -> dict[str, Any]:
     """The only micro-batch of this rank in an optimizer step."""
-    line = {"epoch": 0, "optimizer_step": step, "micro_batch": 0, "micro_batches": 1, "ids": list(range(len(lengths)))}
+    line = {"epoch": 0, "optimizer_step": step, "micro_batch": 0, "micro_batches": 1, "part": 0, "parts": 1}
+    line |= {"ids": list(range(len(lengths)))}
     line |= {"lengths": list(lengths), "rows": len(lengths), "length": max(lengths, default=0), "segments": []}
     line |= {"patches": 0, "units": sum(lengths), "weight": 1.0, "idle": not lengths, "data_wait_s": 0.1, "time": time}
     return line | changes

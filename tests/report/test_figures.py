@@ -14,8 +14,10 @@ from report.folders import BEGAN, audit_line, begin, end, entry, orders, write_l
 from test_docs import REFERENCE, first_column
 
 from odb_factory.cli.report import report
+from odb_factory.report.audit import read_audit
 from odb_factory.report.distributions import histogram
 from odb_factory.report.figures import read_run, to_json
+from odb_factory.report.files import FilesRead
 
 LOG = "odb_log.jsonl"
 
@@ -107,6 +109,19 @@ def test_idle_micro_batches_have_no_tokens(tmp_path: Path) -> None:
     assert run["optimizer_steps"]["padded_tokens"] == [30] and run["optimizer_steps"]["patches"] == [0]
     assert [(line["idle_micro_batches"], line["padded_tokens"]) for line in run["ranks"]] == [(0, 30), (1, 0)]
     assert run["distributions"]["samples_of_micro_batch"]["count"] == 1
+
+
+def test_a_micro_batch_that_was_cut_is_one(tmp_path: Path) -> None:
+    """`oom: split`: its parts have a line each; ranks wait for all of them. One part alone is no whole step."""
+    write_lines(tmp_path / LOG, [begin(world_size=2), entry(1, BEGAN + 1)])
+    parts = [audit_line(1, [30, 10], part=0, parts=2), audit_line(1, [20], part=1, parts=2)]
+    write_lines(tmp_path / "odb_audit_rank0.jsonl", [*parts, audit_line(2, [5], part=0, parts=2)])
+    write_lines(tmp_path / "odb_audit_rank1.jsonl", [audit_line(1, [70]), audit_line(2, [5])])
+    audit = read_audit(tmp_path, [], FilesRead())
+    assert audit is not None and audit.incomplete == 1
+    steps = {name: values.tolist() for name, values in audit.steps.items()}
+    assert (steps["step"], steps["padded_tokens"], steps["awaited_tokens"]) == ([1], [150], [160])
+    assert [line["micro_batches"] for line in read_run(tmp_path)["ranks"]] == [2, 2]
 
 
 def test_files_of_another_run_are_left_out(tmp_path: Path) -> None:
