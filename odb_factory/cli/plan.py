@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _plan(given: argparse.Namespace) -> None:
     from odb_factory.dry_run.arguments import parsed, read_yaml
-    from odb_factory.dry_run.memory import memory_rows, parse_size
+    from odb_factory.dry_run.memory.table import memory_rows, parse_size
 
     available = None if given.memory is None else parse_size(given.memory)
     for path in (given.json, given.png):

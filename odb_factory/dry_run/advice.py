@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from odb_factory.dry_run.look import Look
-from odb_factory.dry_run.memory import MemoryRow, fitting
+from odb_factory.dry_run.memory.table import MemoryRow, fitting
 from odb_factory.dry_run.outcome import Outcome
 from odb_factory.dry_run.plans import CLOSE, least_budget
 

@@ -15,10 +15,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from odb_factory.config import ODBConfig, ResolvedConfig
+from odb_factory.dry_run.memory.estimate import ParsedArguments
 from odb_factory.errors import ConfigError
 from odb_factory.llamafactory.launch import check_yaml
 from odb_factory.llamafactory.layout import with_neat_packing_as_layout
-from odb_factory.memory.estimate import ParsedArguments
 
 AUTO, AUTO_KEYS = "auto", ("token_budget", "max_patches")
 PLACEHOLDER = 8192

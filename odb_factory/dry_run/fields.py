@@ -9,7 +9,7 @@ from typing import Any
 from odb_factory.dry_run import efficiency
 from odb_factory.dry_run.advice import Advice
 from odb_factory.dry_run.look import Look
-from odb_factory.dry_run.memory import MemoryRow
+from odb_factory.dry_run.memory.table import MemoryRow
 
 
 def to_dict(found: Look, advice: Advice, memory: Sequence[MemoryRow] | None, notes: Sequence[str]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from odb_factory.dry_run.distribution import ALL
 from odb_factory.dry_run.look import Look
-from odb_factory.dry_run.memory import MemoryRow
+from odb_factory.dry_run.memory.table import MemoryRow
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -13,7 +13,7 @@ from odb_factory.dry_run import efficiency
 from odb_factory.dry_run.advice import Advice
 from odb_factory.dry_run.distribution import Part, Spread
 from odb_factory.dry_run.look import Look
-from odb_factory.dry_run.memory import MemoryRow
+from odb_factory.dry_run.memory.table import MemoryRow
 from odb_factory.dry_run.outcome import Outcome
 
 NARROWEST = 120

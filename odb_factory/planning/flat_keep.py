@@ -18,8 +18,9 @@ from odb_factory.planning.flat_samples import Samples
 from odb_factory.planning.matching import PoolGroup
 
 NUM_CANDIDATES = 3
-"""So many K are tried at most beside the least. A larger K is never better where a smaller one fits, for two
-micro-steps as one cost no more; it is needed where bins would have to be fuller than exchanges can make them."""
+"""So many K are tried at most beside the least. Of one modality a larger K is never better where a smaller one fits,
+for two micro-steps as one cost no more; it is needed where bins would have to be fuller than exchanges can make them. Of
+several, which share no bin, ranks that wait for the bin of one can do better in more micro-steps."""
 
 
 def cut_flat(samples: Samples, model: CostModel, least_steps: int = 0) -> list[list[PoolGroup]]:
@@ -40,6 +41,11 @@ def cut_flat(samples: Samples, model: CostModel, least_steps: int = 0) -> list[l
                 break
         if not found.within or fitted.cost < found.cost:
             found = fitted
+    if samples.num_modalities > 1:
+        for num_steps in range(found.num_steps + 1, found.num_steps + 1 + NUM_CANDIDATES):
+            if lower_bound(samples, num_steps, model) < found.cost:
+                more = fill(samples, num_steps, model)
+                found = more if more.within and more.cost < found.cost else found
     return in_order(found)
 
 

@@ -16,13 +16,13 @@ from odb_factory.dry_run.arguments import Asked, ranks_of
 from odb_factory.dry_run.distribution import parts_of
 from odb_factory.dry_run.fields import to_dict
 from odb_factory.dry_run.look import Look
-from odb_factory.dry_run.memory import MemoryRow, parse_size
+from odb_factory.dry_run.memory.estimate import ParsedArguments
+from odb_factory.dry_run.memory.table import MemoryRow, parse_size
 from odb_factory.dry_run.observe import Sample, Step
 from odb_factory.dry_run.outcome import Outcome
 from odb_factory.dry_run.plans import budgets_around
 from odb_factory.dry_run.rows import Seen
 from odb_factory.errors import ConfigError
-from odb_factory.memory.estimate import ParsedArguments
 from odb_factory.planning import ROW, Cost
 
 

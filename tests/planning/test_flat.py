@@ -22,7 +22,18 @@ from plan_checks import (
 )
 from planning_strategies import costs, flat_budgets, within
 
-from odb_factory.planning import Budget, Collation, Cost, CostModel, Plan, Sizes, make_metadata, plan_in_groups
+from odb_factory.planning import (
+    VIDEO,
+    Budget,
+    Collation,
+    Cost,
+    CostModel,
+    Plan,
+    Sizes,
+    make_metadata,
+    plan_in_groups,
+    plan_optimizer_step,
+)
 from odb_factory.planning.candidates import MAX_WAIT_ROUNDS
 
 MODELS = [
@@ -314,3 +325,12 @@ def test_a_rank_without_samples_does_not_hold_up_the_others() -> None:
     plan = plan_buffers([ended, busy, nothing], flat(16), seed=0, epoch=0, round_index=0)
     sizes = [[len(group) for group in steps] for steps in plan.groups]
     assert sizes[0][:2] == [1, 1] and set(sizes[1]) == {2} and not any(sizes[2])
+
+
+def test_more_micro_steps_where_modalities_share_no_bin() -> None:
+    """All fits into one micro-step, in which the rank with the two videos would wait for the one with all texts."""
+    texts, videos = [Cost(1000)] * 16, [Cost(1000, 10, has_media=True, modality=VIDEO)] * 2
+    buffers = [make_metadata(samples, [0] * 9, exhausted=False) for samples in (texts[:9], [*texts[9:], *videos])]
+    plan = plan_optimizer_step(buffers, Budget(20_000, layout="flat"), balance=True)
+    assert len(plan.totals) > 1
+    assert sum(500 + totals.max_rank_tokens for totals in plan.totals) < 0.75 * (500 + 16_000)

@@ -17,8 +17,8 @@ from llamafactory.model import load_model, load_tokenizer
 from transformers import Trainer
 
 from odb_factory import ConfigError
-from odb_factory.memory import fake_model
-from odb_factory.memory.estimate import MicroBatchShape, ParsedArguments, estimate_peak_memory
+from odb_factory.dry_run.memory import fake_model
+from odb_factory.dry_run.memory.estimate import MicroBatchShape, ParsedArguments, estimate_peak_memory
 from odb_factory.memory.live_bytes import LiveBytes
 from odb_factory.memory.states import state_bytes
 

@@ -52,7 +52,7 @@ def memory_rows(found: Look, available: int) -> tuple[list[MemoryRow], tuple[str
 
     Raises `ConfigError` for a model or a way of training that cannot be estimated.
     """
-    from odb_factory.memory.estimate import MicroBatchShape, estimate_peak_memory
+    from odb_factory.dry_run.memory.estimate import MicroBatchShape, estimate_peak_memory
 
     shapes = [
         MicroBatchShape(rows=one.rows, tokens=one.tokens, row_length=one.row_length, patches=one.patches)

@@ -12,8 +12,8 @@ import torch
 from odb_factory.memory.fit import fit
 
 if TYPE_CHECKING:
-    from odb_factory.memory.fake_model import FakeModel
-    from odb_factory.memory.trace import Phases
+    from odb_factory.dry_run.memory.fake_model import FakeModel
+    from odb_factory.dry_run.memory.trace import Phases
 
 LEAST_LENGTH = 512
 PARTS = (4, 2, 1)
@@ -83,7 +83,8 @@ def estimate_peak_memory(
         estimate = estimate_peak_memory(arguments, [MicroBatchShape(rows=1, tokens=8192, row_length=8192)], ranks=8)
         print(estimate.shapes[0].peak / 2**30)
     """
-    from odb_factory.memory import fake_model, states, trace
+    from odb_factory.dry_run.memory import fake_model, trace
+    from odb_factory.memory import states
 
     model = fake_model.build(arguments)
     state = states.state_bytes(model.model, arguments.training, ranks)
@@ -128,7 +129,7 @@ def _give_gradients(model: FakeModel) -> None:
 
 def _traces(model: FakeModel, wanted: Sequence[MicroBatchShape]) -> list[tuple[MicroBatchShape, Phases]]:
     """The model run on a few shapes, of which the others follow."""
-    from odb_factory.memory.trace import trace
+    from odb_factory.dry_run.memory.trace import trace
 
     most = max(max(shape.tokens for shape in wanted), LEAST_LENGTH)
     sizes = [(1, most // part, 0) for part in PARTS]

@@ -2,8 +2,7 @@
 
 Its weights are torch's fake tensors: they have shapes and dtypes and no values, so a model of any size takes no memory
 and no time. What does not come from a weight (ids, masks, grids) is real, so code that looks at it goes the way it goes
-in training. Here, beside `odb_factory.llamafactory`, is knowledge of LLaMA-Factory: what it makes of the arguments is
-asked of itself.
+in training. What LLaMA-Factory makes of the arguments is asked of itself.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from odb_factory.data.measure import DEFAULT_PATCH_SIZE, Measured, measure_batch
 from odb_factory.errors import ConfigError, one_line
 
 if TYPE_CHECKING:
-    from odb_factory.memory.estimate import ParsedArguments
+    from odb_factory.dry_run.memory.estimate import ParsedArguments
 
 STAGES = ("pt", "sft")
 IMAGE_SIDE = 448

@@ -1,0 +1,1 @@
+"""Peak memory of a training, estimated without an accelerator and without weights."""
