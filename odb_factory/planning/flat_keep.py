@@ -19,8 +19,8 @@ from odb_factory.planning.matching import PoolGroup
 
 NUM_CANDIDATES = 3
 """So many K are tried at most beside the least. Of one modality a larger K is never better where a smaller one fits,
-for two micro-steps as one cost no more; it is needed where bins would have to be fuller than exchanges can make them. Of
-several, which share no bin, ranks that wait for the bin of one can do better in more micro-steps."""
+for two micro-steps as one cost no more; it is needed where bins would have to be fuller than exchanges can make them.
+Modalities share no bin, so that ranks which wait for the bin of one can do better in more micro-steps."""
 
 
 def cut_flat(samples: Samples, model: CostModel, least_steps: int = 0) -> list[list[PoolGroup]]:

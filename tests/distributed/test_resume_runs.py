@@ -79,6 +79,7 @@ def up_to(audits: Audits, optimizer_step: int) -> Audits:
     return [[line for line in audit if line["optimizer_step"] <= optimizer_step] for audit in audits]
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("engine", "num_ranks"),
     [("none", 1), ("ddp", 2), pytest.param("zero2", 2, marks=pytest.mark.full_grid)],
