@@ -82,7 +82,7 @@ class Seen(TrainerCallback):
         ids = [id for line in lines if line["optimizer_step"] == state.global_step + 1 for id in line["ids"]]
         if len(ids) % args.per_device_train_batch_size:
             return  # a mean of means of unlike micro-batches, which one batch does not have
-        stored = dict(self.trainer._stored_metrics["train"])
+        stored = {key: list(values) for key, values in self.trainer._stored_metrics["train"].items()}
         ours = {name: p.grad for name, p in model.named_parameters()}
         model.zero_grad()
         rows = [{key: self.trainer.train_dataset[k][key] for key in self.trainer.train_dataset.features} for k in ids]

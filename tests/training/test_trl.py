@@ -57,7 +57,7 @@ def of_images(path: Path) -> tuple[Any, Any, list[dict[str, Any]]]:
     sizes, rows = ((64, 64), (128, 64), (96, 160)), []
     for k in range(1, 30):
         said = [{"role": "user", "content": f"What is {k}?"}, {"role": "assistant", "content": "cats sing " * k}]
-        rows.append({"messages": said, "images": [Image.effect_noise(sizes[k % 3], 60).convert("RGB")]})
+        rows.append({"messages": said, "images": [Image.linear_gradient("L").resize(sizes[k % 3]).convert("RGB")]})
     return AutoModelForImageTextToText.from_pretrained(path), AutoProcessor.from_pretrained(path), rows
 
 
