@@ -119,14 +119,15 @@ def write_rows(folder: Path) -> Path:
     for name in rows:
         (folder / f"{name}.json").write_text(json.dumps(rows[name]), encoding="utf-8")
     columns = {"messages": "conversations", "chosen": "chosen", "rejected": "rejected"}
+    in_messages = {"messages": "conversations"}
     of_pairs = {"formatting": "sharegpt", "ranking": True, "columns": columns}
     info = {
         "documents": {"file_name": "documents.json", "columns": {"prompt": "text"}},
         "pairs": {"file_name": "pairs.json", **of_pairs},
         "pictures": {"file_name": "pictures.json", **of_pairs, "columns": columns | {"images": "images"}},
         "talks": {"file_name": "talks.json", "formatting": "sharegpt"},
-        "albums": {"file_name": "albums.json", "formatting": "sharegpt", "columns": {"images": "images"}},
-        "judged": {"file_name": "judged.json", "formatting": "sharegpt", "columns": {"kto_tag": "good"}},
+        "albums": {"file_name": "albums.json", "formatting": "sharegpt", "columns": in_messages | {"images": "images"}},
+        "judged": {"file_name": "judged.json", "formatting": "sharegpt", "columns": in_messages | {"kto_tag": "good"}},
     }
     (folder / "dataset_info.json").write_text(json.dumps(info), encoding="utf-8")
     return folder

@@ -107,7 +107,7 @@ dataset_info:
     [
         ({}, 8),  # 32 rows, 2 epochs of 4 steps of 8
         ({"val_size": 3, "odb": BLOCK | {"global_batch_size": 6}}, 10),
-        ({"dataloader_drop_last": True, "gradient_accumulation_steps": 3, "num_train_epochs": 1.5}, 2),
+        ({"dataloader_drop_last": True, "gradient_accumulation_steps": 3, "num_train_epochs": 1.5}, 3),
         ({"max_steps": 5}, 5),
         ({"odb": BLOCK | {"global_batch_size": "fill"}}, None),
         ({"dataset": "shards,texts"}, None),
