@@ -87,7 +87,7 @@ class ItemObserver:
             batch = self.collate_fn([copy.copy(item)])
         except Exception as error:
             raise ItemError(f"{_not_an_item(item)}, which its collator cannot take alone: {one_line(error)}") from error
-        if not isinstance(batch, Mapping) or np.ndim(batch.get("input_ids")) != 2 or len(batch["input_ids"]) != 1:
+        if not isinstance(batch, Mapping) or np.shape(batch.get("input_ids"))[:-1] != (1,):
             way_out = "give cost_fn=..., which tells the cost of an item"
             if "chosen_input_ids" in item:
                 way_out = "for TRL's DPOTrainer call odb_factory.integrations.trl.enable_odb_dpo in place of enable_odb"
@@ -95,7 +95,7 @@ class ItemObserver:
         mask, labels = batch.get("attention_mask"), batch.get("labels")
         patches = count_patches(batch, self.patch_size)
         return Cost(
-            tokens=_length(batch) if np.ndim(mask) != 2 else int(np.asarray(mask).sum()),
+            tokens=_length(batch) if mask is None or np.ndim(mask) != 2 else int(np.asarray(mask).sum()),
             patches=patches,
             units=0 if labels is None else count_supervised(labels),
             has_media=patches > 0,

@@ -34,8 +34,9 @@ def with_max_steps(args: Mapping[str, Any], config: ODBConfig) -> dict[str, Any]
         return args
     if config.global_batch_size == "fill" or (rows := _num_rows(args)) is None:
         return args
-    samples = config.global_batch_size
-    if samples == "keep":
+    if isinstance(config.global_batch_size, int):
+        samples = config.global_batch_size
+    else:
         per_rank = args.get("per_device_train_batch_size", BATCH) * args.get("gradient_accumulation_steps", 1)
         samples = per_rank * int(os.environ.get("WORLD_SIZE", "1"))
     steps = rows // samples if args.get("dataloader_drop_last") else math.ceil(rows / samples)

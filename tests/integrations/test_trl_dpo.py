@@ -176,7 +176,7 @@ def in_a_rank(rank: int, path: str, out: str) -> list[list[dict[str, float]]]:
     for name in ("odb", "stock"):
         trainer = make(Path(path), Path(out, name), per_device_train_batch_size=2, dataloader_drop_last=True)
         if name == "odb":
-            enable_odb_dpo(trainer, **BLOCK)
+            enable_odb_dpo(trainer, token_budget=300, audit=True)
         trainer.train()
         logs.append(trainer.state.log_history)
     return logs

@@ -77,6 +77,8 @@ def test_two_ranks(
         monkeypatch.setenv(name, value)
     stages = {}
     for name, (stage, changes) in CASES.items():
+        if stage == "rm" and "fsdp" in common:
+            continue  # stock splits what it has saved whole, and FSDP saves no whole model on CPU
         more = dict(changes)
         if name.endswith("images"):
             more["model_name_or_path"] = str(tiny_vl)
