@@ -58,7 +58,7 @@ def _rows_fit(epoch: Epoch, batch_size: int, rows: int) -> str | None:
 def fixed(epoch: Epoch, batch_size: int, count: int, rows: int) -> Cut | str:
     if why := _rows_fit(epoch, batch_size, rows):
         return why
-    samples = _first(epoch, batch_size, count)
+    samples = _whole(epoch, batch_size)
     batches = np.arange(len(samples)).reshape(-1, rows)
     return cut_of_batches(samples, _deal(batches, epoch.ranks), len(samples) // batch_size)
 
@@ -70,7 +70,7 @@ def length_grouped(epoch: Epoch, batch_size: int, count: int, rows: int) -> Cut 
 
     if why := _rows_fit(epoch, batch_size, rows):
         return why
-    samples = _first(epoch, batch_size, count)
+    samples = _whole(epoch, batch_size)
     generator = torch.Generator().manual_seed(epoch.seed)
     accumulated = batch_size // epoch.ranks
     order = list(LengthGroupedSampler(accumulated, lengths=samples["tokens"].tolist(), generator=generator))
@@ -202,6 +202,11 @@ def really_run(epoch: Epoch, name: str, most_ranks: int) -> Cut | str:
 def _first(epoch: Epoch, batch_size: int, count: int) -> np.ndarray:
     """The samples of the optimizer steps that are planned."""
     return epoch.samples[: min(count, len(epoch.samples) // batch_size) * batch_size]
+
+
+def _whole(epoch: Epoch, batch_size: int) -> np.ndarray:
+    """All samples of whole optimizer steps: the more there are, the better length grouping can group."""
+    return epoch.samples[: min(len(epoch.samples), MANY) // batch_size * batch_size]
 
 
 ODB = "odb, keep, flat"

@@ -90,9 +90,9 @@ PARTS = (
         "A tiny random Qwen2 on real text with transformers' Trainer, AdamW, linear schedule, batches of 8 samples "
         "(odb: `token_budget` 4,096). Kept batches have the losses of fixed batches, seed by seed. With `fill` an "
         "epoch has fewer, larger optimizer steps, which changes what is learnt: from random weights at equal epochs it "
-        "learns less, at equal optimizer steps it sees more data. If you use `fill`, lower `token_budget` until an optimizer "
-        "step has about the samples it had, or raise the learning rate with `lr_scale: sqrt`, and compare validation "
-        "loss.",
+        "learns less, at equal optimizer steps it sees more data. If you use `fill`, lower `token_budget` until an "
+        "optimizer step has about the samples it had, or raise the learning rate with `lr_scale: sqrt`, and compare "
+        "validation losses.",
         ("learning.py",),
         20,
         ("learning.py", "--seeds", "1", "--samples", "32"),
