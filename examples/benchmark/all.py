@@ -1,5 +1,7 @@
 """Every benchmark, one after the other, into one folder: JSON, tables, figures, and `benchmarks.md` made of them.
 
+`readme.md` beside it has the table and the picture that README shows.
+
 A part that is done is not run again, so a sitting may be interrupted, and goes on with the same command. What cannot be
 measured here, for want of a device or of a rival, is said in the page.
 
@@ -145,6 +147,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     missing = {part.name: why_not(part, given.short) or "not run" for part in PARTS}
     text = page.make(folder, PARTS, missing)
     (folder / "benchmarks.md").write_text(text, encoding="utf-8")
+    if not given.short and (readme := page.readme(folder)):
+        (folder / "readme.md").write_text(readme, encoding="utf-8")
     print(f"The page: {folder / 'benchmarks.md'}")
     if given.publish:
         publish(folder, page.make(folder, PARTS, missing, figures_in=f"{page.FIGURES}/"))

@@ -34,8 +34,8 @@ WORDS_A_TOKEN, CHARACTERS_A_TOKEN = 0.75, 4.5
 """dynabatch asks for them beside the tokens of a text."""
 DYNABATCH_SAMPLES = 8192
 """A model is asked for each of its batches."""
-REBALANCE_RANKS = 64
-"""Every rank computes the batches of all, which for more ranks takes hours here."""
+REBALANCE_RANKS, REBALANCE_STEPS = 8, 2
+"""Every rank computes the batches of all, which for more of them takes hours here."""
 
 Batches = Sequence[Sequence[int]]
 Kept = Callable[[Epoch, int, int], Cut | str]
@@ -91,7 +91,7 @@ class Rebalancer:
             return why
         if epoch.ranks > REBALANCE_RANKS:
             return f"every rank computes the batches of all: too slow for more than {REBALANCE_RANKS} ranks here"
-        samples = _first(epoch, batch_size, count)
+        samples = _first(epoch, batch_size, min(count, REBALANCE_STEPS))
         asked = {"lengths": samples["tokens"].tolist(), "batch_size": batch_size, "ranks": epoch.ranks}
         asked["accumulation"] = batch_size // (rows * epoch.ranks)
         assert self.process.stdin is not None
