@@ -82,8 +82,9 @@ def run(part: Part, folder: Path, is_short: bool, environments: Path) -> bool:
         assert process.stderr is not None
         for text in process.stderr:
             log.write(text)
-            last = text.strip() or last
-            print(f"  {time.monotonic() - started:6.0f} s  {text.strip()[:LINE]}", flush=True)
+            if text.strip() and "%|" not in text:  # no bars
+                last = text.strip()
+                print(f"  {time.monotonic() - started:6.0f} s  {last[:LINE]}", flush=True)
         process.wait()
     done = {
         "command": shown(command),
@@ -144,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             minutes = "" if given.short else f", about {part.minutes} minutes"
             print(f"{head}: {datetime.datetime.now():%H:%M}{minutes}", flush=True)
             failed += not run(part, folder, given.short, environments)
-    missing = {part.name: why_not(part, given.short) or "not run" for part in PARTS}
+    missing = {part.name: why_not(part, given.short) or page.why_not(folder, part.name) for part in PARTS}
     text = page.make(folder, PARTS, missing)
     (folder / "benchmarks.md").write_text(text, encoding="utf-8")
     if not given.short and (readme := page.readme(folder)):

@@ -29,6 +29,7 @@ README_ROWS = {
     "what no cut can exceed": r"what no cut can exceed",
 }
 """Of the best of those whose names match."""
+LOG_LINE = re.compile(r"^\[\d{4}-[^]]*\] \[(INFO|WARNING)\]")
 PYTEST_LINE = re.compile(r"^[.sxFE]*\s*(\[ *\d+%\])?$|^=+|^\d+ passed|^-- Docs|^SKIPPED")
 
 
@@ -37,6 +38,11 @@ def done(folder: Path, name: str) -> dict[str, Any] | None:
     path = folder / name / DONE
     found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
     return found if found and found["returncode"] == 0 else None
+
+
+def why_not(folder: Path, name: str) -> str:
+    """Of a part that is not done."""
+    return "it failed" if (folder / name / DONE).exists() else "not run"
 
 
 def figures(folder: Path) -> Iterator[Path]:
@@ -94,7 +100,8 @@ def readme(folder: Path) -> str | None:
 
 
 def body(printed: str, command: str) -> str:
-    """What a part has printed; of pytest, without its own lines."""
+    """What a part has printed, without log lines of libraries; of pytest, without its own."""
+    printed = "\n".join(line for line in printed.splitlines() if not LOG_LINE.match(line))
     if not command.startswith("pytest"):
         return printed.strip()
     kept = "\n".join(line for line in printed.splitlines() if not PYTEST_LINE.match(line.strip()) or not line.strip())

@@ -103,13 +103,11 @@ def efficiencies(rows: Sequence[Row], ranks: int, batch_size: int) -> str:
 
 
 def details(rows: Sequence[Row], profile: str, images: bool) -> str:
-    """A table of all figures of a profile, of those that were measured."""
-    ranks, batch_size = DETAILS
+    """A table of all figures of a profile, of those that were measured. rows: of one number of ranks and one N."""
     lines = [f"| {profile}{' with images' * images} | {' | '.join(label for label, _ in COLUMNS.values())} |"]
     lines.append(f"|---|{'--:|' * len(COLUMNS)}")
     for row in rows:
-        place = (row["ranks"], row["profile"], row["images"])
-        if place == (ranks, profile, images) and row["batch_size"] in (batch_size, None) and "why" not in row:
+        if (row["profile"], row["images"]) == (profile, images) and "why" not in row:
             shown = [("" if row.get(key) is None else show(row[key])) for key, (_, show) in COLUMNS.items()]
             lines.append(f"| {row['name']} | {' | '.join(shown)} |")
     return "\n".join(lines)
@@ -179,13 +177,15 @@ def draw_figure(rows: Sequence[Row], path: Path) -> None:
 
 
 def report(rows: Sequence[Row]) -> str:
-    measured = {(row["ranks"], row["batch_size"]) for row in rows}
-    tables = [efficiencies(rows, *place) for place in SHOWN.items() if place in measured]
+    measured = list(dict.fromkeys((row["ranks"], row["batch_size"]) for row in rows if row["batch_size"]))
+    places = [place for place in SHOWN.items() if place in measured] or measured[:1]
     profiles = list(dict.fromkeys(row["profile"] for row in rows))
+    tables = [efficiencies(rows, *place) for place in places]
     tables += [near_the_bound(rows, profile, images) for profile in profiles for images in (False, True)]
-    if DETAILS in measured:
-        tables.append(f"All figures, {DETAILS[0]} ranks, N = {DETAILS[1]}:")
-        tables += [details(rows, profile, images) for images in (False, True) for profile in profiles]
+    ranks, batch_size = DETAILS if DETAILS in measured else places[0]
+    tables.append(f"All figures, {ranks:,} ranks, N = {batch_size:,}:")
+    at = [row for row in rows if row["ranks"] == ranks and row["batch_size"] in (batch_size, None)]
+    tables += [details(at, profile, images) for images in (False, True) for profile in profiles]
     return "\n\n".join([ahead(rows), *tables])
 
 
