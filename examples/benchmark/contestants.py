@@ -173,7 +173,9 @@ def dynabatch(epoch: Epoch) -> Cut | str:
         return "dynabatch is not installed"
     from dynabatch.sampler import DynaBatchSampler
 
-    samples = epoch.samples[: max(DYNABATCH_SAMPLES, 64 * epoch.ranks)]
+    if epoch.images:
+        return "it is for text"
+    samples = epoch.samples[: max(DYNABATCH_SAMPLES, 32 * epoch.ranks)]
     tokens = samples["tokens"]
     with contextlib.redirect_stderr(io.StringIO()):  # its progress bars
         sampler = DynaBatchSampler(

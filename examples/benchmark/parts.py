@@ -63,7 +63,7 @@ PARTS = (
         "length-grouped batches know no budget; length grouping, packing and dynabatch need all lengths before "
         "training. Where figures are of all ranks and N, they are of `odb, keep, flat`, with the bound in brackets.",
         ("planning.py", "--processes", "8"),
-        45,
+        50,
         (
             "planning.py",
             "--ranks",
