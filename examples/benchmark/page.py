@@ -122,7 +122,8 @@ def head(parts: Sequence[Mapping[str, Any]]) -> list[str]:
         "python examples/benchmark/all.py --rivals --publish",
         "```",
         "",
-        "All contestants of a table get the same samples. Where another method is ahead, the tables say so.",
+        "It runs the command of each part with `--output-dir` and the Python that has the rivals. All contestants of a "
+        "table get the same samples. Where another method is ahead, the tables say so.",
         "",
         f"- Machine: {_processor()}, {os.cpu_count()} cores, {memory:.0f} GiB, {platform.system()}; {_device()}",
         f"- Versions: odb_factory {commit or _version('odb_factory')}, Python {platform.python_version()}, "
