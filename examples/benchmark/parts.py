@@ -103,7 +103,7 @@ PARTS = (
         "Kept batches beside real stock trainings of the same configuration; flat micro-batches beside padded ones on "
         "tiny random models in float64 (relative deviation of the loss / of the worst gradient); and `fill` with "
         "`loss_scaling: exact` against one plain process that takes the samples of each optimizer step as one batch.",
-        ("pytest", "-s", "-q", "-p", "no:randomly", *GRADIENT_TESTS),
+        ("pytest", "-s", "-q", *GRADIENT_TESTS),
         8,
     ),
     Part(
