@@ -28,12 +28,14 @@ from odb_factory.config import ResolvedConfig
 from odb_factory.data.budget import make_budget
 from odb_factory.data.collate import Collated, Failure, GroupDataset
 from odb_factory.data.epoch import EpochContext
+from odb_factory.data.handed_out import HandedOut
 from odb_factory.data.loader_workers import END, LoaderWorkers, take
 from odb_factory.data.observe import Observer
 from odb_factory.data.prefetch import BackgroundPrefetcher, InlinePrefetcher
+from odb_factory.data.rejections import RejectionLog
 from odb_factory.data.resume.progress import Progress
 from odb_factory.data.resume.state import DataState
-from odb_factory.data.samples import MicroBatch, OptimizerStep, Rejection, Sample
+from odb_factory.data.samples import MicroBatch, OptimizerStep, Sample
 from odb_factory.data.step_rule import Layout, OptimizerStepRule, progress_for
 from odb_factory.data.step_times import StepTimes
 from odb_factory.data.task_sampler import Pass
@@ -41,7 +43,6 @@ from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.log import get_logger
 from odb_factory.planning import Collation, CostModel, Limits
 
-MAX_REJECTIONS_LOGGED = 10
 LOCAL_KEYS = ("audit", "collate_workers", "exchange_timeout_s")
 """Keys of the block in which ranks may differ: no plan and no weight depends on them."""
 ABORT_S = 7.0
@@ -84,7 +85,6 @@ class ODBLoader:
         self.epoch = 0
         self.times = StepTimes()
         self.rejected: Counter[str] = Counter()
-        self._num_rejected = 0
         self.budget = budget = make_budget(config, collation, layout)
         self.lowered: Limits | None = None
         self._workers = LoaderWorkers(
@@ -111,7 +111,7 @@ class ODBLoader:
             rank=rank,
             coordinator=self._coordinator,
             find_dummy_sample=self._workers.find_dummy_sample,
-            on_reject=self._on_reject,
+            on_reject=RejectionLog(),
             compare_orders=self._order.compare,
             propose=self.times.fitting() if config.cost_model == "time" else CostModel,
             lowered=lambda: self.lowered,
@@ -137,8 +137,7 @@ class ODBLoader:
             **(agree_on or {}),
         }
         self._pass: Pass | None = None
-        self._handed_out: list[MicroBatch] = []
-        self._kept: dict[tuple[int, int, int], list[Sample]] = {}
+        self._handed_out = HandedOut()
 
     @property
     def global_batch_size(self) -> int | None:
@@ -165,11 +164,7 @@ class ODBLoader:
 
     def consume(self, step: OptimizerStep) -> None:
         """Note that this optimizer step, and all before it, has been trained on: a state is taken from there."""
-        last = (step.epoch, step.index)
-        mine = [one for one in self._handed_out if (one.step.epoch, one.step.index) <= last]
-        del self._handed_out[: len(mine)]  # a loop may have fetched some of the next step ahead
-        for one in mine:
-            self._kept.pop(_number(one), None)
+        mine = self._handed_out.take_through(step)
         if self._pass is not None or step.last:  # or asked for what comes behind the last
             self._progress.consume(step, mine, None if self._pass is None else self._pass.planner)
 
@@ -179,7 +174,7 @@ class ODBLoader:
 
     def samples_of(self, micro_batch: MicroBatch) -> list[Sample]:
         """What a micro-batch was collated from, of an optimizer step that is not yet consumed (with `oom: split`)."""
-        return self._kept[_number(micro_batch)]
+        return self._handed_out.samples_of(micro_batch)
 
     def collate(self, micro_batch: MicroBatch, samples: list[Sample]) -> Collated:
         """These samples by the collator of the workers, in this process."""
@@ -305,8 +300,7 @@ class ODBLoader:
         if self._workers.is_closed:
             raise ConfigError("odb: this loader has been closed; make another one.")
         self._progress.turn_to(self.epoch)
-        self._handed_out = []
-        self._kept = {}
+        self._handed_out = HandedOut()
         place = self._progress.place
         self._order.set_epoch(self.epoch)
         self._order.start = self._progress.start()
@@ -349,9 +343,7 @@ class ODBLoader:
                 if item is not None:
                     item = self._collated(item)
                     current.in_flight -= 1
-                    self._handed_out.append(item[0])
-                    if current.keeps_tasks:
-                        self._kept[_number(item[0])] = current.handed_on.popleft()[1]
+                    self._handed_out.add(item[0], current.handed_on.popleft()[1] if current.keeps_tasks else None)
                     self.rejected = item[0].step.rejected
                     handed, item = [item], None  # whoever takes it holds the only reference
                     yield handed.pop()
@@ -390,13 +382,6 @@ class ODBLoader:
         if current is not None:
             current.close(self._coordinator.timeout_s if timeout_s is None else timeout_s)
 
-    def _on_reject(self, rejection: Rejection) -> None:
-        self._num_rejected += 1
-        if self._num_rejected <= MAX_REJECTIONS_LOGGED:
-            logger.warning("left out (%s): %s", rejection.reason, rejection.message)
-        if self._num_rejected == MAX_REJECTIONS_LOGGED:
-            logger.warning("further rows that are left out are counted, not logged")
-
     def _fingerprint(self, epoch: int) -> int:
         """That of the order of an epoch; drawing it anew is what a sampler can do while another pass is under way."""
         if self._pass is not None and epoch == self.epoch:
@@ -415,10 +400,6 @@ class ODBLoader:
                 "told; give one whose order depends on its seed and epoch alone, or set `resume: ignore_data`"
             )
         return self._order.common((*place, self._order.checksum_through(optimizer_step)))
-
-
-def _number(micro_batch: MicroBatch) -> tuple[int, int, int]:
-    return micro_batch.step.epoch, micro_batch.step.index, micro_batch.index
 
 
 def _length(source: Any) -> int | None:

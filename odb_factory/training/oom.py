@@ -38,10 +38,7 @@ def why_not_split(trainer: Any) -> str | None:
     if trainer.is_fsdp_enabled or engine == DistributedType.FSDP:
         return "FSDP gathers parameters inside forward and backward, where the other ranks would wait for one for ever"
     if engine == DistributedType.DEEPSPEED:
-        return (
-            "DeepSpeed (ZeRO) reduces gradients over the ranks inside backward, and what it has reduced of a backward "
-            "that failed cannot be taken back"
-        )
+        return _why_not_split_zero(trainer.accelerator.state.deepspeed_plugin.deepspeed_config)
     if engine != DistributedType.NO and not engine.name.startswith("MULTI_"):
         return f"what {engine.name} does between the ranks inside forward and backward is not known here"
     if trainer.args.torch_compile and trainer.args.world_size > 1:
@@ -49,12 +46,29 @@ def why_not_split(trainer: Any) -> str | None:
     return None
 
 
+def _why_not_split_zero(deepspeed: dict[str, Any]) -> str | None:
+    zero = deepspeed.get("zero_optimization", {})
+    stage = zero.get("stage", 0)
+    if stage == 1:
+        if zero.get("overlap_comm"):
+            return "DeepSpeed with `overlap_comm` reduces gradients inside backward (without it ZeRO-1 does not)"
+        if zero.get("cpu_offload") or (zero.get("offload_optimizer") or {}).get("device", "none") != "none":
+            return "gradients that DeepSpeed has offloaded cannot be dropped"
+        return None
+    if stage == 0:
+        return "with stage 0 DeepSpeed keeps sums of gradients that cannot be dropped (DDP trains the same)"
+    return (
+        f"DeepSpeed with ZeRO stage {stage} reduces gradients over the ranks inside each backward, and what it has "
+        "reduced of one that failed cannot be taken back (with stage 1 it could)"
+    )
+
+
 def check_split(trainer: Any, config: ODBConfig) -> None:
     """Raise `ConfigError` for `oom: split` where a collective runs inside forward or backward."""
     why = why_not_split(trainer) if config.oom == "split" else None
     if why is not None:
         raise ConfigError(
-            f"odb.oom: 'split' works in one process and with DDP, and {why}; leave it out (raise), and lower "
+            f"odb.oom: 'split' works in one process, with DDP and ZeRO-1, and {why}; leave it out (raise), and lower "
             "token_budget if memory is short."
         )
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from accelerate.utils import DistributedType
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
 
@@ -25,7 +26,7 @@ from odb_factory.data.parts import Part
 from odb_factory.log import get_logger
 from odb_factory.planning import Limits
 from odb_factory.training.oom import MemoryWatch, is_out_of_memory
-from odb_factory.training.synchronize import Synchronizer
+from odb_factory.training.synchronize import DDP, Synchronizer, ZeRO1
 
 if TYPE_CHECKING:
     from odb_factory.training.run import ODBRun
@@ -61,7 +62,8 @@ class SplitSteps:
         Raises `OutOfMemoryError` where memory does not hold a sample alone, `CollectiveError` where another rank ended.
         """
         if self._synchronizer is None:
-            self._synchronizer = Synchronizer(model, self.exchange.world_size)
+            is_zero = trainer.accelerator.distributed_type == DistributedType.DEEPSPEED
+            self._synchronizer = ZeRO1(model, trainer.accelerator) if is_zero else DDP(model, self.exchange.world_size)
         step = _Attempt()
         for collated in micro_batches:
             box = [collated]
@@ -86,7 +88,7 @@ class SplitSteps:
         """All parts of the micro-batches so far, until each went through."""
         assert self._synchronizer is not None
         while True:
-            self._synchronizer.local.zero_grad()
+            self._synchronizer.zero_grad()
             step.begin_anew()
             if all(
                 self._runs(trainer, step, part, [self._collated(part)]) for parts in step.parts for part in [*parts]
@@ -109,7 +111,8 @@ class SplitSteps:
         run, (micro_batch, measured, batch) = self.run, box.pop()
         try:
             run.begin_micro_batch(micro_batch, measured, batch, part)
-            loss = trainer.odb_forward_backward(self._synchronizer.local, measured, [batch])
+            with self._synchronizer.alone():
+                loss = trainer.odb_forward_backward(self._synchronizer.local, measured, [batch])
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise

@@ -1,13 +1,16 @@
-"""The mean of gradients over DDP's ranks, taken once an optimizer step when all of them have been computed.
+"""The mean of gradients over the ranks, taken once an optimizer step when all of them have been computed.
 
 DDP itself reduces them inside the last backward: a rank that fails in it leaves the others waiting and its own buckets
-half done. Here the model inside DDP is trained on each rank by itself, and what DDP would have done follows.
+half done. Here the model inside DDP is trained on each rank by itself, and what DDP would have done follows. ZeRO-1 of
+DeepSpeed reduces gradients where an accumulation ends: no backward is the last one here, and its own reduction follows.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,8 +22,55 @@ from odb_factory.errors import ConfigError
 BUCKET_BYTES = 25 * 2**20
 
 
-class Synchronizer:
-    """model: what the Trainer trains, on several ranks in DDP. local: what is inside, to be trained in its place.
+class Synchronizer(Protocol):
+    """local: the model to train, in the place of the Trainer's."""
+
+    local: nn.Module
+
+    def alone(self) -> AbstractContextManager[object]:
+        """Around forward and backward of each micro-batch."""
+
+    def zero_grad(self) -> None:
+        """Drop the gradients of this rank."""
+
+    def has_gradient(self) -> str:
+        """Of each parameter whether it has a gradient on this rank: a text of 0 and 1."""
+
+    def synchronize(self, have_gradients: Sequence[str]) -> None:
+        """Take the mean of gradients. Collective. have_gradients: `has_gradient` of all ranks."""
+
+
+class ZeRO1:
+    """engine: DeepSpeed's, in ZeRO-1. accelerator: the Trainer's."""
+
+    def __init__(self, engine: Any, accelerator: Any):
+        self.local: nn.Module = engine
+        self._engine, self._accelerator = engine, accelerator
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        self._engine.set_gradient_accumulation_boundary(False)
+        self._accelerator.sync_gradients = False
+        try:
+            yield
+        finally:
+            self._accelerator.sync_gradients = True
+
+    def zero_grad(self) -> None:
+        self._engine.optimizer.zero_grad()
+
+    def has_gradient(self) -> str:
+        return ""
+
+    def synchronize(self, have_gradients: Sequence[str]) -> None:
+        """The optimizer's step too, which accelerate has the engine take with the last backward."""
+        self._engine.set_gradient_accumulation_boundary(True)
+        self._engine.allreduce_gradients()
+        self._engine.step()
+
+
+class DDP:
+    """model: what the Trainer trains, on several ranks in DDP.
 
     Raises `ConfigError` where several ranks train something else, or DDP with a communication hook.
     """
@@ -46,13 +96,17 @@ class Synchronizer:
         ]
         self._buffers = [buffer for name, buffer in self.local.named_buffers() if name not in ignored]
 
+    def alone(self) -> AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
+    def zero_grad(self) -> None:
+        self.local.zero_grad()
+
     def has_gradient(self) -> str:
-        """Of each parameter whether it has a gradient on this rank: a text of 0 and 1."""
         return "".join("01"[parameter.grad is not None] for parameter in self._parameters)
 
     def synchronize(self, have_gradients: Sequence[str]) -> None:
-        """Take the mean of gradients. Collective. have_gradients: `has_gradient` of all ranks; a parameter that some
-        rank has used has one on all of them then."""
+        """A parameter that some rank has used has a gradient on all of them then."""
         if self.ddp is None or len(have_gradients) == 1:
             return
         gradients = []

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from report.browser import open_page
-from report.folders import BEGAN, audit_line, begin, end, entry, write_lines, write_stock
+from run_report.browser import open_page
+from run_report.folders import BEGAN, audit_line, begin, end, entry, write_lines, write_stock
 
 from odb_factory.cli.main import main
 from odb_factory.report.numbers import number, seconds_text

@@ -80,7 +80,7 @@ def test_any_number_of_ranks_keeps_its_promises(case: Case) -> None:
     check_promises(world, run_shards(world, **options), **options)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=30)
 @given(st.data(), cases())
 def test_it_does_not_matter_which_rank_is_first(data: Any, case: Case) -> None:
     """I6: the same epoch whatever rank runs ahead, and again."""
@@ -91,7 +91,7 @@ def test_it_does_not_matter_which_rank_is_first(data: Any, case: Case) -> None:
     assert endings(again) == endings(first)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=30)
 @given(cases(), st.integers())
 def test_ranks_that_measure_different_times_plan_the_same(case: Case, seed: int) -> None:
     """I6: the first rank's cost model is taken by all."""
@@ -101,7 +101,7 @@ def test_ranks_that_measure_different_times_plan_the_same(case: Case, seed: int)
     check_promises(world, run_shards(world, **options), **options)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=30)
 @given(cases())
 def test_what_all_ranks_are_told_is_the_same(case: Case) -> None:
     """I8, progress and the summary rest on it."""
@@ -123,7 +123,7 @@ def test_what_all_ranks_are_told_is_the_same(case: Case) -> None:
         assert last.overlong == len(seen.intersection(overlong))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=30)
 @given(cases())
 def test_all_rejected_on_one_rank_is_no_end_for_the_others(case: Case) -> None:
     """That rank ends with them, having idled from the first step to the last (I1, I2)."""
@@ -195,7 +195,7 @@ def test_fatal_rows_end_all_ranks_alike(data: Any, case: Case, num_fatal: int) -
             assert str(epoch.error) == fatal.message
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=30)
 @given(st.data(), cases())
 def test_ranks_that_leave_keep_nobody_waiting(data: Any, case: Case) -> None:
     """Some are closed at a yield while the others go on to the next exchange: these end with an error at once."""

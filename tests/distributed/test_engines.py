@@ -60,7 +60,7 @@ ENGINES = {
     "fsdp2": fsdp(2),
     "zero3, not balanced": zero(3, balance=False),
 }
-RUN_ANYWAY = ["ddp", "zero2", "zero3", "fsdp", "fsdp2", "zero3, not balanced"]
+RUN_ANYWAY = ["ddp", "zero2", "zero3", "fsdp", "fsdp2"]
 GRID = [(name, 2) for name in ENGINES if name not in RUN_ANYWAY] + [(name, 4) for name in ENGINES]
 
 
@@ -247,7 +247,9 @@ def run_world(world: World, model: Path, folder: Path, **changes: Any) -> tuple[
     return folder / "out", audits
 
 
-@pytest.mark.parametrize("name", [pytest.param("16 and 9", marks=pytest.mark.full_grid), *list(WORLDS)[1:]])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(name, marks=pytest.mark.full_grid) for name in list(WORLDS)[:-1]), list(WORLDS)[-1]]
+)
 def test_unequal_shards(tiny_text, tmp_path, name: str) -> None:
     """I1, I2, I4, I7 with `join: true`: all rows of both, whatever their number and length."""
     world = WORLDS[name]

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import json
 import os
 import sys
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.state import AcceleratorState
 from torch import Tensor
 from training.cases import BUFFER_SIZE, MAX_PATCHES, TOKEN_BUDGET, Case, Collator, load_model, make_rows, precision
 from training.gradient_ranks import InOrder, Observer, Recorder
@@ -23,6 +26,18 @@ from transformers.integrations import unset_hf_deepspeed_config
 from odb_factory import ConfigError, ODBError, enable_odb
 
 RESULTS = "results{rank}.json"
+
+
+def zero(stage: int, **options: Any) -> dict[str, Any]:
+    """A configuration of DeepSpeed."""
+    return {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage} | options,
+    }
 
 
 @dataclass(frozen=True)
@@ -95,7 +110,7 @@ def make(short: Short, model: torch.nn.Module, path: str, output_dir: Path, **ch
         args=TrainingArguments(output_dir=str(output_dir), **arguments | short.arguments | changes),
         train_dataset=make_rows(short.case, path, short.world_size),
         data_collator=Collator(model, AutoConfig.from_pretrained(path)),
-        callbacks=[Recorder()],
+        callbacks=[Recorder(zero=int("deepspeed" in short.arguments))],
     )
 
 
@@ -134,31 +149,42 @@ def train_all(rank: int, shorts: list[dict[str, Any]], models: dict[str, str], o
     folder = Path(output_dir)
     results: dict[str, Any] = {"refused": refused(Short.of(shorts[0]), models["text"], folder), "trained": []}
     for number, short in enumerate(map(Short.of, shorts)):
-        results["trained"].append(train(rank, short, models[short.case.model], folder / str(number)))
+        with deepspeed_forgotten():
+            results["trained"].append(train(rank, short, models[short.case.model], folder / str(number)))
         gc.collect()
     Path(folder, RESULTS.format(rank=rank)).write_text(json.dumps(results))
     sys.stderr.flush()
     os._exit(0)
 
 
+@contextlib.contextmanager
+def deepspeed_forgotten() -> Iterator[None]:
+    """The next Trainer of this process finds nothing of DeepSpeed's configuration of this one."""
+    before = dict(os.environ)
+    yield
+    unset_hf_deepspeed_config()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    os.environ.clear()
+    os.environ.update(before)
+
+
 def refused(short: Short, path: str, folder: Path) -> dict[str, str]:
-    """What `oom: split` is answered on several ranks with engines other than DDP."""
-    zero = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto"}
+    """What `oom: split` is answered on several ranks where it cannot be."""
     engines: dict[str, dict[str, Any]] = {"torch_compile": {"torch_compile": True}, "FSDP": {}}
     if find_spec("deepspeed") is not None:
-        for stage in (2, 3):
-            config = zero | {"zero_optimization": {"stage": stage}}
-            engines[f"ZeRO-{stage}"] = {"deepspeed": config, "use_cpu": False}
+        for name, config in {
+            "ZeRO-1, overlapped": zero(1, overlap_comm=True),
+            "ZeRO-2": zero(2),
+            "ZeRO-3": zero(3),
+        }.items():
+            engines[name] = {"deepspeed": config, "use_cpu": False}
     said = {}
     for name, changes in engines.items():
-        before = dict(os.environ)
-        trainer = make(short, load_model(short.case, path), path, folder, **changes)
-        trainer.is_fsdp_enabled |= name == "FSDP"  # accelerate makes its plugin only where there is an accelerator
-        try:
-            switch_on(trainer, dataclasses.replace(short, block={"oom": "split"}))
-        except ConfigError as error:
-            said[name] = str(error)
-        unset_hf_deepspeed_config()
-        os.environ.clear()
-        os.environ.update(before)
+        with deepspeed_forgotten():
+            trainer = make(short, load_model(short.case, path), path, folder, **changes)
+            trainer.is_fsdp_enabled |= name == "FSDP"  # accelerate makes its plugin only where there is an accelerator
+            try:
+                switch_on(trainer, dataclasses.replace(short, block={"oom": "split"}))
+            except ConfigError as error:
+                said[name] = str(error)
     return said

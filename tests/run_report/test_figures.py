@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from report.folders import BEGAN, audit_line, begin, end, entry, orders, write_lines, write_stock
+from run_report.folders import BEGAN, audit_line, begin, end, entry, orders, write_lines, write_stock
 from test_docs import REFERENCE, first_column
 
 from odb_factory.cli.report import report

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from distributed.ranks import run_ranks
-from report.browser import Opened, open_page
+from run_report.browser import Opened, open_page
 from support import read_jsonl, read_log, training_config
 from training.test_resume import BLOCK, train
 
