@@ -23,7 +23,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "custom_workflow"
-LIMIT_S = 900
+LIMIT_S = 150
 COMMANDS = re.findall(r"^\| `(.+?)` \|", (EXAMPLE / "README.md").read_text("utf-8"), re.MULTILINE)
 ONE_RANK, TWO_RANKS, TRAINER, QWEN_VL = COMMANDS
 
