@@ -8,27 +8,33 @@ import os
 import re
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+from support import MARK, end_marked_processes
 
 FOLDER = Path(__file__).parents[2] / "examples" / "benchmark"
 LIMIT_S = 280
 
 
 def run_all(folder: Path, *options: str) -> str:
-    """What it prints; it ends well."""
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "DISABLE_VERSION_CHECK": "1"}
-    ended = subprocess.run(
-        [sys.executable, str(FOLDER / "all.py"), "--short", "--output-dir", str(folder), *options],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=LIMIT_S,
-    )
+    """What it prints; it ends well, and none of its processes outlives the call."""
+    mark = uuid.uuid4().hex
+    environment = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "DISABLE_VERSION_CHECK": "1", MARK: mark}
+    try:
+        ended = subprocess.run(
+            [sys.executable, str(FOLDER / "all.py"), "--short", "--output-dir", str(folder), *options],
+            env=os.environ | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=LIMIT_S,
+        )
+    finally:
+        end_marked_processes(mark)
     assert ended.returncode == 0, ended.stdout[-4000:]
     return ended.stdout
 
