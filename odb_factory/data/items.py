@@ -87,7 +87,7 @@ class ItemObserver:
             batch = self.collate_fn([copy.copy(item)])
         except Exception as error:
             raise ItemError(f"{_not_an_item(item)}, which its collator cannot take alone: {one_line(error)}") from error
-        if not isinstance(batch, Mapping) or np.shape(batch.get("input_ids"))[:-1] != (1,):
+        if not isinstance(batch, Mapping) or np.shape(batch.get("input_ids", ()))[:-1] != (1,):
             way_out = "give cost_fn=..., which tells the cost of an item"
             if "chosen_input_ids" in item:
                 way_out = "for TRL's DPOTrainer call odb_factory.integrations.trl.enable_odb_dpo in place of enable_odb"
