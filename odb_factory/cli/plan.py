@@ -52,6 +52,10 @@ def _plan(given: argparse.Namespace) -> None:
     for path in (given.json, given.png):
         if path is not None and not path.absolute().parent.is_dir():
             raise ConfigError(f"{path}: there is no folder {path.absolute().parent}; make it, or name another file.")
+        if path is not None and path.is_dir():
+            raise ConfigError(f"{path}: this is a folder; name a file in it.")
+    if given.png is not None and given.png.suffix.lower() != ".png":
+        raise ConfigError(f"--png: {given.png} does not end in .png; name a file that does.")
     console = Console()
     read_yaml(given.config, given.overrides)  # a mistake in it shows before anything heavy is imported
     with console.status("reading the data"), parsed(given.config, given.overrides, given.ranks) as asked:

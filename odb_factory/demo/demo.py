@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from odb_factory.demo.runs import Batch, Run, grouping_by_length, padded_tokens, sft_config, train
-from odb_factory.errors import ODBError
+from odb_factory.errors import ConfigError, ODBError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -62,6 +62,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--short", action="store_true", help="a fifth of the data, to see that everything works")
     arguments = parser.parse_args(argv)
     folder, ranks = arguments.output.resolve(), arguments.ranks
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"--output: {folder} is a file; name a folder.")
 
     from rich.console import Console
 

@@ -144,7 +144,7 @@ class MemoryWatch:
             return f"set `{key}: {value}` or less{other}"
         shorten = "lower image_max_pixels or video_max_pixels by a quarter"
         if not is_for_patches:
-            shorten = f"lower cutoff_len to {value}"
+            shorten = f"lower cutoff_len to {limits.token_budget // measured.rows}"  # a pair has two rows
         drop = f"`{key}: {value}`" if self.config.overlong == "drop" else f"`overlong: drop` with `{key}: {value}`"
         return f"a sample alone cannot be cut: {shorten}, or set {drop} to leave out such samples"
 

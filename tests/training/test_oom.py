@@ -298,6 +298,13 @@ def test_what_is_out_of_memory(error: BaseException, is_one: bool) -> None:
         ({}, [(4, 250, 4000)], (4, 500, 4100), 4, "set `token_budget: 1500` or less, or `oom: split`"),
         ({"max_patches": 400}, [], (1, 100, 400), 2, "set `max_patches: 300` or less, or `oom: split`"),
         ({}, [], (1, 2000, 0), 1, "lower cutoff_len to 1500, or set `overlong: drop` with `token_budget: 1500` to"),
+        (
+            {},
+            [],
+            (2, 1000, 0),
+            1,
+            "lower cutoff_len to 750, or set `overlong: drop` with `token_budget: 1500` to leave",
+        ),
         ({"overlong": "drop"}, [], (1, 900, 0), 1, "lower cutoff_len to 675, or set `token_budget: 675` to leave out"),
         ({}, [(1, 900, 100)], (1, 900, 800), 1, "lower image_max_pixels or video_max_pixels by a quarter, or set"),
     ],

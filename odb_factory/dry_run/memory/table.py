@@ -13,8 +13,8 @@ from odb_factory.errors import ConfigError
 if TYPE_CHECKING:
     from odb_factory.dry_run.look import Look
 
-UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", re.IGNORECASE)
+UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)b?", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,11 +39,11 @@ class MemoryRow:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of `80GiB`, `24GB` or a number. Raises a one-line `ConfigError`."""
+    """Bytes of `80GiB` or `24GB`. Raises a one-line `ConfigError`."""
     found = SIZE.fullmatch(text.strip())
-    size = int(float(found[1]) * UNITS[(found[2] or "").lower()]) if found else 0
+    size = int(float(found[1]) * UNITS[found[2].lower()]) if found else 0
     if not size:
-        raise ConfigError(f"--memory: {text!r} is no size of memory; write it like 80GiB.")
+        raise ConfigError(f"--memory: {text!r} is no size of memory; write it with its unit, like 80GiB.")
     return size
 
 
