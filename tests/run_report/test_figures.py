@@ -65,7 +65,8 @@ def test_broken_lines_are_counted_and_half_written_ones_named(tmp_path: Path) ->
     write_lines(tmp_path / "odb_audit_rank0.jsonl", [audit_line(1, [3, 4]), {"optimizer_step": 2}])
     (tmp_path / "odb_summary.json").write_text('{"emitted": 8,')
     run = read_run(tmp_path)
-    assert run["files"]["broken_lines"] == {LOG: 4, "odb_audit_rank0.jsonl": 1, "odb_summary.json": 1}
+    assert run["files"]["broken_lines"] == {LOG: 4, "odb_audit_rank0.jsonl": 1}
+    assert run["files"]["broken_files"] == ["odb_summary.json"]
     assert run["files"]["half_written"] == [LOG]
     assert [one["step"] for one in run["entries"]] == [1, 2] and not run["finished"]
     assert any(note == f"{LOG}: 4 broken lines left out." for note in run["notes"])
