@@ -230,7 +230,7 @@ def _figures(line: Mapping[str, Any]) -> dict[str, float]:
     return {
         RENAMED.get(name, name): value
         for name, value in line.items()
-        if isinstance(value, int | float) and not isinstance(value, bool) and name not in NO_FIGURES
+        if shapes.number(value) and name not in NO_FIGURES
     }
 
 

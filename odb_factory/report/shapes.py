@@ -31,7 +31,9 @@ def positive(value: Any) -> bool:
 
 def number(value: Any) -> bool:
     """NaN and infinity among them, which a loss may be."""
-    return isinstance(value, float) or (isinstance(value, int) and not flag(value) and abs(value) < 10**300)
+    if isinstance(value, float) and not math.isfinite(value):
+        return True
+    return isinstance(value, int | float) and not flag(value) and abs(value) < 1e300
 
 
 def finite(value: Any) -> bool:
@@ -76,6 +78,7 @@ def fields(must: Mapping[str, Check], may: Mapping[str, Check] | None = None) ->
 _LOGGED = dict.fromkeys(("loss", "learning_rate", "lr", "grad_norm", "epoch", "eval_loss"), number)
 _LIMITS = {"token_budget": positive, "max_patches": positive}
 _ABOUT = fields({}, {"dataset": each(text), "rows_of": fields({"names": each(text), "numbers": text})})
+_LOGS = by_name(lambda value: number(value) or flag(value))
 _SUMS = fields(dict.fromkeys(("optimizer_steps", "samples", "tokens"), count))
 _ROWS = {"dropped": by_name(count), "left_out": count, "overlong": count, "over_budget": count}
 _BEGIN = fields(
@@ -89,7 +92,7 @@ _BEGIN = fields(
     },
 )
 _LOG = fields(
-    {"time": finite, "optimizer_step": count, "epoch": number, "logs": fields({}, _LOGGED)},
+    {"time": finite, "optimizer_step": count, "epoch": number, "logs": _LOGS},
     {"sums": lambda value: _SUMS(value) and by_name(number)(value), "rows": fields({}, _ROWS)},
 )
 _END = fields({"time": finite, "optimizer_step": count})
