@@ -18,9 +18,10 @@ OFTEN = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """token_budget, max_patches (None: no limit is needed), layout, ranks (None: with filled batches): to be set.
+    """token_budget, max_patches (None: no limit is needed), layout: to be set, on the ranks that were asked for.
 
-    sentence: the same in words, with the reason. warnings: a line each.
+    ranks: how many the YAML's own budget keeps busy; None with filled batches. sentence: all of it in words, with the
+    reasons. warnings: a line each.
     """
 
     token_budget: int
@@ -47,15 +48,13 @@ def advise(found: Look, memory: list[MemoryRow] | None) -> Advice:
     if patches is not None:
         reasons.append(f"no smaller limit on patches (a power of two) costs less than {1 - CLOSE:.0%} of the speed")
     reasons.append(why_layout)
-    if ranks is not None:
-        parts.append(f"{ranks} rank{'s' * (ranks > 1)}")
-        reasons.append(_why_ranks(found, ranks))
+    sentence = f"{', '.join(parts)}: {'; '.join(reasons)}."
     return Advice(
         token_budget=best.token_budget,
         max_patches=patches,
         layout=layout,
         ranks=ranks,
-        sentence=f"{', '.join(parts)}: {'; '.join(reasons)}.",
+        sentence=sentence if ranks is None else f"{sentence} {_busy(found, ranks)}",
         warnings=_warnings(found),
     )
 
@@ -94,18 +93,20 @@ def _why_budget(found: Look, best: Outcome, *, is_known: bool, none_fits: bool) 
     if is_known:
         return f"of the budgets that fit by the estimate no larger one is more than {1 - CLOSE:.0%} faster"
     chosen, own = best.token_budget or 0, found.own.token_budget or 0
-    why = f"up to {largest:,} none is more than {1 / CLOSE - 1:.0%} faster, and each needs more memory"
+    why = f"no larger one up to {largest:,} is more than {1 / CLOSE - 1:.0%} faster, and each needs more memory"
     if chosen == largest:
         why = f"of those looked at the largest, and more than {1 / CLOSE - 1:.0%} faster than any other"
-    return why if chosen <= own else f"{why}; if it fits the memory (see --memory)"
+    return why if chosen <= own else f"{why} (--memory estimates whether it fits)"
 
 
-def _why_ranks(found: Look, ranks: int) -> str:
+def _busy(found: Look, ranks: int) -> str:
     reached = dict(found.by_ranks)
-    at = reached[ranks].step_efficiency
     more = next((one for one in sorted(reached) if one > ranks), None)
-    why = f"{found.step_size} samples of an optimizer step keep so many busy (step efficiency {at:.2f}"
-    return why + (f", on {more} {reached[more].step_efficiency:.2f})" if more is not None else ")")
+    beyond = "" if more is None else f", on {more} {reached[more].step_efficiency:.2f}"
+    return (
+        f"With the YAML's token_budget {found.own.token_budget}, {found.step_size} samples of an optimizer step keep "
+        f"up to {ranks} rank{'s' * (ranks > 1)} busy (step efficiency {reached[ranks].step_efficiency:.2f}{beyond})."
+    )
 
 
 def _warnings(found: Look) -> list[str]:

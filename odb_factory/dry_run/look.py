@@ -24,7 +24,8 @@ class Look:
     """asked: the YAML. layout, layout_reason: as resolved before training, without its check of real samples.
 
     step_size: N, samples of an optimizer step on all ranks; None: filled. parts: the distributions (see `Part`).
-    own: under the YAML's budgets; budgets: under a range of them, the YAML's among them. other_layout: under the YAML's
+    own: under the YAML's budgets; compared: the same over the optimizer steps that all others are planned over, fewer
+    where planning takes long; budgets: under a range of them, the YAML's among them. other_layout: under the YAML's
     in the other layout, None where there is none; any_size: without `length_buckets`, `row_multiple` and
     `pad_to_multiple_of`, None where none is set. by_ranks: the same N on other numbers of ranks, () with filled ones.
     patch_caps: the smallest budget that is about as fast as any, under caps on patches.
@@ -39,6 +40,7 @@ class Look:
     sample: Sample
     parts: list[Part]
     own: Outcome
+    compared: Outcome
     budgets: list[Outcome]
     other_layout: Outcome | None
     any_size: Outcome | None
@@ -85,6 +87,7 @@ def look(asked: Asked, samples: int) -> Look:
         sample=sample,
         parts=parts,
         own=own,
+        compared=plans.compared,
         budgets=budgets,
         other_layout=None if rows.stage.why_not_flat else plans.in_other_layout(),
         any_size=plans.without_sizes(),

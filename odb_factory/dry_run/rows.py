@@ -210,7 +210,8 @@ def _naming(data_args: Any) -> Iterator[None]:
             raise
         which = f"dataset: {', '.join(data_args.dataset or [])}"
         if NO_ROW in str(error):
-            raise DataError(f"{which}: one of them has no row; take it out, or look at its file.") from error
+            one = "it" if len(data_args.dataset or []) == 1 else "one of them"
+            raise DataError(f"{which}: {one} has no row; take it out, or look at its file.") from error
         raise DataError(f"{which}: cannot be read: {one_line(error)}.") from error
 
 

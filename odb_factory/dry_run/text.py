@@ -25,6 +25,8 @@ def show(console: Console, found: Look, advice: Advice, memory: list[MemoryRow] 
     if not console.is_terminal:
         console.width = max(console.width, NARROWEST)
     parts: list[RenderableType] = [Text(_head(found)), _distribution(found.parts), _budgets(found)]
+    if found.compared.optimizer_steps < found.own.optimizer_steps:
+        parts.append(Text(_thinned(found)))
     if found.by_ranks:
         parts.append(_ranks(found))
     if memory is not None:
@@ -50,6 +52,13 @@ def _head(found: Look) -> str:
     )
 
 
+def _thinned(found: Look) -> str:
+    return (
+        f"  Planning takes long here, so all but the YAML's own budget, and all numbers of ranks, are planned over "
+        f"{found.compared.optimizer_steps} of the {found.own.optimizer_steps} optimizer steps."
+    )
+
+
 def _distribution(parts: Sequence[Part]) -> Table:
     table = _table(
         "What the samples are", "data set", "rows", "", "mean", "p50", "p90", "p99", "max", "cut off", "left out"
@@ -69,7 +78,7 @@ def _budgets(found: Look) -> Table:
     size = found.asked.batch_size
     table = _table(
         f"Budgets (speed is predicted: a micro-step costs the tokens of the fullest rank and {efficiency.FIXED})",
-        "token_budget", "patches", "K", "padding", "balance", "patches", "use", "efficiency", "limit", "overlong",
+        "token_budget", "patches", "K", "padding", "balance", "patches", "use", "efficiency", "of limit", "overlong",
         "speed",
     )  # fmt: skip
     for one in found.budgets:

@@ -58,7 +58,8 @@ def a_look(asked_for: Asked, budgets: list[Outcome], seen: list[Seen] | None = N
     sample = Sample(seen=seen, steps=[Step(start=0, rows=np.zeros(1, ROW))], population=1, resampled="", seconds=1.0)
     plain: dict[str, Any] = {"layout": "flat", "layout_reason": "it is right", "step_size": 8, "other_layout": None}
     plain |= {"any_size": None, "by_ranks": [], "patch_caps": [], "bound_by_longest": 0.0}
-    plain |= {"own": next(one for one in budgets if one.token_budget == 1024)}
+    own = next(one for one in budgets if one.token_budget == 1024)
+    plain |= {"own": own, "compared": own}
     examples = {one.reason: one.message for one in seen if one.cost is None}
     plain |= {"fixed": outcome(0, 1.0), "length_grouped": outcome(0, 1.3), "examples": examples}
     parts = parts_of(seen, ["texts"])
@@ -78,7 +79,7 @@ def test_the_smallest_budget_that_is_about_as_fast_as_any() -> None:
     assert advise(a_look(asked(), BUDGETS), None).token_budget == 2048
     slow = [outcome(512, 1.999, overlong=3), *BUDGETS[1:]]
     assert advise(a_look(asked(), slow), None).token_budget == 2048, "not one that samples break"
-    assert "see --memory" in advise(a_look(asked(), BUDGETS), None).sentence
+    assert "--memory estimates" in advise(a_look(asked(), BUDGETS), None).sentence
 
 
 def test_what_does_not_fit_is_not_recommended() -> None:
