@@ -170,13 +170,13 @@ def compare(profile: str, bench: Bench, given: argparse.Namespace, peak_flops: f
             try:
                 result = run_epoch(name, setting, hard, bench, task)
             except torch.OutOfMemoryError:
-                print(f"{name}: {setting:,} fitted, but not in an epoch of many shapes", flush=True)
+                print(f"{name}: {setting:,} fitted, but not in an epoch of many shapes", file=sys.stderr)
             if result is None:
                 bench.optimizer.zero_grad(set_to_none=True)
                 setting -= max(1, setting // 16)
             if not setting:
                 raise DoesNotFit(f"{name} does not fit")
-        print(f"{profile}, {name}: {setting:,}, {result['seconds']:.1f} s", flush=True)
+        print(f"{profile}, {name}: {setting:,}, {result['seconds']:.1f} s", file=sys.stderr)
         results.append(result)
     rate = padding_free_rate(bench, task)
     return [result | {"of_limit": result["tokens_per_second"] / rate} for result in results]
@@ -248,7 +248,6 @@ def main() -> int:
         del bench
     if tables:
         draw(tables, [SAMPLES, PADDING, OF_LIMIT], given.output_dir / "gpu.png")
-        print(f"The figures: {given.output_dir / 'gpu.json'}, {given.output_dir / 'gpu.png'}")
     return 0 if tables else 1
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -22,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, Trainer, TrainingArguments
 
 from odb_factory import enable_odb
 from odb_factory.demo.runs import grouping_by_length
@@ -99,6 +100,7 @@ def train(model_path: Path, samples: Any, validation: Any, seed: int, name: str,
             train_dataset=samples,
             data_collator=pad,
         )
+        trainer.remove_callback(PrinterCallback)
         if block is not None:
             enable_odb(trainer, token_budget=BATCH_SIZE * LONGEST, **block)
         started = time.process_time()
@@ -116,7 +118,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--samples", type=int, default=1600)
     parser.add_argument("--seeds", type=int, default=3, help="repetitions; the table gives means")
-    parser.add_argument("--output", type=Path, help="also write the figures as JSON")
+    parser.add_argument("--output-dir", type=Path, help="write learning.json there")
     given = parser.parse_args()
     results: dict[str, list[dict[str, float]]] = {name: [] for name in RUNS}
     with tempfile.TemporaryDirectory() as folder:
@@ -129,6 +131,7 @@ def main() -> None:
             for name in RUNS:
                 steps = int(results["fixed batch"][-1]["optimizer steps"]) if results["fixed batch"] else 0
                 results[name].append(train(model_path, samples, validation, seed, name, steps))
+                print(f"seed {seed}, {name}", file=sys.stderr)
     print("| | optimizer steps | epochs | CPU seconds | validation loss (spread) |\n|---|--:|--:|--:|--:|")
     for name, runs in results.items():
         mean = {key: statistics.mean(run[key] for run in runs) for key in runs[0]}
@@ -137,8 +140,9 @@ def main() -> None:
             f"| {name} | {mean['optimizer steps']:.0f} | {mean['epochs']:.1f} | {mean['CPU seconds']:.0f} | "
             f"{mean['validation loss']:.3f} ({min(losses):.3f} to {max(losses):.3f}) |"
         )
-    if given.output:
-        given.output.write_text(json.dumps(results, indent=2), encoding="utf-8")
+    if given.output_dir:
+        given.output_dir.mkdir(parents=True, exist_ok=True)
+        (given.output_dir / "learning.json").write_text(json.dumps(results, indent=2), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -163,7 +163,8 @@ def main() -> None:
     given.output_dir.mkdir(parents=True, exist_ok=True)
     results = []
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        lineup = {how: stack.enter_context(make_processes(1)) for how in contestants(given.workers)}
+        shared = stack.enter_context(make_processes(1)) if given.short else None
+        lineup = {how: shared or stack.enter_context(make_processes(1)) for how in contestants(given.workers)}
         for ready in [home.submit(memory_mib) for home in lineup.values()]:  # imports done, together
             ready.result()
         pictures = tuple(write_pictures(Path(folder), 16 if given.short else 256))

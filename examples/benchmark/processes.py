@@ -84,11 +84,12 @@ def published(
         yield batch["labels"].numel(), len(batch["labels"]) if info.loss_scale else 0
 
 
-LOADERS: dict[str, Callable[..., Epoch]] = {"odb, fill, `balance: false`, really run": odb_factory}
+PUBLISHED: dict[str, Callable[..., Epoch]] = {}
 if importlib.util.find_spec("odb") is not None:
     _name = f"online-dynamic-batching {importlib.metadata.version('online-dynamic-batching')}"
-    LOADERS[f"{_name}, really run"] = published
-    LOADERS[f"{_name}, `no_warmup`, really run"] = functools.partial(published, no_warmup=True)
+    PUBLISHED = {_name: published, f"{_name}, `no_warmup`": functools.partial(published, no_warmup=True)}
+OURS = "odb, fill, `balance: false`"
+LOADERS = {OURS: odb_factory} | PUBLISHED
 
 
 def make_processes(count: int) -> ProcessPoolExecutor:
@@ -102,8 +103,8 @@ def _settle() -> None:
     torch.set_num_threads(1)
 
 
-def run(name: str, samples: Sequence[np.ndarray], **settings: int) -> list[int]:
-    """One epoch on all ranks; of each step the largest padded tokens of any rank.
+def run(name: str, samples: Sequence[np.ndarray], **settings: int) -> np.ndarray:
+    """One epoch on all ranks: the padded tokens of each rank and micro-step, [ranks, micro-steps].
 
     samples: of each rank, as `ROW`. settings: token_budget and window. Raises `RuntimeError` if samples are lost.
     """
@@ -122,7 +123,7 @@ def run(name: str, samples: Sequence[np.ndarray], **settings: int) -> list[int]:
     padded = np.zeros((len(samples), max(map(len, epochs))), int)
     for mine, steps in zip(padded, epochs):
         mine[: len(steps)] = [tokens for tokens, _ in steps]
-    return padded.max(axis=0).tolist()
+    return padded
 
 
 def _epoch(

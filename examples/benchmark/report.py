@@ -105,6 +105,31 @@ def draw(tables: dict[str, Sequence[Result]], columns: Sequence[Column], path: P
     plt.close(figure)
 
 
+def draw_losses(tables: dict[str, Sequence[Result]], path: Path) -> None:
+    """Save a PNG: of each table the training losses over optimizer steps and over time, of those who keep the batch."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, panels = plt.subplots(len(tables), 2, figsize=(10, 3 * len(tables)), squeeze=False)
+    for (title, results), (steps, times) in zip(tables.items(), panels):
+        for result in results:
+            first = result["runs"][0]
+            if result["name"] not in ("fixed batch", "length-grouped", "odb"):
+                continue
+            style = {"label": result["name"], "linestyle": "--" if result["name"] == "odb" else "-"}
+            steps.plot(range(1, len(first["losses"]) + 1), first["losses"], **style)
+            times.plot(first["ends"], first["losses"], **style)
+        steps.set(xlabel="optimizer step", ylabel="training loss")
+        times.set(xlabel="seconds of training")
+        steps.set_title(title, loc="left", fontsize=9)
+        steps.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
 def _shown(column: Column, result: Result) -> str:
     value = result[column.key]
     return "" if value is None else column.show(value)

@@ -15,18 +15,21 @@ receives `BYTES_A_SECOND`.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import itertools
+import json
 import math
 import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from kept import least, optimizer_steps
+from cuts import FIXED_COST, Epoch, least
 from simulation import draw
 
 from odb_factory.comm.codec import decode, encode
@@ -38,7 +41,6 @@ from odb_factory.planning.flat_groups import group_of, outline, plan_group
 WORKLOAD = "ShareGPT4o"
 WORKLOAD_OF_GROUPS = "UltraChat"
 """Here ranks wait for the fullest, not for the longest sample: the more ranks share samples, the less they wait."""
-FIXED_COST = 500
 LATENCY_S, BYTES_A_SECOND = 50e-6, 1e9
 
 
@@ -105,7 +107,8 @@ def measure_kept(
 ) -> MeasuredStep:
     """Plan `count` optimizer steps of `batch_size` samples."""
     budget, rows = Budget(token_budget, layout=layout), []
-    for shares in optimizer_steps(WORKLOAD, ranks, batch_size, count, seed=0):
+    epoch = Epoch(WORKLOAD, ranks, size=count * batch_size // ranks)
+    for shares in epoch.optimizer_steps(batch_size, count):
         buffers = [BufferMetadata(share, exhausted=False) for share in shares]
         plan, plan_s = timed(lambda buffers=buffers: plan_optimizer_step(buffers, budget, balance=balance))
         rows.append((len(plan.totals), plan_s))
@@ -134,7 +137,8 @@ class MeasuredGroups:
 def measure_groups(ranks: int, group_size: int, batch_size: int, token_budget: int, count: int) -> MeasuredGroups:
     """Plan `count` optimizer steps of `batch_size` samples."""
     budget, rows = Budget(token_budget, layout="flat"), []
-    for shares in optimizer_steps(WORKLOAD_OF_GROUPS, ranks, batch_size, count, seed=0):
+    epoch = Epoch(WORKLOAD_OF_GROUPS, ranks, size=count * batch_size // ranks)
+    for shares in epoch.optimizer_steps(batch_size, count):
         buffers = [BufferMetadata(share, exhausted=False) for share in shares]
         group = group_of(0, ranks, group_size)
         own, plan_s = timed(functools.partial(plan_group, buffers, budget, group, model=CostModel()))
@@ -145,7 +149,7 @@ def measure_groups(ranks: int, group_size: int, batch_size: int, token_budget: i
         told = max(len(encode(RankMetadata(held, Counter()))) for held in buffers)
         received = ranks * (told + len(outline(own, group).to_bytes()))
         network_s = 2 * math.ceil(math.log2(ranks)) * LATENCY_S + received / BYTES_A_SECOND
-        bound = real / least(shares, budget, FIXED_COST)
+        bound = real / least(shares, token_budget)
         rows.append((real / waited, bound, moved, plan_s, received, network_s))
     return MeasuredGroups(ranks, group_size, *(statistics.median(column) for column in zip(*rows)))
 
@@ -209,6 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Measured | MeasuredStep
     parser.add_argument("--samples-a-rank", type=int, default=8, help="of an optimizer step that is kept")
     parser.add_argument("--grouped", type=int, nargs="*", default=[1024, 16384], help="so many ranks in groups")
     parser.add_argument("--group-sizes", type=int, nargs="+", default=[64, 256, 1024], help="ranks of a group")
+    parser.add_argument("--output-dir", type=Path, help="write scale.json there")
     chosen = parser.parse_args(arguments)
     print(f"windows of {chosen.window:,} samples ({WORKLOAD}), token_budget {chosen.token_budget:,}; one core\n")
     results: list[Measured] = []
@@ -236,6 +241,10 @@ def main(arguments: Sequence[str] | None = None) -> list[Measured | MeasuredStep
     ]
     print("\none optimizer step that is kept, flat, in groups of ranks\n")
     print(table_of_groups(grouped))
+    if chosen.output_dir:
+        chosen.output_dir.mkdir(parents=True, exist_ok=True)
+        figures = [dataclasses.asdict(one) for one in (*results, *kept, *grouped)]
+        (chosen.output_dir / "scale.json").write_text(json.dumps(figures, indent=2), encoding="utf-8")
     return [*results, *kept, *grouped]
 
 

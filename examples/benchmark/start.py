@@ -160,6 +160,7 @@ def main(argv: Sequence[str] | None = None) -> list[Start]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, nargs="+", default=[1_000, 10_000, 100_000])
     parser.add_argument("--repeats", type=int, default=3, help="of each run; the one in the middle is shown")
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))
     parser.add_argument("--output-dir", type=Path, default=Path("start_benchmark"), help="for start.json and start.png")
     given = parser.parse_args(argv)
     from odb_factory.demo.tiny_model import build_tiny_qwen2
@@ -168,8 +169,8 @@ def main(argv: Sequence[str] | None = None) -> list[Start]:
     for rows in given.rows:
         with tempfile.TemporaryDirectory() as folder:
             model, data = build_tiny_qwen2(Path(folder, "model")), write_rows(Path(folder), rows)
-            runs: dict[str, list[Start]] = {name: [] for name in RUNS}
-            for repeat, name in itertools.product(range(given.repeats), RUNS):
+            runs: dict[str, list[Start]] = {name: [] for name in given.runs}
+            for repeat, name in itertools.product(range(given.repeats), given.runs):
                 runs[name].append(start(model, data, rows, name, Path(folder, f"{name} {repeat}")))
                 print(f"{rows:,} rows, {name}: {runs[name][-1].first_step:.1f} s", file=sys.stderr)
             starts += [sorted(of_one, key=lambda run: run.first_step)[len(of_one) // 2] for of_one in runs.values()]

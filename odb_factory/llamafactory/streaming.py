@@ -36,17 +36,24 @@ def with_local_files_by_index(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _all_rows_have_an_index(args: Mapping[str, Any]) -> bool:
-    from llamafactory.data.parser import get_dataset_list
-
     tokenized = args.get("tokenized_path")
     if tokenized is not None and os.path.isdir(str(tokenized)):
         return True
-    names = [*_names(args.get("dataset")), *_names(args.get("eval_dataset"))]
-    try:
-        found = get_dataset_list(names, args.get("dataset_dir") or "data")
-    except Exception:  # LLaMA-Factory will say so
-        return False
+    found = data_sets(args, "dataset", "eval_dataset")
     return bool(found) and all(attr.load_from in BY_INDEX for attr in found)
+
+
+def data_sets(args: Mapping[str, Any], *keys: str) -> list[Any]:
+    """LLaMA-Factory's attributes of the data sets that these keys name; none if it cannot find them."""
+    from llamafactory.data.parser import get_dataset_list
+
+    try:
+        found: list[Any] = get_dataset_list(
+            [name for key in keys for name in _names(args.get(key))], args.get("dataset_dir") or "data"
+        )
+    except Exception:  # LLaMA-Factory will say so
+        return []
+    return found
 
 
 def _names(datasets: Any) -> list[str]:

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 from odb_factory import ConfigError, ODBDataLoader
 
 lightning = pytest.importorskip("lightning.pytorch", reason="lightning is not installed: pip install lightning")
-from lightning.pytorch.strategies import ModelParallelStrategy  # noqa: E402
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy  # noqa: E402
 
 from odb_factory.integrations.lightning import OnlineBatching, OptimizerSteps  # noqa: E402
 
@@ -216,4 +216,16 @@ def test_settings_that_cannot_work_are_named(settings: dict[str, Any], words: st
         )  # fmt: skip
         with pytest.raises(ConfigError, match=words) as raised:
             trainer.fit(module, data)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("strategy", [FSDPStrategy, DeepSpeedStrategy])
+def test_strategies_that_shard_are_refused(strategy: type, tiny_text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning makes no Trainer with them where there is no accelerator, so they are put into one here."""
+    trainer = lightning.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    monkeypatch.setattr(trainer._accelerator_connector, "strategy", strategy())
+    with pytest.raises(
+        ConfigError, match=f"strategy: {strategy.__name__} does not let several micro-batches"
+    ) as raised:
+        OnlineBatching().setup(trainer, Module(str(tiny_text)), "fit")
     assert "\n" not in str(raised.value)

@@ -15,7 +15,8 @@ import pytest
 from accounting.steps import cut, optimizer_step, random_rows
 
 from odb_factory.accounting.loss_weights import micro_batch_loss
-from odb_factory.llamafactory.stages.preference_metrics import ExampleMetrics, PairMetrics
+from odb_factory.llamafactory.stages.kto_metrics import ExampleMetrics
+from odb_factory.training.pair_metrics import PairMetrics
 from odb_factory.training.run import Computing
 
 NUM_ROWS, WORLD_SIZE, MICRO_BATCHES = (12, 6), 2, 4

@@ -6,140 +6,33 @@ runs differ.
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
-import random
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from distributed.conftest import deepspeed_op  # noqa: F401  (a fixture)
-from distributed.ranks import run_ranks
 from distributed.shims.training_record import TrainingRecord
-from distributed.test_engines import deepspeed_config
 from llamafactory.hparams import get_train_args
 from llamafactory.train.tuner import run_exp
-from PIL import Image
-from safetensors.torch import load_file
-from same_training import Training, check_same_training, read, report, train
-from support import read_jsonl, training_config
-from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
+from same_training import train
+from stage_training import ODB, VARIANTS, WHOLE, Config, configurations, on_ranks, same
+from support import read_jsonl
+from transformers import TrainerCallback
 
 from odb_factory.errors import ConfigError
 from odb_factory.llamafactory import attach
 from odb_factory.llamafactory.media import MediaObserver
 from odb_factory.llamafactory.stages import STAGES
 
-NUM_TRAINED, NUM_EVAL, NUM_PICTURES = 22, 4, 14
-"""With 2 x 3 pairs an optimizer step the last one of an epoch has stock micro-batches of 3 and of 1."""
-STEPS = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}
-ODB = {"token_budget": 640, "audit": True}
-"""Holds all pairs of the last optimizer step at once, were they of one weight."""
-WHOLE = {"pt": {"packing": False}, "rm": {}, "dpo": {}}
-"""Stock's own argument for documents that stay whole; with odb it goes without saying."""
 GRADIENT, OF_A_TENSOR = 2e-6, 1e-5
 """Largest relative differences: of the norm of the whole gradient, and of that of a tensor, whose parts may cancel."""
-VARIANTS = {
-    "orpo": {"pref_loss": "orpo"},
-    "simpo": {"pref_loss": "simpo"},
-    "ipo": {"pref_loss": "ipo"},
-    "hinge": {"pref_loss": "hinge"},
-    "ftx": {"pref_ftx": 0.5, "pref_beta": 0.02},
-    "ld": {"ld_alpha": 0.5, "pref_beta": 0.02},
-}
-"""Stock sums some hundred log-probabilities in float32, along padded rows, to 3e-5; with its beta of 0.1 gradients of
-pairs that are learnt differ by 3e-6 for that, in float64 models too."""
 ONE_EPOCH = {"num_train_epochs": 1, "eval_strategy": "no", "max_grad_norm": 1e9}
-HEAD_BIAS = "v_head.summary.bias"
-LIMIT_S = 240
-
-Config = Callable[..., dict[str, Any]]
+STAGES_HERE = ("pt", "rm", "dpo")
 
 
 @pytest.fixture(scope="module")
-def model(tiny_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A head of its own, which stock can save beside a value head; no dropout, which would differ by the cut."""
-    folder = tmp_path_factory.mktemp("models") / "untied"
-    shutil.copytree(tiny_text, folder)
-    config = AutoConfig.from_pretrained(folder)
-    config.tie_word_embeddings, config.summary_dropout_prob = False, 0.0
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def rows_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """In the formats of LLaMA-Factory's demo sets: documents, and conversations with a better and a worse answer."""
-    folder, rng = tmp_path_factory.mktemp("rows"), random.Random(5)
-    vocabulary = ["the", "model", "reads", "a", "long", "line", "of", "words", "and", "says", "which", "is", "better"]
-
-    def words(count: int) -> str:
-        return " ".join(rng.choices(vocabulary, k=count))
-
-    def said(who: str, count: int) -> dict[str, str]:
-        return {"from": who, "value": words(count)}
-
-    numbers = range(NUM_TRAINED + NUM_EVAL)
-    documents = [{"text": words(3 + k * 13 % 67)} for k in numbers]
-    pairs = [
-        {
-            "conversations": [said("human", 3 + k % 9)],
-            "chosen": said("gpt", 2 + k * 13 % 61),
-            "rejected": said("gpt", 2 + k * 29 % 53),
-        }
-        for k in numbers
-    ]
-    for name, size in (("wide", (128, 64)), ("tall", (64, 160))):
-        Image.effect_noise(size, 60).convert("RGB").save(folder / f"{name}.png")
-    pictures = []
-    for k, pair in enumerate(pairs[:NUM_PICTURES]):
-        images = ([], ["wide.png"], ["tall.png", "wide.png"])[k % 3]
-        asked = {"from": "human", "value": "<image>" * len(images) + pair["conversations"][0]["value"]}
-        pictures.append(pair | {"conversations": [asked], "images": images})
-    for name, rows in {"documents": documents, "pairs": pairs, "pictures": pictures}.items():
-        (folder / f"{name}.json").write_text(json.dumps(rows), encoding="utf-8")
-    columns = {"messages": "conversations", "chosen": "chosen", "rejected": "rejected"}
-    of_pairs = {"formatting": "sharegpt", "ranking": True, "columns": columns}
-    info = {
-        "documents": {"file_name": "documents.json", "columns": {"prompt": "text"}},
-        "pairs": {"file_name": "pairs.json", **of_pairs},
-        "pictures": {"file_name": "pictures.json", **of_pairs, "columns": columns | {"images": "images"}},
-    }
-    (folder / "dataset_info.json").write_text(json.dumps(info), encoding="utf-8")
-    return folder
-
-
-@pytest.fixture(scope="module")
-def config_of(model: Path, rows_dir: Path) -> Config:
-    def config_of(name: str, output_dir: Path, **changes: Any) -> dict[str, Any]:
-        return (
-            training_config(
-                model,
-                rows_dir,
-                output_dir,
-                stage=name,
-                dataset="documents" if name == "pt" else "pairs",
-                num_train_epochs=2,
-                learning_rate=3e-4,
-                lr_scheduler_type="cosine",
-                warmup_steps=2,
-                val_size=NUM_EVAL,
-                per_device_eval_batch_size=2,
-                eval_strategy="steps",
-                eval_steps=3,
-                include_num_input_tokens_seen=True,
-                disable_gradient_checkpointing=True,
-            )
-            | STEPS
-            | changes
-        )
-
-    return config_of
+def config_of(tiny_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Config:
+    return configurations(tiny_text, tmp_path_factory.mktemp("stages"))
 
 
 class OneBatch(TrainerCallback):
@@ -198,13 +91,13 @@ def check_gradient(name: str, one: OneBatch) -> None:
     assert one.num_cut and max(one.deviations) < GRADIENT and one.of_a_tensor < OF_A_TENSOR
 
 
-@pytest.mark.parametrize("stage", WHOLE)
+@pytest.mark.parametrize("stage", STAGES_HERE)
 def test_a_stage_is_the_same_training_on_one_rank(
     stage: str, config_of: Config, one_batch: list[OneBatch], tmp_path: Path
 ) -> None:
     budget = ODB if stage != "pt" else ODB | {"token_budget": 128}
     ours = train(config_of(stage, tmp_path / "odb", odb=budget, max_grad_norm=1e9))
-    stock = train(config_of(stage, tmp_path / "stock", max_grad_norm=1e9, **WHOLE[stage]))
+    stock = train(config_of(stage, tmp_path / "stock", max_grad_norm=1e9, **WHOLE.get(stage, {})))
     times = 1 if stage == "pt" else 2
     assert [len(step) // times for step in stock.rows] == [6, 6, 6, 4] * 2
     same(stage, ours, stock)
@@ -241,43 +134,8 @@ def test_losses_over_pairs_have_the_gradient_of_one_batch(
     check_gradient(variant, one_batch[0])
 
 
-def same(name: str, ours: Training, stock: Training, **options: Any) -> None:
-    """A reward model's loss is one of differences of scores: the gradient of the bias of its head is 0 but for
-    rounding, of which Adam makes whole steps."""
-    ours, stock = (
-        dataclasses.replace(one, weights={key: value for key, value in one.weights.items() if key != HEAD_BIAS})
-        for one in (ours, stock)
-    )
-    report(name, check_same_training(ours, stock, **options))
-
-
-def on_ranks(
-    config_of: Config,
-    folder: Path,
-    stages: dict[str, tuple[str, dict[str, Any]]],
-    num_ranks: int = 2,
-    limit_s: float = LIMIT_S,
-) -> dict[str, tuple[Training, Training]]:
-    """Of each named stage with its changes the training with odb and stock's; all in the processes of one launch."""
-    configs = []
-    for name, (stage, changes) in stages.items():
-        common = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "val_size": 6}
-        common |= {"ddp_find_unused_parameters": stage == "rm"} | changes
-        block = common.pop("odb", ODB)
-        configs.append(config_of(stage, folder / f"{name}_odb", odb=block, **common))
-        configs.append(config_of(stage, folder / f"{name}_stock", **(common | WHOLE[stage])))
-    folder.mkdir(exist_ok=True)
-    outcomes = run_ranks("stage_ranks:train_stages", folder, world_size=num_ranks, limit_s=limit_s, configs=configs)
-    assert all(outcome.returncode == 0 for outcome in outcomes), "\n".join(o.said[-3000:] for o in outcomes)
-
-    def trained(name: str) -> Training:
-        return read(folder / name, folder / f"{name}_record", num_ranks)
-
-    return {name: (trained(f"{name}_odb"), trained(f"{name}_stock")) for name in stages}
-
-
 def test_stages_are_the_same_training_on_two_ranks(config_of: Config, tmp_path: Path) -> None:
-    stages = {stage: (stage, {"num_train_epochs": 1}) for stage in WHOLE}
+    stages = {stage: (stage, {"num_train_epochs": 1}) for stage in STAGES_HERE}
     stages["pt_padded"] = ("pt", {"num_train_epochs": 1, "odb": ODB | {"layout": "padded"}})
     for stage, (ours, stock) in on_ranks(config_of, tmp_path / "ranks", stages).items():
         times = 1 if stage.startswith("pt") else 2
@@ -376,55 +234,3 @@ def test_variants_of_dpo(variant: str, config_of: Config, one_batch: list[OneBat
     stock = train(config_of("dpo", tmp_path / "stock", **changes))
     same(variant, ours, stock)
     check_gradient(variant, one_batch[0])
-
-
-@pytest.mark.full_grid
-@pytest.mark.parametrize("tuning", ["lora", "freeze"])
-@pytest.mark.parametrize("stage", WHOLE)
-def test_tuning(stage: str, tuning: str, config_of: Config, tmp_path: Path) -> None:
-    changes = {"finetuning_type": tuning, "freeze_trainable_layers": 1}
-    ours = train(config_of(stage, tmp_path / "odb", odb=ODB, **changes))
-    stock = train(config_of(stage, tmp_path / "stock", **(changes | WHOLE[stage])))
-    same(f"{stage}, {tuning}", ours, stock)
-
-
-@pytest.mark.full_grid
-@pytest.mark.timeout(960)
-def test_variants_and_adapters_on_two_ranks(config_of: Config, tmp_path: Path) -> None:
-    stages = {f"dpo_{name}": ("dpo", changes) for name, changes in VARIANTS.items()}
-    stages |= {f"{stage}_lora": (stage, {"finetuning_type": "lora"}) for stage in WHOLE}
-    for name, (ours, stock) in on_ranks(config_of, tmp_path / "ranks", stages, limit_s=900).items():
-        same(f"{name}, 2 ranks", ours, stock)
-
-
-@pytest.mark.full_grid
-@pytest.mark.parametrize("stage", WHOLE)
-@pytest.mark.parametrize("zero", [2, 3])
-def test_zero(
-    zero: int,
-    stage: str,
-    config_of: Config,
-    tmp_path: Path,
-    deepspeed_op: None,  # noqa: F811
-) -> None:
-    changes = {"deepspeed": deepspeed_config(zero, tmp_path), "use_cpu": False, "val_size": 6}
-    changes |= {"per_device_train_batch_size": 2, "eval_strategy": "no"}
-    ours = train(config_of(stage, tmp_path / "odb", odb=ODB, **changes), 2)
-    stock = train(config_of(stage, tmp_path / "stock", **(changes | WHOLE[stage])), 2)
-    same(f"{stage}, 2 ranks, ZeRO-{zero}", ours, stock, shards_parameters=zero == 3)
-
-
-@pytest.mark.full_grid
-@pytest.mark.parametrize("stage", ["pt", "dpo"])
-def test_a_resumed_training_is_the_same(stage: str, config_of: Config, tmp_path: Path) -> None:
-    """LLaMA-Factory resumes no full training of a reward model."""
-    saves = {"save_strategy": "steps", "save_steps": 3, "save_only_model": False}
-    whole = train(config_of(stage, tmp_path / "out", odb=ODB, **saves))
-    again = {"resume_from_checkpoint": str(tmp_path / "out" / "checkpoint-3"), "overwrite_output_dir": False}
-    for name in ("model.safetensors", "odb_audit_rank0.jsonl"):
-        (tmp_path / "out" / name).unlink()
-    run_exp(config_of(stage, tmp_path / "out", odb=ODB, **(saves | again)))
-    assert read_jsonl(tmp_path / "out" / "odb_audit_rank0.jsonl")[0]["optimizer_step"] == 4
-    weights = load_file(tmp_path / "out" / "model.safetensors")
-    assert weights.keys() == whole.weights.keys()
-    assert all(torch.equal(tensor, weights[name]) for name, tensor in whole.weights.items())

@@ -1,4 +1,5 @@
-"""TRL's `SFTTrainer` under `enable_odb`: `padding_free=True` and its padded collator are the same training, flat."""
+"""TRL's `SFTTrainer` under `enable_odb`: text, where `padding_free=True` and its padded collator are the same training
+(flat), and a vision-language model, whose rows its collator tokenizes."""
 
 from __future__ import annotations
 
@@ -8,8 +9,9 @@ from typing import Any
 import datasets
 import llamafactory.extras.packages  # noqa: F401  (trl's trainers import nothing that is missing once it has been)
 import pytest
+from PIL import Image
 from support import read_jsonl
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
 from odb_factory import enable_odb
 
@@ -18,11 +20,11 @@ trl = pytest.importorskip("trl")
 BLOCK = {"token_budget": 512, "audit": True}
 
 
-def train(model: Path, folder: Path, *, odb: bool, padding_free: bool) -> list[float]:
-    """The losses of a training on questions and answers of 1 to 29 words."""
-    rows = [{"prompt": f"What is {k}? ", "completion": " ".join(["cats", "sing"] * k)[: 5 * k]} for k in range(1, 30)]
+def train(trained: Any, folder: Path, *, odb: dict[str, Any] | None, **arguments: Any) -> list[float]:
+    """The losses of four optimizer steps. trained: the model, its processing class and rows."""
+    model, processing_class, rows = trained
     trainer: Any = trl.SFTTrainer(
-        model=AutoModelForCausalLM.from_pretrained(model),
+        model=model,
         args=trl.SFTConfig(
             output_dir=str(folder),
             per_device_train_batch_size=4,
@@ -33,22 +35,49 @@ def train(model: Path, folder: Path, *, odb: bool, padding_free: bool) -> list[f
             save_strategy="no",
             logging_steps=1,
             bf16=False,
-            padding_free=padding_free,
+            **arguments,
         ),
         train_dataset=datasets.Dataset.from_list(rows),
-        processing_class=AutoTokenizer.from_pretrained(model),
+        processing_class=processing_class,
     )
-    if odb:
-        enable_odb(trainer, **BLOCK)
+    if odb is not None:
+        enable_odb(trainer, **odb)
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+def of_text(path: Path) -> tuple[Any, Any, list[dict[str, Any]]]:
+    """Questions and answers of 1 to 29 words."""
+    rows = [{"prompt": f"What is {k}? ", "completion": " ".join(["cats", "sing"] * k)[: 5 * k]} for k in range(1, 30)]
+    return AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path), rows
+
+
+def of_images(path: Path) -> tuple[Any, Any, list[dict[str, Any]]]:
+    """Messages about one image each, of three sizes."""
+    sizes, rows = ((64, 64), (128, 64), (96, 160)), []
+    for k in range(1, 30):
+        said = [{"role": "user", "content": f"What is {k}?"}, {"role": "assistant", "content": "cats sing " * k}]
+        rows.append({"messages": said, "images": [Image.linear_gradient("L").resize(sizes[k % 3]).convert("RGB")]})
+    return AutoModelForImageTextToText.from_pretrained(path), AutoProcessor.from_pretrained(path), rows
+
+
 def test_padding_free_is_the_flat_layout(tiny_text: Path, tmp_path: Path) -> None:
-    stock = train(tiny_text, tmp_path / "stock", odb=False, padding_free=False)
+    stock = train(of_text(tiny_text), tmp_path / "stock", odb=None, padding_free=False)
     for padding_free in (True, False):
         folder = tmp_path / str(padding_free)
-        assert train(tiny_text, folder, odb=True, padding_free=padding_free) == pytest.approx(stock, rel=1e-5)
+        ours = train(of_text(tiny_text), folder, odb=BLOCK, padding_free=padding_free)
+        assert ours == pytest.approx(stock, rel=1e-5)
         lines = read_jsonl(folder / "odb_audit_rank0.jsonl")
         assert all(line["rows"] == 1 and len(line["segments"]) == len(line["ids"]) for line in lines)
         assert any(len(line["ids"]) > 2 for line in lines)
+
+
+def test_a_vision_language_model(tiny_vl: Path, tmp_path: Path) -> None:
+    """Its rows are messages and images, which are collated alone to be counted."""
+    stock = train(of_images(tiny_vl), tmp_path / "stock", odb=None)
+    ours = train(of_images(tiny_vl), tmp_path / "odb", odb=BLOCK | {"max_patches": 200})
+    assert ours == pytest.approx(stock, rel=1e-5)
+    lines = read_jsonl(tmp_path / "odb" / "odb_audit_rank0.jsonl")
+    assert sum(len(line["ids"]) for line in lines) == 29 and all(line["patches"] for line in lines)
+    assert all(line["rows"] * line["length"] <= 512 and line["patches"] <= 200 for line in lines)
+    assert any(len(line["ids"]) > 2 for line in lines)

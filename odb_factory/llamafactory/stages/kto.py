@@ -96,7 +96,7 @@ class Kto(Stage):
     def prepare(self, trainer: Any) -> Callable[[], None]:
         from odb_factory.llamafactory.stages import kto_probes
         from odb_factory.llamafactory.stages.kto_kl import StepKL
-        from odb_factory.llamafactory.stages.preference_metrics import ExampleMetrics
+        from odb_factory.llamafactory.stages.kto_metrics import ExampleMetrics
 
         kto_probes.check_trainer(trainer)
         step_kl = StepKL(trainer)

@@ -92,7 +92,7 @@ class Dpo(Pairs):
         return int(all(count_supervised(features[f"{side}_labels"]) for side in self.needs_labels))
 
     def prepare(self, trainer: Any) -> Callable[[], None]:
-        from odb_factory.llamafactory.stages.preference_metrics import PairMetrics
+        from odb_factory.training.pair_metrics import PairMetrics
 
         metrics = PairMetrics(trainer)
         metrics.install()

@@ -1,8 +1,7 @@
 """What the trainers for preferences log of their own (rewards, accuracies, log-probabilities), over what was trained.
 
 Stock stores the figures of every micro-batch and takes their mean, over the ranks too. Here micro-batches differ in
-size and some are idle, so each counts by what is in it and the idle ones not at all. LLaMA-Factory reduces the figures
-of the ranks as a vector without names, so every rank stores the same keys in the same order.
+size and some are idle, so each counts by what is in it and the idle ones not at all.
 """
 
 from __future__ import annotations
@@ -10,17 +9,12 @@ from __future__ import annotations
 import copy
 import functools
 from abc import ABC, abstractmethod
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 from odb_factory.data.samples import OptimizerStep
-from odb_factory.errors import ConfigError
-from odb_factory.llamafactory.stages.kto_kl import StepKL
 from odb_factory.training.run import Computing
-
-KINDS = ("chosen", "rejected")
-KEYS_OF_A_KIND = ("rewards/{}_sum", "logps/{}_sum", "logits/{}_sum", "count/{}")
 
 
 class PreferenceMetrics(ABC):
@@ -55,7 +49,7 @@ class PreferenceMetrics(ABC):
         stored = self.trainer._stored_metrics["train"]
         if not stored:  # they have been logged
             self.forget()
-        if _begins_step(run.computing):
+        if begins_step(run.computing):
             self._begin(run.computing.micro_batch.step)
         self.add(run.computing, metrics)
         stored.clear()
@@ -85,7 +79,7 @@ class PreferenceMetrics(ABC):
 
 
 class PairMetrics(PreferenceMetrics):
-    """Those of DPO and its variants: means over pairs, of which LLaMA-Factory takes the mean over ranks.
+    """Those of DPO and its variants: means over pairs. `figures` are such that their mean over ranks is that of all.
 
     A pair weighs what it does in the loss of its optimizer step, and that step what it has of what the loss is a mean
     of: stock's micro-batches, or else pairs.
@@ -104,7 +98,7 @@ class PairMetrics(PreferenceMetrics):
     def add(self, computing: Computing, metrics: dict[str, Any]) -> None:
         step = computing.micro_batch.step
         of_step = step.num_stock_means if self.trainer.odb_run.config.loss_scaling == "stock" else step.units
-        if _begins_step(computing):
+        if begins_step(computing):
             self.total += of_step
         for key, value in metrics.items():
             self.sums[key] += 0.0 if computing.micro_batch.idle else value * computing.loss.scale * of_step
@@ -113,44 +107,5 @@ class PairMetrics(PreferenceMetrics):
         return {key: value / max(self.total, 1) for key, value in self.sums.items()}
 
 
-class ExampleMetrics(PreferenceMetrics):
-    """Those of KTO: sums over the desirable and over the undesirable examples, which LLaMA-Factory adds up over ranks
-    and divides by their numbers. Stock says those of rank 0 alone.
-
-    `kl` is the sum of the estimates that were used (see `StepKL`), as stock's is the sum of its own.
-    """
-
-    counts = ("sums", "num_examples")
-
-    def __init__(self, trainer: Any, step_kl: StepKL):
-        super().__init__(trainer)
-        self.step_kl = step_kl
-        self.num_examples: Counter[str] = Counter()
-
-    def forget(self) -> None:
-        super().forget()
-        self.num_examples.clear()
-
-    def add(self, computing: Computing, metrics: dict[str, Any]) -> None:
-        if _begins_step(computing):
-            self.num_examples.update(self.step_kl.num_examples)
-            self.sums["kl"] += self.step_kl.kl if self.trainer.args.process_index == 0 else 0.0
-        known = {key.format(kind) for key in KEYS_OF_A_KIND for kind in KINDS}
-        if unknown := metrics.keys() - known - {"kl"}:
-            raise ConfigError(
-                f"odb: the trainer for KTO makes the figures {', '.join(sorted(unknown))}, which are not known here; "
-                "install a supported release of LLaMA-Factory (`odb-factory doctor` names them)."
-            )
-        if not computing.micro_batch.idle:
-            for key in metrics.keys() & known:
-                self.sums[key] += metrics[key]
-
-    def figures(self) -> dict[str, float]:
-        # Of a kind that no rank has seen there must be no key: LLaMA-Factory divides by the number of its examples.
-        kinds = [kind for kind in KINDS if self.num_examples[kind]]
-        keys = [key.format(kind) for kind in kinds for key in KEYS_OF_A_KIND]
-        return {key: self.sums[key] for key in (*keys, "kl")}
-
-
-def _begins_step(computing: Computing) -> bool:
+def begins_step(computing: Computing) -> bool:
     return computing.micro_batch.index == computing.start == 0

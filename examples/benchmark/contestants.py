@@ -1,0 +1,251 @@
+"""Who is compared in the `planning` benchmark: each cuts the samples of an epoch with the code that a training runs.
+
+A contestant returns a `Cut`, or in a sentence why there is none. What is not installed is said, not imitated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.metadata
+import importlib.util
+import io
+import json
+import random
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import processes
+from cuts import TOKEN_BUDGET, Cut, Epoch, cut_of_batches, cut_of_plan
+from simulation import LONGEST
+
+from odb_factory.dry_run.rounds import rounds
+from odb_factory.planning import BufferMetadata, plan_optimizer_step
+
+WINDOW = 1024
+ROWS = (1, 2, 4, 8)
+MANY = 131_072
+"""Samples after which those who walk through a list in Python stop."""
+PREPROCESSED_TOGETHER = 1000
+"""Samples that LLaMA-Factory (`preprocessing_batch_size`) and TRL (`datasets.map`) pack at once."""
+WORDS_A_TOKEN, CHARACTERS_A_TOKEN = 0.75, 4.5
+"""dynabatch asks for them beside the tokens of a text."""
+DYNABATCH_SAMPLES = 8192
+"""A model is asked for each of its batches."""
+REBALANCE_RANKS, REBALANCE_STEPS = 8, 2
+"""Every rank computes the batches of all, which for more of them takes hours here."""
+
+Batches = Sequence[Sequence[int]]
+Kept = Callable[[Epoch, int, int], Cut | str]
+"""(epoch, N, optimizer steps) of a way that keeps N samples an optimizer step."""
+Own = Callable[[Epoch], Cut | str]
+"""A way that chooses itself how many samples an optimizer step has."""
+
+
+def _deal(batches: Batches, ranks: int) -> list[Batches]:
+    """Batches as accelerate deals them: in turn, a full micro-step at a time."""
+    return [batches[k : k + ranks] for k in range(0, len(batches) - ranks + 1, ranks)]
+
+
+def _rows_fit(epoch: Epoch, batch_size: int, rows: int) -> str | None:
+    if batch_size % (rows * epoch.ranks):
+        return f"{batch_size:,} samples are not {rows} rows on {epoch.ranks:,} ranks"
+    return None
+
+
+def fixed(epoch: Epoch, batch_size: int, count: int, rows: int) -> Cut | str:
+    if why := _rows_fit(epoch, batch_size, rows):
+        return why
+    samples = _whole(epoch, batch_size)
+    batches = np.arange(len(samples)).reshape(-1, rows)
+    return cut_of_batches(samples, _deal(batches, epoch.ranks), len(samples) // batch_size)
+
+
+def length_grouped(epoch: Epoch, batch_size: int, count: int, rows: int) -> Cut | str:
+    """The sampler of transformers, as its Trainer and so LLaMA-Factory make it."""
+    import torch
+    from transformers.trainer_pt_utils import LengthGroupedSampler
+
+    if why := _rows_fit(epoch, batch_size, rows):
+        return why
+    samples = _whole(epoch, batch_size)
+    generator = torch.Generator().manual_seed(epoch.seed)
+    accumulated = batch_size // epoch.ranks
+    order = list(LengthGroupedSampler(accumulated, lengths=samples["tokens"].tolist(), generator=generator))
+    batches = np.array(order).reshape(-1, rows)
+    return cut_of_batches(samples, _deal(batches, epoch.ranks), len(samples) // batch_size)
+
+
+class Rebalancer:
+    """`BatchRebalanceSampler` of a transformers that is newer than LLaMA-Factory allows, in its own environment."""
+
+    def __init__(self, python: str):
+        command = [python, str(Path(__file__).with_name("rebalance.py"))]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.version = self._answer()
+
+    def __call__(self, epoch: Epoch, batch_size: int, count: int, rows: int) -> Cut | str:
+        if why := _rows_fit(epoch, batch_size, rows):
+            return why
+        if epoch.ranks > REBALANCE_RANKS:
+            return f"every rank computes the batches of all: too slow for more than {REBALANCE_RANKS} ranks here"
+        samples = _first(epoch, batch_size, min(count, REBALANCE_STEPS))
+        asked = {"lengths": samples["tokens"].tolist(), "batch_size": batch_size, "ranks": epoch.ranks}
+        asked["accumulation"] = batch_size // (rows * epoch.ranks)
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(asked) + "\n")
+        self.process.stdin.flush()
+        return cut_of_batches(samples, list(zip(*self._answer())), len(samples) // batch_size)
+
+    def _answer(self) -> list[Batches]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"rebalance.py ended with exit code {self.process.wait()}")
+        return json.loads(line)
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def keep(epoch: Epoch, batch_size: int, count: int, layout: str, balance: bool) -> Cut:
+    totals, steps = [], 0
+    for shares in epoch.optimizer_steps(batch_size, count):
+        buffers = [BufferMetadata(rows, exhausted=False) for rows in shares]
+        totals += plan_optimizer_step(buffers, epoch.budget(layout), balance=balance).totals
+        steps += 1
+    return cut_of_plan(totals, epoch.ranks, steps)
+
+
+def fill(epoch: Epoch, layout: str = "padded", balance: bool = False) -> Cut:
+    plans = rounds(epoch.shares, epoch.budget(layout), WINDOW, balance=balance)
+    totals = [one for plan in plans for one in plan.plan.totals]
+    return cut_of_plan(totals, epoch.ranks, len(totals))
+
+
+def packing(epoch: Epoch) -> Cut | str:
+    """LLaMA-Factory's `packing` and `neat_packing`: the same packs, each padded to `cutoff_len` + 1 = the budget."""
+    from llamafactory.data.processor.processor_utils import greedy_knapsack
+
+    if epoch.images:
+        return "packs are of text"
+    lengths, packs = epoch.samples["tokens"][:MANY].tolist(), []
+    for start in range(0, len(lengths), PREPROCESSED_TOGETHER):
+        packs += greedy_knapsack(lengths[start : start + PREPROCESSED_TOGETHER], TOKEN_BUDGET - 1)
+    return _packed(packs, epoch, TOKEN_BUDGET)
+
+
+def bfd(epoch: Epoch) -> Cut | str:
+    """TRL's `packing_strategy: bfd`; padding-free, so that a pack takes its own tokens."""
+    if importlib.util.find_spec("trl") is None:
+        return "TRL is not installed"
+    import datasets
+    import pyarrow
+    from trl import pack_dataset
+
+    if epoch.images:
+        return "packs are of text"
+    lengths = epoch.samples["tokens"][:MANY]
+    ids = pyarrow.ListArray.from_arrays(np.concatenate([[0], lengths.cumsum()]), np.zeros(lengths.sum(), np.int8))
+    datasets.disable_progress_bar()
+    packed = pack_dataset(datasets.Dataset(pyarrow.table({"input_ids": ids})), TOKEN_BUDGET, "bfd")
+    return _packed(packed["seq_lengths"], epoch, None)
+
+
+def _packed(packs: Sequence[Sequence[int]], epoch: Epoch, length: int | None) -> Cut:
+    """A pack a micro-batch, in random order. length: what each is padded to, None: its own tokens."""
+    packs = list(packs)
+    random.Random(epoch.seed).shuffle(packs)
+    packs = packs[: len(packs) // epoch.ranks * epoch.ranks]
+    tokens = np.array([sum(pack) for pack in packs])
+    padded = (np.full_like(tokens, length) if length else tokens).reshape(-1, epoch.ranks)
+    samples = sum(map(len, packs))
+    return Cut(epoch.ranks, padded.sum(axis=1), padded.max(axis=1), int(tokens.sum()), samples, len(padded))
+
+
+def dynabatch(epoch: Epoch) -> Cut | str:
+    """Its sampler: all samples sorted, batches of as many rows as a model of memory allows, shuffled."""
+    if importlib.util.find_spec("dynabatch") is None:
+        return "dynabatch is not installed"
+    from dynabatch.sampler import DynaBatchSampler
+
+    if epoch.images:
+        return "it is for text"
+    samples = epoch.samples[: max(DYNABATCH_SAMPLES, 32 * epoch.ranks)]
+    tokens = samples["tokens"]
+    with contextlib.redirect_stderr(io.StringIO()):  # its progress bars
+        sampler = DynaBatchSampler(
+            token_lengths=tokens.tolist(),
+            word_lengths=(tokens * WORDS_A_TOKEN).astype(int).tolist(),
+            char_lengths=(tokens * CHARACTERS_A_TOKEN).astype(int).tolist(),
+            min_batch_size=TOKEN_BUDGET // LONGEST,
+            threshold=0.9,
+            shuffle=True,
+        )
+    steps = _deal(list(sampler), epoch.ranks)
+    return cut_of_batches(samples, steps, len(steps))
+
+
+def really_run(epoch: Epoch, name: str, most_ranks: int) -> Cut | str:
+    """A whole loader, a process a rank."""
+    if epoch.ranks > most_ranks:
+        return f"it is run with a process a rank, here for at most {most_ranks} ranks (`--processes`)"
+    if epoch.images:
+        return "its processes are given text"
+    padded = processes.run(name, epoch.shares, token_budget=TOKEN_BUDGET, window=WINDOW)
+    tokens, samples = int(epoch.samples["tokens"].sum()), len(epoch.samples)
+    return Cut(epoch.ranks, padded.sum(axis=0), padded.max(axis=0), tokens, samples, padded.shape[1])
+
+
+def _first(epoch: Epoch, batch_size: int, count: int) -> np.ndarray:
+    """The samples of the optimizer steps that are planned."""
+    return epoch.samples[: min(count, len(epoch.samples) // batch_size) * batch_size]
+
+
+def _whole(epoch: Epoch, batch_size: int) -> np.ndarray:
+    """All samples of whole optimizer steps: the more there are, the better length grouping can group."""
+    return epoch.samples[: min(len(epoch.samples), MANY) // batch_size * batch_size]
+
+
+ODB = "odb, keep, flat"
+ODB_WAYS = {
+    f"{', flat' * (layout == 'flat')}{', `balance: false`' * (not balance)}": {"layout": layout, "balance": balance}
+    for layout in ("padded", "flat")
+    for balance in (True, False)
+}
+ONLINE = "online-dynamic-batching"
+
+
+def keeping(rebalancer: Rebalancer | None) -> dict[str, Kept]:
+    """Who keeps N, by name."""
+
+    def missing(epoch: Epoch, batch_size: int, count: int, rows: int) -> str:
+        return "no environment with a newer transformers (`--newer-transformers`)"
+
+    version = f" (transformers {rebalancer.version})" if rebalancer else ""
+    ways = {"fixed": fixed, "length-grouped": length_grouped, f"batch_rebalance{version}": rebalancer or missing}
+    found: dict[str, Kept] = {
+        f"{name}, {rows} row{'s' * (rows > 1)}": functools.partial(way, rows=rows)
+        for name, way in ways.items()
+        for rows in ROWS
+    }
+    return found | {f"odb, keep{name}": functools.partial(keep, **how) for name, how in ODB_WAYS.items()}
+
+
+def choosing(most_ranks: int) -> dict[str, Own]:
+    """Who chooses N, by name. most_ranks: up to so many, whole loaders are run."""
+    published = {name: functools.partial(really_run, name=name, most_ranks=most_ranks) for name in processes.PUBLISHED}
+    if not published:
+        published[ONLINE] = lambda epoch: "it is not installed"
+    version = f" {importlib.metadata.version('dynabatch')}" if importlib.util.find_spec("dynabatch") else ""
+    return {
+        "LLaMA-Factory's packing, neat_packing": packing,
+        "TRL's bfd packing, padding-free": bfd,
+        **published,
+        f"dynabatch{version}": dynabatch,
+        **{f"odb, fill{name}": functools.partial(fill, **how) for name, how in ODB_WAYS.items()},
+    }

@@ -1,0 +1,160 @@
+"""What `all.py` runs: the parts of the benchmark, in the order in which the page shows them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Part:
+    """command: a script of this folder with its options, or pytest. short: that of the shortest form, if it has one.
+
+    about: what the page says before the tables. minutes: on two quiet cores. rivals: run in the environment that has
+    them, if there is one. cuda: it needs such a device.
+    """
+
+    name: str
+    heading: str
+    about: str
+    command: tuple[str, ...]
+    minutes: int
+    short: tuple[str, ...] | None = None
+    rivals: bool = False
+    cuda: bool = False
+
+
+TRAIN_ABOUT = """The real LLaMA-Factory on a CPU, one epoch of the same samples at the same learning rate, 32 samples \
+an optimizer step (packing and `fill` cannot have that, so their losses are not comparable): {what}. All at most at \
+the same peak of memory, in padded tokens of the largest micro-batch. Whatever was computed beyond each sample's own \
+tokens, once, counts as padding. "CPU seconds" are of the busiest training process; the clock's also hold what worker \
+processes take on the same cores. Best of a column in bold."""
+GRADIENT_TESTS = (
+    "tests/data/test_layout_models.py",
+    "tests/training/test_same_training.py",
+    "tests/training/test_exact_gradient.py",
+    "tests/training/test_exact_gradient_llamafactory.py",
+)
+
+
+def _training(name: str, workload: str, ranks: int, what: str, minutes: int, short: bool = False) -> Part:
+    return Part(
+        name,
+        f"Training: {workload}, {ranks} rank{'s' * (ranks > 1)}",
+        TRAIN_ABOUT.format(what=what),
+        ("train.py", "--workloads", workload, "--ranks", str(ranks)),
+        minutes,
+        ("train.py", "--short") if short else None,
+    )
+
+
+TEXTS, MIX = (
+    "a tiny Qwen2 on 1,280 made-up texts of uneven length",
+    "a tiny Qwen3-VL on 320 samples of the built-in MM-Mix",
+)
+PARTS = (
+    Part(
+        "planning",
+        "The plan",
+        "In simulation, everybody on the same samples, with the code that a training runs. Step efficiency = real "
+        "tokens / (ranks x sum over micro-steps of (largest padded tokens of any rank + the fixed cost)). Lengths are "
+        "lognormal with mean and CV 1100/0.48 (UltraChat), 700/0.29 (LLaVA), 900/1.00 (ShareGPT4o), and 80 % around "
+        "150 with 20 % around 2,500 (MM-Mix); with images, half of the samples have one. N: samples of an optimizer "
+        "step. What no cut can exceed: a rank has at least the longest sample, and the mean load of all. Fixed and "
+        "length-grouped batches know no budget; length grouping, packing and dynabatch need all lengths before "
+        "training. Where figures are of all ranks and N, they are of `odb, keep, flat`, with the bound in brackets.",
+        ("planning.py", "--processes", "8"),
+        50,
+        (
+            "planning.py",
+            "--ranks",
+            "2",
+            "--batch-sizes",
+            "64",
+            "--profiles",
+            "MM-Mix",
+            "--seeds",
+            "1",
+            "--samples",
+            "512",
+        ),
+        rivals=True,
+    ),
+    _training("train_text_1", "text", 1, TEXTS, 14, short=True),
+    _training("train_text_2", "text", 2, TEXTS, 16),
+    _training("train_mm_mix_1", "MM-Mix", 1, MIX, 14),
+    _training("train_mm_mix_2", "MM-Mix", 2, MIX, 14),
+    _training("overhead", "all alike", 1, "all samples are of one length, so that nothing can be won", 6),
+    Part(
+        "learning",
+        "What is learnt",
+        "A tiny random Qwen2 on real text with transformers' Trainer, AdamW, linear schedule, batches of 8 samples "
+        "(odb: `token_budget` 4,096). Kept batches have the losses of fixed batches, seed by seed. With `fill` an "
+        "epoch has fewer, larger optimizer steps, which changes what is learnt: from random weights at equal epochs it "
+        "learns less, at equal optimizer steps it sees more data. If you use `fill`, lower `token_budget` until an "
+        "optimizer step has about the samples it had, or raise the learning rate with `lr_scale: sqrt`, and compare "
+        "validation losses.",
+        ("learning.py",),
+        20,
+        ("learning.py", "--seeds", "1", "--samples", "32"),
+    ),
+    Part(
+        "gradient",
+        "The same gradient",
+        "Kept batches beside real stock trainings of the same configuration; flat micro-batches beside padded ones on "
+        "tiny random models in float64 (relative deviation of the loss / of the worst gradient); and `fill` with "
+        "`loss_scaling: exact` against one plain process that takes the samples of each optimizer step as one batch.",
+        ("pytest", "-s", "-q", *GRADIENT_TESTS),
+        8,
+    ),
+    Part(
+        "loader",
+        "The loader alone",
+        "The same rows through a plain torch DataLoader (batches of 8), odb_factory (`fill`) and "
+        "online-dynamic-batching: lists of token ids, and picture files through Qwen-VL's image processor. "
+        '"1 + 1": one worker observes and one collates (of online-dynamic-batching: one reads, one collates). '
+        '"light items": with the items that ours gets, instead of the finished samples that its README asks for. '
+        '"blocked": the share of its time that a consumer a little slower than the loader spends in `next()`. CPU: a '
+        "sample. Memory: MiB of all processes, and what a buffer of 1,024 samples adds. Medians of three rounds.",
+        ("loader.py",),
+        11,
+        ("loader.py", "--short"),
+        rivals=True,
+    ),
+    Part(
+        "start",
+        "The start",
+        "Seconds from the start of the process to the first optimizer step, a tiny random Qwen2, raw alpaca rows "
+        "(JSON, 1 KB each), an empty cache each time, the middle one of three runs. Start-up is imports, arguments and "
+        "tokenizer; the rest is what is done to rows before the first optimizer step, and loading the model. Streaming "
+        "knows no length and shuffles within a buffer.",
+        ("start.py",),
+        7,
+        ("start.py", "--rows", "40", "--repeats", "1", "--runs", "stock", "odb"),
+    ),
+    Part(
+        "scale",
+        "The cost of planning",
+        "In simulation on one core, CPU time. In a training a background thread does it, ahead of the optimizer steps. "
+        'Metadata go to all ranks ("received"): 25 bytes a sample. Of more than `balance_group_size` ranks (default '
+        '256), samples travel within groups only; "network" is a model of 1 GB/s a rank and 50 us an exchange, not a '
+        "measurement.",
+        ("scale.py",),
+        8,
+        (
+            *("scale.py", "--ranks", "2", "8", "--window", "32", "--token-budget", "2048", "--rounds", "2"),
+            *("--grouped", "8", "--group-sizes", "4", "8"),
+        ),
+    ),
+    Part(
+        "gpu",
+        "On a GPU",
+        "One CUDA device; Qwen3-VL-2B and a 0.5B text model built from their configs with random weights, each "
+        "contestant at the largest setting that fits the same memory. Model FLOPs utilisation (MFU), and the share of "
+        "the padding-free limit.",
+        ("gpu.py",),
+        10,
+        ("gpu.py", "--device", "cpu", "--short"),
+        rivals=True,
+        cuda=True,
+    ),
+)

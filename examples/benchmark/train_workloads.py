@@ -1,0 +1,122 @@
+"""What the `train` benchmark trains: tiny models, their data, and what each contestant changes in the configuration."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import numpy as np
+from simulation import lognormal
+
+from odb_factory.demo.mm_mix_builtin import build_builtin_mix
+from odb_factory.demo.runs import grouping_by_length
+from odb_factory.demo.tiny_model import build_tiny_qwen2, build_tiny_qwen3_vl
+
+FIXED = "fixed batch"
+GLOBAL_BATCH_SIZE = 32
+"""Samples of an optimizer step on all ranks."""
+NUM_WORDS, SUCCESSORS = 256, (0.7, 0.2, 0.1)
+"""The made-up language: each word is followed by one of three, so a token is worth 0.80 nats once it is learnt."""
+PROMPT_WORDS = 8
+SHORTEST, LONGEST = 16, 1000
+"""Words of a text sample: lognormal, mean 150 and coefficient of variation 1 (ShareGPT4o's lengths, a sixth)."""
+ALIKE_WORDS = 300
+
+
+@dataclass(frozen=True)
+class Workload:
+    """samples: of the training split, a multiple of the rows of two ranks, so that fixed batches repeat none.
+
+    row: padded tokens of the longest row, and of every packed one. rows: of a fixed batch. alike: all samples are.
+    """
+
+    name: str
+    samples: int
+    build: Callable[[Path, int], tuple[Path, Path]]
+    template: str
+    dataset: str
+    cutoff_len: int
+    row: int
+    rows: int
+    can_pack: bool = False
+    alike: bool = False
+
+    @property
+    def token_budget(self) -> int:
+        return self.rows * self.row
+
+    def contestants(self, ranks: int) -> dict[str, dict[str, Any]]:
+        """What each changes in the configuration."""
+        kept = {
+            "per_device_train_batch_size": self.rows,
+            "gradient_accumulation_steps": GLOBAL_BATCH_SIZE // (self.rows * ranks),
+        }
+        online = {"token_budget": self.token_budget}
+        # Packs hold about an optimizer step's samples. Without evaluation: LLaMA-Factory would pack those samples, too.
+        packed = kept | {"gradient_accumulation_steps": 1, "eval_strategy": "no", "eval_dataset": None}
+        packing = {"packing": packed | {"packing": True}, "neat packing": packed | {"neat_packing": True}}
+        unbalanced = {"odb, balance: false": kept | {"odb": online | {"balance": False}}}
+        ours = {"odb": kept | {"odb": online}, "odb, padded": kept | {"odb": online | {"layout": "padded"}}}
+        if self.alike:
+            return {FIXED: kept, **ours}
+        return {
+            FIXED: kept,
+            "length-grouped": kept | grouping_by_length(),
+            **(packing if self.can_pack else {}),
+            **ours,
+            **(unbalanced if ranks > 1 else {}),
+            "odb, fill": kept | {"gradient_accumulation_steps": 1, "odb": online | {"global_batch_size": "fill"}},
+        }
+
+
+def build_text(folder: Path, samples: int, words_of_all: int | None = None) -> tuple[Path, Path]:
+    """A tiny Qwen2 and a data set: walks through a made-up language. words_of_all: every sample has so many."""
+    found = Counter(re.findall(r"\b[a-z]{3,8}\b", " ".join(topics.values())))
+    words = [word for word, _ in found.most_common(NUM_WORDS)]
+    # A tokenizer that knows no more than these words, each a token: tiny models spend their time on the vocabulary.
+    model = build_tiny_qwen2(folder / "tiny_qwen2", text="\n".join(f" {word}" * 9 for word in words))
+    data = folder / "text"
+    rng = np.random.default_rng(0)
+    following = np.array([rng.choice(NUM_WORDS, len(SUCCESSORS), replace=False) for _ in words])
+
+    def row(length: int) -> dict[str, str]:
+        walk = [rng.integers(NUM_WORDS)]
+        for choice in rng.choice(len(SUCCESSORS), length - 1, p=SUCCESSORS):
+            walk.append(following[walk[-1], choice])
+        text = [words[k] for k in walk]
+        return {"instruction": " ".join(text[:PROMPT_WORDS]), "input": "", "output": " ".join(text[PROMPT_WORDS:])}
+
+    data.mkdir(parents=True, exist_ok=True)
+    for name, count in (("text", samples), ("text_val", max(8, samples // 15))):
+        lengths = np.clip(lognormal(150, 1.0)(rng, count), SHORTEST, LONGEST).astype(int)
+        lengths[count // 2] = LONGEST  # the longest there can be is there
+        if words_of_all:
+            lengths[:] = words_of_all
+        (data / f"{name}.json").write_text(json.dumps([row(length) for length in lengths]), encoding="utf-8")
+    info = {name: {"file_name": f"{name}.json"} for name in ("text", "text_val")}
+    (data / "dataset_info.json").write_text(json.dumps(info), encoding="utf-8")
+    return model, data
+
+
+def build_alike(folder: Path, samples: int) -> tuple[Path, Path]:
+    return build_text(folder, samples, ALIKE_WORDS)
+
+
+def build_vl(folder: Path, samples: int) -> tuple[Path, Path]:
+    build_builtin_mix(folder / "mm_mix", samples=samples)
+    return build_tiny_qwen3_vl(folder / "tiny_qwen3_vl"), folder / "mm_mix"
+
+
+WORKLOADS = (
+    Workload("text", 1280, build_text, "qwen3_nothink", "text", 1024, row=1024, rows=4, can_pack=True),
+    # Rows of the cut-off and the 8 tokens that a fake image adds to a batch of text alone.
+    Workload("MM-Mix", 320, build_vl, "qwen3_vl_nothink", "mm_mix", 2048, row=2056, rows=2),
+    # Every sample is longer than the cut-off, and cut to it.
+    Workload("all alike", 960, build_alike, "qwen3_nothink", "text", 256, row=256, rows=4, alike=True),
+)

@@ -1,0 +1,135 @@
+"""TRL's `DPOTrainer`: its pairs in micro-batches that are formed online. Its `SFTTrainer` takes `enable_odb` as it is.
+
+A pair is a prompt and two answers: the trainer puts the prompt before each, chosen ones first, and shifts the rows to
+the left, so that a pair costs two rows of its longer answer. The loss is a mean over pairs. Needs
+`pip install "odb_factory[trl]"`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Unpack
+
+import torch
+
+from odb_factory.config import ODBConfig
+from odb_factory.data.observe import ItemError
+from odb_factory.data.samples import Measured
+from odb_factory.errors import ConfigError
+from odb_factory.planning import Cost
+from odb_factory.training.enable import enable_odb
+from odb_factory.training.pair_metrics import PairMetrics
+
+if TYPE_CHECKING:
+    from odb_factory.loop.keys import TrainerKeys
+
+USED = ("get_batch_loss_metrics", "concatenated_forward", "_stored_metrics", "max_length", "loss_type")
+"""What is relied on of the trainer."""
+OF_TOKENS = "which is a mean over the tokens of a micro-batch and so depends on how an optimizer step is cut"
+REFUSED_LOSSES = {
+    "sft": f"adds a loss of the chosen answers, {OF_TOKENS}",
+    "bco_pair": "goes by a mean that every micro-batch moves, idle ones too",
+}
+NOT_FLAT = "DPOTrainer pads the rows of its pairs itself (padding_free: True lays them flat)"
+
+
+def enable_odb_dpo(trainer: Any, config: ODBConfig | None = None, **block: Unpack[TrainerKeys]) -> Any:
+    """Make `train()` of a `trl.DPOTrainer` form its micro-batches online. Changes this one object; returns it.
+
+    config, or its keys one by one, as in `enable_odb`; `token_budget` counts two rows of the longer answer, prompt
+    included, for each pair. Losses, gradients and what the trainer logs are those of training without it.
+    Raises `ConfigError` for a trainer of another kind, and for losses that are no mean over pairs.
+
+    Example::
+
+        trainer = DPOTrainer(model, args=DPOConfig(...), train_dataset=pairs, processing_class=tokenizer)
+        enable_odb_dpo(trainer, token_budget=8192)
+        trainer.train()
+    """
+    _check(trainer)
+    enable_odb(
+        trainer,
+        config,
+        cost_fn=functools.partial(pair_cost, trainer.max_length),
+        measure=functools.partial(measure_pairs, trainer.max_length),
+        equal_weights=True,
+        not_flat=NOT_FLAT,
+        **block,
+    )
+    FiguresOfAllRanks(trainer).install()
+    return trainer
+
+
+def _check(trainer: Any) -> None:
+    missing = [name for name in USED if not hasattr(trainer, name)]
+    if missing:
+        raise ConfigError(
+            f"enable_odb_dpo: a {type(trainer).__name__} has no {', '.join(missing)}, as the DPOTrainer of trl 0.24 "
+            "has; use that one, or enable_odb for a trainer of another kind."
+        )
+    for loss in trainer.loss_type:
+        if loss in REFUSED_LOSSES:
+            raise ConfigError(f"loss_type: {loss!r} {REFUSED_LOSSES[loss]}; leave it out, or train without odb.")
+    if trainer.args.rpo_alpha is not None:
+        raise ConfigError(f"rpo_alpha: {trainer.args.rpo_alpha} {REFUSED_LOSSES['sft']}; set it to None.")
+    if trainer.args.use_liger_loss:
+        raise ConfigError("use_liger_loss: True has not been tried with odb; set it to False.")
+
+
+def pair_cost(max_length: int | None, item: Mapping[str, Any]) -> Cost:
+    """Two rows of the longer answer, with the prompt. item: as `DPOTrainer` tokenizes a pair."""
+    if item.get("pixel_values") is not None:
+        raise ItemError(
+            "it has images, which TRL's DPOTrainer gives to models without patch grids alone and odb has not tried; "
+            "use `stage: dpo` of LLaMA-Factory, or train without odb"
+        )
+    answer = max(len(item[f"{side}_input_ids"]) for side in ("chosen", "rejected"))
+    return Cost(tokens=2 * _cut(len(item["prompt_input_ids"]) + answer, max_length), units=1)
+
+
+def measure_pairs(
+    max_length: int | None, batch: Mapping[str, Any], patch_size: int = 0, segments: tuple[int, ...] = ()
+) -> Measured:
+    """Of what `DataCollatorForPreference` returns, as the trainer makes rows of it: two for each pair."""
+    prompts, chosen, rejected = (batch[f"{part}_attention_mask"].sum(1) for part in ("prompt", "chosen", "rejected"))
+    longest = int((prompts + torch.maximum(chosen, rejected)).max())
+    return Measured(rows=2 * len(prompts), length=_cut(longest, max_length), patches=0, units=len(prompts))
+
+
+def _cut(length: int, max_length: int | None) -> int:
+    return length if max_length is None else min(length, max_length)
+
+
+class FiguresOfAllRanks(PairMetrics):
+    """The trainer gathers its figures pair by pair from ranks that all have as many, in every micro-batch. Here ranks
+    have more or fewer: each takes the means of its own, and these are averaged when they are logged."""
+
+    def install(self) -> None:
+        super().install()
+        self.trainer.log = functools.partial(self._log, self.trainer.log)
+
+    def _get_batch_loss_metrics(self, stock: Callable, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        run = self.trainer.odb_run
+        trains = self.trainer.odb_trial_units is not None or (run is not None and run.computing is not None)
+        with self._by_itself() if trains else contextlib.nullcontext():
+            return super()._get_batch_loss_metrics(stock, *args, **kwargs)
+
+    @contextlib.contextmanager
+    def _by_itself(self) -> Iterator[None]:
+        accelerator = self.trainer.accelerator
+        accelerator.gather_for_metrics = lambda figures: figures
+        try:
+            yield
+        finally:
+            del accelerator.gather_for_metrics
+
+    def _log(self, stock: Callable, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Collective where the trainer logs figures of its training, as all ranks do together, with the same keys."""
+        stored = self.trainer._stored_metrics["train"]
+        if self.trainer.odb_run is not None and "loss" in logs and stored:
+            mine = torch.tensor([value for (value,) in stored.values()], device=self.trainer.args.device)
+            of_all = self.trainer.accelerator.reduce(mine, "mean").tolist()
+            stored.update({key: [value] for key, value in zip(stored, of_all)})
+        stock(logs, *args, **kwargs)

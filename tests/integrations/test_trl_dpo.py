@@ -1,0 +1,193 @@
+"""TRL's `DPOTrainer` with `enable_odb_dpo`: the same training, and the gradient of one batch of each optimizer step."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import datasets
+import llamafactory.extras.packages  # noqa: F401  (trl's trainers import nothing that is missing once it has been)
+import pytest
+import torch
+from distributed.ranks import run_ranks
+from support import read_jsonl
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, TrainingArguments
+
+from odb_factory import enable_odb
+from odb_factory.errors import ConfigError, DataError
+from odb_factory.integrations.trl import enable_odb_dpo
+
+trl = pytest.importorskip("trl")
+
+BLOCK = {"token_budget": 640, "audit": True}
+NUM_PAIRS, MAX_LENGTH = 22, 60
+GRADIENT, RELATIVE, FIGURES = 2e-6, 1e-5, {"rewards/": 2e-4, "logps/": 2e-3}
+"""Largest differences: of the norm of the gradient, of losses and weights, and of figures, themselves."""
+
+
+def pairs() -> datasets.Dataset:
+    rng = random.Random(5)
+
+    def words(count: int) -> str:
+        return " ".join(rng.choices(["the", "model", "reads", "a", "long", "line", "of", "words"], k=count))
+
+    rows = [
+        {"prompt": words(3 + k % 9), "chosen": words(2 + k * 13 % 61), "rejected": words(2 + k * 29 % 53)}
+        for k in range(NUM_PAIRS)
+    ]
+    return datasets.Dataset.from_list(rows)
+
+
+def make(model: Path, folder: Path, **changes: Any) -> Any:
+    policy: Any = AutoModelForCausalLM.from_pretrained(model)
+    policy.warnings_issued = {}  # trl 0.24 looks for it, and transformers 5 has none
+    arguments = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 3,
+        "gradient_accumulation_steps": 2,
+        "num_train_epochs": 1,
+        "max_length": MAX_LENGTH,
+        "learning_rate": 3e-4,
+        "max_grad_norm": 1e9,
+        "use_cpu": True,
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "bf16": False,
+    }
+    return trl.DPOTrainer(
+        model=policy,
+        args=trl.DPOConfig(**(arguments | changes)),
+        train_dataset=pairs(),
+        processing_class=AutoTokenizer.from_pretrained(model),
+    )
+
+
+class Seen(TrainerCallback):
+    """The shapes that the model was trained on, and each gradient beside that of one batch of the same pairs."""
+
+    def __init__(self, trainer: Any):
+        self.trainer, self.shapes, self.deviations = trainer, [], []
+        trainer.model.register_forward_pre_hook(self.see)
+
+    def see(self, model: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+        if self.trainer.odb_run is not None and self.trainer.odb_run.computing is not None:
+            self.shapes.append(tuple(inputs[0].shape))
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        lines = read_jsonl(Path(args.output_dir, "odb_audit_rank0.jsonl"))
+        ids = [id for line in lines if line["optimizer_step"] == state.global_step + 1 for id in line["ids"]]
+        if len(ids) % args.per_device_train_batch_size:
+            return  # a mean of means of unlike micro-batches, which one batch does not have
+        stored = {key: list(values) for key, values in self.trainer._stored_metrics["train"].items()}
+        ours = {name: p.grad for name, p in model.named_parameters()}
+        model.zero_grad()
+        rows = [{key: self.trainer.train_dataset[k][key] for key in self.trainer.train_dataset.features} for k in ids]
+        self.trainer.compute_loss(model, self.trainer._prepare_inputs(self.trainer.data_collator(rows))).backward()
+        differences = [float((ours[name] - p.grad).norm()) for name, p in model.named_parameters()]
+        norms = [float(p.grad.norm()) for p in model.parameters()]
+        self.deviations.append(math.hypot(*differences) / math.hypot(*norms))
+        for name, p in model.named_parameters():
+            p.grad = ours[name]
+        self.trainer._stored_metrics["train"].clear()
+        self.trainer._stored_metrics["train"].update(stored)
+
+
+def compare(ours: list[dict[str, float]], stock: list[dict[str, float]], num_steps: int) -> dict[str, float]:
+    """Checks each entry of the log; returns the largest differences of losses (relative) and figures.
+
+    num_steps: of optimizer steps whose figures are compared. In the last one of an epoch stock's leave pairs out: they
+    are cut to the length of its last micro-batch (accelerate's `gather_for_metrics`).
+    """
+    assert [entry["step"] for entry in ours] == [entry["step"] for entry in stock]
+    found = dict.fromkeys(("loss", *FIGURES), 0.0)
+    for mine, its in zip(ours, stock):
+        assert {key for key in mine if not key.startswith("odb/")} == set(its)
+        for kind in found if its["step"] <= num_steps else ("loss",):
+            for key in its:
+                if key == kind or (kind != "loss" and key.startswith(kind)):
+                    found[kind] = max(found[kind], abs(mine[key] - its[key]) / (its["loss"] if kind == "loss" else 1))
+    assert found["loss"] < RELATIVE and all(found[kind] < limit for kind, limit in FIGURES.items()), found
+    return found
+
+
+def test_it_is_the_same_training(tiny_text: Path, tmp_path: Path) -> None:
+    """I8, I9."""
+    stock = make(tiny_text, tmp_path / "stock")
+    stock.train()
+    ours = make(tiny_text, tmp_path / "odb")
+    seen = Seen(ours)
+    enable_odb_dpo(ours, **BLOCK).add_callback(seen)
+    ours.train()
+    found = compare(ours.state.log_history, stock.state.log_history, 3)
+    weights = dict(stock.model.named_parameters())
+    squares = [float((p - weights[name]).norm()) for name, p in ours.model.named_parameters()]
+    worst = math.hypot(*squares) / math.hypot(*(float(p.norm()) for p in weights.values()))
+    print(f"DPOTrainer: {found}, weights {worst:.1e}, gradient {max(seen.deviations):.1e}")
+    assert worst < RELATIVE and len(seen.deviations) == 3 and max(seen.deviations) < GRADIENT
+    audit = read_jsonl(tmp_path / "odb" / "odb_audit_rank0.jsonl")
+    assert [(line["rows"], line["length"]) for line in audit] == seen.shapes, "what was planned is what is computed"
+    assert any(rows > 6 for rows, _ in seen.shapes) and max(length for _, length in seen.shapes) == MAX_LENGTH
+    assert all(line["units"] == len(line["ids"]) and line["rows"] * line["length"] <= 640 for line in audit)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"loss_type": ["sigmoid", "sft"]}, "loss_type: 'sft' adds a loss of the chosen answers"),
+        ({"loss_type": "bco_pair"}, "loss_type: 'bco_pair' goes by a mean"),
+        ({"rpo_alpha": 0.5}, "rpo_alpha: 0.5 adds a loss"),
+        ({"max_steps": 1}, "has no get_batch_loss_metrics"),
+        ({"layout": "flat"}, "DPOTrainer pads the rows of its pairs itself"),
+    ],
+)
+def test_what_cannot_be_right_is_refused_in_one_line(
+    changes: dict[str, Any], words: str, tiny_text: Path, tmp_path: Path
+) -> None:
+    block = BLOCK | {key: changes.pop(key) for key in ("layout",) if key in changes}
+    trainer = make(tiny_text, tmp_path, **changes)
+    if "max_steps" in changes:
+        trainer = _Plain(trainer)
+    with pytest.raises(ConfigError, match=words) as raised:
+        enable_odb_dpo(trainer, **block).train()
+    assert "\n" not in str(raised.value)
+
+
+class _Plain:
+    """A trainer of another kind."""
+
+    def __init__(self, trainer: Any):
+        self.args: TrainingArguments = trainer.args
+
+
+def test_without_the_adapter_one_line_names_it(tiny_text: Path, tmp_path: Path) -> None:
+    trainer = enable_odb(make(tiny_text, tmp_path), **BLOCK)
+    with pytest.raises(DataError, match="enable_odb_dpo") as raised:
+        trainer.train()
+    assert "\n" not in str(raised.value)
+
+
+def in_a_rank(rank: int, path: str, out: str) -> list[list[dict[str, float]]]:
+    os.environ["LOCAL_RANK"] = str(rank)
+    logs = []
+    for name in ("odb", "stock"):
+        trainer = make(Path(path), Path(out, name), per_device_train_batch_size=2, dataloader_drop_last=True)
+        if name == "odb":
+            enable_odb_dpo(trainer, **BLOCK)
+        trainer.train()
+        logs.append(trainer.state.log_history)
+    return logs
+
+
+@pytest.mark.full_grid
+@pytest.mark.timeout(600)
+def test_two_ranks(tiny_text: Path, tmp_path: Path) -> None:
+    """The figures are those of both ranks."""
+    ranks = run_ranks(
+        "integrations.test_trl_dpo:in_a_rank", tmp_path, limit_s=500, path=str(tiny_text), out=str(tmp_path)
+    )
+    assert [one.returncode for one in ranks] == [0, 0], ranks[0].said[-3000:]
+    print("DPOTrainer, 2 ranks:", compare(*ranks[0].value, 2))
