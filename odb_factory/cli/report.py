@@ -29,8 +29,10 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--html", metavar="FILE", type=Path, help=f"the page (OUTPUT_DIR/{PAGE})")
     parser.add_argument("--json", metavar="FILE", type=Path, help="the figures of the page; - prints them")
     arguments = parser.parse_args(argv)
-    figures = report([folder for folder in (arguments.output_dir, arguments.other_dir) if folder is not None])
     page = arguments.html or arguments.output_dir / PAGE
+    if arguments.json is not None and str(arguments.json) != "-" and arguments.json.resolve() == page.resolve():
+        raise ODBError(f"{page}: the page (--html) and its figures (--json) cannot be one file; give --json another.")
+    figures = report([folder for folder in (arguments.output_dir, arguments.other_dir) if folder is not None])
     _write(page, make_page(figures, datetime.datetime.now()), "--html")
     if str(arguments.json) == "-":
         print(to_json(figures), end="")

@@ -37,7 +37,7 @@ def asked(history: History, card: Mapping[str, Mapping[str, str]]) -> dict[str, 
             "versions": dict(card.get("Framework versions", {})),
         }
     begin = history.processes[-1].begin
-    about = {name: value for name, value in begin.get("about", {}).items() if name != "rows_of"}
+    about = {name: value for name, value in (begin.get("about") or {}).items() if name != "rows_of"}
     found: dict[str, Any] = {
         "from": "odb_log.jsonl",
         "world_size": begin.get("world_size"),

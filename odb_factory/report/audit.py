@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from odb_factory.report import shapes
 from odb_factory.report.files import FilesRead
 from odb_factory.report.history import Process
 
@@ -45,8 +46,10 @@ class Audit:
 
 
 def read_audit(folder: Path, processes: Sequence[Process], files: FilesRead) -> Audit | None:
-    """None where there is none. What was taken again after a resume counts once, as it was taken last."""
-    found = {path: re.fullmatch(r"odb_audit_rank(\d+)\.jsonl", path.name) for path in folder.glob("odb_audit_rank*")}
+    """None where there is none, or none whose lines can be used. What was taken again after a resume counts once, as it
+    was taken last."""
+    pattern = re.compile(r"odb_audit_rank([0-9]{1,9})\.jsonl")
+    found = {path: pattern.fullmatch(path.name) for path in folder.glob("odb_audit_rank*")}
     paths = {int(match[1]): path for path, match in found.items() if match}
     if not paths:
         return None
@@ -54,12 +57,8 @@ def read_audit(folder: Path, processes: Sequence[Process], files: FilesRead) -> 
     seconds = {name: array("d") for name in ("data_wait_s", "time")}
     lengths, ids, batch_of = array("q"), array("q"), array("q")
     for rank, path in sorted(paths.items()):
-        for line in files.lines(path):
-            try:
-                values, times, samples, numbers = _values(rank, line)
-            except (KeyError, TypeError, ValueError):
-                files.count_broken(path)
-                continue
+        for line in files.lines(path, shapes.audit_line):
+            values, times, samples, numbers = _values(rank, line)
             batch_of.extend([len(columns["rank"])] * len(samples))
             lengths.extend(samples)
             ids.extend(numbers)
@@ -71,6 +70,8 @@ def read_audit(folder: Path, processes: Sequence[Process], files: FilesRead) -> 
     keep = _taken_last(batches, processes)
     owners = np.array(batch_of, dtype=np.int64)
     of_kept, place = keep[owners], np.cumsum(keep) - 1
+    if not keep.any():
+        return None
     batches = {name: values[keep] for name, values in batches.items()}
     batches["world_size"] = _world_sizes(batches["step"], processes, len(paths))
     steps, incomplete = _steps(batches)
@@ -80,11 +81,9 @@ def read_audit(folder: Path, processes: Sequence[Process], files: FilesRead) -> 
 def _values(rank: int, line: Mapping[str, Any]) -> tuple[list[int], list[float], list[int], list[int]]:
     """In the order of `COLUMNS`; the seconds; lengths and ids of the samples."""
     lengths, ids, idle = line["lengths"], line["ids"], bool(line["idle"])
-    if len(lengths) != len(ids):
-        raise ValueError("lengths")
     padded, patches = (0, 0) if idle else (line["rows"] * line["length"], line["patches"])
-    names = ("optimizer_step", "micro_batches", "micro_batch", "part", "parts")
-    values = [rank, *(line[name] for name in names), len(ids), sum(lengths)]
+    place = [line[name] for name in ("optimizer_step", "micro_batches", "micro_batch")]
+    values = [rank, *place, line.get("part", 0), line.get("parts", 1), len(ids), sum(lengths)]
     return [*values, padded, patches, line["units"], idle], [line["data_wait_s"], line["time"]], lengths, ids
 
 

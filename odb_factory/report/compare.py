@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from odb_factory.report.numbers import counted, number, percent, seconds_text
+from odb_factory.report.settings import side_by_side
 
 ROUNDING = 1e-4
 """Losses that differ by no more, relatively, are called the same: batches are summed in another order."""
@@ -39,6 +40,7 @@ def compare(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
         "seconds": seconds[0],
         "other_seconds": seconds[1],
         "time_ratio": seconds[0] / seconds[1] if seconds[0] and seconds[1] else None,
+        "settings": side_by_side(one["asked"], other["asked"]),
         "steps": steps,
     } | {"notes": _notes(one, other, any(size > ROUNDING for size, _ in differences))}
 
@@ -95,7 +97,7 @@ def headline_of_two(one: Mapping[str, Any], other: Mapping[str, Any], comparison
     under_way = [run["name"] for run in (one, other) if not run["finished"]]
     if under_way:
         which = f"{' and '.join(under_way)} {'has' if len(under_way) == 1 else 'have'} not come to the end"
-        return f"{names} cannot be compared in time: {which}{_losses(comparison)}."
+        return f"{names}{_losses(comparison)}, cannot be compared in time: {which}."
     if totals["optimizer_steps"] == others["optimizer_steps"] and comparison["same_amount"] is None:
         said = f"{names} each took {counted(totals['optimizer_steps'], 'optimizer step')}"
         return f"{said}{_losses(comparison)}; their logs do not show that it was on as many samples."

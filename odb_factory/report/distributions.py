@@ -28,7 +28,7 @@ def distributions(audit: Audit | None) -> dict[str, Any] | None:
     }
     if batches["patches"].any():
         found["patches_of_micro_batch"] = histogram(batches["patches"][active])
-    return found
+    return {name: made if made["count"] else None for name, made in found.items()}
 
 
 def histogram(values: np.ndarray) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def of_ranks(audit: Audit | None) -> list[dict[str, Any]] | None:
 def of_datasets(audit: Audit | None, rows_of: Mapping[str, Any] | None) -> list[dict[str, Any]] | None:
     """Of each data set of a mix what was trained on; None where rows are not known by data set."""
     found = None if audit is None else dataset_numbers(rows_of, audit.ids)
-    if audit is None or found is None:
+    if audit is None or found is None or not len(audit.lengths):
         return None
     names, numbers = found
     made = []

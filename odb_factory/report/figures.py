@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from odb_factory.errors import ODBError
-from odb_factory.report import asked, notes
+from odb_factory.report import asked, ending, notes, shapes
 from odb_factory.report.audit import Audit, read_audit
 from odb_factory.report.distributions import distributions, of_datasets, of_ranks, successive_correlation
 from odb_factory.report.files import FilesRead
 from odb_factory.report.history import Entry, History, read_history
 
-SUMMARY = "odb_summary.json"
 RATIOS = ("padding_ratio", "balance", "patch_balance", "budget_use", "data_wait_s", "micro_batches", "units")
 """Of a log entry, as in its `odb/...` metrics."""
 
@@ -28,7 +27,7 @@ def read_run(folder: Path) -> dict[str, Any]:
     try:
         history = read_history(folder, files)
         audit = read_audit(folder, history.processes, files)
-        summary = files.whole(folder / SUMMARY)
+        summary = files.whole(folder / ending.SUMMARY, shapes.summary)
         card = asked.read_model_card(folder, files)
     except OSError as error:
         raise ODBError(
@@ -39,16 +38,21 @@ def read_run(folder: Path) -> dict[str, Any]:
             f"{folder}: there is no run in it (no trainer_log.jsonl, trainer_state.json or odb_log.jsonl with a log "
             "entry); give the output_dir of a training that has logged, or wait for its first log entry."
         )
-    is_over, kind = _is_over(history), _kind(history)
-    if not is_over or kind == "mixed" or summary.get("optimizer_steps") != _last_step(history, audit):
-        summary = {}  # of an earlier run, of one that went on, or of a part
-    totals = _totals(history, audit, summary)
+    is_over, last_step = ending.is_over(history), ending.last_step(history, audit)
+    summary = ending.own_summary(summary, history, last_step, _sums(history, audit, {}, last_step))
+    kind = ending.kind(history, is_odb=bool(summary) or audit is not None)
+    totals = _totals(history, audit, summary, kind)
     run: dict[str, Any] = {
         "name": folder.resolve().name,
         "folder": str(folder),
         "kind": kind,
         "finished": is_over,
-        "files": {"read": files.names, "broken_lines": files.broken, "half_written": files.half_written},
+        "files": {
+            "read": files.names,
+            "broken_lines": files.broken,
+            "broken_files": files.broken_files,
+            "half_written": files.half_written,
+        },
         "asked": asked.asked(history, card),
         "processes": [
             {"time": one.time, "optimizer_steps": one.optimizer_steps, "world_size": one.world_size, "ended": one.ended}
@@ -68,46 +72,18 @@ def read_run(folder: Path) -> dict[str, Any]:
     return dict(without_nan(run))
 
 
-def _kind(history: History) -> str:
-    """odb, stock, or mixed: stock's checkpoint was gone on from with odb, or the other way round."""
-    with_odb = [entry for entry in history.entries if any(name.startswith("odb/") for name in entry.values)]
-    if not with_odb and not history.processes:
-        return "stock"
-    return "odb" if len(with_odb) == len(history.entries) else "mixed"
-
-
-def _is_over(history: History) -> bool:
-    """Whether the process that wrote last came to its end."""
-    if history.processes and (not history.entries or history.entries[-1].sums is not None):
-        return history.processes[-1].ended
-    return bool(history.results)
-
-
-def _last_step(history: History, audit: Audit | None) -> int:
-    logged = [entry.step for entry in history.entries[-1:]]
-    if history.processes and history.processes[-1].ended:
-        logged.append(history.ended_at or 0)
-    if audit is not None:
-        logged += audit.steps["step"][-1:].tolist()
-    return max(logged, default=0)
-
-
 def _rows_of(history: History) -> Mapping[str, Any] | None:
-    return history.processes[-1].begin.get("about", {}).get("rows_of") if history.processes else None
+    return (history.processes[-1].begin.get("about") or {}).get("rows_of") if history.processes else None
 
 
-def _totals(history: History, audit: Audit | None, summary: Mapping[str, Any]) -> dict[str, Any]:
+def _totals(history: History, audit: Audit | None, summary: Mapping[str, Any], kind: str | None) -> dict[str, Any]:
     """Of the whole run, or of a run under way until its last log entry; counted, not estimated."""
-    steps, results = _last_step(history, audit), history.results
+    steps, results = ending.last_step(history, audit), history.results
     totals: dict[str, Any] = {"optimizer_steps": steps, "max_steps": history.max_steps}
     sums = _sums(history, audit, summary, steps)
     seconds, source = _seconds(history)
     samples = sums.get("samples")
-    if (
-        samples is None
-        and _kind(history) == "stock"
-        and {"train_runtime", "train_samples_per_second"} <= results.keys()
-    ):
+    if samples is None and kind == "stock" and {"train_runtime", "train_samples_per_second"} <= results.keys():
         # The Trainer divides one by the other and rounds to three digits: only a whole number within that is known.
         samples = round(results["train_runtime"] * results["train_samples_per_second"])
         if results["train_runtime"] * 0.0005 >= 0.5:
@@ -137,7 +113,8 @@ def _sums(history: History, audit: Audit | None, summary: Mapping[str, Any], ste
     found: dict[str, Any] = {}
     logged = [entry.sums for entry in history.entries if entry.sums is not None]
     if logged and sum(one["optimizer_steps"] for one in logged) == steps:
-        found = {name: sum(one[name] for one in logged) for name in logged[0]}
+        names = [name for name in logged[0] if all(name in one for one in logged)]
+        found = {name: sum(one[name] for one in logged) for name in names}
     elif audit is not None and len(audit.steps["step"]) == steps:
         found = {name: int(values.sum()) for name, values in audit.steps.items() if name != "step"}
         found["micro_steps"] = found.pop("micro_batches")
@@ -158,11 +135,11 @@ def _seconds(history: History) -> tuple[float | None, str | None]:
 
 
 def _budget_use(history: History, padded: float | None, micro_steps: float | None) -> float | None:
-    budgets = {(one.world_size, one.begin.get("config", {}).get("token_budget")) for one in history.processes}
+    budgets = {(one.world_size, one.begin["config"].get("token_budget")) for one in history.processes}
     if not padded or not micro_steps or len(budgets) != 1:
         return None
     world_size, budget = budgets.pop()
-    return padded / (micro_steps * world_size * budget) if isinstance(budget, int) else None
+    return padded / (micro_steps * world_size * budget) if budget else None
 
 
 def _units_cv(audit: Audit | None) -> float | None:
@@ -179,7 +156,8 @@ def _rows(history: History, summary: Mapping[str, Any]) -> dict[str, Any] | None
     names = ("dropped", "left_out", "overlong", "over_budget")
     if summary:
         return {name: summary.get(name) for name in names}
-    return next((entry.rows for entry in reversed(history.entries) if entry.rows is not None), None)
+    rows = next((entry.rows for entry in reversed(history.entries) if entry.rows is not None), None)
+    return None if rows is None else {name: rows.get(name) for name in names}
 
 
 def _entries(history: History) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from odb_factory.report import shapes
 from odb_factory.report.files import FilesRead
 
 RUN_LOG, TRAINER_LOG, TRAINER_STATE = "odb_log.jsonl", "trainer_log.jsonl", "trainer_state.json"
@@ -28,6 +29,7 @@ class Entry:
 
     begin_step, begin_seconds: where the process began, whose first entry counts from there.
     sums: see `StepStatistics`, since the entry before. rows: those left out so far, as in the summary.
+    tells_odb: its file has figures of odb's if it was trained with odb.
     """
 
     step: int
@@ -37,20 +39,25 @@ class Entry:
     begin_seconds: float = 0.0
     sums: dict[str, float] | None = None
     rows: dict[str, Any] | None = None
+    tells_odb: bool = True
 
 
 @dataclass(slots=True)
 class Process:
     """A process that trained with odb. time: when it began (Unix time). begin: what it wrote then.
 
-    ended: whether it came to its end.
+    ended_at: the optimizer step at which it came to its end; None: it did not.
     """
 
     time: float
     optimizer_steps: int
     world_size: int
     begin: Mapping[str, Any]
-    ended: bool = False
+    ended_at: int | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.ended_at is not None
 
 
 @dataclass
@@ -58,8 +65,9 @@ class History:
     """entries: those with a training loss. evaluations: those of evaluations. results: of the end of the run.
 
     processes: those that trained with odb. restarts: how often stock's log goes back to an earlier optimizer step or
-    time. whole_seconds: whether times are such. max_steps: that the run is to take. ended_at: the optimizer step at
-    which odb came to its end. other_runs: files that tell of another run than `odb_log.jsonl`, or the newer one.
+    time. whole_seconds: whether times are such. max_steps: that the run is to take. no_begin: `odb_log.jsonl` has lines
+    of a process whose begin line is not there. ended_at: the optimizer step at which odb last came to its end, if it
+    did. other_runs: files that tell of another run than `odb_log.jsonl`, or the newer one, and what shows it.
     """
 
     entries: list[Entry] = field(default_factory=list)
@@ -69,8 +77,9 @@ class History:
     restarts: int = 0
     whole_seconds: bool = False
     max_steps: int | None = None
+    no_begin: bool = False
     ended_at: int | None = None
-    other_runs: list[str] = field(default_factory=list)
+    other_runs: dict[str, str] = field(default_factory=dict)
 
 
 def read_history(folder: Path, files: FilesRead) -> History:
@@ -80,10 +89,10 @@ def read_history(folder: Path, files: FilesRead) -> History:
     others = [(logged, folder / TRAINER_LOG), (stated, folder / TRAINER_STATE)]
     others.sort(key=lambda other: -_time_of(other[1]))  # where they disagree, the one that was written last counts
     begins = history.processes
-    own = list(history.entries + history.evaluations)
+    own = [entry for entry in history.entries + history.evaluations if entry.seconds is not None]
     for other, path in others:
         if _disagree(history, other):
-            history.other_runs.append(path.name)
+            history.other_runs[path.name] = "other losses at the same optimizer steps"
             continue
         # Files from before odb began tell of what it went on from; written since then, of what came after it, too.
         first = begins[0].optimizer_steps if begins and _time_of(path) < begins[0].time else None
@@ -112,39 +121,39 @@ def _go_on_from_stock(history: History, own: list[Entry]) -> None:
 
 def _read_run_log(path: Path, files: FilesRead) -> History:
     history, offset = History(), 0.0
-    for line in files.lines(path):
-        try:
-            if line["event"] == "begin":
-                process = Process(line["time"], line["optimizer_steps"], line["world_size"], line)
-                _go_back(history, process.optimizer_steps)
-                offset = max((entry.seconds or 0.0 for entry in history.entries), default=0.0)
-                history.processes.append(process)
-                history.max_steps = line["max_steps"]
-                continue
-            process = history.processes[-1]
-            if line["event"] == "end":
-                process.ended, history.ended_at = True, line["optimizer_step"]
-                continue
-            values = {**_figures(line["logs"]), "epoch": line["epoch"]}
-            entry = Entry(line["optimizer_step"], values, offset + line["time"] - process.time)
-        except (KeyError, IndexError, TypeError):
-            files.count_broken(path)
+    process: Process | None = None  # None: its begin line is not there
+    for line in files.lines(path, shapes.run_log_line):
+        if line["event"] == "begin":
+            _go_back(history, line["optimizer_steps"])
+            offset = max((entry.seconds or 0.0 for entry in history.entries), default=0.0)
+            process = Process(line["time"], line["optimizer_steps"], line["world_size"], line)
+            history.processes.append(process)
+            history.max_steps, history.ended_at = line.get("max_steps"), None
             continue
-        entry.begin_step, entry.begin_seconds = process.optimizer_steps, offset
+        if line["event"] == "end":
+            history.no_begin |= process is None
+            history.ended_at = line["optimizer_step"]
+            if process is not None:
+                process.ended_at = history.ended_at
+            continue
+        entry = Entry(line["optimizer_step"], {**_figures(line["logs"]), "epoch": line["epoch"]})
         entry.sums, entry.rows = line.get("sums"), line.get("rows")
+        if "loss" in entry.values and any(one.step >= entry.step for one in history.entries[-1:]):
+            _go_back(history, entry.step - (entry.sums or {}).get("optimizer_steps", 1))
+            process = None
+        history.no_begin |= process is None
+        if process is not None:
+            entry.seconds = offset + line["time"] - process.time
+            entry.begin_step, entry.begin_seconds = process.optimizer_steps, offset
         _put(history, entry)
     return history
 
 
 def _read_trainer_log(path: Path, files: FilesRead) -> History:
     history, offset, last, begin_step = History(), 0.0, 0.0, 0
-    for line in files.lines(path):
-        try:
-            entry, elapsed = Entry(line["current_steps"], _figures(line)), _seconds(line["elapsed_time"])
-            history.max_steps = line.get("total_steps", history.max_steps)
-        except (KeyError, TypeError, ValueError):
-            files.count_broken(path)
-            continue
+    for line in files.lines(path, shapes.trainer_log_line):
+        entry, elapsed = Entry(line["current_steps"], _figures(line), tells_odb=False), _seconds(line["elapsed_time"])
+        history.max_steps = line.get("total_steps", history.max_steps)
         goes_back = "loss" in entry.values and any(one.step >= entry.step for one in history.entries[-1:])
         if elapsed < last or goes_back:
             history.restarts += 1
@@ -164,14 +173,13 @@ def _read_state(folder: Path, files: FilesRead) -> History:
         (path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()),
         key=lambda path: int(path.name.removeprefix("checkpoint-")),
     )
-    state = files.whole(folder / TRAINER_STATE)
+    path = folder / TRAINER_STATE
+    state = files.whole(path, shapes.trainer_state)
     if not state and checkpoints:
-        state = files.whole(checkpoints[-1] / TRAINER_STATE)
-    for line in state.get("log_history", []):
-        try:
-            _put(history, Entry(line["step"], _figures(line)))
-        except (KeyError, TypeError):
-            files.count_broken(folder / TRAINER_STATE)
+        path = checkpoints[-1] / TRAINER_STATE
+        state = files.whole(path, shapes.trainer_state)
+    for line in files.those_right(path, state.get("log_history", ()), shapes.log_history_entry):
+        _put(history, Entry(line["step"], _figures(line)))
     history.max_steps = state.get("max_steps") or None
     return history
 
@@ -212,6 +220,7 @@ def _merged(entries: list[Entry], others: Iterable[Entry], last: int | None) -> 
         if known is not None:
             known.values = other.values | known.values
             known.seconds = other.seconds if known.seconds is None else known.seconds
+            known.tells_odb |= other.tells_odb
         elif last is None or other.step <= last:
             found[other.step] = other
     return [found[step] for step in sorted(found)]
@@ -221,7 +230,7 @@ def _figures(line: Mapping[str, Any]) -> dict[str, float]:
     return {
         RENAMED.get(name, name): value
         for name, value in line.items()
-        if isinstance(value, int | float) and not isinstance(value, bool) and name not in NO_FIGURES
+        if shapes.number(value) and name not in NO_FIGURES
     }
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from odb_factory.report.audit import Audit
 from odb_factory.report.files import FilesRead
-from odb_factory.report.history import History
+from odb_factory.report.history import RUN_LOG, History
 from odb_factory.report.numbers import counted
 
 
@@ -16,22 +16,23 @@ def of_run(history: History, audit: Audit | None, files: FilesRead, run: Mapping
     """One line each."""
     return [
         line
-        for line in (*_of_files(history, audit, files), *_of_times(history), *_missing(history, audit, run))
+        for line in (*_of_files(history, audit, files), *_of_times(history), *_missing(history, audit, files, run))
         if line
     ]
 
 
 def _of_files(history: History, audit: Audit | None, files: FilesRead) -> list[str]:
-    said = [f"{name}: {counted(count, 'broken line')} left out." for name, count in files.broken.items()]
-    said += [f"{name}: its last line is half written and left out." for name in files.half_written]
-    said += [
-        f"{name} tells of another run (other losses at the same optimizer steps) and is left out."
-        for name in history.other_runs
+    said = [
+        f"{name}: {counted(count, 'broken ' + ('line' if name.endswith('.jsonl') else 'entry'))} left out."
+        for name, count in files.broken.items()
     ]
+    said += [f"{name} is broken (no JSON, or not what it must hold) and left out." for name in files.broken_files]
+    said += [f"{name}: its last line is half written and left out." for name in files.half_written]
+    said += [f"{name} tells of another run ({by}) and is left out." for name, by in history.other_runs.items()]
     if audit is not None and audit.incomplete:
         said.append(
             f"{counted(audit.incomplete, 'optimizer step')} left out of what is made of the audits: not all lines of "
-            "all ranks are there (a run under way, or audits on another node's disk)."
+            "all ranks are there (a run under way, broken lines, or audits on another node's disk)."
         )
     return said
 
@@ -61,7 +62,12 @@ def _of_times(history: History) -> list[str]:
     return said
 
 
-def _missing(history: History, audit: Audit | None, run: Mapping[str, Any]) -> list[str]:
+def _missing(history: History, audit: Audit | None, files: FilesRead, run: Mapping[str, Any]) -> list[str]:
+    if run["kind"] is None:
+        return [
+            "It is not known whether it was trained with odb: trainer_log.jsonl has the same fields without; "
+            "odb_log.jsonl and trainer_state.json would tell."
+        ]
     if run["kind"] == "stock":
         return [
             "Stock training logs no tokens, padding, balance or lengths, so these are not here; `odb-factory plan` "
@@ -74,12 +80,26 @@ def _missing(history: History, audit: Audit | None, run: Mapping[str, Any]) -> l
             "budgets that fit."
         )
     if audit is None:
-        said.append(
-            "Without an audit there are no distributions and no figures by rank, data set and optimizer step: set "
-            "`audit: true` in the odb: block of the next run."
+        missing = "there are no distributions and no figures by rank, data set and optimizer step"
+        if any(name.startswith("odb_audit_rank") for name in files.names):
+            said.append(f"No line of the audits is of this run and whole, so {missing}.")
+        else:
+            said.append(f"Without an audit {missing}: set `audit: true` in the odb: block of the next run.")
+    elif run["datasets"] is None and len(run["asked"].get("about", {}).get("dataset") or []) > 1:
+        is_told = "rows_of" in history.processes[-1].begin["about"]
+        why = (
+            "what odb_log.jsonl says of them is broken"
+            if is_told
+            else "they are a stream, or were tokenized beforehand"
         )
-    elif run["datasets"] is None and len(run["asked"].get("about", {}).get("dataset", [])) > 1:
-        said.append("Rows are not known by data set: they are a stream, or were tokenized beforehand.")
-    if not history.processes and run["kind"] != "stock":
-        said.append("odb_log.jsonl is not here, so settings, sums and exact times are missing.")
+        said.append(f"Rows are not known by data set: {why}.")
+    if history.no_begin:
+        said.append(
+            "odb_log.jsonl lacks the begin line of a process, so its settings, ranks and exact times are missing."
+            if history.processes
+            else "odb_log.jsonl has no begin line, so settings, ranks and exact times are missing."
+        )
+    elif not history.processes:
+        how = "has no whole line" if RUN_LOG in files.names else "is not here"
+        said.append(f"odb_log.jsonl {how}, so settings, sums and exact times are missing.")
     return said

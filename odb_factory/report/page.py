@@ -9,7 +9,8 @@ from typing import Any
 
 from odb_factory import __version__
 from odb_factory.report import charts, html
-from odb_factory.report.numbers import UNKNOWN, number, percent, seconds_text
+from odb_factory.report.numbers import UNKNOWN, counted, number, percent, seconds_text
+from odb_factory.report.settings import settings
 
 Run = Mapping[str, Any]
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
@@ -29,6 +30,12 @@ TILES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("micro_steps", "micro-steps", number),
     ("units_cv", "spread of units (sd / mean)", lambda value: number(value, 3)),
 )
+KINDS = {
+    "odb": "trained with odb",
+    "stock": "stock training",
+    "mixed": "partly trained with odb",
+    None: "not known whether with odb",
+}
 ROWS = {
     "left_out": "neither trained on nor rejected (end of an epoch)",
     "overlong": "break a budget alone and were trained on alone",
@@ -57,7 +64,7 @@ def make_page(figures: Mapping[str, Any], made: datetime.datetime) -> str:
     if figures["comparison"] is not None:
         body.append(_losses(runs, figures["comparison"]))
     body += [_tables(run, len(runs)) for run in runs]
-    body += [_asked(runs), _files(runs, made)]
+    body += [_asked(runs, figures["comparison"]), _files(runs, made)]
     style = (resources.files("odb_factory.report") / "page.css").read_text(encoding="utf-8")
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -73,9 +80,10 @@ def _state(run: Run, place: int, count: int) -> str:
     state = "finished" if run["finished"] else "under way or interrupted"
     if not run["finished"] and most:
         state += f", at optimizer step {number(steps)} of {number(most)}"
-    kind = {"odb": "trained with odb", "stock": "stock training", "mixed": "partly trained with odb"}[run["kind"]]
+    kind = KINDS[run["kind"]]
     name = f"{html.key(place)}{html.text(run['name'])}: " if count > 1 else ""
-    return f'<p class="state">{name}{kind}, {state}; {html.text(run["folder"])}</p>'
+    folder = "" if run["folder"] == run["name"] else f"; folder {html.text(run['folder'])}"
+    return f'<p class="state">{name}{kind}, {state}{folder}</p>'
 
 
 def _tiles(runs: Sequence[Run]) -> str:
@@ -153,39 +161,40 @@ def _tables(run: Run, count: int) -> str:
         ]  # fmt: skip
         parts.append(f"<h2>Data sets{of}</h2>{html.table(head, rows)}")
     if run["rows"] is not None:
-        rows = [[f"left out: {reason}", number(count)] for reason, count in run["rows"]["dropped"].items()]
+        dropped = run["rows"]["dropped"]
+        rows = [[f"left out: {reason}", number(count)] for reason, count in (dropped or {}).items()]
         rows += [[meaning, number(run["rows"][name])] for name, meaning in ROWS.items()]
-        if not run["rows"]["dropped"]:
-            rows.insert(0, ["left out", "0"])
+        if not dropped:
+            rows.insert(0, ["left out", UNKNOWN if dropped is None else "0"])
         parts.append(f"<h2>Rows that stand apart{of}</h2>{html.table(['what', 'count'], rows)}")
     return "".join(parts)
 
 
-def _asked(runs: Sequence[Run]) -> str:
-    """What was asked, by key; where two runs differ the row is stressed."""
-    flat = [_flat(run["asked"]) for run in runs]
-    names = list(dict.fromkeys(name for settings in flat for name in settings))
-    if not names:
+def _asked(runs: Sequence[Run], comparison: Mapping[str, Any] | None) -> str:
+    """What was asked; of two runs whether it was the same, and rows that differ are stressed."""
+    title = "<h2>What was asked</h2>"
+    if comparison is None:
+        rows = [[name, value] for name, value in settings(runs[0]["asked"]).items()]
+        return f"{title}{html.table(['setting', runs[0]['name']], rows, 'texts')}" if rows else ""
+    lines = comparison["settings"]
+    if not lines:
         return ""
-    rows = [[name, *(settings.get(name, "") for settings in flat)] for name in names]
-    head = ["setting", *(run["name"] for run in runs)]
-    # A model card and our log name things differently, so there is nothing to compare then.
-    is_alike = len(runs) == 2 and len({run["asked"]["from"] for run in runs}) == 1
-    differs = [is_alike and row[1] != row[-1] for row in rows]
-    return f"<h2>What was asked</h2>{html.table(head, rows, 'texts', differs)}"
-
-
-def _flat(asked: Mapping[str, Any]) -> dict[str, str]:
-    found: dict[str, str] = {}
-    if asked.get("world_size"):
-        found["ranks"] = str(asked["world_size"])
-    if asked.get("layout"):
-        found["layout taken"] = f"{asked['layout']['name']} ({asked['layout']['reason']})"
-    for section, prefix in (("about", ""), ("arguments", ""), ("block", "odb."), ("versions", "version of ")):
-        for name, value in (asked.get(section) or {}).items():
-            if value is not None:
-                found[prefix + name] = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-    return found
+    known = [line for line in lines if line["same"] is not None]
+    differing = [line["name"] for line in known if not line["same"]]
+    said = f"{counted(len(known), 'setting')} of {len(lines)} {'is' if len(known) == 1 else 'are'} known of both"
+    if known:
+        said += f"; different: {', '.join(differing)}" if differing else "; none differs"
+    rows = [
+        [
+            line["name"],
+            *(UNKNOWN if value is None else value for value in (line["value"], line["other_value"])),
+            {True: "same", False: "differs", None: ""}[line["same"]],
+        ]
+        for line in lines
+    ]
+    head = ["setting", *(run["name"] for run in runs), ""]
+    stressed = [line["same"] is False for line in lines]
+    return f"{title}<p>{html.text(said)}.</p>{html.table(head, rows, 'texts', stressed)}"
 
 
 def _files(runs: Sequence[Run], made: datetime.datetime) -> str:
@@ -193,6 +202,7 @@ def _files(runs: Sequence[Run], made: datetime.datetime) -> str:
     for run in runs:
         files = run["files"]
         broken = "".join(f"; {count} broken in {name}" for name, count in files["broken_lines"].items())
+        broken += "".join(f"; {name} is broken" for name in files["broken_files"])
         said.append(f"{run['name']}: {', '.join(files['read']) or 'nothing'}{broken}")
     return (
         f"<footer><p>Read: {html.text('. '.join(said))}.</p><p>Made by odb-factory {html.text(__version__)} on "

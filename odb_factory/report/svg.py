@@ -87,7 +87,8 @@ class _Scale:
 
     def __init__(self, low: float, high: float, begin: float, end: float, *, is_rounded: bool = False):
         if high <= low:
-            low, high = (low - 0.5, high + 0.5) if low else (0.0, 1.0)
+            half = max(0.5, 1e-3 * abs(low))  # of very large values 0.5 is less than their rounding
+            low, high = (low - half, high + half) if low else (0.0, 1.0)
         step = _round_step((high - low) / 5)
         if is_rounded:
             low, high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step

@@ -109,6 +109,18 @@ def test_files_that_cannot_be_written(tmp_path: Path, capsys) -> None:
         assert line.endswith(f"cannot be written (No such file or directory); give another file with {option}.")
 
 
+def test_page_and_figures_are_two_files(tmp_path: Path, capsys, monkeypatch) -> None:
+    folder = write_odb(tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    for options in (("--html", "both", "--json", tmp_path / "both"), ("--json", "run/../run/odb_report.html")):
+        assert run(folder, *options) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "cannot be one file; give --json another" in line
+    assert not (tmp_path / "both").exists() and not (folder / "odb_report.html").exists()
+    assert run("run", "--html", "page.html") == 0
+    assert "trained with odb, finished</p>" in (tmp_path / "page.html").read_text()
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 def test_files_that_cannot_be_read(tmp_path: Path, capsys) -> None:
     folder = write_odb(tmp_path / "run")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import itertools
 import json
 import re
@@ -18,6 +19,7 @@ from odb_factory.report.audit import read_audit
 from odb_factory.report.distributions import histogram
 from odb_factory.report.figures import read_run, to_json
 from odb_factory.report.files import FilesRead
+from odb_factory.report.page import make_page
 
 LOG = "odb_log.jsonl"
 
@@ -65,7 +67,8 @@ def test_broken_lines_are_counted_and_half_written_ones_named(tmp_path: Path) ->
     write_lines(tmp_path / "odb_audit_rank0.jsonl", [audit_line(1, [3, 4]), {"optimizer_step": 2}])
     (tmp_path / "odb_summary.json").write_text('{"emitted": 8,')
     run = read_run(tmp_path)
-    assert run["files"]["broken_lines"] == {LOG: 4, "odb_audit_rank0.jsonl": 1, "odb_summary.json": 1}
+    assert run["files"]["broken_lines"] == {LOG: 4, "odb_audit_rank0.jsonl": 1}
+    assert run["files"]["broken_files"] == ["odb_summary.json"]
     assert run["files"]["half_written"] == [LOG]
     assert [one["step"] for one in run["entries"]] == [1, 2] and not run["finished"]
     assert any(note == f"{LOG}: 4 broken lines left out." for note in run["notes"])
@@ -211,6 +214,38 @@ def test_resumed_runs_are_compared_until_the_last_common_entry(tmp_path: Path) -
     stock = write_stock(tmp_path / "stock", [1.0, 1.0], seconds=7, samples=4)
     found = report([tmp_path / "ours", stock])["comparison"]
     assert (found["seconds"], found["other_seconds"], found["time_ratio"]) == (7, 14, 0.5)
+
+
+def test_a_run_that_was_cut_off_is_not_compared_in_time(tmp_path: Path) -> None:
+    write_lines(tmp_path / "cut" / LOG, [begin(), entry(1, BEGAN + 3, loss=4.0), entry(2, BEGAN + 6, loss=3.0)])
+    stock = write_stock(tmp_path / "stock", [4.0, 3.0])
+    assert report([tmp_path / "cut", stock])["headline"] == (
+        "cut and stock, with the very same losses, cannot be compared in time: cut has not come to the end."
+    )
+
+
+def test_settings_of_a_model_card_and_of_our_log_are_under_one_name(tmp_path: Path) -> None:
+    line = begin(world_size=2, model="m") | {"versions": {"torch": "2.12.1", "transformers": "5.6.0"}}
+    line["arguments"] = {"per_device_train_batch_size": 2, "num_train_epochs": 2, "warmup_steps": 4, "seed": 1}
+    line["arguments"] |= {"optim": "adamw_torch", "learning_rate": 1e-4, "weight_decay": 0.1}
+    write_lines(tmp_path / "odb" / LOG, [line, entry(1, BEGAN + 3), end(1, BEGAN + 4)])
+    card = ("num_devices: 2", "train_batch_size: 2", "num_epochs: 2.0", "lr_scheduler_warmup_steps: 5", "seed: 1")
+    card += ("optimizer: Use OptimizerNames.ADAMW_TORCH with betas=(0.9,0.999)", "learning_rate: 0.0001")
+    stock = write_stock(tmp_path / "stock", [1.0], samples=4)
+    listed = "\n- ".join(("### Training hyperparameters\n", *card, "\n### Framework versions\n", "Transformers 5.6.0"))
+    (stock / "README.md").write_text(f"{listed}\n- Pytorch 2.12.1+cu130\n")
+    figures = report([tmp_path / "odb", stock])
+    found = {one["name"]: (one["value"], one["other_value"], one["same"]) for one in figures["comparison"]["settings"]}
+    assert {name for name, (*_, same) in found.items() if same} == {
+        "ranks", "per_device_train_batch_size", "num_train_epochs", "seed", "optim", "learning_rate",
+        "version of torch", "version of transformers",
+    }  # fmt: skip
+    assert [name for name, (*_, same) in found.items() if same is False] == ["warmup_steps"]
+    assert found["weight_decay"] == ("0.1", None, None) and found["warmup_steps"] == ("4", "5", False)
+    page = make_page(figures, datetime.datetime(2026, 1, 1))
+    assert f"9 settings of {len(found)} are known of both; different: warmup_steps." in page
+    assert '<tr class="differs"><td>warmup_steps</td><td>4</td><td>5</td><td>differs</td></tr>' in page
+    assert "<tr><td>weight_decay</td><td>0.1</td><td>not known</td><td></td></tr>" in page
 
 
 def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
