@@ -66,8 +66,9 @@ def check_value(item: dataclasses.Field[Any], value: Any) -> None:
             )
     elif not is_whole(value):
         also = "".join(f", or {word}" for word in (*choices, *(["none"] if optional else [])))
+        quotes = ", without quotes" if isinstance(value, str) and value.strip().isdecimal() else ""
         raise ConfigError(
-            f"odb.{item.name}: {value!r} is not a whole number; write one of at least {minimum}{also}, without quotes."
+            f"odb.{item.name}: {value!r} is not a whole number; write one of at least {minimum}{also}{quotes}."
         )
     elif int(value) < minimum:
         also = ", or leave the key out" if optional else ""

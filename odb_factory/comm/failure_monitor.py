@@ -108,7 +108,7 @@ class FailureMonitor:
                 "no sign of life from rank 0 or its launcher, which serve the store; look for their last message"
             )
             return []  # the others may never read it; they have their own timeouts
-        if silent:
+        if silent and first == message:  # else who failed first has been told, and may well have ended
             logger.error(
                 "no sign of life from %s: it is frozen, or has ended before rank %d; look for its own last message",
                 name_ranks(silent),

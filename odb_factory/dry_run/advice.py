@@ -104,7 +104,7 @@ def _busy(found: Look, ranks: int) -> str:
     more = next((one for one in sorted(reached) if one > ranks), None)
     beyond = "" if more is None else f", on {more} {reached[more].step_efficiency:.2f}"
     return (
-        f"With the YAML's token_budget {found.own.token_budget}, {found.step_size} samples of an optimizer step keep "
+        f"With token_budget {found.own.token_budget}, {found.step_size} samples of an optimizer step keep "
         f"up to {ranks} rank{'s' * (ranks > 1)} busy (step efficiency {reached[ranks].step_efficiency:.2f}{beyond})."
     )
 
@@ -118,11 +118,18 @@ def _warnings(found: Look) -> list[str]:
             f"tokens) is more than the mean load of a rank, so that all ranks wait for it: take fewer ranks, a larger "
             f"optimizer batch, or a smaller cutoff_len"
         )
-    if config.keeps and own.budget_use is not None and own.budget_use < EMPTY and own.micro_batches < 2:
+    population = found.sample.population
+    if found.step_size and population is not None and population < found.step_size:
+        lines.append(
+            f"there are {population} rows and an optimizer step has {found.step_size} samples (N): each epoch is one "
+            "optimizer step of all rows; take fewer ranks, or a smaller batch"
+        )
+    elif config.keeps and own.budget_use is not None and own.budget_use < EMPTY and own.micro_batches < 2:
         lines.append(
             f"the kept optimizer batch of {found.step_size} samples fills {own.budget_use:.0%} of the budgets of "
-            f"{found.asked.ranks} rank{'s' * (found.asked.ranks > 1)}: a smaller token_budget costs no speed, fewer "
-            "ranks waste less"
+            f"{found.asked.ranks} rank{'s' * (found.asked.ranks > 1)}: a smaller token_budget costs no speed"
+            + ", fewer ranks waste less"
+            * (found.asked.ranks > 1)
         )
     if own.overlong:
         does = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 from odb_factory.config import ResolvedConfig
 from odb_factory.data.loader import ODBLoader
 from odb_factory.log import get_logger
+from odb_factory.planning import Limits
 
 logger = get_logger(__name__)
 
@@ -17,10 +18,12 @@ def say_what_to_expect(loader: ODBLoader, config: ResolvedConfig) -> None:
     first = loader.first_planned
     if first is None:
         return
-    filled = first.padded_tokens / (first.num_micro_batches * loader.world_size * config.token_budget)
+    limits = Limits(config.token_budget, config.max_patches).least(loader.lowered)
+    filled = first.padded_tokens / (first.num_micro_batches * loader.world_size * limits.token_budget)
     cut = f"{_count(first.num_micro_batches, 'micro-batch', 'es')} on {_ranks(loader.world_size)}"
     budgets = (
-        f"fills {filled:.0%} of their budgets (token_budget {config.token_budget}, max_patches {config.max_patches}); "
+        f"fills {filled:.0%} of their budgets (token_budget {limits.token_budget}, max_patches {limits.max_patches}"
+        f"{', lowered by oom: split' if loader.lowered else ''}); "
         f"loss_scaling {config.loss_scaling}"
     )
     samples = "a stream of unknown length" if loader.num_samples is None else f"{loader.num_samples} samples"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,7 @@ def outcome(budget: int, speed: float, **figures: Any) -> Outcome:
 
 def a_look(asked_for: Asked, budgets: list[Outcome], seen: list[Seen] | None = None, **figures: Any) -> Look:
     seen = seen or [Seen(index=0, source="texts", cost=Cost(8, units=1))]
-    sample = Sample(seen=seen, steps=[Step(start=0, rows=np.zeros(1, ROW))], population=1, resampled="", seconds=1.0)
+    sample = Sample(seen=seen, steps=[Step(start=0, rows=np.zeros(1, ROW))], population=64, resampled="", seconds=1.0)
     plain: dict[str, Any] = {"layout": "flat", "layout_reason": "it is right", "step_size": 8, "other_layout": None}
     plain |= {"any_size": None, "by_ranks": [], "patch_caps": [], "bound_by_longest": 0.0}
     own = next(one for one in budgets if one.token_budget == 1024)
@@ -119,6 +120,9 @@ def test_warnings() -> None:
     warned(a_look(asked(4), BUDGETS, bound_by_longest=0.8), "in 80%", "the longest sample", "fewer ranks")
     empty = [outcome(1024, 1.9, budget_use=0.2, micro_batches=1.0)]
     warned(a_look(asked(2), empty), "fills 20%", "of 2 ranks")
+    few = a_look(asked(2), empty)
+    few = dataclasses.replace(few, sample=dataclasses.replace(few.sample, population=5))
+    warned(few, "there are 5 rows", f"{few.step_size} samples")
     rows = [Seen(index=0, source="texts", cost=Cost(8, units=1), uncut=700)]
     for reason in ("overlong", "unsupervised", "unreadable"):
         rows.append(Seen(index=1, source="texts", reason=reason, message=f"row of {reason}"))
