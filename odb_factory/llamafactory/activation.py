@@ -39,9 +39,9 @@ def activate() -> None:
     """Place the import hook, once. Does nothing if `ODB_FACTORY_DISABLE` is 1 or true."""
     if os.environ.get(DISABLE, "").lower() in ("1", "true", "y", "yes"):
         return
-    if is_active():  # by `odb-factory train`, say: torch may be imported by the hooks themselves, in the midst of it
-        return
     try:
+        if is_active():  # by `odb-factory train`: torch may be imported by the hooks themselves, in the midst of it
+            return
         sys.meta_path.insert(0, SeamFinder())
         for name in (*SEAMS, *LAUNCHERS):
             if name in sys.modules:
