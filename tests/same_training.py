@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from distributed.launch import SHIMS, Run, shimmed
+from distributed.launch import Run
 from distributed.shims.training_record import TrainingRecord
 from llamafactory.train.tuner import run_exp
 from safetensors.torch import load_file
-from support import read_jsonl
+from support import read_jsonl, shimmed
 
 RELATIVE = 1e-5
 """Largest difference of losses and weights (float32)."""
@@ -71,13 +71,8 @@ def train(config: dict[str, Any], num_ranks: int = 1, env: dict[str, str] | None
         shim = shimmed("record_training") | {"RECORD_TRAINING": str(record)}
         with Run(config | {"ddp_backend": "gloo"}, num_ranks=num_ranks, env=(env or {}) | shim) as run:
             ended = run.end()
-            assert ended.returncodes == [0], ended
+            assert ended.returncodes == [0], str(ended)
     return read(output_dir, record, num_ranks)
-
-
-def also_on_cpu(env: dict[str, str]) -> dict[str, str]:
-    """The environment for FSDP on a CPU, beside the recording."""
-    return env | {"ALSO_SHIM": str(SHIMS / "fsdp_on_cpu" / "sitecustomize.py")}
 
 
 def read(output_dir: Path, record: Path, num_ranks: int) -> Training:

@@ -19,6 +19,10 @@ os.environ.setdefault("DISABLE_VERSION_CHECK", "1")
 # Tiny models gain nothing from threads, and worker processes share the cores with them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+SHIMS = Path(__file__).parent / "distributed" / "shims"
+"""Its `sitecustomize` runs first in every process that a test starts."""
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SHIMS), os.environ.get("PYTHONPATH")]))
+
 RUN_TIMEOUT_S = 240
 MARK = "ODB_TEST_RUN"
 """Set in the environment of a run, and so of all its processes: torchrun puts each rank into a session of its own."""
@@ -88,6 +92,11 @@ def run_llamafactory(config: dict[str, Any], *overrides: str, env: dict[str, str
         output, _ = process.communicate()
         pytest.fail(f"no end within {RUN_TIMEOUT_S} s:\n{output[-4000:]}")
     return subprocess.CompletedProcess(command, process.returncode, output)
+
+
+def shimmed(name: str) -> dict[str, str]:
+    """The environment in which every process imports that module of SHIMS first."""
+    return {f"ODB_TEST_SHIM_{name.upper()}": "1"}
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:

@@ -23,8 +23,6 @@ import yaml
 from support import MARK, end_marked_processes, marked_processes, proc_words
 
 BIN = Path(sys.executable).parent
-SHIMS = Path(__file__).parent / "shims"
-"""Folders that each hold a `sitecustomize.py`, and what these share."""
 TIMEOUT_S = 200
 POLL_S = 0.05
 
@@ -169,12 +167,6 @@ class Run:
         end_marked_processes(self.mark)
         for launcher in self.launchers:
             launcher.wait(10)
-
-
-def shimmed(name: str) -> dict[str, str]:
-    """The environment in which every rank runs the `sitecustomize.py` of that shim first."""
-    here = (str(SHIMS / name), str(SHIMS), os.environ.get("PYTHONPATH"))
-    return {"PYTHONPATH": os.pathsep.join(path for path in here if path)}
 
 
 def free_port() -> int:

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 from distributed.invariants import Audits, check_audits, check_books, losses, read_audits
-from distributed.launch import Run, shimmed
+from distributed.launch import Run
 from distributed.rows import INVALID, row
 from PIL import Image
-from support import run_llamafactory, training_config, write_dataset
+from support import run_llamafactory, shimmed, training_config, write_dataset
 
 ACCUMULATION, BATCH = 2, 2
 TOKEN_BUDGET, MAX_PATCHES = 256, 140
@@ -145,7 +145,7 @@ def deepspeed_config(stage: int, folder: Path) -> str:
 def run_to_end(config: dict[str, Any], num_ranks: int = 2, env: dict[str, str] | None = None) -> None:
     with Run(config, num_ranks=num_ranks, env=env) as run:
         ended = run.end()
-        assert ended.returncodes == [0], ended
+        assert ended.returncodes == [0], str(ended)
         assert not run.left_behind()
 
 

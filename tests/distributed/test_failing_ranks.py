@@ -52,7 +52,7 @@ def _no_room(*_: Any, **__: Any) -> None:
 
 def run(folder: Path, **kwargs: Any) -> list[Outcome]:
     ended = run_ranks("distributed.test_failing_ranks:train", folder, limit_s=LIMIT_S, **kwargs)
-    assert all(outcome.value and outcome.value != "done" for outcome in ended), ended
+    assert all(outcome.value and outcome.value != "done" for outcome in ended), str(ended)
     return ended
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 from distributed.invariants import check_audits, check_books, read_audits
-from distributed.launch import TIMEOUT_S, Ended, Node, Run, shimmed
+from distributed.launch import TIMEOUT_S, Ended, Node, Run
 from distributed.rows import row
 from PIL import Image
-from support import training_config, write_dataset
+from support import shimmed, training_config, write_dataset
 
 LIMIT_S = 60
 """From the fault to the end of the last launcher."""
@@ -58,7 +58,7 @@ def under_way(run: Run) -> None:
 
 def both_fail(run: Run, limit_s: float = LIMIT_S) -> Ended:
     ended = run.end(limit_s)
-    assert all(ended.returncodes), ended
+    assert all(ended.returncodes), str(ended)
     left = run.left_behind()
     assert not left, f"{left}\n{ended}"
     return ended
@@ -85,7 +85,7 @@ def test_unreadable_picture_is_skipped_and_counted(with_an_unreadable_picture) -
     with_an_unreadable_picture["odb"]["on_error"] = "skip"
     with Run(with_an_unreadable_picture, nodes=NODES) as run:
         ended = run.end()
-        assert ended.returncodes == [0, 0], ended
+        assert ended.returncodes == [0, 0], str(ended)
         assert not run.left_behind()
     audits = read_audits(run.output_dir, 2)
     check_audits(audits, ids=set(range(60)) - {BAD_ROW}, accumulation=2, token_budget=128, dropped=1)

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from distributed.launch import Run, parent, shimmed
+from distributed.launch import Run, parent
 from distributed.ranks import TESTS, Collator, Observer
 from distributed.rows import row
-from support import MARK, end_marked_processes, marked_processes, proc_words, training_config, write_dataset
+from support import MARK, end_marked_processes, marked_processes, proc_words, shimmed, training_config, write_dataset
 
 from odb_factory.config import ODBConfig
 from odb_factory.data.loader import ODBLoader

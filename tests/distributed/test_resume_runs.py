@@ -45,7 +45,7 @@ def configuration(model: Path, folder: Path, **changes: Any) -> dict[str, Any]:
 def to_the_end(config: dict[str, Any], num_ranks: int) -> None:
     with Run(config, num_ranks=num_ranks, env=ENV) as run:
         ended = run.end()
-        assert ended.returncodes == [0], ended
+        assert ended.returncodes == [0], str(ended)
         assert not run.left_behind()
 
 

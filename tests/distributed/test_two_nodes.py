@@ -70,7 +70,7 @@ def test_two_nodes_train_the_mix_with_zero3(nodes, tiny_vl, tmp_path, deepspeed_
     )
     with Run(config, nodes=nodes, master=ADDRESSES[0]) as run:
         ended = run.end()
-        assert ended.returncodes == [0, 0], ended
+        assert ended.returncodes == [0, 0], str(ended)
         assert not run.left_behind()
     audits = read_audits(tmp_path / "out", 2)
     check_audits(audits, ids=range(SAMPLES), accumulation=2, token_budget=2048, max_patches=1024)

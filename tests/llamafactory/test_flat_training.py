@@ -17,7 +17,7 @@ from distributed.rows import write_uneven_rows
 from distributed.test_engines import ENGINES, deepspeed_config
 from llamafactory.train.tuner import run_exp
 from safetensors.torch import load_file
-from same_training import RELATIVE, Training, also_on_cpu, check_same_training, report, train
+from same_training import RELATIVE, Training, check_same_training, report, train
 from support import read_jsonl, training_config
 
 NUM_EVAL = 4
@@ -114,10 +114,9 @@ def test_engines(pair: Pair, dataset: str, name: str, tmp_path: Path, request: p
     if engine.deepspeed_stage:
         request.getfixturevalue("deepspeed_op")
         changes["deepspeed"] = deepspeed_config(engine.deepspeed_stage, tmp_path)
-    env = also_on_cpu(engine.env) if name.startswith("fsdp") else None
     if "fsdp_config" in changes and dataset == "texts":
         changes["fsdp_config"] = changes["fsdp_config"] | {"transformer_layer_cls_to_wrap": ["Qwen2DecoderLayer"]}
-    ours, stock = pair(dataset, 2, env=env, **changes)
+    ours, stock = pair(dataset, 2, env=engine.env, **changes)
     found = check_same_training(ours, stock, shards_parameters=name in ("zero3", "fsdp", "fsdp2"))
     report(f"flat, {dataset}, 2 ranks, {name}", found)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from distributed.launch import shimmed
-from support import read_log, run_llamafactory, training_config
+from support import read_log, run_llamafactory, shimmed, training_config
 
 
 @pytest.mark.full_grid

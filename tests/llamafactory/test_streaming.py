@@ -227,7 +227,7 @@ def test_shards_are_split_between_ranks_where_nothing_is_kept(config, tmp_path) 
     fill = {"odb": BLOCK | {"global_batch_size": "fill", "balance": False}, "max_steps": 12, "ddp_backend": "gloo"}
     with Run(config | STREAM | fill, num_ranks=2) as run:
         ended = run.end()
-    assert ended.returncodes == [0], ended
+    assert ended.returncodes == [0], str(ended)
     assert "each rank reads its part of the 6 shards" in ended.ranks[0]
     ids = ids_of_ranks(tmp_path / "odb", 2)
     assert sum(one.total() for one in ids) == sum(SHARDS) and max((ids[0] + ids[1]).values()) == 1

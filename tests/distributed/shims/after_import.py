@@ -1,4 +1,4 @@
-"""Change a module once it has been imported; for the `sitecustomize.py` beside this, which run before everything."""
+"""Change a module once it has been imported; for the modules beside this that change one."""
 
 import importlib.util
 import sys

@@ -1,4 +1,4 @@
-"""Make the model of rank 1 raise in its third forward pass: put on PYTHONPATH, it runs first in every rank."""
+"""Make the model of rank 1 raise in its third forward pass."""
 
 import functools
 import os

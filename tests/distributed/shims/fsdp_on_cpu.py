@@ -1,4 +1,4 @@
-"""Let accelerate use FSDP without an accelerator: put on PYTHONPATH, it runs first in every rank.
+"""Let accelerate use FSDP without an accelerator.
 
 accelerate (1.11 to 1.15) leaves the FSDP plugin aside on MULTI_CPU and trains with DDP, without a word,
 although torch's FSDP runs on CPU with gloo. This lifts that one condition; everything else is theirs.

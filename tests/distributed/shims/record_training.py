@@ -1,11 +1,7 @@
-"""Record the training that LLaMA-Factory runs (see `training_record`) at RECORD_TRAINING; put on PYTHONPATH.
-
-ALSO_SHIM names another shim that runs as well: Python looks for one `sitecustomize` only.
-"""
+"""Record the training that LLaMA-Factory runs (see `training_record`) at RECORD_TRAINING."""
 
 import functools
 import os
-import runpy
 import sys
 
 from after_import import AfterImport
@@ -18,5 +14,3 @@ def change(module):
 
 
 sys.meta_path.insert(0, AfterImport("llamafactory.train.tuner", change))
-if "ALSO_SHIM" in os.environ:
-    runpy.run_path(os.environ["ALSO_SHIM"])
