@@ -2,8 +2,8 @@
 
 An attention function and a mask function, registered with transformers by its public interfaces. On a CUDA device
 torch's own variable-length kernel computes it (`torch.nn.attention.varlen`, torch >= 2.10), in bfloat16 and float16;
-everything else goes through transformers' `sdpa` function, one segment after the other: exact, and not quadratic in
-the row. Where no flat row is under way (an evaluation), both functions are those of `sdpa`.
+everything else goes through transformers' `sdpa` function, one segment length after the other: exact, and not quadratic
+in the row. Where no flat row is under way (an evaluation), both functions are those of `sdpa`.
 
 The segments come from the run, not from arguments that each model would have to hand down (see `flat_row`): a
 model cannot lose them on the way, and no position is read back from the device.
@@ -128,15 +128,19 @@ def _one_by_one(
     window: int | None,
     **kwargs: Any,
 ) -> Tensor:
+    """Neighbours of one length go together, as rows of a padded micro-batch do."""
+    runs = [(len(list(run)), length) for length, run in itertools.groupby(segments)]
+    tokens = [rows * length for rows, length in runs]
     parts = []
-    for q, k, v in zip(*(states.split(list(segments), dim=2) for states in (query, key, value))):
-        if window is None or q.shape[2] <= window:
-            parts.append(_sdpa(module, q, k, v, None, **kwargs)[0])
+    for run, *states in zip(runs, *(states[0].split(tokens, dim=1) for states in (query, key, value))):
+        q, k, v = (heads.unflatten(1, run).transpose(0, 1) for heads in states)
+        length = q.shape[2]
+        if window is None or length <= window:
+            part = _sdpa(module, q, k, v, None, **kwargs)[0]
         else:
-            parts.append(
-                _sdpa(module, q, k, v, _band(q.shape[2], window, q.device), **kwargs | {"is_causal": False})[0]
-            )
-    return torch.cat(parts, dim=1)
+            part = _sdpa(module, q, k, v, _band(length, window, q.device), **kwargs | {"is_causal": False})[0]
+        parts.append(part.flatten(0, 1))
+    return torch.cat(parts)[None]
 
 
 def _band(length: int, window: int, device: torch.device) -> Tensor:
