@@ -36,12 +36,14 @@ GRADIENT_TESTS = (
 )
 
 
-def _training(name: str, workload: str, ranks: int, what: str, minutes: int, short: bool = False) -> Part:
+def _training(
+    name: str, workload: str, ranks: int, what: str, minutes: int, short: bool = False, seeds: int = 3
+) -> Part:
     return Part(
         name,
         f"Training: {workload}, {ranks} rank{'s' * (ranks > 1)}",
         TRAIN_ABOUT.format(what=what),
-        ("train.py", "--workloads", workload, "--ranks", str(ranks)),
+        ("train.py", "--workloads", workload, "--ranks", str(ranks), "--seeds", str(seeds)),
         minutes,
         ("train.py", "--short") if short else None,
     )
@@ -83,7 +85,7 @@ PARTS = (
     _training("train_text_2", "text", 2, TEXTS, 16),
     _training("train_mm_mix_1", "MM-Mix", 1, MIX, 14),
     _training("train_mm_mix_2", "MM-Mix", 2, MIX, 14),
-    _training("overhead", "all alike", 1, "all samples are of one length, so that nothing can be won", 6),
+    _training("overhead", "all alike", 1, "all samples are of one length, so that nothing can be won", 14, seeds=9),
     Part(
         "learning",
         "What is learnt",

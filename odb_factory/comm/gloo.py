@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -17,6 +19,18 @@ SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.0001, 0.02
 """Between two looks whether a collective has ended."""
 MARGIN_S = 10.0
 """Beyond its own timeout, torch is given this long to notice that it is over."""
+EXIT_PAUSE_S = 0.2
+
+
+@functools.cache
+def pause_at_exit() -> None:
+    """From now on this process waits `EXIT_PAUSE_S` seconds at its end, behind everything else that waits for it.
+
+    A thread of gloo's still holds the tensors of a collective when that has completed. If it drops them while the
+    interpreter ends, torch aborts the process ("terminate called without an active exception"): with torch 2.12, 3 of
+    150 pairs of ranks that ended right behind an all-gather. torchrun then calls a training failed that has ended well.
+    """
+    atexit.register(time.sleep, EXIT_PAUSE_S)
 
 
 def open_group(parent: dist.ProcessGroup | None, timeout_s: float) -> dist.ProcessGroup:
@@ -26,6 +40,7 @@ def open_group(parent: dist.ProcessGroup | None, timeout_s: float) -> dist.Proce
     only its ranks take part, and nothing is created on the default group.
     Raises `CollectiveError` if a rank does not come within `timeout_s` seconds.
     """
+    pause_at_exit()
 
     def make() -> dist.ProcessGroup:
         group: dist.ProcessGroup = dist.new_group(

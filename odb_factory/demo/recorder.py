@@ -52,6 +52,10 @@ def main() -> None:
     from llamafactory.train.tuner import run_exp
     from transformers import Trainer
 
+    from odb_factory.comm.gloo import pause_at_exit
+
+    if "RANK" in os.environ:
+        pause_at_exit()
     training_step = Trainer.training_step
     with record_of(Path(record), int(os.environ.get("RANK", 0))).open("w", encoding="utf-8", buffering=1) as lines:
 

@@ -14,6 +14,5 @@ for name in sorted(os.environ):
     if name.startswith(PREFIX):
         importlib.import_module(name.removeprefix(PREFIX).lower())
 if "RANK" in os.environ:
-    # A thread of gloo's that still holds a tensor while the interpreter ends aborts the process (torch 2.12: 3 of 150
-    # pairs of ranks that end right behind an all-gather, stock ZeRO-3 does on a busy machine). Give it time.
+    # As `odb_factory.comm.gloo.pause_at_exit`, for stock trainings: these, too, abort once in a while.
     atexit.register(time.sleep, 0.2)
