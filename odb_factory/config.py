@@ -222,7 +222,8 @@ class ODBConfig:
         """Make a config from what stands under `odb:` in the YAML (a mapping of keys to values)."""
         if not isinstance(block, Mapping):
             raise ConfigError(
-                f"odb: {block!r} is not a block of keys; write `odb:` with at least `token_budget: 8192` under it."
+                f"odb: {block!r} is not a block of keys; write `odb:` with at least `token_budget: 8192` under it, "
+                "or take it out to train without odb_factory."
             )
         known = {item.name: item for item in dataclasses.fields(cls)}
         for name in block:

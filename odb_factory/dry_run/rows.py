@@ -212,7 +212,7 @@ def _naming(data_args: Any) -> Iterator[None]:
         if NO_ROW in str(error):
             one = "it" if len(data_args.dataset or []) == 1 else "one of them"
             raise DataError(f"{which}: {one} has no row; take it out, or look at its file.") from error
-        raise DataError(f"{which}: cannot be read: {one_line(error)}.") from error
+        raise DataError(f"{which}: cannot be read: {one_line(error).rstrip('.')}.") from error
 
 
 @contextlib.contextmanager
