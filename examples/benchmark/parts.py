@@ -27,7 +27,7 @@ TRAIN_ABOUT = """The real LLaMA-Factory on a CPU, one epoch of the same samples 
 an optimizer step (packing and `fill` cannot have that, so their losses are not comparable): {what}. All at most at \
 the same peak of memory, in padded tokens of the largest micro-batch. Whatever was computed beyond each sample's own \
 tokens, once, counts as padding. "CPU seconds" are of the busiest training process; the clock's also hold what worker \
-processes take on the same cores. Best of a column in bold."""
+processes take on the same cores. glibc's malloc keeps freed memory, for all contestants. Best of a column in bold."""
 GRADIENT_TESTS = (
     "tests/data/test_layout_models.py",
     "tests/training/test_same_training.py",

@@ -2,8 +2,8 @@
 
 An attention function and a mask function, registered with transformers by its public interfaces. On a CUDA device
 torch's own variable-length kernel computes it (`torch.nn.attention.varlen`, torch >= 2.10), in bfloat16 and float16;
-everything else goes through transformers' `sdpa` function, one segment length after the other: exact, and not quadratic
-in the row. Where no flat row is under way (an evaluation), both functions are those of `sdpa`.
+everything else goes through transformers' `sdpa` function, one run of equal segments after the other: exact, and not
+quadratic in the row. Where no flat row is under way (an evaluation), both functions are those of `sdpa`.
 
 The segments come from the run, not from arguments that each model would have to hand down (see `flat_row`): a
 model cannot lose them on the way, and no position is read back from the device.
@@ -38,6 +38,8 @@ class FlatRow:
     def __init__(self, segments: Sequence[int]):
         self.segments = tuple(segments)
         self.tokens, self.longest = sum(segments), max(segments)
+        self.runs = [(len(list(run)), length) for length, run in itertools.groupby(segments)]
+        """Neighbours of one length: how many, and that length."""
         self._ends: dict[torch.device, Tensor] = {}
 
     def ends(self, device: torch.device) -> Tensor:
@@ -105,7 +107,7 @@ def attend(
         window = None
     dtype = _kernel_dtype(query, value, kwargs)
     if dtype is None:
-        return _one_by_one(module, query, key, value, _row.segments, window, **kwargs), None
+        return _run_by_run(module, query, key, value, _row.runs, window, **kwargs), None
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     return _kernel(query.to(dtype), key.to(dtype), value.to(dtype), _row, window, causal, kwargs.get("scaling")), None
@@ -116,20 +118,19 @@ def _sdpa(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
     return result
 
 
-# Segment by segment
+# Run by run
 
 
-def _one_by_one(
+def _run_by_run(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    segments: Sequence[int],
+    runs: Sequence[tuple[int, int]],
     window: int | None,
     **kwargs: Any,
 ) -> Tensor:
-    """Neighbours of one length go together, as rows of a padded micro-batch do."""
-    runs = [(len(list(run)), length) for length, run in itertools.groupby(segments)]
+    """The segments of a run go together, as rows of a padded micro-batch do."""
     tokens = [rows * length for rows, length in runs]
     parts = []
     for run, *states in zip(runs, *(states[0].split(tokens, dim=1) for states in (query, key, value))):
