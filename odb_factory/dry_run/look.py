@@ -15,7 +15,7 @@ from odb_factory.dry_run.observe import Sample, observe
 from odb_factory.dry_run.outcome import Outcome
 from odb_factory.dry_run.plans import Plans, budgets_around, least_budget
 from odb_factory.dry_run.rows import open_rows
-from odb_factory.dry_run.simulate import rival
+from odb_factory.dry_run.simulate import baseline
 from odb_factory.errors import DataError
 
 
@@ -91,8 +91,8 @@ def look(asked: Asked, samples: int) -> Look:
         budgets=budgets,
         other_layout=None if rows.stage.why_not_flat else plans.in_other_layout(),
         any_size=plans.without_sizes(),
-        fixed=rival("fixed", sample, plans.setting),
-        length_grouped=rival("length-grouped", sample, plans.setting),
+        fixed=baseline("fixed", sample, plans.setting),
+        length_grouped=baseline("length-grouped", sample, plans.setting),
         by_ranks=plans.by_ranks() if step_size else [],
         patch_caps=list(plans.under_patch_caps(least_budget(budgets, own))),
         bound_by_longest=sum(longest) / len(longest),

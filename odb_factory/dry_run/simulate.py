@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from odb_factory.data.keep_epoch import StockSteps, by_weight
-from odb_factory.dry_run import efficiency, rivals
+from odb_factory.dry_run import baselines, efficiency
 from odb_factory.dry_run.observe import Sample, Step
 from odb_factory.dry_run.outcome import Heaviest, Outcome, Shape, costs_of, outcome
 from odb_factory.dry_run.rounds import rounds
@@ -72,13 +72,13 @@ def planned(sample: Sample, setting: Setting, budget: Budget) -> Outcome:
     )
 
 
-def rival(name: str, sample: Sample, setting: Setting) -> Outcome:
+def baseline(name: str, sample: Sample, setting: Setting) -> Outcome:
     """name: "fixed" batches of this YAML's size, or such "length-grouped" ones. They know no budget."""
     stock = _fixed(sample.steps, setting)
     found = stock
     if name != "fixed":
         table = np.concatenate([step.rows for step in sample.steps])
-        together = rivals.length_grouped(table, setting.batch_size, setting.ranks, setting.collation)
+        together = baselines.length_grouped(table, setting.batch_size, setting.ranks, setting.collation)
         found = [together[k : k + setting.accumulation] for k in range(0, len(together), setting.accumulation)]
     return outcome(name, found, setting.ranks, None, limit=None, stock=stock)
 
@@ -137,7 +137,7 @@ def _filled(
 
 
 def _fixed(steps: Sequence[Step], setting: Setting) -> list[list[MicroStepTotals]]:
-    return [rivals.fixed_batches(step.rows, setting.batch_size, setting.ranks, setting.collation) for step in steps]
+    return [baselines.fixed_batches(step.rows, setting.batch_size, setting.ranks, setting.collation) for step in steps]
 
 
 def num_overlong(sample: Sample, budget: Budget) -> int:

@@ -96,7 +96,7 @@ class RunLog(TrainerCallback):
             return
         try:
             if self._file is None:
-                self._file = _opened(Path(folder) / RUN_LOG_FILE, goes_on=line.get("optimizer_steps", 0) > 0)
+                self._file = _opened(Path(folder) / RUN_LOG_FILE, append=line.get("optimizer_steps", 0) > 0)
             self._file.write(json.dumps(line, default=str) + "\n")
             self._file.flush()
         except OSError as error:
@@ -108,11 +108,11 @@ class RunLog(TrainerCallback):
             )
 
 
-def _opened(path: Path, *, goes_on: bool) -> TextIO:
+def _opened(path: Path, *, append: bool) -> TextIO:
     path.parent.mkdir(parents=True, exist_ok=True)
-    if goes_on and path.exists():
+    if append and path.exists():
         cut_off_last_line(path)
-    return path.open("a" if goes_on else "w", encoding="utf-8")
+    return path.open("a" if append else "w", encoding="utf-8")
 
 
 def _model_of(trainer: Any) -> str:
