@@ -133,7 +133,7 @@ def _run_by_run(
     """The segments of a run go together, as rows of a padded micro-batch do."""
     tokens = [rows * length for rows, length in runs]
     parts = []
-    for run, *states in zip(runs, *(states[0].split(tokens, dim=1) for states in (query, key, value))):
+    for run, *states in zip(runs, *(_parts(states[0], tokens) for states in (query, key, value))):
         q, k, v = (heads.unflatten(1, run).transpose(0, 1) for heads in states)
         length = q.shape[2]
         if window is None or length <= window:
@@ -141,7 +141,12 @@ def _run_by_run(
         else:
             part = _sdpa(module, q, k, v, _band(length, window, q.device), **kwargs | {"is_causal": False})[0]
         parts.append(part.flatten(0, 1))
-    return torch.cat(parts)[None]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
+
+
+def _parts(heads: Tensor, tokens: Sequence[int]) -> Sequence[Tensor]:
+    """heads: [heads, tokens, size]. One part is the whole, of which neither this nor its backward makes a copy."""
+    return heads.split(list(tokens), dim=1) if len(tokens) > 1 else (heads,)
 
 
 def _band(length: int, window: int, device: torch.device) -> Tensor:
