@@ -1,7 +1,5 @@
 """Every benchmark, one after the other, into one folder: JSON, tables, figures, and `benchmarks.md` made of them.
 
-`readme.md` beside it has the table and the picture that README shows.
-
 A part that is done is not run again, so a sitting may be interrupted, and goes on with the same command. What cannot be
 measured here, for want of a device or of a rival, is said in the page.
 
@@ -45,6 +43,12 @@ def shown(command: Sequence[str]) -> str:
     return shlex.join(
         command if command[0] == "pytest" else ("python", f"examples/benchmark/{command[0]}", *command[1:])
     )
+
+
+def commit() -> str:
+    """Of odb_factory, as it is measured."""
+    asked = ["git", "describe", "--always", "--dirty"]
+    return subprocess.run(asked, capture_output=True, text=True, cwd=ROOT, check=False).stdout.strip() or "no commit"
 
 
 def why_not(part: Part, is_short: bool) -> str | None:
@@ -92,6 +96,7 @@ def run(part: Part, folder: Path, is_short: bool, environments: Path) -> bool:
         "began": f"{began:%Y-%m-%d %H:%M}",
         "seconds": time.monotonic() - started,
         "load": load,
+        "commit": commit(),
     }
     (output / page.DONE).write_text(json.dumps(done, indent=2), encoding="utf-8")
     if process.returncode:
@@ -148,8 +153,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     missing = {part.name: why_not(part, given.short) or page.why_not(folder, part.name) for part in PARTS}
     text = page.make(folder, PARTS, missing)
     (folder / "benchmarks.md").write_text(text, encoding="utf-8")
-    if not given.short and (readme := page.readme(folder)):
-        (folder / "readme.md").write_text(readme, encoding="utf-8")
     print(f"The page: {folder / 'benchmarks.md'}")
     if given.publish:
         publish(folder, page.make(folder, PARTS, missing, figures_in=f"{page.FIGURES}/"))

@@ -7,28 +7,17 @@ import json
 import os
 import platform
 import re
-import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
+import summary
 from parts import Part
 
 TABLES, DONE, FIGURES = "tables.md", "done.json", "benchmarks"
 """What a part prints, how it went, and where docs/ has the figures."""
 PACKAGES = ("torch", "transformers", "llamafactory", "accelerate", "trl")
-README_ROWS = {
-    "fixed batches, best of 1, 2, 4 and 8 rows": r"fixed, .*",
-    "length-grouped, best of 1, 2, 4 and 8 rows (needs all lengths before training)": r"length-grouped, .*",
-    "transformers' batch_rebalance, best of 1, 2, 4 and 8 rows (the same)": r"batch_rebalance.*",
-    "LLaMA-Factory's packing (text only, another N)": r"LLaMA-Factory's packing, neat_packing",
-    "online-dynamic-batching (another N)": r"online-dynamic-batching.*",
-    "odb, padded": r"odb, keep",
-    "**odb**": r"odb, keep, flat",
-    "what no cut can exceed": r"what no cut can exceed",
-}
-"""Of the best of those whose names match."""
 LOG_LINE = re.compile(r"^\[\d{4}-[^]]*\] \[(INFO|WARNING)\]")
 PYTEST_LINE = re.compile(r"^[.sxFE]*\s*(\[ *\d+%\])?$|^=+|^\d+ passed|^-- Docs|^SKIPPED")
 
@@ -59,43 +48,19 @@ def make(folder: Path, parts: Sequence[Part], missing: Mapping[str, str], figure
     for part in parts:
         anchor = re.sub(r"[^\w\- ]", "", part.heading.lower()).replace(" ", "-")
         lines.append(f"- [{part.heading}](#{anchor})")
+    lines += ["", "## In short", *summary.lines(folder, [name for name, one in found.items() if one], figures_in)]
     for part in parts:
         lines += ["", f"## {part.heading}", part.about, ""]
         one = found[part.name]
         if one is None:
             lines.append(f"Not measured: {missing[part.name]}.")
             continue
-        lines += [f"`{one['command']}` ({one['seconds'] / 60:.0f} minutes, {one['began']}):", ""]
+        took = f"{one['seconds'] / 60:.0f} minutes, {one['began']}, odb_factory at {one['commit']}"
+        lines += [f"`{one['command']}` ({took}):", ""]
         lines.append(body((folder / part.name / TABLES).read_text(encoding="utf-8"), one["command"]))
         for path in figures(folder):
             if path.parent.name == part.name:
                 lines += ["", f"![{part.heading}: {path.stem}]({figures_in}{path.relative_to(folder).as_posix()})"]
-    return "\n".join(lines) + "\n"
-
-
-def readme(folder: Path) -> str | None:
-    """The one table and the one picture of README, once the parts they come from are done."""
-    if not (done(folder, "planning") and done(folder, "train_mm_mix_2")):
-        return None
-    rows = json.loads((folder / "planning" / "planning.json").read_text(encoding="utf-8"))
-    rows = [row for row in rows if row["ranks"] == 8 and row["batch_size"] in (256, None) and not row["images"]]
-    profiles = list(dict.fromkeys(row["profile"] for row in rows))
-    lines = [f"| 8 ranks, 256 samples an optimizer step | {' | '.join(profiles)} |", f"|---|{'--:|' * len(profiles)}"]
-    for label, names in README_ROWS.items():
-        cells = []
-        for profile in profiles:
-            mine = [row for row in rows if row["profile"] == profile and re.fullmatch(names, row["name"])]
-            reached = [row["efficiency"] for row in mine if "why" not in row]
-            cells.append(f"{max(reached):.2f}" if reached else "not measured")
-        lines.append(f"| {label} | {' | '.join(cells)} |")
-    (trained,) = json.loads((folder / "train_mm_mix_2" / "train.json").read_text(encoding="utf-8")).values()
-    lines += ["", "| MM-Mix, 2 ranks | training loss | validation loss | seconds |", "|---|--:|--:|--:|"]
-    for run in trained:
-        if run["name"] in ("fixed batch", "length-grouped", "odb"):
-            losses = f"{run['train_loss']:.3f} | {run['validation_loss']:.3f}"
-            least, most = run["seconds_spread"]
-            lines.append(f"| {run['name']} | {losses} | {run['seconds']:.1f} ({least:.1f} to {most:.1f}) |")
-    lines += ["", f"![Losses over optimizer steps and over time](docs/{FIGURES}/train_mm_mix_2/losses.png)"]
     return "\n".join(lines) + "\n"
 
 
@@ -109,11 +74,8 @@ def body(printed: str, command: str) -> str:
 
 
 def head(parts: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The command, the machine, the versions, when it was and how busy the machine was."""
+    """The command, the machine, its versions of packages, when it was and how busy the machine was."""
     versions = [f"{name} {version}" for name in PACKAGES if (version := _version(name))]
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent, check=False
-    ).stdout.strip()
     memory = psutil.virtual_memory().total / 2**30
     lines = [
         "Everything on this page is made by one command:",
@@ -126,8 +88,7 @@ def head(parts: Sequence[Mapping[str, Any]]) -> list[str]:
         "table get the same samples. Where another method is ahead, the tables say so.",
         "",
         f"- Machine: {_processor()}, {os.cpu_count()} cores, {memory:.0f} GiB, {platform.system()}; {_device()}",
-        f"- Versions: odb_factory {commit or _version('odb_factory')}, Python {platform.python_version()}, "
-        f"{', '.join(versions)}",
+        f"- Versions: Python {platform.python_version()}, {', '.join(versions)}",
     ]
     if parts:
         begins = sorted(part["began"] for part in parts)

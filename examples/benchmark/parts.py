@@ -55,6 +55,14 @@ TEXTS, MIX = (
 )
 PARTS = (
     Part(
+        "demo",
+        "The demo",
+        "What `odb-factory demo` runs: LLaMA-Factory trains a tiny Qwen3-VL on the built-in MM-Mix on two processes, "
+        "each contestant once, all at the same peak of padded tokens.",
+        ("demo.py",),
+        3,
+    ),
+    Part(
         "planning",
         "The plan",
         "In simulation, everybody on the same samples, with the code that a training runs. Step efficiency = real "
@@ -146,6 +154,16 @@ PARTS = (
             *("scale.py", "--ranks", "2", "8", "--window", "32", "--token-budget", "2048", "--rounds", "2"),
             *("--grouped", "8", "--group-sizes", "4", "8"),
         ),
+    ),
+    Part(
+        "beside",
+        "Beside the training thread",
+        "What one plan of a kept optimizer step costs a thread of pure Python, the worst case for Python's interpreter "
+        "lock: if a thread of the same process planned, and as it is, with a process that plans. With messages of all "
+        "ranks read; flat steps of more than 256 ranks are planned in groups of so many.",
+        ("beside.py",),
+        3,
+        ("beside.py", "--steps", "2x16", "--rounds", "1", "--plans", "2"),
     ),
     Part(
         "gpu",

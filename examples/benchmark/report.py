@@ -49,6 +49,18 @@ COLUMNS = (
 )
 
 
+def shares(fixed: Result, ours: Result, measure: Callable[[Result], float]) -> list[float]:
+    """What ours takes by what fixed batches take, of each seed."""
+    return [measure(mine) / measure(stock) for stock, mine in zip(fixed["runs"], ours["runs"], strict=True)]
+
+
+def furthest_loss(fixed: Result, ours: Result) -> float:
+    """The largest relative difference of the training losses of any optimizer step, of all seeds."""
+    pairs = zip(fixed["runs"], ours["runs"], strict=True)
+    losses = [pair for stock, mine in pairs for pair in zip(stock["losses"], mine["losses"], strict=True)]
+    return max(abs(a - b) / a for a, b in losses)
+
+
 def balance(padded: Sequence[Sequence[int]]) -> float:
     """Mean over steps of the mean over the largest padded tokens of the ranks. padded: of each rank, by step."""
     return sum(sum(step) / len(step) / max(step) for step in zip(*padded)) / min(map(len, padded))

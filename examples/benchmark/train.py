@@ -36,7 +36,9 @@ from report import (
     balance,
     draw,
     draw_losses,
+    furthest_loss,
     markdown,
+    shares,
     whole,
 )
 from train_workloads import FIXED, GLOBAL_BATCH_SIZE, WORKLOADS, Workload
@@ -109,15 +111,12 @@ def mean_of(runs: list[Result]) -> Result:
 
 def same_training(fixed: Result, ours: Result) -> str:
     """How far the losses of odb are from those of fixed batches, optimizer step by optimizer step, of all seeds."""
-    pairs = list(zip(fixed["runs"], ours["runs"], strict=True))
-    losses = [pair for a, b in pairs for pair in zip(a["losses"], b["losses"], strict=True)]
-    furthest = max(abs(a - b) / a for a, b in losses)
-    shares = [ours["seconds"] / fixed["seconds"] for fixed, ours in pairs]
-    cpu = statistics.median(ours["cpu_seconds"] / fixed["cpu_seconds"] for fixed, ours in pairs)
+    seconds = shares(fixed, ours, lambda run: run["seconds"])
+    cpu = statistics.median(shares(fixed, ours, lambda run: run["cpu_seconds"]))
     return (
         f"{ours['name']} and fixed batches: {len(fixed['losses'])} optimizer steps each, whose training losses differ "
-        f"by {furthest:.1e} at most, relatively; in {statistics.median(shares):.1%} of the time ({min(shares):.1%} to "
-        f"{max(shares):.1%}; {cpu:.1%} of the CPU time)."
+        f"by {furthest_loss(fixed, ours):.1e} at most, relatively; in {statistics.median(seconds):.1%} of the time "
+        f"({min(seconds):.1%} to {max(seconds):.1%}; {cpu:.1%} of the CPU time)."
     )
 
 
@@ -131,9 +130,8 @@ def overhead(fixed: Result, ours: Result) -> str:
         return run["seconds_to_first_step"] + run["seconds"]
 
     said = []
-    for measure in (of_a_step, in_all):
-        shares = [measure(mine) / measure(stock) for stock, mine in zip(fixed["runs"], ours["runs"], strict=True)]
-        said.append(f"{statistics.median(shares):.1%} ({min(shares):.1%} to {max(shares):.1%})")
+    for found in (shares(fixed, ours, of_a_step), shares(fixed, ours, in_all)):
+        said.append(f"{statistics.median(found):.1%} ({min(found):.1%} to {max(found):.1%})")
     return (
         f"{ours['name']}: from the third on, an optimizer step takes {said[0]} of the time of fixed batches; from the "
         f"start of the process to the end of the last optimizer step it takes {said[1]}."

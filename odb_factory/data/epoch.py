@@ -14,6 +14,7 @@ import numpy as np
 
 from odb_factory.comm.coordinator import CollectiveError, Coordinator, RankMetadata
 from odb_factory.comm.redistribute import redistribute
+from odb_factory.data.plan_process import Compute, compute_here
 from odb_factory.data.samples import MicroBatch, OptimizerStep, Rejection, Sample, Task
 from odb_factory.data.serialize import sample_from_bytes, sample_to_bytes
 from odb_factory.errors import DataError, one_line
@@ -37,6 +38,7 @@ class EpochContext:
     order: makes a number of the order drawn so far, given the optimizer step. compare_orders: with these numbers of all
     ranks, why they cannot go on (None: they can). propose: the cost model as it is known by then. lowered: to what this
     rank has lowered its budgets by then, if it has; `budget` stays as configured.
+    compute: what runs planners, which are pure functions.
     find_dummy_sample: a usable sample of the dataset, for the idle micro-batches of a rank that holds none.
     """
 
@@ -53,6 +55,7 @@ class EpochContext:
     compare_orders: Callable[[Sequence[int]], str | None] = lambda orders: None
     propose: Callable[[], CostModel] = CostModel
     lowered: Callable[[], Limits | None] = lambda: None
+    compute: Compute = compute_here
 
 
 @dataclass(frozen=True, slots=True)

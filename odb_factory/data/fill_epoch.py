@@ -90,7 +90,8 @@ class FillEpoch(EpochPlanner):
         while not self.final:
             ranks = self._exchange()
             buffers = [rank.buffer for rank in ranks]
-            plan = plan_buffers(
+            plan = self.context.compute(
+                plan_buffers,
                 buffers,
                 self._budget(ranks),
                 seed=self.context.seed,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from odb_factory.comm.agreement import ranks_alike
 from odb_factory.comm.coordinator import DIFFERENT_PLANS, CollectiveError, Coordinator
+from odb_factory.data.plan_process import Compute, compute_here
 from odb_factory.planning import Budget, BufferMetadata, CostModel, Plan
 from odb_factory.planning.flat_groups import GroupOutline, group_of, joined, outline, plan_group, steps_to_reach
 
@@ -18,14 +19,15 @@ def plan_with_group(
     model: CostModel,
     coordinator: Coordinator,
     step_index: int,
+    compute: Compute = compute_here,
 ) -> Plan:
     """What this rank's group does in an optimizer step, with the totals of all groups. Collective.
 
-    buffers: one a rank, of all ranks. group_size: of ranks among which samples travel. Raises `CollectiveError` on all
-    ranks if those of a group have computed different plans.
+    buffers: one a rank, of all ranks. group_size: of ranks among which samples travel. compute: runs planners.
+    Raises `CollectiveError` on all ranks if those of a group have computed different plans.
     """
     ranks = group_of(coordinator.rank, len(buffers), group_size)
-    plan = plan_group(buffers, budget, ranks, model=model)
+    plan = compute(plan_group, buffers, budget, ranks, model=model)
     while True:
         answers = coordinator.gather_plans(outline(plan, ranks).to_bytes(), step_index)
         firsts = [answers[rank - rank % group_size] for rank in range(len(answers))]
@@ -36,4 +38,4 @@ def plan_with_group(
         if not least_steps:
             return joined(plan, ranks, outlines)
         if len(plan.totals) < least_steps:
-            plan = plan_group(buffers, budget, ranks, model=model, least_steps=least_steps)
+            plan = compute(plan_group, buffers, budget, ranks, model=model, least_steps=least_steps)

@@ -31,6 +31,7 @@ from odb_factory.data.epoch import EpochContext
 from odb_factory.data.handed_out import HandedOut
 from odb_factory.data.loader_workers import END, LoaderWorkers, take
 from odb_factory.data.observe import Observer
+from odb_factory.data.plan_process import compute_here
 from odb_factory.data.prefetch import BackgroundPrefetcher, InlinePrefetcher
 from odb_factory.data.rejections import RejectionLog
 from odb_factory.data.resume.progress import Progress
@@ -305,16 +306,20 @@ class ODBLoader:
         self._order.set_epoch(self.epoch)
         self._order.start = self._progress.start()
         order = functools.partial(self._checked_order, tuple(place.values()), self._progress.order)
-        context = dataclasses.replace(self._context, order=order)
+        process = self._workers.plan()
+        context = dataclasses.replace(self._context, order=order, compute=process or compute_here)
         planner = self._progress.planner(self._workers.observe(self.epoch), context)
         plans = iter(planner)
         ahead = self._progress.plans_ahead(self.config.buffer_size)
         current = Pass(
             planner,
             BackgroundPrefetcher(plans, ahead) if self._workers.threaded else InlinePrefetcher(plans),
+            process=process,
             keeps_tasks=self.config.oom == "split",
         )
         self._pass = self._workers.feed.current = current
+        if process is not None:
+            process.start()
         current.batches = self._workers.collate(self.epoch)
         self._coordinator.start()
         self._coordinator.agree({**self._settings, **place})

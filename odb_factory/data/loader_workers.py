@@ -27,6 +27,7 @@ from odb_factory.data.measure import DEFAULT_PATCH_SIZE, Measure, measure_batch
 from odb_factory.data.observe import ObservedDataset, Observer, where
 from odb_factory.data.padding import PaddedLayout
 from odb_factory.data.pickling import Picklable
+from odb_factory.data.plan_process import PlanProcess
 from odb_factory.data.sampler import ShardSampler
 from odb_factory.data.samples import Rejection, Sample
 from odb_factory.data.stream import Arriving, ObservedItems, StreamReader
@@ -89,7 +90,7 @@ class LoaderWorkers:
         self.feed = TaskSampler(collate_workers)
         self.threaded = collate_workers > 0
         self._dataset, self._observer = dataset, observer
-        self._rank, self._generator = rank, generator
+        self._rank, self._generator, self._context = rank, generator, multiprocessing_context
 
         def loader(source: Any, workers: int, **kwargs: Any) -> DataLoader:
             if workers:
@@ -149,6 +150,10 @@ class LoaderWorkers:
     def collate(self, epoch: int) -> Iterator[Any]:
         """What becomes of the tasks of `feed`; to be asked with `take`."""
         return self._start(self._collating, COLLATES, epoch)
+
+    def plan(self) -> PlanProcess | None:
+        """What plans an epoch; None: the caller's own thread, for nothing here has processes."""
+        return PlanProcess(self._context) if self.threaded else None
 
     def describe(self, index: int) -> str:
         """Where a row comes from, for messages."""

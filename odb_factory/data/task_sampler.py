@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from odb_factory.data.epoch import EpochPlanner
+from odb_factory.data.plan_process import PlanProcess
 from odb_factory.data.prefetch import POLL_S, BackgroundPrefetcher, InlinePrefetcher
 from odb_factory.data.samples import Task
 
@@ -15,15 +16,20 @@ from odb_factory.data.samples import Task
 class Pass:
     """One pass over an epoch: its planner, what is planned and not yet handed on, its batches, how it failed.
 
-    plans: the planner's lists of tasks, made ahead. in_flight: tasks handed on whose batches have not been taken yet;
-    keeps_tasks: they are in `handed_on`, in order, until somebody takes them out.
-    epoch_steps: optimizer steps of the epoch as its first plan says.
+    plans: the planner's lists of tasks, made ahead. process: where planners compute, if not here.
+    in_flight: tasks handed on whose batches have not been taken yet; keeps_tasks: they are in `handed_on`, in order,
+    until somebody takes them out. epoch_steps: optimizer steps of the epoch as its first plan says.
     """
 
     def __init__(
-        self, planner: EpochPlanner, plans: BackgroundPrefetcher | InlinePrefetcher, *, keeps_tasks: bool = False
+        self,
+        planner: EpochPlanner,
+        plans: BackgroundPrefetcher | InlinePrefetcher,
+        *,
+        process: PlanProcess | None = None,
+        keeps_tasks: bool = False,
     ):
-        self.planner, self.plans, self.keeps_tasks = planner, plans, keeps_tasks
+        self.planner, self.plans, self.process, self.keeps_tasks = planner, plans, process, keeps_tasks
         self.tasks: deque[Task] = deque()
         self.handed_on: deque[Task] = deque()
         self.in_flight = 0
@@ -34,6 +40,8 @@ class Pass:
 
     def close(self, timeout_s: float) -> None:
         self.plans.close(timeout_s)
+        if self.process is not None:
+            self.process.close()
         self.batches = None
         self.tasks.clear()
         self.handed_on.clear()

@@ -1,0 +1,110 @@
+"""Plans are made in a process of their own: the training thread never waits for the interpreter lock of a planner.
+
+Planners are pure functions of a few integers a sample, so this is all that travels: what the ranks have told each
+other there, a plan back.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+from odb_factory.data.worker import watch_parent
+from odb_factory.errors import DataError, one_line
+
+CHECK_S = 1.0
+"""How often one who waits for a plan looks whether the process still lives."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Compute(Protocol):
+    """Computes a pure function, somewhere."""
+
+    def __call__(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R: ...
+
+
+def compute_here(function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+    """In the caller's thread, as a loader without worker processes does everything."""
+    return function(*args, **kwargs)
+
+
+class PlanProcess:
+    """A process that computes functions of modules, one after the other; it lives until `close`.
+
+    multiprocessing_context: as a DataLoader takes it. Where processes are forked, start it in the thread that forks the
+    workers, before the planning thread runs.
+
+        process = PlanProcess()
+        process.start()
+        plan = process(plan_optimizer_step, buffers, budget, balance=True)
+        process.close()
+    """
+
+    def __init__(self, multiprocessing_context: Any = None):
+        context = multiprocessing_context
+        if context is None or isinstance(context, str):
+            context = multiprocessing.get_context(context)
+        self._connection, theirs = context.Pipe()
+        self._theirs = theirs
+        self._process = context.Process(target=_serve, args=(theirs, os.getpid()), name="odb-planner", daemon=True)
+
+    def start(self) -> None:
+        self._process.start()
+        self._theirs.close()  # so that its end is seen here
+
+    def __call__(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Raises what the function raises, and `DataError` if the process is gone."""
+        try:
+            self._connection.send((function, args, kwargs))
+            while not self._connection.poll(CHECK_S):
+                if self._exit_code(0) is not None:
+                    raise EOFError
+            result, error = self._connection.recv()
+        except (EOFError, OSError):
+            raise DataError(
+                f"the process that plans ended by itself, exit code {self._exit_code(CHECK_S)}; look for the system's "
+                "out-of-memory killer, or plan in the training process: dataloader_num_workers 0."
+            ) from None
+        if error is not None:
+            raise error
+        return result
+
+    def close(self) -> None:
+        """End it, whatever it is doing; begun or not."""
+        if self._process.pid is not None:
+            self._process.kill()
+            self._process.join()
+        self._process.close()
+        self._theirs.close()
+        self._connection.close()
+
+    def _exit_code(self, timeout_s: float) -> int | None:
+        """None if it runs on, and once it is closed."""
+        try:
+            self._process.join(timeout_s)
+            return self._process.exitcode
+        except ValueError:
+            return None
+
+
+def _serve(connection: Connection, parent: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the trainer, which closes this
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not what a trainer does that is to stop
+    watch_parent(parent)
+    while True:
+        function, args, kwargs = connection.recv()
+        try:
+            connection.send((function(*args, **kwargs), None))
+        except Exception as error:
+            error.add_note(traceback.format_exc())
+            try:
+                connection.send((None, error))
+            except Exception:  # what it holds cannot be sent
+                connection.send((None, RuntimeError(one_line(error))))
