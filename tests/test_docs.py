@@ -56,10 +56,20 @@ def test_readme_is_short_and_leads_everywhere() -> None:
     assert all(f"(docs/{page.name})" in readme for page in ROOT.glob("docs/*.md"))
 
 
+def test_readme_shows_what_was_measured() -> None:
+    """Its first table and those of its results are the ones that `all.py --publish` wrote."""
+    readme, page = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/benchmarks.md"))
+    shown = readme.split("\n## Install\n")[0] + readme.split("\n## Result\n")[1].split("\n## ")[0]
+    measured = page.split("\n## In short\n")[1].split("\n## ")[0].splitlines()
+    tables = [line for line in shown.splitlines() if line.startswith("|")]
+    assert len(tables) > 20
+    assert [line for line in tables if line not in measured] == []
+
+
 def test_pictures_are_shown_and_small() -> None:
     text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
-    for picture in ROOT.glob("docs/*.png"):
-        assert f"{picture.name})" in text, picture.name
+    for picture in ROOT.glob("docs/**/*.png"):
+        assert f"{picture.relative_to(ROOT / 'docs').as_posix()})" in text, picture.name
         assert picture.stat().st_size < 300_000
 
 

@@ -5,7 +5,7 @@ a linear schedule. odb keeps the optimizer steps of fixed batches. Filled batche
 several times their samples, so at equal epochs there are fewer optimizer steps, and at equal optimizer steps more
 epochs. The table says what each costs and what it learns.
 
-    python examples/benchmark/learning.py                  # about ten minutes on two cores
+    python examples/benchmark/learning.py                  # three seeds; twenty minutes on one core
     python examples/benchmark/learning.py --seeds 1 --samples 400
 """
 
@@ -120,6 +120,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3, help="repetitions; the table gives means")
     parser.add_argument("--output-dir", type=Path, help="write learning.json there")
     given = parser.parse_args()
+    torch.set_num_threads(1)  # threads that wait for each other would count as CPU seconds
     results: dict[str, list[dict[str, float]]] = {name: [] for name in RUNS}
     with tempfile.TemporaryDirectory() as folder:
         model_path = build_tiny_qwen2(Path(folder) / "model")

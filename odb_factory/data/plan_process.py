@@ -14,7 +14,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-from odb_factory.data.worker import watch_parent
+from odb_factory.data.parent_watch import watch_parent
 from odb_factory.errors import DataError, one_line
 
 CHECK_S = 1.0
@@ -70,7 +70,7 @@ class PlanProcess:
         except (EOFError, OSError):
             raise DataError(
                 f"the process that plans ended by itself, exit code {self._exit_code(CHECK_S)}; look for the system's "
-                "out-of-memory killer, or plan in the training process: dataloader_num_workers 0."
+                "out-of-memory killer, or set `collate_workers: 0`: then the training process plans, and collates."
             ) from None
         if error is not None:
             raise error

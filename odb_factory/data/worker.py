@@ -1,16 +1,9 @@
-"""What a data worker does before its first task: watch the process that started it, and run `worker_init_fn`.
-
-A DataLoader worker whose trainer was killed may never end by itself. It fills the pipe of its result queue, nobody
-reads, and at its exit Python waits for the thread that feeds the pipe. So every worker of ours has a daemon thread that
-ends it hard once its parent is gone, whatever the worker is doing.
-"""
+"""What a data worker does before its first task: watch the process that started it, and run `worker_init_fn`."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-import threading
-import time
 from collections.abc import Callable
 from multiprocessing.context import get_spawning_popen
 from typing import Any
@@ -18,11 +11,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset, get_worker_info
 
-CHECK_S = 1.0
-"""How often a worker looks for its parent."""
-
-_watching: int | None = None
-"""The process whose parent is watched: a forked child inherits the variable, not the thread."""
+from odb_factory.data.parent_watch import watch_parent
 
 
 def worker_seed(seed: int, rank: int, stage: int, epoch: int) -> int:
@@ -32,41 +21,6 @@ def worker_seed(seed: int, rank: int, stage: int, epoch: int) -> int:
     seeds that have nothing in common, as numpy's `SeedSequence` promises.
     """
     return int(np.random.SeedSequence(seed, spawn_key=(rank, stage, epoch)).generate_state(1, np.uint64)[0] >> 1)
-
-
-def watch_parent(pid: int) -> None:
-    """End this worker within about a second of the end of process `pid`, which started it.
-
-    Does nothing in `pid` itself: only a worker may be ended like this.
-    """
-    global _watching
-    if os.getpid() in (pid, _watching):
-        return
-    _watching = os.getpid()
-    threading.Thread(target=_watch, args=(pid,), name="odb-parent-watch", daemon=True).start()
-
-
-def _watch(pid: int) -> None:
-    # Where workers are forked, a later one holds the pipe that tells of the parent, too; but its id changes.
-    # With forkserver the system's parent is the server.
-    is_child = os.getppid() == pid
-    while not (_has_ended(pid) or (is_child and os.getppid() != pid)):
-        time.sleep(CHECK_S)
-    os._exit(1)
-
-
-def _has_ended(pid: int) -> bool:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        return not parent.is_alive()
-    # Its arguments are still being read, so multiprocessing does not know of the parent yet.
-    if os.name != "posix":
-        return False
-    try:
-        os.kill(pid, 0)  # sends nothing; on Windows it would end the process
-    except ProcessLookupError:
-        return True
-    return False
 
 
 class WorkerDataset(Dataset):

@@ -37,8 +37,8 @@ def alive(pid: int) -> bool:
 
 
 @pytest.fixture
-def process(request: pytest.FixtureRequest) -> Iterator[PlanProcess]:
-    process = PlanProcess(getattr(request, "param", None))
+def process() -> Iterator[PlanProcess]:
+    process = PlanProcess()
     process.start()
     yield process
     process.close()
@@ -57,9 +57,10 @@ def fail_unsendably() -> None:
     raise Unsendable("a reason")
 
 
-@pytest.mark.parametrize("process", ["fork", "spawn", "forkserver"], indirect=True)
-def test_its_plans_are_those_made_here(process: PlanProcess) -> None:
-    model = CostModel()
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_its_plans_are_those_made_here(method: str) -> None:
+    process, model = PlanProcess(method), CostModel()
+    process.start()
     for layout in ("padded", "flat"):
         budget = Budget(16, layout=layout)
         planned = process(plan_optimizer_step, BUFFERS, budget, balance=True, model=model)
@@ -67,6 +68,8 @@ def test_its_plans_are_those_made_here(process: PlanProcess) -> None:
         where = {"seed": 1, "epoch": 0, "round_index": 3, "balance": True}
         assert process(plan_buffers, BUFFERS, budget, **where) == plan_buffers(BUFFERS, budget, **where)
     assert process(plan_group, BUFFERS, budget, range(1, 2), model=model).groups[0] == []
+    assert process(eval, "'torch' in __import__('sys').modules") is (method == "fork"), "it needs no torch"
+    process.close()
 
 
 def test_errors_are_those_of_the_function_and_say_where(process: PlanProcess) -> None:
