@@ -6,7 +6,7 @@ measured here, for want of a device or of a rival, is said in the page.
     python examples/benchmark/all.py --rivals              # everything; under three hours on two quiet cores
     python examples/benchmark/all.py --parts planning start
     python examples/benchmark/all.py --parts loader --again
-    python examples/benchmark/all.py --publish             # what is done into docs/
+    python examples/benchmark/all.py --publish             # what is done into docs/, with its figures as JSON
     python examples/benchmark/all.py --short               # the shortest form of everything: shows that it works
 """
 
@@ -26,6 +26,7 @@ from pathlib import Path
 
 import page
 import rivals
+from machine import commit, machine, versions
 from parts import PARTS, Part
 
 FOLDER = Path(__file__).resolve().parent
@@ -43,12 +44,6 @@ def shown(command: Sequence[str]) -> str:
     return shlex.join(
         command if command[0] == "pytest" else ("python", f"examples/benchmark/{command[0]}", *command[1:])
     )
-
-
-def commit() -> str:
-    """Of odb_factory, as it is measured."""
-    asked = ["git", "describe", "--always", "--dirty"]
-    return subprocess.run(asked, capture_output=True, text=True, cwd=ROOT, check=False).stdout.strip() or "no commit"
 
 
 def why_not(part: Part, is_short: bool) -> str | None:
@@ -97,6 +92,8 @@ def run(part: Part, folder: Path, is_short: bool, environments: Path) -> bool:
         "seconds": time.monotonic() - started,
         "load": load,
         "commit": commit(),
+        "machine": machine(),
+        "versions": versions(),
     }
     (output / page.DONE).write_text(json.dumps(done, indent=2), encoding="utf-8")
     if process.returncode:
@@ -106,16 +103,24 @@ def run(part: Part, folder: Path, is_short: bool, environments: Path) -> bool:
     return process.returncode == 0
 
 
-def publish(folder: Path, text: str) -> None:
-    """The page and its figures, into docs/."""
-    docs = ROOT / "docs"
-    (docs / "benchmarks.md").write_text(text, encoding="utf-8")
-    shutil.rmtree(docs / page.FIGURES, ignore_errors=True)
-    for figure in page.figures(folder):
-        target = docs / page.FIGURES / figure.relative_to(folder)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(figure, target)
-    print(f"published: {docs / 'benchmarks.md'}")
+def publish(folder: Path) -> None:
+    """The parts that are done into docs/, in place of what was published of them, and the page of all there are."""
+    published = ROOT / "docs" / page.FIGURES
+    for part in PARTS:
+        if page.done(folder, part.name):
+            target = published / part.name
+            shutil.rmtree(target, ignore_errors=True)
+            target.mkdir(parents=True)
+            for path in page.files(folder / part.name):
+                shutil.copyfile(path, target / path.name)
+    text = page.make(published, PARTS, missing(published, is_short=False), figures_in=f"{page.FIGURES}/")
+    (ROOT / "docs" / "benchmarks.md").write_text(text, encoding="utf-8")
+    print(f"published: {ROOT / 'docs' / 'benchmarks.md'}")
+
+
+def missing(folder: Path, is_short: bool) -> dict[str, str]:
+    """Why a part has no tables there, if it has none."""
+    return {part.name: why_not(part, is_short) or page.why_not(folder, part.name) for part in PARTS}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -124,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--parts", nargs="+", choices=names, default=names, metavar="PART", help=", ".join(names))
     parser.add_argument("--again", action="store_true", help="run parts that are done, too")
     parser.add_argument("--rivals", action="store_true", help="make environments for rivals first (pip, 0.2 GB)")
-    parser.add_argument("--publish", action="store_true", help="put page and figures into docs/")
+    parser.add_argument("--publish", action="store_true", help="what is done into docs/, beside what is published")
     parser.add_argument("--short", action="store_true", help="the shortest form: shows that all of it works")
     parser.add_argument("--output-dir", type=Path, help="(saves/benchmark; with --short saves/benchmark_short)")
     given = parser.parse_args(arguments)
@@ -150,12 +155,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             minutes = "" if given.short else f", about {part.minutes} minutes"
             print(f"{head}: {datetime.datetime.now():%H:%M}{minutes}", flush=True)
             failed += not run(part, folder, given.short, environments)
-    missing = {part.name: why_not(part, given.short) or page.why_not(folder, part.name) for part in PARTS}
-    text = page.make(folder, PARTS, missing)
+    text = page.make(folder, PARTS, missing(folder, given.short))
     (folder / "benchmarks.md").write_text(text, encoding="utf-8")
     print(f"The page: {folder / 'benchmarks.md'}")
     if given.publish:
-        publish(folder, page.make(folder, PARTS, missing, figures_in=f"{page.FIGURES}/"))
+        publish(folder)
     return 1 if failed else 0
 
 

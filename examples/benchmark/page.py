@@ -1,23 +1,18 @@
-"""The page `benchmarks.md`: machine, versions and date, then of each part its command, tables and figures."""
+"""The page `benchmarks.md`: machines, versions and dates, then of each part its command, tables and figures."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
-import os
-import platform
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import psutil
 import summary
 from parts import Part
 
 TABLES, DONE, FIGURES = "tables.md", "done.json", "benchmarks"
 """What a part prints, how it went, and where docs/ has the figures."""
-PACKAGES = ("torch", "transformers", "llamafactory", "accelerate", "trl")
 LOG_LINE = re.compile(r"^\[\d{4}-[^]]*\] \[(INFO|WARNING)\]")
 PYTEST_LINE = re.compile(r"^[.sxFE]*\s*(\[ *\d+%\])?$|^=+|^\d+ passed|^-- Docs|^SKIPPED")
 
@@ -34,10 +29,10 @@ def why_not(folder: Path, name: str) -> str:
     return "it failed" if (folder / name / DONE).exists() else "not run"
 
 
-def figures(folder: Path) -> Iterator[Path]:
-    """PNGs of the parts that are done."""
-    for path in sorted(folder.glob("*/*.png")):
-        if done(folder, path.parent.name):
+def files(folder: Path) -> Iterator[Path]:
+    """What the page is made of, and figures for whoever wants to reckon with them, of one part."""
+    for path in sorted(folder.iterdir()):
+        if path.name == TABLES or path.suffix in (".json", ".png"):
             yield path
 
 
@@ -58,9 +53,8 @@ def make(folder: Path, parts: Sequence[Part], missing: Mapping[str, str], figure
         took = f"{one['seconds'] / 60:.0f} minutes, {one['began']}, odb_factory at {one['commit']}"
         lines += [f"`{one['command']}` ({took}):", ""]
         lines.append(body((folder / part.name / TABLES).read_text(encoding="utf-8"), one["command"]))
-        for path in figures(folder):
-            if path.parent.name == part.name:
-                lines += ["", f"![{part.heading}: {path.stem}]({figures_in}{path.relative_to(folder).as_posix()})"]
+        for path in sorted((folder / part.name).glob("*.png")):
+            lines += ["", f"![{part.heading}: {path.stem}]({figures_in}{path.relative_to(folder).as_posix()})"]
     return "\n".join(lines) + "\n"
 
 
@@ -74,9 +68,7 @@ def body(printed: str, command: str) -> str:
 
 
 def head(parts: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The command, the machine, its versions of packages, when it was and how busy the machine was."""
-    versions = [f"{name} {version}" for name in PACKAGES if (version := _version(name))]
-    memory = psutil.virtual_memory().total / 2**30
+    """The command, machines and versions of packages, when it was and how busy a machine was."""
     lines = [
         "Everything on this page is made by one command:",
         "",
@@ -87,32 +79,13 @@ def head(parts: Sequence[Mapping[str, Any]]) -> list[str]:
         "It runs the command of each part with `--output-dir` and the Python that has the rivals. All contestants of a "
         "table get the same samples. Where another method is ahead, the tables say so.",
         "",
-        f"- Machine: {_processor()}, {os.cpu_count()} cores, {memory:.0f} GiB, {platform.system()}; {_device()}",
-        f"- Versions: Python {platform.python_version()}, {', '.join(versions)}",
     ]
     if parts:
         begins = sorted(part["began"] for part in parts)
         loads = max(part["load"] for part in parts)
-        lines.append(f"- Date: {begins[0]} to {begins[-1]}; load average before a part at most {loads:.1f}")
+        lines += [
+            f"- Machine: {' and '.join(dict.fromkeys(part['machine'] for part in parts))}",
+            f"- Versions: {' and '.join(dict.fromkeys(part['versions'] for part in parts))}",
+            f"- Date: {begins[0]} to {begins[-1]}; load average before a part at most {loads:.1f}",
+        ]
     return lines
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _processor() -> str:
-    try:
-        found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
-    except OSError:
-        found = None
-    return found[1] if found else platform.processor() or platform.machine()
-
-
-def _device() -> str:
-    import torch
-
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"

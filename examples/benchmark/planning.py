@@ -30,6 +30,7 @@ SHOWN = {1: 64, 8: 256, 64: 1024, 1024: 8192}
 """Ranks and N of the tables of step efficiency."""
 DETAILS = (8, 256)
 """Ranks and N of the tables of all figures."""
+DIGITS = 6
 TOLD = 5e-4
 """Differences that a table of three digits does not show are none."""
 
@@ -54,7 +55,7 @@ def mean(draws: Sequence[Cut | str]) -> Row:
     if not cuts:
         return {"why": draws[0]}
     columns = {key: [cut[key] for cut in cuts] for key in cuts[0]}
-    return {key: None if None in values else statistics.mean(values) for key, values in columns.items()}
+    return {key: _mean(values) for key, values in columns.items()}
 
 
 def compare(ranks: int, given: argparse.Namespace, rebalancer: Rebalancer | None) -> list[Row]:
@@ -79,7 +80,7 @@ def compare(ranks: int, given: argparse.Namespace, rebalancer: Rebalancer | None
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    return None if None in values else statistics.mean(values)
+    return None if None in values else round(statistics.mean(values), DIGITS)
 
 
 def efficiencies(rows: Sequence[Row], ranks: int, batch_size: int) -> str:
@@ -205,14 +206,15 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
     rebalancer = Rebalancer(given.newer_transformers) if given.newer_transformers else None
     rows: list[Row] = []
     for ranks in given.ranks:
-        saved, started = given.output_dir / f"ranks_{ranks}.json", time.monotonic()
+        saved, started = given.output_dir / f"ranks_{ranks}.partial", time.monotonic()
         if not saved.exists():
             saved.write_text(json.dumps(compare(ranks, given, rebalancer), indent=1), encoding="utf-8")
             print(f"{ranks:,} ranks: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
         rows += json.loads(saved.read_text(encoding="utf-8"))
     if rebalancer:
         rebalancer.close()
-    (given.output_dir / "planning.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    lines = ",\n".join(map(json.dumps, rows))
+    (given.output_dir / "planning.json").write_text(f"[{lines}]", encoding="utf-8")
     draw_figure(rows, given.output_dir / "planning.png")
     print(f"token_budget {TOKEN_BUDGET:,}, a micro-step costs {FIXED_COST} tokens beside; {given.seeds} draws\n")
     print(report(rows))

@@ -37,8 +37,9 @@ def lines(folder: Path, done: Sequence[str], figures_in: str) -> Iterator[str]:
         yield demo.table(json.loads((folder / "demo" / "demo.json").read_text(encoding="utf-8")))
         yield from ("", f"![Micro-batches and loss curves of the demo]({figures_in}demo/demo.png)")
     if "planning" in done:
-        yield from ("", "Step efficiency in simulation, `token_budget` 16,384:", "")
-        yield plans(json.loads((folder / "planning" / "planning.json").read_text(encoding="utf-8")))
+        planned = plans(json.loads((folder / "planning" / "planning.json").read_text(encoding="utf-8")))
+        if planned:
+            yield from ("", "Step efficiency in simulation, `token_budget` 16,384:", "", planned)
     tables: dict[str, list[dict[str, Any]]] = {}
     for part in done:
         if part.startswith("train_") or part == "overhead":
@@ -49,10 +50,12 @@ def lines(folder: Path, done: Sequence[str], figures_in: str) -> Iterator[str]:
 
 
 def plans(rows: list[dict[str, Any]]) -> str:
-    """Step efficiency by profile of lengths, without images."""
+    """Step efficiency by profile of lengths, without images; nothing if other ranks and N were planned."""
     rows = [row for row in rows if row["ranks"] == RANKS and row["batch_size"] in (BATCH_SIZE, None)]
     rows = [row for row in rows if not row["images"]]
     profiles = list(dict.fromkeys(row["profile"] for row in rows))
+    if not profiles:
+        return ""
     found = [
         f"| {RANKS} ranks, N = {BATCH_SIZE} samples an optimizer step | {' | '.join(profiles)} |",
         f"|---|{'--:|' * len(profiles)}",

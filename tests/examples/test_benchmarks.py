@@ -59,8 +59,10 @@ def test_the_page_has_every_part(short_form: Path) -> None:
     """Figures and tables; what has no short form is said not to be measured; what is done is not run again."""
     page = (short_form / "benchmarks.md").read_text("utf-8")
     parts = {path.parent.name for path in short_form.glob("*/done.json")}
-    assert parts == {"planning", "train_text_1", "learning", "loader", "start", "scale", "gpu"}
-    assert page.count("Not measured: ") == page.count("\n## ") - len(parts) == 5
+    assert parts == {"planning", "train_text_1", "learning", "loader", "start", "scale", "beside", "gpu"}
+    assert page.count("Not measured: ") == page.count("\n## ") - len(parts) - 1 == 6
+    short = page.split("\n## In short\n")[1].split("\n## ")[0]
+    assert "| text, 1 rank | " in short and "8 ranks" not in short, "none were planned"
     for part in parts:
         tables = [line for line in (short_form / part / "tables.md").read_text("utf-8").splitlines() if line[:1] == "|"]
         assert len(tables) > 3 and all(line in page for line in tables), part
@@ -191,13 +193,22 @@ def test_a_part_that_fails_is_run_again_and_not_shown(tmp_path: Path, monkeypatc
     assert "unrecognized arguments" in (tmp_path / "broken" / "log.txt").read_text("utf-8")
 
 
-def test_a_published_page_finds_its_figures(short_form: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_published_parts_stand_beside_earlier_ones(
+    short_form: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     benchmarks = module("all", monkeypatch)
     monkeypatch.setattr(benchmarks, "ROOT", tmp_path)
-    (tmp_path / "docs" / "benchmarks").mkdir(parents=True)
-    (tmp_path / "docs" / "benchmarks" / "old.png").touch()
-    missing = {part.name: "not run" for part in benchmarks.PARTS}
-    made = benchmarks.page.make(short_form, benchmarks.PARTS, missing, figures_in="benchmarks/")
-    benchmarks.publish(short_form, made)
-    links = re.findall(r"\]\((benchmarks/.+?png)\)", (tmp_path / "docs" / "benchmarks.md").read_text("utf-8"))
+    before = tmp_path / "docs" / "benchmarks"
+    (before / "start").mkdir(parents=True)
+    (before / "start" / "old.png").touch()
+    earlier = load(short_form, "scale", "done.json") | {"machine": "a machine of long ago"}
+    (before / "gradient").mkdir()
+    (before / "gradient" / "done.json").write_text(json.dumps(earlier), "utf-8")
+    (before / "gradient" / "tables.md").write_text("what was published before", "utf-8")
+    benchmarks.publish(short_form)
+    page = (tmp_path / "docs" / "benchmarks.md").read_text("utf-8")
+    links = re.findall(r"\]\((benchmarks/.+?png)\)", page)
     assert len(links) == 6 and {tmp_path / "docs" / link for link in links} == set(tmp_path.glob("docs/**/*.png"))
+    assert "what was published before" in page and " and a machine of long ago" in page
+    assert json.loads((before / "start" / "start.json").read_text("utf-8")) == load(short_form, "start", "start.json")
+    assert not (before / "planning" / "ranks_2.partial").exists()
