@@ -14,7 +14,7 @@ import numpy as np
 
 from odb_factory.comm.coordinator import CollectiveError, Coordinator, RankMetadata
 from odb_factory.comm.redistribute import redistribute
-from odb_factory.data.plan_process import Compute, compute_here
+from odb_factory.data.plan_process import Compute, P, R, compute_here
 from odb_factory.data.samples import MicroBatch, OptimizerStep, Rejection, Sample, Task
 from odb_factory.data.serialize import sample_from_bytes, sample_to_bytes
 from odb_factory.errors import DataError, one_line
@@ -125,6 +125,17 @@ class EpochPlanner(ABC):
         problem = self.context.compare_orders(numbers)
         if problem is not None:
             raise CollectiveError(problem)
+
+    def _compute(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """What a planner returns. The others compare theirs with it next, so metadata would not reach them."""
+        try:
+            return self.context.compute(function, *args, **kwargs)
+        except Exception as error:
+            if not isinstance(error, DataError):
+                logger.error("planning failed", exc_info=error)
+            message = str(error) if isinstance(error, DataError) else one_line(error)
+            self.context.coordinator.abort(f"planning: {message}")
+            raise CollectiveError(message) from None
 
     def _accept(self, plan: Plan, round_index: int) -> None:
         """All ranks have computed this plan, before anything is sent, trained on or left out by it."""

@@ -90,7 +90,7 @@ class FillEpoch(EpochPlanner):
         while not self.final:
             ranks = self._exchange()
             buffers = [rank.buffer for rank in ranks]
-            plan = self.context.compute(
+            plan = self._compute(
                 plan_buffers,
                 buffers,
                 self._budget(ranks),

@@ -180,9 +180,9 @@ class KeepEpoch(EpochPlanner):
                 model=model,
                 coordinator=context.coordinator,
                 step_index=index,
-                compute=context.compute,
+                compute=self._compute,
             )
-        plan = context.compute(plan_optimizer_step, buffers, budget, balance=context.balance, model=model)
+        plan = self._compute(plan_optimizer_step, buffers, budget, balance=context.balance, model=model)
         self._accept(plan, index)
         return plan
 

@@ -141,7 +141,7 @@ class Run:
         return next(pid for pid in ranks if parent(pid) not in ranks)
 
     def workers(self, rank: int) -> list[int]:
-        """The data workers of a rank in the order of their start: those that observe, then those that collate."""
+        """The data workers of a rank, in the order of their start: those that observe, what plans, what collates."""
         return sorted(pid for pid in self.processes() if parent(pid) == self.rank_pid(rank))
 
     def wait_for(self, text: str, rank: int = 0, timeout_s: float = TIMEOUT_S) -> None:

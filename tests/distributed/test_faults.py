@@ -93,15 +93,16 @@ def test_unreadable_picture_is_skipped_and_counted(with_an_unreadable_picture) -
     said_by(ended, 1, "left out (unreadable)", f"row {BAD_ROW} of rows.json", "cut_off.png")
 
 
-@pytest.mark.parametrize("kind", ["observes", "collates"])
+@pytest.mark.parametrize("kind", ["observes", "plans", "collates"])
 def test_data_worker_killed(config, kind: str) -> None:
     with Run(config, nodes=NODES) as run:
         under_way(run)
-        observes, collates = run.workers(1)
-        os.kill(observes if kind == "observes" else collates, signal.SIGKILL)
+        workers = dict(zip(("observes", "plans", "collates"), run.workers(1), strict=True))
+        os.kill(workers[kind], signal.SIGKILL)
         ended = both_fail(run)
-    said_by(ended, 1, "DataLoader worker")
-    said_by(ended, 0, "rank 1", "DataLoader worker")
+    what = "the process that plans ended by itself" if kind == "plans" else "DataLoader worker"
+    said_by(ended, 1, what)
+    said_by(ended, 0, "rank 1", what)
 
 
 @pytest.mark.parametrize("victim", [1, 0])
@@ -168,7 +169,7 @@ def test_exchange_times_out(config) -> None:
     config["odb"]["exchange_timeout_s"] = 5
     with Run(config, nodes=NODES) as run:
         under_way(run)
-        observes, _ = run.workers(1)
+        observes, *_ = run.workers(1)
         os.kill(observes, signal.SIGSTOP)
         try:
             run.wait_for("left the training", rank=1, timeout_s=LIMIT_S)
