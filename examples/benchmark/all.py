@@ -69,7 +69,7 @@ def run(part: Part, folder: Path, is_short: bool, environments: Path) -> bool:
     else:
         line = [python, str(FOLDER / command[0]), *command[1:], "--output-dir", str(output)]
     newer = rivals.python_of(rivals.NEWER, environments)
-    if part.name == "planning" and newer is not None:
+    if command[0] == "planning.py" and newer is not None:
         line += ["--newer-transformers", str(newer)]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "DISABLE_VERSION_CHECK": "1"}
     began, load = datetime.datetime.now(), os.getloadavg()[0]

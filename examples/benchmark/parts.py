@@ -72,8 +72,8 @@ PARTS = (
         "step. What no cut can exceed: a rank has at least the longest sample, and the mean load of all. Fixed and "
         "length-grouped batches know no budget; length grouping, packing and dynabatch need all lengths before "
         "training. Where figures are of all ranks and N, they are of `odb, keep, flat`, with the bound in brackets.",
-        ("planning.py", "--processes", "8"),
-        50,
+        ("planning.py", "--processes", "8", "--ranks", "1", "8", "64"),
+        30,
         (
             "planning.py",
             "--ranks",
@@ -87,6 +87,14 @@ PARTS = (
             "--samples",
             "512",
         ),
+        rivals=True,
+    ),
+    Part(
+        "planning_many",
+        "The plan of many ranks",
+        "As before, of 512 and 1,024 ranks.",
+        ("planning.py", "--ranks", "512", "1024"),
+        60,
         rivals=True,
     ),
     _training("train_text_1", "text", 1, TEXTS, 14, short=True),
