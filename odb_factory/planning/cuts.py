@@ -112,20 +112,25 @@ def fill_slots(pools: Pools, groups: list[list[Group]], slots: int) -> Cut:
 
 
 def split_to_fill_slots(rows: Rows, groups: list[Group], slots: int) -> list[Group]:
-    """Split groups, the one with most rows first, until there are `slots` of them or each has a single row."""
-    collation = rows.budget.collation
-    grows = collation.dummy_media_tokens > 0 or collation.dummy_media_patches > 0
+    """Split groups, the one with most rows first, until there are `slots` of them or none can be split."""
+    grows = rows.budget.collation.has_dummies
     heap = [(start - end, start, end) for start, end in groups]
     heapq.heapify(heap)
-    while heap and len(heap) < slots and heap[0][0] < -1:
+    whole: list[Group] = []
+    while heap and len(heap) + len(whole) < slots and heap[0][0] < -1:
         _, start, end = heapq.heappop(heap)
         # A half without the media of the whole gets dummy media, which may be too much for it. Then the longest or the
-        # shortest goes alone: the media are not in both, and what keeps them fits as it did.
+        # shortest goes alone: the media are not in both, and what keeps them fits as it did. Where both audio and other
+        # media are told apart, even that may be too much.
         places = ((start + end) // 2, start + 1, end - 1)
-        middle = next(k for k in places if not grows or (_fits(rows, start, k) and _fits(rows, k, end)))
+        middles = (k for k in places if not grows or (_fits(rows, start, k) and _fits(rows, k, end)))
+        middle = next(middles, None)
+        if middle is None:
+            whole.append((start, end))
+            continue
         for half in ((start, middle), (middle, end)):
             heapq.heappush(heap, (half[0] - half[1], *half))
-    return [(start, end) for _, start, end in heap]
+    return [*whole, *((start, end) for _, start, end in heap)]
 
 
 def _fits(rows: Rows, start: int, end: int) -> bool:

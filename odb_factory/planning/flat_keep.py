@@ -126,6 +126,8 @@ def _split_to_fill_slots(samples: Samples, bin_of: np.ndarray, bin_class: list[i
             count[0] = np.count_nonzero((samples.pool == pool) & (bin_of == 0))
             own = np.flatnonzero(bin_of == int(count.argmax()))
             # One without media, if there is any: what keeps its media gets no dummies that could be too much.
-            chosen = own[int((samples.has_media[own] * 1 + samples.has_audio[own]).argmin())]
+            num_media = samples.has_media[own] * 1 + samples.has_audio[own]
+            rest_fits = samples.budget.holds_flat(samples.measures[own].sum(axis=0) - samples.measures[own])
+            chosen = own[int(np.lexsort((num_media, ~rest_fits))[0])]
             bin_class.append(int(samples.sample_class[chosen]))
             bin_of[chosen] = len(bin_class) - 1

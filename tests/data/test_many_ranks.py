@@ -13,7 +13,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from lockstep import NO_FEATURES, Epoch, Row, check_promises, rejection, run_shards, sample, usable
-from planning_strategies import budgets, costs
+from planning_strategies import budgets, costs, sized
 
 from odb_factory.comm.coordinator import CollectiveError
 from odb_factory.data.samples import Rejection, Sample
@@ -70,6 +70,15 @@ def orders(draw: st.DrawFn, world: list[list[Row]]) -> list[int]:
 
 def endings(epochs: list[Epoch]) -> list[str | None]:
     return [epoch.error and f"{type(epoch.error).__name__}: {epoch.error}" for epoch in epochs]
+
+
+def test_a_group_split_for_a_rank_that_would_idle_keeps_its_budget() -> None:
+    """I4: the half without audio gets dummy audio, which is too much for two rows."""
+    kinds = [Cost(1, 0, 1)] * 6 + [Cost(1, 0, 1, has_audio=True)]
+    world = [[], *([a_row(id, kinds[id], False) for id in ids] for ids in (range(5), range(5, 7)))]
+    budget = sized(Budget(4, collation=Collation(dummy_audio_tokens=2), row_multiple=2), 1, ())
+    options = {"budget": budget, "buffer_size": 3, "balance": True}
+    check_promises(world, run_shards(world, **options), **options)
 
 
 @settings(deadline=None, max_examples=150)
