@@ -113,6 +113,8 @@ def publish(folder: Path) -> None:
             target.mkdir(parents=True)
             for path in page.files(folder / part.name):
                 shutil.copyfile(path, target / path.name)
+            tables = target / page.TABLES
+            tables.write_text(page.body(tables.read_text(encoding="utf-8"), shown(part.command)) + "\n", "utf-8")
     text = page.make(published, PARTS, missing(published, is_short=False), figures_in=f"{page.FIGURES}/")
     (ROOT / "docs" / "benchmarks.md").write_text(text, encoding="utf-8")
     print(f"published: {ROOT / 'docs' / 'benchmarks.md'}")

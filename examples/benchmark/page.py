@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +15,8 @@ from parts import Part
 TABLES, DONE, FIGURES = "tables.md", "done.json", "benchmarks"
 """What a part prints, how it went, and where docs/ has the figures."""
 LOG_LINE = re.compile(r"^\[\d{4}-[^]]*\] \[(INFO|WARNING)\]")
-PYTEST_LINE = re.compile(r"^[.sxFE]*\s*(\[ *\d+%\])?$|^=+|^\d+ passed|^-- Docs|^SKIPPED")
+MEASURED = re.compile(r"^[^\[{\"']*\d\.\de[-+]\d\d")
+"""A line that a test prints; libraries print them too, of dicts and with times."""
 
 
 def done(folder: Path, name: str) -> dict[str, Any] | None:
@@ -59,12 +61,20 @@ def make(folder: Path, parts: Sequence[Part], missing: Mapping[str, str], figure
 
 
 def body(printed: str, command: str) -> str:
-    """What a part has printed, without log lines of libraries; of pytest, without its own."""
-    printed = "\n".join(line for line in printed.splitlines() if not LOG_LINE.match(line))
+    """What a part has printed, without log lines of libraries; of tests, their tables and what else they measured."""
+    lines = [line for line in printed.splitlines() if not LOG_LINE.match(line)]
     if not command.startswith("pytest"):
-        return printed.strip()
-    kept = "\n".join(line for line in printed.splitlines() if not PYTEST_LINE.match(line.strip()) or not line.strip())
-    return "```\n" + re.sub(r"\n{3,}", "\n\n", kept).strip() + "\n```"
+        return "\n".join(lines).strip()
+    lines = [line.lstrip(".") for line in lines]
+    found: list[str] = []
+    for is_table, group in itertools.groupby(lines, lambda line: line.startswith("|")):
+        kept = [line for line in group if is_table or MEASURED.match(line)]
+        if is_table and not "".join(kept[1:2]).startswith("|--"):
+            kept.insert(1, "|---" * (kept[0].count("|") - 1) + "|")
+        if kept and not is_table:
+            kept = ["<details><summary>Each case</summary>", "", "```", *kept, "```", "</details>"]
+        found += [*kept, ""] if kept else []
+    return "\n".join(found).strip()
 
 
 def head(parts: Sequence[Mapping[str, Any]]) -> list[str]:
