@@ -77,7 +77,9 @@ class PlanProcess:
         return result
 
     def close(self) -> None:
-        """End it, whatever it is doing; begun or not."""
+        """End it, whatever it is doing; begun or not, and safe to call twice."""
+        if self._connection.closed:
+            return
         if self._process.pid is not None:
             self._process.kill()
             self._process.join()

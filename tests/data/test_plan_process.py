@@ -105,6 +105,7 @@ def test_close_ends_it_whatever_it_does() -> None:
     time.sleep(0.2)
     process.close()
     planning.join(10)
+    process.close()
     assert not planning.is_alive() and len(failures) == 1 and not alive(pid)
     PlanProcess().close()  # one that was never begun
 
