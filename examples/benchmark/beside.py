@@ -25,12 +25,13 @@ from cuts import TOKEN_BUDGET, Epoch
 
 from odb_factory.comm.codec import decode, encode
 from odb_factory.comm.coordinator import RankMetadata
+from odb_factory.config import ODBConfig
 from odb_factory.data.plan_process import Compute, PlanProcess, compute_here
 from odb_factory.planning import Budget, BufferMetadata, CostModel, plan_optimizer_step
 from odb_factory.planning.flat_groups import group_of, plan_group
 
 WORKLOAD = "ShareGPT4o"
-GROUP_SIZE = 256
+GROUP_SIZE = ODBConfig.balance_group_size
 """`balance_group_size`: of more ranks than that, each plans for its group, where the layout is flat."""
 SHARE = 0.02
 TURN = 10_000

@@ -42,8 +42,9 @@ def lines(folder: Path, done: Sequence[str], figures_in: str) -> Iterator[str]:
             yield from ("", "Step efficiency in simulation, `token_budget` 16,384:", "", planned)
     tables: dict[str, list[dict[str, Any]]] = {}
     for part in done:
-        if part.startswith("train_") or part == "overhead":
-            tables |= json.loads((folder / part / "train.json").read_text(encoding="utf-8"))
+        trained = folder / part / "train.json"
+        if trained.exists():
+            tables |= json.loads(trained.read_text(encoding="utf-8"))
     if tables:
         yield from ("", "Trainings by LLaMA-Factory on a CPU, mean seconds; the share is the median of all seeds:", "")
         yield trainings(tables)

@@ -133,9 +133,7 @@ class EpochPlanner(ABC):
         except Exception as error:
             if not isinstance(error, DataError):
                 logger.error("planning failed", exc_info=error)
-            message = str(error) if isinstance(error, DataError) else one_line(error)
-            self.context.coordinator.abort(f"planning: {message}")
-            raise CollectiveError(message) from None
+            raise self._told("planning", error) from None
 
     def _accept(self, plan: Plan, round_index: int) -> None:
         """All ranks have computed this plan, before anything is sent, trained on or left out by it."""
@@ -164,9 +162,13 @@ class EpochPlanner(ABC):
             raise
         except Exception as error:
             # The others may be in the collective already, where no metadata reach them.
-            message = str(error) if isinstance(error, DataError) else one_line(error)
-            coordinator.abort(f"redistributing samples: {message}")
-            raise CollectiveError(message) from None
+            raise self._told("redistributing samples", error) from None
+
+    def _told(self, task: str, error: Exception) -> CollectiveError:
+        """The error once the others have been told of it, whatever they are doing."""
+        message = one_line(error)
+        self.context.coordinator.abort(f"{task}: {message}")
+        return CollectiveError(message)
 
     def _tasks(self, step: OptimizerStep, planned: Sequence[PlannedMicroBatch]) -> list[Task]:
         tasks: list[Task] = []

@@ -51,9 +51,10 @@ class PlanProcess:
         context = multiprocessing_context
         if context is None or isinstance(context, str):
             context = multiprocessing.get_context(context)
-        self._connection, theirs = context.Pipe()
-        self._theirs = theirs
-        self._process = context.Process(target=_serve, args=(theirs, os.getpid()), name="odb-planner", daemon=True)
+        self._connection, self._theirs = context.Pipe()
+        self._process = context.Process(
+            target=_serve, args=(self._theirs, os.getpid()), name="odb-planner", daemon=True
+        )
 
     def start(self) -> None:
         self._process.start()
