@@ -74,7 +74,8 @@ def run(part: Part, folder: Path, is_short: bool, environments: Path) -> bool:
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "DISABLE_VERSION_CHECK": "1"}
     began, load = datetime.datetime.now(), os.getloadavg()[0]
     started, last = time.monotonic(), ""
-    with (output / page.TABLES).open("w", encoding="utf-8") as tables, (output / "log.txt").open("w") as log:
+    printed = output / "printed.txt"
+    with printed.open("w", encoding="utf-8") as tables, (output / "log.txt").open("w") as log:
         process = subprocess.Popen(
             line, stdout=tables, stderr=subprocess.PIPE, text=True, errors="replace", cwd=ROOT, env=environment
         )
@@ -85,6 +86,8 @@ def run(part: Part, folder: Path, is_short: bool, environments: Path) -> bool:
                 last = text.strip()
                 print(f"  {time.monotonic() - started:6.0f} s  {last[:LINE]}", flush=True)
         process.wait()
+    told = page.body(printed.read_text(encoding="utf-8"), command[0])
+    (output / page.TABLES).write_text(told + "\n", encoding="utf-8")
     done = {
         "command": shown(command),
         "returncode": process.returncode,
@@ -113,8 +116,6 @@ def publish(folder: Path) -> None:
             target.mkdir(parents=True)
             for path in page.files(folder / part.name):
                 shutil.copyfile(path, target / path.name)
-            tables = target / page.TABLES
-            tables.write_text(page.body(tables.read_text(encoding="utf-8"), shown(part.command)) + "\n", "utf-8")
     text = page.make(published, PARTS, missing(published, is_short=False), figures_in=f"{page.FIGURES}/")
     (ROOT / "docs" / "benchmarks.md").write_text(text, encoding="utf-8")
     print(f"published: {ROOT / 'docs' / 'benchmarks.md'}")

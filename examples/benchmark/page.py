@@ -13,7 +13,7 @@ import summary
 from parts import Part
 
 TABLES, DONE, FIGURES = "tables.md", "done.json", "benchmarks"
-"""What a part prints, how it went, and where docs/ has the figures."""
+"""What a part has to show, how it went, and where docs/ has the figures."""
 LOG_LINE = re.compile(r"^\[\d{4}-[^]]*\] \[(INFO|WARNING)\]")
 MEASURED = re.compile(r"^[^\[{\"']*\d\.\de[-+]\d\d")
 """A line that a test prints; libraries print them too, of dicts and with times."""
@@ -54,16 +54,16 @@ def make(folder: Path, parts: Sequence[Part], missing: Mapping[str, str], figure
             continue
         took = f"{one['seconds'] / 60:.0f} minutes, {one['began']}, odb_factory at {one['commit']}"
         lines += [f"`{one['command']}` ({took}):", ""]
-        lines.append(body((folder / part.name / TABLES).read_text(encoding="utf-8"), one["command"]))
+        lines.append((folder / part.name / TABLES).read_text(encoding="utf-8").strip())
         for path in sorted((folder / part.name).glob("*.png")):
             lines += ["", f"![{part.heading}: {path.stem}]({figures_in}{path.relative_to(folder).as_posix()})"]
     return "\n".join(lines) + "\n"
 
 
-def body(printed: str, command: str) -> str:
+def body(printed: str, program: str) -> str:
     """What a part has printed, without log lines of libraries; of tests, their tables and what else they measured."""
     lines = [line for line in printed.splitlines() if not LOG_LINE.match(line)]
-    if not command.startswith("pytest"):
+    if program != "pytest":
         return "\n".join(lines).strip()
     lines = [line.lstrip(".") for line in lines]
     found: list[str] = []
