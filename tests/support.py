@@ -35,7 +35,8 @@ def write_dataset(folder: Path, datasets: dict[str, list[dict[str, Any]]]) -> Pa
     info = {}
     for name, rows in datasets.items():
         (folder / f"{name}.json").write_text(json.dumps(rows), encoding="utf-8")
-        columns = {"messages": "messages"} | ({"images": "images"} if any(row.get("images") for row in rows) else {})
+        media = [key for key in ("images", "videos") if any(row.get(key) for row in rows)]
+        columns = {key: key for key in ("messages", *media)}
         info[name] = {"file_name": f"{name}.json", "formatting": "sharegpt", "columns": columns, "tags": tags}
     (folder / "dataset_info.json").write_text(json.dumps(info), encoding="utf-8")
     return folder

@@ -15,7 +15,6 @@ from llamafactory.data.loader import _get_dataset_processor, _get_preprocessed_d
 from llamafactory.data.mm_plugin import get_mm_plugin
 from llamafactory.train.callbacks import LogCallback
 from transformers import TrainerCallback
-from transformers.integrations import is_deepspeed_zero3_enabled
 
 from odb_factory.config import ODBConfig
 from odb_factory.data.pickling import Picklable
@@ -29,6 +28,7 @@ from odb_factory.llamafactory.online_stream import OnlineStream, StreamObserver,
 from odb_factory.llamafactory.stages import STAGES, Stage
 from odb_factory.llamafactory.throughput import TellTokensPerSecond
 from odb_factory.log import get_logger
+from odb_factory.training import one_pass
 from odb_factory.training.checks import check_dummy_media
 from odb_factory.training.enable import enable_odb
 
@@ -164,11 +164,13 @@ def attach(trainer: Any, config: ODBConfig) -> None:
     trainer.train_dataset = rows = training_rows(dataset, stage, template, collator.tokenizer, processor)
     _check_tiles(config, rows.media)
     trainer.data_collator = Picklable(OpenMedia(collator), "data_collator")  # evaluation sends it to workers, too
+    family = one_pass.parted(trainer.model.config.model_type)
     observer = RowObserver(
         rows.media,
         stage,
         decode=config.on_error == "skip",
-        shards_parameters=trainer.args.world_size > 1 and (is_deepspeed_zero3_enabled() or trainer.is_fsdp_enabled),
+        videos_apart=family is not None,
+        twice=family if one_pass.shares_out(trainer) else None,
     )
     enable_odb(
         trainer,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -13,7 +14,8 @@ from odb_factory.data.observe import MediaCut, RowDropped
 from odb_factory.llamafactory.media import MediaObserver, decoded
 from odb_factory.llamafactory.sources import IndexedRows, StoredRows, stored
 from odb_factory.llamafactory.stages import Stage
-from odb_factory.planning import Cost
+from odb_factory.planning import VIDEO, Cost
+from odb_factory.training.one_pass import TWICE
 
 MEDIA_COLUMNS = ("_images", "_videos", "_audios", "images", "videos", "audios")
 MAX_FILES_NAMED = 3
@@ -97,23 +99,33 @@ class RowObserver:
 
     stage: says what a row costs.
     decode: also decode all media once, so that unreadable ones are known at observation.
-    shards_parameters: ranks gather parameters in each run of a module, so that all must run it equally often.
+    videos_apart: rows with videos share no micro-batch with others. twice: the family of a model for which no row may
+    have images and videos, where that is so (see `one_pass.py`).
     """
 
-    def __init__(self, media: MediaObserver, stage: Stage, *, decode: bool, shards_parameters: bool = False):
-        self.media, self.stage, self.decode, self.shards_parameters = media, stage, decode, shards_parameters
+    def __init__(
+        self,
+        media: MediaObserver,
+        stage: Stage,
+        *,
+        decode: bool,
+        videos_apart: bool = False,
+        twice: str | None = None,
+    ):
+        self.media, self.stage, self.decode = media, stage, decode
+        self.videos_apart, self.twice = videos_apart, twice
 
     def __call__(self, dataset: Rows, index: int) -> tuple[dict[str, Any], Cost]:
         features = dataset[index]
         images, videos, audios = (features.get(key) for key in ("images", "videos", "audios"))
-        if self.shards_parameters and images and videos:
-            raise ValueError(
-                "it has both images and videos, for which its rank would run the vision tower twice, and under ZeRO-3 "
-                "and FSDP all ranks must run it equally often (ZeRO-2 and DDP can train on it)"
-            )
+        if self.twice is not None and images and videos:
+            raise ValueError(TWICE.format("it", self.twice))
         if self.decode:
             self.media.check_decodable(images, videos, audios)
-        return features, self.stage.cost(features, self.media)
+        cost = self.stage.cost(features, self.media)
+        if self.videos_apart and videos:
+            cost = dataclasses.replace(cost, modality=VIDEO)
+        return features, cost
 
     def describe(self, dataset: Rows, index: int) -> str:
         where = f"row {index} of the training dataset"

@@ -11,7 +11,7 @@ import numpy as np
 from odb_factory.planning.sizes import EVERY_SIZE, Amount, Sizes
 
 VIDEO = 1
-"""The modality of samples with videos (see `Cost`)."""
+"""The modality of samples with videos, where they are one (see `Cost`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +25,9 @@ class Cost:
     has_media, has_audio: the sample brings images or videos, or audio, of its own, so the collator injects none beside
         it.
     leading_label: the first label is one too, though nothing predicts it: stock counts it when it takes a mean.
-    modality: only samples of one modality share a group. Videos are one: a model runs its vision tower once for
-        the images of a batch and once for its videos, and engines that shard parameters hang unless every
-        rank runs it equally often.
+    modality: only samples of one modality share a group. Videos are one where a model cannot take them beside images,
+        or runs its vision tower once for each: engines that shard parameters hang unless every rank runs it equally
+        often.
     """
 
     tokens: int

@@ -46,7 +46,7 @@ class Trial:
 def choose(samples: Sequence[Sample]) -> list[Sample]:
     """`NUM_SAMPLES` short ones, one with media in between if any has some; the same one again where there are too few.
 
-    Videos take long to read: only where there is nothing else.
+    Samples that share no micro-batch with others (see `Cost.modality`) only where there is nothing else.
     """
     usable = [one for one in samples if one.cost.modality != VIDEO] or list(samples)
     by_length = sorted(usable, key=lambda one: (one.cost.tokens + one.cost.patches, one.id))

@@ -24,6 +24,7 @@ from odb_factory.training.find_checkpoint import find_checkpoint
 from odb_factory.training.layout_check import LayoutCheck
 from odb_factory.training.layout_choice import Layout, not_right
 from odb_factory.training.loss_rule import without_average_tokens
+from odb_factory.training.one_pass import check_batch, one_pass
 from odb_factory.training.output_dirs import compare_output_dirs
 from odb_factory.training.progress import CheckpointMark, ODBCallback
 from odb_factory.training.run import ODBRun
@@ -88,7 +89,8 @@ class ODBTrainerMixin(Base):
         self.odb_checkpoint = resume_from_checkpoint = None if found is None else str(found)
         arguments = RunArguments(self)
         callback = ODBCallback(self, arguments)
-        with self._odb_callbacks(callback, HideArguments(arguments)), arguments.changed():
+        models = (self.model, getattr(self, "ref_model", None)) if self.args.world_size > 1 else ()
+        with self._odb_callbacks(callback, HideArguments(arguments)), arguments.changed(), one_pass(*models):
             self.odb_arguments, self.odb_callback = arguments, callback
             try:
                 result = super().train(resume_from_checkpoint, *args, **kwargs)
@@ -200,6 +202,7 @@ class ODBTrainerMixin(Base):
         reference to its batch."""
         assert self.odb_run is not None and self.odb_run.computing is not None
         computing = self.odb_run.computing
+        check_batch(self, box[0], computing.micro_batch.ids)
         if self.odb_check is not None:
             self._odb_check_batch(self.odb_check, box[0], measured.segments, len(computing.micro_batch.ids))
         with varlen.flat_row(measured.segments):

@@ -15,13 +15,13 @@ INVALID = {"messages": [{"role": "user", "content": "nobody answers"}], "images"
 PICTURES = ([], ["wide.png"], ["tall.png"], [], ["wide.png", "tall.png"])
 
 
-def row(words: int, images: list[str] | None = None) -> dict[str, Any]:
-    """A question about `images` and an answer of so many words."""
+def row(words: int, images: list[str] | None = None, videos: list[list[str]] | None = None) -> dict[str, Any]:
+    """A question about `images` and `videos` (the files of their frames) and an answer of so many words."""
     rng = random.Random(words)
     answer = " ".join(rng.choice(WORDS) for _ in range(words))
-    question = "<image>" * len(images or []) + "what is it?"
+    question = "<image>" * len(images or []) + "<video>" * len(videos or []) + "what is it?"
     turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    return {"messages": turns, "images": images or []}
+    return {"messages": turns, "images": images or []} | ({} if videos is None else {"videos": videos})
 
 
 def write_uneven_rows(folder: Path, num_rows: dict[str, int]) -> Path:

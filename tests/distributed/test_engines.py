@@ -19,6 +19,8 @@ ACCUMULATION, BATCH = 2, 2
 TOKEN_BUDGET, MAX_PATCHES = 256, 140
 LOSS_TOLERANCE, NORM_TOLERANCE = 1e-5, 1e-4
 """Relative. DeepSpeed adds up the squares of all gradients in one float32 tensor."""
+WITH_VIDEO = {k for k in range(30) if k % 5 >= 3 and k % 3}
+"""Rows; half of these have pictures, too."""
 LAYERS = ["Qwen3VLTextDecoderLayer", "Qwen3VLVisionBlock"]
 
 
@@ -66,12 +68,16 @@ GRID = [(name, 2) for name in ENGINES if name not in RUN_ANYWAY] + [(name, 4) fo
 
 @pytest.fixture(scope="module")
 def mix(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """30 rows: 3 to 70 words, with none, one or two small pictures."""
+    """30 rows: 3 to 70 words, with none, one or two small pictures, a video, or both."""
     folder = tmp_path_factory.mktemp("mix")
     for name, size in (("wide", (128, 64)), ("tall", (64, 160))):
         Image.effect_noise(size, 60).convert("RGB").save(folder / f"{name}.png")
+    for k in range(4):
+        Image.effect_noise((64, 64), 60).convert("RGB").save(folder / f"frame_{k}.png")
     pictures = [[], ["wide.png"], ["tall.png"], [], ["wide.png", "tall.png"]]
-    write_dataset(folder, {"mix": [row(3 + (k * 13) % 67, pictures[k % 5]) for k in range(30)]})
+    video = [f"frame_{k}.png" for k in range(4)]
+    rows = [row(3 + (k * 13) % 67, pictures[k % 5], [video] if k in WITH_VIDEO else []) for k in range(30)]
+    write_dataset(folder, {"mix": rows})
     return folder
 
 
@@ -175,6 +181,8 @@ def check_engine(
 def test_engine_trains_as_one_stock_process(train, stock, name: str) -> None:
     check_engine(train, name, 2, stock)
     out = train(name, 2)
+    groups = [{*line["ids"]} for audit in read_audits(out, 2) for line in audit]
+    assert any(group & WITH_VIDEO and group - WITH_VIDEO for group in groups), "the tower runs once for both"
     summary = json.loads((out / "odb_summary.json").read_text())
     if ENGINES[name].balance:
         assert summary["moved"] > 0

@@ -36,7 +36,7 @@ from odb_factory.llamafactory.attach import PADS_TILES
 from odb_factory.llamafactory.dataset import OnlineDataset, OpenMedia, RowObserver
 from odb_factory.llamafactory.media import MediaObserver
 from odb_factory.llamafactory.stages import STAGES
-from odb_factory.planning import Budget, Cost
+from odb_factory.planning import VIDEO, Budget, Cost
 
 PAGE = Path(__file__).parents[2] / "docs" / "support.md"
 TABLE_OF = {"llamafactory": "0.9.5", "transformers": "5.6.0"}
@@ -224,6 +224,15 @@ def test_rows_batches_and_costs_equal_stock(family: Family) -> None:
     assert not wrong
     assert not any(found.cases[case] for case in ("text", "image", "images", "audio") if case in found.cases)
     assert found.observed != "by the processor"
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_videos_are_apart_from_images_where_the_model_runs_its_tower_for_each(tmp_path: Path, apart: bool) -> None:
+    setting = Setting(next(one for one in FAMILIES if one.template == "qwen2_vl"))
+    rows = make_rows("image and video", tmp_path)
+    dataset = OnlineDataset(rows, setting.rows, setting.media, STAGES["sft"])
+    observer = RowObserver(setting.media, STAGES["sft"], decode=False, videos_apart=apart)
+    assert [observer(dataset, index)[1].modality for index in range(2)] == [0, VIDEO if apart else 0]
 
 
 COLUMNS = {

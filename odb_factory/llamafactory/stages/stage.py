@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from odb_factory.data.measure import IGNORE_INDEX, count_patches, measure_batch
 from odb_factory.data.samples import Measured
-from odb_factory.planning import VIDEO, Collation, Cost
+from odb_factory.planning import Collation, Cost
 
 if TYPE_CHECKING:
     from odb_factory.llamafactory.media import MediaObserver
@@ -116,7 +116,6 @@ def media_cost(features: Mapping[str, Any], media: MediaObserver, input_ids: lis
         "patches": media.count_patches(images, videos, audios, input_ids),
         "has_media": media.has_media(images, videos),
         "has_audio": bool(audios),
-        "modality": VIDEO if videos else 0,
     }
 
 

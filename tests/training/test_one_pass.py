@@ -1,0 +1,204 @@
+"""Images and videos of a micro-batch go through the vision tower together, and nothing else changes."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import CONFIG_MAPPING
+
+from odb_factory.errors import DataError
+from odb_factory.training import one_pass as module
+from odb_factory.training.one_pass import FAMILIES, check_batch, one_pass
+
+Grid = tuple[int, int, int]
+KEYS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")
+IMAGE, VIDEO = 90, 91
+TEXT: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "layer_types": ["full_attention"] * 4,
+}
+ROPE = {
+    "partial_rotary_factor": 1.0,
+    "rope_type": "default",
+    "type": "default",
+    "mrope_section": [2, 1, 1],
+    "rope_theta": 1e4,
+}
+TOWER: dict[str, Any] = {
+    "depth": 3,
+    "hidden_size": 32,
+    "embed_dim": 32,
+    "intermediate_size": 48,
+    "num_heads": 4,
+    "out_hidden_size": 32,
+    "patch_size": 4,
+    "spatial_patch_size": 4,
+    "temporal_patch_size": 2,
+    "spatial_merge_size": 2,
+    "window_size": 16,
+    "fullatt_block_indexes": [1],
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0, 1],
+    "image_size": 16,
+}
+AUDIO = {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16, "output_dim": 32}
+IMAGES: list[Grid] = [(1, 4, 6), (1, 2, 2), (1, 8, 2)]
+VIDEOS: list[Grid] = [(3, 4, 4), (1, 6, 2)]
+"""Grids of patches: frames, height, width."""
+CLASSES = {
+    "qwen2_vl": "Qwen2VLForConditionalGeneration",
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "qwen2_5_omni_thinker": "Qwen2_5OmniThinkerForConditionalGeneration",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
+    "qwen3_omni_moe_thinker": "Qwen3OmniMoeThinkerForConditionalGeneration",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+}
+
+
+def make_model(family: str) -> Any:
+    torch.manual_seed(0)
+    if family not in CONFIG_MAPPING or not hasattr(transformers, CLASSES[family]):
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    config = CONFIG_MAPPING[family](
+        text_config=TEXT | {"rope_scaling": ROPE, "rope_parameters": ROPE},
+        vision_config=TOWER,
+        audio_config=AUDIO,
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+    )
+    return getattr(transformers, CLASSES[family])._from_config(config, attn_implementation="eager").float()
+
+
+def make_batch(model: Any, images: list[Grid], videos: list[Grid]) -> dict[str, Any]:
+    """One row: some text, the images, some text, the videos, some text."""
+    generator = torch.Generator().manual_seed(1)
+    text = torch.randint(3, 80, (3, 5), generator=generator)
+    places = [torch.full((count(grids) // 4,), token) for grids, token in ((images, IMAGE), (videos, VIDEO))]
+    ids = torch.cat([text[0], places[0], text[1], places[1], text[2]])[None]
+    width = 3 * TOWER["temporal_patch_size"] * TOWER["patch_size"] ** 2
+    batch = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "labels": ids.where(ids < 80, -100),
+        "position_ids": torch.arange(ids.shape[1]).expand(3, 1, -1),
+    }
+    for grids, pixels, grid in ((images, *KEYS[:2]), (videos, *KEYS[2:])):
+        if grids:
+            batch |= {pixels: torch.randn(count(grids), width, generator=generator), grid: torch.tensor(grids)}
+    return batch
+
+
+def count(grids: list[Grid]) -> int:
+    """Patches."""
+    return sum(math.prod(grid) for grid in grids)
+
+
+def train(model: Any, batch: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor], int]:
+    """Loss, gradients, and how often the tower ran."""
+    runs = []
+    tower = next(one for name, one in model.named_modules() if name.rpartition(".")[2] == "visual")
+    hook = tower.register_forward_pre_hook(lambda *_: runs.append(1))
+    model.zero_grad()
+    loss = model(**batch, use_cache=False).loss
+    loss.backward()
+    hook.remove()
+    gradients = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+    return loss.item(), gradients, len(runs)
+
+
+@pytest.mark.parametrize("family", CLASSES)
+def test_one_pass_computes_what_two_compute(family: str) -> None:
+    """Loss and the gradient of every weight, in float32."""
+    model = make_model(family)
+    batch = make_batch(model, IMAGES, VIDEOS)
+    loss, gradients, runs = train(model, batch)
+    assert runs == 2
+    with one_pass(model):
+        together, own, runs = train(model, batch)
+        again, _, _ = train(model, batch)
+    assert runs == 1
+    assert together == again == pytest.approx(loss, abs=1e-6)
+    assert own.keys() == gradients.keys()
+    most = max(float(one.abs().max()) for one in gradients.values())
+    for name, gradient in gradients.items():
+        assert torch.allclose(own[name], gradient, rtol=1e-4, atol=1e-6 * most), name
+    assert float(sum(own[name].abs().sum() for name in own if "visual" in name)) > 0
+
+
+@pytest.mark.parametrize(("images", "videos"), [(IMAGES, []), ([], VIDEOS)])
+def test_images_or_videos_alone_are_computed_as_before(images: list[Grid], videos: list[Grid]) -> None:
+    model = make_model("qwen3_vl")
+    batch = make_batch(model, images, videos)
+    with one_pass(model):
+        mixed = make_batch(model, IMAGES, VIDEOS)
+        train(model, mixed)
+        found = train(model, batch)
+    before = train(model, batch)
+    assert found[0] == before[0] and found[2] == before[2] == 1
+    assert all(torch.equal(found[1][name], gradient) for name, gradient in before[1].items())
+
+
+def test_of_videos_and_images_each_has_its_own_features() -> None:
+    """Else a family that computes them alike would not show it."""
+    model = make_model("qwen3_vl")
+    batch = make_batch(model, IMAGES, VIDEOS)
+    other = batch | {"pixel_values_videos": batch["pixel_values_videos"] + 1.0}
+    with one_pass(model):
+        assert (
+            train(model, batch)[0] != train(model, other)[0] == pytest.approx(train(make_model("qwen3_vl"), other)[0])
+        )
+
+
+def test_nothing_is_left_behind() -> None:
+    model = make_model("qwen3_vl")
+    before = [(name, set(vars(one)), len(one._forward_pre_hooks)) for name, one in model.named_modules()]
+    with pytest.raises(KeyError), one_pass(model, None, torch.nn.Linear(1, 1)):
+        raise KeyError
+    assert [(name, set(vars(one)), len(one._forward_pre_hooks)) for name, one in model.named_modules()] == before
+
+
+def test_features_of_an_unknown_form_are_refused() -> None:
+    parts = module._Parts([16, 4], [24], 4)
+    with pytest.raises(DataError, match=r"are \(7, 3\), where 11 embeddings.*docs/versions.md"):
+        parts.of(torch.zeros(7, 3))
+
+
+def test_every_family_is_tested() -> None:
+    """Omni models have their tower in a part of their own, which is what is trained."""
+    assert set(FAMILIES) == {*CLASSES, "qwen2_5_omni", "qwen3_omni_moe"}
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "llava_next_video"])
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_a_batch_for_which_other_ranks_would_wait_is_refused(family: str, is_shared: bool) -> None:
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(world_size=2),
+        is_fsdp_enabled=is_shared,
+        model=SimpleNamespace(config=SimpleNamespace(model_type=family)),
+    )
+    batch = {"pixel_values": torch.zeros(1), "pixel_values_videos": torch.zeros(1)}
+    refused = family == "llava_next_video" and is_shared
+    expected = pytest.raises(DataError, match="the micro-batch of rows 3, 4 has both.*llava_next_video.*ZeRO-2 or DDP")
+    with expected if refused else contextlib.nullcontext():
+        check_batch(trainer, batch, (3, 4))
+    check_batch(trainer, {"pixel_values": torch.zeros(1)}, (3,))
