@@ -24,8 +24,8 @@ FAMILIES = (
     "qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "qwen2_5_omni_thinker", "qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe",
     "qwen3_omni_moe_thinker", "qwen3_5", "qwen3_5_moe",
 )  # fmt: skip
-"""By the `model_type` of their config. GLM-4V and InternVL are none: with one token for images and for frames, a batch with
-both is refused by the model, or its features go to the wrong rows."""
+"""By the `model_type` of their config. GLM-4V and InternVL are none: with one token for images and for frames, a model
+refuses a batch with both, or gives the features to the wrong rows."""
 METHODS = ("get_image_features", "get_video_features")
 PIXELS = ("pixel_values", "pixel_values_videos")
 TWICE = (
