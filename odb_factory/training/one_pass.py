@@ -15,17 +15,20 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from odb_factory.errors import DataError
 
-FAMILIES = (
-    "qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "qwen2_5_omni_thinker", "qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe",
-    "qwen3_omni_moe_thinker", "qwen3_5", "qwen3_5_moe",
+FAMILIES: tuple[str, ...] = (
+    "qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "qwen2_5_omni_thinker", "qwen3_vl", "qwen3_vl_moe", "qwen3_5",
+    "qwen3_5_moe",
 )  # fmt: skip
 """By the `model_type` of their config. GLM-4V and InternVL are none: with one token for images and for frames, a model
 refuses a batch with both, or gives the features to the wrong rows."""
+if int(transformers.__version__.partition(".")[0]) > 4:  # before, its forward fails on a batch with both
+    FAMILIES += ("qwen3_omni_moe", "qwen3_omni_moe_thinker")
 METHODS = ("get_image_features", "get_video_features")
 PIXELS = ("pixel_values", "pixel_values_videos")
 TWICE = (
