@@ -378,7 +378,7 @@ class ODBLoader:
     def _abandon(self, error: BaseException) -> None:
         """Leave after an error. The others know of an agreed one; of any other they are told, for they do not leave."""
         if not isinstance(error, CollectiveError):
-            self._coordinator.abort(str(error) if isinstance(error, DataError) else one_line(error))
+            self._coordinator.abort(one_line(error))
         self._leave(ABORT_S)
 
     def _leave(self, timeout_s: float | None = None) -> None:
