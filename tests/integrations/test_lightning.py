@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from distributed.ranks import run_ranks
 from support import read_jsonl
 from torch.nn.utils import clip_grad_norm_
@@ -38,9 +39,12 @@ RELATIVE = 1e-5
 
 @pytest.fixture(autouse=True)
 def environment_of_its_own() -> Iterator[None]:
-    """A training with the strategy ddp leaves MASTER_PORT and the like behind, by which others would join it."""
+    """A training of several ranks leaves its process group behind, and MASTER_PORT and the like, by which
+    others would join it."""
     before = dict(os.environ)
     yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
     os.environ.clear()
     os.environ.update(before)
 
