@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import yaml
+from distributed.rows import row
+from safetensors.torch import load_file
 from support import read_jsonl
 from toy import NUM_ROWS, Rows, pad
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
@@ -56,3 +65,50 @@ def test_the_trainer_forms_batches_online(manager: Any, tiny_text: Path, tmp_pat
     lines = read_jsonl(tmp_path / "odb_audit_rank0.jsonl")
     assert sorted(row for line in lines for row in line["ids"]) == list(range(NUM_ROWS))
     assert trainer.state.global_step == -(-NUM_ROWS // 8)
+
+
+def test_its_command_line_trains_the_same_with_and_without(tiny_text: Path, tmp_path: Path) -> None:
+    """One process: with several axolotl asks for a CUDA device, whatever it is told to train on."""
+    rows = [row(3 + (k * 23) % 97) for k in range(32)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    weights = {}
+    for name, block in (("stock", {}), ("odb", {"plugins": [NAME], "odb": {"token_budget": 256, "audit": True}})):
+        config = {
+            "base_model": str(tiny_text),
+            "datasets": [{"path": str(tmp_path / "rows.jsonl"), "type": "chat_template", "field_messages": "messages"}],
+            "chat_template": "chatml",
+            "dataset_prepared_path": str(tmp_path / "prepared"),
+            "output_dir": str(tmp_path / name),
+            "sequence_len": 512,
+            "micro_batch_size": 4,
+            "gradient_accumulation_steps": 2,
+            "num_epochs": 2,
+            "learning_rate": 1e-3,
+            "optimizer": "adamw_torch",
+            "lr_scheduler": "cosine",
+            "attn_implementation": "sdpa",
+            "bf16": False,
+            "device": "cpu",
+            "save_strategy": "no",
+            "dataloader_num_workers": 0,
+        }
+        path = tmp_path / f"{name}.yml"
+        path.write_text(yaml.safe_dump(config | block), encoding="utf-8")
+        subprocess.run(
+            [sys.executable, "-m", "axolotl.cli.main", "train", str(path), "--launcher", "python"],
+            env=os.environ | {"AXOLOTL_DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},
+            timeout=300,
+            check=True,
+        )
+        weights[name] = load_file(tmp_path / name / "model.safetensors")
+    lines = read_jsonl(tmp_path / "odb" / "odb_audit_rank0.jsonl")
+    assert Counter(row for line in lines for row in line["ids"]) == dict.fromkeys(range(len(rows)), 2)
+    assert {line["optimizer_step"] for line in lines} == set(range(1, 9))
+    before = load_file(tiny_text / "model.safetensors")
+    assert weights["odb"].keys() == weights["stock"].keys() == before.keys()
+    assert distance(weights["odb"], weights["stock"]) < 1e-5 < 1e-3 < distance(before, weights["stock"])
+
+
+def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """The most by which any value differs."""
+    return max(float((one[name] - tensor).abs().max()) for name, tensor in other.items())
