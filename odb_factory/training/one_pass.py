@@ -65,7 +65,7 @@ def check_batch(trainer: Any, batch: Any, ids: tuple[int, ...]) -> None:
 def one_pass(*models: Any) -> Iterator[None]:
     """Within it these models run their vision tower once for a batch with images and videos.
 
-    Where a model has none, or is of another family, it stays as it is. Leave it for what looks at the model's methods.
+    Where a model has none, or is of another family, it stays as it is.
 
         with one_pass(model):
             model(**batch).loss.backward()  # with both pixel_values and pixel_values_videos
@@ -160,7 +160,7 @@ class _Parts:
         raise DataError(
             f"the vision tower's features of images and videos together are {_shape(found)}, where "
             f"{sum(self._embeddings)} embeddings were expected: this release of transformers computes them in another "
-            "way; take one that docs/versions.md names, or leave rows with videos out."
+            "way; take one that docs/support.md names, or leave rows with videos out."
         )
 
     def _is_one_each(self, found: list[Any] | tuple[Any, ...]) -> bool:

@@ -126,6 +126,7 @@ def train(model: Any, batch: dict[str, Any]) -> tuple[float, dict[str, torch.Ten
     return loss.item(), gradients, len(runs)
 
 
+@pytest.mark.versions
 @pytest.mark.parametrize("family", [family for family in CLASSES if family in FAMILIES])
 def test_one_pass_computes_what_two_compute(family: str) -> None:
     """Loss and the gradient of every weight, in float32."""
@@ -179,7 +180,7 @@ def test_nothing_is_left_behind() -> None:
 
 def test_features_of_an_unknown_form_are_refused() -> None:
     parts = module._Parts([16, 4], [24], 4)
-    with pytest.raises(DataError, match=r"are \(7, 3\), where 11 embeddings.*docs/versions.md"):
+    with pytest.raises(DataError, match=r"are \(7, 3\), where 11 embeddings.*docs/support.md"):
         parts.of(torch.zeros(7, 3))
 
 
