@@ -25,6 +25,8 @@ def one_line(error: BaseException) -> str:
 
     Messages of tokenizers, PIL and torch often have several lines; LLaMA-Factory's quote whole conversations.
     """
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted from the keyboard"
     if isinstance(error, ODBError):
         return " ".join(str(error).split())
     text = " ".join(f"{type(error).__name__}: {error}".split())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -136,10 +137,13 @@ class RowObserver:
         except Exception:  # its conversion may be what failed
             return where
         media = [item for key in MEDIA_COLUMNS for item in row.get(key) or []]
-        files = [item for item in media if isinstance(item, str)]
+        frames = [frame for item in media for frame in (item if isinstance(item, list) else [item])]
+        files = [frame for frame in frames if isinstance(frame, str)]
+        missing = [file for file in files if not os.path.exists(file)]
         if files:
-            more = f" and {len(files) - MAX_FILES_NAMED} more" if len(files) > MAX_FILES_NAMED else ""
-            where += f", files {', '.join(files[:MAX_FILES_NAMED])}{more}"
+            named = missing or files
+            more = f" and {len(named) - MAX_FILES_NAMED} more" if len(named) > MAX_FILES_NAMED else ""
+            where += f", {'no such file: ' if missing else 'files '}{', '.join(named[:MAX_FILES_NAMED])}{more}"
         return where
 
 

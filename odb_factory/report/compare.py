@@ -97,7 +97,9 @@ def headline_of_two(one: Mapping[str, Any], other: Mapping[str, Any], comparison
     under_way = [run["name"] for run in (one, other) if not run["finished"]]
     if under_way:
         which = f"{' and '.join(under_way)} {'has' if len(under_way) == 1 else 'have'} not come to the end"
-        return f"{names}{_losses(comparison)}, cannot be compared in time: {which}."
+        entries = comparison["common_logged_steps"]
+        both = f" in the {counted(entries, 'optimizer step')} that both have logged" if entries else ""
+        return f"{names}{_losses(comparison)}{both}, cannot be compared in time: {which}."
     if totals["optimizer_steps"] == others["optimizer_steps"] and comparison["same_amount"] is None:
         said = f"{names} each took {counted(totals['optimizer_steps'], 'optimizer step')}"
         return f"{said}{_losses(comparison)}; their logs do not show that it was on as many samples."

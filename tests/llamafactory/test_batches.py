@@ -308,6 +308,9 @@ def test_unreadable_image_names_dataset_row_and_file(tiny_vl, tmp_path, on_error
     (tmp_path / "cut_off.png").write_bytes(whole[: len(whole) // 2])
     turns = [{"role": "user", "content": "<image>what?"}, {"role": "assistant", "content": "red"}]
     rows = [{"messages": turns, "images": [name]} for name in ("good.png", "not_an_image.png", "cut_off.png")]
+    turns = [{"role": "user", "content": "<video>what?"}, turns[1]]
+    rows = [row | {"videos": []} for row in rows]
+    rows.append({"messages": turns, "images": [], "videos": [["good.png", "gone.png", "good.png", "good.png"]]})
     config = training_config(tiny_vl, write_dataset(tmp_path, {"pictures": rows}), tmp_path / "out", dataset="pictures")
     get_train_args({**config, "odb": BLOCK})
     # Stock preprocessing would fail on these rows, so the online path is built alone.
@@ -330,6 +333,7 @@ def test_unreadable_image_names_dataset_row_and_file(tiny_vl, tmp_path, on_error
     assert ("on_error: skip" in bad.message) == (on_error == "raise"), "no advice to set what is set"
     # A file that breaks off only shows when it is decoded: in a collate worker, or here if bad rows are skipped.
     assert isinstance(setting.observe(2), Rejection) == (on_error == "skip")
+    assert "no such file: gone.png: ValueError" in setting.observe(3).message
     assert hooks._active is not None
     get_train_args(dict(config))
 
