@@ -220,8 +220,8 @@ def test_a_run_that_was_cut_off_is_not_compared_in_time(tmp_path: Path) -> None:
     write_lines(tmp_path / "cut" / LOG, [begin(), entry(1, BEGAN + 3, loss=4.0), entry(2, BEGAN + 6, loss=3.0)])
     stock = write_stock(tmp_path / "stock", [4.0, 3.0])
     assert report([tmp_path / "cut", stock])["headline"] == (
-        "cut and stock, with the very same losses in the 2 optimizer steps that both have logged, cannot be compared in "
-        "time: cut has not come to the end."
+        "cut and stock, with the very same losses in the 2 optimizer steps that both have logged, cannot be compared "
+        "in time: cut has not come to the end."
     )
 
 
