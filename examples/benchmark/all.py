@@ -18,6 +18,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -77,15 +78,26 @@ def run(part: Part, folder: Path, is_short: bool, environments: Path) -> bool:
     printed = output / "printed.txt"
     with printed.open("w", encoding="utf-8") as tables, (output / "log.txt").open("w") as log:
         process = subprocess.Popen(
-            line, stdout=tables, stderr=subprocess.PIPE, text=True, errors="replace", cwd=ROOT, env=environment
+            line,
+            stdout=tables,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            cwd=ROOT,
+            env=environment,
+            start_new_session=True,
         )
         assert process.stderr is not None
-        for text in process.stderr:
-            log.write(text)
-            if text.strip() and "%|" not in text:  # no bars
-                last = text.strip()
-                print(f"  {time.monotonic() - started:6.0f} s  {last[:LINE]}", flush=True)
-        process.wait()
+        try:
+            for text in process.stderr:
+                log.write(text)
+                if text.strip() and "%|" not in text:  # no bars
+                    last = text.strip()
+                    print(f"  {time.monotonic() - started:6.0f} s  {last[:LINE]}", flush=True)
+            process.wait()
+        finally:
+            if process.poll() is None:  # this one is ended
+                os.killpg(process.pid, signal.SIGTERM)
     told = page.body(printed.read_text(encoding="utf-8"), command[0])
     (output / page.TABLES).write_text(told + "\n", encoding="utf-8")
     done = {
@@ -145,6 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"environment of its own: {', '.join(requirements)}", flush=True)
             rivals.make(name, environments)
     chosen = [part for part in PARTS if part.name in given.parts and command_of(part, given.short)]
+    folder.mkdir(parents=True, exist_ok=True)
     failed = 0
     for number, part in enumerate(chosen, 1):
         head = f"[{number}/{len(chosen)}] {part.name}"
@@ -167,6 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         sys.exit(main())
     except KeyboardInterrupt:
