@@ -3,7 +3,7 @@
 A part that is done is not run again, so a sitting may be interrupted, and goes on with the same command. What cannot be
 measured here, for want of a device or of a rival, is said in the page.
 
-    python examples/benchmark/all.py --rivals              # everything; some four hours on two quiet cores
+    python examples/benchmark/all.py --rivals              # everything; two to three hours on two quiet cores
     python examples/benchmark/all.py --parts planning start
     python examples/benchmark/all.py --parts loader --again
     python examples/benchmark/all.py --publish             # what is done into docs/, with its figures as JSON

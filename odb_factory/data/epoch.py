@@ -102,11 +102,10 @@ class EpochPlanner(ABC):
             raise
         except CollectiveError:
             raise
-        except DataError as error:
-            message = str(error)
         except Exception as error:
-            # Logged here and not chained: its traceback would keep the worker processes alive.
-            logger.error("planning failed", exc_info=error)
+            if not isinstance(error, DataError):
+                # Logged here and not chained: its traceback would keep the worker processes alive.
+                logger.error("planning failed", exc_info=error)
             message = one_line(error)
         finally:
             self.observed = iter(())  # lets its worker processes go, whoever still holds this object

@@ -30,7 +30,6 @@ from odb_factory.llamafactory.online_stream import OnlineStream, StreamObserver
 from odb_factory.llamafactory.sources import IndexedRows
 from odb_factory.llamafactory.stages import STAGES, Stage
 from odb_factory.planning import Budget, Collation, Cost
-from odb_factory.training import one_pass
 
 PREPROCESSED_AS = {"dpo": "rm"}
 """What a workflow calls its stage when it asks for a dataset, where that is not its own name."""
@@ -119,14 +118,13 @@ def open_rows(asked: Asked, samples: int) -> Rows:
         found = get_dataset(template, *asked.parsed[:3], stage=stage_of_data, **tokenizer_module)["train_dataset"]
     stage = STAGES[name].of_training(finetuning_args, tokenizer)
     dataset = training_rows(found, stage, template, tokenizer, processor)
-    family = one_pass.parted(load_config(model_args).model_type)
-    shares_out = asked.ranks > 1 and (is_deepspeed_zero3_enabled() or bool(training_args.fsdp))
+    shards = is_deepspeed_zero3_enabled() or bool(training_args.fsdp)
     of_rows = RowObserver(
         dataset.media,
         stage,
         decode=asked.config.on_error == "skip",
-        videos_apart=family is not None,
-        twice=family if shares_out else None,
+        model_type=load_config(model_args).model_type,
+        shards_parameters=asked.ranks > 1 and shards,
     )
     collation = stage.collation(stage.make_collator(template, tokenizer, processor), dataset.media.patch_size)
     observer: Observer

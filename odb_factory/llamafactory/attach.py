@@ -164,13 +164,12 @@ def attach(trainer: Any, config: ODBConfig) -> None:
     trainer.train_dataset = rows = training_rows(dataset, stage, template, collator.tokenizer, processor)
     _check_tiles(config, rows.media)
     trainer.data_collator = Picklable(OpenMedia(collator), "data_collator")  # evaluation sends it to workers, too
-    family = one_pass.parted(trainer.model.config.model_type)
     observer = RowObserver(
         rows.media,
         stage,
         decode=config.on_error == "skip",
-        videos_apart=family is not None,
-        twice=family if one_pass.shares_out(trainer) else None,
+        model_type=trainer.model.config.model_type,
+        shards_parameters=one_pass.shards_parameters(trainer),
     )
     enable_odb(
         trainer,

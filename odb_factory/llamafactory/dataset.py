@@ -16,7 +16,7 @@ from odb_factory.llamafactory.media import MediaObserver, decoded
 from odb_factory.llamafactory.sources import IndexedRows, StoredRows, stored
 from odb_factory.llamafactory.stages import Stage
 from odb_factory.planning import VIDEO, Cost
-from odb_factory.training.one_pass import TWICE
+from odb_factory.training.one_pass import TWICE, takes_both
 
 MEDIA_COLUMNS = ("_images", "_videos", "_audios", "images", "videos", "audios")
 MAX_FILES_NAMED = 3
@@ -100,8 +100,9 @@ class RowObserver:
 
     stage: says what a row costs.
     decode: also decode all media once, so that unreadable ones are known at observation.
-    videos_apart: rows with videos share no micro-batch with others. twice: the family of a model for which no row may
-    have images and videos, where that is so (see `one_pass.py`).
+    model_type: of the model's config; says whether images and videos can share a micro-batch (see `one_pass.py`), as
+    they do if it is not given.
+    shards_parameters: ranks gather parameters in each run of a module, so that all must run it equally often.
     """
 
     def __init__(
@@ -110,17 +111,18 @@ class RowObserver:
         stage: Stage,
         *,
         decode: bool,
-        videos_apart: bool = False,
-        twice: str | None = None,
+        model_type: str | None = None,
+        shards_parameters: bool = False,
     ):
         self.media, self.stage, self.decode = media, stage, decode
-        self.videos_apart, self.twice = videos_apart, twice
+        self.model_type, self.shards_parameters = model_type, shards_parameters
+        self.videos_apart = model_type is not None and not takes_both(model_type)
 
     def __call__(self, dataset: Rows, index: int) -> tuple[dict[str, Any], Cost]:
         features = dataset[index]
         images, videos, audios = (features.get(key) for key in ("images", "videos", "audios"))
-        if self.twice is not None and images and videos:
-            raise ValueError(TWICE.format("it", self.twice))
+        if self.videos_apart and self.shards_parameters and images and videos:
+            raise ValueError(TWICE.format("it", self.model_type))
         if self.decode:
             self.media.check_decodable(images, videos, audios)
         cost = self.stage.cost(features, self.media)

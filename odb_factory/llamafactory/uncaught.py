@@ -78,7 +78,7 @@ def _in_one_line(kind: type[BaseException], error: BaseException, traceback: Tra
     if shows_tracebacks() or not (is_ours or (isinstance(error, Exception) and not _has_begun)):
         _before(kind, error, traceback)
         return
-    said = " ".join(str(error).split()) if is_ours else f"{one_line(error)} ({TRACEBACK}=1 shows where)"
+    said = one_line(error) if is_ours else f"{one_line(error)} ({TRACEBACK}=1 shows where)"
     if said not in _logged.lines:
         print(f"[odb] {said}", file=sys.stderr, flush=True)
     _count_end()

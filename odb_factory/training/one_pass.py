@@ -37,14 +37,14 @@ TWICE = (
 )
 
 
-def shares_out(trainer: Any) -> bool:
+def shards_parameters(trainer: Any) -> bool:
     """Whether ranks gather parameters in each run of a module."""
     return trainer.args.world_size > 1 and (is_deepspeed_zero3_enabled() or trainer.is_fsdp_enabled)
 
 
-def parted(model_type: str) -> str | None:
-    """The family, where images and videos cannot share a micro-batch of it; None where they can."""
-    return None if model_type in FAMILIES else model_type
+def takes_both(model_type: str) -> bool:
+    """Whether images and videos can share a micro-batch of this family."""
+    return model_type in FAMILIES
 
 
 def has_both(batch: Any) -> bool:
@@ -53,10 +53,8 @@ def has_both(batch: Any) -> bool:
 
 def check_batch(trainer: Any, batch: Any, ids: tuple[int, ...]) -> None:
     """Raise `DataError` before a forward for which the other ranks would wait."""
-    if not (has_both(batch) and shares_out(trainer)):
-        return
-    family = parted(trainer.model.config.model_type)
-    if family is not None:
+    family = trainer.model.config.model_type
+    if has_both(batch) and shards_parameters(trainer) and not takes_both(family):
         rows = f"row {ids[0]}" if len(ids) == 1 else f"the micro-batch of rows {', '.join(map(str, ids))}"
         raise DataError(TWICE.format(rows, family))
 

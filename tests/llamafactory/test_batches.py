@@ -341,6 +341,8 @@ def test_unreadable_image_names_dataset_row_and_file(tiny_vl, tmp_path, on_error
 def test_a_row_with_images_and_videos_is_refused_where_ranks_share_parameters(vl: Setting) -> None:
     """Its rank would run the vision tower twice, the others once, and all would hang."""
     features = {"input_ids": [1, 2], "labels": [1, 2], "images": ["one.png"], "videos": ["one.mp4"]}
-    observer = RowObserver(vl.dataset.media, STAGES["sft"], decode=False, twice="llava_next_video")
+    observer = RowObserver(
+        vl.dataset.media, STAGES["sft"], decode=False, model_type="llava_next_video", shards_parameters=True
+    )
     with pytest.raises(ValueError, match="both images and videos.*llava_next_video.*ZeRO-2 or DDP"):
         observer([features], 0)

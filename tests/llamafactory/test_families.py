@@ -226,12 +226,14 @@ def test_rows_batches_and_costs_equal_stock(family: Family) -> None:
     assert found.observed != "by the processor"
 
 
-@pytest.mark.parametrize("apart", [False, True])
-def test_videos_are_apart_from_images_where_the_model_runs_its_tower_for_each(tmp_path: Path, apart: bool) -> None:
+@pytest.mark.parametrize(("model_type", "apart"), [(None, False), ("qwen2_vl", False), ("glm4v", True)])
+def test_videos_are_apart_from_images_where_the_model_runs_its_tower_for_each(
+    tmp_path: Path, model_type: str | None, apart: bool
+) -> None:
     setting = Setting(next(one for one in FAMILIES if one.template == "qwen2_vl"))
     rows = make_rows("image and video", tmp_path)
     dataset = OnlineDataset(rows, setting.rows, setting.media, STAGES["sft"])
-    observer = RowObserver(setting.media, STAGES["sft"], decode=False, videos_apart=apart)
+    observer = RowObserver(setting.media, STAGES["sft"], decode=False, model_type=model_type)
     assert [observer(dataset, index)[1].modality for index in range(2)] == [0, VIDEO if apart else 0]
 
 

@@ -89,7 +89,7 @@ def make_model(family: str) -> Any:
     return model_class._from_config(config, attn_implementation="eager").float()
 
 
-def make_batch(model: Any, images: list[Grid], videos: list[Grid]) -> dict[str, Any]:
+def make_batch(images: list[Grid], videos: list[Grid]) -> dict[str, Any]:
     """One row: some text, the images, some text, the videos, some text."""
     generator = torch.Generator().manual_seed(1)
     text = torch.randint(3, 80, (3, 5), generator=generator)
@@ -131,7 +131,7 @@ def train(model: Any, batch: dict[str, Any]) -> tuple[float, dict[str, torch.Ten
 def test_one_pass_computes_what_two_compute(family: str) -> None:
     """Loss and the gradient of every weight, in float32."""
     model = make_model(family)
-    batch = make_batch(model, IMAGES, VIDEOS)
+    batch = make_batch(IMAGES, VIDEOS)
     loss, gradients, runs = train(model, batch)
     assert runs == 2
     with one_pass(model):
@@ -149,9 +149,9 @@ def test_one_pass_computes_what_two_compute(family: str) -> None:
 @pytest.mark.parametrize(("images", "videos"), [(IMAGES, []), ([], VIDEOS)])
 def test_images_or_videos_alone_are_computed_as_before(images: list[Grid], videos: list[Grid]) -> None:
     model = make_model("qwen3_vl")
-    batch = make_batch(model, images, videos)
+    batch = make_batch(images, videos)
     with one_pass(model):
-        mixed = make_batch(model, IMAGES, VIDEOS)
+        mixed = make_batch(IMAGES, VIDEOS)
         train(model, mixed)
         found = train(model, batch)
     before = train(model, batch)
@@ -162,7 +162,7 @@ def test_images_or_videos_alone_are_computed_as_before(images: list[Grid], video
 def test_of_videos_and_images_each_has_its_own_features() -> None:
     """Else a family that computes them alike would not show it."""
     model = make_model("qwen3_vl")
-    batch = make_batch(model, IMAGES, VIDEOS)
+    batch = make_batch(IMAGES, VIDEOS)
     other = batch | {"pixel_values_videos": batch["pixel_values_videos"] + 1.0}
     with one_pass(model):
         assert (
