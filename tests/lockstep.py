@@ -21,10 +21,11 @@ from odb_factory.comm.redistribute import make_buffers, redistribute
 from odb_factory.data import epoch as epoch_module
 from odb_factory.data.epoch import EpochContext, EpochPlanner
 from odb_factory.data.fill_epoch import FillEpoch
-from odb_factory.data.keep_epoch import KeepEpoch, StockSteps
+from odb_factory.data.keep_epoch import KeepEpoch
 from odb_factory.data.sampler import ShardSampler, Start, shard
 from odb_factory.data.samples import MicroBatch, OptimizerStep, Rejection, Sample, Task
 from odb_factory.data.serialize import pack
+from odb_factory.data.stock_steps import StockSteps
 from odb_factory.planning import Budget, Collation, Cost, Plan
 from odb_factory.planning.candidates import MAX_WAIT_ROUNDS
 from odb_factory.planning.per_rank import LOWEST_CAP

@@ -8,13 +8,14 @@ from __future__ import annotations
 import itertools
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from odb_factory.comm.coordinator import CollectiveError, RankMetadata
+from odb_factory.data.drawn import Drawn, check_filled, found_again
 from odb_factory.data.epoch import EpochContext, EpochPlanner, PlannedMicroBatch, nothing_left, sum_of_roots, sums
-from odb_factory.data.resume.snapshot import BufferedSample, Snapshot
+from odb_factory.data.resume.snapshot import Snapshot
 from odb_factory.data.samples import OptimizerStep, Rejection, Sample, Task
 from odb_factory.errors import DataError
 from odb_factory.planning import BufferMetadata, CostModel, Limits, Plan, make_metadata, plan_buffers
@@ -24,22 +25,6 @@ PLANNED_OTHERWISE = (
     "version of odb_factory or numpy?), so what is left of it cannot be told; go on with the one that wrote it, or set "
     "`resume: ignore_data`."
 )
-ROW_CHANGED = (
-    "the training data have changed since the checkpoint: a row{before} that waited or had just been trained on is "
-    "now: {now}; bring it back, or set `resume: ignore_data` to begin the epoch anew."
-)
-
-
-@dataclass(slots=True)
-class Drawn:
-    """A sample in the buffer. draw: its number in this rank's draws; age: rounds it was kept back."""
-
-    sample: Sample
-    draw: int
-    age: int = 0
-
-    def as_saved(self) -> BufferedSample:
-        return BufferedSample(self.draw, self.age, self.sample.cost.tokens, self.sample.content)
 
 
 class FillEpoch(EpochPlanner):
@@ -127,7 +112,8 @@ class FillEpoch(EpochPlanner):
         model, limits = self.proposed or (self.context.propose(), self.context.lowered())
         snapshot = self._snapshot(model, limits)
         filled = self._fill()
-        self._check_filled(filled)
+        if self.resume is not None and self.round_index == self.resume[0].round_index:
+            check_filled(filled, self.resume[0].filled)
         self.snapshots.append(replace(snapshot, filled=tuple(one.sample.content for one in filled)))
         samples = [one.sample for one in self.held]
         buffer = make_metadata(
@@ -168,19 +154,6 @@ class FillEpoch(EpochPlanner):
             self._dummy = self.dummy.sample
         return filled
 
-    def _check_filled(self, filled: list[Drawn]) -> None:
-        """Raise `DataError` if the rows drawn for a round that was under way are others than before the stop."""
-        if self.resume is None or self.round_index != self.resume[0].round_index:
-            return
-        before = self.resume[0].filled
-        for one, content in zip(filled, before):
-            if content and one.sample.content != content:
-                now = f"row {one.sample.id}, which says something else"
-                raise DataError(ROW_CHANGED.format(before="", now=now))
-        if len(filled) != len(before):
-            now = f"one of {len(filled)} usable rows drawn at this place, where there were {len(before)}"
-            raise DataError(ROW_CHANGED.format(before="", now=now))
-
     def _snapshot(self, model: CostModel, limits: Limits | None) -> Snapshot:
         return Snapshot(
             round_index=self.round_index,
@@ -199,16 +172,7 @@ class FillEpoch(EpochPlanner):
 
     def _restore(self, snapshot: Snapshot) -> None:
         """Go back to `snapshot`."""
-        drawn: dict[int, Drawn] = {}
-        for held in snapshot.waiting:
-            item = next(self.observed, None)
-            before = f" ({held.tokens} tokens)"
-            if not isinstance(item, Sample):
-                raise DataError(ROW_CHANGED.format(before=before, now=getattr(item, "message", "no row")))
-            if item.cost.tokens != held.tokens or (held.content and item.content != held.content):
-                now = f"row {item.id}, of {item.cost.tokens} tokens and with other content"
-                raise DataError(ROW_CHANGED.format(before=before, now=now))
-            drawn[held.draw] = Drawn(item, held.draw, held.age)
+        drawn = {one.draw: one for one in found_again(snapshot.waiting, self.observed)}
         self.held = [drawn[held.draw] for held in snapshot.held]
         self.next = None if snapshot.next is None else drawn[snapshot.next.draw]
         self.dummy = None if snapshot.dummy is None else drawn[snapshot.dummy.draw]

@@ -2,20 +2,11 @@
 
 The first observes: rows become light samples in its workers. The second collates: its sampler
 yields whole micro-batches, its workers run the framework's collator. Between them one background
-thread plans, ahead of what is being collated.
-
-A trap of torch shapes this module: a DataLoader asks its sampler for the next index before it
-hands over a batch that is ready. So the sampler here never waits, it yields None while nothing
-is planned, and the worker's answer to None is passed over.
+thread plans, ahead of what is being collated (`passes.py`).
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import queue
-import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -23,16 +14,14 @@ from typing import Any
 import numpy
 
 import odb_factory
-from odb_factory.comm.coordinator import CollectiveError, Coordinator, SingleProcessCoordinator
+from odb_factory.comm.coordinator import Coordinator, SingleProcessCoordinator
 from odb_factory.config import ResolvedConfig
 from odb_factory.data.budget import make_budget
-from odb_factory.data.collate import Collated, Failure, GroupDataset
+from odb_factory.data.collate import Collated, GroupDataset
 from odb_factory.data.epoch import EpochContext
-from odb_factory.data.handed_out import HandedOut
-from odb_factory.data.loader_workers import END, LoaderWorkers, take
+from odb_factory.data.loader_workers import LoaderWorkers
 from odb_factory.data.observe import Observer
-from odb_factory.data.plan_process import compute_here
-from odb_factory.data.prefetch import BackgroundPrefetcher, InlinePrefetcher
+from odb_factory.data.passes import ABORT_S, Passes
 from odb_factory.data.rejections import RejectionLog
 from odb_factory.data.resume.progress import Progress
 from odb_factory.data.resume.state import DataState
@@ -40,16 +29,10 @@ from odb_factory.data.samples import MicroBatch, OptimizerStep, Sample
 from odb_factory.data.step_rule import Layout, OptimizerStepRule, progress_for
 from odb_factory.data.step_times import StepTimes
 from odb_factory.data.task_sampler import Pass
-from odb_factory.errors import ConfigError, DataError, one_line
-from odb_factory.log import get_logger
 from odb_factory.planning import Collation, CostModel, Limits
 
 LOCAL_KEYS = ("audit", "collate_workers", "exchange_timeout_s")
 """Keys of the block in which ranks may differ: no plan and no weight depends on them."""
-ABORT_S = 7.0
-"""After a failure planning is given this long to end; a DataLoader looks for dead workers every 5 s."""
-
-logger = get_logger(__name__)
 
 
 class ODBLoader:
@@ -83,9 +66,7 @@ class ODBLoader:
         self.dataset, self.config, self.layout = dataset, config, layout
         self._coordinator = coordinator or SingleProcessCoordinator()
         self.rank, self.world_size = rank, world_size = self._coordinator.rank, self._coordinator.world_size
-        self.epoch = 0
         self.times = StepTimes()
-        self.rejected: Counter[str] = Counter()
         self.budget = budget = make_budget(config, collation, layout)
         self.lowered: Limits | None = None
         self._workers = LoaderWorkers(
@@ -103,7 +84,7 @@ class ODBLoader:
         # The length of a stream that is split is that of this rank's part, or of the whole; nobody says which.
         is_split = getattr(self._order, "is_split", False)
         self.num_samples: int | None = None if is_split else _length(dataset if sampler is None else sampler)
-        self._context = EpochContext(
+        context = EpochContext(
             budget=budget,
             num_samples=self.num_samples,
             balance=bool(config.balance),
@@ -126,7 +107,7 @@ class ODBLoader:
             data={"samples": self.num_samples, "seed": seed, "split": is_split},
             read_row=self._workers.read_row,
         )
-        self._settings = {
+        settings = {
             **{f"odb.{key}": value for key, value in config.to_dict().items() if key not in LOCAL_KEYS},
             **rule.settings,
             "seed": seed,
@@ -137,8 +118,7 @@ class ODBLoader:
             "numpy": numpy.__version__,
             **(agree_on or {}),
         }
-        self._pass: Pass | None = None
-        self._handed_out = HandedOut()
+        self._passes = Passes(self._workers, context, self._progress, self.times, config=config, settings=settings)
 
     @property
     def global_batch_size(self) -> int | None:
@@ -150,24 +130,30 @@ class ODBLoader:
         """Optimizer steps of an epoch; None where nobody knows (`fill`, no length)."""
         return self._progress.steps_an_epoch
 
+    @property
+    def epoch(self) -> int:
+        """Of the iteration under way, or of the next."""
+        return self._passes.epoch
+
+    @property
+    def rejected(self) -> Counter[str]:
+        """Rows of the epoch that cannot be used, as counted until the optimizer step handed on last, by reason."""
+        return self._passes.rejected
+
+    @property
+    def under_way(self) -> Pass | None:
+        """The pass that has begun and is not over."""
+        return self._passes.under_way
+
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration; a new order every epoch."""
-        if epoch != self.epoch:
-            if self._progress.is_loaded:
-                logger.warning(
-                    "epoch %d begins and the state that was loaded is dropped: it stands in epoch %d, begin with that",
-                    epoch,
-                    self.epoch,
-                )
-            self._leave()
-            self.epoch = epoch
-            self._progress.turn_to(epoch)
+        self._passes.turn_to(epoch)
 
     def consume(self, step: OptimizerStep) -> None:
         """Note that this optimizer step, and all before it, has been trained on: a state is taken from there."""
-        mine = self._handed_out.take_through(step)
-        if self._pass is not None or step.last:  # or asked for what comes behind the last
-            self._progress.consume(step, mine, None if self._pass is None else self._pass.planner)
+        mine = self._passes.handed_out.take_through(step)
+        if self.under_way is not None or step.last:  # or asked for what comes behind the last
+            self._progress.consume(step, mine, None if self.under_way is None else self.under_way.planner)
 
     def lower(self, limits: Limits) -> None:
         """Plans to come are made with budgets no higher than these, on all ranks."""
@@ -175,13 +161,13 @@ class ODBLoader:
 
     def samples_of(self, micro_batch: MicroBatch) -> list[Sample]:
         """What a micro-batch was collated from, of an optimizer step that is not yet consumed (with `oom: split`)."""
-        return self._handed_out.samples_of(micro_batch)
+        return self._passes.handed_out.samples_of(micro_batch)
 
     def collate(self, micro_batch: MicroBatch, samples: list[Sample]) -> Collated:
         """These samples by the collator of the workers, in this process."""
         item = self.groups[micro_batch, samples]
         assert item is not None
-        return self._collated(item)
+        return self._passes.collated(item)
 
     def check(self) -> None:
         """Raise `CollectiveError` if another rank has failed."""
@@ -196,9 +182,9 @@ class ODBLoader:
 
         Raises `DataError` where the data are not those of the states (see the key `resume`).
         """
-        self._leave()
+        self._passes.leave()
         self._progress.load(states, self._fingerprint, ignore_data=self.config.resume == "ignore_data")
-        self.epoch = self._progress.epoch
+        self._passes.epoch = self._progress.epoch
 
     def needs_all(self, state: DataState) -> bool:
         """Whether `load_state_dict` needs the states of all ranks, to deal out the rest of an epoch anew."""
@@ -209,16 +195,16 @@ class ODBLoader:
 
         Exact with kept optimizer steps (returns None); else the samples of the last epoch that are taken for done.
         """
-        self._leave()
+        self._passes.leave()
         skipped = self._progress.skip(optimizer_steps, epochs)
-        self.epoch = self._progress.epoch
+        self._passes.epoch = self._progress.epoch
         return skipped
 
     def estimate_optimizer_steps(self) -> int:
         """Optimizer steps of an epoch. With `fill` it begins the epoch and is an estimate; 0 where nobody can say."""
         if self._progress.steps_an_epoch is not None:
             return self._progress.steps_an_epoch
-        return self._begun().epoch_steps
+        return self._passes.begun().epoch_steps
 
     @property
     def has_rows(self) -> bool:
@@ -238,39 +224,24 @@ class ODBLoader:
 
     def begin(self) -> None:
         """Begin the epoch, unless begun, and wait for its first plan. Collective."""
-        self._begun()
-
-    def _begun(self) -> Pass:
-        if self._pass is None:
-            try:
-                self._pass = self._begin()
-            except BaseException as error:
-                self._abandon(error)
-                raise
-        return self._pass
-
-    @property
-    def under_way(self) -> Pass | None:
-        """The pass that has begun and is not over."""
-        return self._pass
+        self._passes.begun()
 
     @property
     def first_planned(self) -> OptimizerStep | None:
         """The optimizer step that comes first in the pass that has begun, if it has not been handed on yet."""
-        tasks = () if self._pass is None else self._pass.tasks
+        tasks = () if self.under_way is None else self.under_way.tasks
         return tasks[0][0].step if tasks else None
 
     def __iter__(self) -> Iterator[Collated]:
         """Begin the epoch, or go on with one that `begin` has begun; an iterator handed out before is over."""
-        if self._pass is not None and self._pass.taken:
-            self._leave()
-        current = self._begun()
-        current.taken = True
-        return self._micro_batches(current)
+        return self._passes.micro_batches()
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Leave the epoch (see `_leave`), end the worker processes, give the coordinator back."""
-        self._leave(timeout_s)
+        """Leave the epoch, end the worker processes, give the coordinator back.
+
+        timeout_s: how long planning that is stuck is waited for (default: that of the coordinator).
+        """
+        self._passes.leave(timeout_s)
         self._workers.close()
         self._coordinator.close()
 
@@ -280,131 +251,15 @@ class ODBLoader:
         self.close(ABORT_S)
 
     def release(self) -> None:
-        """End what this process alone needs, for garbage collection: calls no collective and waits for no rank.
-
-        A thread gives the rest back, the planning thread and the coordinator.
-        """
-        current, self._pass = self._pass, None
-        if current is not None:
-            current.plans.stop()
-            current.batches = None
-        self._workers.close()
-
-        def close_rest() -> None:
-            if current is not None:
-                current.close(ABORT_S)
-            self._coordinator.close()
-
-        threading.Thread(target=close_rest, name="odb-release", daemon=True).start()
-
-    def _begin(self) -> Pass:
-        if self._workers.is_closed:
-            raise ConfigError("odb: this loader has been closed; make another one.")
-        self._progress.turn_to(self.epoch)
-        self._handed_out = HandedOut()
-        place = self._progress.place
-        self._order.set_epoch(self.epoch)
-        self._order.start = self._progress.start()
-        order = functools.partial(self._checked_order, tuple(place.values()), self._progress.order)
-        process = self._workers.plan()
-        context = dataclasses.replace(self._context, order=order, compute=process or compute_here)
-        planner = self._progress.planner(self._workers.observe(self.epoch), context)
-        plans = iter(planner)
-        ahead = self._progress.plans_ahead(self.config.buffer_size)
-        current = Pass(
-            planner,
-            BackgroundPrefetcher(plans, ahead) if self._workers.threaded else InlinePrefetcher(plans),
-            process=process,
-            keeps_tasks=self.config.oom == "split",
-        )
-        self._pass = self._workers.feed.current = current
-        if process is not None:
-            process.start()
-        current.batches = self._workers.collate(self.epoch)
-        self._coordinator.start()
-        self._coordinator.agree({**self._settings, **place})
-        current.plans.start()
-        while not current.tasks:
-            try:
-                current.tasks.extend(current.plans.poll())
-            except queue.Empty:
-                self._coordinator.check()
-            except StopIteration:  # nothing is left of a resumed epoch but rows that cannot be used
-                self._progress.turn_to(self.epoch + 1)
-                self.set_epoch(self.epoch + 1)
-                return self._begin()
-        current.epoch_steps = current.tasks[0][0].step.epoch_steps
-        return current
-
-    def _micro_batches(self, current: Pass) -> Iterator[Collated]:
-        try:
-            # No reference to the iterator but the pass's own: leaving must end the worker processes.
-            while current.batches is not None:
-                asked = time.perf_counter()
-                item = take(current.batches, "collates")
-                self.times.wait(time.perf_counter() - asked)
-                if item is END:
-                    break
-                if item is not None:
-                    item = self._collated(item)
-                    current.in_flight -= 1
-                    self._handed_out.add(item[0], current.handed_on.popleft()[1] if current.keeps_tasks else None)
-                    self.rejected = item[0].step.rejected
-                    handed, item = [item], None  # whoever takes it holds the only reference
-                    yield handed.pop()
-                else:
-                    self._coordinator.check()
-            if current.error is not None:
-                error, current.error = current.error, None
-                try:
-                    raise error
-                finally:
-                    del error
-        except GeneratorExit:
-            # Not waited for: the loop may have ended by an exception, of which the others must hear first.
-            current.plans.stop()
-            raise
-        except BaseException as error:
-            self._abandon(error)
-            raise
-        if self._pass is current:
-            self._leave()
-
-    def _collated(self, item: Collated | Failure) -> Collated:
-        if isinstance(item, Failure):
-            raise DataError(item.message(self._workers.describe, self.config.on_error))
-        return item
-
-    def _abandon(self, error: BaseException) -> None:
-        """Leave after an error. The others know of an agreed one; of any other they are told, for they do not leave."""
-        if not isinstance(error, CollectiveError):
-            self._coordinator.abort(one_line(error))
-        self._leave(ABORT_S)
-
-    def _leave(self, timeout_s: float | None = None) -> None:
-        """End the pass; within `timeout_s` (default: that of the coordinator) if the planning is stuck."""
-        current, self._pass = self._pass, None
-        if current is not None:
-            current.close(self._coordinator.timeout_s if timeout_s is None else timeout_s)
+        """End what this process alone needs, for garbage collection: calls no collective and waits for no rank."""
+        self._passes.release()
 
     def _fingerprint(self, epoch: int) -> int:
         """That of the order of an epoch; drawing it anew is what a sampler can do while another pass is under way."""
-        if self._pass is not None and epoch == self.epoch:
+        if self.under_way is not None and epoch == self.epoch:
             return self._order.fingerprint
         self._order.set_epoch(epoch)
         return self._order.peek()
-
-    def _checked_order(self, place: tuple[int, ...], expected: int | None, optimizer_step: int) -> int:
-        """A number made of order and place, by which the ranks compare them (planning thread).
-
-        optimizer_step: the one that is planned, of kept ones.
-        """
-        if expected is not None and self._order.fingerprint != expected:
-            raise DataError(
-                "the sampler has drawn another order than before the stop, so what is left of the epoch cannot be "
-                "told; give one whose order depends on its seed and epoch alone, or set `resume: ignore_data`"
-            )
-        return self._order.common((*place, self._order.checksum_through(optimizer_step)))
 
 
 def _length(source: Any) -> int | None:

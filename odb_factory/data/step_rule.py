@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from odb_factory.config import ODBConfig
-from odb_factory.data.keep_epoch import StockSteps
 from odb_factory.data.resume.fill_progress import FillProgress
 from odb_factory.data.resume.keep_progress import KeepProgress
 from odb_factory.data.resume.progress import Progress
 from odb_factory.data.samples import Rejection, Sample
+from odb_factory.data.stock_steps import StockSteps
 from odb_factory.errors import ConfigError
 from odb_factory.planning import Budget
 

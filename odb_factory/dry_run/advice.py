@@ -37,7 +37,7 @@ def advise(found: Look, memory: list[MemoryRow] | None) -> Advice:
     within = [one for one in found.budgets if fitting(one, memory)]
     best = least_budget(within, found.own) if within else found.budgets[0]
     assert best.token_budget is not None
-    patches = _least_cap(found.patch_caps)
+    patches, why_patches = _cap(found, best, is_known=memory is not None)
     ranks = _most_ranks(found)
     layout, why_layout = _layout(found)
     parts = [f"token_budget: {best.token_budget}"]
@@ -46,7 +46,7 @@ def advise(found: Look, memory: list[MemoryRow] | None) -> Advice:
     parts.append(f"layout: {layout}")
     reasons = [_why_budget(found, best, is_known=memory is not None, none_fits=not within)]
     if patches is not None:
-        reasons.append(f"no smaller limit on patches (a power of two) costs less than {1 - CLOSE:.0%} of the speed")
+        reasons.append(why_patches)
     reasons.append(why_layout)
     sentence = f"{', '.join(parts)}: {'; '.join(reasons)}."
     return Advice(
@@ -59,13 +59,19 @@ def advise(found: Look, memory: list[MemoryRow] | None) -> Advice:
     )
 
 
-def _least_cap(caps: list[Outcome]) -> int | None:
-    """The smallest limit on patches that costs next to no speed; None where the samples have none."""
+def _cap(found: Look, best: Outcome, *, is_known: bool) -> tuple[int | None, str]:
+    """A limit on patches that was looked at, and estimated, together with the budget of `best`; None where none is
+    needed."""
+    caps = found.patch_caps
     if not caps:
-        return None
+        return None, ""
     fastest = max(one.speed for one in caps)
     chosen = next(one for one in caps if one.speed >= CLOSE * fastest)
-    return chosen.max_patches or 1 << (chosen.most_patches - 1).bit_length()
+    least = chosen.max_patches or 1 << (chosen.most_patches - 1).bit_length()
+    is_estimated = not is_known or best.max_patches is None or least <= best.max_patches
+    if chosen.token_budget == best.token_budget and is_estimated:
+        return least, f"no smaller limit on patches (a power of two) costs less than {1 - CLOSE:.0%} of the speed"
+    return best.max_patches, "the limit on patches is the one that was looked at with this budget"
 
 
 def _most_ranks(found: Look) -> int | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from odb_factory.data.keep_epoch import StockSteps, by_weight
+from odb_factory.data.stock_steps import StockSteps, by_weight
 from odb_factory.dry_run import baselines, efficiency
 from odb_factory.dry_run.observe import Sample, Step
 from odb_factory.dry_run.outcome import Heaviest, Outcome, Shape, costs_of, outcome

@@ -6,7 +6,7 @@ Called by the plugin's hooks and by patched forks (`odb_factory/patches`): both 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from datasets import Dataset
@@ -14,14 +14,14 @@ from llamafactory.data.converter import align_dataset, get_dataset_converter
 from llamafactory.data.loader import _get_dataset_processor, _get_preprocessed_dataset
 from llamafactory.data.mm_plugin import get_mm_plugin
 from llamafactory.train.callbacks import LogCallback
-from transformers import TrainerCallback
 
 from odb_factory.config import ODBConfig
 from odb_factory.data.pickling import Picklable
 from odb_factory.errors import ConfigError, DataError
 from odb_factory.llamafactory import agreement, probes, sources
 from odb_factory.llamafactory.about import about
-from odb_factory.llamafactory.dataset import INVALID_ROW, OnlineDataset, OpenMedia, RowObserver, TokenizedDataset
+from odb_factory.llamafactory.callbacks import MirrorMaxSteps, Prepared, TellDropped
+from odb_factory.llamafactory.dataset import OnlineDataset, OpenMedia, RowObserver, TokenizedDataset
 from odb_factory.llamafactory.layout import why_not_flat
 from odb_factory.llamafactory.media import MediaObserver
 from odb_factory.llamafactory.online_stream import OnlineStream, StreamObserver, first_rows, is_stream, online_stream
@@ -185,12 +185,12 @@ def attach(trainer: Any, config: ODBConfig) -> None:
         not_flat=stage.why_not_flat or why_not_flat(trainer),
         about=about(trainer, dataset),
     )
-    trainer.add_callback(_Prepared(stage.prepare(trainer)))
-    trainer.add_callback(_MirrorMaxSteps(trainer))
+    trainer.add_callback(Prepared(stage.prepare(trainer)))
+    trainer.add_callback(MirrorMaxSteps(trainer))
     if stage.name == "sft" and trainer.finetuning_args.include_effective_tokens_per_second:
         trainer.add_callback(TellTokensPerSecond(trainer))
     if config.keeps:
-        trainer.add_callback(_TellDropped(trainer))
+        trainer.add_callback(TellDropped(trainer))
     elif trainer.args.per_device_train_batch_size > 1:
         logger.info(
             "per_device_train_batch_size has no effect with `global_batch_size: fill`, which goes by token_budget"
@@ -222,45 +222,3 @@ def _print_example(dataset: OnlineDataset) -> None:
         print("training example:")
         dataset.processor.print_data_example(example)
         return
-
-
-class _Prepared(TrainerCallback):
-    """What a stage has changed on the trainer, until the training ends."""
-
-    def __init__(self, undo: Callable[[], None]):
-        self.undo = undo
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.undo()
-
-
-class _MirrorMaxSteps(TrainerCallback):
-    """LLaMA-Factory's log callback reads the number of steps once; keep its copy up to date."""
-
-    def __init__(self, trainer: Any):
-        self.trainer = trainer
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        for callback in self.trainer.callback_handler.callbacks:
-            if isinstance(callback, LogCallback):
-                callback.max_steps = state.max_steps
-
-
-class _TellDropped(TrainerCallback):
-    """Say once where LLaMA-Factory's own preprocessing drops rows, whose number nobody knows without a pass."""
-
-    def __init__(self, trainer: Any):
-        self.trainer = trainer
-        self.has_told = False
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        count = self.trainer.odb_run.loader.rejected[INVALID_ROW]
-        if count and not self.has_told:
-            self.has_told = True
-            logger.info(
-                "rows are left out (%d by optimizer step %d) that LLaMA-Factory's preprocessing drops; stock does so "
-                "before it shuffles and cuts, so its optimizer steps are others (without shuffling: from here on); set "
-                "tokenized_path, or remove such rows, to have exactly its steps",
-                count,
-                state.global_step,
-            )

@@ -8,7 +8,8 @@ import sys
 import weakref
 from functools import partial
 
-from odb_factory.data.loader import ABORT_S, ODBLoader
+from odb_factory.data.loader import ODBLoader
+from odb_factory.data.passes import ABORT_S
 from odb_factory.errors import one_line
 
 

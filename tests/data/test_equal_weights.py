@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from odb_factory.data.keep_epoch import StockSteps, by_weight, stock_means
+from odb_factory.data.stock_steps import StockSteps, by_weight, stock_means
 from odb_factory.planning import Budget, BufferMetadata, Cost, make_metadata, plan_optimizer_step
 
 

@@ -30,7 +30,7 @@ from hypothesis import strategies as st
 from lockstep import Row, check_kept, check_promises, rejection, run_kept, run_shards, sample, stock_steps
 
 from odb_factory.data import fill_epoch, keep_epoch
-from odb_factory.data.keep_epoch import StockSteps
+from odb_factory.data.stock_steps import StockSteps
 from odb_factory.planning import ROW, Budget, BufferMetadata, Plan, candidates, plan_buffers, plan_optimizer_step
 
 LENGTHS = (2, 3, 7)

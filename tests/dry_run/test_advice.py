@@ -109,6 +109,17 @@ def test_patches_and_ranks() -> None:
     )
 
 
+def test_budgets_are_recommended_as_they_were_looked_at_together() -> None:
+    caps = [outcome(2048, 1.98, max_patches=512), outcome(2048, 2.0, most_patches=900)]
+    budgets = [dataclasses.replace(one, max_patches=(one.token_budget or 0) // 8) for one in BUDGETS]
+    found = a_look(asked(max_patches=128), budgets, patch_caps=caps)
+    assert advise(found, None).max_patches == 512
+    for fits, chosen in ((2048, (2048, 256)), (1024, (1024, 128))):
+        advice = advise(found, [memory(one.token_budget or 0, (one.token_budget or 0) <= fits) for one in budgets])
+        assert (advice.token_budget, advice.max_patches) == chosen
+        assert "looked at with this budget" in advice.sentence
+
+
 def warned(found: Look, *words: str) -> Advice:
     advice = advise(found, None)
     assert any(all(word in line for word in words) for line in advice.warnings), advice.warnings

@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from odb_factory.data.epoch import EpochContext, EpochPlanner
-from odb_factory.data.keep_epoch import KeepEpoch, StockSteps
+from odb_factory.data.keep_epoch import KeepEpoch
 from odb_factory.data.resume.keep_state import KeepState
 from odb_factory.data.resume.progress import Progress
 from odb_factory.data.resume.state import DataState
 from odb_factory.data.sampler import Start
 from odb_factory.data.samples import MicroBatch, OptimizerStep, Rejection, Sample
+from odb_factory.data.stock_steps import StockSteps
 from odb_factory.errors import DataError
 
 
