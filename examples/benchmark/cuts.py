@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
-from simulation import PATCHES_PER_TOKEN, draw
+from simulation import PATCHES_PER_TOKEN, draw, draw_observed
 
 from odb_factory.dry_run.efficiency import FIXED, least_time
 from odb_factory.planning import Budget, MicroStepTotals
@@ -24,17 +24,24 @@ IMAGE_SHARE = 0.5
 
 @dataclass(frozen=True)
 class Epoch:
-    """The samples that all contestants get. images: half of the samples have one. size: samples of a rank."""
+    """The samples that all contestants get.
+
+    images: half of the samples have one, or those of the observed ones that do. size: samples of a rank. observed: what
+    is drawn from, as `ROW`; None: the profile says it.
+    """
 
     profile: str
     ranks: int
     images: bool = False
     size: int = 2048
     seed: int = 0
+    observed: np.ndarray | None = field(default=None, repr=False, compare=False)
 
     @functools.cached_property
     def shares(self) -> list[np.ndarray]:
         """Of each rank its samples in the order of draws, as `ROW`."""
+        if self.observed is not None:
+            return draw_observed(self.observed, self.ranks, self.size, self.seed, with_media=self.images)
         return draw(self.profile, self.ranks, self.size, self.seed, IMAGE_SHARE if self.images else 0.0)
 
     @functools.cached_property

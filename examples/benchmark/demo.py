@@ -11,30 +11,24 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from odb_factory.demo import demo
 
 SHOWN = {"fixed": "fixed batches", "length-grouped": "length-grouped", "odb": "odb"}
-ROWS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "optimizer steps": lambda run: f"{run['optimizer_steps']}",
-    "final training loss": lambda run: f"{run['train_loss']:.4f}",
-    "validation loss": lambda run: f"{run['validation_loss']:.4f}",
-    "seconds of training": lambda run: f"{run['seconds']:.1f}",
-    "CPU seconds of a rank": lambda run: f"{run['cpu_seconds']:.1f}",
-    "padding": lambda run: f"{run['padding']:.1%}",
-    "micro-steps": lambda run: f"{run['micro_steps']}",
-    "peak tokens of a micro-batch": lambda run: f"{run['peak_padded_tokens']:,}",
-}
+LEFT_OUT = ("samples/s", "real tokens/s", "seconds to first step")
+"""Rows of the command's own table that say again what others say."""
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
     """In Markdown, a column for each contestant that keeps the number of samples of an optimizer step."""
-    shown = [run for run in results if run["name"] in SHOWN]
-    lines = [f"| | {' | '.join(SHOWN[run['name']] for run in shown)} |", f"|---|{'--:|' * len(shown)}"]
-    lines += [f"| {label} | {' | '.join(show(run) for run in shown)} |" for label, show in ROWS.items()]
+    shown = [demo.Result(**run) for run in results if run["name"] in SHOWN]
+    lines = [f"| | {' | '.join(SHOWN[run.name] for run in shown)} |", f"|---|{'--:|' * len(shown)}"]
+    for label, text in demo.ROW_TEXTS.items():
+        if label not in LEFT_OUT:
+            lines.append(f"| {label} | {' | '.join(map(text, shown))} |")
     return "\n".join(lines)
 
 

@@ -90,6 +90,20 @@ PARTS = (
         rivals=True,
     ),
     Part(
+        "planning_real",
+        "The plan of real lengths",
+        "As before, of the built-in MM-Mix as a tiny Qwen3-VL's tokenizer and image processor see it: read pages, "
+        "help topics, questions about pictures and videos. Once as text of these lengths, once with its media. "
+        "`--data CONFIG.yaml` takes the data of a LLaMA-Factory YAML.",
+        ("planning.py", "--data", "--processes", "8", "--ranks", "1", "8", "64"),
+        8,
+        (
+            *("planning.py", "--data", "--ranks", "2", "--batch-sizes", "64"),
+            *("--seeds", "1", "--samples", "512"),
+        ),
+        rivals=True,
+    ),
+    Part(
         "planning_many",
         "The plan of many ranks",
         "As before, of 512 and 1,024 ranks.",

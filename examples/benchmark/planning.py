@@ -6,6 +6,7 @@ them what no cut can exceed. A number of ranks whose file is in `--output-dir` i
 
     python examples/benchmark/planning.py                                    # 1 to 1,024 ranks
     python examples/benchmark/planning.py --ranks 8 --batch-sizes 256 --processes 8
+    python examples/benchmark/planning.py --ranks 8 --data my.yaml           # the real lengths of what you train on
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from contestants import ODB, Rebalancer, choosing, keeping
 from cuts import FIXED_COST, TOKEN_BUDGET, Cut, Epoch, bound
-from simulation import WORKLOADS
+from simulation import BUILT_IN, WORKLOADS
 
 BOUND = "what no cut can exceed"
 SHOWN = {1: 64, 8: 256, 64: 1024, 1024: 8192}
@@ -58,13 +60,13 @@ def mean(draws: Sequence[Cut | str]) -> Row:
     return {key: _mean(values) for key, values in columns.items()}
 
 
-def compare(ranks: int, given: argparse.Namespace, rebalancer: Rebalancer | None) -> list[Row]:
-    """All contestants on the same samples."""
+def compare(ranks: int, given: argparse.Namespace, rebalancer: Rebalancer | None, real: np.ndarray | None) -> list[Row]:
+    """All contestants on the same samples. real: those that are drawn from; None: made-up ones."""
     sizes = [size for size in given.batch_sizes if size % ranks == 0]
     size = max(given.samples, given.steps * max(sizes, default=0) // ranks)
     rows: list[Row] = []
     for profile, images in itertools.product(given.profiles, (False, True)):
-        epochs = [Epoch(profile, ranks, images, size, seed) for seed in range(given.seeds)]
+        epochs = [Epoch(profile, ranks, images, size, seed, real) for seed in range(given.seeds)]
         shared: Row = {"ranks": ranks, "profile": profile, "images": images}
         for batch_size in sizes:
             kept = shared | {"batch_size": batch_size}
@@ -195,6 +197,14 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 8, 64, 512, 1024])
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[64, 256, 1024, 8192], help="these N")
     parser.add_argument("--profiles", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument(
+        "--data",
+        nargs="?",
+        const=BUILT_IN,
+        metavar="CONFIG.yaml",
+        help="in place of the profiles the lengths that a LLaMA-Factory YAML's data really have (without a file: those "
+        "of the built-in MM-Mix, which is made first)",
+    )
     parser.add_argument("--steps", type=int, default=6, help="optimizer steps of each draw")
     parser.add_argument("--samples", type=int, default=2048, help="of each rank, for those who choose N themselves")
     parser.add_argument("--seeds", type=int, default=2, help="the figures are means over so many draws")
@@ -203,12 +213,21 @@ def main(arguments: Sequence[str] | None = None) -> list[Row]:
     parser.add_argument("--output-dir", type=Path, default=Path("saves/benchmark_planning"), help="(%(default)s)")
     given = parser.parse_args(arguments)
     given.output_dir.mkdir(parents=True, exist_ok=True)
+    real = None
+    if given.data:
+        from real_lengths import built_in, observed
+
+        given.profiles = [given.data if given.data == BUILT_IN else Path(given.data).stem]
+        real = observed(built_in(given.output_dir) if given.data == BUILT_IN else Path(given.data))
+        tokens, share = real["tokens"], real["has_media"].mean()
+        lengths = f"{tokens.min():,} to {tokens.max():,} tokens, {tokens.mean():,.0f} on average"
+        print(f"{given.profiles[0]}: {len(real):,} samples of {lengths}; {share:.0%} have images or videos\n")
     rebalancer = Rebalancer(given.newer_transformers) if given.newer_transformers else None
     rows: list[Row] = []
     for ranks in given.ranks:
         saved, started = given.output_dir / f"ranks_{ranks}.partial", time.monotonic()
         if not saved.exists():
-            saved.write_text(json.dumps(compare(ranks, given, rebalancer), indent=1), encoding="utf-8")
+            saved.write_text(json.dumps(compare(ranks, given, rebalancer, real), indent=1), encoding="utf-8")
             print(f"{ranks:,} ranks: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
         rows += json.loads(saved.read_text(encoding="utf-8"))
     if rebalancer:

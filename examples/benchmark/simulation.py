@@ -9,6 +9,8 @@ import numpy as np
 from odb_factory.planning import ROW
 
 SHORTEST, LONGEST = 16, 8192
+BUILT_IN = "built-in MM-Mix"
+"""The profile of real samples that the demo trains on (`real_lengths.py`)."""
 PATCHES_PER_TOKEN = 4
 """The vision tower merges 2 x 2 patches into one token."""
 
@@ -51,4 +53,15 @@ def draw(workload: str, ranks: int, samples: int, seed: int = 0, image_share: fl
             part = rng.uniform(0.1, 0.9, samples) * rows["has_media"]
             rows["patches"] = (rows["tokens"] * part).astype(int) * PATCHES_PER_TOKEN
         drawn.append(rows)
+    return drawn
+
+
+def draw_observed(observed: np.ndarray, ranks: int, samples: int, seed: int, *, with_media: bool) -> list[np.ndarray]:
+    """Likewise of samples that were observed (as `ROW`), each as often as chance has it. Without media they are text of
+    the same lengths."""
+    rng = np.random.default_rng(seed)
+    drawn = [observed[rng.integers(len(observed), size=samples)] for _ in range(ranks)]
+    for rows in drawn:
+        for key in () if with_media else ("patches", "modality", "has_media", "has_audio"):
+            rows[key] = 0
     return drawn

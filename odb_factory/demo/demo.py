@@ -152,7 +152,7 @@ ROW_TEXTS: dict[str, Callable[[Result], str]] = {
     "real tokens/s": lambda result: f"{result.tokens_per_second:,.0f}",
     "padding": lambda result: f"{result.padding:.1%}",
     "micro-steps": lambda result: str(result.micro_steps),
-    "peak padded tokens": lambda result: f"{result.peak_padded_tokens:,}",
+    "peak tokens of a micro-batch": lambda result: f"{result.peak_padded_tokens:,}",
     "seconds to first step": lambda result: f"{result.seconds_to_first_step:.1f}",
 }
 

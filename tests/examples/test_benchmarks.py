@@ -59,7 +59,9 @@ def test_the_page_has_every_part(short_form: Path) -> None:
     """Figures and tables; what has no short form is said not to be measured; what is done is not run again."""
     page = (short_form / "benchmarks.md").read_text("utf-8")
     parts = {path.parent.name for path in short_form.glob("*/done.json")}
-    assert parts == {"planning", "train_text_1", "learning", "loader", "start", "scale", "beside", "gpu"}
+    assert parts == {
+        *("planning", "planning_real", "train_text_1", "learning", "loader", "start", "scale", "beside", "gpu")
+    }
     assert page.count("Not measured: ") == page.count("\n## ") - len(parts) - 1 == 7
     short = page.split("\n## In short\n")[1].split("\n## ")[0]
     assert "| text, 1 rank | " in short and "8 ranks" not in short, "none were planned"
@@ -68,7 +70,7 @@ def test_the_page_has_every_part(short_form: Path) -> None:
         assert len(tables) > 3 and all(line in page for line in tables), part
         assert f"`{load(short_form, part, 'done.json')['command']}`" in page
     figures = {path.relative_to(short_form).as_posix() for path in short_form.glob("*/*.png")}
-    assert len(figures) == 6 and all(f"]({figure})" in page for figure in figures)
+    assert len(figures) == 7 and all(f"]({figure})" in page for figure in figures)
     assert "- Machine: " in page and "- Versions: " in page and "- Date: " in page
     began = {path: path.stat().st_mtime_ns for path in short_form.glob("*/done.json")}
     assert run_all(short_form).count("done before") == len(parts)
