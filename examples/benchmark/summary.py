@@ -36,10 +36,12 @@ def lines(folder: Path, done: Sequence[str], figures_in: str) -> Iterator[str]:
         yield from ("", "`odb-factory demo`: a tiny Qwen3-VL on two processes, 32 samples an optimizer step:", "")
         yield demo.table(json.loads((folder / "demo" / "demo.json").read_text(encoding="utf-8")))
         yield from ("", f"![Micro-batches and loss curves of the demo]({figures_in}demo/demo.png)")
-    if "planning" in done:
-        planned = plans(json.loads((folder / "planning" / "planning.json").read_text(encoding="utf-8")))
-        if planned:
-            yield from ("", "Step efficiency in simulation, `token_budget` 16,384:", "", planned)
+    rows: list[dict[str, Any]] = []
+    for part in ("planning", "planning_real"):
+        if part in done:
+            rows += json.loads((folder / part / "planning.json").read_text(encoding="utf-8"))
+    if planned := plans(rows):
+        yield from ("", "Step efficiency in simulation, `token_budget` 16,384:", "", planned)
     tables: dict[str, list[dict[str, Any]]] = {}
     for part in done:
         trained = folder / part / "train.json"
