@@ -27,6 +27,8 @@ TIMES_ROUNDING = 10
 """So much more than two padded layouts may a flat one differ."""
 LEAST_EPS = 4
 """Of the dtype that is computed in, times the largest loss: what is rounding whatever the padded layouts say."""
+MIXED = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""accelerate's names."""
 
 
 class LayoutCheck:
@@ -154,9 +156,11 @@ def _difference(some: dict[int, Tensor], alone: dict[int, Tensor]) -> float:
 
 def _eps(trainer: Any) -> float:
     """Of what the model is computed in; norms and softmax are in float32 at most."""
-    kind = trainer.args.device.type
+    kind, mixed = trainer.args.device.type, MIXED.get(trainer.accelerator.mixed_precision)
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
+    elif mixed is not None:  # accelerate wraps the model's forward in it
+        dtype = mixed
     else:
         parameters = trainer.model_wrapped.parameters()
         dtype = next((one.dtype for one in parameters if one.is_floating_point()), torch.float32)

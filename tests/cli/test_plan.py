@@ -14,6 +14,7 @@ from llamafactory.train.tuner import run_exp
 from support import run_llamafactory, training_config, write_dataset
 
 from odb_factory.cli.main import main
+from odb_factory.cli.plan import QUIET
 from odb_factory.demo.mm_mix_builtin import build_builtin_mix
 
 pytestmark = pytest.mark.timeout(600)
@@ -24,6 +25,13 @@ POINTS = 0.02
 """What was promised. The plan of a whole epoch is the very plan of the run, so it is asked for much less."""
 
 Plan = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(autouse=True)
+def as_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the command sets for its process is gone after a test."""
+    for name, value in QUIET.items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture(scope="module")

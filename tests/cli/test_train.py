@@ -97,6 +97,7 @@ def test_trains_with_odb_although_torch_does_not_activate(
     output = ended.stdout + ended.stderr
     assert ended.returncode == 0, output[-4000:]
     assert ("Initializing 1 distributed tasks" in output) == by_torchrun
+    assert "layout: flat" in output and "layout: padded" not in output, "also in bf16 (sharegpt4o), by the check"
     summary = json.loads((workplace / "saves" / name / "odb_summary.json").read_text(encoding="utf-8"))
     assert summary["optimizer_steps"] == 2
     assert summary["samples"] == ROWS and summary["emitted"] >= ROWS // 2
