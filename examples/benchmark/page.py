@@ -52,8 +52,8 @@ def make(folder: Path, parts: Sequence[Part], missing: Mapping[str, str], figure
         if one is None:
             lines.append(f"Not measured: {missing[part.name]}.")
             continue
-        took = f"{one['seconds'] / 60:.0f} minutes, {one['began']}, odb_factory at {one['commit']}"
-        lines += [f"`{one['command']}` ({took}):", ""]
+        took = f"{one['seconds'] / 60:.0f} minutes, {one['began']}, load average before it {one['load']:.1f}"
+        lines += [f"`{one['command']}` ({took}, odb_factory at {one['commit']}):", ""]
         lines.append((folder / part.name / TABLES).read_text(encoding="utf-8").strip())
         for path in sorted((folder / part.name).glob("*.png")):
             lines += ["", f"![{part.heading}: {path.stem}]({figures_in}{path.relative_to(folder).as_posix()})"]
@@ -78,7 +78,7 @@ def body(printed: str, program: str) -> str:
 
 
 def head(parts: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The command, machines and versions of packages, when it was and how busy a machine was."""
+    """The command, machines and versions of packages, and when it was."""
     lines = [
         "Everything on this page is made by one command:",
         "",
@@ -92,10 +92,9 @@ def head(parts: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
     if parts:
         begins = sorted(part["began"] for part in parts)
-        loads = max(part["load"] for part in parts)
         lines += [
             f"- Machine: {' and '.join(dict.fromkeys(part['machine'] for part in parts))}",
             f"- Versions: {' and '.join(dict.fromkeys(part['versions'] for part in parts))}",
-            f"- Date: {begins[0]} to {begins[-1]}; load average before a part at most {loads:.1f}",
+            f"- Date: {begins[0]} to {begins[-1]}",
         ]
     return lines

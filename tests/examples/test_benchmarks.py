@@ -210,7 +210,7 @@ def test_published_parts_stand_beside_earlier_ones(
     benchmarks.publish(short_form)
     page = (tmp_path / "docs" / "benchmarks.md").read_text("utf-8")
     links = re.findall(r"\]\((benchmarks/.+?png)\)", page)
-    assert len(links) == 6 and {tmp_path / "docs" / link for link in links} == set(tmp_path.glob("docs/**/*.png"))
+    assert len(links) == 7 and {tmp_path / "docs" / link for link in links} == set(tmp_path.glob("docs/**/*.png"))
     assert "what was published before" in page and " and a machine of long ago" in page
     assert json.loads((before / "start" / "start.json").read_text("utf-8")) == load(short_form, "start", "start.json")
     assert not (before / "planning" / "ranks_2.partial").exists()
