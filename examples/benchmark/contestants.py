@@ -58,7 +58,7 @@ def _rows_fit(epoch: Epoch, batch_size: int, rows: int) -> str | None:
 def fixed(epoch: Epoch, batch_size: int, count: int, rows: int) -> Cut | str:
     if why := _rows_fit(epoch, batch_size, rows):
         return why
-    samples = _whole(epoch, batch_size)
+    samples = _first(epoch, batch_size, count)
     batches = np.arange(len(samples)).reshape(-1, rows)
     return cut_of_batches(samples, _deal(batches, epoch.ranks), len(samples) // batch_size)
 

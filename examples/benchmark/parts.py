@@ -71,8 +71,9 @@ PARTS = (
         "150 with 20 % around 2,500 (MM-Mix); with images, half of the samples have one. N: samples of an optimizer "
         "step. What no cut can exceed: a rank has at least the longest sample, and the mean load of all. Fixed and "
         "length-grouped batches know no budget; length grouping, packing and dynabatch need all lengths before "
-        "training. Whole epochs are cut by all but odb, batch_rebalance and the bound, which get their first optimizer "
-        "steps: hundredths may be chance. Figures of all ranks and N are of `odb, keep, flat`, the bound in brackets.",
+        "training. Fixed batches, batch_rebalance, odb and the bound get the same first optimizer steps, others the "
+        "whole epoch: hundredths may be chance. Figures of all ranks and N are of `odb, keep, flat`, the bound in "
+        "brackets.",
         ("planning.py", "--processes", "8", "--ranks", "1", "8", "64"),
         30,
         (

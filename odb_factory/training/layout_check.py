@@ -27,8 +27,6 @@ TIMES_ROUNDING = 10
 """So much more than two padded layouts may a flat one differ."""
 LEAST_EPS = 4
 """Of the dtype that is computed in, times the largest loss: what is rounding whatever the padded layouts say."""
-MIXED = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""accelerate's names."""
 
 
 class LayoutCheck:
@@ -120,11 +118,12 @@ def _deviations(trainer: Any, trial: Trial) -> dict[str, float]:
     model = trainer.model_wrapped
     with _evaluating(model), torch.no_grad(), trainer.compute_loss_context_manager():
         alone: dict[int, Tensor] = {}
-        for laid_out in trial.alone:
-            alone |= _token_losses(trainer, model, laid_out)
+        with _dtypes_within(model) as dtypes:
+            for laid_out in trial.alone:
+                alone |= _token_losses(trainer, model, laid_out)
         padded = [_token_losses(trainer, model, laid_out) for laid_out in trial.padded]
         flat = _token_losses(trainer, model, trial.flat)
-        eps = _eps(trainer)
+    eps = max(torch.finfo(dtype).eps for dtype in dtypes | {torch.float32})  # norms and softmax: float32 at most
     rounding = max(_difference(one, alone) for one in padded)
     largest = max(float(losses.abs().max()) for losses in alone.values() if losses.numel())
     tolerance = max(TIMES_ROUNDING * rounding, LEAST_EPS * eps * max(largest, 1.0))
@@ -154,17 +153,22 @@ def _difference(some: dict[int, Tensor], alone: dict[int, Tensor]) -> float:
     return math.nan if any(map(math.isnan, found)) else max(found, default=0.0)
 
 
-def _eps(trainer: Any) -> float:
-    """Of what the model is computed in; norms and softmax are in float32 at most."""
-    kind, mixed = trainer.args.device.type, MIXED.get(trainer.accelerator.mixed_precision)
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-    elif mixed is not None:  # accelerate wraps the model's forward in it
-        dtype = mixed
-    else:
-        parameters = trainer.model_wrapped.parameters()
-        dtype = next((one.dtype for one in parameters if one.is_floating_point()), torch.float32)
-    return max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+@contextlib.contextmanager
+def _dtypes_within(model: Any) -> Iterator[set[torch.dtype]]:
+    """Those that its layers give out meanwhile: whoever set them (the weights, autocast, accelerate, FSDP)."""
+    seen: set[torch.dtype] = set()
+
+    def look(_: Any, __: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and output.is_floating_point():
+            seen.add(output.dtype)
+
+    layers = [module for module in model.modules() if next(module.children(), None) is None]
+    hooks = [layer.register_forward_hook(look) for layer in layers]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextlib.contextmanager
