@@ -148,7 +148,8 @@ PARTS = (
         '"1 + 1": one worker observes and one collates (of online-dynamic-batching: one reads, one collates). '
         '"light items": with the items that ours gets, instead of the finished samples that its README asks for. '
         '"blocked": the share of its time that a consumer a little slower than the loader spends in `next()`. CPU: a '
-        "sample. Memory: MiB of all processes, and what a buffer of 1,024 samples adds. Medians of three rounds.",
+        "sample. Memory: MiB of all processes at their peak, and what a buffer of 1,024 samples adds to that of 32 "
+        "(odb: between -170 and 32 in three sittings, so nothing that shows). Medians of three rounds.",
         ("loader.py",),
         11,
         ("loader.py", "--short"),

@@ -192,6 +192,21 @@ def test_models_that_cannot_be_flat_are_refused(tiny_text: Path) -> None:
         check_flat(model, loader)
 
 
+def test_mixed_precision_within_the_model_is_rounding(tiny_text: Path) -> None:
+    """I10: as accelerate prepares a model, float32 weights and autocast around its forward alone.
+
+    Padded layouts of these rows agree to the last bit, so they do not say what rounding is."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_text, dtype=torch.float32).train()
+    model.forward = torch.autocast("cpu", torch.bfloat16)(model.forward)
+
+    def long(k: int) -> dict[str, Any]:
+        ids = [(7 * k + 3 * t) % 90 + 5 for t in range(100 + 37 * k % 150)]
+        return {"input_ids": ids, "labels": ids}
+
+    with make(dataset=Rows(long, 24), collate_fn=collate, token_budget=1024) as loader:
+        check_flat(model, loader)
+
+
 def big_padded_batch(model: Any, ids: list[int], scaling: str) -> float:
     """Backward of the loss of all samples as one padded batch, by its definition; returns the loss."""
     batch = collate([labelled(k) for k in ids])
