@@ -73,6 +73,7 @@ def _log(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=2)
     logger.info("a line")
     logger.warning("a warning")
+    dist.barrier()  # the other may still be connecting
     dist.destroy_process_group()
 
 

@@ -193,7 +193,7 @@ def dynabatch(epoch: Epoch) -> Cut | str:
 def really_run(epoch: Epoch, name: str, most_ranks: int) -> Cut | str:
     """A whole loader, a process a rank."""
     if epoch.ranks > most_ranks:
-        return f"it is run with a process a rank, here for at most {most_ranks} ranks (`--processes`)"
+        return f"it is run with a process a rank: too many here for {epoch.ranks:,} ranks (`--processes {most_ranks}`)"
     if epoch.images:
         return "its processes are given text"
     padded = processes.run(name, epoch.shares, token_budget=TOKEN_BUDGET, window=WINDOW)

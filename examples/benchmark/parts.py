@@ -26,8 +26,10 @@ class Part:
 TRAIN_ABOUT = """The real LLaMA-Factory on a CPU, one epoch of the same samples at the same learning rate, 32 samples \
 an optimizer step (packing and `fill` cannot have that, so their losses are not comparable): {what}. All at most at \
 the same peak of memory, in padded tokens of the largest micro-batch. Whatever was computed beyond each sample's own \
-tokens, once, counts as padding. "CPU seconds" are of the busiest training process; the clock's also hold what worker \
-processes take on the same cores. glibc's malloc keeps freed memory, for all contestants. Best of a column in bold."""
+tokens, once, counts as padding. Balance: the mean load of the ranks, in padded tokens, by that of the busiest. "CPU \
+seconds" are of the busiest training process; the clock's also hold what worker processes take on the same cores. \
+glibc's malloc keeps freed memory, for all contestants. Best of a column in bold, losses among those with as many \
+optimizer steps as odb. Figures are means of all seeds; "in so much of the time" is the median of the seeds' ratios."""
 GRADIENT_TESTS = (
     "tests/data/test_layout_models.py",
     "tests/training/test_same_training.py",
@@ -50,15 +52,15 @@ def _training(
 
 
 TEXTS, MIX = (
-    "a tiny Qwen2 on 1,280 made-up texts of uneven length",
-    "a tiny Qwen3-VL on 320 samples of the built-in MM-Mix",
+    "a tiny Qwen2 on 1,280 made-up texts of uneven length (1 row at a time was trained last, after all other parts)",
+    "a tiny Qwen3-VL on 320 samples of the built-in MM-Mix (1 row at a time was trained last, after all other parts)",
 )
 PARTS = (
     Part(
         "demo",
         "The demo",
         "What `odb-factory demo` runs: LLaMA-Factory trains a tiny Qwen3-VL on the built-in MM-Mix on two processes, "
-        "each contestant once, all at the same peak of padded tokens.",
+        "each contestant once, all at about the same peak of padded tokens. The picture shows `fill` (another N), too.",
         ("demo.py",),
         3,
     ),
@@ -66,10 +68,14 @@ PARTS = (
         "planning",
         "The plan",
         "In simulation, everybody on the same samples, with the code that a training runs. Step efficiency = real "
-        "tokens / (ranks x sum over micro-steps of (largest padded tokens of any rank + the fixed cost)). Lengths are "
+        "tokens / (ranks x sum over micro-steps of (largest padded tokens of any rank + the fixed cost)): a model, "
+        "linear in tokens, with an assumed 500 for each micro-step; patches are limited, not counted. Lengths are "
         "lognormal with mean and CV 1100/0.48 (UltraChat), 700/0.29 (LLaVA), 900/1.00 (ShareGPT4o), and 80 % around "
         "150 with 20 % around 2,500 (MM-Mix); with images, half of the samples have one. N: samples of an optimizer "
-        "step. What no cut can exceed: a rank has at least the longest sample, and the mean load of all. Fixed and "
+        "step. What no cut can exceed, of optimizer steps as they are: a rank has at least the longest sample, and the "
+        "mean load of all; whoever puts other samples together may. Balance: what all ranks compute by what they would "
+        "if each had as much as the busiest. Samples moved: to another rank than the one that read them. Peak: the "
+        "largest micro-batch, mean of the draws. Fixed and "
         "length-grouped batches know no budget; length grouping, packing and dynabatch need all lengths before "
         "training. Fixed batches, batch_rebalance, odb and the bound get the same first optimizer steps, others the "
         "whole epoch: hundredths may be chance. Figures of all ranks and N are of `odb, keep, flat`, the bound in "
@@ -123,10 +129,10 @@ PARTS = (
         "What is learnt",
         "A tiny random Qwen2 on real text with transformers' Trainer, AdamW, linear schedule, batches of 8 samples "
         "(odb: `token_budget` 4,096). Kept batches have the losses of fixed batches, seed by seed. With `fill` an "
-        "epoch has fewer, larger optimizer steps, which changes what is learnt: from random weights at equal epochs it "
-        "learns less, at equal optimizer steps it sees more data. If you use `fill`, lower `token_budget` until an "
-        "optimizer step has about the samples it had, or raise the learning rate with `lr_scale: sqrt`, and compare "
-        "validation losses.",
+        "epoch has fewer, larger optimizer steps here, which changes what is learnt: from random weights, at equal "
+        "epochs it learns less, at equal optimizer steps it sees more data. If you use `fill`, lower `token_budget` "
+        "until an optimizer step has about the samples it had, or raise the learning rate with `lr_scale: sqrt`, and "
+        "compare validation losses.",
         ("learning.py",),
         20,
         ("learning.py", "--seeds", "1", "--samples", "32"),
@@ -147,9 +153,9 @@ PARTS = (
         "online-dynamic-batching: lists of token ids, and picture files through Qwen-VL's image processor. "
         '"1 + 1": one worker observes and one collates (of online-dynamic-batching: one reads, one collates). '
         '"light items": with the items that ours gets, instead of the finished samples that its README asks for. '
-        '"blocked": the share of its time that a consumer a little slower than the loader spends in `next()`. CPU: a '
+        '"blocked": the share of its time that a consumer that takes 1.25 times as long spends in `next()`. CPU: a '
         "sample. Memory: MiB of all processes at their peak, and what a buffer of 1,024 samples adds to that of 32 "
-        "(odb: between -170 and 32 in three sittings, so nothing that shows). Medians of three rounds.",
+        '(below 0: chance). Medians of three rounds; "of plain": of the rounds\' ratios.',
         ("loader.py",),
         11,
         ("loader.py", "--short"),
@@ -169,10 +175,10 @@ PARTS = (
     Part(
         "scale",
         "The cost of planning",
-        "In simulation on one core, CPU time. In a training a background thread does it, ahead of the optimizer steps. "
-        'Metadata go to all ranks ("received"): 25 bytes a sample. Of more than `balance_group_size` ranks (default '
-        '256), samples travel within groups only; "network" is a model of 1 GB/s a rank and 50 us an exchange, not a '
-        "measurement.",
+        "In simulation on one core, CPU time. In a training a process of its own does it, ahead of the optimizer steps "
+        '(without worker processes a thread). Metadata go to all ranks ("received"): 25 bytes a sample, and in groups '
+        "an outline of each group's plan. Of more than `balance_group_size` ranks (default 256), samples travel "
+        'within groups only; "network" is a model of 1 GB/s a rank and 50 us an exchange, not a measurement.',
         ("scale.py",),
         8,
         (

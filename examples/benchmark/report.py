@@ -13,12 +13,14 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True)
 class Column:
-    """best: whether "most" or "least" is best, if that is a question at all."""
+    """best: whether "most" or "least" is best, if that is a question at all. of_steps: only of those with as many
+    optimizer steps as odb."""
 
     key: str
     label: str
     show: Callable[[Any], str]
     best: str | None = None
+    of_steps: bool = False
 
 
 def whole(value: float) -> str:
@@ -32,7 +34,7 @@ def mib(value: float) -> str:
 SAMPLES = Column("samples_per_second", "samples/s", "{:.1f}".format, "most")
 PADDING = Column("padding", "padding", "{:.1%}".format, "least")
 SECONDS = Column("seconds", "seconds", "{:.1f}".format, "least")
-VALIDATION = Column("validation_loss", "validation loss", "{:.3f}".format, "least")
+VALIDATION = Column("validation_loss", "validation loss", "{:.3f}".format, "least", of_steps=True)
 COLUMNS = (
     SAMPLES,
     Column("tokens_per_second", "real tokens/s", whole, "most"),
@@ -44,7 +46,7 @@ COLUMNS = (
     Column("seconds_to_first_step", "s to first step", "{:.1f}".format, "least"),
     Column("peak_padded_tokens", "peak padded tokens", whole),
     Column("peak_memory", "peak memory, MiB", mib, "least"),
-    Column("train_loss", "training loss", "{:.3f}".format, "least"),
+    Column("train_loss", "training loss", "{:.3f}".format, "least", of_steps=True),
     VALIDATION,
 )
 
@@ -72,9 +74,10 @@ def markdown(title: str, results: Sequence[Result], columns: Sequence[Column] = 
     for result in results:
         cells = []
         for column in columns:
-            text = _shown(column, result)
-            best = _best(column, results)
-            cells.append(f"**{text}**" if best is not None and text == column.show(best) else text)
+            text, compared = _shown(column, result), _compared(column, results)
+            best = _best(column, compared)
+            is_best = best is not None and result in compared and text == column.show(best)
+            cells.append(f"**{text}**" if is_best else text)
         lines.append(f"| {result['name']} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -85,11 +88,12 @@ def ahead_of_odb(results: Sequence[Result], columns: Sequence[Column] = COLUMNS)
     others = [result for result in results if not result["name"].startswith("odb")]
     found = []
     for column in columns:
-        best, shown = _best(column, [*others, ours]), _shown(column, ours)
+        compared, shown = _compared(column, [*others, ours]), _shown(column, ours)
+        best = _best(column, compared)
         if best is not None and column.show(best) != shown:
-            names = [result["name"] for result in others if _shown(column, result) == column.show(best)]
+            names = [result["name"] for result in compared if _shown(column, result) == column.show(best)]
             found.append(f"{column.label} ({' and '.join(names)}: {column.show(best)}, odb: {shown})")
-    return f"Ahead of odb: {'; '.join(found)}." if found else "odb is ahead in every figure."
+    return f"Ahead of odb, by means: {'; '.join(found)}." if found else "By means odb is ahead in every figure."
 
 
 def draw(tables: dict[str, Sequence[Result]], columns: Sequence[Column], path: Path) -> None:
@@ -145,6 +149,14 @@ def draw_losses(tables: dict[str, Sequence[Result]], path: Path) -> None:
 def _shown(column: Column, result: Result) -> str:
     value = result[column.key]
     return "" if value is None else column.show(value)
+
+
+def _compared(column: Column, results: Sequence[Result]) -> list[Result]:
+    """Those whose figures of a column mean the same."""
+    ours = next((result for result in results if result["name"] == "odb"), None)
+    if ours is None or not column.of_steps:
+        return list(results)
+    return [result for result in results if result.get("optimizer_steps") == ours.get("optimizer_steps")]
 
 
 def _best(column: Column, results: Sequence[Result]) -> Any:

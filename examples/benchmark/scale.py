@@ -223,7 +223,8 @@ def main(arguments: Sequence[str] | None = None) -> list[Measured | MeasuredStep
         ]
         print(table(mine))
         grown = growth(mine[0], mine[-1])
-        print(f"\ngrowth, 1.00 being linear in ranks: time {grown['time']:.2f}, bytes {grown['bytes']:.2f}\n")
+        span = f"from {chosen.ranks[0]:,} to {chosen.ranks[-1]:,} ranks"
+        print(f"\ngrowth {span}, 1.00 being linear: time {grown['time']:.2f}, bytes {grown['bytes']:.2f}\n")
         results += mine
     kept = [
         measure_kept(ranks, chosen.samples_a_rank * ranks, chosen.token_budget, 2 * chosen.rounds + 1, balance, layout)

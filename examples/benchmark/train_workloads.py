@@ -19,6 +19,8 @@ from odb_factory.demo.runs import grouping_by_length
 from odb_factory.demo.tiny_model import build_tiny_qwen2, build_tiny_qwen3_vl
 
 FIXED = "fixed batch"
+ONE_ROW = "fixed batch, 1 row"
+"""Nothing to pad, a quarter or half of the memory, and the most micro-steps."""
 GLOBAL_BATCH_SIZE = 32
 """Samples of an optimizer step on all ranks."""
 NUM_WORDS, SUCCESSORS = 256, (0.7, 0.2, 0.1)
@@ -57,6 +59,7 @@ class Workload:
             "per_device_train_batch_size": self.rows,
             "gradient_accumulation_steps": GLOBAL_BATCH_SIZE // (self.rows * ranks),
         }
+        one_row = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": GLOBAL_BATCH_SIZE // ranks}
         online = {"token_budget": self.token_budget}
         # Packs hold about an optimizer step's samples. Without evaluation: LLaMA-Factory would pack those samples, too.
         packed = kept | {"gradient_accumulation_steps": 1, "eval_strategy": "no", "eval_dataset": None}
@@ -67,6 +70,7 @@ class Workload:
             return {FIXED: kept, **ours}
         return {
             FIXED: kept,
+            ONE_ROW: kept | one_row,
             "length-grouped": kept | grouping_by_length(),
             **(packing if self.can_pack else {}),
             **ours,
