@@ -17,7 +17,7 @@ from odb_factory.dry_run.efficiency import FIXED, least_time
 from odb_factory.planning import Budget, MicroStepTotals
 
 FIXED_COST = FIXED
-"""Tokens that the fixed cost of a micro-step is worth."""
+"""Of a micro-step, in tokens."""
 TOKEN_BUDGET = 16384
 IMAGE_SHARE = 0.5
 

@@ -71,13 +71,10 @@ def balance(padded: Sequence[Sequence[int]]) -> float:
 def markdown(title: str, results: Sequence[Result], columns: Sequence[Column] = COLUMNS) -> str:
     """A row for each contestant, the best of each column in bold."""
     lines = [f"| {title} | {' | '.join(column.label for column in columns)} |", f"|---|{'--:|' * len(columns)}"]
+    best = {column: _best(column, results) for column in columns}
     for result in results:
-        cells = []
-        for column in columns:
-            text, compared = _shown(column, result), _compared(column, results)
-            best = _best(column, compared)
-            is_best = best is not None and result in compared and text == column.show(best)
-            cells.append(f"**{text}**" if is_best else text)
+        shown = {column: _shown(column, result) for column in columns}
+        cells = [f"**{text}**" if result["name"] in best[column] else text for column, text in shown.items()]
         lines.append(f"| {result['name']} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -88,11 +85,10 @@ def ahead_of_odb(results: Sequence[Result], columns: Sequence[Column] = COLUMNS)
     others = [result for result in results if not result["name"].startswith("odb")]
     found = []
     for column in columns:
-        compared, shown = _compared(column, [*others, ours]), _shown(column, ours)
-        best = _best(column, compared)
-        if best is not None and column.show(best) != shown:
-            names = [result["name"] for result in compared if _shown(column, result) == column.show(best)]
-            found.append(f"{column.label} ({' and '.join(names)}: {column.show(best)}, odb: {shown})")
+        best = _best(column, [*others, ours])
+        if best and "odb" not in best:
+            (shown,) = set(best.values())
+            found.append(f"{column.label} ({' and '.join(best)}: {shown}, odb: {_shown(column, ours)})")
     return f"Ahead of odb, by means: {'; '.join(found)}." if found else "By means odb is ahead in every figure."
 
 
@@ -151,16 +147,13 @@ def _shown(column: Column, result: Result) -> str:
     return "" if value is None else column.show(value)
 
 
-def _compared(column: Column, results: Sequence[Result]) -> list[Result]:
-    """Those whose figures of a column mean the same."""
-    ours = next((result for result in results if result["name"] == "odb"), None)
-    if ours is None or not column.of_steps:
-        return list(results)
-    return [result for result in results if result.get("optimizer_steps") == ours.get("optimizer_steps")]
-
-
-def _best(column: Column, results: Sequence[Result]) -> Any:
-    values = [result[column.key] for result in results if result[column.key] is not None]
+def _best(column: Column, results: Sequence[Result]) -> dict[str, str]:
+    """The names of those with the best figure of a column, as it is shown; nobody where that is no question."""
+    values = {result["name"]: result[column.key] for result in results if result[column.key] is not None}
+    if column.of_steps:
+        steps = {result["name"]: result.get("optimizer_steps") for result in results}
+        values = {name: value for name, value in values.items() if steps[name] == steps["odb"]}
     if column.best is None or len(values) < 2:
-        return None
-    return max(values) if column.best == "most" else min(values)
+        return {}
+    best = column.show(max(values.values()) if column.best == "most" else min(values.values()))
+    return {name: best for name, value in values.items() if column.show(value) == best}

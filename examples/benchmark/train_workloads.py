@@ -55,11 +55,10 @@ class Workload:
 
     def contestants(self, ranks: int) -> dict[str, dict[str, Any]]:
         """What each changes in the configuration."""
-        kept = {
-            "per_device_train_batch_size": self.rows,
-            "gradient_accumulation_steps": GLOBAL_BATCH_SIZE // (self.rows * ranks),
-        }
-        one_row = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": GLOBAL_BATCH_SIZE // ranks}
+        kept, one_row = (
+            {"per_device_train_batch_size": rows, "gradient_accumulation_steps": GLOBAL_BATCH_SIZE // (rows * ranks)}
+            for rows in (self.rows, 1)
+        )
         online = {"token_budget": self.token_budget}
         # Packs hold about an optimizer step's samples. Without evaluation: LLaMA-Factory would pack those samples, too.
         packed = kept | {"gradient_accumulation_steps": 1, "eval_strategy": "no", "eval_dataset": None}
@@ -70,7 +69,7 @@ class Workload:
             return {FIXED: kept, **ours}
         return {
             FIXED: kept,
-            ONE_ROW: kept | one_row,
+            ONE_ROW: one_row,
             "length-grouped": kept | grouping_by_length(),
             **(packing if self.can_pack else {}),
             **ours,

@@ -9,7 +9,7 @@ import numpy as np
 from odb_factory.planning import CostModel, MicroStepTotals
 
 FIXED = CostModel().fixed
-"""Tokens that the fixed cost of a micro-step is worth: assumed, not measured."""
+"""The fixed cost of a micro-step, in tokens: assumed, not measured."""
 
 
 def time_of(totals: Sequence[MicroStepTotals], fixed: int = FIXED) -> int:
