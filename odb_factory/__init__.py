@@ -23,7 +23,7 @@ _HOMES = {
     "ODBStepInfo": "odb_factory.loop.step_info",
     "ODBTrainer": "odb_factory.training.enable",
     "ODBTrainerMixin": "odb_factory.training.mixin",
-    "apply": "odb_factory.loop.wrapping",
+    "apply_odb": "odb_factory.loop.wrapping",
     "check_flat": "odb_factory.training.flat_in_loop",
     "enable_odb": "odb_factory.training.enable",
     "pop_step_info": "odb_factory.loop.step_info",

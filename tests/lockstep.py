@@ -306,13 +306,13 @@ def stock_steps(
     is_split: bool = False,
 ) -> StockSteps:
     """size: N. num_rows: of the epoch, None where nobody knows."""
-    left_out = num_rows % (batch_size * world_size) if drop_last and num_rows else 0
+    not_trained = num_rows % (batch_size * world_size) if drop_last and num_rows else 0
     return StockSteps(
         global_batch_size=size,
         batch_size=batch_size,
         world_size=world_size,
-        num_samples=None if num_rows is None else num_rows - left_out,
-        left_out=left_out,
+        num_samples=None if num_rows is None else num_rows - not_trained,
+        not_trained=not_trained,
         mean=mean,
         is_split=is_split,
     )
@@ -320,7 +320,7 @@ def stock_steps(
 
 def run_kept(rows: Sequence[Row], stock: StockSteps, *, first_step: int = 0, **options: Any) -> list[Epoch]:
     """One epoch of kept optimizer steps over `rows` (those that `drop_last` leaves out among them)."""
-    stop = stock.num_samples if stock.left_out else None
+    stop = stock.num_samples if stock.not_trained else None
     shards = []
     for rank in range(stock.world_size):
         start = Start(first=stock.first_number(rank, first_step), stop=stop)
@@ -390,9 +390,9 @@ def check_promises(
         idle = [one.idle for one in epoch.micro_batches]
         assert join or not any(idle), "I3"
         assert balance or idle == sorted(idle), "I7: a rank idles behind its last sample"
-    assert steps[-1].left_out == num_rows - len(emitted) - num_rejected
+    assert steps[-1].not_trained == num_rows - len(emitted) - num_rejected
     if join:
-        assert len(emitted) == len(costs) and steps[-1].left_out == 0, "I2"
+        assert len(emitted) == len(costs) and steps[-1].not_trained == 0, "I2"
     else:
         assert any(_ran_short(*rank, emitted, accumulation) for rank in zip(held, epochs)), "I3"
     assert all(step.active_ranks for step in totals), "I7: never all at once"
@@ -454,7 +454,7 @@ def check_kept(
     rows: in the order of all ranks, those that `drop_last` leaves out among them.
     """
     size, world_size = stock.global_batch_size, stock.world_size
-    end = len(rows) - stock.left_out
+    end = len(rows) - stock.not_trained
     expected = [rows[start : min(start + size, end)] for start in range(first_step * size, end, size)]
     costs = {row.id: row.cost for row in usable(rows)}
     if not any(map(usable, expected)):
@@ -473,7 +473,7 @@ def check_kept(
         assert step.index == first_step + k and step.rejected == rejected
         assert step.samples == len(ids) and step.tokens == sum(costs[id].tokens for id in ids)
         assert step.done == min((step.index + 1) * size, end)
-        assert step.left_out == (stock.left_out if step.last else 0)
+        assert step.not_trained == (stock.not_trained if step.last else 0)
         if not ids:
             assert len(micro_steps) == 1 and step.num_active == 0
         for micro_step in micro_steps:

@@ -103,7 +103,7 @@ class StepStatistics:
     def summary(self) -> dict[str, float]:
         """The entries of `odb_summary.json` that are sums over the run, or made of such. These names are public."""
         return {
-            "emitted": self.samples,
+            "samples": self.samples,
             "micro_steps": self.micro_steps,
             "idle_micro_batches": self.idle_micro_batches,
             "tokens": self.tokens,
@@ -123,7 +123,7 @@ class StepStatistics:
     def metrics(self, token_budget: int, world_size: int) -> dict[str, float]:
         """The `odb/...` entries of a log line. These names are public.
 
-        odb/micro_batches: micro-batches of an optimizer step on each rank; odb/units: of an optimizer step
+        odb/micro_batches: micro-batches of an optimizer step on each rank; odb/units_per_step: of an optimizer step
         on all ranks, and odb/units_cv their standard deviation over their mean.
         """
         micro_steps, optimizer_steps = max(self.micro_steps, 1), max(self.optimizer_steps, 1)
@@ -131,7 +131,7 @@ class StepStatistics:
             "odb/micro_batches": round(self.micro_steps / optimizer_steps, 2),
             "odb/samples_per_micro_step": round(self.samples / micro_steps, 2),
             "odb/tokens_per_micro_step": round(self.tokens / micro_steps, 1),
-            "odb/units": round(self.units / optimizer_steps, 1),
+            "odb/units_per_step": round(self.units / optimizer_steps, 1),
             "odb/units_cv": round(self.units_cv, 4),
             "odb/padding_ratio": round(self.padding_ratio, 4),
             "odb/budget_use": round(self.padded_tokens / (micro_steps * world_size * token_budget), 4),

@@ -72,8 +72,8 @@ class StepAccounting:
         self._before = Trained()
         self._step: OptimizerStep | None = None
         self._under_way: Begun | None = None
-        self._dropped: Counter[str] = Counter()
-        self._left_out = self._overlong = 0
+        self._left_out: Counter[str] = Counter()
+        self._not_trained = self._overlong = 0
         self._waited = 0.0  # since the audit's last line
 
     def next(self, collated: Iterator[Collated]) -> Collated | None:
@@ -163,17 +163,17 @@ class StepAccounting:
         self.interval.oom_cuts += times
 
     def stats(self) -> dict[str, float]:
-        """`metrics`, and odb/dropped: rows left out on all ranks; odb/over_budget: micro-batches of this rank that the
+        """`metrics`, and odb/left_out: rows left out on all ranks; odb/over_budget: micro-batches of this rank that the
         collator made larger than the budget."""
         return self.metrics() | {
-            "odb/dropped": self.dropped.total(),
+            "odb/left_out": self.left_out.total(),
             "odb/over_budget": self.num_over_budget,
         }
 
     @property
-    def dropped(self) -> Counter[str]:
-        """Rows that were rejected on all ranks, by reason; of the epoch under way as of its last plan."""
-        return self._dropped if self._step is None else self._dropped + self._step.rejected
+    def left_out(self) -> Counter[str]:
+        """Rows left out on all ranks, by reason; of the epoch under way as of its last plan."""
+        return self._left_out if self._step is None else self._left_out + self._step.rejected
 
     @property
     def since_resume(self) -> Trained:
@@ -183,20 +183,20 @@ class StepAccounting:
     def summary(self) -> dict[str, Any]:
         """What `odb_summary.json` says; the names are public."""
         return {
-            "samples": self.loader.num_samples,
+            "dataset_samples": self.loader.num_samples,
             "optimizer_steps": self.optimizer_steps,
             **self.total.summary(),
             "lowered_to": None if self.loader.lowered is None else dataclasses.asdict(self.loader.lowered),
             **self.rows_apart(),
-            "world_size": self.loader.world_size,
+            "ranks": self.loader.world_size,
             "config": self.config.to_dict(),
         }
 
     def rows_apart(self) -> dict[str, Any]:
         """Of the summary what was not trained on, or broke a budget; of the epoch under way as of its last plan."""
         return {
-            "dropped": dict(self.dropped),
-            "left_out": self._left_out,
+            "left_out": dict(self.left_out),
+            "not_trained": self._not_trained,
             "overlong": self._overlong + (0 if self._step is None else self._step.overlong),
             "over_budget": self.num_over_budget,
         }
@@ -207,8 +207,8 @@ class StepAccounting:
             "optimizer_steps": self.optimizer_steps,
             "total": self.total.state_dict(),
             "over_budget": self.num_over_budget,
-            "dropped": dict(self._dropped),
-            "left_out": self._left_out,
+            "left_out": dict(self._left_out),
+            "not_trained": self._not_trained,
             "overlong": self._overlong,
         }
 
@@ -217,8 +217,8 @@ class StepAccounting:
         self.total = StepStatistics(**state["total"])
         self._before = self._trained()
         self.num_over_budget = state["over_budget"]
-        self._dropped = Counter(state["dropped"])
-        self._left_out, self._overlong = state["left_out"], state["overlong"]
+        self._left_out = Counter(state["left_out"])
+        self._not_trained, self._overlong = state["not_trained"], state["overlong"]
 
     def resume_at(self, optimizer_steps: int) -> None:
         """Go on behind that many optimizer steps of the run, with the audit behind what it holds."""
@@ -246,7 +246,7 @@ class StepAccounting:
 
     def _end_epoch(self, step: OptimizerStep) -> None:
         """step: the last one of the epoch that was trained on."""
-        self._dropped += step.rejected
-        self._left_out += step.left_out
+        self._left_out += step.rejected
+        self._not_trained += step.not_trained
         self._overlong += step.overlong
         self._step = None

@@ -17,9 +17,9 @@ def write_summary(folder: Path, summary: Mapping[str, Any]) -> None:
 
 def summary_line(summary: Mapping[str, Any]) -> str:
     """summary: as `StepAccounting.summary` returns it."""
-    dropped = ", ".join(f"{count} {reason}" for reason, count in summary["dropped"].items()) or "none"
+    left_out = ", ".join(f"{count} {reason}" for reason, count in summary["left_out"].items()) or "none"
     overlong = f", {summary['overlong']} overlong ones alone" if summary["overlong"] else ""
-    left_out = f", left out: {summary['left_out']}" if summary["left_out"] else ""
+    not_trained = f", not trained on: {summary['not_trained']}" if summary["not_trained"] else ""
     mib = summary["moved_bytes"] / 2**20
     moved = f"; {summary['moved']} samples ({mib:.1f} MiB) moved between ranks" if summary["moved"] else ""
     cuts = f"; memory was short {summary['oom_cuts']} times" if summary["oom_cuts"] else ""
@@ -27,7 +27,7 @@ def summary_line(summary: Mapping[str, Any]) -> str:
         lowered = ", ".join(f"{key} {value}" for key, value in summary["lowered_to"].items() if value is not None)
         cuts = f"{cuts}, budgets lowered to: {lowered}"
     return (
-        f"done: {summary['emitted']} samples emitted{overlong}, dropped: {dropped}{left_out}; "
+        f"done: {summary['samples']} samples trained on{overlong}, left out: {left_out}{not_trained}; "
         f"{summary['optimizer_steps']} optimizer steps of {summary['micro_steps']} micro-steps "
         f"({summary['idle_micro_batches']} idle micro-batches); padding {summary['padding_ratio']:.1%} of "
         f"{summary['padded_tokens']} tokens, balance {summary['balance']:.3f}{moved}{cuts}"

@@ -222,11 +222,11 @@ def sum_of_roots(units: Sequence[int] | np.ndarray) -> float:
     return math.fsum(np.sqrt(units).tolist())
 
 
-def nothing_left(rejected: Counter[str], left_out: int, why: str, epoch: int) -> str:
-    """Why an epoch has no sample to train on. left_out: usable rows, for the reason `why`."""
+def nothing_left(rejected: Counter[str], not_trained: int, why: str, epoch: int) -> str:
+    """Why an epoch has no sample to train on. not_trained: usable rows, for the reason `why`."""
     reasons = [f"{count} {reason}" for reason, count in rejected.items()]
-    if left_out:
-        reasons.append(f"{left_out} left out {why}")
+    if not_trained:
+        reasons.append(f"{not_trained} left out {why}")
     empty = "it is empty"
     if epoch:
         empty = f"it yields nothing in epoch {epoch}; its `__iter__` must begin anew each time it is called"

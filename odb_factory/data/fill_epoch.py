@@ -95,8 +95,8 @@ class FillEpoch(EpochPlanner):
             num_consumed = 0
             self.round_index += 1
             if self.final and self.emitted + self.done_before == 0:
-                left_out = (self.context.num_samples or 0) - rejected.total()
-                raise CollectiveError(nothing_left(rejected, left_out, "because a rank ran short", self.epoch))
+                not_trained = (self.context.num_samples or 0) - rejected.total()
+                raise CollectiveError(nothing_left(rejected, not_trained, "because a rank ran short", self.epoch))
             tasks: list[Task] = []
             # Without join, the end may turn out to have been the step before: one is kept until the next plan.
             kept = 0 if self.final or self.join else self.accumulation
@@ -251,7 +251,7 @@ class FillEpoch(EpochPlanner):
             progress=None if num_samples is None else min(done / max(num_samples, 1), 1.0),
             rejected=rejected,
             overlong=overlong,
-            left_out=done - processed,
+            not_trained=done - processed,
             epoch_steps=epoch_steps,
             last=last,
         )

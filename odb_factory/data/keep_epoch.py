@@ -140,7 +140,7 @@ class KeepEpoch(EpochPlanner):
         rejected = sum((rank.rejected for rank in ranks), self._rejected_before)
         self.trained += len(rows)
         if self.final and self.trained == 0:
-            raise CollectiveError(nothing_left(rejected, self.stock.left_out, "by drop_last", self.epoch))
+            raise CollectiveError(nothing_left(rejected, self.stock.not_trained, "by drop_last", self.epoch))
         held = self._redistribute(plan, samples)
         stock_units, num_means = stock_means(rows, self.stock)
         stock_batches = rows["position"] // self.stock.batch_size
@@ -170,7 +170,7 @@ class KeepEpoch(EpochPlanner):
             progress=self.stock.progress(index),
             rejected=rejected,
             overlong=self._overlong_before + sum(rank.overlong for rank in ranks),
-            left_out=self.stock.left_out if self.final else 0,
+            not_trained=self.stock.not_trained if self.final else 0,
             epoch_steps=self.stock.steps_an_epoch or (index + 1 if self.final else 0),
             last=self.final,
         )

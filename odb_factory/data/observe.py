@@ -63,7 +63,7 @@ class ObservedDataset(WorkerDataset):
         except MediaCut as error:
             return self._reject(
                 index,
-                "overlong",
+                "media_cut",
                 str(error),
                 "such a sample cannot travel as a singleton either: "
                 "raise cutoff_len, shrink the media (image_max_pixels, video_maxlen), or set `overlong: drop`",

@@ -46,7 +46,7 @@ class OptimizerStep:
     progress: of the epoch in stock's micro-steps once this step is taken, 0 to 1; None where that is not known.
     rejected: rows of the epoch rejected on all ranks until this step was planned, by reason.
     overlong: samples of the epoch that break a budget alone, on all ranks, seen until this step was planned.
-    left_out: on the last step, rows neither trained on nor rejected (`join: false`, `drop_last`); 0 before.
+    not_trained: on the last step, rows neither trained on nor left out (`join: false`, `drop_last`); 0 before.
     epoch_steps: optimizer steps of the whole epoch: exact with kept steps of a dataset with a length (and in the last
         step), else estimated; 0 where nobody can say.
     last: no step follows in this epoch.
@@ -67,7 +67,7 @@ class OptimizerStep:
     progress: float | None
     rejected: Counter[str]
     overlong: int
-    left_out: int
+    not_trained: int
     epoch_steps: int
     last: bool
 

@@ -95,13 +95,13 @@ def _stock_steps(
             f"odb.global_batch_size: {size} is no multiple of {rule.batch_size} rows x {world_size} ranks, and each "
             "rank has a stream of its own to take them from; choose a multiple."
         )
-    left_out = num_samples % of_all_ranks if rule.drop_last and num_samples is not None else 0
+    not_trained = num_samples % of_all_ranks if rule.drop_last and num_samples is not None else 0
     return StockSteps(
         global_batch_size=size,
         batch_size=rule.batch_size,
         world_size=world_size,
-        num_samples=None if num_samples is None else num_samples - left_out,
-        left_out=left_out,
+        num_samples=None if num_samples is None else num_samples - not_trained,
+        not_trained=not_trained,
         mean=rule.stock_mean,
         equal_weights=rule.equal_weights and config.loss_scaling == "stock",
         is_split=is_split,

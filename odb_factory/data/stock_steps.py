@@ -19,7 +19,7 @@ class StockSteps:
 
     global_batch_size: N, samples of an optimizer step on all ranks. batch_size: rows of a micro-batch of stock's.
     world_size: data-parallel ranks. num_samples: of an epoch that are trained on (without those that `drop_last` leaves
-    out), None if nobody knows. left_out: those that `drop_last` leaves out.
+    out), None if nobody knows. not_trained: those that `drop_last` leaves out.
     mean: what stock's loss is the mean of: the tokens of the whole "step", of each "rank", or of each "micro_batch".
     equal_weights: samples that stock weighs differently do not share a micro-batch.
     is_split: every rank iterates a stream of its own.
@@ -29,7 +29,7 @@ class StockSteps:
     batch_size: int
     world_size: int
     num_samples: int | None
-    left_out: int = 0
+    not_trained: int = 0
     mean: str = "step"
     equal_weights: bool = False
     is_split: bool = False

@@ -46,7 +46,7 @@ class Result:
     cpu_seconds: float
     samples_per_second: float
     tokens_per_second: float
-    padding: float
+    padding_ratio: float
     optimizer_steps: int
     micro_steps: int
     peak_padded_tokens: int
@@ -132,7 +132,7 @@ def _result(name: str, run: Run) -> Result:
         cpu_seconds=run.cpu_seconds,
         samples_per_second=sum(len(batch["lengths"]) for batch in batches) / run.seconds,
         tokens_per_second=real / run.seconds,
-        padding=1 - real / sum(padded),
+        padding_ratio=1 - real / sum(padded),
         optimizer_steps=run.num_optimizer_steps,
         micro_steps=max(map(len, run.batches)),
         peak_padded_tokens=max(padded),
@@ -150,7 +150,7 @@ ROW_TEXTS: dict[str, Callable[[Result], str]] = {
     "CPU seconds of a rank": lambda result: f"{result.cpu_seconds:.1f}",
     "samples/s": lambda result: f"{result.samples_per_second:.1f}",
     "real tokens/s": lambda result: f"{result.tokens_per_second:,.0f}",
-    "padding": lambda result: f"{result.padding:.1%}",
+    "padding": lambda result: f"{result.padding_ratio:.1%}",
     "micro-steps": lambda result: str(result.micro_steps),
     "peak tokens of a micro-batch": lambda result: f"{result.peak_padded_tokens:,}",
     "seconds to first step": lambda result: f"{result.seconds_to_first_step:.1f}",

@@ -88,7 +88,7 @@ def _layout(found: Look) -> tuple[str, str]:
     ratio = found.own.speed / max(other.speed, 1e-9)
     return (
         found.config.layout,
-        f"flat here, {ratio:.2f} times the predicted speed of padded ({other.padding:.0%} padding)",
+        f"flat here, {ratio:.2f} times the predicted speed of padded ({other.padding_ratio:.0%} padding)",
     )
 
 
@@ -160,12 +160,13 @@ def _warnings(found: Look) -> list[str]:
 def _left_out(found: Look, reason: str, number: int) -> str:
     config, rows = found.config, found.parts[0].rows
     what = {
-        "overlong": "have media that are opened and then cut off by cutoff_len",
+        "media_cut": "have media that are opened and then cut off by cutoff_len",
+        "overlong": "break the budget alone",
         "unsupervised": "have no supervised token",
         "invalid": "are dropped by LLaMA-Factory's preprocessing",
         "unreadable": "cannot be read",
     }.get(reason, f"are left out ({reason})")
-    ends = (reason == "overlong" and config.overlong != "drop") or (
+    ends = (reason in ("media_cut", "overlong") and config.overlong != "drop") or (
         reason == "unreadable" and config.on_error == "raise"
     )
     then = "the training would end at the first of them" if ends else "they are left out"

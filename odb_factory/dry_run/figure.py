@@ -96,7 +96,12 @@ def _speed(axes: Axes, found: Look) -> None:
 
 def _shares(axes: Axes, found: Look) -> None:
     budgets = [one.token_budget or 0 for one in found.budgets]
-    for name, color in (("padding", FIXED), ("balance", GROUPED), ("budget_use", OTHER), ("step_efficiency", ODB)):
+    for name, color in (
+        ("padding_ratio", FIXED),
+        ("balance", GROUPED),
+        ("budget_use", OTHER),
+        ("step_efficiency", ODB),
+    ):
         values = [getattr(one, name) for one in found.budgets]
         axes.plot(budgets, values, marker="o", markersize=3, color=color, label=name.replace("_", " "))
     axes.plot(

@@ -51,7 +51,7 @@ class Outcome:
     least_micro_batches: int
     most_micro_batches: int
     samples_per_micro_step: float
-    padding: float
+    padding_ratio: float
     balance: float
     patch_balance: float
     budget_use: float | None
@@ -95,7 +95,7 @@ def outcome(
         least_micro_batches=min(counts),
         most_micro_batches=max(counts),
         samples_per_micro_step=statistics.samples / micro_steps,
-        padding=statistics.padding_ratio,
+        padding_ratio=statistics.padding_ratio,
         balance=statistics.balance,
         patch_balance=statistics.patch_balance,
         budget_use=None if budget is None else statistics.padded_tokens / (micro_steps * ranks * budget.token_budget),

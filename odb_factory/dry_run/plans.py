@@ -59,7 +59,7 @@ class Plans:
             join=config.join,
             overlong=config.overlong,
             group_size=config.balance_group_size,
-            window=config.buffer_size,
+            buffer_size=config.buffer_size,
             seed=asked.seed,
             equal_weights=rows.stage.equal_weights and config.loss_scaling == "stock",
             collation=rows.collation,

@@ -19,7 +19,7 @@ class Round:
 def rounds(
     samples: Sequence[np.ndarray],
     budget: Budget,
-    window: int,
+    buffer_size: int,
     *,
     balance: bool = False,
     join: bool = True,
@@ -30,7 +30,7 @@ def rounds(
 ) -> Iterator[Round]:
     """One epoch over the samples of each rank (as `ROW`); endless: from the beginning again, without end.
 
-    window: samples that a rank holds (`buffer_size`).
+    buffer_size: samples that a rank holds.
     """
     held = [rows[:0] for rows in samples]
     drawn = [0] * len(samples)
@@ -38,7 +38,7 @@ def rounds(
     final = False
     while not final:
         for rank, rows in enumerate(samples):
-            wanted = drawn[rank] + np.arange(window - len(held[rank]))
+            wanted = drawn[rank] + np.arange(buffer_size - len(held[rank]))
             fresh = rows[wanted % len(rows)] if endless else rows[wanted[wanted < len(rows)]]
             drawn[rank] += len(fresh)
             held[rank] = np.concatenate([held[rank], fresh])

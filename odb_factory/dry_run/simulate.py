@@ -28,7 +28,7 @@ from odb_factory.planning import (
 class Setting:
     """What a plan depends on beside the budget. step_size: samples of an optimizer step; None: filled ones.
 
-    balance, join, overlong: keys of the block; group_size: `balance_group_size`; window: `buffer_size`. equal_weights:
+    balance, join, overlong: keys of the block; group_size: `balance_group_size`. equal_weights:
     of the stage.
     """
 
@@ -40,7 +40,7 @@ class Setting:
     join: bool
     overlong: str
     group_size: int
-    window: int
+    buffer_size: int
     seed: int
     equal_weights: bool
     collation: Collation
@@ -120,7 +120,7 @@ def _filled(
     for one in rounds(
         shares,
         budget,
-        setting.window,
+        setting.buffer_size,
         balance=setting.balance,
         join=setting.join,
         accumulation=setting.accumulation,

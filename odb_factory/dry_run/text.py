@@ -102,7 +102,7 @@ def _figures(name: str, one: Outcome) -> list[str]:
     patches = "" if one.max_patches is None else f"{one.max_patches:,}"
     few, many = one.least_micro_batches, one.most_micro_batches
     steps = f"{one.micro_batches:.1f}" + (f" ({few}-{many})" if few < many else "")
-    ratios = [share(one.padding), share(one.balance), share(one.patch_balance), share(one.budget_use)]
+    ratios = [share(one.padding_ratio), share(one.balance), share(one.patch_balance), share(one.budget_use)]
     reached = [share(one.step_efficiency), share(one.share_of_limit)]
     return [
         name,

@@ -41,7 +41,7 @@ class OptimizerStep:
 
 
 class OptimizerSteps:
-    """A train dataloader for Lightning: the optimizer steps of an `ODBDataLoader` (or of what `apply` returns).
+    """A train dataloader for Lightning: the optimizer steps of an `ODBDataLoader` (or of what `apply_odb` returns).
 
     It has no length: Lightning's batches are optimizer steps, `loader.num_optimizer_steps` says how many an epoch has
     where that is known. Lightning keeps its state in every checkpoint, that of all ranks, and goes on from there, also

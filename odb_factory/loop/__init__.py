@@ -1,1 +1,1 @@
-"""For training loops of your own: `ODBDataLoader`, `apply`, the step info."""
+"""For training loops of your own: `ODBDataLoader`, `apply_odb`, the step info."""

@@ -201,6 +201,7 @@ class Iteration:
                     loader.world_size,
                     measured,
                     loader.num_samples,
+                    self.accounting.optimizer_steps + 1,
                 )
                 batch = put_step_info(self._moved(collated), info)
                 if not self._is_fetched_ahead:

@@ -1,4 +1,4 @@
-"""What `ODBDataLoader` and a DataLoader that `apply` has changed have in common."""
+"""What `ODBDataLoader` and a DataLoader that `apply_odb` has changed have in common."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Controls(Generic[T_co]):
     def stats(self) -> dict[str, float]:
         """Padding, balance, waiting and throughput since the first batch, all ranks together, to be logged.
 
-        The names and meanings of the Trainer's `odb/...` figures, odb/dropped: rows that were left out, and
+        The names and meanings of the Trainer's `odb/...` figures, odb/left_out: rows that were left out, and
         odb/over_budget: micro-batches of this rank that the collator made larger than the budget.
         Before the first batch: with several ranks, all ask.
         """

@@ -37,8 +37,8 @@ class ODBStepInfo:
     filler_rows: rows without labels behind the samples, of a padded micro-batch (`row_multiple`).
     samples, tokens, units: of this micro-batch on this rank, without padding; 0 if idle.
     samples_all_ranks: samples of this micro-batch on all ranks.
-    optimizer_step: number of the optimizer step in its epoch, from 0. optimizer_step_samples: its samples, of all its
-        micro-batches on all ranks.
+    optimizer_step: number of the optimizer step in the run, from 1, as in the audit. optimizer_step_samples: samples of
+        all its micro-batches on all ranks.
     micro_batch, micro_batches: number of this one within its optimizer step, from 0, and how many that has.
     ends_optimizer_step: whether it is the last of them: call `optimizer.step()` after its backward.
     epoch: from 0. progress: share of the epoch's samples that all ranks have done once this optimizer step is, 0 to 1;
@@ -102,8 +102,9 @@ def make_step_info(
     world_size: int,
     measured: Measured,
     num_samples: int | None,
+    optimizer_step: int,
 ) -> ODBStepInfo:
-    """num_samples: of an epoch; None if nobody knows."""
+    """num_samples: of an epoch; None if nobody knows. optimizer_step: of the run, from 1."""
     step = micro_batch.step
     progress = None
     if num_samples is not None:
@@ -119,7 +120,7 @@ def make_step_info(
         tokens=micro_batch.tokens,
         units=micro_batch.num_units,
         samples_all_ranks=micro_batch.totals.samples,
-        optimizer_step=step.index,
+        optimizer_step=optimizer_step,
         optimizer_step_samples=step.samples,
         micro_batch=micro_batch.index,
         micro_batches=step.num_micro_batches,

@@ -1,4 +1,4 @@
-"""`apply`: let a DataLoader that somebody else has built form its batches online."""
+"""`apply_odb`: let a DataLoader that somebody else has built form its batches online."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 
 class ODBHandle(Controls[Batch], State):
-    """What `apply` has done to a DataLoader; iterates it, and `remove()` undoes it.
+    """What `apply_odb` has done to a DataLoader; iterates it, and `remove()` undoes it.
 
     Example::
 
-        with apply(dataloader, token_budget=8192) as loader:
+        with apply_odb(dataloader, token_budget=8192) as loader:
             for batch in loader:
                 info = pop_step_info(batch)
     """
@@ -58,7 +58,7 @@ class ODBHandle(Controls[Batch], State):
             self._loader.collate_fn = self._collate_fn
 
 
-def apply(
+def apply_odb(
     dataloader: Any,
     *,
     gradient_accumulation_steps: int = 1,
@@ -79,16 +79,16 @@ def apply(
 
     Example::
 
-        handle = apply(dataloader, token_budget=8192)  # dataloader now forms its batches online
+        handle = apply_odb(dataloader, token_budget=8192)  # dataloader now forms its batches online
         handle.remove()
     """
     loader = unwrap(dataloader)
     if hasattr(loader, "_odb"):
-        raise ConfigError("apply: this DataLoader forms its batches online already; call it once.")
+        raise ConfigError("apply_odb: this DataLoader forms its batches online already; call it once.")
     if getattr(dataloader, "use_stateful_dataloader", False):
         raise ConfigError(
             "use_stateful_dataloader: True would keep the state of fixed batches; leave it out of accelerate's "
-            "DataLoaderConfiguration, and use state_dict() or checkpoint_with(accelerator) of what apply returns."
+            "DataLoaderConfiguration, and use state_dict() or checkpoint_with(accelerator) of what apply_odb returns."
         )
     config = loop_config(config, block)
     check_sampler(loader.sampler)

@@ -40,7 +40,7 @@ def asked(history: History, card: Mapping[str, Mapping[str, str]]) -> dict[str, 
     about = {name: value for name, value in (begin.get("about") or {}).items() if name != "rows_of"}
     found: dict[str, Any] = {
         "from": "odb_log.jsonl",
-        "world_size": begin.get("world_size"),
+        "ranks": begin.get("ranks"),
         "block": begin.get("config"),
     }
     return (

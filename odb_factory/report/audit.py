@@ -26,7 +26,7 @@ COLUMNS = (
 @dataclass(frozen=True)
 class Audit:
     """batches: columns of equal length, one entry a micro-batch, or a part of one that was cut (`oom: split`):
-    `COLUMNS`, `data_wait_s`, `time`, `world_size`.
+    `COLUMNS`, `data_wait_s`, `time`, `ranks`.
 
     An idle one has no tokens and patches here, whatever it is computed with. lengths, ids: of each sample, in tokens;
     batch_of: the micro-batch it is in. steps: by optimizer step, of those that are whole: see `_steps`.
@@ -73,7 +73,7 @@ def read_audit(folder: Path, processes: Sequence[Process], files: FilesRead) -> 
     if not keep.any():
         return None
     batches = {name: values[keep] for name, values in batches.items()}
-    batches["world_size"] = _world_sizes(batches["step"], processes, len(paths))
+    batches["ranks"] = _num_ranks(batches["step"], processes, len(paths))
     steps, incomplete = _steps(batches)
     return Audit(batches, np.array(lengths)[of_kept], np.array(ids)[of_kept], place[owners[of_kept]], steps, incomplete)
 
@@ -95,11 +95,11 @@ def _taken_last(batches: Mapping[str, np.ndarray], processes: Sequence[Process])
     return keep
 
 
-def _world_sizes(steps: np.ndarray, processes: Sequence[Process], otherwise: int) -> np.ndarray:
+def _num_ranks(steps: np.ndarray, processes: Sequence[Process], otherwise: int) -> np.ndarray:
     """Of each optimizer step the ranks of the process that took it."""
     world = np.full(len(steps), otherwise)
     for process in processes:
-        world[steps > process.optimizer_steps] = process.world_size
+        world[steps > process.optimizer_steps] = process.ranks
     return world
 
 
@@ -110,7 +110,7 @@ def _steps(batches: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarray], in
     numbers, of_line = np.unique(batches["step"], return_inverse=True)
     first = np.zeros(len(numbers), dtype=np.int64)
     first[of_line] = np.arange(len(of_line))
-    micro_batches, world = batches["micro_batches"][first], batches["world_size"][first]
+    micro_batches, world = batches["micro_batches"][first], batches["ranks"][first]
     found = np.bincount(of_line, weights=1 / batches["parts"], minlength=len(numbers))
     whole = np.isclose(found, micro_batches * world)
     steps = {"step": numbers, "micro_batches": micro_batches}

@@ -61,7 +61,7 @@ def own_summary(summary: dict[str, Any], history: History, steps: int, counted: 
         if is_known and stated not in {process.ended_at for process in processes}:
             other = f"{stated:,} optimizer steps against {steps:,}"
     elif is_at_end and is_one_process:
-        theirs = {"samples": summary["emitted"], "tokens": summary["tokens"]}
+        theirs = {"samples": summary["samples"], "tokens": summary["tokens"]}
         differing = [name for name in theirs if counted.get(name, theirs[name]) != theirs[name]]
         other = " and ".join(f"{theirs[name]:,} {name} against {counted[name]:,}" for name in differing) or None
     if other is not None:

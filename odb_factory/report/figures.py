@@ -55,7 +55,7 @@ def read_run(folder: Path) -> dict[str, Any]:
         },
         "asked": asked.asked(history, card),
         "processes": [
-            {"time": one.time, "optimizer_steps": one.optimizer_steps, "world_size": one.world_size, "ended": one.ended}
+            {"time": one.time, "optimizer_steps": one.optimizer_steps, "ranks": one.ranks, "ended": one.ended}
             for one in history.processes
         ],
         "totals": totals,
@@ -64,7 +64,7 @@ def read_run(folder: Path) -> dict[str, Any]:
         "evaluations": [{"step": one.step, "seconds": one.seconds, **_evaluation(one)} for one in history.evaluations],
         "lengths_of_successive_steps": successive_correlation(history.entries, audit),
         "optimizer_steps": _optimizer_steps(audit),
-        "ranks": of_ranks(audit),
+        "by_rank": of_ranks(audit),
         "datasets": of_datasets(audit, _rows_of(history)),
         "distributions": distributions(audit),
     }
@@ -121,7 +121,7 @@ def _sums(history: History, audit: Audit | None, summary: Mapping[str, Any], ste
         found["idle_micro_batches"] = int(audit.batches["idle"].sum())
     if summary:
         found |= {name: value for name, value in summary.items() if isinstance(value, int | float)}
-        found["samples"] = summary["emitted"]
+        found["samples"] = summary["samples"]
     return found
 
 
@@ -135,11 +135,11 @@ def _seconds(history: History) -> tuple[float | None, str | None]:
 
 
 def _budget_use(history: History, padded: float | None, micro_steps: float | None) -> float | None:
-    budgets = {(one.world_size, one.begin["config"].get("token_budget")) for one in history.processes}
+    budgets = {(one.ranks, one.begin["config"].get("token_budget")) for one in history.processes}
     if not padded or not micro_steps or len(budgets) != 1:
         return None
-    world_size, budget = budgets.pop()
-    return padded / (micro_steps * world_size * budget) if budget else None
+    ranks, budget = budgets.pop()
+    return padded / (micro_steps * ranks * budget) if budget else None
 
 
 def _units_cv(audit: Audit | None) -> float | None:
@@ -153,7 +153,7 @@ def _logged_patch_balance(history: History) -> bool:
 
 
 def _rows(history: History, summary: Mapping[str, Any]) -> dict[str, Any] | None:
-    names = ("dropped", "left_out", "overlong", "over_budget")
+    names = ("left_out", "not_trained", "overlong", "over_budget")
     if summary:
         return {name: summary.get(name) for name in names}
     rows = next((entry.rows for entry in reversed(history.entries) if entry.rows is not None), None)

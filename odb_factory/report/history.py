@@ -51,7 +51,7 @@ class Process:
 
     time: float
     optimizer_steps: int
-    world_size: int
+    ranks: int
     begin: Mapping[str, Any]
     ended_at: int | None = None
 
@@ -126,7 +126,7 @@ def _read_run_log(path: Path, files: FilesRead) -> History:
         if line["event"] == "begin":
             _go_back(history, line["optimizer_steps"])
             offset = max((entry.seconds or 0.0 for entry in history.entries), default=0.0)
-            process = Process(line["time"], line["optimizer_steps"], line["world_size"], line)
+            process = Process(line["time"], line["optimizer_steps"], line["ranks"], line)
             history.processes.append(process)
             history.max_steps, history.ended_at = line.get("max_steps"), None
             continue

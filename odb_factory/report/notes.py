@@ -39,7 +39,7 @@ def _of_files(history: History, audit: Audit | None, files: FilesRead) -> list[s
 
 def _of_times(history: History) -> list[str]:
     said = []
-    worlds = {process.world_size for process in history.processes}
+    worlds = {process.ranks for process in history.processes}
     if len(history.processes) > 1 or history.restarts:
         times = max(len(history.processes) - 1, history.restarts)
         ranks = f", with {' and '.join(map(str, sorted(worlds)))} ranks" if len(worlds) > 1 else ""

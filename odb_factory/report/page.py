@@ -37,7 +37,7 @@ KINDS = {
     None: "not known whether with odb",
 }
 ROWS = {
-    "left_out": "neither trained on nor rejected (end of an epoch)",
+    "not_trained": "neither trained on nor left out (end of an epoch)",
     "overlong": "break a budget alone and were trained on alone",
     "over_budget": "micro-batches of rank 0 that the collator made larger than the budget",
 }
@@ -137,7 +137,7 @@ def _scientific(value: float | None) -> str:
 def _tables(run: Run, count: int) -> str:
     of = f" of {html.text(run['name'])}" if count > 1 else ""
     parts = []
-    if run["ranks"]:
+    if run["by_rank"]:
         counts = ("micro_batches", "idle_micro_batches", "samples", "tokens", "patches")
         head = ["rank", "micro-batches", "idle", "samples", "tokens", "patches", "padding", "waited for data"]
         rows = [
@@ -147,7 +147,7 @@ def _tables(run: Run, count: int) -> str:
                 percent(line["padding_ratio"]),
                 seconds_text(line["data_wait_s"]),
             ]
-            for line in run["ranks"]
+            for line in run["by_rank"]
         ]
         parts.append(f"<h2>Ranks{of}</h2>{html.table(head, rows)}")
     if run["datasets"]:
@@ -161,11 +161,11 @@ def _tables(run: Run, count: int) -> str:
         ]  # fmt: skip
         parts.append(f"<h2>Data sets{of}</h2>{html.table(head, rows)}")
     if run["rows"] is not None:
-        dropped = run["rows"]["dropped"]
-        rows = [[f"left out: {reason}", number(count)] for reason, count in (dropped or {}).items()]
+        left_out = run["rows"]["left_out"]
+        rows = [[f"left out: {reason}", number(count)] for reason, count in (left_out or {}).items()]
         rows += [[meaning, number(run["rows"][name])] for name, meaning in ROWS.items()]
-        if not dropped:
-            rows.insert(0, ["left out", UNKNOWN if dropped is None else "0"])
+        if not left_out:
+            rows.insert(0, ["left out", UNKNOWN if left_out is None else "0"])
         parts.append(f"<h2>Rows that stand apart{of}</h2>{html.table(['what', 'count'], rows)}")
     return "".join(parts)
 

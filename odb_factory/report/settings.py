@@ -27,8 +27,8 @@ _OPTIMIZER = re.compile(r"Use (\S+)(?: with (.*))?")
 def settings(asked: Mapping[str, Any]) -> dict[str, str]:
     """asked: see `asked`. Those that are known, as text."""
     found: dict[str, str] = {}
-    if asked.get("world_size"):
-        found["ranks"] = str(asked["world_size"])
+    if asked.get("ranks"):
+        found["ranks"] = str(asked["ranks"])
     if asked.get("layout"):
         found["layout taken"] = f"{asked['layout']['name']} ({asked['layout']['reason']})"
     found |= _texts(asked.get("about"))

@@ -80,9 +80,9 @@ _LIMITS = {"token_budget": positive, "max_patches": positive}
 _ABOUT = fields({}, {"dataset": each(text), "rows_of": fields({"names": each(text), "numbers": text})})
 _LOGS = by_name(lambda value: number(value) or flag(value))
 _SUMS = fields(dict.fromkeys(("optimizer_steps", "samples", "tokens"), count))
-_ROWS = {"dropped": by_name(count), "left_out": count, "overlong": count, "over_budget": count}
+_ROWS = {"left_out": by_name(count), "not_trained": count, "overlong": count, "over_budget": count}
 _BEGIN = fields(
-    {"time": finite, "optimizer_steps": count, "world_size": positive, "config": fields({}, _LIMITS)},
+    {"time": finite, "optimizer_steps": count, "ranks": positive, "config": fields({}, _LIMITS)},
     {
         "max_steps": count,
         "arguments": by_name(anything),
@@ -115,7 +115,7 @@ _TOTALS = (
     "micro_steps", "idle_micro_batches", "padded_tokens", "units", "units_cv", "padding_ratio", "balance",
     "patch_balance", "moved", "oom_cuts", "data_wait_s",
 )  # fmt: skip
-summary = fields({"optimizer_steps": count, "emitted": count, "tokens": count}, _ROWS | dict.fromkeys(_TOTALS, number))
+summary = fields({"optimizer_steps": count, "samples": count, "tokens": count}, _ROWS | dict.fromkeys(_TOTALS, number))
 _PART = fields({"part": small_count, "parts": positive})
 _AUDIT = fields(
     {

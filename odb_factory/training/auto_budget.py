@@ -42,10 +42,11 @@ class Budgets:
     max_patches: int | None
 
 
-def choose_budgets(trainer: Any, loader: ODBLoader, config: ODBConfig, meter: PeakMeter | None) -> Budgets:
+def choose_budgets(trainer: Any, loader: ODBLoader, config: ODBConfig, memory_meter: PeakMeter | None) -> Budgets:
     """The budgets for a training that is about to take its first optimizer step. Collective; leaves nothing behind.
 
-    loader: its rows and how they are collated; the budgets it plans with do not matter. meter: None: the accelerator's.
+    loader: its rows and how they are collated; the budgets it plans with do not matter. memory_meter: None: that of the
+        accelerator.
     Raises `ConfigError` where not even one row fits.
     """
     if trainer.odb_before_step is not None:
@@ -64,7 +65,7 @@ def choose_budgets(trainer: Any, loader: ODBLoader, config: ODBConfig, meter: Pe
         return Budgets(int(config.token_budget), None)
     began = time.perf_counter()
     with untouched(trainer):
-        meter = meter or AcceleratorMeter(trainer.args.device)
+        meter = memory_meter or AcceleratorMeter(trainer.args.device)
         search = _Search(TrialRuns(trainer, loader, meter), loader, config, samples)
         budgets, why = search.run()
     logger.info("%s; tried %d micro-batches in %.1f s", why, search.runs.count, time.perf_counter() - began)

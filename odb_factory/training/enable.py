@@ -49,7 +49,7 @@ class ODBSettings:
     process_group: dist.ProcessGroup | None
     agree_on: Mapping[str, object]
     not_flat: str | None
-    meter: PeakMeter | None
+    memory_meter: PeakMeter | None
     about: Mapping[str, object]
 
     def make_run(
@@ -189,7 +189,7 @@ def enable_odb(
         process_group=process_group,
         agree_on=agree_on or {},
         not_flat=not_flat,
-        meter=memory_meter,
+        memory_meter=memory_meter,
         about=about or {},
     )
     return trainer

@@ -22,8 +22,8 @@ def check_flat(model: nn.Module, dataloader: Any) -> None:
 
     model: as the loop calls it, wrapped or not, where it will be trained. Its cache of keys and values is switched off
     for good (`config.use_cache`): beside it transformers does not look for samples in a row.
-    dataloader: an `ODBDataLoader` (or what `apply` has changed) with `layout="flat"`, not yet iterated. It begins the
-    epoch. With several ranks, all call it.
+    dataloader: an `ODBDataLoader` (or what `apply_odb` has changed) with `layout="flat"`, not yet iterated. It begins
+    the epoch. With several ranks, all call it.
     Raises `ConfigError` on all ranks where the losses of tokens depend on what shares their row.
 
     Example::

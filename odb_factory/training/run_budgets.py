@@ -19,12 +19,12 @@ from odb_factory.training.state_files import ranks_of
 logger = get_logger(__name__)
 
 
-def check_auto(trainer: Any, config: ODBConfig, meter: PeakMeter | None) -> None:
+def check_auto(trainer: Any, config: ODBConfig, memory_meter: PeakMeter | None) -> None:
     """Raise `ConfigError` where budgets of `auto` cannot be chosen."""
     key = next((key for key in BUDGETS if getattr(config, key) == AUTO), None)
     if key is None:
         return
-    if meter is None and trainer.args.device.type == "cpu":
+    if memory_meter is None and trainer.args.device.type == "cpu":
         raise ConfigError(
             f"odb.{key}: 'auto' tries micro-batches on an accelerator, and this training runs on the CPU; set a number "
             "(`odb-factory plan --memory` estimates what an accelerator holds)."

@@ -54,7 +54,7 @@ class RunLog(TrainerCallback):
             "time": round(time.time(), 3),
             "optimizer_steps": state.global_step,
             "max_steps": self.trainer.odb_run.total_steps,
-            "world_size": self.trainer.odb_run.loader.world_size,
+            "ranks": self.trainer.odb_run.loader.world_size,
             "arguments": {name: value for name, value in given.items() if value not in (None, "", [])},
             "about": {"model": _model_of(self.trainer), "device": _device(args), **self.about},
             "versions": {name: _version(name) for name in PACKAGES if _version(name)},

@@ -52,7 +52,7 @@ class RunStart:
         run = self._with_checked_layout()
         if not self.lacks_budgets:
             return run
-        chosen = choose_budgets(self._trainer, run.loader, self._settings.config, self._settings.meter)
+        chosen = choose_budgets(self._trainer, run.loader, self._settings.config, self._settings.memory_meter)
         self.config = self._settings.config.resolved(**dataclasses.asdict(chosen))
         self.lacks_budgets = False
         return self._again(self._trainer.odb_layout)

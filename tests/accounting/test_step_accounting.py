@@ -57,7 +57,9 @@ def test_figures_are_those_of_all_ranks_and_of_whole_optimizer_steps(tmp_path: P
         rejected = Counter({"unreadable": index})
         slots = cut(rng, 10, 3, num_micro_batches)
         last = index == 2
-        (first, *_) = optimizer_step(mine, slots, index=index, rejected=rejected, last=last, left_out=last, overlong=2)
+        (first, *_) = optimizer_step(
+            mine, slots, index=index, rejected=rejected, last=last, not_trained=last, overlong=2
+        )
         steps.append(first)
         _run(accounting, first[:-1])
         assert [step.index for step in loader.consumed] == list(range(index)), "not before its last micro-batch"
@@ -67,19 +69,20 @@ def test_figures_are_those_of_all_ranks_and_of_whole_optimizer_steps(tmp_path: P
     supervised = [sum(row.supervised for row in rows[k : k + 10]) for k in (0, 10, 20)]
     mean = sum(supervised) / 3
     spread = (sum((n - mean) ** 2 for n in supervised) / 3) ** 0.5
-    assert summary["emitted"] == 30
+    assert summary["samples"] == 30
     assert summary["tokens"] == sum(row.tokens for row in rows)
     assert (summary["optimizer_steps"], summary["micro_steps"]) == (3, 9)
     assert summary["idle_micro_batches"] == 27 - sum(first[0].step.num_active for first in steps)
-    assert (summary["dropped"], summary["left_out"], summary["overlong"]) == ({"unreadable": 2}, 1, 2)
+    assert (summary["left_out"], summary["not_trained"], summary["overlong"]) == ({"unreadable": 2}, 1, 2)
     metrics = accounting.metrics()
     assert metrics["odb/micro_batches"] == 3
-    assert metrics["odb/units"] == round(mean, 1)
+    assert metrics["odb/units_per_step"] == round(mean, 1)
     assert metrics["odb/units_cv"] == round(spread / mean, 4)
-    assert accounting.stats()["odb/dropped"] == 2
-    assert "30 samples emitted, 2 overlong ones alone, dropped: 2 unreadable, left out: 1; 3 optimizer steps of 9 " in (
-        summary_line(summary)
+    assert accounting.stats()["odb/left_out"] == 2
+    counts = (
+        "30 samples trained on, 2 overlong ones alone, left out: 2 unreadable, not trained on: 1; 3 optimizer steps"
     )
+    assert counts in summary_line(summary)
     lines = [json.loads(line) for line in (tmp_path / "odb_audit_rank0.jsonl").read_text().splitlines()]
     assert [(line["optimizer_step"], line["micro_batch"], line["micro_batches"]) for line in lines] == [
         *((1, k, 2) for k in range(2)),
@@ -123,7 +126,7 @@ def test_rows_dropped_in_an_epoch_that_was_left_are_counted() -> None:
     for epoch, dropped in enumerate((3, 1)):
         (first,) = optimizer_step(rows, [[[0, 1, 2, 3]]], epoch=epoch, rejected=Counter(unreadable=dropped))
         _run(accounting, first)
-    assert accounting.stats()["odb/dropped"] == 4
+    assert accounting.stats()["odb/left_out"] == 4
 
 
 def test_the_audit_has_the_weight_of_each_row_where_they_differ(tmp_path: Path) -> None:

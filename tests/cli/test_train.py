@@ -100,8 +100,8 @@ def test_trains_with_odb_although_torch_does_not_activate(
     assert "layout: flat" in output and "layout: padded" not in output, "also in bf16 (sharegpt4o), by the check"
     summary = json.loads((workplace / "saves" / name / "odb_summary.json").read_text(encoding="utf-8"))
     assert summary["optimizer_steps"] == 2
-    assert summary["samples"] == ROWS and summary["emitted"] >= ROWS // 2
-    assert summary["dropped"] == {}
+    assert summary["dataset_samples"] == ROWS and summary["samples"] >= ROWS // 2
+    assert summary["left_out"] == {}
     assert summary["config"]["token_budget"] == 512
 
 

@@ -338,8 +338,8 @@ def test_without_join_no_rank_idles_and_what_is_left_out_is_counted(rows: list[R
         last = epoch.steps[-1]
         assert last.last and not any(step.last for step in epoch.steps[:-1])
         assert last.epoch_steps == len(epoch.steps)
-        assert last.left_out + len(emitted) + last.rejected.total() == len(rows)
-        assert not any(step.left_out for step in epoch.steps[:-1])
+        assert last.not_trained + len(emitted) + last.rejected.total() == len(rows)
+        assert not any(step.not_trained for step in epoch.steps[:-1])
         assert all(len(buffer) <= options["buffer_size"] for buffer in epoch.buffers)
 
 
@@ -347,7 +347,7 @@ def test_without_join_a_single_rank_leaves_out_less_than_an_optimizer_step() -> 
     """I3: nobody runs short but itself, and only what cannot fill a whole optimizer step is left."""
     (epoch,) = run_epoch([sample(i, 16) for i in range(20)], join=False, budget=Budget(16), accumulation=3)
     assert len(epoch.ids) == 18
-    assert epoch.steps[-1].left_out == 2
+    assert epoch.steps[-1].not_trained == 2
 
 
 def test_without_join_a_buffer_smaller_than_an_optimizer_step_still_ends() -> None:

@@ -146,7 +146,7 @@ def test_the_optimizer_steps_are_those_of_stock(case: Case) -> None:
     epochs = run_kept(rows, stock, **options)
     assume(epochs[0].error is None)
     accumulation = stock.global_batch_size // (stock.batch_size * stock.world_size)
-    dealt = stock_micro_batches(stock, len(rows), stock.left_out > 0)
+    dealt = stock_micro_batches(stock, len(rows), stock.not_trained > 0)
     steps = [dealt[k : k + accumulation] for k in range(0, len(dealt), accumulation)]
     assert stock.steps_an_epoch == len(steps) == len(epochs[0].steps)
     cost = {row.id: row.cost for row in usable(rows)}
@@ -279,7 +279,7 @@ def test_a_dataset_that_drop_last_leaves_out_as_a_whole_is_an_error() -> None:
 def test_fatal_rows_end_all_ranks_alike(data: Any, case: Case, num_fatal: int) -> None:
     """At the optimizer step that they are in, and not before it."""
     rows, stock, options = case
-    end = len(rows) - stock.left_out
+    end = len(rows) - stock.not_trained
     assume(end)
     first = end
     for i in data.draw(st.lists(st.integers(0, end - 1), min_size=1, max_size=num_fatal)):
@@ -347,7 +347,7 @@ def test_a_stream_keeps_its_optimizer_steps(rows: list[Row], size: int, world_si
     for step, other in zip(without[0].steps, with_length[0].steps):
         seen += step.samples
         assert step.done == seen + step.rejected.total() == other.done
-        assert (step.progress, step.left_out) == (None, 0)
+        assert (step.progress, step.not_trained) == (None, 0)
         assert step.epoch_steps == (len(without[0].steps) if step.last else 0)
 
 

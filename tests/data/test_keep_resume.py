@@ -65,10 +65,11 @@ def test_another_way_may_be_taken_at_every_optimizer_step(stream: Any) -> None:
         )
         taken |= of_steps(done)
         step = done[0][0].step
-        figures[step.epoch, step.index] = (step.done, step.rejected, step.left_out, step.last, step.tokens)
+        figures[step.epoch, step.index] = (step.done, step.rejected, step.not_trained, step.last, step.tokens)
     assert taken == expected
     assert figures == {
-        (s.epoch, s.index): (s.done, s.rejected, s.left_out, s.last, s.tokens) for s in (one.step for one in whole[0])
+        (s.epoch, s.index): (s.done, s.rejected, s.not_trained, s.last, s.tokens)
+        for s in (one.step for one in whole[0])
     }
 
 

@@ -68,4 +68,4 @@ def test_an_item_that_cannot_be_sent_to_a_worker_is_named() -> None:
     assert "row 4 " in message and "cannot be sent to an observe worker" in message and "\n" not in message
     with ODBDataLoader(Unsendable(), 3, on_error="skip", **options) as loader:
         list(loader)
-        assert loader.stats()["odb/dropped"] == 1
+        assert loader.stats()["odb/left_out"] == 1

@@ -56,7 +56,7 @@ def test_results_count_all_ranks(runs: dict[str, Run]) -> None:
     assert (ours.optimizer_steps, ours.micro_steps, ours.seconds) == (2, 2, 2.5)
     assert fixed.samples_per_second * fixed.seconds == ours.samples_per_second * ours.seconds == 16
     assert (fixed.cpu_seconds, ours.cpu_seconds) == (3.5, 1.5)
-    assert fixed.padding == pytest.approx(1 - 16 / 20)
+    assert fixed.padding_ratio == pytest.approx(1 - 16 / 20)
     assert (fixed.peak_padded_tokens, ours.peak_padded_tokens) == (8, 16)
     assert (ours.train_loss, ours.validation_loss, ours.seconds_to_first_step) == (3.0, 2.5, 1.0)
     text = demo._conclusion({name: demo._result(name, run) for name, run in runs.items()})

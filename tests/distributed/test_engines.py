@@ -170,7 +170,7 @@ def check_engine(
         max_patches=MAX_PATCHES,
         epochs=2,
     )
-    check_books(out, audits, dropped={})
+    check_books(out, audits, left_out={})
     assert list(out.glob(ENGINES[name].evidence)), f"{name} was not in use: {[str(p) for p in out.rglob('*')]}"
     for (loss, norm), (expected_loss, expected_norm) in zip(losses(out), stock, strict=True):
         assert loss == pytest.approx(expected_loss, rel=LOSS_TOLERANCE)
@@ -265,7 +265,7 @@ def test_unequal_shards(tiny_text, tmp_path, name: str) -> None:
     out, audits = run_world(world, tiny_text, tmp_path, odb={"layout": "padded"} if has_idle else {})
     check_audits(audits, ids=world.usable, accumulation=ACCUMULATION, token_budget=world.token_budget, fill=True)
     missing = len(world.rows) - len(world.usable)
-    check_books(out, audits, dropped={"invalid": missing} if missing else {})
+    check_books(out, audits, left_out={"invalid": missing} if missing else {})
     if has_idle:
         assert sum(line["idle"] for line in audits[0]) > 0 == sum(line["idle"] for line in audits[1])
 
@@ -275,7 +275,7 @@ def test_balanced_ranks_share_unequal_shards(tiny_text, tmp_path) -> None:
     world = WORLDS["30 times longer"]
     out, audits = run_world(world, tiny_text, tmp_path, odb={"balance": True})
     check_audits(audits, ids=world.usable, accumulation=ACCUMULATION, token_budget=world.token_budget, fill=True)
-    summary = check_books(out, audits, dropped={})
+    summary = check_books(out, audits, left_out={})
     tokens = [sum(line["rows"] * line["length"] for line in audit if not line["idle"]) for audit in audits]
     assert min(tokens) > 0.8 * max(tokens)
     assert summary["moved"] > 0 and summary["idle_micro_batches"] <= 2
@@ -302,7 +302,7 @@ def test_a_rank_whose_rows_are_all_dropped_idles_to_the_end(tiny_vl, tmp_path, d
     audits = read_audits(tmp_path / "out", 2)
     check_audits(audits, ids=world.usable, accumulation=ACCUMULATION, token_budget=256, fill=True)
     assert all(line["idle"] for line in audits[1])
-    check_books(tmp_path / "out", audits, dropped={"invalid": 12})
+    check_books(tmp_path / "out", audits, left_out={"invalid": 12})
 
 
 def test_without_join_the_epoch_ends_when_a_rank_runs_short(tiny_text, tmp_path) -> None:
@@ -313,5 +313,5 @@ def test_without_join_the_epoch_ends_when_a_rank_runs_short(tiny_text, tmp_path)
         audits, ids=world.usable, accumulation=ACCUMULATION, token_budget=world.token_budget, join=False, fill=True
     )
     emitted = sum(len(line["ids"]) for audit in audits for line in audit)
-    summary = check_books(out, audits, dropped={"invalid": 7}, left_out=len(world.usable) - emitted)
-    assert summary["left_out"] > 0 == summary["idle_micro_batches"]
+    summary = check_books(out, audits, left_out={"invalid": 7}, not_trained=len(world.usable) - emitted)
+    assert summary["not_trained"] > 0 == summary["idle_micro_batches"]

@@ -89,7 +89,7 @@ def test_unreadable_picture_is_skipped_and_counted(with_an_unreadable_picture) -
         assert not run.left_behind()
     audits = read_audits(run.output_dir, 2)
     check_audits(audits, ids=set(range(60)) - {BAD_ROW}, accumulation=2, token_budget=128, dropped=1)
-    check_books(run.output_dir, audits, dropped={"unreadable": 1})
+    check_books(run.output_dir, audits, left_out={"unreadable": 1})
     said_by(ended, 1, "left out (unreadable)", f"row {BAD_ROW} of rows.json", "cut_off.png")
 
 

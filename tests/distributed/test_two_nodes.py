@@ -74,4 +74,4 @@ def test_two_nodes_train_the_mix_with_zero3(nodes, tiny_vl, tmp_path, deepspeed_
         assert not run.left_behind()
     audits = read_audits(tmp_path / "out", 2)
     check_audits(audits, ids=range(SAMPLES), accumulation=2, token_budget=2048, max_patches=1024)
-    check_books(tmp_path / "out", audits, dropped={})
+    check_books(tmp_path / "out", audits, left_out={})

@@ -42,7 +42,7 @@ def asked(ranks: int = 1, **block: Any) -> Asked:
 def outcome(budget: int, speed: float, **figures: Any) -> Outcome:
     plain = {"name": "odb", "layout": "flat", "max_patches": None, "optimizer_steps": 4, "micro_steps": 8}
     plain |= {"micro_batches": 2.0, "least_micro_batches": 2, "most_micro_batches": 2, "samples_per_micro_step": 4.0}
-    plain |= dict.fromkeys(("padding", "balance", "patch_balance", "step_efficiency"), 0.8)
+    plain |= dict.fromkeys(("padding_ratio", "balance", "patch_balance", "step_efficiency"), 0.8)
     plain |= {
         "budget_use": 0.9,
         "limit": 0.9,
@@ -135,12 +135,12 @@ def test_warnings() -> None:
     few = dataclasses.replace(few, sample=dataclasses.replace(few.sample, population=5))
     warned(few, "there are 5 rows", f"{few.step_size} samples")
     rows = [Seen(index=0, source="texts", cost=Cost(8, units=1), uncut=700)]
-    for reason in ("overlong", "unsupervised", "unreadable"):
+    for reason in ("media_cut", "unsupervised", "unreadable"):
         rows.append(Seen(index=1, source="texts", reason=reason, message=f"row of {reason}"))
     found = a_look(asked(), BUDGETS, rows)
     warned(found, "1 of 1 samples are cut off at cutoff_len 512", "700")
     warned(found, "1 of 4 rows have no supervised token", "left out", "row of unsupervised")
-    warned(found, "opened and then cut off", "the training would end", "row of overlong")
+    warned(found, "opened and then cut off", "the training would end", "row of media_cut")
     warned(found, "cannot be read", "the training would end", "row of unreadable")
     dropping = a_look(asked(overlong="drop", on_error="skip", cost_model="time"), BUDGETS, rows)
     assert not any("would end" in line for line in warned(dropping, "cost_model").warnings)

@@ -79,10 +79,10 @@ def test_each_stage_as_in_its_run(stage, tiny_text, rows_dir, tmp_path) -> None:
     run_exp(config)
     summary = json.loads((tmp_path / "out" / "odb_summary.json").read_text(encoding="utf-8"))
     own = found.own
-    assert len(found.sample.seen) == NUM_ROWS - 4 == summary["emitted"], "rows that are held out are not trained on"
+    assert len(found.sample.seen) == NUM_ROWS - 4 == summary["samples"], "rows that are held out are not trained on"
     assert (own.optimizer_steps, own.micro_steps) == (summary["optimizer_steps"], summary["micro_steps"])
     assert own.micro_steps > own.optimizer_steps
-    assert own.padding == pytest.approx(summary["padding_ratio"])
+    assert own.padding_ratio == pytest.approx(summary["padding_ratio"])
     assert (found.other_layout is None) == (stage != "pt"), "only tokens can be flat"
 
 

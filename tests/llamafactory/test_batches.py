@@ -195,7 +195,7 @@ def test_images_inside_the_dataset_stay_encoded_until_collation(tiny_vl, tmp_pat
 def test_cut_placeholders_are_caught_at_observation(tiny_vl, data_dir, tmp_path) -> None:
     config = training_config(tiny_vl, data_dir, tmp_path, dataset="pictures", cutoff_len=48)
     sample = Setting(config).observe(1)
-    assert isinstance(sample, Rejection) and sample.fatal and sample.reason == "overlong"
+    assert isinstance(sample, Rejection) and sample.fatal and sample.reason == "media_cut"
     for word in ("cutoff_len 48", "row 1 of pictures.json", "picture_1_0.png", "singleton", "overlong: drop"):
         assert word in sample.message
     assert "\n" not in sample.message
@@ -212,7 +212,7 @@ def test_cut_placeholders_of_tokenized_data_are_caught_too(vl: Setting) -> None:
     budget = Budget(vl.config.token_budget, vl.config.max_patches, vl.collation)
     whole, part = (ObservedDataset(tokenized, vl.observer, vl.config, budget)[index] for index in range(2))
     assert whole.cost == vl.observe(49).cost, part
-    assert isinstance(part, Rejection) and part.fatal and part.reason == "overlong"
+    assert isinstance(part, Rejection) and part.fatal and part.reason == "media_cut"
     assert "picture_1_0.png" in part.message and "\n" not in part.message
 
 

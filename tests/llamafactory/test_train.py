@@ -60,10 +60,10 @@ def test_command_line_trains_images_and_text_every_row_once(tiny_vl, data_dir, t
         if line["rows"] > 1:
             assert line["rows"] * line["length"] <= 1536 and line["patches"] <= 900
     summary = json.loads((tmp_path / "out" / "odb_summary.json").read_text())
-    assert (summary["emitted"], summary["dropped"], summary["micro_steps"]) == (144, {}, len(audit))
+    assert (summary["samples"], summary["left_out"], summary["micro_steps"]) == (144, {}, len(audit))
     assert summary["optimizer_steps"] == 10
     assert summary["config"]["token_budget"] == 1536
-    assert "[odb] done: 144 samples emitted" in done.stdout
+    assert "[odb] done: 144 samples trained on" in done.stdout
     assert "Running tokenizer on dataset" not in done.stdout, "there must be no offline tokenization pass"
 
 
@@ -163,7 +163,7 @@ def test_filled_steps_progress_and_are_scheduled_saved_and_evaluated_as_they_say
             "odb/micro_batches",
             "odb/samples_per_micro_step",
             "odb/tokens_per_micro_step",
-            "odb/units",
+            "odb/units_per_step",
             "odb/padding_ratio",
             "odb/budget_use",
             "odb/samples_per_second",
@@ -279,4 +279,4 @@ def test_unreadable_image_stops_or_is_skipped(tiny_vl, tmp_path) -> None:
     run_exp({**config, "odb": BLOCK | {"on_error": "skip"}})
     assert ids_by_epoch(audit_of(tmp_path / "out"))[0] == Counter(k for k in range(9) if k != 5)
     summary = json.loads((tmp_path / "out" / "odb_summary.json").read_text())
-    assert summary["dropped"] == {"unreadable": 1}
+    assert summary["left_out"] == {"unreadable": 1}

@@ -1,4 +1,4 @@
-"""`ODBDataLoader`, `apply` and `pop_step_info`: what people with a loop of their own stand on."""
+"""`ODBDataLoader`, `apply_odb` and `pop_step_info`: what people with a loop of their own stand on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from toy import NUM_ROWS, Rows, Stream, item, pad
 from transformers import BatchEncoding, DataCollatorForLanguageModeling
 
-from odb_factory import ConfigError, Cost, DataError, ODBDataLoader, apply, pop_step_info
+from odb_factory import ConfigError, Cost, DataError, ODBDataLoader, apply_odb, pop_step_info
 
 BUDGET = 128
 
@@ -201,13 +201,13 @@ def _error_of(loader: Any) -> str:
 def test_apply_changes_one_loader_and_can_be_undone(tmp_path: Path) -> None:
     stock = DataLoader(Rows(), batch_size=4, shuffle=True, collate_fn=pad, num_workers=1)
     other = DataLoader(Rows(), batch_size=4, collate_fn=pad)
-    handle = apply(stock, token_budget=BUDGET, gradient_accumulation_steps=4, audit_dir=tmp_path)
+    handle = apply_odb(stock, token_budget=BUDGET, gradient_accumulation_steps=4, audit_dir=tmp_path)
     assert isinstance(stock, DataLoader)
     first = epoch_of(stock)
     assert flat(first) == EVERY_ROW
     assert [len(batch["input_ids"]) for batch in other] == [4] * (NUM_ROWS // 4)
     with pytest.raises(ConfigError, match="already"):
-        apply(stock, token_budget=BUDGET)
+        apply_odb(stock, token_budget=BUDGET)
     lines = [json.loads(line) for line in (tmp_path / "odb_audit_rank0.jsonl").read_text().splitlines()]
     assert [line["ids"] for line in lines if not line["idle"]] == first
     handle.remove()
@@ -217,7 +217,7 @@ def test_apply_changes_one_loader_and_can_be_undone(tmp_path: Path) -> None:
 def test_apply_inside_what_accelerate_prepared() -> None:
     accelerator = Accelerator(cpu=True)
     prepared = accelerator.prepare(DataLoader(Rows(), batch_size=4, shuffle=True, collate_fn=pad))
-    handle = apply(prepared, token_budget=BUDGET, gradient_accumulation_steps=4)
+    handle = apply_odb(prepared, token_budget=BUDGET, gradient_accumulation_steps=4)
     assert handle.num_optimizer_steps == 4
     assert flat(epoch_of(prepared)) == EVERY_ROW
     handle.remove()
@@ -291,7 +291,7 @@ def test_a_state_under_accelerate_counts_what_was_handed_over() -> None:
 
     def prepared() -> tuple[Any, Any]:
         loader = Accelerator(cpu=True).prepare(DataLoader(Rows(), batch_size=4, shuffle=True, collate_fn=pad))
-        return loader, apply(loader, token_budget=BUDGET)
+        return loader, apply_odb(loader, token_budget=BUDGET)
 
     loader, handle = prepared()
     with handle:
@@ -299,7 +299,7 @@ def test_a_state_under_accelerate_counts_what_was_handed_over() -> None:
         for batch in loader:
             before.append(rows_of(batch))
             info = pop_step_info(batch)
-            if info.optimizer_step == 2 and info.ends_optimizer_step:
+            if info.optimizer_step == 3 and info.ends_optimizer_step:
                 state = handle.state_dict()
                 break
     loader, handle = prepared()
@@ -378,7 +378,7 @@ def test_a_stream_of_the_datasets_library_goes_on(num_workers: int) -> None:
         for batch in first:
             before.append(rows_of(batch))
             info = pop_step_info(batch)
-            if info.optimizer_step == 11 and info.ends_optimizer_step:
+            if info.optimizer_step == 12 and info.ends_optimizer_step:
                 break
         state = json.loads(json.dumps(first.state_dict()))
     with loader() as second:
@@ -397,7 +397,7 @@ def two_ranks(rank: int, sampler: str) -> Any:
         "own order": lambda: torch.randperm(NUM_ROWS, generator=torch.Generator().manual_seed(rank)).tolist(),
     }
     loader = DataLoader(rows, batch_size=8, sampler=samplers[sampler](), collate_fn=pad, num_workers=1)
-    handle = apply(loader, token_budget=BUDGET)
+    handle = apply_odb(loader, token_budget=BUDGET)
     try:
         batches = list(loader)
     except DataError as error:
@@ -423,7 +423,7 @@ def prepared_by_accelerate(rank: int) -> Any:
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(DataLoader(Rows(), batch_size=4, shuffle=True, collate_fn=pad, num_workers=1))
     assert accelerator.num_processes == 2
-    with apply(loader, token_budget=BUDGET, gradient_accumulation_steps=2):
+    with apply_odb(loader, token_budget=BUDGET, gradient_accumulation_steps=2):
         batches = list(loader)
     infos = [pop_step_info(batch) for batch in batches]
     return [len(batches), [rows_of(batch) for batch, info in zip(batches, infos) if info.loss_scale]]

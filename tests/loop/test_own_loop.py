@@ -15,7 +15,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
 from toy import NUM_ROWS, Rows, Stream, item, pad
 
-from odb_factory import ConfigError, Cost, DataError, ODBConfig, ODBDataLoader, apply, pop_step_info, weighted_loss
+from odb_factory import ConfigError, Cost, DataError, ODBConfig, ODBDataLoader, apply_odb, pop_step_info, weighted_loss
 
 BUDGET = 128
 FILLED_AND_SCALED = ODBConfig(token_budget=8, global_batch_size="fill", lr_scale="sqrt", lr_reference_samples=8)
@@ -115,6 +115,8 @@ def test_the_step_info_says_what_a_loop_needs(steps: dict[str, Any]) -> None:
     with make(**steps) as loader:
         assert loader.num_optimizer_steps == loader.estimate_optimizer_steps() == 15
         batches = [(batch, pop_step_info(batch)) for batch in loader]
+        second = {pop_step_info(batch).optimizer_step for batch in loader}
+    assert second == set(range(16, 31)), "counted over the run, as in the audit"
     starts = [k for k, (_, info) in enumerate(batches) if info.micro_batch == 0]
     assert len(starts) == 15 and len({batches[k][1].micro_batches for k in starts}) > 1, "K changes"
     for step, (start, stop) in enumerate(zip(starts, [*starts[1:], len(batches)])):
@@ -122,7 +124,7 @@ def test_the_step_info_says_what_a_loop_needs(steps: dict[str, Any]) -> None:
         assert [info.micro_batch for info in infos] == list(range(len(infos)))
         assert [info.ends_optimizer_step for info in infos] == [False] * (len(infos) - 1) + [True]
         assert {info.micro_batches for info in infos} == {len(infos)}
-        assert {info.optimizer_step for info in infos} == {step}
+        assert {info.optimizer_step for info in infos} == {step + 1}
         assert {info.optimizer_step_samples for info in infos} == {sum(info.samples for info in infos)} == {4}
         assert {row for info in infos for row in info.ids} == set(range(4 * step, 4 * step + 4))
         assert {info.progress for info in infos} == {(step + 1) / 15}
@@ -183,7 +185,7 @@ def test_the_figures_of_a_loop_are_those_of_the_trainer() -> None:
 
 def test_a_handle_is_iterated_and_given_back() -> None:
     stock = DataLoader(Rows(), batch_size=4, collate_fn=pad)
-    with apply(stock, token_budget=BUDGET, buffer_size=16) as loader:
+    with apply_odb(stock, token_budget=BUDGET, buffer_size=16) as loader:
         assert "ODBHandle(DataLoader" in repr(loader)
         assert rows_of(loader) == EVERY_ROW
         assert loader.stats()["odb/budget_use"] > 0
@@ -214,7 +216,7 @@ def test_a_step_info_that_is_not_taken_out_is_told_once(said: pytest.LogCaptureF
 def test_breaking_off_forgets_nothing(said: pytest.LogCaptureFixture, accelerate_state: None) -> None:
     """accelerate holds one batch more than it has handed over."""
     prepared = Accelerator(cpu=True).prepare(DataLoader(Rows(), batch_size=4, collate_fn=pad))
-    with apply(prepared, token_budget=BUDGET, buffer_size=16):
+    with apply_odb(prepared, token_budget=BUDGET, buffer_size=16):
         for _ in range(2):
             for batch in prepared:
                 pop_step_info(batch)
@@ -314,9 +316,9 @@ def test_rows_left_out_are_counted() -> None:
 
     with make(Rows(bad), on_error="skip") as loader:
         assert sum(rows_of(loader).values()) == NUM_ROWS - 4
-        assert loader.stats()["odb/dropped"] == 4
+        assert loader.stats()["odb/left_out"] == 4
         rows_of(loader)
-        assert loader.stats()["odb/dropped"] == 8
+        assert loader.stats()["odb/left_out"] == 8
 
 
 class Once(Stream):
@@ -369,7 +371,7 @@ def test_nested_iteration_is_refused() -> None:
 @pytest.mark.parametrize("change", ["set_epoch", "load", "close"])
 def test_an_iterator_that_goes_on_after_a_change(change: str, accelerate_state: None) -> None:
     prepared = Accelerator(cpu=True).prepare(DataLoader(Rows(), batch_size=4, collate_fn=pad))
-    with apply(prepared, token_budget=BUDGET, buffer_size=16) as handle:
+    with apply_odb(prepared, token_budget=BUDGET, buffer_size=16) as handle:
         batches = iter(prepared)
         next(batches)
         if change == "set_epoch":
@@ -411,7 +413,7 @@ def test_what_is_no_state_is_not_loaded(state: Any) -> None:
 def test_accelerates_skipping_of_batches_is_refused(accelerate_state: None) -> None:
     accelerator = Accelerator(cpu=True)
     prepared = accelerator.prepare(DataLoader(Rows(), batch_size=4, collate_fn=pad))
-    with make() as loader, apply(prepared, token_budget=BUDGET):
+    with make() as loader, apply_odb(prepared, token_budget=BUDGET):
         for one in (loader, prepared, accelerator.prepare(loader)):
             with pytest.raises(ConfigError, match=r"skip_first_batches.*load_state_dict"):
                 next(iter(skip_first_batches(one, 2)))
@@ -500,7 +502,7 @@ def test_what_torch_takes_reaches_torch() -> None:
 
 def test_a_plain_iterable_in_a_dataloader_is_refused() -> None:
     with pytest.raises(ConfigError, match="dataset: a list_iterator"):
-        apply(DataLoader(iter([1, 2]), collate_fn=pad), token_budget=BUDGET)
+        apply_odb(DataLoader(iter([1, 2]), collate_fn=pad), token_budget=BUDGET)
 
 
 @pytest.mark.parametrize(
@@ -553,7 +555,7 @@ def test_a_prepared_loader_moves_its_batches(accelerate_state: None) -> None:
         assert {batch["input_ids"].device.type, batch["labels"].device.type} == {"meta"}
         assert pop_step_info(batch).samples == len(batch["input_ids"])
     stock = DataLoader(Rows(), collate_fn=pad)
-    with apply(stock, token_budget=BUDGET):
+    with apply_odb(stock, token_budget=BUDGET):
         assert next(iter(accelerator.prepare(stock)))["input_ids"].device.type == "meta"
 
 
@@ -561,7 +563,7 @@ def test_accelerate_and_the_loader_agree_on_the_optimizer_step(accelerate_state:
     """Its own count would end them elsewhere."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
     prepared = accelerator.prepare(DataLoader(Rows(), batch_size=4, collate_fn=pad))
-    wrapped = apply(prepared, gradient_accumulation_steps=4, token_budget=BUDGET)
+    wrapped = apply_odb(prepared, gradient_accumulation_steps=4, token_budget=BUDGET)
     for loader in (accelerator.prepare(make(gradient_accumulation_steps=4)), wrapped):
         with loader, pytest.raises(ConfigError, match="gradient_accumulation_steps: 4 in the Accelerator.*leave it at"):
             next(iter(loader))
@@ -574,7 +576,7 @@ def test_accelerate_saves_the_state_of_a_single_rank(tmp_path: Any, accelerate_s
         for batch in loader:
             info = pop_step_info(batch)
             before.update(info.ids)
-            if info.ends_optimizer_step and info.optimizer_step == 1:
+            if info.ends_optimizer_step and info.optimizer_step == 2:
                 break
         accelerator.save_state(str(tmp_path))
     accelerator = Accelerator(cpu=True)

@@ -153,7 +153,7 @@ def saved_by_accelerate(rank: int, checkpoint: str) -> dict[str, Any]:
         for batch in loader:
             info = pop_step_info(batch)
             before += info.ids
-            if info.ends_optimizer_step and info.optimizer_step == 1:
+            if info.ends_optimizer_step and info.optimizer_step == 2:
                 break
         forgotten = error_of(lambda: accelerator.save_state(checkpoint))
         loader.checkpoint_with(accelerator)

@@ -17,11 +17,11 @@ def write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def begin(optimizer_steps: int = 0, time: float = BEGAN, world_size: int = 1, **about: Any) -> dict[str, Any]:
+def begin(optimizer_steps: int = 0, time: float = BEGAN, ranks: int = 1, **about: Any) -> dict[str, Any]:
     """The first line of a process in odb_log.jsonl."""
     line = {"event": "begin", "time": time, "optimizer_steps": optimizer_steps, "max_steps": 100}
     said = {"config": {"token_budget": BUDGET}, "arguments": {}, "about": about, "versions": {}, "layout": None}
-    return line | {"world_size": world_size} | said
+    return line | {"ranks": ranks} | said
 
 
 def entry(step: int, time: float, loss: float = 1.0, *, steps: int = 1, **metrics: float) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def entry(step: int, time: float, loss: float = 1.0, *, steps: int = 1, **metric
     sums |= {"tokens": 60 * steps, "padded_tokens": 80 * steps, "awaited_tokens": 80 * steps, "units": 30 * steps}
     sums |= {"squared_units": 900 * steps, "patches": 0, "awaited_patches": 0, "moved": 0, "data_wait_s": 0.5}
     logs = {"loss": loss, "learning_rate": 1e-3, "odb/balance": 1.0, "odb/padding_ratio": 0.25} | metrics
-    rows = {"dropped": {"invalid": 2}, "left_out": 0, "overlong": 1, "over_budget": 0}
+    rows = {"left_out": {"invalid": 2}, "not_trained": 0, "overlong": 1, "over_budget": 0}
     line = {"event": "log", "time": time, "optimizer_step": step, "epoch": 0.1, "logs": logs, "sums": sums}
     return line | {"rows": rows}
 

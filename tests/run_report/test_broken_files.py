@@ -32,13 +32,13 @@ def files(tmp_path: Path) -> Files:
     logged = [begin(**about), *(entry(k, BEGAN + 2 * k) for k in (1, 2, 3)), end(3, BEGAN + 8)]
     summary = {
         "optimizer_steps": 3,
-        "emitted": 12,
+        "samples": 12,
         "tokens": 180,
         "padded_tokens": 240,
         "balance": 1.0,
         "units_cv": 0.0,
     }
-    summary |= {"patch_balance": 1.0, "data_wait_s": 1.5, "dropped": {"invalid": 2}, "left_out": 0, "overlong": 1}
+    summary |= {"patch_balance": 1.0, "data_wait_s": 1.5, "left_out": {"invalid": 2}, "not_trained": 0, "overlong": 1}
     made = {
         name: [json.loads(line) for line in (tmp_path / name).read_text().splitlines()] for name in (TRAINER_LOG, STATE)
     }
@@ -81,7 +81,7 @@ def test_a_whole_run_has_no_broken_lines(files: Files, tmp_path: Path) -> None:
         (LOG, 2, ("optimizer_step",), "x"),
         (LOG, 2, ("sums", "samples"), [1, 2]),
         (LOG, 2, ("logs", "loss"), "x"),
-        (LOG, 0, ("world_size",), "two"),
+        (LOG, 0, ("ranks",), "two"),
         (LOG, 0, ("config",), None),
         (LOG, 0, ("config", "token_budget"), [1]),
         (LOG, 1, ("event",), "beginning"),
@@ -90,8 +90,8 @@ def test_a_whole_run_has_no_broken_lines(files: Files, tmp_path: Path) -> None:
         (STATE, 0, ("log_history",), 3),
         (STATE, 0, ("log_history", 1), "x"),
         (STATE, 0, ("log_history", 1, "step"), None),
-        (SUMMARY, 0, ("emitted",), None),
-        (SUMMARY, 0, ("dropped",), 3),
+        (SUMMARY, 0, ("samples",), None),
+        (SUMMARY, 0, ("left_out",), 3),
         (AUDIT, 1, ("lengths",), ["a"]),
         (AUDIT, 1, ("parts",), 0),
         (AUDIT, 1, ("ids",), [1]),
@@ -161,7 +161,7 @@ def test_an_audit_of_no_use_makes_no_zeros(files: Files, tmp_path: Path) -> None
     for line in files[AUDIT]:
         line["lengths"] = None
     run = shown(write(tmp_path, files))
-    made = ("datasets", "ranks", "distributions", "optimizer_steps", "lengths_of_successive_steps")
+    made = ("datasets", "by_rank", "distributions", "optimizer_steps", "lengths_of_successive_steps")
     assert [run[name] for name in made] == [None] * 5 and run["files"]["broken_lines"] == {AUDIT: 3}
     assert any(note.startswith("No line of the audits is of this run and whole") for note in run["notes"])
 
@@ -205,7 +205,7 @@ def test_no_kind_where_nothing_tells(files: Files, tmp_path: Path) -> None:
     ("changes", "said"),
     [
         ({"optimizer_steps": 2}, "2 optimizer steps against 3"),
-        ({"emitted": 10, "tokens": 170}, "10 samples against 12 and 170 tokens against 180"),
+        ({"samples": 10, "tokens": 170}, "10 samples against 12 and 170 tokens against 180"),
         ({}, None),
     ],
 )

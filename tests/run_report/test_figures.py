@@ -65,7 +65,7 @@ def test_broken_lines_are_counted_and_half_written_ones_named(tmp_path: Path) ->
     with (tmp_path / LOG).open("a") as log:
         log.write('{"event": "lo\n[1]\n\x00\n{"event": "log", "ti')
     write_lines(tmp_path / "odb_audit_rank0.jsonl", [audit_line(1, [3, 4]), {"optimizer_step": 2}])
-    (tmp_path / "odb_summary.json").write_text('{"emitted": 8,')
+    (tmp_path / "odb_summary.json").write_text('{"samples": 8,')
     run = read_run(tmp_path)
     assert run["files"]["broken_lines"] == {LOG: 4, "odb_audit_rank0.jsonl": 1}
     assert run["files"]["broken_files"] == ["odb_summary.json"]
@@ -91,32 +91,30 @@ def test_figures_that_are_no_numbers(tmp_path: Path) -> None:
 def test_ranks_that_are_gone_after_a_resume(tmp_path: Path) -> None:
     """Two ranks, then one: what rank 1 did behind the checkpoint is taken again by rank 0."""
     later = BEGAN + 100
-    write_lines(
-        tmp_path / LOG, [begin(world_size=2), entry(3, BEGAN + 3, steps=3), begin(2, later), entry(3, later + 1)]
-    )
+    write_lines(tmp_path / LOG, [begin(ranks=2), entry(3, BEGAN + 3, steps=3), begin(2, later), entry(3, later + 1)])
     of_rank = [[audit_line(k, [10 + k, rank + 1], BEGAN + k) for k in (1, 2, 3)] for rank in range(2)]
     write_lines(tmp_path / "odb_audit_rank0.jsonl", [*of_rank[0], audit_line(3, [50, 51, 52], later + 1)])
     write_lines(tmp_path / "odb_audit_rank1.jsonl", of_rank[1])
     run = read_run(tmp_path)
     assert run["optimizer_steps"]["samples"] == [4, 4, 3]
     assert run["optimizer_steps"]["padded_tokens"] == [44, 48, 156]
-    assert [line["samples"] for line in run["ranks"]] == [2 + 2 + 3, 4]
+    assert [line["samples"] for line in run["by_rank"]] == [2 + 2 + 3, 4]
     assert any("with 1 and 2 ranks" in note for note in run["notes"])
 
 
 def test_idle_micro_batches_have_no_tokens(tmp_path: Path) -> None:
-    write_lines(tmp_path / LOG, [begin(world_size=2), entry(1, BEGAN + 1)])
+    write_lines(tmp_path / LOG, [begin(ranks=2), entry(1, BEGAN + 1)])
     write_lines(tmp_path / "odb_audit_rank0.jsonl", [audit_line(1, [30])])
     write_lines(tmp_path / "odb_audit_rank1.jsonl", [audit_line(1, [], rows=1, length=30, patches=4)])
     run = read_run(tmp_path)
     assert run["optimizer_steps"]["padded_tokens"] == [30] and run["optimizer_steps"]["patches"] == [0]
-    assert [(line["idle_micro_batches"], line["padded_tokens"]) for line in run["ranks"]] == [(0, 30), (1, 0)]
+    assert [(line["idle_micro_batches"], line["padded_tokens"]) for line in run["by_rank"]] == [(0, 30), (1, 0)]
     assert run["distributions"]["samples_of_micro_batch"]["count"] == 1
 
 
 def test_a_micro_batch_that_was_cut_is_one(tmp_path: Path) -> None:
     """`oom: split`: its parts have a line each; ranks wait for all of them. One part alone is no whole step."""
-    write_lines(tmp_path / LOG, [begin(world_size=2), entry(1, BEGAN + 1)])
+    write_lines(tmp_path / LOG, [begin(ranks=2), entry(1, BEGAN + 1)])
     parts = [audit_line(1, [30, 10], part=0, parts=2), audit_line(1, [20], part=1, parts=2)]
     write_lines(tmp_path / "odb_audit_rank0.jsonl", [*parts, audit_line(2, [5], part=0, parts=2)])
     write_lines(tmp_path / "odb_audit_rank1.jsonl", [audit_line(1, [70]), audit_line(2, [5])])
@@ -124,7 +122,7 @@ def test_a_micro_batch_that_was_cut_is_one(tmp_path: Path) -> None:
     assert audit is not None and audit.incomplete == 1
     steps = {name: values.tolist() for name, values in audit.steps.items()}
     assert (steps["step"], steps["padded_tokens"], steps["awaited_tokens"]) == ([1], [150], [160])
-    assert [line["micro_batches"] for line in read_run(tmp_path)["ranks"]] == [2, 2]
+    assert [line["micro_batches"] for line in read_run(tmp_path)["by_rank"]] == [2, 2]
 
 
 def test_files_of_another_run_are_left_out(tmp_path: Path) -> None:
@@ -140,11 +138,11 @@ def test_files_of_another_run_are_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize("steps", [1, 2])
 def test_a_summary_of_an_earlier_end_is_not_taken(tmp_path: Path, steps: int) -> None:
     """Of this run or of another one in the folder."""
-    (tmp_path / "odb_summary.json").write_text(json.dumps({"optimizer_steps": steps, "emitted": 999, "tokens": 1}))
+    (tmp_path / "odb_summary.json").write_text(json.dumps({"optimizer_steps": steps, "samples": 999, "tokens": 1}))
     lines = [begin(), entry(1, BEGAN + 1), end(1, BEGAN + 2), begin(1, BEGAN + 50), entry(2, BEGAN + 60)]
     write_lines(tmp_path / LOG, lines)
     run = read_run(tmp_path)
-    assert run["totals"]["samples"] == 8 and not run["finished"] and run["rows"]["dropped"] == {"invalid": 2}
+    assert run["totals"]["samples"] == 8 and not run["finished"] and run["rows"]["left_out"] == {"invalid": 2}
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -226,7 +224,7 @@ def test_a_run_that_was_cut_off_is_not_compared_in_time(tmp_path: Path) -> None:
 
 
 def test_settings_of_a_model_card_and_of_our_log_are_under_one_name(tmp_path: Path) -> None:
-    line = begin(world_size=2, model="m") | {"versions": {"torch": "2.12.1", "transformers": "5.6.0"}}
+    line = begin(ranks=2, model="m") | {"versions": {"torch": "2.12.1", "transformers": "5.6.0"}}
     line["arguments"] = {"per_device_train_batch_size": 2, "num_train_epochs": 2, "warmup_steps": 4, "seed": 1}
     line["arguments"] |= {"optim": "adamw_torch", "learning_rate": 1e-4, "weight_decay": 0.1}
     write_lines(tmp_path / "odb" / LOG, [line, entry(1, BEGAN + 3), end(1, BEGAN + 4)])

@@ -54,8 +54,8 @@ def test_figures_are_those_the_run_counted(runs: tuple[Path, Path]) -> None:
     run = read_run(runs[0])
     summary = json.loads((runs[0] / "odb_summary.json").read_text())
     totals = run["totals"]
-    assert (run["kind"], run["finished"], run["asked"]["world_size"]) == ("odb", True, NUM_RANKS)
-    assert totals["samples"] == summary["emitted"] == 2 * sum(TRAINED.values())
+    assert (run["kind"], run["finished"], run["asked"]["ranks"]) == ("odb", True, NUM_RANKS)
+    assert totals["samples"] == summary["samples"] == 2 * sum(TRAINED.values())
     for name in ("optimizer_steps", "tokens", "padded_tokens", "padding_ratio", "balance", "patch_balance", "units_cv"):
         assert totals[name] == pytest.approx(summary[name]), name
     results = json.loads((runs[0] / "all_results.json").read_text())
@@ -63,13 +63,13 @@ def test_figures_are_those_the_run_counted(runs: tuple[Path, Path]) -> None:
     assert (totals["seconds"], totals["seconds_from"]) == (results["train_runtime"], "train_runtime")
     # The audits of both ranks come to the same, optimizer step by optimizer step and in all.
     for name in ("samples", "tokens", "padded_tokens", "units"):
-        total = summary["emitted" if name == "samples" else name]
+        total = summary[name]
         assert sum(run["optimizer_steps"][name]) == total, name
         if name != "units":
-            assert sum(line[name] for line in run["ranks"]) == total, name
-    assert run["distributions"]["length"]["count"] == summary["emitted"]
+            assert sum(line[name] for line in run["by_rank"]) == total, name
+    assert run["distributions"]["length"]["count"] == summary["samples"]
     assert sum(run["distributions"]["tokens_of_micro_batch"]["counts"]) + summary["idle_micro_batches"] == sum(
-        line["micro_batches"] for line in run["ranks"]
+        line["micro_batches"] for line in run["by_rank"]
     )
     logged = [entry for entry in read_log(runs[0]) if "loss" in entry]
     assert [(one["step"], one["loss"], one["learning_rate"]) for one in run["entries"]] == [
@@ -110,7 +110,7 @@ def test_stock_is_shown_as_far_as_its_logs_go(runs: tuple[Path, Path]) -> None:
     unknown = ("tokens", "padding_ratio", "balance", "patch_balance", "budget_use", "data_wait_s")
     assert all(run["totals"][name] is None for name in unknown)
     assert all(entry[name] is None for entry in run["entries"] for name in ("padding_ratio", "tokens_per_second"))
-    assert (run["ranks"], run["datasets"], run["distributions"]) == (None, None, None)
+    assert (run["by_rank"], run["datasets"], run["distributions"]) == (None, None, None)
     assert run["asked"]["arguments"]["gradient_accumulation_steps"] == "2"
     assert any("Stock training logs no tokens" in note for note in run["notes"])
 

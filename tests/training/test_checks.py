@@ -246,7 +246,7 @@ def test_nothing_left_to_train_has_its_summary(tiny_text, tmp_path) -> None:
     for changing in ("seconds", "data_wait_s"):
         del summary[changing], found[changing]
     assert found == summary
-    assert found["emitted"] == NUM_ROWS
+    assert found["samples"] == NUM_ROWS
 
 
 # Methods and logs

@@ -30,7 +30,7 @@ class KeepProgress(Progress):
         read_row: Callable[[int], Sample | Rejection] | None = None,
     ):
         self.stock = stock
-        steps = {"global_batch_size": stock.global_batch_size, "rows left out by drop_last": stock.left_out}
+        steps = {"global_batch_size": stock.global_batch_size, "rows left out by drop_last": stock.not_trained}
         super().__init__(rank, stock.world_size, data | steps, read_row)
         self.global_batch_size, self.steps_an_epoch = stock.global_batch_size, stock.steps_an_epoch
 
@@ -64,7 +64,7 @@ class KeepProgress(Progress):
         stock = self.stock
         return Start(
             first=stock.first_number(self.rank, self.optimizer_steps),
-            stop=stock.num_samples if stock.left_out else None,
+            stop=stock.num_samples if stock.not_trained else None,
             block=stock.global_batch_size,
         )
 
