@@ -25,7 +25,7 @@ def weighted_token_loss(
     shift_labels: Tensor | None = None,
     ignore_index: int = IGNORE_INDEX,
 ) -> Tensor:
-    """Sum over the rows of row weight x the sum of the row's token losses, in float32 (float64 stays).
+    """Sum over the rows of row weight x the sum of the row's token losses, in float32 also in autocast (float64 stays).
 
     logits: [rows, length, vocabulary]; labels: [rows, length], `ignore_index` where there is no loss. The token at t
     predicts label t + 1, as in transformers' `ForCausalLMLoss`; shift_labels: labels that are shifted already.
@@ -48,19 +48,46 @@ def weighted_token_loss(
     if shift_labels is None:
         assert labels is not None
         shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    if logits.dtype != torch.float64:
-        logits = logits.float()
-    targets = shift_labels.to(logits.device).reshape(-1)
-    losses = functional.cross_entropy(
-        logits.reshape(-1, logits.shape[-1]), targets, ignore_index=ignore_index, reduction="none"
-    )
-    if segments:
-        weights = [*row_weights, *[0.0] * (len(segments) - len(row_weights))]
-        return losses @ _to_device(np.repeat(weights, segments), losses)
-    return losses.view(rows, -1).sum(1) @ _to_device(row_weights, losses)
+    with _without_autocast(logits.device.type):
+        logits = in_float32(logits)
+        targets = shift_labels.to(logits.device).reshape(-1)
+        losses = functional.cross_entropy(
+            logits.reshape(-1, logits.shape[-1]), targets, ignore_index=ignore_index, reduction="none"
+        )
+        if segments:
+            weights = np.repeat([*row_weights, *[0.0] * (len(segments) - len(row_weights))], segments)
+        else:
+            weights, losses = np.asarray(row_weights), losses.view(rows, -1).sum(1)
+        return (losses * _to_device(weights, losses)).sum()
 
 
-def _to_device(values: Sequence[float] | np.ndarray, like: Tensor) -> Tensor:
+def in_float32(values: Tensor) -> Tensor:
+    """The values in float32, so that sums and products of losses do not round to bfloat16 or half; float64 stays."""
+    return values if values.dtype == torch.float64 else values.float()
+
+
+def sum_of_losses(losses: Sequence[Tensor], *, skip_non_finite: bool) -> Tensor:
+    """The loss of an optimizer step: the sum of the weighted losses of its micro-batches, in float32 (float64 stays).
+
+    losses: one scalar a micro-batch. skip_non_finite: NaN and infinite losses are left out unless all are, as the
+    Trainer's `logging_nan_inf_filter` does; it sees one loss an optimizer step here. Does not wait for the device.
+    """
+    stacked = in_float32(torch.stack(tuple(losses)))
+    total = stacked.sum()
+    if skip_non_finite:
+        finite = stacked.isfinite()
+        total = torch.where(finite.any(), stacked.where(finite, 0.0).sum(), total)
+    return total
+
+
+def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
+    """Autocast may round any product to bfloat16 or half; which products it does is different from device to device."""
+    if not torch.amp.is_autocast_available(device_type):  # the device "meta"
+        return contextlib.nullcontext()
+    return torch.autocast(device_type, enabled=False)
+
+
+def _to_device(values: np.ndarray, like: Tensor) -> Tensor:
     """As a tensor where `like` is, of its type, without waiting for the device: from pinned memory, asynchronously."""
     tensor = torch.as_tensor(values, dtype=like.dtype)
     if like.device.type == "cuda":

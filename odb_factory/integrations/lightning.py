@@ -17,6 +17,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
+from odb_factory.accounting.token_loss import in_float32
 from odb_factory.errors import ConfigError
 from odb_factory.loop.dataloader import ODBDataLoader
 from odb_factory.loop.online import Batch
@@ -141,7 +142,7 @@ class OnlineBatching(Callback):
         last = len(batch.micro_batches) - 1
         for number, (micro_batch, info) in enumerate(batch.micro_batches):
             output = self._forward(micro_batch, batch_idx)
-            loss = (output["loss"] if isinstance(output, dict) else output) * info.loss_scale
+            loss = in_float32(output["loss"] if isinstance(output, dict) else output) * info.loss_scale
             total += loss.detach()
             if number < last:
                 # We are within Lightning's forward: autocast is on, and DDP exchanges nothing yet.

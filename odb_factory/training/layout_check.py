@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from odb_factory.accounting.token_loss import in_float32
 from odb_factory.data.loader import ODBLoader
 from odb_factory.errors import DataError, one_line
 from odb_factory.training import varlen
@@ -141,8 +142,7 @@ def _token_losses(trainer: Any, model: Any, laid_out: LaidOut) -> dict[int, Tens
     losses = {}
     for number, (row, start, end) in laid_out.spans.items():
         targets = inputs["input_ids"][row, start + 1 : end]
-        mine = logits[row, start : end - 1]
-        mine = mine if mine.dtype == torch.float64 else mine.float()
+        mine = in_float32(logits[row, start : end - 1])
         losses[number] = functional.cross_entropy(mine, targets, reduction="none")
     return losses
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate.utils import DistributedType
 
+from odb_factory.accounting.token_loss import in_float32, sum_of_losses
 from odb_factory.comm.gloo import gather_once
 from odb_factory.errors import ConfigError
 from odb_factory.training import columns, probes, varlen
@@ -180,7 +181,7 @@ class ODBTrainerMixin(Base):
             inputs.micro_batches = (whole.pop(0) for _ in range(len(whole)))
         if run.split is not None:
             return run.split.take(self, model, inputs.micro_batches)
-        total: Any = None
+        losses: list[torch.Tensor] = []
         for micro_batch, measured, batch in inputs.micro_batches:
             run.begin_micro_batch(micro_batch, measured, batch)
             box = [batch]
@@ -192,10 +193,10 @@ class ODBTrainerMixin(Base):
                 loss = self.odb_forward_backward(model, measured, box)
             run.memory.held(measured)
             run.end_micro_batch()
-            total = loss if total is None else total + loss
+            losses.append(loss)
             if not micro_batch.ends_optimizer_step:
                 self.control = self.callback_handler.on_substep_end(self.args, self.state, self.control)
-        return total
+        return sum_of_losses(losses, skip_non_finite=self.args.logging_nan_inf_filter)
 
     def odb_forward_backward(self, model: Any, measured: Measured, box: list[Any]) -> Any:
         """Add the gradient of the micro-batch that `odb_run` has begun; returns its loss. box: holds the only
@@ -258,7 +259,9 @@ class ODBTrainerMixin(Base):
             weighing = run.token_loss(model).weighing(loss.row_weights, computing.segments)
         with without_average_tokens(self.args), weighing:
             result: Any = super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
-        return (result[0] * loss.scale, *result[1:]) if return_outputs else result * loss.scale
+        if return_outputs:
+            return (in_float32(result[0]) * loss.scale, *result[1:])
+        return in_float32(result) * loss.scale
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         run = self.odb_run

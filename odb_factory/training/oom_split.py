@@ -20,6 +20,7 @@ from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
 
 from odb_factory.accounting.step_accounting import Begun
+from odb_factory.accounting.token_loss import sum_of_losses
 from odb_factory.comm.exchange import Exchange
 from odb_factory.data.collate import Collated
 from odb_factory.data.parts import Part
@@ -37,16 +38,16 @@ logger = get_logger(__name__)
 @dataclass(slots=True)
 class _Attempt:
     """An optimizer step on this rank. parts: of each of its micro-batches so far; done: those that went through since
-    it was begun anew, with the sum of their losses. cuts, lowered: since its beginning."""
+    it was begun anew, with their losses. cuts, lowered: since its beginning."""
 
     parts: list[list[Part]] = field(default_factory=list)
     done: list[list[Begun]] = field(default_factory=list)
-    loss: Any = None
+    losses: list[Tensor] = field(default_factory=list)
     cuts: int = 0
     lowered: Limits | None = None
 
     def begin_anew(self) -> None:
-        self.done, self.loss = [[] for _ in self.parts], None
+        self.done, self.losses = [[] for _ in self.parts], []
 
 
 class SplitSteps:
@@ -78,7 +79,7 @@ class SplitSteps:
         self._agree(step)
         for parts, done in zip(step.parts, step.done):
             self.run.accounting.count(parts[0].whole, done)
-        return step.loss
+        return sum_of_losses(step.losses, skip_non_finite=trainer.args.logging_nan_inf_filter)
 
     def close(self, *, failed: bool = False) -> None:
         """Safe to call twice. failed: the training ends by an error."""
@@ -122,7 +123,7 @@ class SplitSteps:
             _forget(error)
         else:
             step.done[micro_batch.index].append(run.set_aside())
-            step.loss = loss if step.loss is None else step.loss + loss
+            step.losses.append(loss)
             self.watch.held(measured)
             return True
         del batch

@@ -238,6 +238,27 @@ def test_token_losses_are_those_of_the_model(dtype: torch.dtype) -> None:
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("segments", [(), (9, 6, 3)], ids=["padded", "flat"])
+def test_autocast_does_not_round_the_loss(dtype: torch.dtype, segments: tuple[int, ...]) -> None:
+    """I8: a loop may compute the loss within autocast; loss and gradient are bit for bit those of outside."""
+    torch.manual_seed(0)
+    labels = _batch()["labels"] if not segments else torch.randint(0, 100, (1, 18))
+    logits = torch.randn(*labels.shape, 100)
+
+    def loss_and_gradient() -> tuple[Tensor, Tensor]:
+        leaf = logits.clone().requires_grad_()
+        loss = weighted_token_loss(leaf, labels, ROW_WEIGHTS, segments=segments)
+        (gradient,) = torch.autograd.grad(loss, leaf)
+        return loss.detach(), gradient
+
+    expected = loss_and_gradient()
+    with torch.autocast("cpu", dtype):
+        found = loss_and_gradient()
+    assert found[0].dtype == torch.float32
+    assert all(torch.equal(one, other) for one, other in zip(found, expected))
+
+
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def logits(request: pytest.FixtureRequest) -> Iterator[Tensor]:
     return torch.randn(2, 256, 512, dtype=request.param, requires_grad=True)
