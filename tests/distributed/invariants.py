@@ -100,7 +100,7 @@ def check_books(output_dir: Path, audits: Audits, left_out: dict[str, int], not_
     assert summary["micro_steps"] == len(audits[0])
     assert summary["idle_micro_batches"] == sum(line["idle"] for audit in audits for line in audit)
     assert summary["optimizer_steps"] == audits[0][-1]["optimizer_step"]
-    assert summary["world_size"] == len(audits)
+    assert summary["ranks"] == len(audits)
     assert (summary["left_out"], summary["not_trained"]) == (left_out, not_trained)
     entries = losses(output_dir)
     assert len(entries) == summary["optimizer_steps"]
