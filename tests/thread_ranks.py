@@ -18,9 +18,22 @@ class Table:
         self.timeout_s = timeout_s
         self.barrier = threading.Barrier(world_size)
         self.told: list[Any] = [None] * world_size
+        self.steps: Table | None = None
+
+    @classmethod
+    def with_steps(cls, world_size: int) -> Table:
+        """Messages about optimizer steps have a channel of their own."""
+        table = cls(world_size)
+        table.steps = cls(world_size)
+        return table
 
     def seat(self, rank: int) -> Seat:
         return Seat(self, rank)
+
+    def abort(self) -> None:
+        self.barrier.abort()
+        if self.steps is not None:
+            self.steps.abort()
 
     def exchange(self, rank: int, message: Any) -> list[Any]:
         """What all ranks tell, in rank order."""
@@ -63,6 +76,13 @@ class Seat:
     def all_to_all(self, buffers: Sequence[bytes]) -> list[bytes]:
         return [sent[self.rank] for sent in self.table.exchange(self.rank, buffers)]
 
+    def gather_step(self, message: bytes, step_index: int) -> list[bytes]:
+        assert self.table.steps is not None
+        try:
+            return self.table.steps.exchange(self.rank, message)
+        except threading.BrokenBarrierError:
+            raise CollectiveError("another rank has failed") from None
+
     def leave_epoch(self) -> None:
         self.fail("it left the epoch")
 
@@ -77,14 +97,14 @@ class Seat:
     def check(self) -> None: ...
 
     def abort(self, message: str) -> None:
-        self.table.barrier.abort()
+        self.table.abort()
 
     def close(self) -> None: ...
 
 
 def run_ranks(world_size: int, drive: Callable[[Seat], Any], limit_s: float = 60.0) -> list[Any]:
     """What `drive` returns on each rank, or the exception that it raised."""
-    table = Table(world_size)
+    table = Table.with_steps(world_size)
     ended: list[Any] = [TimeoutError(f"no end within {limit_s} s")] * world_size
 
     def run(rank: int) -> None:
@@ -93,7 +113,7 @@ def run_ranks(world_size: int, drive: Callable[[Seat], Any], limit_s: float = 60
         except Exception as error:
             ended[rank] = error
             if not isinstance(error, CollectiveError):
-                table.barrier.abort()
+                table.abort()
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world_size)]
     for thread in threads:

@@ -16,6 +16,9 @@ DIFFERENT_PLANS = (
 )
 
 
+LEFT_EPOCH = "it left the epoch before its end; all ranks must take the same optimizer steps."
+
+
 class CollectiveError(DataError):
     """An error that every rank knows of and raises: nobody is left waiting, and nobody has to be told."""
 
@@ -39,7 +42,8 @@ class RankMetadata:
 
 
 class Coordinator(Protocol):
-    """How the data-parallel ranks agree. All ranks make the same calls in the same order, but for `check` and `abort`.
+    """How the data-parallel ranks agree. All ranks make the same calls in the same order, but for `check` and `abort`;
+    the calls of `gather_step` have an order of their own.
 
     rank, world_size: position among the data-parallel ranks. timeout_s: how long a rank waits for the others (seconds).
     """
@@ -68,6 +72,10 @@ class Coordinator(Protocol):
 
     def all_to_all(self, buffers: Sequence[bytes]) -> list[bytes]:
         """Send `buffers[r]` to rank r; returns what each rank has sent to this one, in rank order."""
+
+    def gather_step(self, message: bytes, step_index: int) -> list[bytes]:
+        """What the ranks say of an optimizer step before it begins, in rank order. Another thread than the one that
+        plans may call it: these messages have a channel of their own."""
 
     def leave_epoch(self) -> None:
         """Tell the others, in place of the next metadata, that this rank leaves the epoch before its end."""
@@ -105,6 +113,9 @@ class SingleProcessCoordinator:
 
     def all_to_all(self, buffers: Sequence[bytes]) -> list[bytes]:
         return list(buffers)
+
+    def gather_step(self, message: bytes, step_index: int) -> list[bytes]:
+        return [message]
 
     def leave_epoch(self) -> None: ...
 

@@ -79,11 +79,11 @@ class FailureMonitor:
         if self._failure is not None:
             raise CollectiveError(self._failure)
 
-    def set_phase(self, phase: str) -> None:
-        """Say what this rank is about to do, so that the others can name it if it is missed."""
+    def set_phase(self, phase: str, channel: str) -> None:
+        """Say what this rank is about to do, so that the others can name it if it is missed. channel: of messages."""
         if self._store is not None:
             try:
-                self._store.set(f"phase/{self.rank}", phase)
+                self._store.set(f"{channel}/{self.rank}", phase)
             except StoreError:
                 pass  # the collective that follows finds out who is missing
 
@@ -116,7 +116,7 @@ class FailureMonitor:
             )
         return silent
 
-    def explain(self, phase: str, *, timeout_s: float | None, error: Exception) -> str:
+    def explain(self, phase: str, channel: str, *, timeout_s: float | None, error: Exception) -> str:
         """Why a collective in `phase` has failed: the failure of another rank, or who is missing and where it is.
 
         timeout_s: the limit that has passed; None if the collective failed before.
@@ -128,7 +128,7 @@ class FailureMonitor:
                 failure = self._store.get(_FAILURE)
                 if failure is not None:
                     return failure
-                phases = [self._store.get(f"phase/{rank}") for rank in range(self.world_size)]
+                phases = [self._store.get(f"{channel}/{rank}") for rank in range(self.world_size)]
                 missing = [(rank, reached) for rank, reached in enumerate(phases) if reached != phase]
                 behind = ", ".join(f"rank {rank} (last seen in: {reached or 'nothing'})" for rank, reached in missing)
                 behind = behind or "another rank"

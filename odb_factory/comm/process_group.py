@@ -18,19 +18,18 @@ from odb_factory.comm.agreement import difference, encode_settings, name_ranks, 
 from odb_factory.comm.codec import Failure, decode, encode
 from odb_factory.comm.coordinator import (
     DIFFERENT_PLANS,
+    LEFT_EPOCH,
     CollectiveError,
     Coordinator,
     RankMetadata,
     SingleProcessCoordinator,
 )
 from odb_factory.comm.failure_monitor import FailureMonitor
-from odb_factory.comm.gloo import all_gather, all_to_all, open_group
+from odb_factory.comm.gloo import all_gather, all_gather_small, all_to_all, open_group
 from odb_factory.errors import DataError
 from odb_factory.log import get_logger
 
 logger = get_logger(__name__)
-
-LEFT_EPOCH = "it left the epoch before its end; all ranks must take the same optimizer steps."
 
 
 def make_coordinator(process_group: dist.ProcessGroup | None, timeout_s: float) -> Coordinator:
@@ -46,17 +45,20 @@ def make_coordinator(process_group: dist.ProcessGroup | None, timeout_s: float) 
 class ProcessGroupCoordinator:
     """The `Coordinator` of several ranks.
 
-    The group is made in the training thread of all ranks, in the same order; after `agree` it is used by the planning
-    thread alone. Metadata have 25 bytes a sample and some hundred more: nothing grows with tokens or pixels.
+    Its groups are made in the training thread of all ranks, in the same order. After `agree` the first is used by the
+    planning thread alone, the second by the thread that calls `gather_step`. Metadata have 25 bytes a sample and some
+    hundred more: nothing grows with tokens or pixels.
     Raises `CollectiveError` if the ranks do not meet.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None, timeout_s: float):
         self.timeout_s = timeout_s
         self.rank, self.world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
-        self._group: dist.ProcessGroup | None = open_group(process_group, timeout_s)
+        self._group = open_group(process_group, timeout_s)
+        self._steps_group = open_group(process_group, timeout_s)
         self._count = itertools.count(1)
-        self._failed = self._is_busy = self._is_closed = False
+        self._failed = self._is_closed = False
+        self._busy: set[dist.ProcessGroup] = set()
         self._monitor = FailureMonitor(_store_of(process_group, self._group), self.rank, self.world_size, timeout_s)
 
     def start(self) -> None:
@@ -90,6 +92,10 @@ class ProcessGroupCoordinator:
     def all_to_all(self, buffers: Sequence[bytes]) -> list[bytes]:
         return self._collective("redistributing samples", partial(all_to_all, buffers))
 
+    def gather_step(self, message: bytes, step_index: int) -> list[bytes]:
+        phase, gather = f"agreeing on optimizer step {step_index + 1} of the epoch", partial(all_gather_small, message)
+        return self._collective(phase, gather, self._steps_group)
+
     def leave_epoch(self) -> None:
         self.fail(LEFT_EPOCH)
 
@@ -116,15 +122,17 @@ class ProcessGroupCoordinator:
         self._is_closed = True
         failed = self._failed or self._monitor.failure is not None
         self._monitor.close()
-        group, self._group = self._group, None
-        # A group in use, or whose peers are gone, is left to the end of the process: giving it back may block.
-        if group is not None and not failed and not self._is_busy and dist.is_initialized():
-            dist.destroy_process_group(group)
+        # Groups in use, or whose peers are gone, are left to the end of the process: giving them back may block.
+        if not failed and not self._busy and dist.is_initialized():
+            dist.destroy_process_group(self._steps_group)
+            dist.destroy_process_group(self._group)
 
-    def _collective(self, phase: str, call: Callable[..., list[bytes]]) -> list[bytes]:
+    def _collective(
+        self, phase: str, call: Callable[..., list[bytes]], group: dist.ProcessGroup | None = None
+    ) -> list[bytes]:
         """Run a collective; if it fails, tell the ranks that are not missing."""
         try:
-            return self._call(phase, call)
+            return self._call(phase, call, group)
         except CollectiveError as error:
             if not self._is_closed and not self._failed and self._monitor.failure is None:
                 logger.error("%s", error)  # the training may be waiting in a collective of its own, and never ask
@@ -133,25 +141,30 @@ class ProcessGroupCoordinator:
                     raise CollectiveError(f"{error} No sign of life from {name_ranks(silent)}.") from None
             raise
 
-    def _call(self, phase: str, call: Callable[..., list[bytes]]) -> list[bytes]:
-        """Run a collective. Raises `CollectiveError` with the ranks that are missing."""
-        group = self._group
-        if self._failed or group is None:
+    def _call(
+        self, phase: str, call: Callable[..., list[bytes]], group: dist.ProcessGroup | None = None
+    ) -> list[bytes]:
+        """Run a collective of `group` (None: that of the plans). Raises `CollectiveError` with the ranks that are
+        missing."""
+        if self._failed or self._is_closed:
             raise CollectiveError(self._monitor.failure or f"rank {self.rank} has left the training.")
-        phase = f"{phase} (message {next(self._count)})"
+        group, plans = group or self._group, group is None
+        if plans:
+            phase = f"{phase} (message {next(self._count)})"
         started = time.monotonic()
-        self._is_busy = True
+        self._busy.add(group)
         try:
-            self._monitor.set_phase(phase)
+            self._monitor.set_phase(phase, "plans" if plans else "steps")
             return call(group, check=self._monitor.check)
         except CollectiveError:
             raise  # another rank has failed, and says why
         except Exception as error:
             timed_out = time.monotonic() - started >= 0.9 * self.timeout_s
             limit_s = self.timeout_s if timed_out else None
-            raise CollectiveError(self._monitor.explain(phase, timeout_s=limit_s, error=error)) from None
+            channel = "plans" if plans else "steps"
+            raise CollectiveError(self._monitor.explain(phase, channel, timeout_s=limit_s, error=error)) from None
         finally:
-            self._is_busy = False
+            self._busy.discard(group)
 
 
 def _store_of(process_group: dist.ProcessGroup | None, group: dist.ProcessGroup) -> Callable[[], dist.Store]:

@@ -6,12 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch.utils.data import get_worker_info
+
 from odb_factory.data.layout import FlatLayout, flatten
 from odb_factory.data.measure import Measure, measure_batch
 from odb_factory.data.padding import PaddedLayout, pad_to_sizes
 from odb_factory.data.samples import Measured, MicroBatch, Sample, Task
 from odb_factory.data.segments import LayoutError
 from odb_factory.data.serialize import unpack
+from odb_factory.data.step_agreement import CollateNotes
 from odb_factory.data.worker import WorkerDataset
 from odb_factory.errors import one_line
 
@@ -46,7 +49,8 @@ class GroupDataset(WorkerDataset):
     """The dataset of the collating workers: `self[task]` is the collated batch of that task, the index itself.
 
     dataset: the user's, for `worker_init_fn` alone. It is there in a forked worker and not sent to any other.
-    layout: how batches are laid flat, or padded further; None: they stay as the collator returns them.
+    layout: how batches are laid flat, or padded further; None: they stay as the collator returns them. notes: where
+    workers tell which micro-batches they have collated.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class GroupDataset(WorkerDataset):
     ):
         self.collate_fn, self.patch_size, self.dataset, self.layout = collate_fn, patch_size, dataset, layout
         self.measure = measure
+        self.notes: CollateNotes | None = None
 
     def padded(self) -> GroupDataset:
         """The same, with batches as the collator returns them."""
@@ -71,10 +76,16 @@ class GroupDataset(WorkerDataset):
     def __getitem__(self, task: Task | None) -> Collated | Failure | None:
         if task is None:
             return None
-        step, samples = task
+        item = self._made(*task)
+        worker = get_worker_info()
+        if worker is not None and self.notes is not None:
+            self.notes.tell(worker.id, task[0])
+        return item
+
+    def _made(self, micro_batch: MicroBatch, samples: list[Sample]) -> Collated | Failure:
         try:
             batch, measured = self._collate(samples)
-            return step, measured, batch
+            return micro_batch, measured, batch
         except LayoutError as error:
             return Failure(tuple(sample.id for sample in samples), str(error), concerns_rows=False)
         except Exception as error:

@@ -155,6 +155,11 @@ class ODBLoader:
         if self.under_way is not None or step.last:  # or asked for what comes behind the last
             self._progress.consume(step, mine, None if self.under_way is None else self.under_way.planner)
 
+    def save_when(self, wanted: Callable[[], bool]) -> None:
+        """Ask all ranks for a checkpoint when `wanted` says so: the next optimizer step that they agree on, the same on
+        all ranks, has `save_requested`. wanted: called once before each step, in any thread."""
+        self._passes.wants_save = wanted
+
     def lower(self, limits: Limits) -> None:
         """Plans to come are made with budgets no higher than these, on all ranks."""
         self.lowered = limits.least(self.lowered)

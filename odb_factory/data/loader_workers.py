@@ -30,6 +30,7 @@ from odb_factory.data.pickling import Picklable
 from odb_factory.data.plan_process import PlanProcess
 from odb_factory.data.sampler import ShardSampler
 from odb_factory.data.samples import Rejection, Sample
+from odb_factory.data.step_agreement import CollateNotes
 from odb_factory.data.stream import Arriving, ObservedItems, StreamReader
 from odb_factory.data.task_sampler import TaskSampler
 from odb_factory.data.worker import WorkerInit, worker_seed
@@ -48,7 +49,8 @@ class LoaderWorkers:
     """The DataLoaders that read, observe and collate, and the worker processes of all.
 
     order: the rows of this rank, epoch by epoch; its `start` says where the next pass begins. feed: where tasks go in.
-    threaded: whether processes collate them.
+    threaded: whether processes collate them. window: micro-batches that they collate ahead. notes: what they report
+    beside their batches.
 
     read_row: observes a row of the dataset, by its number, in this process; None for a stream.
 
@@ -89,6 +91,9 @@ class LoaderWorkers:
         collate_workers = num_workers if config.collate_workers is None else config.collate_workers
         self.feed = TaskSampler(collate_workers)
         self.threaded = collate_workers > 0
+        self.notes: CollateNotes | None = None
+        self._collate_workers, self._persistent = collate_workers, persistent_workers
+        self.window = prefetch_factor * collate_workers
         self._dataset, self._observer = dataset, observer
         self._rank, self._generator, self._context = rank, generator, multiprocessing_context
 
@@ -149,7 +154,12 @@ class LoaderWorkers:
 
     def collate(self, epoch: int) -> Iterator[Any]:
         """What becomes of the tasks of `feed`; to be asked with `take`."""
-        return self._start(self._collating, COLLATES, epoch)
+        if self.threaded and (self.notes is None or not self._persistent):
+            self.notes = self.groups.notes = CollateNotes(self._collate_workers)
+        batches = self._start(self._collating, COLLATES, epoch)
+        if self.notes is not None:
+            self.notes.forget()
+        return batches
 
     def plan(self) -> PlanProcess | None:
         """What plans an epoch; None: the caller's own thread, for nothing here has processes."""
@@ -172,6 +182,7 @@ class LoaderWorkers:
     def close(self) -> None:
         """End the worker processes."""
         self._reading = self._observing = self._collating = None
+        self.notes = self.groups.notes = None
 
     def _start(self, loader: DataLoader | None, stage: int, epoch: int) -> Iterator[Any]:
         """Begin an epoch; starts the workers, unless they live on.

@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from odb_factory.comm.coordinator import CollectiveError
 from odb_factory.config import ResolvedConfig
@@ -24,6 +24,7 @@ from odb_factory.data.loader_workers import END, LoaderWorkers, take
 from odb_factory.data.plan_process import compute_here
 from odb_factory.data.prefetch import BackgroundPrefetcher, InlinePrefetcher
 from odb_factory.data.resume.progress import Progress
+from odb_factory.data.step_agreement import StepAgreement
 from odb_factory.data.step_times import StepTimes
 from odb_factory.data.task_sampler import Pass
 from odb_factory.errors import ConfigError, DataError, one_line
@@ -41,6 +42,7 @@ class Passes:
     settings: what all ranks must have in common; compared when a pass begins.
     epoch: of the pass under way, or of the next. under_way: the pass that has begun and is not over.
     handed_out: micro-batches whose optimizer step is not consumed. rejected: rows of the epoch that cannot be used.
+    wants_save: whether this rank asks all ranks for a checkpoint; called before each optimizer step, in any thread.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Passes:
         self.under_way: Pass | None = None
         self.handed_out = HandedOut()
         self.rejected: Counter[str] = Counter()
+        self.wants_save: Callable[[], bool] = lambda: False
 
     def turn_to(self, epoch: int) -> None:
         """The next pass is over this epoch."""
@@ -108,7 +111,7 @@ class Passes:
         """End what this process alone needs; a thread gives the rest back, the planning thread and the coordinator."""
         current, self.under_way = self.under_way, None
         if current is not None:
-            current.plans.stop()
+            current.stop()
             current.batches = None
         self._workers.close()
 
@@ -136,6 +139,7 @@ class Passes:
         current = Pass(
             planner,
             BackgroundPrefetcher(plans, ahead) if self._workers.threaded else InlinePrefetcher(plans),
+            StepAgreement(self._coordinator, lambda: self.wants_save()),
             process=process,
             keeps_tasks=self._config.oom == "split",
         )
@@ -155,7 +159,9 @@ class Passes:
                 self._progress.turn_to(self.epoch + 1)
                 self.turn_to(self.epoch + 1)
                 return self._begin()
-        current.epoch_steps = current.tasks[0][0].step.epoch_steps
+        first = current.tasks[0][0].step
+        current.epoch_steps = first.epoch_steps
+        current.agreement.start(first.index, self._workers.notes, self._workers.window)
         return current
 
     def _micro_batches(self, current: Pass) -> Iterator[Collated]:
@@ -168,7 +174,7 @@ class Passes:
                 if item is END:
                     break
                 if item is not None:
-                    item = self.collated(item)
+                    item = self._agreed(current, self.collated(item))
                     current.in_flight -= 1
                     self.handed_out.add(item[0], current.handed_on.popleft()[1] if current.keeps_tasks else None)
                     self.rejected = item[0].step.rejected
@@ -191,6 +197,14 @@ class Passes:
             raise
         if self.under_way is current:
             self.leave()
+
+    def _agreed(self, current: Pass, item: Collated) -> Collated:
+        """The micro-batch as all ranks have agreed on its optimizer step, which is waited for with its first one."""
+        micro_batch, measured, batch = item
+        if micro_batch.index == 0:
+            self._step = current.agreement.of(micro_batch.step)
+        current.agreement.taken(micro_batch)
+        return dataclasses.replace(micro_batch, step=self._step), measured, batch
 
     def _abandon(self, error: BaseException) -> None:
         """Leave after an error. The others know of an agreed one; of any other they are told, for they do not leave."""

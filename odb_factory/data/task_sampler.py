@@ -11,12 +11,14 @@ from odb_factory.data.epoch import EpochPlanner
 from odb_factory.data.plan_process import PlanProcess
 from odb_factory.data.prefetch import POLL_S, BackgroundPrefetcher, InlinePrefetcher
 from odb_factory.data.samples import Task
+from odb_factory.data.step_agreement import StepAgreement
 
 
 class Pass:
     """One pass over an epoch: its planner, what is planned and not yet handed on, its batches, how it failed.
 
-    plans: the planner's lists of tasks, made ahead. process: where planners compute, if not here.
+    plans: the planner's lists of tasks, made ahead. agreement: of all ranks on its optimizer steps. process: where
+    planners compute, if not here.
     in_flight: tasks handed on whose batches have not been taken yet; keeps_tasks: they are in `handed_on`, in order,
     until somebody takes them out. epoch_steps: optimizer steps of the epoch as its first plan says.
     """
@@ -25,11 +27,13 @@ class Pass:
         self,
         planner: EpochPlanner,
         plans: BackgroundPrefetcher | InlinePrefetcher,
+        agreement: StepAgreement,
         *,
         process: PlanProcess | None = None,
         keeps_tasks: bool = False,
     ):
-        self.planner, self.plans, self.process, self.keeps_tasks = planner, plans, process, keeps_tasks
+        self.planner, self.plans, self.agreement = planner, plans, agreement
+        self.process, self.keeps_tasks = process, keeps_tasks
         self.tasks: deque[Task] = deque()
         self.handed_on: deque[Task] = deque()
         self.in_flight = 0
@@ -38,8 +42,15 @@ class Pass:
         self.epoch_steps = 0
         self.taken = False
 
+    def stop(self) -> None:
+        """Let the threads end when they can."""
+        self.plans.stop()
+        self.agreement.stop()
+
     def close(self, timeout_s: float) -> None:
+        self.stop()
         self.plans.close(timeout_s)
+        self.agreement.close(timeout_s)
         if self.process is not None:
             self.process.close()
         self.batches = None
