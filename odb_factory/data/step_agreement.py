@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
@@ -77,6 +77,7 @@ class StepAgreement:
         self._has_begun = self._is_through = self._is_over = False
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
+        self._waker: Connection | None = None
 
     def start(self, first_step: int, notes: CollateNotes | None, window: int) -> None:
         """first_step: index of the optimizer step that the pass begins with. notes: of the collate workers; None: this
@@ -85,9 +86,9 @@ class StepAgreement:
         self._next = self._opened = first_step
         self._window, self._has_begun = window, True
         if notes is not None:
-            self._readers = notes.readers
-            self._woken, self._waker = Pipe(duplex=False)
-            self._thread = threading.Thread(target=self._run, name="odb-agreement", daemon=True)
+            woken, self._waker = Pipe(duplex=False)
+            sources = [*notes.readers, woken]
+            self._thread = threading.Thread(target=self._run, args=(sources,), name="odb-agreement", daemon=True)
             self._thread.start()
 
     def of(self, step: OptimizerStep) -> OptimizerStep:
@@ -135,19 +136,25 @@ class StepAgreement:
                 pass  # the others have ended before this rank
 
     def _wake(self) -> None:
-        if self._thread is not None:
+        if self._waker is not None:
             self._waker.send_bytes(b"")
 
-    def _run(self) -> None:
+    def _run(self, sources: Sequence[Connection]) -> None:
+        """sources: what workers tell, and what wakes this thread."""
         try:
             while not self._is_over:
                 while not self._is_ready():
-                    self._read()
+                    for source in wait(sources):
+                        assert isinstance(source, Connection)
+                        self._note(source.recv_bytes())
                 self._exchange()
         except Exception as error:
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
+        finally:
+            with self._changed:
+                self._waker = None
 
     def _is_ready(self) -> bool:
         """Whether the next message is to be sent."""
@@ -158,15 +165,12 @@ class StepAgreement:
             awaited = min(self._num_micro_batches.get(step, self._window), self._window)
             return self._opened >= step and self._collated[step] >= awaited
 
-    def _read(self) -> None:
-        """Wait until a worker tells something, or something else has changed."""
-        for source in wait([*self._readers, self._woken]):
-            assert isinstance(source, Connection)
-            note = source.recv_bytes()
-            if note:
-                step, num_micro_batches = json.loads(note)
-                self._collated[step] += 1
-                self._num_micro_batches[step] = num_micro_batches
+    def _note(self, note: bytes) -> None:
+        """note: of a worker; empty: something else has changed."""
+        if note:
+            step, num_micro_batches = json.loads(note)
+            self._collated[step] += 1
+            self._num_micro_batches[step] = num_micro_batches
 
     def _exchange(self) -> None:
         """Send the next message and keep what all ranks say."""
