@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from odb_factory.config_rules import check_together
 from odb_factory.config_values import AUTO, check_value, is_optional, is_whole, unknown_key
-from odb_factory.errors import ConfigError
+from odb_factory.errors import ConfigError, quoted
 
 LARGEST = 2**32 - 1
 """The largest number a key takes; what random number generators accept as a seed."""
@@ -210,7 +210,12 @@ class ODBConfig:
     @property
     def has_auto(self) -> bool:
         """Whether a budget is still to be chosen."""
-        return AUTO in (self.token_budget, self.max_patches)
+        return bool(self.auto_keys)
+
+    @property
+    def auto_keys(self) -> list[str]:
+        """The budgets that are still to be chosen."""
+        return [key for key in BUDGETS if getattr(self, key) == AUTO]
 
     def resolved(self, **budgets: int | None) -> ResolvedConfig:
         """The same with these budgets in the place of `auto`."""
@@ -222,8 +227,8 @@ class ODBConfig:
         """Make a config from what stands under `odb:` in the YAML (a mapping of keys to values)."""
         if not isinstance(block, Mapping):
             raise ConfigError(
-                f"odb: {block!r} is not a block of keys; write `odb:` with at least `token_budget: 8192` under it, "
-                "or take it out to train without odb_factory."
+                f"odb: {quoted(block)} is not a block of keys; write `odb:` with at least `token_budget: 8192` under "
+                "it, or take it out to train without odb_factory."
             )
         known = {item.name: item for item in dataclasses.fields(cls)}
         for name in block:
@@ -234,16 +239,16 @@ class ODBConfig:
                 "odb.token_budget: missing; set it to the tokens one micro-batch may hold, padding included, "
                 "for example `token_budget: 8192`."
             )
-        if block.get("lr_reference_samples") is not None and "lr_scale" not in block:
+        if block.get("lr_reference_samples") not in (None, "none", "None") and "lr_scale" not in block:
             raise ConfigError(
-                f"odb.lr_reference_samples: {block['lr_reference_samples']!r} has no effect without lr_scale; set "
-                "`lr_scale: sqrt` or `linear`, or leave the key out."
+                f"odb.lr_reference_samples: {quoted(block['lr_reference_samples'])} has no effect without lr_scale; "
+                "set `lr_scale: sqrt` or `linear`, or leave the key out."
             )
         fraction = block.get("memory_fraction", cls.memory_fraction)
         if fraction != cls.memory_fraction and AUTO not in [block.get(name) for name in BUDGETS]:
             raise ConfigError(
-                f"odb.memory_fraction: {fraction!r} has no effect without a budget of auto; set `token_budget: auto` "
-                "or `max_patches: auto`, or leave the key out."
+                f"odb.memory_fraction: {quoted(fraction)} has no effect without a budget of auto; set "
+                "`token_budget: auto` or `max_patches: auto`, or leave the key out."
             )
         if block.get("loss_scaling") == "":  # the default's own way to say that nothing was given
             check_value(known["loss_scaling"], "")

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
-from odb_factory.errors import ConfigError
+from odb_factory.errors import ConfigError, quoted
 
 AUTO = "auto"
 """What stands for a budget that is chosen before training."""
@@ -22,7 +22,7 @@ def unknown_key(name: Any, value: Any, known: Mapping[str, Any]) -> str:
         return f"odb.{shown}: YAML takes this for a key; put a space behind the colon, `{key}: {given or 8192}`."
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.4) if isinstance(name, str) else []
     hint = f"did you mean `{near[0]}`?" if near else f"known keys: {', '.join(known)}."
-    return f"odb.{shown}: {value!r} is set, but there is no such key; {hint}"
+    return f"odb.{shown}: {quoted(value)} is set, but there is no such key; {hint}"
 
 
 def is_optional(item: dataclasses.Field[Any]) -> bool:
@@ -44,34 +44,34 @@ def check_value(item: dataclasses.Field[Any], value: Any) -> None:
     if item.type == "float":
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= 1:
             raise ConfigError(
-                f"odb.{item.name}: {value!r} is not a share; write a number above 0 and at most 1, such as "
+                f"odb.{item.name}: {quoted(value)} is not a share; write a number above 0 and at most 1, such as "
                 f"{item.default}."
             )
     elif choices and choices != (AUTO,) and not (minimum is not None and is_whole(value)):
         if value not in choices:
-            quoted = ""
+            hint = ""
             if "none" in choices and value in (None, "None"):
-                quoted = "; write the word none (YAML's null is no value), or leave the key out"
+                hint = "; write the word none (YAML's null is no value), or leave the key out"
             number = " or a whole number" if minimum is not None else ""
-            raise ConfigError(f"odb.{item.name}: {value!r} is not one of {', '.join(choices)}{number}{quoted}.")
+            raise ConfigError(f"odb.{item.name}: {quoted(value)} is not one of {', '.join(choices)}{number}{hint}.")
     elif item.type in ("bool", "bool | None"):
         if not isinstance(value, bool):
-            raise ConfigError(f"odb.{item.name}: {value!r} is not true or false.")
+            raise ConfigError(f"odb.{item.name}: {quoted(value)} is not true or false.")
     elif str(item.type).startswith("Sequence"):
         numbers = isinstance(value, Sequence) and not isinstance(value, str) and len(value)
         if not numbers or not all(is_whole(one) and minimum <= one <= maximum for one in value):
             raise ConfigError(
-                f"odb.{item.name}: {value!r} is not a list of whole numbers of at least {minimum}; write one, for "
-                "example [512, 1024, 2048], or none."
+                f"odb.{item.name}: {quoted(value)} is not a list of whole numbers of at least {minimum}; write one, "
+                "for example [512, 1024, 2048], or none."
             )
     elif not is_whole(value):
         also = "".join(f", or {word}" for word in (*choices, *(["none"] if optional else [])))
         quotes = ", without quotes" if isinstance(value, str) and value.strip().isdecimal() else ""
         raise ConfigError(
-            f"odb.{item.name}: {value!r} is not a whole number; write one of at least {minimum}{also}{quotes}."
+            f"odb.{item.name}: {quoted(value)} is not a whole number; write one of at least {minimum}{also}{quotes}."
         )
     elif int(value) < minimum:
         also = ", or leave the key out" if optional else ""
-        raise ConfigError(f"odb.{item.name}: {value!r} is too small; the least is {minimum}{also}.")
+        raise ConfigError(f"odb.{item.name}: {quoted(value)} is too small; the least is {minimum}{also}.")
     elif int(value) > maximum:
-        raise ConfigError(f"odb.{item.name}: {value!r} is too large; the most is {maximum}.")
+        raise ConfigError(f"odb.{item.name}: {quoted(value)} is too large; the most is {maximum}.")

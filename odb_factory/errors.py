@@ -18,6 +18,16 @@ class OutOfMemoryError(ODBError, RuntimeError):
 
 
 LONGEST = 300
+LONGEST_VALUE = 200
+
+
+def quoted(value: object) -> str:
+    """The `repr` of a value for a message, its middle left out if it is long."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no whole number of more than some thousand digits
+        return f"a number of type {type(value).__name__} with too many digits"
+    return _shortened(text, LONGEST_VALUE)
 
 
 def one_line(error: BaseException) -> str:
@@ -30,4 +40,8 @@ def one_line(error: BaseException) -> str:
     if isinstance(error, ODBError):
         return " ".join(str(error).split())
     text = " ".join(f"{type(error).__name__}: {error}".split())
-    return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} ... {text[-LONGEST // 2 :]}"
+    return _shortened(text, LONGEST)
+
+
+def _shortened(text: str, longest: int) -> str:
+    return text if len(text) <= longest else f"{text[: longest // 2]} ... {text[-longest // 2 :]}"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from odb_factory.comm.agreement import difference, encode_settings
+from odb_factory.comm.agreement import compare
 from odb_factory.comm.codec import Failure, decode, encode
 from odb_factory.comm.coordinator import CollectiveError, RankMetadata
 
@@ -62,9 +63,7 @@ class Seat:
         return self._tell(metadata)
 
     def agree(self, settings: Mapping[str, object]) -> None:
-        problem = difference(self.table.exchange(self.rank, encode_settings(settings)))
-        if problem is not None:
-            raise CollectiveError(problem)
+        compare(settings, partial(self.table.exchange, self.rank), rank=self.rank)
 
     def confirm(self, checksum: int, round_index: int) -> None:
         if len(set(self.table.exchange(self.rank, checksum))) > 1:

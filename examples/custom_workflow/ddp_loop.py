@@ -148,7 +148,7 @@ def main() -> None:
                         torch.save(saved, checkpoint)
 
     if rank == 0:
-        print(f"{samples} samples of {len(dataset)} rows in {step} optimizer steps on {ranks} ranks")
+        print(f"{samples} samples of {len(dataset)} rows in {step} optimizer steps on {ranks} rank{'s' * (ranks > 1)}")
         network.save_pretrained(args.output / "model")
     if ranks > 1:
         dist.destroy_process_group()

@@ -10,7 +10,7 @@ from typing import Any
 
 from odb_factory import __version__
 from odb_factory.errors import ODBError
-from odb_factory.report.compare import compare, headline_of_two
+from odb_factory.report.compare import compare, diverged, headline_of_two
 from odb_factory.report.figures import read_run, to_json
 from odb_factory.report.numbers import UNKNOWN, counted, number, percent, seconds_text
 from odb_factory.report.page import make_page
@@ -68,15 +68,21 @@ def _headline(run: Mapping[str, Any]) -> str:
         said += f", {seconds_text(totals['seconds'])}"
     known = [("padding", percent(totals["padding_ratio"])), ("balance", number(totals["balance"], 3))]
     said += "".join(f"{';' if name == 'padding' else ','} {name} {value}" for name, value in known if value != UNKNOWN)
+    if run["diverged_at"] is not None:
+        said += f"; {diverged(run)}"
     losses = [entry["loss"] for entry in run["entries"] if entry["loss"] is not None]
-    if losses:
+    if losses and run["diverged_at"] is None:
         said += f"; loss from {number(losses[0])} to {number(losses[-1])}"
     state = "" if run["finished"] else "so far: "
     return f"{run['name']}: {state}{said}."
 
 
 def _write(path: Path, text: str, option: str) -> None:
+    """A page that is there stays whole until the new one is."""
+    aside = path.with_name(f"{path.name}.part") if path.is_file() or not path.exists() else path
     try:
-        path.write_text(text, encoding="utf-8")
+        aside.write_text(text, encoding="utf-8")
+        if aside != path:
+            aside.replace(path)
     except OSError as error:
         raise ODBError(f"{path}: cannot be written ({error.strerror}); give another file with {option}.") from None

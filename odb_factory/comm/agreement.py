@@ -1,39 +1,154 @@
-"""Compare the settings of all ranks (I11)."""
+"""Compare the settings of all ranks (I11).
+
+Each rank sends a digest of its settings first; only where the digests differ do the ranks send the settings themselves.
+"""
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
-from collections.abc import Hashable, Mapping, Sequence
+import platform
+import zlib
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
 
+from packaging.version import InvalidVersion, Version
+
+import odb_factory
+from odb_factory.comm.coordinator import CollectiveError
+from odb_factory.config import ODBConfig
+from odb_factory.errors import ODBError, one_line
+from odb_factory.log import get_logger
+
+logger = get_logger(__name__)
+
+PACKAGES = (
+    "odb_factory", "llamafactory", "torch", "transformers", "accelerate", "deepspeed", "peft", "trl", "numpy", "pillow",
+    "torchvision",
+)  # fmt: skip
+"""Distributions whose releases must be equal on all ranks."""
+LOCAL_KEYS = ("audit", "collate_workers", "exchange_timeout_s")
+"""Keys of the odb: block on which no plan and no weight depends."""
 MAX_KEYS_NAMED = 3
 MAX_VALUES_NAMED = 3
 MAX_VALUE_CHARACTERS = 80
+MAX_SENT_CHARACTERS = 160
+
+Settings = Mapping[str, object]
+Texts = Mapping[str, str]
 
 
-def encode_settings(settings: Mapping[str, object]) -> bytes:
-    """Settings as bytes: a JSON object of the `repr` of each value, so that 1, 1.0 and "1" differ."""
-    return json.dumps({key: repr(value) for key, value in settings.items()}, sort_keys=True).encode()
+@dataclass(frozen=True, slots=True)
+class MayDiffer:
+    """The value of a setting that does not change what is trained: ranks that differ in it are warned about."""
+
+    value: object
 
 
-def difference(encoded: Sequence[bytes]) -> str | None:
-    """In what the settings of the ranks differ, as one line; None if they are the same.
+def of_block(config: ODBConfig) -> dict[str, object]:
+    """The keys of the odb: block as settings."""
+    values = config.to_dict().items()
+    return {f"odb.{key}": MayDiffer(value) if key in LOCAL_KEYS else value for key, value in values}
 
-    encoded: of each rank, in rank order, what `encode_settings` has made.
+
+def releases() -> dict[str, object]:
+    """The releases that ranks compare: major.minor.patch of `PACKAGES`, major.minor of Python; builds may differ."""
+    found: dict[str, object] = {}
+    for name in PACKAGES:
+        version = odb_factory.__version__ if name == "odb_factory" else _version(name)
+        release = _release(version)
+        found[f"release of {name}"] = release
+        if version != release:
+            found[f"build of {name}"] = MayDiffer(version)
+    found["release of Python"] = platform.python_version().rpartition(".")[0]
+    found["build of Python"] = MayDiffer(platform.python_version())
+    return found
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _release(version: str | None) -> str | None:
+    try:
+        return None if version is None else ".".join(map(str, Version(version).release[:3]))
+    except InvalidVersion:
+        return version
+
+
+def compare(
+    settings: Settings, gather: Callable[[bytes], Sequence[bytes]], *, rank: int, problem: ODBError | None = None
+) -> None:
+    """Raise one and the same error on every rank if the settings of the ranks differ. Collective.
+
+    gather: sends the bytes of this rank and returns those of all ranks, in rank order. problem: why this rank cannot
+    go on; the other ranks end for it too, unless a difference of the settings explains more.
+    Raises `CollectiveError`, or `problem` itself if all ranks have the same one. Rank 0 logs one warning for the
+    settings that may differ.
+    """
+    mine = encode_settings(settings, problem)
+    if len(set(gather(hashlib.blake2b(mine, digest_size=16).digest()))) == 1:
+        if problem is not None:
+            raise problem
+        return
+    encoded = gather(mine)
+    if found := difference(encoded):
+        raise CollectiveError(f"{found}; give every rank the same.")
+    for other, text in enumerate(encoded):
+        if (reason := json.loads(text)["problem"]) is not None:
+            raise CollectiveError(f"rank {other} stopped: {reason}")
+    if rank == 0 and (found := difference(encoded, "may")):
+        _warn_once(f"{found}; this does not change what is trained, so the training goes on")
+
+
+@functools.cache
+def _warn_once(line: str) -> None:
+    logger.warning("%s", line)
+
+
+def encode_settings(settings: Settings, problem: ODBError | None = None) -> bytes:
+    """Settings as JSON of the `repr` of each value, so that 1, 1.0 and "1" differ; a long value is shortened."""
+    must: dict[str, str] = {}
+    may: dict[str, str] = {}
+    for key, value in settings.items():
+        if isinstance(value, MayDiffer):
+            may[key] = _text(value.value)
+        else:
+            must[key] = _text(value)
+    return json.dumps({"must": must, "may": may, "problem": None if problem is None else one_line(problem)}).encode()
+
+
+def _text(value: object) -> str:
+    text = repr(value)
+    if len(text) <= MAX_SENT_CHARACTERS:
+        return text
+    return f"{text[:MAX_VALUE_CHARACTERS]}... (checksum {zlib.crc32(text.encode(errors='surrogatepass')):08x})"
+
+
+def difference(encoded: Sequence[bytes], kind: str = "must") -> str | None:
+    """In what the settings of the ranks differ, in one line; None if they are the same.
+
+    encoded: `encode_settings` of each rank, in rank order. kind: `must` be the same, or `may` differ.
 
         >>> difference([encode_settings({"seed": 1}), encode_settings({"seed": 2})])
-        'the ranks differ in seed (1 on rank 0; 2 on rank 1); give every rank the same.'
+        'the ranks differ in seed (1 on rank 0; 2 on rank 1)'
     """
-    if len(set(encoded)) == 1:
-        return None
-    ranks: list[dict[str, str]] = [json.loads(one) for one in encoded]
-    keys = sorted({key for settings in ranks for key in settings})
+    ranks: list[Texts] = [json.loads(one)[kind] for one in encoded]
+    keys = list(dict.fromkeys(key for settings in ranks for key in settings))
     differing = [key for key in keys if len({settings.get(key) for settings in ranks}) > 1]
+    if not differing:
+        return None
     named = ", ".join(f"{key} ({_values(key, ranks)})" for key in differing[:MAX_KEYS_NAMED])
     more = f" and {len(differing) - MAX_KEYS_NAMED} more" if len(differing) > MAX_KEYS_NAMED else ""
-    return f"the ranks differ in {named}{more}; give every rank the same."
+    return f"the ranks differ in {named}{more}"
 
 
-def _values(key: str, ranks: Sequence[Mapping[str, str]]) -> str:
+def _values(key: str, ranks: Sequence[Texts]) -> str:
     """`1 on rank 0, 2; 4 on rank 1`: the value that most ranks have comes first."""
     by_value: dict[str, list[int]] = {}
     for rank, settings in enumerate(ranks):

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch.distributed as dist
 
-from odb_factory.comm.agreement import difference, encode_settings, name_ranks, ranks_alike
+from odb_factory.comm.agreement import compare, name_ranks, ranks_alike
 from odb_factory.comm.codec import Failure, decode, encode
 from odb_factory.comm.coordinator import (
     DIFFERENT_PLANS,
@@ -68,9 +68,10 @@ class ProcessGroupCoordinator:
         self._monitor.check()
 
     def agree(self, settings: Mapping[str, object]) -> None:
-        found = difference(self._collective("comparing settings", partial(all_gather, encode_settings(settings))))
-        if found is not None:
-            raise CollectiveError(found)
+        def gather(message: bytes) -> list[bytes]:
+            return self._collective("comparing settings", partial(all_gather, message))
+
+        compare(settings, gather, rank=self.rank)
 
     def all_gather(self, metadata: RankMetadata, round_index: int) -> list[RankMetadata]:
         answers = self._collective(f"round {round_index}", partial(all_gather, encode(metadata)))

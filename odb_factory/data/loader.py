@@ -11,9 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy
-
-import odb_factory
+from odb_factory.comm.agreement import of_block, releases
 from odb_factory.comm.coordinator import Coordinator, SingleProcessCoordinator
 from odb_factory.config import ResolvedConfig
 from odb_factory.data.budget import make_budget
@@ -30,9 +28,6 @@ from odb_factory.data.step_rule import Layout, OptimizerStepRule, progress_for
 from odb_factory.data.step_times import StepTimes
 from odb_factory.data.task_sampler import Pass
 from odb_factory.planning import Collation, CostModel, Limits
-
-LOCAL_KEYS = ("audit", "collate_workers", "exchange_timeout_s")
-"""Keys of the block in which ranks may differ: no plan and no weight depends on them."""
 
 
 class ODBLoader:
@@ -108,14 +103,13 @@ class ODBLoader:
             read_row=self._workers.read_row,
         )
         settings = {
-            **{f"odb.{key}": value for key, value in config.to_dict().items() if key not in LOCAL_KEYS},
+            **releases(),
+            **of_block(config),
             **rule.settings,
             "seed": seed,
             "collation": collation,
             "layout of the micro-batches": layout,
             "number of samples": self.num_samples,
-            "odb_factory": odb_factory.__version__,
-            "numpy": numpy.__version__,
             **(agree_on or {}),
         }
         self._passes = Passes(self._workers, context, self._progress, self.times, config=config, settings=settings)

@@ -73,8 +73,9 @@ def main(argv: Sequence[str]) -> int:
     model, data = _prepare(folder, samples)
     accumulation = GLOBAL_BATCH_SIZE // (ROWS * ranks)
     console.print(
-        f"[bold]2/3[/] LLaMA-Factory trains {samples} samples for one epoch, {len(CONTESTANTS)} times: {ranks} ranks x "
-        f"{ROWS} rows x gradient_accumulation_steps {accumulation} = {GLOBAL_BATCH_SIZE} samples an optimizer step"
+        f"[bold]2/3[/] LLaMA-Factory trains {samples} samples for one epoch, {len(CONTESTANTS)} times: {ranks} "
+        f"rank{'s' * (ranks > 1)} x {ROWS} rows x gradient_accumulation_steps {accumulation} = {GLOBAL_BATCH_SIZE} "
+        "samples an optimizer step"
     )
     runs = {}
     for name, changes in CONTESTANTS.items():

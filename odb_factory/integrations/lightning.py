@@ -8,7 +8,6 @@ nothing had changed. Needs `pip install "odb_factory[lightning]"`.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from odb_factory.accounting.token_loss import in_float32
 from odb_factory.errors import ConfigError
@@ -109,7 +109,8 @@ class OnlineBatching(Callback):
         self._trainer, self._module = trainer, pl_module
         self._step_of_module: Callable[..., Any] = pl_module.training_step
         self._zero_grad: Callable[..., None] = pl_module.optimizer_zero_grad
-        self._takes_batch_idx = "batch_idx" in inspect.signature(pl_module.training_step).parameters
+        # As Lightning decides: a second argument is the index of the batch, whatever its name.
+        self._takes_batch_idx = is_param_in_hook_signature(pl_module.training_step, "batch_idx", min_args=2)
         # On this one object, until `teardown`.
         vars(pl_module).update(training_step=self._training_step, optimizer_zero_grad=_leave_gradients)
 

@@ -3,12 +3,16 @@
 A pair is a prompt and two answers: the trainer puts the prompt before each, chosen ones first, and shifts the rows to
 the left, so that a pair costs two rows of its longer answer. The loss is a mean over pairs. Needs
 `pip install "odb_factory[trl]"`.
+
+Import this module before the trainers of trl: with transformers 5, trl 0.24 takes packages for installed that are not,
+and `from trl import DPOTrainer` fails for want of mergekit. Importing this module corrects trl's list.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -33,6 +37,20 @@ REFUSED_LOSSES = {
     "bco_pair": "goes by a mean that every micro-batch moves, idle ones too",
 }
 NOT_FLAT = "DPOTrainer pads the rows of its pairs itself (padding_free: True lays them flat)"
+
+
+def _correct_packages() -> None:
+    """transformers 5 answers whether a package is there with a tuple, which trl 0.24 takes for true."""
+    try:
+        packages = importlib.import_module("trl.import_utils")
+    except ImportError:  # no trl, which `enable_odb_dpo` says by the trainer that it is given
+        return
+    for name, found in list(vars(packages).items()):
+        if name.endswith("_available") and isinstance(found, tuple):
+            setattr(packages, name, found[0])
+
+
+_correct_packages()
 
 
 def enable_odb_dpo(trainer: Any, config: ODBConfig | None = None, **block: Unpack[TrainerKeys]) -> Any:

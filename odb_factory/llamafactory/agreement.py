@@ -1,25 +1,40 @@
-"""What the ranks of a LLaMA-Factory training must have in common, beside the `odb:` block (I11)."""
+"""What the ranks of a LLaMA-Factory training compare, before a model is loaded and before the first step (I11)."""
 
 from __future__ import annotations
 
-from importlib.metadata import version
+from collections.abc import Sequence
 from typing import Any
 
+import torch.distributed as dist
+
+from odb_factory.comm.agreement import MayDiffer, compare, of_block, releases
+from odb_factory.comm.gloo import gather_once
+from odb_factory.config import ODBConfig
 from odb_factory.data.content import checksum
 from odb_factory.data.observe import Observer
+from odb_factory.errors import ODBError
 from odb_factory.llamafactory.dataset import OnlineDataset, TokenizedDataset
+from odb_factory.training.agreement import of_arguments
 
 ROWS_COMPARED = 3
-LOCAL_KEYS = ("dataset_dir", "media_dir", "tokenized_path", "overwrite_cache", "preprocessing_num_workers")
-"""Data arguments that may differ from node to node: where things are, and how fast they are read."""
+
+
+def compare_arguments(owners: Sequence[Any], training_args: Any, config: ODBConfig, problem: ODBError | None) -> None:
+    """Compare all arguments, the block and the releases of the ranks before a model is loaded. Collective.
+
+    owners: LLaMA-Factory's model, data and finetuning arguments. problem: why this rank is refused; the others end too.
+    """
+    own = of_arguments(*owners)
+    settings = {**releases(), **own, **of_block(config), **of_arguments(training_args)}
+    # The loader compares releases, block and training arguments again, and warns of those that may differ.
+    settings = {key: value for key, value in settings.items() if key in own or not isinstance(value, MayDiffer)}
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    compare(settings, lambda message: gather_once(message, config.exchange_timeout_s), rank=rank, problem=problem)
 
 
 def settings_of(dataset: OnlineDataset | TokenizedDataset, observer: Observer) -> dict[str, object]:
-    """Versions, data arguments, and what the first rows say once template and tokenizer have run."""
-    settings: dict[str, object] = {name: version(name) for name in ("llamafactory", "transformers")}
-    if isinstance(dataset, OnlineDataset):
-        arguments = vars(dataset.processor.data_args)
-        settings |= {key: value for key, value in arguments.items() if key not in LOCAL_KEYS} | dataset.stage.settings
+    """What the first rows say once template and tokenizer have run."""
+    settings = dataset.stage.settings if isinstance(dataset, OnlineDataset) else {}
     rows = range(min(len(dataset), ROWS_COMPARED))
     return settings | {"what the first rows say": [_content(dataset, observer, index) for index in rows]}
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from odb_factory.config import ODBConfig
-from odb_factory.errors import ConfigError
+from odb_factory.config_values import AUTO
+from odb_factory.errors import ConfigError, quoted
 from odb_factory.llamafactory import layout, stream_length, streaming, uncaught
 from odb_factory.llamafactory.stages import STAGES
 from odb_factory.llamafactory.values import check_values
@@ -46,9 +48,15 @@ REFUSED = {
 """Keys of the YAML that must not be true, and why."""
 
 
+FLAT_KEYS = r"odb|odb[._]\w+|enable_odb|use_odb"
+"""Keys of a YAML that stand for the block: as people misspell it, and as patched forks of LLaMA-Factory have them."""
+
+
 def is_meant_for_block(key: Any, value: Any) -> bool:
-    """Whether it is `odb:`, or in its place: `--odb`, `ODB`, or a mapping under another name with our budget in it."""
-    return str(key).strip("-").lower() == "odb" or (isinstance(value, Mapping) and "token_budget" in value)
+    """Whether it is `odb:`, or in its place: `--odb`, `ODB`, `odb.token_budget`, `enable_odb`, or a mapping under
+    another name with our budget in it."""
+    is_named = re.fullmatch(FLAT_KEYS, str(key).strip("-"), re.IGNORECASE) is not None
+    return is_named or (isinstance(value, Mapping) and "token_budget" in value)
 
 
 def check_keys(args: Mapping[Any, Any]) -> None:
@@ -56,14 +64,15 @@ def check_keys(args: Mapping[Any, Any]) -> None:
     for key, value in args.items():
         if key != "odb" and is_meant_for_block(key, value):
             raise ConfigError(
-                f"{key}: there is no such key; write `odb:` in the YAML, or `odb.KEY=VALUE` as an override."
+                f"{key}: there is no such key; write a block `odb:` in the YAML, with `token_budget: 8192` indented "
+                "below it, or `odb.KEY=VALUE` as an override."
             )
     if "odb" in args:
         shared = (*SHARED_KEYS, *(STREAMING_KEYS if args.get("streaming") else ()))
         ours = {item.name for item in dataclasses.fields(ODBConfig)}.difference(shared)
         for key in args:
             if key in ours:
-                raise ConfigError(f"{key}: {args[key]!r} stands beside odb:, not in it; indent it by two spaces.")
+                raise ConfigError(f"{key}: {quoted(args[key])} stands beside odb:, not in it; indent it by two spaces.")
 
 
 def check_block(args: Mapping[str, Any]) -> ODBConfig:
@@ -103,33 +112,55 @@ def check_backend() -> None:
     """Refuse what LLaMA-Factory's environment variables select."""
     for name, what in BACKENDS.items():
         if os.environ.get(name, "").lower() in ("true", "y", "1"):
-            raise ConfigError(f"{name}: {os.environ[name]!r} selects {what}; unset {name} or remove the odb: block.")
+            raise ConfigError(
+                f"{name}: {quoted(os.environ[name])} selects {what}; unset {name} or remove the odb: block."
+            )
 
 
 def check_combination(
     model_args: Any, data_args: Any, training_args: Any, finetuning_args: Any, config: ODBConfig | None = None
 ) -> None:
-    """Raise a one-line `ConfigError` naming key, value and way out for what cannot work with odb.
+    """Raise a one-line `ConfigError` naming key, value and way out for what cannot work with odb. Collective: where one
+    rank is refused, or the arguments of the ranks differ, all ranks end for the same reason.
 
     config: the block, where `data_args` do not hold it as a patched fork's do.
     """
     from odb_factory.llamafactory import losses, sources
-    from odb_factory.training.checks import check_training_arguments
+    from odb_factory.llamafactory.agreement import compare_arguments
+    from odb_factory.training.checks import check_arguments, check_stream
 
     sources.forget()
-    if not training_args.do_train:
-        logger.info("the odb: block has no effect: do_train is false")
-        return
-    owners = (model_args, data_args, training_args, finetuning_args)
+    config = config or ODBConfig.from_block(data_args.odb)
+    owners = (finetuning_args, model_args, data_args)
 
     def value_of(key: str, default: Any = None) -> Any:
-        return next((getattr(owner, key) for owner in owners if hasattr(owner, key)), default)
+        return next((getattr(owner, key) for owner in (*owners, training_args) if hasattr(owner, key)), default)
 
-    _check_arguments(value_of)
-    check_training_arguments(training_args)
-    config = config or ODBConfig.from_block(data_args.odb)
-    layout.check_layout(config, value_of)
-    losses.check_losses(config, model_args, training_args, value_of)
+    problem = None
+    if not training_args.do_train:
+        logger.info("the odb: block has no effect: do_train is false")
+    else:
+        try:
+            _check_arguments(value_of)
+            _check_auto(config, value_of)
+            check_arguments(training_args, config)
+            if value_of("streaming"):
+                check_stream(config)
+            layout.check_layout(config, value_of)
+            losses.check_losses(config, model_args, training_args, value_of)
+        except ConfigError as error:
+            problem = error
+    compare_arguments(owners, training_args, config, problem)
+
+
+def _check_auto(config: ODBConfig, value_of: Callable[..., Any]) -> None:
+    stage = value_of("stage", "sft")
+    if config.has_auto and STAGES[stage].prepares_steps:
+        _refuse(
+            f"odb.{config.auto_keys[0]}",
+            AUTO,
+            f"{AUTO} tries micro-batches one by one, and stage {stage} prepares whole optimizer steps; set a number",
+        )
 
 
 def _check_arguments(value_of: Callable[..., Any]) -> None:
@@ -154,4 +185,4 @@ def _check_arguments(value_of: Callable[..., Any]) -> None:
 
 
 def _refuse(key: str, value: Any, why: str) -> None:
-    raise ConfigError(f"{key}: {value!r} does not go with odb: {why}.")
+    raise ConfigError(f"{key}: {quoted(value)} does not go with odb: {why}.")

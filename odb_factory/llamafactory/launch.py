@@ -19,13 +19,17 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
-from odb_factory.errors import ConfigError
+from odb_factory.errors import ConfigError, one_line
 from odb_factory.llamafactory import block, layout, uncaught
 from odb_factory.llamafactory.activation import LAUNCH_RECORD
 
 BLOCK_KEY = re.compile(r"""^["']?odb["']?\s*:""", re.MULTILINE)
-BUDGET_KEY = re.compile(r"""^[^#\n]*\btoken_budget["']?\s*:""", re.MULTILINE)
-"""In a block of another name, a typo for ours perhaps."""
+MEANT_KEY = re.compile(
+    rf"""^(["'-]*({block.FLAT_KEYS})|[^#\n]*\btoken_budget)["']?\s*:""", re.MULTILINE | re.IGNORECASE
+)
+"""A key in the place of the block, or the budget in a block of another name, a typo for ours perhaps."""
+WITHOUT_TRAINING = ("api", "chat", "eval", "export", "webchat")
+"""Commands of LLaMA-Factory that read a YAML and do not train."""
 DECIMAL = re.compile(r"[-+]?(0|[1-9][0-9_]*)")
 
 
@@ -33,7 +37,11 @@ def launch(original: Callable[[], Any]) -> Any:
     """Around LLaMA-Factory's `launcher.launch`."""
     command, *given = [*sys.argv[1:], ""]
     path, overrides = Path(given[0] if given else ""), given[1:-1]
-    if command != "train" or not (_has_block(path, overrides) or _matches(BUDGET_KEY, path)):
+    has_block = _has_block(path, overrides)
+    if command in WITHOUT_TRAINING and has_block:
+        uncaught.install()
+        raise ConfigError(f"odb: `llamafactory-cli {command}` does not train; remove the odb: block from {path}.")
+    if command != "train" or not (has_block or _matches(MEANT_KEY, path)):
         return original()
     uncaught.install()
     check_yaml(path, overrides)
@@ -62,11 +70,12 @@ def check_yaml(path: Path, overrides: Sequence[str]) -> None:
 
     Nothing but the YAML is looked at: what needs LLaMA-Factory's arguments is checked where they are read.
     """
-    text = path.read_text(encoding="utf-8")
     for override in overrides:
         if _is_ours(override):
             _check_override(override)
+    text = ""
     try:
+        text = path.read_text(encoding="utf-8")
         loaded = OmegaConf.load(path)
     except yaml.MarkedYAMLError as error:
         if error.problem_mark is not None and _is_in_block(text, error.problem_mark.line):
@@ -74,6 +83,8 @@ def check_yaml(path: Path, overrides: Sequence[str]) -> None:
             problem = "has a tab; indent it by spaces" if "\t" in text.splitlines()[line] else error.problem
             raise ConfigError(f"odb: the block cannot be read: {path}, line {line + 1}: {problem}.") from None
         return  # LLaMA-Factory will say so
+    except Exception as error:  # a set, a null key, a number of thousands of digits, a byte that is no text
+        raise ConfigError(f"{path}: this YAML cannot be read ({one_line(error)}).") from None
     args = OmegaConf.to_container(OmegaConf.merge(loaded, OmegaConf.from_cli(list(overrides))))
     if isinstance(args, dict):
         block.check_keys(args)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from odb_factory.errors import ConfigError
+from odb_factory.errors import ConfigError, quoted
 
 ARGUMENTS = ("ModelArguments", "DataArguments", "TrainingArguments", "FinetuningArguments", "GeneratingArguments")
 KINDS: Mapping[type, str] = {int: "a whole number", float: "a number", bool: "true or false"}
@@ -22,7 +22,9 @@ def check_values(args: Mapping[str, Any]) -> None:
     """Raise a one-line `ConfigError` for a value of a wrong type, or a model or checkpoint that is not there."""
     workers = args.get("dataloader_num_workers", 0)
     if isinstance(workers, bool) or not isinstance(workers, int) or workers < 0:
-        raise ConfigError(f"dataloader_num_workers: {workers!r} is not a whole number of at least 0, without quotes.")
+        raise ConfigError(
+            f"dataloader_num_workers: {quoted(workers)} is not a whole number of at least 0, without quotes."
+        )
     _check_types(args)
     _check_model(args)
     _check_checkpoint(args)
@@ -40,7 +42,7 @@ def _check_types(args: Mapping[str, Any]) -> None:
         kinds = set(get_args(declared.get(key)) or (declared.get(key),)) - {type(None)}
         if isinstance(value, str | list | dict) and kinds and kinds <= KINDS.keys():
             kind = next(words for kind, words in KINDS.items() if kind in kinds)
-            raise ConfigError(f"{key}: {value!r} is not {kind}; write {kind}, without quotes.")
+            raise ConfigError(f"{key}: {quoted(value)} is not {kind}; write {kind}, without quotes.")
 
 
 def _check_model(args: Mapping[str, Any]) -> None:

@@ -45,6 +45,11 @@ class AcceleratorMeter:
         return int(self._module.max_memory_allocated(self._device))
 
 
+def find_meter(device: torch.device) -> PeakMeter | None:
+    """The meter of an accelerator; None for a CPU, whose allocations torch does not count."""
+    return None if device.type == "cpu" else AcceleratorMeter(device)
+
+
 class CPUMeter:
     """A CPU in the place of an accelerator with `capacity` bytes, for tests: what needs more runs out of memory."""
 

@@ -82,8 +82,18 @@ def _same_learning_rates(losses: list[dict[int, Any]], common: list[int]) -> boo
     return all(abs(mine - theirs) <= 1e-9 * abs(theirs) for mine, theirs in known) if known else None
 
 
+def diverged(run: Mapping[str, Any], name: str = "") -> str:
+    return f"the loss{name and f' of {name}'} is NaN or infinite from optimizer step {number(run['diverged_at'])} on"
+
+
 def headline_of_two(one: Mapping[str, Any], other: Mapping[str, Any], comparison: Mapping[str, Any]) -> str:
     """One sentence with what the logs show, and no time where they do not show that both did the same."""
+    said = _what_both_did(one, other, comparison)
+    ended = [diverged(run, run["name"]) for run in (one, other) if run["diverged_at"] is not None]
+    return f"{'; '.join([said, *ended])}."
+
+
+def _what_both_did(one: Mapping[str, Any], other: Mapping[str, Any], comparison: Mapping[str, Any]) -> str:
     totals, others = one["totals"], other["totals"]
     names = f"{one['name']} and {other['name']}"
     if comparison["same_amount"]:
@@ -93,18 +103,18 @@ def headline_of_two(one: Mapping[str, Any], other: Mapping[str, Any], comparison
                 f"; {one['name']} needed {percent(comparison['time_ratio'], 0)} of the time "
                 f"({seconds_text(comparison['seconds'])} against {seconds_text(comparison['other_seconds'])})"
             )
-        return said + "."
+        return said
     under_way = [run["name"] for run in (one, other) if not run["finished"]]
     if under_way:
         which = f"{' and '.join(under_way)} {'has' if len(under_way) == 1 else 'have'} not come to the end"
         entries = comparison["common_logged_steps"]
         both = f" in the {counted(entries, 'optimizer step')} that both have logged" if entries else ""
-        return f"{names}{_losses(comparison)}{both}, cannot be compared in time: {which}."
+        return f"{names}{_losses(comparison)}{both}, cannot be compared in time: {which}"
     if totals["optimizer_steps"] == others["optimizer_steps"] and comparison["same_amount"] is None:
         said = f"{names} each took {counted(totals['optimizer_steps'], 'optimizer step')}"
-        return f"{said}{_losses(comparison)}; their logs do not show that it was on as many samples."
+        return f"{said}{_losses(comparison)}; their logs do not show that it was on as many samples"
     amounts = " and ".join(_amount(run["totals"]) for run in (one, other))
-    return f"{names} are different trainings: {amounts}."
+    return f"{names} are different trainings: {amounts}"
 
 
 def _amount(totals: Mapping[str, Any]) -> str:

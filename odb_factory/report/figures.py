@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ def read_run(folder: Path) -> dict[str, Any]:
         "folder": str(folder),
         "kind": kind,
         "finished": is_over,
+        "diverged_at": _diverged_at(history),
         "files": {
             "read": files.names,
             "broken_lines": files.broken,
@@ -69,7 +71,7 @@ def read_run(folder: Path) -> dict[str, Any]:
         "distributions": distributions(audit),
     }
     run["notes"] = notes.of_run(history, audit, files, run)
-    return dict(without_nan(run))
+    return dict(plain(run))
 
 
 def _rows_of(history: History) -> Mapping[str, Any] | None:
@@ -193,16 +195,29 @@ def _optimizer_steps(audit: Audit | None) -> dict[str, list[int]] | None:
     return {name: values.tolist() for name, values in audit.steps.items() if not name.startswith("awaited")}
 
 
-def without_nan(figures: Any) -> Any:
-    """The same, None in place of what is not a number, which JSON cannot say."""
+def _diverged_at(history: History) -> int | None:
+    """The first optimizer step of those at the end whose logged losses are all NaN or infinite; None without any."""
+    found = None
+    for entry in reversed(history.entries):
+        loss = entry.values.get("loss")
+        if loss is not None and math.isfinite(loss):
+            break
+        found = found if loss is None else entry.step
+    return found
+
+
+def plain(figures: Any) -> Any:
+    """The same as strict JSON and UTF-8 have it: None in place of NaN and infinity, no surrogates in a text."""
     if isinstance(figures, Mapping):
-        return {key: without_nan(value) for key, value in figures.items()}
+        return {plain(key): plain(value) for key, value in figures.items()}
     if isinstance(figures, list | tuple):
-        return [without_nan(value) for value in figures]
-    if isinstance(figures, float) and (figures != figures or figures in (float("inf"), float("-inf"))):
+        return [plain(value) for value in figures]
+    if isinstance(figures, str):
+        return figures.encode(errors="replace").decode()
+    if isinstance(figures, float) and not math.isfinite(figures):
         return None
     return figures
 
 
 def to_json(figures: Mapping[str, Any]) -> str:
-    return json.dumps(figures, indent=1, allow_nan=False) + "\n"
+    return json.dumps(plain(figures), indent=1, allow_nan=False) + "\n"

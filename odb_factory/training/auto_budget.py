@@ -19,8 +19,9 @@ from odb_factory.data.loader import ODBLoader
 from odb_factory.data.samples import Measured, Sample
 from odb_factory.errors import ConfigError
 from odb_factory.log import get_logger
+from odb_factory.memory import meters
 from odb_factory.memory.budgets import DataShape, Tried, TriedShape, largest, rounded
-from odb_factory.memory.meters import AcceleratorMeter, PeakMeter
+from odb_factory.memory.meters import PeakMeter
 from odb_factory.training.trial_run import TrialRuns
 from odb_factory.training.untouched import untouched
 
@@ -49,11 +50,6 @@ def choose_budgets(trainer: Any, loader: ODBLoader, config: ODBConfig, memory_me
         accelerator.
     Raises `ConfigError` where not even one row fits.
     """
-    if trainer.odb_before_step is not None:
-        raise ConfigError(
-            "odb.token_budget: 'auto' tries micro-batches one by one, and this stage prepares whole optimizer steps "
-            "(kto with its estimate of KL); set a number."
-        )
     samples = list(itertools.islice(loader.first_samples(), ROWS_LOOKED_AT))
     if not samples:
         raise ConfigError(
@@ -65,7 +61,8 @@ def choose_budgets(trainer: Any, loader: ODBLoader, config: ODBConfig, memory_me
         return Budgets(int(config.token_budget), None)
     began = time.perf_counter()
     with untouched(trainer):
-        meter = memory_meter or AcceleratorMeter(trainer.args.device)
+        meter = memory_meter or meters.find_meter(trainer.args.device)
+        assert meter is not None, "`check_arguments` refuses a CPU"
         search = _Search(TrialRuns(trainer, loader, meter), loader, config, samples)
         budgets, why = search.run()
     logger.info("%s; tried %d micro-batches in %.1f s", why, search.runs.count, time.perf_counter() - began)

@@ -10,7 +10,10 @@ from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from odb_factory.config import ODBConfig
 from odb_factory.errors import ConfigError, DataError
 from odb_factory.log import get_logger
+from odb_factory.memory import meters
+from odb_factory.memory.meters import PeakMeter
 from odb_factory.planning import Collation
+from odb_factory.training.oom import deepspeed_config, why_not_split
 
 logger = get_logger(__name__)
 
@@ -22,8 +25,11 @@ BELOW = ("get_batch_samples",)
 """Not overridden, and relied on."""
 
 
-def check_training_arguments(args: Any) -> None:
-    """Raise `ConfigError` for training arguments that cannot work with odb, naming key, value and way out."""
+def check_arguments(args: Any, config: ODBConfig, meter: PeakMeter | None = None) -> None:
+    """Raise `ConfigError` for what training arguments and block say that cannot work; needs no model.
+
+    meter: of `enable_odb`, by which budgets of `auto` can be chosen on a CPU.
+    """
     _check_counts(args)
     _check_parallel_arguments(args)
     if args.n_gpu > 1:
@@ -48,16 +54,46 @@ def check_training_arguments(args: Any) -> None:
             "group_by_length (train_sampling_strategy) has no effect: samples of like length meet in a micro-batch "
             "anyway, and optimizer steps are those of a training without it, in random order"
         )
+    _check_fill(args, config)
+    _check_auto(args, config, meter)
+    _check_split(args, config)
 
 
-def check_fill(args: Any, config: ODBConfig) -> None:
-    """Raise `ConfigError` for what counts optimizer steps that are not known ahead."""
-    scheduler = _deepspeed_config(args).get("scheduler")
+def _check_fill(args: Any, config: ODBConfig) -> None:
+    """Refuse what counts optimizer steps that are not known ahead."""
+    scheduler = deepspeed_config(args).get("scheduler")
     if scheduler and not config.keeps:
         raise ConfigError(
             f"deepspeed: the scheduler {scheduler.get('type')!r} in its config counts optimizer steps, which "
             "`global_batch_size: fill` does not know ahead; remove `scheduler` there and use lr_scheduler_type, or "
             "keep the optimizer steps."
+        )
+
+
+def _check_auto(args: Any, config: ODBConfig, meter: PeakMeter | None) -> None:
+    if config.has_auto and meter is None and meters.find_meter(args.device) is None:
+        raise ConfigError(
+            f"odb.{config.auto_keys[0]}: 'auto' tries micro-batches on an accelerator, and this training runs on the "
+            "CPU; set a number (`odb-factory plan --memory` estimates what an accelerator holds)."
+        )
+
+
+def _check_split(args: Any, config: ODBConfig) -> None:
+    """Refuse `oom: split` where a collective runs inside forward or backward."""
+    why = why_not_split(args) if config.oom == "split" else None
+    if why is not None:
+        raise ConfigError(
+            f"odb.oom: 'split' works in one process, with DDP and ZeRO-1, and {why}; leave it out (raise), and lower "
+            "token_budget if memory is short."
+        )
+
+
+def check_stream(config: ODBConfig) -> None:
+    """Raise `ConfigError` for what needs a dataset whose rows have numbers, where the dataset is a stream."""
+    if config.has_auto:
+        raise ConfigError(
+            f"odb.{config.auto_keys[0]}: 'auto' tries rows of the dataset before training, and those of a stream "
+            "cannot be read by their number; set a number."
         )
 
 
@@ -73,7 +109,7 @@ def check_dummy_media(config: ODBConfig, collation: Collation) -> None:
 
 
 def check_trainer(trainer: Any) -> None:
-    """Raise `ConfigError` for a trainer whose model, parallelism or methods cannot work with odb."""
+    """Raise `ConfigError` for a trainer whose dataset, model, parallelism or methods cannot work with odb."""
     _check_dataset(trainer.train_dataset)
     _check_labels(trainer.model)
     _check_model_parallelism(trainer)
@@ -105,7 +141,7 @@ def _check_parallel_arguments(args: Any) -> None:
     """All ranks must be data-parallel ranks: what the launcher and the configs say before a model is loaded."""
     for name in SHARED_REPLICA:
         _check_size(f"parallelism_config.{name}", getattr(getattr(args, "parallelism_config", None), name, None))
-    config = _deepspeed_config(args)
+    config = deepspeed_config(args)
     for key, name in (
         ("tensor_parallel", "autotp_size"),
         ("tensor_parallel", "tp_size"),
@@ -142,11 +178,6 @@ def _check_size(what: str, size: Any) -> None:
             f"{what}: {size} ranks would share one replica of the model and have to see the same batches, which odb "
             "does not support; set it to 1 (ZeRO, FSDP and HSDP are supported)."
         )
-
-
-def _deepspeed_config(args: Any) -> dict[str, Any]:
-    deepspeed = getattr(args, "hf_deepspeed_config", None)
-    return {} if deepspeed is None else deepspeed.config
 
 
 # Labels

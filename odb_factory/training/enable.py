@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Unpack
 
 import torch.distributed as dist
-from torch.utils.data import RandomSampler
+from torch.utils.data import IterableDataset, RandomSampler
 from transformers import Trainer
 
 from odb_factory.comm.data_parallel import check_process_group
@@ -20,16 +20,15 @@ from odb_factory.data.observe import Observer
 from odb_factory.errors import ConfigError
 from odb_factory.memory.meters import PeakMeter
 from odb_factory.planning import Collation
-from odb_factory.training import columns
-from odb_factory.training.checks import check_dummy_media, check_fill, check_methods, check_training_arguments
+from odb_factory.training import agreement, columns
+from odb_factory.training.checks import check_arguments, check_dummy_media, check_methods, check_stream
 from odb_factory.training.layout_check import LayoutCheck
 from odb_factory.training.layout_choice import Layout
 from odb_factory.training.loss_rule import check_loss, stock_mean
 from odb_factory.training.mixin import ODBTrainerMixin
-from odb_factory.training.oom import MemoryWatch, check_split, why_not_split
+from odb_factory.training.oom import MemoryWatch, why_not_split
 from odb_factory.training.oom_split import SplitSteps
 from odb_factory.training.run import ODBRun, RunLength
-from odb_factory.training.run_budgets import check_auto
 
 if TYPE_CHECKING:
     from odb_factory.loop.keys import TrainerKeys
@@ -78,7 +77,7 @@ class ODBSettings:
             layout=layout.name,
             with_boundaries=layout.with_boundaries,
             process_group=self.process_group,
-            agree_on={**_arguments(args), **self.agree_on},
+            agree_on={**agreement.of_trainer(trainer), **self.agree_on},
             patch_size=self.patch_size,
             measure=self.measure,
             cost_fn=self.cost_fn,
@@ -89,7 +88,7 @@ class ODBSettings:
         )
         counts_steps = args.max_steps > 0
         is_split, rounds_up = self.config.oom == "split", self.config.row_multiple > 1
-        can_split = not (is_split or rounds_up) and why_not_split(trainer) is None
+        can_split = not (is_split or rounds_up) and why_not_split(args) is None
         run = ODBRun(
             loader,
             config,
@@ -104,24 +103,6 @@ class ODBSettings:
             exchange = Exchange(self.process_group, self.config.exchange_timeout_s, loader.check)
             run.split = SplitSteps(run, exchange, run.memory)
         return run, LayoutCheck(loader) if layout.name == "flat" else None
-
-
-LOCAL_ARGUMENTS = (
-    "output_dir", "logging_dir", "run_name", "local_rank", "resume_from_checkpoint", "log_level", "log_level_replica",
-    "disable_tqdm", "data_seed", "use_cpu", "no_cuda", "deepspeed", "fsdp_config", "hub_token", "push_to_hub_token",
-)  # fmt: skip
-"""Training arguments that may differ from node to node, or hold paths that do; the seed is compared by itself."""
-
-
-def _arguments(args: Any) -> dict[str, object]:
-    """The training arguments that ranks compare: plain values, but for what belongs to one node or its workers."""
-    return {
-        key: value
-        for key, value in vars(args).items()
-        if isinstance(value, str | int | float | None)
-        and key not in LOCAL_ARGUMENTS
-        and not key.startswith(("_", "dataloader_", "ray_"))
-    }
 
 
 def enable_odb(
@@ -169,10 +150,9 @@ def enable_odb(
         raise ConfigError("enable_odb: this trainer has it already; call it once.")
     config = make_config(config, block)
     check_process_group(process_group)
-    check_training_arguments(trainer.args)
-    check_fill(trainer.args, config)
-    check_auto(trainer, config, memory_meter)
-    check_split(trainer, config)
+    check_arguments(trainer.args, config, memory_meter)
+    if isinstance(trainer.train_dataset, IterableDataset):
+        check_stream(config)
     check_dummy_media(config, collation or Collation())
     check_methods(trainer)
     if not isinstance(trainer, ODBTrainerMixin):

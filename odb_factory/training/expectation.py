@@ -47,11 +47,11 @@ def say_what_to_expect(loader: ODBLoader, config: ResolvedConfig) -> None:
         )
     if filled < MOSTLY_EMPTY and first.num_micro_batches == 1:
         logger.warning(
-            "an optimizer step of %d samples fills %.0f %% of %d ranks x %d tokens: token_budget could be smaller, or "
+            "an optimizer step of %d samples fills %.0f %% of %s x %d tokens: token_budget could be smaller, or "
             "global_batch_size larger",
             size,
             100 * filled,
-            loader.world_size,
+            _count(loader.world_size, "rank"),
             config.token_budget,
         )
 

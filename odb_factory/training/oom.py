@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ from accelerate.utils import DistributedType
 
 from odb_factory.config import ODBConfig
 from odb_factory.data.samples import Measured, MicroBatch
-from odb_factory.errors import ConfigError, ODBError, OutOfMemoryError
+from odb_factory.errors import ODBError, OutOfMemoryError
 from odb_factory.planning import Budget, Limits
 
 SIGNS = ("out of memory", "DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
@@ -32,18 +33,29 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def why_not_split(trainer: Any) -> str | None:
-    """Why one rank cannot take its micro-batches once more without the others; None: it can."""
-    engine = trainer.accelerator.distributed_type
-    if trainer.is_fsdp_enabled or engine == DistributedType.FSDP:
+def why_not_split(args: Any) -> str | None:
+    """Why one rank cannot take its micro-batches once more without the others; None: it can.
+
+    args: training arguments, which know the engine before there is a model.
+    """
+    if args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true"):
         return "FSDP gathers parameters inside forward and backward, where the other ranks would wait for one for ever"
-    if engine == DistributedType.DEEPSPEED:
-        return _why_not_split_zero(trainer.accelerator.state.deepspeed_plugin.deepspeed_config)
+    if getattr(args, "deepspeed_plugin", None) is not None:
+        return _why_not_split_zero(deepspeed_config(args))
+    engine = args.distributed_state.distributed_type
     if engine != DistributedType.NO and not engine.name.startswith("MULTI_"):
         return f"what {engine.name} does between the ranks inside forward and backward is not known here"
-    if trainer.args.torch_compile and trainer.args.world_size > 1:
+    if args.torch_compile and args.world_size > 1:
         return "torch_compile compiles DDP as a whole, with the reduction of gradients inside backward"
     return None
+
+
+def deepspeed_config(args: Any) -> dict[str, Any]:
+    """The configuration of DeepSpeed in the training arguments, or given to `accelerate launch`; empty without it."""
+    if (given := getattr(args, "hf_deepspeed_config", None)) is not None:
+        return given.config
+    plugin = getattr(args, "deepspeed_plugin", None)
+    return {} if plugin is None else plugin.deepspeed_config
 
 
 def _why_not_split_zero(deepspeed: dict[str, Any]) -> str | None:
@@ -61,16 +73,6 @@ def _why_not_split_zero(deepspeed: dict[str, Any]) -> str | None:
         f"DeepSpeed with ZeRO stage {stage} reduces gradients over the ranks inside each backward, and what it has "
         "reduced of one that failed cannot be taken back (with stage 1 it could)"
     )
-
-
-def check_split(trainer: Any, config: ODBConfig) -> None:
-    """Raise `ConfigError` for `oom: split` where a collective runs inside forward or backward."""
-    why = why_not_split(trainer) if config.oom == "split" else None
-    if why is not None:
-        raise ConfigError(
-            f"odb.oom: 'split' works in one process, with DDP and ZeRO-1, and {why}; leave it out (raise), and lower "
-            "token_budget if memory is short."
-        )
 
 
 class MemoryWatch:

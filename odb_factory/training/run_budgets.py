@@ -4,36 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
-from torch.utils.data import IterableDataset
-
-from odb_factory.config import BUDGETS, ODBConfig, ResolvedConfig
-from odb_factory.config_values import AUTO
-from odb_factory.errors import ConfigError
+from odb_factory.config import ODBConfig, ResolvedConfig
 from odb_factory.log import get_logger
-from odb_factory.memory.meters import PeakMeter
 from odb_factory.training.checkpoint_status import read_states
 from odb_factory.training.state_files import ranks_of
 
 logger = get_logger(__name__)
-
-
-def check_auto(trainer: Any, config: ODBConfig, memory_meter: PeakMeter | None) -> None:
-    """Raise `ConfigError` where budgets of `auto` cannot be chosen."""
-    key = next((key for key in BUDGETS if getattr(config, key) == AUTO), None)
-    if key is None:
-        return
-    if memory_meter is None and trainer.args.device.type == "cpu":
-        raise ConfigError(
-            f"odb.{key}: 'auto' tries micro-batches on an accelerator, and this training runs on the CPU; set a number "
-            "(`odb-factory plan --memory` estimates what an accelerator holds)."
-        )
-    if isinstance(trainer.train_dataset, IterableDataset):
-        raise ConfigError(
-            f"odb.{key}: 'auto' tries rows of the dataset before training, and those of a stream cannot be read by "
-            "their number; set a number."
-        )
 
 
 def first_config(config: ODBConfig, folder: str | None, rank: int, ranks: int) -> tuple[ResolvedConfig, bool]:
@@ -44,7 +21,7 @@ def first_config(config: ODBConfig, folder: str | None, rank: int, ranks: int) -
     """
     if not config.has_auto:
         return config.resolved(), True
-    asked = [key for key in BUDGETS if getattr(config, key) == AUTO]
+    asked = config.auto_keys
     kept = {} if folder is None else _kept(Path(folder), rank, ranks)
     if set(asked) <= kept.keys():
         chosen = {key: kept[key] for key in asked}

@@ -51,6 +51,37 @@ def test_the_page_is_in_the_folder_and_says_what_the_json_says(tmp_path: Path, c
     assert json.loads(capsys.readouterr().out) == figures
 
 
+def test_texts_that_are_no_utf_8_and_figures_that_are_no_numbers(tmp_path: Path, capsys) -> None:
+    """A path that is not UTF-8 is written with a lone surrogate; a loss that has diverged is NaN."""
+    folder = tmp_path / "run"
+    lines = [begin(model="broken \ud800 name"), entry(1, BEGAN + 1, loss=9.0), entry(2, BEGAN + 2, loss=float("nan"))]
+    lines[0]["arguments"] = {"learning_rate": float("inf")}
+    write_lines(folder / "odb_log.jsonl", [*lines, entry(3, BEGAN + 3, loss=float("nan")), end(3, BEGAN + 4)])
+    assert run(folder, "--json", tmp_path / "figures.json") == 0
+    assert "; the loss is NaN or infinite from optimizer step 2 on." in capsys.readouterr().out
+    text = (tmp_path / "figures.json").read_text()
+    json.loads(text, parse_constant=pytest.fail)
+    assert "\\ud8" not in text and "broken ? name" in (folder / "odb_report.html").read_text()
+    other = write_odb(tmp_path / "other")
+    assert run(folder, other) == 0
+    assert "the loss of run is NaN or infinite from optimizer step 2 on." in capsys.readouterr().out
+
+
+def test_a_page_that_cannot_be_made_leaves_the_one_before(tmp_path: Path, monkeypatch, capsys) -> None:
+    folder = write_odb(tmp_path / "run")
+    assert run(folder) == 0
+    before = (folder / "odb_report.html").read_text()
+
+    def full(path: Path, *_: Any, **__: Any) -> None:
+        path.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    assert run(folder) != 0
+    assert "No space left" in capsys.readouterr().err
+    assert (folder / "odb_report.html").read_text() == before
+
+
 def test_nothing_in_the_page_is_taken_for_markup(tmp_path: Path) -> None:
     """Names and settings come from files; as text they are shown, and a browser asks for nothing because of them."""
     folder = write_odb(tmp_path / "a <b>bold<b> & 'run'")

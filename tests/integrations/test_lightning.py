@@ -72,6 +72,14 @@ class Module(lightning.LightningModule):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
+class NumberedModule(Module):
+    """Lightning passes the number of the batch by position, whatever its name."""
+
+    def training_step(self, batch: dict[str, torch.Tensor], i: int) -> torch.Tensor:
+        self.numbers = [*getattr(self, "numbers", []), i]
+        return super().training_step(batch)
+
+
 class Losses(lightning.Callback):
     def __init__(self) -> None:
         self.logged: list[float] = []
@@ -80,9 +88,11 @@ class Losses(lightning.Callback):
         self.logged.append(trainer.callback_metrics["odb/loss"].item())
 
 
-def train(path: str, folder: Path, *, ranks: int = 1, ckpt_path: str | None = None) -> tuple[Any, list[float]]:
+def train(
+    path: str, folder: Path, *, ranks: int = 1, ckpt_path: str | None = None, kind: type[Module] = Module
+) -> tuple[Any, list[float]]:
     """Returns the trained module and the losses; a checkpoint behind every optimizer step is left in `folder`."""
-    module, losses = Module(path), Losses()
+    module, losses = kind(path), Losses()
     checkpoints = lightning.callbacks.ModelCheckpoint(
         folder, filename="{step}", every_n_train_steps=1, save_top_k=-1, save_on_train_epoch_end=False
     )
@@ -172,6 +182,12 @@ def test_one_rank_is_a_plain_loop(alone: tuple[Path, Any, list[float]], tiny_tex
     model, expected = plain_loop(str(tiny_text), steps)
     assert losses == pytest.approx(expected, rel=RELATIVE)
     assert distance(module.model.state_dict(), model.state_dict()) < RELATIVE
+
+
+def test_a_step_that_takes_a_number_under_any_name(alone: tuple[Path, Any, list[float]], tiny_text, tmp_path) -> None:
+    module, losses = train(str(tiny_text), tmp_path, kind=NumberedModule)
+    assert losses == alone[2]
+    assert sorted(set(module.numbers)) == list(range(STEPS // EPOCHS))
 
 
 def test_two_ranks_are_one(alone: tuple[Path, Any, list[float]], tiny_text: Path, tmp_path: Path) -> None:

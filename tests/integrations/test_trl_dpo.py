@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import datasets
-import llamafactory.extras.packages  # noqa: F401  (trl's trainers import nothing that is missing once it has been)
 import pytest
 import torch
 from distributed.ranks import run_ranks
@@ -168,6 +169,36 @@ def test_without_the_adapter_one_line_names_it(tiny_text: Path, tmp_path: Path) 
     with pytest.raises(DataError, match="enable_odb_dpo") as raised:
         trainer.train()
     assert "\n" not in str(raised.value)
+
+
+SCRIPT = """
+import sys
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from odb_factory.integrations.trl import enable_odb_dpo
+from trl import DPOConfig, DPOTrainer
+
+path, folder = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(path)
+model.warnings_issued = {}
+rows = [{"prompt": "one two", "chosen": "three four", "rejected": "five"}] * 8
+arguments = DPOConfig(output_dir=folder, max_steps=2, use_cpu=True, bf16=False, report_to="none", save_strategy="no")
+tokenizer = AutoTokenizer.from_pretrained(path)
+trainer = DPOTrainer(model, args=arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
+enable_odb_dpo(trainer, token_budget=8192)
+trainer.train()
+assert trainer.state.global_step == 2 and "llamafactory" not in sys.modules
+"""
+
+
+def test_a_script_as_the_docs_have_it(tiny_text: Path, tmp_path: Path) -> None:
+    """A process of its own, in which nothing has imported LLaMA-Factory: that corrects transformers for trl, too."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, str(script), str(tiny_text), str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def in_a_rank(rank: int, path: str, out: str) -> list[list[dict[str, float]]]:

@@ -57,7 +57,7 @@ def test_the_command_line_ends_in_one_line(config: dict[str, Any]) -> None:
 
 def test_a_misspelt_block_is_noticed_where_the_launcher_cannot_see_it(config: dict[str, Any]) -> None:
     block = config.pop("odb")
-    with pytest.raises(ConfigError, match="^obd: there is no such key; write `odb:`"):
+    with pytest.raises(ConfigError, match="^obd: there is no such key; write a block `odb:`"):
         get_train_args(config | {"obd": block})
 
 
@@ -151,8 +151,19 @@ def test_each_rank_ends_in_one_line_and_torchrun_adds_none(config: dict[str, Any
         ("odb:\n  token_budget: 1\ndataloader_num_workers: '2'\n", (), ("dataloader_num_workers", "'2'", "quotes")),
         ("odb:\n  token_budget: 1\nresume_from_checkpoint: 5\n", (), ("resume_from_checkpoint", "5", "folder")),
         ("odb:\n  token_budget: 1\ndo_train: true\npacking: true\n", (), ("packing", "True", "remove")),
-        ("obd:\n  token_budget: 1\n", (), ("obd", "write `odb:`")),
+        ("obd:\n  token_budget: 1\n", (), ("obd", "block `odb:`")),
         ("seed: 1\n", ("obd.token_budget=1",), ("obd", "odb.KEY=VALUE")),
+        # As flat keys, and as forks of LLaMA-Factory have them.
+        ("odb.token_budget: 1\n", (), ("odb.token_budget", "block `odb:`", "indented")),
+        ("enable_odb: true\nodb_token_budget: 1\n", (), ("enable_odb", "block `odb:`", "indented")),
+        ("odb_token_budget: 1\n", (), ("odb_token_budget", "block `odb:`", "indented")),
+        # What no YAML reader makes a number, a text or a list of.
+        ("odb:\n  token_budget: !!set {1024}\n", (), ("odb.token_budget", "cannot be read")),
+        (f"odb:\n  token_budget: {'9' * 5000}\n", (), ("my.yaml", "cannot be read", "digits")),
+        ("odb:\n  token_budget: 1\n  ~: 2\n", (), ("my.yaml", "cannot be read", "Key")),
+        ("odb:\n  token_budget: 1\nx: \0\n", (), ("my.yaml", "cannot be read")),
+        (f"odb:\n  token_budget: {'[' * 2000}{']' * 2000}\n", (), ("my.yaml", "cannot be read", "recursion")),
+        (f"odb:\n  token_budget: '{'9' * 5000}'\n", (), ("odb.token_budget", " ... ", "without quotes")),
         ("odb:\n  token_budget: 1\nmodel_name_or_path: /no/pe\n", (), ("model_name_or_path", "'/no/pe'", "hub")),
         ("odb:\n  token_budget: 1\nmodel_name_or_path: a/b/c\n", (), ("model_name_or_path", "'a/b/c'", "hub")),
         (

@@ -24,10 +24,11 @@ from transformers import (
     TrainerCallback,
 )
 
-from odb_factory import Collation, ConfigError, Cost, DataError, enable_odb
+from odb_factory import Collation, ConfigError, Cost, DataError, ODBConfig, enable_odb
 from odb_factory.data.measure import count_supervised, measure_batch
-from odb_factory.training.checks import check_training_arguments
+from odb_factory.training.checks import check_arguments
 
+CONFIG = ODBConfig(token_budget=1024)
 SMALL = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
@@ -141,9 +142,9 @@ def test_parallelism_of_deepspeed_is_refused(tmp_path, monkeypatch, key: str, se
 
     args.hf_deepspeed_config = HfDeepSpeedConfig({"zero_optimization": {"stage": 2}} | section)
     with pytest.raises(ConfigError, match=f"^deepspeed {key}: 2 ranks"):
-        check_training_arguments(args)
+        check_arguments(args, CONFIG)
     args.hf_deepspeed_config = HfDeepSpeedConfig({"zero_optimization": {"stage": 2}})
-    check_training_arguments(args)
+    check_arguments(args, CONFIG)
 
 
 @pytest.mark.parametrize("name", ["tp_size", "cp_size"])
@@ -153,9 +154,9 @@ def test_parallelism_of_accelerate_is_refused(tiny_text, tmp_path, name: str) ->
     args = arguments(tmp_path)
     args.parallelism_config = ParallelismConfig(**{name: 2})
     with pytest.raises(ConfigError, match=f"^parallelism_config.{name}: 2 ranks"):
-        check_training_arguments(args)
+        check_arguments(args, CONFIG)
     args.parallelism_config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
-    check_training_arguments(args)
+    check_arguments(args, CONFIG)
     # Started by `accelerate launch`, it is in accelerate alone.
     trainer = make(Trainer, tiny_text, tmp_path)
     enable_odb(trainer, **BLOCK)
@@ -187,8 +188,8 @@ def test_a_model_loaded_with_a_tp_plan_is_refused(tiny_text, tmp_path) -> None:
 )
 def test_counts_that_leave_nothing_to_train(tmp_path, changes: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
-        check_training_arguments(arguments(tmp_path, **changes))
-    check_training_arguments(arguments(tmp_path, num_train_epochs=0, max_steps=1))
+        check_arguments(arguments(tmp_path, **changes), CONFIG)
+    check_arguments(arguments(tmp_path, num_train_epochs=0, max_steps=1), CONFIG)
 
 
 def test_fewer_patches_than_the_collator_adds(tiny_text, tmp_path) -> None:
@@ -227,7 +228,7 @@ def test_fewer_than_half_of_the_budgets_are_worth_a_line(tiny_text, tmp_path, ca
     (expected,), (advice,) = said(tmp_path / "empty", token_budget=4096)
     assert expected.startswith("60 samples, 8 optimizer steps an epoch, each of 8 samples as in stock training; ")
     assert "cut into 1 micro-batch on one rank" in expected
-    assert advice.startswith("an optimizer step of 8 samples fills ") and "of 1 ranks x 4096 tokens" in advice
+    assert advice.startswith("an optimizer step of 8 samples fills ") and "of 1 rank x 4096 tokens" in advice
     assert said(tmp_path / "full")[1] == []
 
 

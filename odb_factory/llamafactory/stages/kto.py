@@ -36,6 +36,7 @@ class Kto(Stage):
     trainer = ("llamafactory.train.kto.trainer", "CustomKTOTrainer")
     collator = "KTODataCollatorWithPadding"
     equal_weights = True
+    prepares_steps = True
     why_not_flat = "the trainer hands the model no position ids, so it could not tell where an example ends"
     partners = Partners(num_rows=0, batch_size=1, num_shards=1)
 

@@ -27,6 +27,7 @@ class Stage(ABC):
     pads_to: its workflow has rows padded to a multiple of so many tokens.
     takes_media: its collator does. equal_weights: the loss of a micro-batch is one mean whose units cannot be weighed
     one by one, so samples that stock weighs differently do not share one.
+    prepares_steps: it looks at all micro-batches of an optimizer step before the first is trained on.
     why_not_flat: why its rows cannot follow each other in one; None: they can.
     """
 
@@ -39,6 +40,7 @@ class Stage(ABC):
     pads_to: int = 8
     takes_media: bool = True
     equal_weights: bool = False
+    prepares_steps: bool = False
     why_not_flat: str | None = None
 
     def of_training(self, finetuning_args: Any, tokenizer: Any) -> Stage:

@@ -1,0 +1,115 @@
+"""I11: two ranks whose arguments or releases differ end for the same reason, in one line, before a model is loaded."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from distributed.ranks import run_ranks
+from support import training_config
+
+from odb_factory.errors import ODBError
+
+LORA = {"finetuning_type": "lora", "lora_rank": 8, "lora_alpha": 16}
+# What both ranks have, what rank 1 has, and what both say.
+ARGUMENTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "lora_alpha": (LORA, {"lora_alpha": 128}, "lora_alpha (16 on rank 0; 128 on rank 1)"),
+    "finetuning_type": ({}, LORA, "finetuning_type ('full' on rank 0; 'lora' on rank 1)"),
+    "loss": ({}, {"use_dft_loss": True}, "use_dft_loss (False on rank 0; True on rank 1)"),
+    "rope_scaling": ({}, {"rope_scaling": "linear"}, "rope_scaling (None on rank 0; 'linear' on rank 1)"),
+    "pixels": (
+        {"image_max_pixels": 65536},
+        {"image_max_pixels": 16384},
+        "image_max_pixels (65536 on rank 0; 16384 on rank 1)",
+    ),
+    "cutoff_len": ({}, {"cutoff_len": 100}, "cutoff_len (2048 on rank 0; 100 on rank 1)"),
+    "learning rate": ({}, {"learning_rate": 0.5}, "learning_rate (0.001 on rank 0; 0.5 on rank 1)"),
+    "block": ({}, {"odb": {"token_budget": 99}}, "odb.token_budget (1024 on rank 0; 99 on rank 1)"),
+    "nested": (
+        {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 0.1}},
+        {"lr_scheduler_kwargs": {"min_lr": 0.2}},
+        "lr_scheduler_kwargs.min_lr (0.1 on rank 0; 0.2 on rank 1)",
+    ),
+    "no training": ({}, {"do_train": False}, "do_train (True on rank 0; False on rank 1)"),
+    # Rank 1 alone is refused: what differs is named, not who found out first.
+    "refused on rank 1": ({}, {"auto_find_batch_size": True}, "auto_find_batch_size (False on rank 0; True on rank 1)"),
+}
+RELEASES = {
+    "torch": ("2.1.0", "release of torch ('"),
+    "deepspeed": ("0.1.2", "release of deepspeed ("),
+    "peft": (None, "release of peft ('"),
+    "Python": ("3.99.0", "release of Python ('"),
+}
+
+
+@contextmanager
+def another_release(package: str, version: str | None) -> Iterator[None]:
+    """This process believes that it has another release of a package."""
+    real = metadata.version
+
+    def found(name: str) -> str:
+        if name != package:
+            return real(name)
+        if version is None:
+            raise metadata.PackageNotFoundError(name)
+        return version
+
+    target, stand_in = (platform, "python_version") if package == "Python" else (metadata, "version")
+    with mock.patch.object(target, stand_in, (lambda: version) if package == "Python" else found):
+        yield
+
+
+def ended(config: dict[str, Any]) -> str:
+    from llamafactory.hparams import get_train_args
+
+    try:
+        get_train_args(config)
+    except ODBError as error:
+        return str(error)
+    return "went on"
+
+
+def each(rank: int, *, config: dict[str, Any]) -> dict[str, str]:
+    """All in one process: a failed agreement leaves the ranks able to begin anew."""
+    from odb_factory.llamafactory import activation
+
+    activation.activate()
+    os.environ["LOCAL_RANK"] = str(rank)
+    found = {}
+    for name, (both, differs, _) in ARGUMENTS.items():
+        found[name] = ended(config | both | (differs if rank else {}))
+    for name, (version, _) in RELEASES.items():
+        with another_release(name if rank else "none", version):
+            found[name] = ended(config)
+    with another_release("torch", "2.1.0+cpu" if rank else "2.1.0+cu126"):
+        found["build"] = ended(config)
+    paths = {"model_name_or_path": config["model_name_or_path"] + "/."} if rank else {}
+    found["paths"] = ended(config | paths)
+    both_refused = {"accelerator_config": {"dispatch_batches": True}}
+    found["both refused"] = ended(config | both_refused)
+    return found
+
+
+def test_what_changes_the_model_is_compared_before_it_is_loaded(
+    tiny_text: Path, data_dir: Path, tmp_path: Path
+) -> None:
+    config = training_config(tiny_text, data_dir, tmp_path / "out", odb={"token_budget": 1024}, ddp_backend="gloo")
+    ranks = run_ranks("distributed.test_ranks_that_differ:each", tmp_path, limit_s=200, config=config)
+    one, other = (outcome.value for outcome in ranks)
+    assert one == other, "both end for the same reason"
+    expected = {name: said for name, (_, _, said) in ARGUMENTS.items()} | {n: said for n, (_, said) in RELEASES.items()}
+    for name, said in expected.items():
+        assert one[name].startswith("the ranks differ in ") and said in one[name] and "\n" not in one[name], one[name]
+    assert one["build"] == one["paths"] == "went on"
+    assert one["both refused"].startswith("accelerator_config.dispatch_batches: True")
+    warnings = [line for line in ranks[0].said.splitlines() if "the ranks differ in" in line]
+    assert (
+        len(warnings) == 1 and "model_name_or_path" in warnings[0] and "does not change what is trained" in warnings[0]
+    )
+    assert "the ranks differ in" not in ranks[1].said
