@@ -24,6 +24,7 @@ LAUNCH_RECORD = "ODB_FACTORY_LAUNCH_RECORD"
 SEAMS = (
     "llamafactory.hparams.parser",
     "llamafactory.data.loader",
+    "llamafactory.train.callbacks",
     "llamafactory.train.sft.trainer",
     "llamafactory.train.pt.trainer",
     "llamafactory.train.rm.trainer",
@@ -31,8 +32,9 @@ SEAMS = (
     "llamafactory.train.kto.trainer",
 )
 """The modules of LLaMA-Factory that are hooked once they have been executed."""
-LAUNCHERS = ("llamafactory.launcher", "llamafactory.v1.launcher")
-"""Hooked likewise, to check a YAML before processes are started; training does not depend on it."""
+OPTIONAL = ("llamafactory.launcher", "llamafactory.v1.launcher", "llamafactory.train.callbacks")
+"""Hooked likewise: to check a YAML before processes are started, and to keep the log of the run before; training does
+not depend on it."""
 
 
 def activate() -> None:
@@ -43,7 +45,7 @@ def activate() -> None:
         if is_active():  # by `odb-factory train`: torch may be imported by the hooks themselves, in the midst of it
             return
         sys.meta_path.insert(0, SeamFinder())
-        for name in (*SEAMS, *LAUNCHERS):
+        for name in (*SEAMS, *OPTIONAL):
             if name in sys.modules:
                 _hook(sys.modules[name])
         if LAUNCH_RECORD in os.environ:
@@ -64,12 +66,12 @@ def is_active() -> bool:
 
 
 class SeamFinder(MetaPathFinder):
-    """Finds the modules of `SEAMS` and `LAUNCHERS` as usual and hooks them after they have been executed."""
+    """Finds the modules of `SEAMS` and `OPTIONAL` as usual and hooks them after they have been executed."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in SEAMS and fullname not in LAUNCHERS:
+        if fullname not in SEAMS and fullname not in OPTIONAL:
             return None
         for finder in sys.meta_path:
             find = getattr(finder, "find_spec", None)  # finders of old style have none

@@ -24,6 +24,21 @@ class Prepared(TrainerCallback):
         self.undo()
 
 
+class BeginLog(TrainerCallback):
+    """Comes before LLaMA-Factory's log callback, and lets it delete the log of the run before when the first optimizer
+    step is done or the first entry is written: by then nothing of this training is refused any more."""
+
+    def __init__(self, begin: Callable[[], None]):
+        self._begin: Callable[[], None] | None = begin
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._begin is not None:
+            begin, self._begin = self._begin, None
+            begin()
+
+    on_log = on_train_end = on_step_end
+
+
 class MirrorMaxSteps(TrainerCallback):
     """LLaMA-Factory's log callback reads the number of steps once; keep its copy up to date."""
 

@@ -7,8 +7,9 @@
 | data.loader | _get_preprocessed_dataset | training rows are preprocessed one at a time too; others stay stock's |
 | train.STAGE.trainer | the trainer class of the stage, train | `enable_odb` is called on the trainer first |
 
-Three more serve messages only, and may be missing in a release: `launcher.launch` and `v1.launcher.launch` (the YAML is
-checked before processes are started, see `launch.py`), and hparams.parser `get_ray_args` (Ray is refused).
+Four more may be missing in a release: `launcher.launch` and `v1.launcher.launch` (the YAML is checked before processes
+are started, see `launch.py`), hparams.parser `get_ray_args` (Ray is refused), and train.callbacks
+`LogCallback.on_init_end` (it deletes the log of the run before, which a refused training must not do).
 
 The same names and meanings in LLaMA-Factory 0.9.4, 0.9.5 and the main branch (0.9.6.dev0). In a fork with the patch of
 `odb_factory/patches` the block never gets past the first seam, so that the patch has nothing to do and odb attaches
@@ -36,6 +37,8 @@ _originals: dict[tuple[Any, str], Callable] = {}
 _inherited: set[tuple[Any, str]] = set()
 """Those among them that a class has from its base: it must not keep them as its own."""
 _missing: list[str] = []
+_begin_log: Callable[[], None] | None = None
+"""Deletes the log of the run before, as LLaMA-Factory's log callback would have done where its trainer was made."""
 
 
 def hook(module: ModuleType) -> None:
@@ -45,7 +48,7 @@ def hook(module: ModuleType) -> None:
             _missing.append(f"{module.__name__}.{path}")
             if _active is not None:  # a module of a trainer that is imported after the arguments have been read
                 _check_seams()
-    for path, wrapper in _FOR_MESSAGES.get(module.__name__, {}).items():
+    for path, wrapper in _OPTIONAL.get(module.__name__, {}).items():
         _wrap(module, path, wrapper)
 
 
@@ -68,8 +71,8 @@ def _wrap(module: ModuleType, path: str, wrapper: Callable) -> bool:
 
 def unhook() -> None:
     """Put every original back and forget the block."""
-    global _active
-    _active = None
+    global _active, _begin_log
+    _active = _begin_log = None
     for (owner, name), original in _originals.items():
         if (owner, name) in _inherited:
             delattr(owner, name)
@@ -100,8 +103,8 @@ def _wrapped(wrapper: Callable, original: Callable) -> Callable:
 
 
 def _get_train_args(original: Callable, args: Any = None) -> Any:
-    global _active
-    _active = None
+    global _active, _begin_log
+    _active = _begin_log = None
     from odb_factory.llamafactory import block, layout, probes, releases, stream_length, streaming
 
     if (read_args := releases.find_read_args()) is not None:
@@ -176,12 +179,24 @@ def _get_preprocessed_dataset(
     return original(dataset, data_args, training_args, *args, **kwargs)
 
 
+def _on_init_end(original: Callable, callback: Any, args: Any, *rest: Any, **kwargs: Any) -> None:
+    global _begin_log
+    begin = functools.partial(original, callback, args, *rest, **kwargs)
+    if _active is None or not args.do_train:
+        begin()
+    else:
+        _begin_log = begin
+
+
 def _train(original: Callable, trainer: Any, *args: Any, **kwargs: Any) -> Any:
     if _active is None or getattr(trainer, "odb_settings", None) is not None:
         return original(trainer, *args, **kwargs)
     from odb_factory.llamafactory import attach
+    from odb_factory.llamafactory.callbacks import BeginLog
 
     attach.attach(trainer, _active)
+    if _begin_log is not None:
+        trainer.callback_handler.callbacks.insert(0, BeginLog(_begin_log))
     uncaught.training_begins()
     stage = STAGES[trainer.finetuning_args.stage]
     of_others = [".".join((*one.trainer, "train")) for one in STAGES.values() if one is not stage]
@@ -202,8 +217,9 @@ _WRAPPERS: dict[str, dict[str, Callable]] = {
     },
     **{stage.trainer[0]: {f"{stage.trainer[1]}.train": _train} for stage in STAGES.values()},
 }
-_FOR_MESSAGES: dict[str, dict[str, Callable]] = {
+_OPTIONAL: dict[str, dict[str, Callable]] = {
     "llamafactory.hparams.parser": {"get_ray_args": _get_ray_args},
+    "llamafactory.train.callbacks": {"LogCallback.on_init_end": _on_init_end},
     "llamafactory.launcher": {"launch": _launch},
     "llamafactory.v1.launcher": {"launch": _launch_v1},
 }

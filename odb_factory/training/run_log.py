@@ -60,8 +60,8 @@ class RunLog(TrainerCallback):
             "versions": {name: _version(name) for name in PACKAGES if _version(name)},
         }
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The first line: by now budget and layout are settled."""
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The first line: by now budget and layout are settled, and nothing of the training is refused any more."""
         if self._begin is not None:
             begin, self._begin = self._begin, None
             layout = self.trainer.odb_layout
