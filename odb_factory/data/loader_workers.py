@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pickle import PicklingError
 from typing import Any
@@ -171,13 +172,20 @@ class LoaderWorkers:
 
     def find_dummy_sample(self) -> Sample:
         """The first usable row in the order of all ranks, for idle micro-batches of a rank whose shard had none."""
-        dummy = next((row for row in self._all_rows() if isinstance(row, Sample)), None)
-        if dummy is None:
-            raise DataError(
-                "no row of the training dataset can be trained on, as far as this rank can read it; the warnings above "
-                "name the first of them."
-            )
-        return dummy
+        reasons: Counter[str] = Counter()
+        for row in self._all_rows():
+            if isinstance(row, Sample):
+                return row
+            reasons[row.reason] += 1
+        unsupervised = "no token carries loss; cutoff_len may cut the answers off, and nothing would be learned"
+        named = [
+            f"{count} {reason}{f' ({unsupervised})' if reason == 'unsupervised' else ''}"
+            for reason, count in reasons.items()
+        ]
+        raise DataError(
+            f"no row of the training dataset can be trained on: {', '.join(named) or 'it is empty'}; the "
+            "warnings above name the first of them."
+        )
 
     def close(self) -> None:
         """End the worker processes."""

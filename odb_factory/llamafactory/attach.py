@@ -153,7 +153,8 @@ def attach(trainer: Any, config: ODBConfig) -> None:
         if isinstance(callback, LogCallback):
             probes.check_progress(callback)
     collator = trainer.data_collator
-    stage = STAGES[trainer.finetuning_args.stage].of_training(trainer.finetuning_args, collator.tokenizer)
+    tokenizer = getattr(collator, "tokenizer", trainer.processing_class)
+    stage = STAGES[trainer.finetuning_args.stage].of_training(trainer.finetuning_args, tokenizer)
     dataset = trainer.train_dataset
     if is_stream(dataset):
         raise ConfigError(
@@ -161,7 +162,7 @@ def attach(trainer: Any, config: ODBConfig) -> None:
             "let odb_factory come in by itself (unset ODB_FACTORY_DISABLE), or set it to false."
         )
     template, processor = (getattr(collator, name, None) for name in ("template", "processor"))
-    trainer.train_dataset = rows = training_rows(dataset, stage, template, collator.tokenizer, processor)
+    trainer.train_dataset = rows = training_rows(dataset, stage, template, tokenizer, processor)
     _check_tiles(config, rows.media)
     trainer.data_collator = Picklable(OpenMedia(collator), "data_collator")  # evaluation sends it to workers, too
     observer = RowObserver(
@@ -207,8 +208,9 @@ def training_rows(
 
 
 def _media_of(stage: Stage, template: Any, tokenizer: Any, processor: Any) -> MediaObserver:
-    """Where a stage takes no media (pre-training), what is written like one is text."""
-    plugin = template.mm_plugin if stage.takes_media else get_mm_plugin("base")
+    """Where the stage (pre-training) or the collator (of the user's own, without a template) takes no media, what is
+    written like one is text."""
+    plugin = template.mm_plugin if stage.takes_media and template is not None else get_mm_plugin("base")
     return MediaObserver(plugin, tokenizer, processor)
 
 

@@ -24,8 +24,23 @@ INVALID_ROW = "invalid"
 """What rows are counted under that LLaMA-Factory drops."""
 
 
+class Column(Sequence[Any]):
+    """One value of every row of a dataset, made when it is asked for."""
+
+    def __init__(self, dataset: OnlineDataset, name: str):
+        self.dataset, self.name = dataset, name
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        return self.dataset[range(len(self))[index]][self.name]
+
+
 class OnlineDataset(Dataset):
-    """`dataset[i]`: one converted row through LLaMA-Factory's own dataset processor.
+    """`dataset[i]`: one converted row through LLaMA-Factory's own dataset processor; `dataset["input_ids"]`: a column.
 
     Gives what stock preprocessing would have stored for the row (token ids, labels, attention mask
     as lists of int; media as references). Raises `RowDropped` where stock drops the row, `MediaCut` where truncation
@@ -48,7 +63,16 @@ class OnlineDataset(Dataset):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    @property
+    def column_names(self) -> list[str]:
+        """Those of the first row, as all rows have them."""
+        return list(self[0])
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, str):
+            if index not in self.column_names:
+                raise KeyError(f"{index!r} is no column of the training dataset; it has {', '.join(self.column_names)}")
+            return Column(self, index)
         return self.features_of([self.rows[number] for number in self.stage.together(index)])
 
     def features_of(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

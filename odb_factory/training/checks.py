@@ -25,10 +25,10 @@ BELOW = ("get_batch_samples",)
 """Not overridden, and relied on."""
 
 
-def check_arguments(args: Any, config: ODBConfig, meter: PeakMeter | None = None) -> None:
+def check_arguments(args: Any, config: ODBConfig, memory_meter: PeakMeter | None = None) -> None:
     """Raise `ConfigError` for what training arguments and block say that cannot work; needs no model.
 
-    meter: of `enable_odb`, by which budgets of `auto` can be chosen on a CPU.
+    memory_meter: of `enable_odb`, by which budgets of `auto` can be chosen on a CPU.
     """
     _check_counts(args)
     _check_parallel_arguments(args)
@@ -55,7 +55,7 @@ def check_arguments(args: Any, config: ODBConfig, meter: PeakMeter | None = None
             "anyway, and optimizer steps are those of a training without it, in random order"
         )
     _check_fill(args, config)
-    _check_auto(args, config, meter)
+    _check_auto(args, config, memory_meter)
     _check_split(args, config)
 
 
@@ -70,8 +70,8 @@ def _check_fill(args: Any, config: ODBConfig) -> None:
         )
 
 
-def _check_auto(args: Any, config: ODBConfig, meter: PeakMeter | None) -> None:
-    if config.has_auto and meter is None and meters.find_meter(args.device) is None:
+def _check_auto(args: Any, config: ODBConfig, memory_meter: PeakMeter | None) -> None:
+    if config.has_auto and memory_meter is None and meters.find_meter(args.device) is None:
         raise ConfigError(
             f"odb.{config.auto_keys[0]}: 'auto' tries micro-batches on an accelerator, and this training runs on the "
             "CPU; set a number (`odb-factory plan --memory` estimates what an accelerator holds)."

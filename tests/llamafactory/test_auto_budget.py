@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import re
 from typing import Any
@@ -12,9 +11,8 @@ from distributed.rows import write_uneven_rows
 from llamafactory.train.tuner import run_exp
 from support import read_jsonl, read_log, training_config
 
-from odb_factory import ConfigError, enable_odb
-from odb_factory.llamafactory import attach
-from odb_factory.memory.meters import CPUMeter
+from odb_factory import ConfigError
+from odb_factory.memory import meters
 
 CAPACITY = 60 * 2**20
 
@@ -35,7 +33,7 @@ def test_tokens_and_patches_of_images(tiny_vl, tmp_path, monkeypatch, caplog) ->
     with pytest.raises(ConfigError, match=r"odb\.token_budget: 'auto' tries micro-batches on an accelerator"):
         run("refused", token_budget="auto")
     with monkeypatch.context() as context:
-        context.setattr(attach, "enable_odb", functools.partial(enable_odb, memory_meter=CPUMeter(CAPACITY)))
+        context.setattr(meters, "find_meter", lambda device: meters.CPUMeter(CAPACITY))
         auto = run("auto", token_budget="auto", max_patches="auto")
     (line,) = [one.getMessage() for one in caplog.records if "token_budget: auto is" in one.getMessage()]
     tokens, patches = map(int, re.findall(r"auto is (\d+)", line))

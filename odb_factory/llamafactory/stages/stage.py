@@ -126,9 +126,12 @@ def _dummies(collator: Any, sample: Mapping[str, Any], patch_size: int) -> tuple
 
     sample: text of `PROBE_TOKENS` tokens, collated alone.
     """
+    template = getattr(collator, "template", None)
+    if template is None:  # a collator of the user's own, which injects nothing
+        return 0, 0, 0, 0
     unpadded = copy.copy(collator)
     unpadded.pad_to_multiple_of = None
-    plugin = collator.template.mm_plugin
+    plugin = template.mm_plugin
     both = _injected(unpadded, sample, patch_size)
     if plugin.image_token is None:
         image = (0, 0)
@@ -137,7 +140,7 @@ def _dummies(collator: Any, sample: Mapping[str, Any], patch_size: int) -> tuple
     else:
         without = copy.copy(unpadded)
         without.get_rope_func = None  # positions are not asked for, and may need audio
-        without.template = copy.copy(collator.template)
+        without.template = copy.copy(template)
         without.template.mm_plugin = copy.copy(plugin)
         without.template.mm_plugin.audio_token = None
         image = _injected(without, sample, patch_size)
@@ -151,9 +154,10 @@ def _injected(collator: Any, sample: Mapping[str, Any], patch_size: int) -> tupl
 
 
 def probe_answer(collator: Any) -> dict[str, list[int]]:
-    """A short row of nothing but padding tokens."""
+    """A short row of nothing but padding tokens. collator: one without a tokenizer is not asked to collate it."""
+    tokenizer = getattr(collator, "tokenizer", None)
     return {
-        "input_ids": [collator.tokenizer.pad_token_id] * PROBE_TOKENS,
+        "input_ids": [0 if tokenizer is None else tokenizer.pad_token_id] * PROBE_TOKENS,
         "attention_mask": [1] * PROBE_TOKENS,
         "labels": [IGNORE_INDEX] * PROBE_TOKENS,
     }
@@ -164,7 +168,7 @@ def probe_collation(collator: Any, sample: Mapping[str, Any], patch_size: int, r
     which is planned as one row of their length together."""
     image_tokens, image_patches, audio_tokens, audio_patches = _dummies(collator, sample, patch_size)
     return Collation(
-        pad_to_multiple_of=rows * (collator.pad_to_multiple_of or 1),
+        pad_to_multiple_of=rows * (getattr(collator, "pad_to_multiple_of", None) or 1),
         dummy_media_tokens=rows * image_tokens,
         dummy_media_patches=image_patches,
         dummy_audio_tokens=rows * audio_tokens,

@@ -68,4 +68,4 @@ class Pt(Stage):
         return DataCollatorForLanguageModeling(tokenizer=tokenizer, mlm=False)
 
     def collation(self, collator: Any, patch_size: int) -> Collation:
-        return Collation(pad_to_multiple_of=collator.pad_to_multiple_of or 1)
+        return Collation(pad_to_multiple_of=getattr(collator, "pad_to_multiple_of", None) or 1)
