@@ -172,15 +172,15 @@ class LoaderWorkers:
 
     def find_dummy_sample(self) -> Sample:
         """The first usable row in the order of all ranks, for idle micro-batches of a rank whose shard had none."""
-        reasons: Counter[str] = Counter()
+        reasons: dict[int, str] = {}  # a row may be looked at twice
         for row in self._all_rows():
             if isinstance(row, Sample):
                 return row
-            reasons[row.reason] += 1
+            reasons[row.id] = row.reason
         unsupervised = "no token carries loss; cutoff_len may cut the answers off, and nothing would be learned"
         named = [
             f"{count} {reason}{f' ({unsupervised})' if reason == 'unsupervised' else ''}"
-            for reason, count in reasons.items()
+            for reason, count in Counter(reasons.values()).items()
         ]
         raise DataError(
             f"no row of the training dataset can be trained on: {', '.join(named) or 'it is empty'}; the "

@@ -24,7 +24,6 @@ LAUNCH_RECORD = "ODB_FACTORY_LAUNCH_RECORD"
 SEAMS = (
     "llamafactory.hparams.parser",
     "llamafactory.data.loader",
-    "llamafactory.train.callbacks",
     "llamafactory.train.sft.trainer",
     "llamafactory.train.pt.trainer",
     "llamafactory.train.rm.trainer",

@@ -96,6 +96,68 @@ def each(rank: int, *, config: dict[str, Any]) -> dict[str, str]:
     return found
 
 
+TRAINERS = {
+    "lora_alpha": "peft_config.default.lora_alpha (16 on rank 0; 128 on rank 1)",
+    "config": "model.config.rms_norm_eps (1e-06 on rank 0; 0.1 on rank 1)",
+    "weight_decay": "weight_decay (0.0 on rank 0; 0.5 on rank 1)",
+    "trainer": "trainer ('Trainer' on rank 0; 'OtherTrainer' on rank 1)",
+}
+
+
+def each_trainer(rank: int, *, path: str, out: str) -> dict[str, Any]:
+    """Trainers of transformers, without LLaMA-Factory."""
+    from peft import LoraConfig, get_peft_model
+    from toy import Rows, pad
+    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+    from odb_factory import enable_odb
+
+    class OtherTrainer(Trainer):
+        pass
+
+    os.environ["LOCAL_RANK"] = str(rank)
+    found = {}
+    for name in (*TRAINERS, "workers"):
+        differs = bool(rank) and name
+        model: Any = AutoModelForCausalLM.from_pretrained(path)
+        model.config.rms_norm_eps = 0.1 if differs == "config" else 1e-6
+        if name == "lora_alpha":
+            lora = LoraConfig(task_type="CAUSAL_LM", lora_alpha=128 if differs else 16, target_modules=["q_proj"])
+            model = get_peft_model(model, lora)
+        kind = OtherTrainer if differs == "trainer" else Trainer
+        arguments = TrainingArguments(
+            f"{out}/{name}",
+            use_cpu=True,
+            ddp_backend="gloo",
+            max_steps=1,
+            save_strategy="no",
+            report_to="none",
+            weight_decay=0.5 if differs == "weight_decay" else 0.0,
+            dataloader_num_workers=1 if differs == "workers" else 0,
+        )
+        trainer = enable_odb(kind(model, arguments, train_dataset=Rows(), data_collator=pad), token_budget=512)
+        try:
+            trainer.train()
+            found[name] = "trained"
+        except ODBError as error:
+            found[name] = f"{error} (after {trainer.state.global_step} optimizer steps)"
+    return found
+
+
+def test_trainers_without_llamafactory_compare_what_they_have(tiny_text: Path, tmp_path: Path) -> None:
+    ranks = run_ranks(
+        "distributed.test_ranks_that_differ:each_trainer", tmp_path, limit_s=200, path=str(tiny_text), out=str(tmp_path)
+    )
+    one, other = (outcome.value for outcome in ranks)
+    assert one == other, "both end for the same reason"
+    for name, said in TRAINERS.items():
+        assert one[name].startswith("the ranks differ in ") and said in one[name], one[name]
+        assert one[name].endswith("(after 0 optimizer steps)")
+    assert one["workers"] == "trained"
+    warnings = [line for line in ranks[0].said.splitlines() if "the ranks differ in dataloader_num_workers" in line]
+    assert len([line for line in warnings if "does not change what is trained" in line]) == 1
+
+
 def test_what_changes_the_model_is_compared_before_it_is_loaded(
     tiny_text: Path, data_dir: Path, tmp_path: Path
 ) -> None:

@@ -223,6 +223,18 @@ def test_the_v1_trainer_is_refused(
         launcher.launch()
 
 
+@pytest.mark.parametrize("command", ["chat", "export", "api"])
+def test_commands_that_do_not_train_refuse_a_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, hook_undone: None
+) -> None:
+    launcher = importlib.import_module("llamafactory.launcher")
+    path = tmp_path / "my.yaml"
+    path.write_text("model_name_or_path: x\nodb:\n  token_budget: 1\n", encoding="utf-8")
+    monkeypatch.setattr(sys, "argv", ["llamafactory-cli", command, str(path)])
+    with pytest.raises(ConfigError, match=f"^odb: `llamafactory-cli {command}` does not train; remove the odb: block"):
+        launcher.launch()
+
+
 def test_without_a_block_the_launcher_is_stocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "my.yaml"
     path.write_text("seed: 010\n# odb:\n", encoding="utf-8")

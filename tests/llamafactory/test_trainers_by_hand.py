@@ -17,6 +17,14 @@ from transformers import DataCollatorForSeq2Seq
 from odb_factory.errors import ODBError
 
 
+class TextCollator(DataCollatorForSeq2Seq):
+    """Knows no template, and no media."""
+
+    def __call__(self, features: list[dict[str, Any]], return_tensors: Any = None) -> Any:
+        names = ("input_ids", "attention_mask", "labels")
+        return super().__call__([{name: one[name] for name in names} for one in features], return_tensors)
+
+
 def made_by_hand(config: dict[str, Any]) -> CustomSeq2SeqTrainer:
     """As LLaMA-Factory's workflow makes it, but with a collator that knows no template."""
     model_args, data_args, training_args, finetuning_args, _ = get_train_args(config)
@@ -28,7 +36,7 @@ def made_by_hand(config: dict[str, Any]) -> CustomSeq2SeqTrainer:
         model=load_model(tokenizer, model_args, finetuning_args, training_args.do_train),
         args=training_args,
         finetuning_args=finetuning_args,
-        data_collator=DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8),
+        data_collator=TextCollator(tokenizer, pad_to_multiple_of=8),
         callbacks=[],
         **dataset,
         **tokenizer_module,
