@@ -25,7 +25,7 @@ from odb_factory.data.keep_epoch import KeepEpoch
 from odb_factory.data.sampler import ShardSampler, Start, shard
 from odb_factory.data.samples import MicroBatch, OptimizerStep, Rejection, Sample, Task
 from odb_factory.data.serialize import pack
-from odb_factory.data.stock_steps import StockSteps
+from odb_factory.data.stock_steps import OF_STEP, StockMean, StockSteps
 from odb_factory.planning import Budget, Collation, Cost, Plan
 from odb_factory.planning.candidates import MAX_WAIT_ROUNDS
 from odb_factory.planning.per_rank import LOWEST_CAP
@@ -302,7 +302,7 @@ def stock_steps(
     batch_size: int = 1,
     world_size: int = 1,
     drop_last: bool = False,
-    mean: str = "step",
+    mean: StockMean = OF_STEP,
     is_split: bool = False,
 ) -> StockSteps:
     """size: N. num_rows: of the epoch, None where nobody knows."""

@@ -16,7 +16,8 @@ from odb_factory.data.loader import ODBLoader
 from odb_factory.data.measure import DEFAULT_PATCH_SIZE, Measure, measure_batch
 from odb_factory.data.observe import Observer
 from odb_factory.data.pickling import Picklable
-from odb_factory.data.step_rule import Layout, OptimizerStepRule, StockMean
+from odb_factory.data.step_rule import Layout, OptimizerStepRule
+from odb_factory.data.stock_steps import OF_STEP, StockMean
 from odb_factory.errors import ConfigError
 from odb_factory.planning import Collation
 
@@ -44,7 +45,7 @@ def make_loader(
     process_group: dist.ProcessGroup | None = None,
     agree_on: Mapping[str, Any] | None = None,
     accumulation: int = 1,
-    stock_mean: StockMean = "step",
+    stock_mean: StockMean = OF_STEP,
     equal_weights: bool = False,
     seed: int = 0,
     already_split: bool = False,

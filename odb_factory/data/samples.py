@@ -39,8 +39,8 @@ class OptimizerStep:
     num_micro_batches: K, the micro-batches of each rank. num_active: those of all ranks that are not idle.
     samples, tokens, units: of all ranks and micro-steps, without padding. padded_tokens: as collated.
     root_units: sum over the samples of the square root of their units.
-    num_stock_means: stock's loss is the mean of so many means over units (1: of all units of the step; 0: there is no
-        stock step to compare with, as with `fill`).
+    num_stock_means: what stock divides the sum of its means over units by: their number, but for losses that it adds
+        up (0: there is no stock step to compare with, as with `fill`).
     stock_input_tokens: padded tokens of the batches that stock would have given this rank (None: as above).
     done: samples of the epoch trained on or rejected, on all ranks, once this step is taken.
     progress: of the epoch in stock's micro-steps once this step is taken, 0 to 1; None where that is not known.

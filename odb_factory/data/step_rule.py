@@ -12,11 +12,10 @@ from odb_factory.data.resume.fill_progress import FillProgress
 from odb_factory.data.resume.keep_progress import KeepProgress
 from odb_factory.data.resume.progress import Progress
 from odb_factory.data.samples import Rejection, Sample
-from odb_factory.data.stock_steps import StockSteps
+from odb_factory.data.stock_steps import OF_STEP, StockMean, StockSteps
 from odb_factory.errors import ConfigError
 from odb_factory.planning import Budget
 
-StockMean = Literal["step", "rank", "micro_batch"]
 Layout = Literal["padded", "flat"]
 
 
@@ -26,14 +25,14 @@ class OptimizerStepRule:
 
     batch_size: rows of a micro-batch; accumulation: micro-batches of an optimizer step (with `fill`, ours too).
     drop_last: samples that do not fill a micro-batch on every rank are left out.
-    stock_mean: what the loss is the mean of: the tokens of the whole "step", of each "rank", of each "micro_batch".
+    stock_mean: what the loss is made of.
     equal_weights: samples that stock weighs differently must not share a micro-batch.
     """
 
     batch_size: int = 1
     accumulation: int = 1
     drop_last: bool = False
-    stock_mean: StockMean = "step"
+    stock_mean: StockMean = OF_STEP
     equal_weights: bool = False
 
     @property
@@ -43,7 +42,7 @@ class OptimizerStepRule:
             "per_device_train_batch_size": self.batch_size,
             "gradient_accumulation_steps": self.accumulation,
             "drop_last": self.drop_last,
-            "what stock's loss is the mean of": self.stock_mean,
+            "what stock's loss is the mean of": self.stock_mean.over,
         }
 
 

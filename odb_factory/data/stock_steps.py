@@ -5,12 +5,32 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from odb_factory.errors import DataError
 from odb_factory.planning import BufferMetadata, Collation
 from odb_factory.planning.plan import pool
+
+
+@dataclass(frozen=True, slots=True)
+class StockMean:
+    """What stock makes the loss of an optimizer step of: means over tokens.
+
+    over: each is the mean over the tokens of the whole "step", of a "rank", or of a "micro_batch".
+    divisor: the loss is the sum of these means divided by it; None: divided by their number.
+    counts_first: the mean counts the first label of a sample too, which no token predicts.
+    """
+
+    over: Literal["step", "rank", "micro_batch"] = "step"
+    divisor: int | None = None
+    counts_first: bool = True
+
+
+OF_STEP = StockMean()
+OF_MICRO_BATCH = StockMean("micro_batch", counts_first=False)
+"""Of a model that takes the mean itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +40,7 @@ class StockSteps:
     global_batch_size: N, samples of an optimizer step on all ranks. batch_size: rows of a micro-batch of stock's.
     world_size: data-parallel ranks. num_samples: of an epoch that are trained on (without those that `drop_last` leaves
     out), None if nobody knows. not_trained: those that `drop_last` leaves out.
-    mean: what stock's loss is the mean of: the tokens of the whole "step", of each "rank", or of each "micro_batch".
+    mean: what stock's loss is made of.
     equal_weights: samples that stock weighs differently do not share a micro-batch.
     is_split: every rank iterates a stream of its own.
     """
@@ -30,7 +50,7 @@ class StockSteps:
     world_size: int
     num_samples: int | None
     not_trained: int = 0
-    mean: str = "step"
+    mean: StockMean = OF_STEP
     equal_weights: bool = False
     is_split: bool = False
 
@@ -63,21 +83,22 @@ class StockSteps:
 
 
 def stock_means(rows: np.ndarray, stock: StockSteps) -> tuple[np.ndarray, int]:
-    """int64[len(rows)]: the tokens that stock divides each sample's losses by; and how many such means it averages.
+    """int64[len(rows)]: the tokens that stock divides each sample's losses by; and what it divides the sum of such
+    means by.
 
-    rows: all samples of an optimizer step, as `ROW`. The Trainer counts labels before the causal shift, a model that
-    takes the mean of a micro-batch itself those behind it.
+    rows: all samples of an optimizer step, as `ROW`.
     """
+    mean = stock.mean
     counted = rows["units"].astype(np.int64)
-    if stock.mean != "micro_batch":
+    if mean.counts_first:
         counted += rows["leading_label"]
     group = np.zeros(len(rows), dtype=np.int64)
-    if stock.mean != "step":
+    if mean.over != "step":
         group = rows["position"] // stock.batch_size
-    if stock.mean == "rank":
+    if mean.over == "rank":
         group %= stock.world_size
     tokens = np.bincount(group, weights=counted).astype(np.int64)
-    return tokens[group], int(np.count_nonzero(tokens))
+    return tokens[group], int(np.count_nonzero(tokens)) if mean.divisor is None else mean.divisor
 
 
 def by_weight(buffers: Sequence[BufferMetadata], stock: StockSteps) -> list[BufferMetadata]:

@@ -45,6 +45,7 @@ def layout_of(asked: Asked, rows: Rows) -> Layout:
         args=SimpleNamespace(
             device=torch.device("cpu") if asked.uses_cpu else ACCELERATOR,
             neftune_noise_alpha=asked.parsed.training.neftune_noise_alpha,
+            label_smoothing_factor=asked.parsed.training.label_smoothing_factor,
         ),
     )
     layout = resolve_layout(trainer, asked.config, why_not_flat(trainer))

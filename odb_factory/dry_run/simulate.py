@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from odb_factory.data.stock_steps import StockSteps, by_weight
+from odb_factory.data.stock_steps import OF_MICRO_BATCH, StockSteps, by_weight
 from odb_factory.dry_run import baselines, efficiency
 from odb_factory.dry_run.observe import Sample, Step
 from odb_factory.dry_run.outcome import Heaviest, Outcome, Shape, costs_of, outcome
@@ -93,7 +93,7 @@ def _kept(
         batch_size=setting.batch_size,
         world_size=setting.ranks,
         num_samples=None,
-        mean="micro_batch",
+        mean=OF_MICRO_BATCH,
         equal_weights=setting.equal_weights,
     )
     in_groups = setting.balance and budget.layout == "flat" and setting.ranks > setting.group_size

@@ -12,7 +12,7 @@ from typing import Any
 from datasets import Dataset
 from llamafactory.data.converter import align_dataset, get_dataset_converter
 from llamafactory.data.loader import _get_dataset_processor, _get_preprocessed_dataset
-from llamafactory.data.mm_plugin import get_mm_plugin
+from llamafactory.data.mm_plugin import BasePlugin, get_mm_plugin
 from llamafactory.train.callbacks import LogCallback
 
 from odb_factory.config import ODBConfig
@@ -164,6 +164,10 @@ def attach(trainer: Any, config: ODBConfig) -> None:
     template, processor = (getattr(collator, name, None) for name in ("template", "processor"))
     trainer.train_dataset = rows = training_rows(dataset, stage, template, tokenizer, processor)
     _check_tiles(config, rows.media)
+    if isinstance(config.max_patches, int) and type(rows.media.original) is BasePlugin:
+        logger.info(
+            "odb.max_patches: %d has no effect: template and stage take no images, videos or audio", config.max_patches
+        )
     trainer.data_collator = Picklable(OpenMedia(collator), "data_collator")  # evaluation sends it to workers, too
     observer = RowObserver(
         rows.media,

@@ -47,6 +47,13 @@ REFUSED = {
 }
 """Keys of the YAML that must not be true, and why."""
 
+AT_A_BACKWARD = {
+    "use_galore": ("galore_layerwise", True, "set galore_layerwise: false"),
+    "use_apollo": ("apollo_layerwise", True, "set apollo_layerwise: false"),
+    "use_badam": ("badam_mode", "ratio", "set badam_mode: layer"),
+}
+"""Of optimizers the key and value with which they change weights or gradients in every backward, and the way out."""
+
 
 FLAT_KEYS = r"odb|odb[._]\w+|enable_odb|use_odb"
 """Keys of a YAML that stand for the block: as people misspell it, and as patched forks of LLaMA-Factory have them."""
@@ -176,6 +183,9 @@ def _check_arguments(value_of: Callable[..., Any]) -> None:
     for key, why in REFUSED.items():
         if value_of(key):
             _refuse(key, value_of(key), why)
+    for optimizer, (key, value, way_out) in AT_A_BACKWARD.items():
+        if value_of(optimizer) and value_of(key) == value:
+            _refuse(key, value, f"it acts in every backward, of which odb makes several an optimizer step; {way_out}")
     if not value_of("ignore_pad_token_for_loss", True):
         _refuse(
             "ignore_pad_token_for_loss",

@@ -1,7 +1,7 @@
 """Losses that cannot give the samples of a micro-batch different weights, refused before a model is loaded.
 
-What the Trainer makes of them is `odb_factory.training.loss_rule`, which looks at the trainer itself; this knows its
-arguments only, and answers minutes earlier.
+`odb_factory.accounting.token_loss` finds them too, in a training; this knows the arguments only, and answers minutes
+earlier.
 """
 
 from __future__ import annotations
@@ -15,42 +15,38 @@ from odb_factory.llamafactory.stages import STAGES
 
 WITHOUT_LOGITS = ("enable_liger_kernel", "use_liger_kernel")
 """The kernel computes the loss from the hidden states and returns no logits to take token losses from."""
-LOSS_FUNCTIONS = ("use_dft_loss", "use_eaft_loss", "use_asft_loss")
-"""The Trainer counts tokens for a loss function, whatever the model does with their number."""
-LABEL_SMOOTHING = "label_smoothing_factor"
+TAKE_LABELS_AWAY = ("use_dft_loss", "use_eaft_loss", "label_smoothing_factor")
+"""The model gets no labels with them, and returns logits then."""
 
 
 def check_losses(config: ODBConfig, model_args: Any, training_args: Any, value_of: Callable[..., Any]) -> None:
-    """Raise a one-line `ConfigError` for a loss over a whole micro-batch whose samples weigh differently.
+    """Raise a one-line `ConfigError` for a kernel whose samples weigh differently.
 
     value_of(key): an argument of LLaMA-Factory's as it has been read.
     """
     if STAGES[value_of("stage", "sft")].equal_weights:
         return  # samples of different weight never meet there
-    key = next((key for key in (*WITHOUT_LOGITS, *LOSS_FUNCTIONS, LABEL_SMOOTHING) if value_of(key)), None)
-    if key is None or not _weights_differ(config, model_args, training_args, value_of):
+    key = next((key for key in WITHOUT_LOGITS if value_of(key)), None)
+    if key is None or any(map(value_of, TAKE_LABELS_AWAY)):
         return
-    how = "computes the loss without logits" if key in WITHOUT_LOGITS else "is a loss over a whole micro-batch"
-    off = 0 if key == LABEL_SMOOTHING else "false"
-    raise ConfigError(
-        f"{key}: {value_of(key)} {how}, and `loss_scaling: {config.loss_scaling}` gives the samples of a micro-batch "
-        f"different weights here; set `loss_scaling: exact` in the odb: block, or {key}: {off}."
-    )
+    if _weights_differ(config, model_args, training_args, value_of):
+        raise ConfigError(
+            f"{key}: {value_of(key)} computes the loss without logits, and `loss_scaling: {config.loss_scaling}` gives "
+            f"the samples of a micro-batch different weights here; set `loss_scaling: exact` in the odb: block, or "
+            f"{key}: false."
+        )
 
 
 def _weights_differ(config: ODBConfig, model_args: Any, training_args: Any, value_of: Callable[..., Any]) -> bool:
     if config.loss_scaling != "stock":
         return config.loss_scaling in ("sample", "square")
-    if any(map(value_of, LOSS_FUNCTIONS)) or not _has_processor(model_args):
+    if not value_of("use_asft_loss") and not _has_processor(model_args):
         return training_args.world_size > 1 and not training_args.average_tokens_across_devices
+    rows = int(training_args.per_device_train_batch_size)
     samples = config.global_batch_size
     if not isinstance(samples, int):
-        samples = training_args.world_size * training_args.gradient_accumulation_steps * _rows(training_args)
-    return samples > _rows(training_args)
-
-
-def _rows(training_args: Any) -> int:
-    return int(training_args.per_device_train_batch_size)
+        samples = training_args.world_size * training_args.gradient_accumulation_steps * rows
+    return samples > rows
 
 
 def _has_processor(model_args: Any) -> bool:

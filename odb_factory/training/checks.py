@@ -23,6 +23,9 @@ SHARED_REPLICA = ("tp_size", "cp_size", "sp_size")
 OVERRIDDEN = ("train", "get_train_dataloader", "training_step", "compute_loss", "create_scheduler")
 BELOW = ("get_batch_samples",)
 """Not overridden, and relied on."""
+STEP_IN_BACKWARD = ("lomo", "adalomo")
+ENGINES = ("torch", "accelerate", "deepspeed")
+"""Packages whose hooks on gradients add up and synchronise gradients only."""
 
 
 def check_arguments(args: Any, config: ODBConfig, memory_meter: PeakMeter | None = None) -> None:
@@ -36,6 +39,12 @@ def check_arguments(args: Any, config: ODBConfig, memory_meter: PeakMeter | None
         raise ConfigError(
             f"n_gpu: {args.n_gpu} devices in one process (DataParallel) would cut every batch apart; start one "
             "process a device with torchrun (FORCE_TORCHRUN=1), or show it one device."
+        )
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    if optimizer.endswith("_layerwise") or optimizer in STEP_IN_BACKWARD:
+        raise ConfigError(
+            f"optim: {optimizer!r} changes weights in every backward, of which odb makes several an optimizer step; "
+            "choose another optimizer, or train without odb."
         )
     if args.auto_find_batch_size:
         raise ConfigError(
@@ -131,6 +140,27 @@ def _check_counts(args: Any) -> None:
         raise ConfigError(
             f"num_train_epochs: {args.num_train_epochs} leaves nothing to train on; choose more than 0, or set "
             "max_steps."
+        )
+
+
+def check_hooks(trainer: Any) -> None:
+    """Raise `ConfigError` where something changes weights or gradients in every backward: an optimizer step has several
+    of them, and not as many as in stock training. The optimizer has been made."""
+    for name, parameter in trainer.model.named_parameters():
+        hooks = list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
+        origins = [_origin(getattr(hook, "func", hook)) for hook in hooks]
+        found = [origin for origin in origins if origin.split(".")[0] not in ENGINES]
+        if hasattr(parameter, "_in_backward_optimizers"):
+            found.append("torch's optimizer in the backward")
+        if found:
+            raise ConfigError(
+                f"{found[0]} acts on the gradient of {name} in every backward, of which odb makes several an optimizer "
+                "step; act once an optimizer step (a callback's on_pre_optimizer_step), or train without odb."
+            )
+    if getattr(trainer.accelerator, "has_lomo_optimizer", False):
+        raise ConfigError(
+            f"optimizer: {type(trainer.optimizer).__name__} of LOMO changes weights in every backward, of which odb "
+            "makes several an optimizer step; choose another optimizer, or train without odb."
         )
 
 

@@ -24,7 +24,7 @@ from odb_factory.training import agreement, columns
 from odb_factory.training.checks import check_arguments, check_dummy_media, check_methods, check_stream
 from odb_factory.training.layout_check import LayoutCheck
 from odb_factory.training.layout_choice import Layout
-from odb_factory.training.loss_rule import check_loss, stock_mean
+from odb_factory.training.loss_rule import TrainerLoss, stock_mean
 from odb_factory.training.mixin import ODBTrainerMixin
 from odb_factory.training.oom import MemoryWatch, why_not_split
 from odb_factory.training.oom_split import SplitSteps
@@ -59,9 +59,7 @@ class ODBSettings:
         stock: the train dataloader that the trainer would use; source: the same, perhaps with all its columns. config:
         with the budgets that were chosen.
         """
-        args, mean = trainer.args, stock_mean(trainer)
-        if not self.equal_weights:
-            check_loss(trainer, self.config, mean)
+        args, loss = trainer.args, None if self.equal_weights else TrainerLoss.of(trainer)
         seed = next(seed for seed in (self.config.seed, args.data_seed, args.seed) if seed is not None)
         parts = dismantle(source, seed, stream=trainer.train_dataset)
         # The Trainer wraps its collator to remove columns from items.
@@ -82,7 +80,7 @@ class ODBSettings:
             measure=self.measure,
             cost_fn=self.cost_fn,
             accumulation=args.gradient_accumulation_steps,
-            stock_mean=mean,
+            stock_mean=stock_mean(trainer, loss),
             equal_weights=self.equal_weights,
             seed=seed,
         )
@@ -97,6 +95,7 @@ class ODBSettings:
             memory=MemoryWatch(config, loader.budget, args.device, can_split=can_split),
             accumulation=args.gradient_accumulation_steps,
             looks_at_labels=not self.equal_weights,
+            trainer_loss=loss,
             is_shuffled=getattr(parts.sampler, "shuffle", isinstance(parts.sampler, RandomSampler)),
         )
         if is_split:
@@ -141,8 +140,9 @@ def enable_odb(
     memory_meter: what budgets of `auto` are chosen by (default: what the accelerator counts); with a
     `odb_factory.memory.meters.CPUMeter` they can be chosen on a CPU, for tests.
     about: what `odb-factory report` shall say of the run beside its training arguments (JSON types).
-    A `compute_loss_func` of the trainer is given the units of the micro-batch as `num_items_in_batch`, and
-    the mean that it returns is weighed as a model's own; one that returns a sum without dividing is not supported.
+    A `compute_loss_func` of the trainer is called once for the samples of each weight in a micro-batch, with their
+    units as `num_items_in_batch`, and the mean that it returns is weighed as a model's own; one that returns a sum
+    without dividing is not supported.
     Outside of `train()` the trainer stays as it was: its dataset, its collator, its dataloaders.
     Raises `ConfigError` where a training argument cannot work with it. A second call is an error.
     """

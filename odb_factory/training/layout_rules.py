@@ -14,6 +14,7 @@ import transformers
 from packaging.version import Version
 
 from odb_factory.training.checks import unwrapped
+from odb_factory.training.loss_rule import shifts_labels
 
 RECURRENT_LAYERS = ("linear_attention", "mamba", "mamba2", "conv", "hybrid", "recurrent")
 """Kinds of layers (`layer_types` of a config) that carry a state, or neighbours, from one sample into the next."""
@@ -96,6 +97,16 @@ def _noise(trainer: Any, model: Any) -> str | None:
     return None
 
 
+def _first_labels(trainer: Any, model: Any) -> str | None:
+    factor = getattr(trainer.args, "label_smoothing_factor", 0)
+    if factor and not shifts_labels(model):
+        return (
+            f"label_smoothing_factor: {factor} counts the first label of a sample for {type(model).__name__}, and a "
+            "flat row has none"
+        )
+    return None
+
+
 def _masks(trainer: Any, model: Any) -> str | None:
     """transformers 4 looks for packed samples with torch >= 2.6 only."""
     kernel = _kernel(model)
@@ -122,4 +133,14 @@ def _parameters(model: Any) -> tuple[str, ...]:
     return tuple(inspect.signature(model.forward).parameters)
 
 
-RULES: tuple[Rule, ...] = (_unknown, _recurrent, _chunked, _positions, _cross_attention, _noise, _masks, _sinks)
+RULES: tuple[Rule, ...] = (
+    _unknown,
+    _recurrent,
+    _chunked,
+    _positions,
+    _cross_attention,
+    _noise,
+    _first_labels,
+    _masks,
+    _sinks,
+)

@@ -1,74 +1,152 @@
-"""What stock's loss is the mean of, and which losses of a trainer can have weights that differ within a micro-batch."""
+"""What stock makes the loss of an optimizer step of, and how a loss that the trainer computes weighs samples."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from odb_factory.config import ODBConfig
-from odb_factory.data.step_rule import StockMean
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from odb_factory.data.measure import IGNORE_INDEX
+from odb_factory.data.stock_steps import OF_MICRO_BATCH, OF_STEP, StockMean
 from odb_factory.errors import ConfigError
-from odb_factory.log import get_logger
-
-logger = get_logger(__name__)
+from odb_factory.training.checks import unwrapped
 
 
-def stock_mean(trainer: Any) -> StockMean:
-    """As the Trainer decides it: by the tokens that it counts, where model or loss function take their number.
+def stock_mean(trainer: Any, loss: TrainerLoss | None) -> StockMean:
+    """As the Trainer of transformers divides, whose line is named in the comments. loss: in place of the model's own.
 
-    Models with a processor do not under LLaMA-Factory, which sets `model_accepts_loss_kwargs` to False.
+    Models with a processor take no number of tokens under LLaMA-Factory, which sets `model_accepts_loss_kwargs`.
     """
-    if not trainer.model_accepts_loss_kwargs and trainer.compute_loss_func is None:
-        return "micro_batch"
-    several = trainer.args.world_size > 1
-    return "rank" if several and not trainer.args.average_tokens_across_devices else "step"
+    args, counts_tokens = trainer.args, trainer.model_accepts_loss_kwargs
+    if loss is not None and loss.is_smoother:
+        # The mean of a micro-batch. `training_step` divides it by the accumulation where no tokens are counted;
+        # `compute_loss` multiplies it by the number of processes where they are counted on all of them.
+        sums_up_to = 1 if args.average_tokens_across_devices else args.world_size
+        return StockMean("micro_batch", sums_up_to if counts_tokens else None, counts_first=not loss.shifts)
+    if loss is not None and not loss.takes_num_items:
+        # LLaMA-Factory's asft: its own `compute_loss` returns the mean of a micro-batch, and `training_step` does not
+        # divide what a loss function returns.
+        return StockMean("micro_batch", args.world_size, counts_first=False)
+    if loss is None and not counts_tokens:
+        return OF_MICRO_BATCH
+    several_means = args.world_size > 1 and not args.average_tokens_across_devices
+    return StockMean("rank") if several_means else OF_STEP
 
 
-def check_loss(trainer: Any, config: ODBConfig, mean: StockMean) -> None:
-    """Refuse, by name, a loss that is computed over a whole micro-batch where its samples can have different weights.
+class TrainerLoss:
+    """The loss that a trainer computes from outputs and labels, in place of the model's own.
 
-    Their weights are those of token losses, which only a model's own loss is known to be the mean of.
+    That is its `compute_loss_func` or, if there is none, its label smoother. Each returns the mean over the tokens of
+    what it is given, or their sum divided by `num_items_in_batch`. So that samples of a micro-batch weigh differently,
+    it is called once for the samples of each weight, with their part of the outputs and labels.
+
+    is_smoother: it is the label smoother. shifts: it compares each token with the label behind it.
+    takes_num_items: it is told by how many tokens to divide.
     """
-    name = _loss_of_the_trainer(trainer)
-    if name is None:
-        return
-    scaling = config.loss_scaling
-    if scaling in ("sample", "square") or (scaling == "stock" and _weights_differ(trainer, mean)):
-        raise ConfigError(
-            f"odb.loss_scaling: {scaling!r} gives the samples of a micro-batch different weights here, and "
-            f"{name} is computed over the whole micro-batch; set `loss_scaling: exact`, or leave that loss out."
+
+    def __init__(self, trainer: Any):
+        self._trainer = trainer
+        self.is_smoother = trainer.compute_loss_func is None
+        self._place = "label_smoother" if self.is_smoother else "compute_loss_func"
+        function = getattr(trainer, self._place)
+        self.shifts = not self.is_smoother or shifts_labels(unwrapped(trainer.model))
+        parameters = inspect.signature(function).parameters.values()
+        self.takes_num_items = any(
+            one.name == "num_items_in_batch" or one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters
         )
-    if trainer.compute_loss_func is None and scaling == "stock" and mean == "step":
-        times = trainer.args.gradient_accumulation_steps * trainer.args.world_size
-        if times > 1:
-            logger.warning(
-                "%s: the Trainer alone adds up the means of its micro-batches without dividing by their number, a loss "
-                "and a gradient %d times larger; with odb it is the mean over the tokens of the optimizer step",
-                name,
-                times,
+        function = getattr(function, "func", function)  # of a functools.partial
+        self._name = f"compute_loss_func ({getattr(function, '__qualname__', type(function).__name__)})"
+        if self.is_smoother:
+            self._name = f"label_smoothing_factor: {trainer.args.label_smoothing_factor}"
+
+    @classmethod
+    def of(cls, trainer: Any) -> TrainerLoss | None:
+        """None where the loss is the model's own."""
+        return None if trainer.compute_loss_func is None and trainer.label_smoother is None else cls(trainer)
+
+    @contextlib.contextmanager
+    def weighing(self, row_weights: Sequence[float] | None, segments: Sequence[int], num_units: int) -> Iterator[None]:
+        """While `compute_loss` runs. row_weights, segments: of `MicroBatchLoss` and `Measured`; num_units: of the
+        micro-batch.
+
+        Raises `ConfigError` at the end where `compute_loss` has not used this loss.
+        """
+        function: Callable[..., Tensor] = getattr(self._trainer, self._place)
+        calls = 0
+
+        def weighed(outputs: Any, labels: Tensor, *args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            given = [(1 / num_units, (outputs, labels, *args))]
+            if row_weights is not None:
+                self._check_logits(outputs, labels)
+                given = _by_weight((outputs, labels, *args), labels, row_weights, segments)
+            losses = []
+            for weight, part in given:
+                predicted = part[1][:, 1:] if self.shifts else part[1]
+                num_items = (predicted != IGNORE_INDEX).sum()
+                more = {"num_items_in_batch": num_items} if "num_items_in_batch" in kwargs else {}
+                losses.append(function(*part, **kwargs | more) * (num_items * weight))
+            return sum(losses[1:], losses[0])
+
+        setattr(self._trainer, self._place, weighed)
+        try:
+            yield
+        finally:
+            setattr(self._trainer, self._place, function)
+        if not calls:
+            raise ConfigError(
+                f"{self._name}: compute_loss of {type(self._trainer).__name__} does not use it, and odb divides the "
+                "loss as the Trainer divides that one; leave it out."
+            )
+
+    def _check_logits(self, outputs: Any, labels: Tensor) -> None:
+        logits = outputs.get("logits") if isinstance(outputs, dict) else outputs[0]
+        if not isinstance(logits, Tensor) or logits.shape[:2] != labels.shape:
+            raise ConfigError(
+                f"{self._name}: the samples of a micro-batch have different weights here, and "
+                f"{type(unwrapped(self._trainer.model)).__name__} returns no logits of its rows (a fused kernel such "
+                "as Liger's computes the loss itself); turn the kernel off, or set `loss_scaling: exact`."
             )
 
 
-def _weights_differ(trainer: Any, mean: StockMean) -> bool:
-    """Whether stock's loss is a mean of several means."""
-    means = {
-        "step": 1,
-        "rank": trainer.args.world_size,
-        "micro_batch": trainer.args.gradient_accumulation_steps * trainer.args.world_size,
-    }
-    return means[mean] > 1
+def shifts_labels(model: Any) -> bool:
+    """Whether the Trainer has its label smoother shift the labels: for what transformers lists as a causal model."""
+    return type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
-def _loss_of_the_trainer(trainer: Any) -> str | None:
-    """The loss that is used in place of the model's own, as a user knows it; None if there is none."""
-    function = trainer.compute_loss_func
-    if function is not None:
-        function = getattr(function, "func", function)  # of a functools.partial
-        return f"compute_loss_func ({getattr(function, '__qualname__', type(function).__name__)})"
-    if trainer.label_smoother is not None:
-        return f"label_smoothing_factor: {trainer.args.label_smoothing_factor}"
-    return None
+def _by_weight(
+    given: tuple[Any, ...], labels: Tensor, row_weights: Sequence[float], segments: Sequence[int]
+) -> list[tuple[float, tuple[Any, ...]]]:
+    """For each weight but 0 what is given of its samples: their rows or, of a flat micro-batch, their segments."""
+    weights = sorted(set(row_weights) - {0.0})
+    if segments:
+        ends = np.cumsum(segments)
+        places = [np.arange(end - length, end) for end, length in zip(ends, segments)]
+    else:
+        places = [np.array([row]) for row in range(len(row_weights))]
+    of_weight = [
+        np.concatenate([place for place, weight in zip(places, row_weights) if weight == one]) for one in weights
+    ]
+    order = torch.from_numpy(np.concatenate(of_weight))
+    sizes, dim, shape = list(map(len, of_weight)), 1 if segments else 0, labels.shape
+
+    def cut(value: Any) -> Sequence[Any]:
+        if isinstance(value, Tensor) and value.shape[:2] == shape:
+            return value.index_select(dim, order.to(value.device, non_blocking=True)).split(sizes, dim)
+        if isinstance(value, dict) and value:
+            return [type(value)(**dict(zip(value, part))) for part in zip(*map(cut, value.values()))]
+        if isinstance(value, tuple | list) and value:
+            return [type(value)(part) for part in zip(*map(cut, value))]
+        return [value] * len(sizes)
+
+    return list(zip(weights, cut(given)))
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from odb_factory.comm.gloo import gather_once
 from odb_factory.errors import ConfigError
 from odb_factory.training import columns, probes, varlen
 from odb_factory.training.checks import check_trainer
+from odb_factory.training.expectation import say_what_differs
 from odb_factory.training.find_checkpoint import find_checkpoint
 from odb_factory.training.layout_check import LayoutCheck
 from odb_factory.training.layout_choice import Layout, not_right
@@ -77,6 +78,7 @@ class ODBTrainerMixin(Base):
             return super().train(resume_from_checkpoint, *args, **kwargs)
         check_trainer(self)
         probes.check_seams(self)
+        say_what_differs(self, counts_tokens=not self.odb_settings.equal_weights)
         if self.args.world_size > 1 and self.args.save_strategy != "no":
             compare_output_dirs(str(self.args.output_dir), self._odb_gather)
         found = find_checkpoint(
@@ -254,10 +256,7 @@ class ODBTrainerMixin(Base):
         computing.is_weighed = True
         # Of this micro-batch alone: what divides by it returns a mean, as what does not look at it does.
         kwargs["num_items_in_batch"] = torch.full((), computing.num_items, device=self.args.device)
-        weighing: Any = contextlib.nullcontext()
-        if loss.row_weights is not None:
-            weighing = run.token_loss(model).weighing(loss.row_weights, computing.segments)
-        with without_average_tokens(self.args), weighing:
+        with without_average_tokens(self.args), run.weighing(model):
             result: Any = super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
         if return_outputs:
             return (in_float32(result[0]) * loss.scale, *result[1:])

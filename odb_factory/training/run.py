@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -21,6 +22,7 @@ from odb_factory.errors import one_line
 from odb_factory.log import get_logger
 from odb_factory.planning import Limits
 from odb_factory.training.fill_schedule import FillSchedule
+from odb_factory.training.loss_rule import TrainerLoss
 from odb_factory.training.oom import MemoryWatch
 from odb_factory.training.oom_split import SplitSteps
 
@@ -56,7 +58,7 @@ class ODBRun:
     fill: the estimates that are needed where nobody knows how many optimizer steps there will be; None where they are
     kept. budgets: those that were chosen where the config said `auto`. step: the optimizer step taken last. computing:
     the micro-batch under way, None outside of forward and backward. looks_at_labels: units are labels that carry loss,
-    so that those of a row can be counted as collated.
+    so that those of a row can be counted as collated. trainer_loss: in place of the model's own.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class ODBRun:
         is_shuffled: bool = False,
         accumulation: int = 1,
         looks_at_labels: bool = True,
+        trainer_loss: TrainerLoss | None = None,
     ):
         self.loader, self.config, self.length, self.output_dir = loader, config, length, Path(output_dir)
         self.accounting = StepAccounting(loader, config, output_dir if config.audit else None)
@@ -81,7 +84,7 @@ class ODBRun:
         self.computing: Computing | None = None
         self.memory = memory
         self.split: SplitSteps | None = None
-        self._looks_at_labels = looks_at_labels
+        self._looks_at_labels, self._trainer_loss = looks_at_labels, trainer_loss
         self._anew: tuple[int, int] | None = None
         self._token_loss: TokenLoss | None = None
         self._epochs_before = 0.0
@@ -172,11 +175,17 @@ class ODBRun:
         self.computing = None
         return self.accounting.set_aside()
 
-    def token_loss(self, model: Any) -> TokenLoss:
-        """What weighs the token losses of this model, the one that is trained."""
+    def weighing(self, model: Any) -> contextlib.AbstractContextManager[None]:
+        """Within it the loss of the micro-batch under way is the weighted mean over its tokens. model: as trained."""
+        assert self.computing is not None
+        row_weights, segments = self.computing.loss.row_weights, self.computing.segments
+        if self._trainer_loss is not None:
+            return self._trainer_loss.weighing(row_weights, segments, self.computing.num_items)
+        if row_weights is None:
+            return contextlib.nullcontext()
         if self._token_loss is None:
             self._token_loss = TokenLoss(model, self.config.loss_scaling)
-        return self._token_loss
+        return self._token_loss.weighing(row_weights, segments)
 
     # Its state and its end
 

@@ -10,6 +10,7 @@ from odb_factory.config import BUDGETS
 from odb_factory.log import get_logger
 from odb_factory.training import checkpoint
 from odb_factory.training.auto_budget import choose_budgets
+from odb_factory.training.checks import check_hooks
 from odb_factory.training.expectation import say_what_to_expect
 from odb_factory.training.layout_choice import Layout, fall_back, resolve_layout
 from odb_factory.training.run import ODBRun
@@ -49,6 +50,7 @@ class RunStart:
     def checked(self) -> ODBRun:
         """The run to take the first optimizer step with: the one that has begun, or one in its place that has the
         padded layout, or the budgets that the memory allows."""
+        check_hooks(self._trainer)
         run = self._with_checked_layout()
         if not self.lacks_budgets:
             return run

@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from odb_factory.data.stock_steps import StockSteps, by_weight, stock_means
+from odb_factory.data.stock_steps import OF_MICRO_BATCH, StockSteps, by_weight, stock_means
 from odb_factory.planning import Budget, BufferMetadata, Cost, make_metadata, plan_optimizer_step
 
 
@@ -32,7 +32,7 @@ def test_samples_of_a_micro_batch_weigh_the_same(seed: int) -> None:
         batch_size=batch_size,
         world_size=num_ranks,
         num_samples=None,
-        mean="micro_batch",
+        mean=OF_MICRO_BATCH,
         equal_weights=True,
     )
     num_rows = rng.randrange(1, 25)
@@ -55,13 +55,25 @@ def test_samples_of_a_micro_batch_weigh_the_same(seed: int) -> None:
 
 
 def test_nothing_changes_where_all_weigh_the_same() -> None:
-    stock = StockSteps(global_batch_size=8, batch_size=2, world_size=2, num_samples=None, mean="micro_batch")
+    stock = StockSteps(
+        global_batch_size=8,
+        batch_size=2,
+        world_size=2,
+        num_samples=None,
+        mean=OF_MICRO_BATCH,
+    )
     buffers = buffers_of(random.Random(1), stock, 2, 8, left_out=0)
     for separated, buffer in zip(by_weight(buffers, stock), buffers, strict=True):
         assert (separated.rows == buffer.rows).all()
 
 
 def test_ranks_without_a_sample_are_left_as_they_are() -> None:
-    stock = StockSteps(global_batch_size=8, batch_size=2, world_size=2, num_samples=None, mean="micro_batch")
+    stock = StockSteps(
+        global_batch_size=8,
+        batch_size=2,
+        world_size=2,
+        num_samples=None,
+        mean=OF_MICRO_BATCH,
+    )
     empty = [BufferMetadata(make_metadata([], [], True).rows, True) for _ in range(2)]
     assert by_weight(empty, stock) == empty

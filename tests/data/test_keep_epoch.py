@@ -32,7 +32,7 @@ from torch.utils.data import BatchSampler
 
 from odb_factory.comm.coordinator import CollectiveError
 from odb_factory.data.samples import Rejection, Sample
-from odb_factory.data.stock_steps import StockSteps
+from odb_factory.data.stock_steps import OF_MICRO_BATCH, StockSteps
 from odb_factory.planning import Budget, Collation
 
 Case = tuple[list[Row], StockSteps, dict[str, Any]]
@@ -410,7 +410,12 @@ def test_streams_that_were_split_before_keep_stocks_micro_batches(
     shards = [[sample(next(ids), tokens) for tokens in shard] for shard in lengths]
     size = batch_size * accumulation * len(shards)
     stock = stock_steps(
-        None, size=size, batch_size=batch_size, world_size=len(shards), mean="micro_batch", is_split=True
+        None,
+        size=size,
+        batch_size=batch_size,
+        world_size=len(shards),
+        mean=OF_MICRO_BATCH,
+        is_split=True,
     )
     epochs = run_shards(shards, stock=stock, balance=balance, num_samples=None)
     assert [epoch.error for epoch in epochs] == [None] * len(shards)

@@ -27,6 +27,7 @@ from thread_ranks import run_ranks
 
 from odb_factory.comm.coordinator import CollectiveError
 from odb_factory.data.resume.keep_state import KeepState
+from odb_factory.data.stock_steps import StockMean
 from odb_factory.errors import ConfigError, DataError
 
 EIGHT = KEEP | {"global_batch_size": 8}
@@ -336,7 +337,7 @@ DIFFERENCES = [
     ({}, {"global_batch_size": 16}, "odb.global_batch_size ('keep' on rank 0; 16 on rank 1)"),
     ({}, {"global_batch_size": "fill"}, "odb.global_batch_size ('keep' on rank 0; 'fill' on rank 1)"),
     ({}, {"drop_last": True}, "drop_last (False on rank 0; True on rank 1)"),
-    ({}, {"stock_mean": "rank"}, "what stock's loss is the mean of ('step' on rank 0; 'rank' on rank 1)"),
+    ({}, {"stock_mean": StockMean("rank")}, "what stock's loss is the mean of ('step' on rank 0; 'rank' on rank 1)"),
     ({}, {"balance": False}, "odb.balance (True on rank 0; False on rank 1)"),
     ({}, {"loss_scaling": "exact"}, "odb.loss_scaling ('stock' on rank 0; 'exact' on rank 1)"),
 ]

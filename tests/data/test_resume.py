@@ -18,6 +18,7 @@ from thread_ranks import Table
 
 from odb_factory.data.resume.done_bitmap import pack_done
 from odb_factory.data.step_times import StepTimes
+from odb_factory.data.stock_steps import OF_MICRO_BATCH
 from odb_factory.errors import DataError
 from odb_factory.planning import Cost, CostModel
 
@@ -31,7 +32,14 @@ MODES = [
     {"world_size": 2, "stream": Stream},
     {"world_size": 1, **KEEP},
     {"world_size": 3, **KEEP, "balance": False},
-    {"world_size": 2, **KEEP, "batch_size": 2, "accumulation": 2, "drop_last": True, "stock_mean": "micro_batch"},
+    {
+        "world_size": 2,
+        **KEEP,
+        "batch_size": 2,
+        "accumulation": 2,
+        "drop_last": True,
+        "stock_mean": OF_MICRO_BATCH,
+    },
     {"world_size": 2, **KEEP, "global_batch_size": 7, "stream": Stream},
     {"world_size": 2, "layout": "flat", "accumulation": 2, "balance": True},
     {"world_size": 2, **KEEP, "layout": "flat"},

@@ -27,6 +27,7 @@ from odb_factory.comm.process_group import make_coordinator
 from odb_factory.config import ODBConfig
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.step_rule import OptimizerStepRule
+from odb_factory.data.stock_steps import StockMean
 from odb_factory.planning import Cost
 
 TESTS = Path(__file__).parents[1]
@@ -152,6 +153,8 @@ def toy_loader(
     options: of the config (default: `fill`, not balanced) and of `OptimizerStepRule` (default: 2 micro-batches).
     """
     rule = {key: options.pop(key) for key in OptimizerStepRule.__dataclass_fields__ if key in options}
+    if "stock_mean" in rule:  # JSON knows its name only
+        rule["stock_mean"] = StockMean(rule["stock_mean"])
     config = {"token_budget": 100, "buffer_size": 8, "global_batch_size": "fill", "balance": False}
     loader = ODBLoader(
         [2 + k * 7 % 39 for k in range(num_rows)],

@@ -13,6 +13,7 @@ import pytest
 from distributed.conftest import deepspeed_op  # noqa: F401  (a fixture)
 from distributed.rows import INVALID, row, write_uneven_rows
 from distributed.test_engines import ENGINES, deepspeed_config
+from llamafactory.hparams import FinetuningArguments
 from llamafactory.train.tuner import run_exp
 from same_training import RELATIVE, Training, check_same_training, deviation, report, train
 from support import training_config, write_dataset
@@ -87,6 +88,43 @@ def test_vision_language_rows_on_one_rank(pair: Pair) -> None:
     assert [len(step) for step in stock.rows] == [9, 9, 6] * 3
     assert len(set(ours.num_micro_batches)) > 1, "K differs from step to step"
     report("tiny Qwen3-VL, 1 rank", check_same_training(ours, stock))
+
+
+SMOOTHED = {"label_smoothing_factor": 0.1}
+ASFT = {"use_asft_loss": True, "max_samples": 36, "val_size": 0, "eval_strategy": "no"}
+"""Stock cannot evaluate with it."""
+OWN_LOSSES = {
+    "asft, text": ("texts", ASFT),
+    "asft, tiny Qwen3-VL": ("mixed", ASFT),
+    "label smoothing, text": ("texts", SMOOTHED),
+    "label smoothing, tiny Qwen3-VL": ("mixed", SMOOTHED),
+    "label smoothing of all labels, text": ("texts", SMOOTHED | {"train_on_prompt": True}),
+    "label smoothing of all labels, tiny Qwen3-VL": ("mixed", SMOOTHED | {"train_on_prompt": True}),
+    "label smoothing, means of ranks": ("texts", SMOOTHED | {"average_tokens_across_devices": False}),
+    "dft, means of ranks": ("texts", {"use_dft_loss": True, "average_tokens_across_devices": False}),
+    "dft, tiny Qwen3-VL": ("mixed", {"use_dft_loss": True}),
+    "eaft, text": ("texts", {"use_eaft_loss": True}),
+    "eaft, tiny Qwen3-VL": ("mixed", {"use_eaft_loss": True}),
+}
+"""Losses that stock adds up over its micro-batches, or takes the mean of, each in its own way."""
+
+
+def check_own_loss(pair: Pair, name: str, num_ranks: int) -> None:
+    dataset, changes = OWN_LOSSES[name]
+    key = next((key for key in changes if key.startswith("use_")), None)
+    if key is not None and not hasattr(FinetuningArguments, key):
+        pytest.skip(f"this release has no {key}")
+    steps = {"per_device_train_batch_size": 3 if dataset == "mixed" else 2, "gradient_accumulation_steps": 3}
+    steps["num_train_epochs"] = 1
+    found = check_same_training(*pair(dataset, num_ranks, **steps | changes))
+    report(f"{name}, {num_ranks} ranks", found)
+    assert found.grad_norm < RELATIVE
+
+
+@pytest.mark.parametrize("name", ["asft, tiny Qwen3-VL", "label smoothing, tiny Qwen3-VL"])
+def test_losses_that_stock_divides_in_its_own_way(pair: Pair, name: str) -> None:
+    """On two ranks: `test_stages_are_the_same_training_on_two_ranks`, `tests/training/test_same_training.py`."""
+    check_own_loss(pair, name, 1)
 
 
 def test_the_comparison_finds_another_loss(tiny_vl: Path, rows_dir: Path, tmp_path: Path) -> None:
@@ -169,6 +207,13 @@ def test_other_settings(pair: Pair, dataset: str, num_ranks: int, changes: dict[
     report(
         f"{dataset}, {num_ranks} ranks, {changes}", check_same_training(*pair(dataset, num_ranks, **(steps | changes)))
     )
+
+
+@pytest.mark.full_grid
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("name", OWN_LOSSES)
+def test_losses_of_a_trainer(pair: Pair, name: str, num_ranks: int) -> None:
+    check_own_loss(pair, name, num_ranks)
 
 
 @pytest.mark.full_grid

@@ -321,3 +321,34 @@ def test_a_log_of_ones_own_does_not_end_the_interval(tiny_text, tmp_path) -> Non
     samples = [len(line["ids"]) for line in audit(tmp_path) if line["optimizer_step"] <= first["step"]]
     assert first["step"] > 1
     assert first[name] == pytest.approx(sum(samples) / len(samples), abs=0.01)
+
+
+def test_what_acts_in_every_backward_is_refused(tiny_text, tmp_path) -> None:
+    """An optimizer step has several backwards, and not as many as in stock training."""
+
+    def step_at_once(parameter: torch.Tensor) -> None:
+        parameter.grad = None
+
+    trainer = make(Trainer, tiny_text, tmp_path)
+    name, parameter = next(iter(trainer.model.named_parameters()))
+    parameter.register_post_accumulate_grad_hook(step_at_once)
+    enable_odb(trainer, **BLOCK)
+    refuses(trainer, f"step_at_once acts on the gradient of {name} in every backward")
+
+
+@pytest.mark.parametrize("optim", ["galore_adamw_layerwise", "apollo_adamw_layerwise", "lomo"])
+def test_optimizers_that_step_in_a_backward_are_refused(tiny_text, tmp_path, optim: str) -> None:
+    trainer = make(Trainer, tiny_text, tmp_path)
+    trainer.args.optim = optim
+    with pytest.raises(ConfigError, match=f"^optim: '{optim}' changes weights in every backward"):
+        enable_odb(trainer, **BLOCK)
+
+
+def test_active_dropout_is_told_in_one_line(tiny_text, tmp_path, caplog) -> None:
+    for rate in (0.0, 0.1):
+        trainer = make(Trainer, tiny_text, tmp_path, max_steps=1)
+        trainer.model.model.layers[0].self_attn.attention_dropout = rate
+        enable_odb(trainer, **BLOCK)
+        trainer.train()
+    (told,) = [one.getMessage() for one in caplog.records if "dropout" in one.getMessage()]
+    assert "model.layers.0.self_attn: 0.1" in told and "\n" not in told

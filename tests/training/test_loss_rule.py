@@ -1,4 +1,4 @@
-"""Losses of the user's own: the same as in stock training, or refused by name before the first step."""
+"""Losses that the trainer computes, in place of the model: the same as in stock training, at any weight of samples."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from toy import item
+from training.reference import Loss, dynamic, smoothed
 from training.side_by_side import ODB, STOCK, ReadsRows, Training, compare, train
-from training.test_enable import BLOCK, make
-from transformers import Trainer
+from training.test_enable import BLOCK, audit, make
+from transformers import AutoModelForCausalLM, Trainer
 
 from odb_factory import ConfigError, enable_odb
 
@@ -42,38 +44,63 @@ def test_an_override_that_divides_by_the_items_of_the_batch(tiny_text, tmp_path)
     assert compare(tmp_path, training, 1).most < TOLERANCE
 
 
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "smoothing, sample": ({"label_smoothing_factor": 0.1}, {"loss_scaling": "sample"}, "label_smoothing_factor: 0.1"),
-    "function, square": ({}, {"loss_scaling": "square"}, r"compute_loss_func \(summed\)"),
-    "smoothing, stock": ({"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor: 0.1"),
-}
+def dft(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor) -> torch.Tensor:
+    logits, labels = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    supervised = labels != -100
+    return dynamic(logits[supervised], labels[supervised]).sum() / num_items_in_batch
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_loss_over_a_whole_micro_batch_has_one_weight(tiny_text, tmp_path, case: str) -> None:
-    """`stock` has several where the model takes no number of items: it is the mean of the means of micro-batches."""
-    changes, block, name = CASES[case]
-    trainer = make(Trainer, tiny_text, tmp_path, gradient_accumulation_steps=2, **changes)
-    if case == "smoothing, stock":
-        trainer.model_accepts_loss_kwargs = False
-    if "function" in case:
-        trainer.compute_loss_func = summed
-    enable_odb(trainer, **BLOCK | block)
-    with pytest.raises(ConfigError, match=f"^odb.loss_scaling: .* {name} .*`loss_scaling: exact`") as refused:
+@pytest.mark.parametrize(
+    ("name", "scaling", "layout"),
+    [
+        ("label smoothing", "sample", "flat"),
+        ("label smoothing", "square", "padded"),
+        ("compute_loss_func", "square", "flat"),
+        ("compute_loss_func", "sample", "padded"),
+    ],
+)
+def test_samples_of_a_micro_batch_have_different_weights(
+    tiny_text, tmp_path, name: str, scaling: str, layout: str
+) -> None:
+    """Loss and gradient of the first optimizer step are those of each of its samples alone, weighed."""
+    is_smoothed = name == "label smoothing"
+    steps = {"max_steps": 1, "gradient_accumulation_steps": 2, "max_grad_norm": 1e9}
+    trainer = make(Trainer, tiny_text, tmp_path, label_smoothing_factor=0.1 * is_smoothed, **steps)
+    if not is_smoothed:
+        trainer.compute_loss_func = dft
+    enable_odb(trainer, loss_scaling=scaling, layout=layout, **BLOCK)
+    trainer.train()
+    ids = [row for line in audit(tmp_path) for row in line["ids"]]
+    assert len(ids) == 16 and max(len(line["ids"]) for line in audit(tmp_path)) > 3
+    loss, norm = weighed_alone(str(tiny_text), smoothed(0.1) if is_smoothed else dynamic, ids, scaling)
+    logged = trainer.state.log_history[0]
+    assert logged["loss"] == pytest.approx(loss, rel=TOLERANCE)
+    assert logged["grad_norm"] == pytest.approx(norm, rel=TOLERANCE)
+
+
+def weighed_alone(path: str, token_loss: Loss, ids: list[int], scaling: str) -> tuple[float, float]:
+    """Loss and norm of the gradient."""
+    model = AutoModelForCausalLM.from_pretrained(path)
+    units = [len(item(row)["input_ids"]) - 1 for row in ids]
+    power = {"sample": 0.0, "square": 0.5}[scaling]
+    whole = sum(number**power for number in units)
+    total = 0.0
+    for row, number in zip(ids, units):
+        tokens = torch.tensor([item(row)["input_ids"]])
+        loss = number**power / whole * token_loss(model(tokens).logits[0, :-1], tokens[0, 1:]).mean()
+        loss.backward()
+        total += loss.item()
+    gradients = [parameter.grad.norm() for parameter in model.parameters() if parameter.grad is not None]
+    return total, float(torch.stack(gradients).norm())
+
+
+class LeavesOut(Trainer):
+    compute_loss = Overrides.compute_loss
+
+
+def test_a_loss_that_an_override_leaves_out_is_named(tiny_text, tmp_path) -> None:
+    trainer = make(LeavesOut, tiny_text, tmp_path, label_smoothing_factor=0.1)
+    enable_odb(trainer, **BLOCK)
+    with pytest.raises(ConfigError, match=r"^label_smoothing_factor: 0.1: compute_loss of LeavesOut does not use it"):
         trainer.train()
-    assert "\n" not in str(refused.value)
     assert trainer.state.global_step == 0
-
-
-def test_label_smoothing_is_not_multiplied_by_the_accumulation(tiny_text, tmp_path, caplog) -> None:
-    """Stock adds up means; with odb the loss is the mean of the optimizer step, whatever the accumulation."""
-    losses = []
-    for accumulation, batch in ((1, 8), (4, 2)):
-        changes = {"gradient_accumulation_steps": accumulation, "per_device_train_batch_size": batch}
-        trainer = make(Trainer, tiny_text, tmp_path / str(batch), label_smoothing_factor=0.1, max_steps=3, **changes)
-        enable_odb(trainer, **BLOCK)
-        trainer.train()
-        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    (said,) = [one.getMessage() for one in caplog.records if "label_smoothing_factor" in one.getMessage()]
-    assert "4 times larger" in said and "\n" not in said

@@ -20,6 +20,7 @@ from training.side_by_side import ODB, STOCK, Apart, Training, compare, compare_
 LIMIT_S, GRID_LIMIT_S = 240, 3000
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
 GRID = (1, 2, 4)
+SMOOTHED = {"label_smoothing_factor": 0.1}
 
 SETS: dict[str, tuple[int, dict[str, Training]]] = {
     "1_rank": (
@@ -29,6 +30,7 @@ SETS: dict[str, tuple[int, dict[str, Training]]] = {
             "one row": Training(batch=1, accumulation=1),
             "leading label": Training(rows="leading", batch=4, accumulation=2, more=4),
             "float64": Training(rows="leading", batch=3, accumulation=2, dtype="float64", more=2),
+            "smoothed": Training(rows="leading", batch=3, accumulation=3, more=4, arguments=SMOOTHED),
             "images": Training("vl", "images", batch=3, accumulation=2, more=4),
             "mixed": Training("vl", "mixed", batch=4, accumulation=1, dtype="float64"),
         },
@@ -39,6 +41,11 @@ SETS: dict[str, tuple[int, dict[str, Training]]] = {
             "text": Training(batch=2, accumulation=4, more=4),
             "one row": Training(batch=1, accumulation=2),
             "without balance": Training(batch=4, accumulation=1, dtype="float64", block={"balance": False}),
+            "smoothed": Training(batch=2, accumulation=3, more=4, arguments=SMOOTHED),
+            "smoothed on each rank": Training(
+                batch=2, accumulation=2, arguments=SMOOTHED | {"average_tokens_across_devices": False}
+            ),
+            "smoothed, mixed": Training("vl", "mixed", batch=3, accumulation=2, more=6, arguments=SMOOTHED),
             "vl text": Training("vl", "text", batch=1, accumulation=4, more=2),
             "mixed": Training("vl", "mixed", batch=3, accumulation=2, dtype="float64", more=6),
         },
