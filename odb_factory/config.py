@@ -174,7 +174,8 @@ class ODBConfig:
         default="strict",
     )
     exchange_timeout_s: int = _key(
-        "seconds a rank waits for the others when they plan, before it ends and names those that are missing",
+        "seconds a rank may give no sign of life (stopped, its network gone, not started) before the others end; a "
+        "rank that is alive is waited for as long as ddp_timeout says",
         minimum=1,
         default=600,
     )

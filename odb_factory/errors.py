@@ -2,7 +2,10 @@
 
 
 class ODBError(Exception):
-    """Base of every error odb_factory raises on purpose."""
+    """Base of every error odb_factory raises on purpose. Its message has no control characters."""
+
+    def __init__(self, message: str = ""):
+        super().__init__(printable(message))
 
 
 class ConfigError(ODBError, ValueError):
@@ -11,6 +14,10 @@ class ConfigError(ODBError, ValueError):
 
 class DataError(ODBError, RuntimeError):
     """A row of the dataset cannot be used and the policy says to stop."""
+
+
+class CollectiveError(DataError):
+    """An error that every rank knows of and raises: nobody is left waiting, and nobody has to be told."""
 
 
 class OutOfMemoryError(ODBError, RuntimeError):
@@ -30,17 +37,33 @@ def quoted(value: object) -> str:
     return _shortened(text, LONGEST_VALUE)
 
 
+def printable(text: str) -> str:
+    """Text with control characters shown as escapes, so that a file name cannot command a terminal; lines stay."""
+    return "".join(
+        character if character.isprintable() or character in "\n\t" else character.encode("unicode_escape").decode()
+        for character in text
+    )
+
+
 def one_line(error: BaseException) -> str:
     """The type and message of any error on one line, its middle left out if it is long; of ours the message alone.
 
-    Messages of tokenizers, PIL and torch often have several lines; LLaMA-Factory's quote whole conversations.
+    An error that others caused is followed by the first of them: the outermost often says no more than that something
+    failed. Messages of tokenizers, PIL and torch often have several lines; LLaMA-Factory's quote whole conversations.
     """
     if isinstance(error, KeyboardInterrupt):
         return "interrupted from the keyboard"
     if isinstance(error, ODBError):
         return " ".join(str(error).split())
-    text = " ".join(f"{type(error).__name__}: {error}".split())
-    return _shortened(text, LONGEST)
+    first: BaseException = error
+    while first.__cause__ is not None:
+        first = first.__cause__
+    text = _named(error)
+    return text if first is error else f"{text} (caused by {_named(first)})"
+
+
+def _named(error: BaseException) -> str:
+    return _shortened(printable(" ".join(f"{type(error).__name__}: {error}".split())), LONGEST)
 
 
 def _shortened(text: str, longest: int) -> str:

@@ -6,6 +6,8 @@ import logging
 import os
 import sys
 
+from odb_factory.errors import printable
+
 
 def get_logger(name: str) -> logging.Logger:
     """A child of the `odb_factory` logger. Ranks other than 0 log warnings and above only.
@@ -41,6 +43,8 @@ class _Console(logging.Handler):
 
 
 def _is_for_this_rank(record: logging.LogRecord) -> bool:
+    """Also shows control characters of the message, of a file name for instance, as escapes."""
+    record.msg, record.args = printable(record.getMessage()), ()
     return record.levelno >= logging.WARNING or _rank() == 0
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from unittest import mock
 
 from odb_factory.comm.codec import Failure, decode, encode
-from odb_factory.comm.coordinator import CollectiveError, RankMetadata
+from odb_factory.comm.coordinator import RankMetadata
 from odb_factory.comm.redistribute import make_buffers, redistribute
 from odb_factory.data import epoch as epoch_module
 from odb_factory.data.epoch import EpochContext, EpochPlanner
@@ -26,6 +26,7 @@ from odb_factory.data.sampler import ShardSampler, Start, shard
 from odb_factory.data.samples import MicroBatch, OptimizerStep, Rejection, Sample, Task
 from odb_factory.data.serialize import pack
 from odb_factory.data.stock_steps import OF_STEP, StockMean, StockSteps
+from odb_factory.errors import CollectiveError
 from odb_factory.planning import Budget, Collation, Cost, Plan
 from odb_factory.planning.candidates import MAX_WAIT_ROUNDS
 from odb_factory.planning.per_rank import LOWEST_CAP

@@ -9,7 +9,8 @@ from typing import Any
 
 from odb_factory.comm.agreement import compare
 from odb_factory.comm.codec import Failure, decode, encode
-from odb_factory.comm.coordinator import CollectiveError, RankMetadata
+from odb_factory.comm.coordinator import RankMetadata
+from odb_factory.errors import CollectiveError
 
 
 class Table:
@@ -94,6 +95,8 @@ class Seat:
     def start(self) -> None: ...
 
     def check(self) -> None: ...
+
+    def progress(self, phase: str) -> None: ...
 
     def abort(self, message: str) -> None:
         self.table.abort()

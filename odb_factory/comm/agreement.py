@@ -17,9 +17,8 @@ from importlib import metadata
 from packaging.version import InvalidVersion, Version
 
 import odb_factory
-from odb_factory.comm.coordinator import CollectiveError
 from odb_factory.config import ODBConfig
-from odb_factory.errors import ODBError, one_line
+from odb_factory.errors import CollectiveError, ODBError, one_line
 from odb_factory.log import get_logger
 
 logger = get_logger(__name__)

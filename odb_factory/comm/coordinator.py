@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from odb_factory.errors import DataError
+from odb_factory.comm.lifeline import Lifeline
 from odb_factory.planning import BufferMetadata, CostModel, Limits
 
 DIFFERENT_PLANS = (
@@ -17,10 +17,6 @@ DIFFERENT_PLANS = (
 
 
 LEFT_EPOCH = "it left the epoch before its end; all ranks must take the same optimizer steps."
-
-
-class CollectiveError(DataError):
-    """An error that every rank knows of and raises: nobody is left waiting, and nobody has to be told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +38,11 @@ class RankMetadata:
 
 
 class Coordinator(Protocol):
-    """How the data-parallel ranks agree. All ranks make the same calls in the same order, but for `check` and `abort`;
-    the calls of `gather_step` have an order of their own.
+    """How the data-parallel ranks agree. All ranks make the same calls in the same order, but for `check`, `progress`
+    and `abort`; the calls of `gather_step` have an order of their own.
 
-    rank, world_size: position among the data-parallel ranks. timeout_s: how long a rank waits for the others (seconds).
+    rank, world_size: position among the data-parallel ranks. timeout_s: how long a rank may give no sign of life
+    (seconds).
     """
 
     rank: int
@@ -53,10 +50,13 @@ class Coordinator(Protocol):
     timeout_s: float
 
     def start(self) -> None:
-        """Start watching for failures. The worker processes of the loader have been started: threads may be."""
+        """The worker processes of the loader have been started: threads may be."""
 
     def check(self) -> None:
         """Raise `CollectiveError` if another rank has failed; for the training thread while it waits."""
+
+    def progress(self, phase: str) -> None:
+        """The training thread does its next step, `phase`; a rank that comes there late is named."""
 
     def agree(self, settings: Mapping[str, object]) -> None:
         """Raise `CollectiveError` on every rank if the ranks' settings differ (I11); the message says in what."""
@@ -97,9 +97,16 @@ class SingleProcessCoordinator:
     world_size = 1
     timeout_s = 30.0
 
-    def start(self) -> None: ...
+    def __init__(self) -> None:
+        self._lifeline: Lifeline | None = None
+
+    def start(self) -> None:
+        if self._lifeline is None:
+            self._lifeline = Lifeline(0, 1, None, self.timeout_s)
 
     def check(self) -> None: ...
+
+    def progress(self, phase: str) -> None: ...
 
     def agree(self, settings: Mapping[str, object]) -> None: ...
 
@@ -123,4 +130,6 @@ class SingleProcessCoordinator:
 
     def abort(self, message: str) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        if self._lifeline is not None:
+            self._lifeline.close()

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import atexit
 import functools
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from odb_factory.comm.bounded import bounded
-from odb_factory.comm.coordinator import CollectiveError
-from odb_factory.errors import one_line
+from odb_factory.comm.lifeline import lifeline_of, patience_of
+from odb_factory.errors import CollectiveError, one_line
+
+T = TypeVar("T")
 
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.0001, 0.02
 """Between two looks whether a collective has ended."""
 MARGIN_S = 10.0
 """Beyond its own timeout, torch is given this long to notice that it is over."""
 EXIT_PAUSE_S = 0.2
-FRAME_BYTES = 64
-"""What `all_gather_small` sends of each rank at first."""
+FRAME_BYTES = 56
+LENGTH_BYTES = 8
 
 
 @functools.cache
@@ -35,102 +40,146 @@ def pause_at_exit() -> None:
     atexit.register(time.sleep, EXIT_PAUSE_S)
 
 
-def open_group(parent: dist.ProcessGroup | None, timeout_s: float) -> dist.ProcessGroup:
-    """A gloo group of the ranks of `parent` (None: the default group). All its ranks call this.
+class Group:
+    """A gloo group of ranks that wait for each other as long as `parent` does, and not for one that is gone.
 
-    A group of its own, so that planning messages never meet the collectives of the training. Where a parent is given,
-    only its ranks take part, and nothing is created on the default group.
-    Raises `CollectiveError` if a rank does not come within `timeout_s` seconds.
+    Of its own, so that planning messages never meet the collectives of the training. Where a parent is given, only its
+    ranks take part, and nothing is created on the default group. All ranks make their groups in the same order.
+    parent: None for the default group. silence_s: how long a rank may give no sign of life. name: what the calls are
+    for, in messages. Raises `CollectiveError`, as all its methods do, where another rank has failed or is missed.
+
+        group = Group(None, 600, "planning")
+        group.all_gather(b"mine", "round 3")  # [b"mine", b"theirs"]
     """
-    pause_at_exit()
 
-    def make() -> dist.ProcessGroup:
-        group: dist.ProcessGroup = dist.new_group(
-            dist.get_process_group_ranks(parent),
-            backend="gloo",
-            timeout=timedelta(seconds=timeout_s),
-            use_local_synchronization=parent is not None,
-            group_desc="odb_factory",
+    def __init__(self, parent: dist.ProcessGroup | None, silence_s: float, name: str):
+        pause_at_exit()
+        self.lifeline = lifeline_of(parent, silence_s)
+        self.rank, self.world_size = dist.get_rank(parent), dist.get_world_size(parent)
+        self._stream = self.lifeline.stream(name)
+        self._count = itertools.count(1)
+        self._patience_s = patience_of(parent)
+        self.is_busy = False
+
+        def make() -> dist.ProcessGroup:
+            group: dist.ProcessGroup = dist.new_group(
+                dist.get_process_group_ranks(parent),
+                backend="gloo",
+                timeout=timedelta(seconds=self._patience_s),
+                use_local_synchronization=parent is not None,
+                group_desc="odb_factory",
+            )
+            return group
+
+        def bounded_make(check: Callable[[float], None]) -> dist.ProcessGroup:
+            return bounded(make, self._patience_s + MARGIN_S, check)
+
+        self._group: dist.ProcessGroup | None = self._call(f"making the process group for {name}", bounded_make)
+
+    def all_gather(self, message: bytes, phase: str) -> list[bytes]:
+        """The messages of all ranks, in rank order, in one collective where all have `FRAME_BYTES` bytes or less.
+
+        phase: what it is about, in messages.
+        """
+
+        def gather(check: Callable[[float], None]) -> list[bytes]:
+            answers = self._gather(message, FRAME_BYTES, check)
+            longest = max(length for length, _ in answers)
+            if longest > FRAME_BYTES:
+                answers = self._gather(message, longest, check)
+            return [text for _, text in answers]
+
+        return self._call(phase, gather)
+
+    def _gather(self, message: bytes, room: int, check: Callable[[float], None]) -> list[tuple[int, bytes]]:
+        """The length of each rank's message, and as much of it as there is room for (bytes)."""
+        mine = torch.zeros(LENGTH_BYTES + room, dtype=torch.uint8)
+        sent = len(message).to_bytes(LENGTH_BYTES, "little") + message[:room]
+        mine[: len(sent)] = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
+        frames = [torch.empty_like(mine) for _ in range(self.world_size)]
+        _wait(dist.all_gather(frames, mine, group=self._group, async_op=True), check)
+        answers = []
+        for frame in frames:
+            text = frame.numpy().tobytes()
+            length = int.from_bytes(text[:LENGTH_BYTES], "little")
+            answers.append((length, text[LENGTH_BYTES : LENGTH_BYTES + length]))
+        return answers
+
+    def all_to_all(self, buffers: Sequence[bytes], phase: str) -> list[bytes]:
+        """What the ranks have sent to this one, in rank order. Sizes travel first. phase: as above."""
+
+        def exchange(check: Callable[[float], None]) -> list[bytes]:
+            group = self._group
+            sizes = torch.tensor([len(buffer) for buffer in buffers])
+            coming = torch.empty_like(sizes)
+            _wait(dist.all_to_all_single(coming, sizes, group=group, async_op=True), check)
+            outgoing = torch.frombuffer(bytearray(b"".join(buffers)) or bytearray(1), dtype=torch.uint8)
+            outgoing, incoming = outgoing[: int(sizes.sum())], torch.empty(int(coming.sum()), dtype=torch.uint8)
+            split = coming.tolist()
+            work = dist.all_to_all_single(incoming, outgoing, split, sizes.tolist(), group=group, async_op=True)
+            _wait(work, check)
+            return [text.numpy().tobytes() for text in torch.split(incoming, split)]
+
+        return self._call(phase, exchange)
+
+    def close(self, *, failed: bool = False) -> None:
+        """Give the group back; safe to call twice. One in use, or whose ranks are gone, is left to the end of the
+        process: giving it back may block."""
+        group, self._group = self._group, None
+        self.lifeline.leave(self._stream)
+        failed = failed or self.is_busy or self.lifeline.failure is not None
+        if group is not None and not failed and dist.is_initialized():
+            dist.destroy_process_group(group)
+
+    def _call(self, phase: str, call: Callable[[Callable[[float], None]], T]) -> T:
+        self.lifeline.enter(self._stream, f"{phase} (message {next(self._count)})")
+        started = time.monotonic()
+        self.is_busy = True
+        try:
+            result = call(partial(self.lifeline.check_wait, self._stream))
+        except CollectiveError:
+            raise  # another rank has failed, and it is known why
+        except Exception as error:
+            waited_s = time.monotonic() - started
+            failure = self.lifeline.cause() or self._missed(phase, waited_s, error)
+            self.lifeline.fail(failure)
+            raise CollectiveError(failure) from None
+        self.is_busy = False
+        return result
+
+    def _missed(self, phase: str, waited_s: float, error: Exception) -> str:
+        late = self.lifeline.late(self._stream) or self.lifeline.latest()
+        if waited_s >= 0.9 * self._patience_s:
+            whom = late or "another rank"
+            return (
+                f"rank {self.rank} has waited {waited_s:.0f} s in {phase}, the timeout of the process group "
+                f"(ddp_timeout), for {whom}; look for what holds it up, or raise ddp_timeout."
+            )
+        return (
+            f"rank {self.rank} lost {late or 'another rank'} in {phase}; look for its own last message "
+            f"({one_line(error)})."
         )
-        return group
-
-    try:
-        return bounded(make, timeout_s + MARGIN_S)
-    except Exception as error:
-        raise CollectiveError(
-            f"rank {dist.get_rank(parent)}: the {dist.get_world_size(parent)} ranks cannot make a process group for "
-            "planning; iterate the loader on every rank at the same place of the program, and keep rank 0 alive until "
-            f"all have ended ({one_line(error)})."
-        ) from None
 
 
-def all_gather(message: bytes, group: dist.ProcessGroup, check: Callable[[], None] = lambda: None) -> list[bytes]:
-    """The messages of all ranks, in rank order. Sizes travel first, then messages padded to the longest.
-
-    check: called while this rank waits for the others; what it raises ends the wait.
-    """
-    size = torch.tensor([len(message)])
-    sizes = [torch.zeros_like(size) for _ in range(group.size())]
-    _wait(dist.all_gather(sizes, size, group=group, async_op=True), check)
-    mine = torch.zeros(max(map(int, sizes)), dtype=torch.uint8)
-    mine[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-    messages = [torch.empty_like(mine) for _ in range(group.size())]
-    _wait(dist.all_gather(messages, mine, group=group, async_op=True), check)
-    return [text.numpy().tobytes()[: int(size)] for text, size in zip(messages, sizes)]
-
-
-def all_gather_small(message: bytes, group: dist.ProcessGroup, check: Callable[[], None] = lambda: None) -> list[bytes]:
-    """As `all_gather`, in one collective where every message has less than `FRAME_BYTES` bytes."""
-    fits = len(message) < FRAME_BYTES
-    mine = torch.zeros(FRAME_BYTES, dtype=torch.uint8)
-    mine[0] = len(message) if fits else FRAME_BYTES
-    if fits and message:
-        mine[1 : 1 + len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-    frames = [torch.empty_like(mine) for _ in range(group.size())]
-    _wait(dist.all_gather(frames, mine, group=group, async_op=True), check)
-    if any(int(frame[0]) == FRAME_BYTES for frame in frames):
-        return all_gather(message, group, check)
-    return [frame.numpy().tobytes()[1 : 1 + int(frame[0])] for frame in frames]
-
-
-def all_to_all(
-    buffers: Sequence[bytes], group: dist.ProcessGroup, check: Callable[[], None] = lambda: None
-) -> list[bytes]:
-    """What the ranks have sent to this one, in rank order. Sizes travel first. check: see `all_gather`."""
-    sizes = torch.tensor([len(buffer) for buffer in buffers])
-    coming = torch.empty_like(sizes)
-    _wait(dist.all_to_all_single(coming, sizes, group=group, async_op=True), check)
-    outgoing = torch.frombuffer(bytearray(b"".join(buffers)) or bytearray(1), dtype=torch.uint8)[: int(sizes.sum())]
-    incoming = torch.empty(int(coming.sum()), dtype=torch.uint8)
-    work = dist.all_to_all_single(incoming, outgoing, coming.tolist(), sizes.tolist(), group=group, async_op=True)
-    _wait(work, check)
-    return [text.numpy().tobytes() for text in torch.split(incoming, coming.tolist())]
-
-
-def _wait(work: dist.Work, check: Callable[[], None]) -> None:
+def _wait(work: dist.Work, check: Callable[[float], None]) -> None:
     """Wait for a collective; raises what it raises (its timeout, a lost peer), or what `check` does."""
-    pause_s = SHORTEST_PAUSE_S
+    pause_s, started = SHORTEST_PAUSE_S, time.monotonic()
     while not work.is_completed():
-        check()
+        check(time.monotonic() - started)
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
     work.wait()
 
 
-def gather_once(message: bytes, timeout_s: float) -> list[bytes]:
+def gather_once(message: bytes, silence_s: float, phase: str = "comparing what the ranks say") -> list[bytes]:
     """The messages of all ranks of the default group, before there is a coordinator; alone this rank's.
 
-    Raises `CollectiveError` if a rank does not answer within `timeout_s` seconds.
+    silence_s, phase and what is raised: as in `Group`.
     """
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return [message]
-    group = open_group(None, timeout_s)
+    group = Group(None, silence_s, "a comparison before training")
     try:
-        return all_gather(message, group)
-    except RuntimeError as error:
-        raise CollectiveError(
-            f"rank {dist.get_rank()} had no answer from another rank within {timeout_s:g} s before the training; look "
-            f"for its own last message ({one_line(error)})."
-        ) from None
+        return group.all_gather(message, phase)
     finally:
-        dist.destroy_process_group(group)
+        group.close()

@@ -15,7 +15,7 @@ from odb_factory.data.samples import Measured, MicroBatch, Sample, Task
 from odb_factory.data.segments import LayoutError
 from odb_factory.data.serialize import unpack
 from odb_factory.data.step_agreement import CollateNotes
-from odb_factory.data.worker import WorkerDataset
+from odb_factory.data.worker import BusyRows, WorkerDataset
 from odb_factory.errors import one_line
 
 
@@ -60,10 +60,12 @@ class GroupDataset(WorkerDataset):
         dataset: Any,
         layout: FlatLayout | PaddedLayout | None = None,
         measure: Measure = measure_batch,
+        busy: BusyRows | None = None,
     ):
         self.collate_fn, self.patch_size, self.dataset, self.layout = collate_fn, patch_size, dataset, layout
         self.measure = measure
         self.notes: CollateNotes | None = None
+        self.busy = busy or BusyRows()
 
     def padded(self) -> GroupDataset:
         """The same, with batches as the collator returns them."""
@@ -84,7 +86,8 @@ class GroupDataset(WorkerDataset):
 
     def _made(self, micro_batch: MicroBatch, samples: list[Sample]) -> Collated | Failure:
         try:
-            batch, measured = self._collate(samples)
+            with self.busy.at(samples[0].id if samples else 0):
+                batch, measured = self._collate(samples)
             return micro_batch, measured, batch
         except LayoutError as error:
             return Failure(tuple(sample.id for sample in samples), str(error), concerns_rows=False)

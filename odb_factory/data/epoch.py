@@ -12,12 +12,12 @@ from typing import TypedDict
 
 import numpy as np
 
-from odb_factory.comm.coordinator import CollectiveError, Coordinator, RankMetadata
+from odb_factory.comm.coordinator import Coordinator, RankMetadata
 from odb_factory.comm.redistribute import redistribute
 from odb_factory.data.plan_process import Compute, P, R, compute_here
 from odb_factory.data.samples import MicroBatch, OptimizerStep, Rejection, Sample, Task
 from odb_factory.data.serialize import sample_from_bytes, sample_to_bytes
-from odb_factory.errors import DataError, one_line
+from odb_factory.errors import CollectiveError, DataError, one_line
 from odb_factory.log import get_logger
 from odb_factory.planning import MAX_REDISTRIBUTED_BYTES, Budget, CostModel, Limits, MicroStepTotals, Plan
 

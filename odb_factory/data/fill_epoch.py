@@ -12,12 +12,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from odb_factory.comm.coordinator import CollectiveError, RankMetadata
+from odb_factory.comm.coordinator import RankMetadata
 from odb_factory.data.drawn import Drawn, check_filled, found_again
 from odb_factory.data.epoch import EpochContext, EpochPlanner, PlannedMicroBatch, nothing_left, sum_of_roots, sums
 from odb_factory.data.resume.snapshot import Snapshot
 from odb_factory.data.samples import OptimizerStep, Rejection, Sample, Task
-from odb_factory.errors import DataError
+from odb_factory.errors import CollectiveError, DataError
 from odb_factory.planning import BufferMetadata, CostModel, Limits, Plan, make_metadata, plan_buffers
 
 PLANNED_OTHERWISE = (

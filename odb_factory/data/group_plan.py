@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from odb_factory.comm.agreement import ranks_alike
-from odb_factory.comm.coordinator import DIFFERENT_PLANS, CollectiveError, Coordinator
+from odb_factory.comm.coordinator import DIFFERENT_PLANS, Coordinator
 from odb_factory.data.plan_process import Compute, compute_here
+from odb_factory.errors import CollectiveError
 from odb_factory.planning import Budget, BufferMetadata, CostModel, Plan
 from odb_factory.planning.flat_groups import GroupOutline, group_of, joined, outline, plan_group, steps_to_reach
 

@@ -8,11 +8,12 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from odb_factory.comm.coordinator import CollectiveError, RankMetadata
+from odb_factory.comm.coordinator import RankMetadata
 from odb_factory.data.epoch import EpochContext, EpochPlanner, PlannedMicroBatch, nothing_left, sum_of_roots, sums
 from odb_factory.data.group_plan import plan_with_group
 from odb_factory.data.samples import OptimizerStep, Rejection, Sample, Task
 from odb_factory.data.stock_steps import StockSteps, by_weight, stock_input_tokens, stock_means
+from odb_factory.errors import CollectiveError
 from odb_factory.log import get_logger
 from odb_factory.planning import (
     Budget,

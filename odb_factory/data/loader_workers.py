@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from odb_factory.comm.standing import waiting
 from odb_factory.config import ODBConfig
 from odb_factory.data.collate import GroupDataset
 from odb_factory.data.layout import FlatLayout
@@ -34,7 +35,8 @@ from odb_factory.data.samples import Rejection, Sample
 from odb_factory.data.step_agreement import CollateNotes
 from odb_factory.data.stream import Arriving, ObservedItems, StreamReader
 from odb_factory.data.task_sampler import TaskSampler
-from odb_factory.data.worker import WorkerInit, worker_seed
+from odb_factory.data.worker import BusyRows, WorkerInit, worker_seed
+from odb_factory.ending import LESS_MEMORY, why_worker_failed
 from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.planning import Budget
 
@@ -98,6 +100,8 @@ class LoaderWorkers:
         self._dataset, self._observer = dataset, observer
         self._rank, self._generator, self._context = rank, generator, multiprocessing_context
 
+        self._observed, self.collated = BusyRows(num_workers), BusyRows(collate_workers)
+
         def loader(source: Any, workers: int, **kwargs: Any) -> DataLoader:
             if workers:
                 kwargs = {
@@ -115,14 +119,14 @@ class LoaderWorkers:
             # One that lives on would not hear of another epoch or state.
             once = {"persistent_workers": False} if num_workers else {}
             self._reading = loader(reader, min(num_workers, 1), batch_size=OBSERVE_CHUNK, **once)
-            items = ObservedItems(dataset, observer, config, budget)
+            items = ObservedItems(dataset, observer, config, budget, self._observed)
             self._arriving = Arriving(reader, prefetch_factor * num_workers)
             self.order: Any = reader
             self.read_row: Callable[[int], Sample | Rejection] | None = None
             self._observing: DataLoader | None = loader(items, num_workers, batch_sampler=self._arriving)
             self._all_rows: Callable[[], Iterator[Sample | Rejection]] = functools.partial(_observed, dataset, items)
         else:
-            rows = ObservedDataset(dataset, observer, config, budget)
+            rows = ObservedDataset(dataset, observer, config, budget, self._observed)
             self.read_row = rows.__getitem__
             self.order = ShardSampler(sampler, rank, world_size)
             self._observing = loader(rows, num_workers, batch_size=OBSERVE_CHUNK, sampler=self.order)
@@ -133,7 +137,9 @@ class LoaderWorkers:
             layout = FlatLayout(made.dummy_media_tokens, budget.sizes, with_boundaries, made.dummy_audio_tokens)
         elif budget.rounds_up:
             layout = PaddedLayout(budget)
-        self.groups = GroupDataset(Picklable(collate_fn, "collate_fn"), patch_size, dataset, layout, measure)
+        self.groups = GroupDataset(
+            Picklable(collate_fn, "collate_fn"), patch_size, dataset, layout, measure, busy=self.collated
+        )
         self._collating: DataLoader | None = loader(
             self.groups,
             collate_workers,
@@ -150,8 +156,10 @@ class LoaderWorkers:
     def observe(self, epoch: int) -> Iterator[Sample | Rejection]:
         """The rows of this rank in the epoch that `order` is set to."""
         if self._reading is not None:
-            self._arriving.chunks = _taken(self._start(self._reading, READS, epoch), "reads")
-        return itertools.chain.from_iterable(_taken(self._start(self._observing, OBSERVES, epoch), "observes"))
+            self._arriving.chunks = _taken(self._start(self._reading, READS, epoch), "reads", BusyRows())
+        return itertools.chain.from_iterable(
+            _taken(self._start(self._observing, OBSERVES, epoch), "observes", self._observed)
+        )
 
     def collate(self, epoch: int) -> Iterator[Any]:
         """What becomes of the tasks of `feed`; to be asked with `take`."""
@@ -189,6 +197,8 @@ class LoaderWorkers:
 
     def close(self) -> None:
         """End the worker processes."""
+        self._observed.close()
+        self.collated.close()
         self._reading = self._observing = self._collating = None
         self.notes = self.groups.notes = None
 
@@ -216,26 +226,27 @@ class LoaderWorkers:
             ) from None
 
 
-def take(batches: Iterator[Any], task: str) -> Any:
-    """What the workers of a DataLoader give next, or `END`. Their death in the middle of it is called by its name."""
+def take(batches: Iterator[Any], task: str, busy: BusyRows) -> Any:
+    """What the workers of a DataLoader give next, or `END`. busy: where they are.
+
+    Raises `DataError` where a worker has died or is not heard of; what a worker has raised is in its message.
+    """
     try:
-        return next(batches, END)
-    except (ConnectionError, EOFError, FileNotFoundError) as error:
-        raise DataError(
-            f"a DataLoader worker that {task} was killed while it handed over its result ({one_line(error)}); look for "
-            "the system's out-of-memory killer, or lower dataloader_num_workers."
-        ) from None
-    except RuntimeError as error:
-        if not str(error).startswith("DataLoader timed out after"):
+        with waiting(functools.partial(busy.describe, task)):
+            return next(batches, END)
+    except (ConnectionError, EOFError, FileNotFoundError, MemoryError, RuntimeError) as error:
+        where, why = busy.describe(task), why_worker_failed(error)
+        if str(error).startswith("DataLoader timed out after"):
+            why = f"{str(error).rstrip('.')}; look for what it waits for, or raise `timeout`."
+        elif isinstance(error, ConnectionError | EOFError | FileNotFoundError):
+            why = f"a DataLoader worker was killed while it handed over its result ({one_line(error)}); {LESS_MEMORY}"
+        if why is None:
             raise
-        raise DataError(
-            f"a DataLoader worker that {task} gave nothing: {str(error).rstrip('.')}; look for what it waits for, or "
-            "raise `timeout`."
-        ) from None
+        raise DataError(f"nothing came from {where}: {why}") from None
 
 
-def _taken(batches: Iterator[Any], task: str) -> Iterator[Any]:
-    return iter(functools.partial(take, batches, task), END)
+def _taken(batches: Iterator[Any], task: str, busy: BusyRows) -> Iterator[Any]:
+    return iter(functools.partial(take, batches, task, busy), END)
 
 
 def _observed(stream: Any, items: ObservedItems) -> Iterator[Sample | Rejection]:

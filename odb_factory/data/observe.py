@@ -9,7 +9,7 @@ from odb_factory.config import ODBConfig
 from odb_factory.data.content import checksum
 from odb_factory.data.samples import Rejection, Sample
 from odb_factory.data.serialize import pack
-from odb_factory.data.worker import WorkerDataset
+from odb_factory.data.worker import BusyRows, WorkerDataset
 from odb_factory.errors import DataError, one_line
 from odb_factory.planning import Budget, Cost
 
@@ -51,12 +51,16 @@ def where(observer: Observer, dataset: Any, index: int) -> str:
 class ObservedDataset(WorkerDataset):
     """`dataset[i]` as `Sample`, or as `Rejection` where the row cannot be used. Never raises for a row."""
 
-    def __init__(self, dataset: Any, observer: Observer, config: ODBConfig, budget: Budget):
+    def __init__(
+        self, dataset: Any, observer: Observer, config: ODBConfig, budget: Budget, busy: BusyRows | None = None
+    ):
         self.dataset, self.observer, self.config, self.budget = dataset, observer, config, budget
+        self.busy = busy or BusyRows()
 
     def __getitem__(self, index: int) -> Sample | Rejection:
         try:
-            features, cost = self.observer(self.dataset, index)
+            with self.busy.at(index):
+                features, cost = self.observer(self.dataset, index)
             sample = Sample(index, cost, pack(features), checksum(features, cost))
         except RowDropped as error:
             return Rejection(index, error.reason, f"{self._where(index)}: {error}")

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import queue
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
-from odb_factory.comm.coordinator import CollectiveError
 from odb_factory.config import ResolvedConfig
 from odb_factory.data.collate import Collated, Failure
 from odb_factory.data.epoch import EpochContext
@@ -27,7 +27,7 @@ from odb_factory.data.resume.progress import Progress
 from odb_factory.data.step_agreement import StepAgreement
 from odb_factory.data.step_times import StepTimes
 from odb_factory.data.task_sampler import Pass
-from odb_factory.errors import ConfigError, DataError, one_line
+from odb_factory.errors import CollectiveError, ConfigError, DataError, one_line
 from odb_factory.log import get_logger
 
 ABORT_S = 7.0
@@ -165,14 +165,18 @@ class Passes:
         return current
 
     def _micro_batches(self, current: Pass) -> Iterator[Collated]:
+        number, waits = itertools.count(1), False
         try:
             # No reference to the iterator but the pass's own: leaving must end the worker processes.
             while current.batches is not None:
                 asked = time.perf_counter()
-                item = take(current.batches, "collates")
+                if not waits:
+                    self._coordinator.progress(f"micro-batch {next(number)} of epoch {self.epoch}")
+                item = take(current.batches, "collates", self._workers.collated)
                 self._times.wait(time.perf_counter() - asked)
                 if item is END:
                     break
+                waits = item is None
                 if item is not None:
                     item = self._agreed(current, self.collated(item))
                     current.in_flight -= 1

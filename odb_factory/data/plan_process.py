@@ -14,6 +14,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, ParamSpec, Protocol, TypeVar
 
+from odb_factory.comm.standing import is_stopped, waiting
 from odb_factory.data.parent_watch import watch_parent
 from odb_factory.errors import DataError, one_line
 
@@ -64,10 +65,11 @@ class PlanProcess:
         """Raises what the function raises, and `DataError` if the process is gone."""
         try:
             self._connection.send((function, args, kwargs))
-            while not self._connection.poll(CHECK_S):
-                if self._exit_code(0) is not None:
-                    raise EOFError
-            result, error = self._connection.recv()
+            with waiting(self._describe):
+                while not self._connection.poll(CHECK_S):
+                    if self._exit_code(0) is not None:
+                        raise EOFError
+                result, error = self._connection.recv()
         except (EOFError, OSError):
             raise DataError(
                 f"the process that plans ended by itself, exit code {self._exit_code(CHECK_S)}; look for the system's "
@@ -87,6 +89,10 @@ class PlanProcess:
         self._process.close()
         self._theirs.close()
         self._connection.close()
+
+    def _describe(self) -> str:
+        pid = self._process.pid or 0
+        return f"the process that plans (pid {pid}{', which is stopped by a signal' if is_stopped(pid) else ''})"
 
     def _exit_code(self, timeout_s: float) -> int | None:
         """None if it runs on, and once it is closed."""

@@ -20,9 +20,9 @@ from dataclasses import replace
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
-from odb_factory.comm.coordinator import LEFT_EPOCH, CollectiveError, Coordinator
+from odb_factory.comm.coordinator import LEFT_EPOCH, Coordinator
 from odb_factory.data.samples import MicroBatch, OptimizerStep
-from odb_factory.errors import one_line
+from odb_factory.errors import CollectiveError, one_line
 
 CHECK_S = 0.1
 """How often a training thread that waits for an answer looks whether another rank has failed."""

@@ -16,7 +16,7 @@ from odb_factory.data.observe import ItemError, ObservedDataset, Observer
 from odb_factory.data.sampler import Start, shard
 from odb_factory.data.samples import Rejection, Sample
 from odb_factory.data.serialize import pack, unpack
-from odb_factory.data.worker import WorkerDataset
+from odb_factory.data.worker import BusyRows, WorkerDataset
 from odb_factory.errors import ConfigError, one_line
 from odb_factory.planning import Budget
 
@@ -167,10 +167,10 @@ class ObservedItems(WorkerDataset):
     dataset: the user's, for `worker_init_fn` alone. It is there in a forked worker and not sent to any other.
     """
 
-    def __init__(self, dataset: Any, observer: Observer, config: ODBConfig, budget: Budget):
+    def __init__(self, dataset: Any, observer: Observer, config: ODBConfig, budget: Budget, busy: BusyRows):
         self.dataset = dataset
         self._current = CurrentItem()
-        self._observed = ObservedDataset(self._current, observer, config, budget)
+        self._observed = ObservedDataset(self._current, observer, config, budget, busy)
 
     def __reduce__(self) -> tuple[Any, ...]:
         make, arguments, state = super().__reduce__()

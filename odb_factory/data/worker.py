@@ -1,16 +1,20 @@
-"""What a data worker does before its first task: watch the process that started it, and run `worker_init_fn`."""
+"""What a data worker does beside its tasks: watch its parent process, run `worker_init_fn`, publish its row."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.context import get_spawning_popen
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import Dataset, get_worker_info
 
+from odb_factory.comm.standing import is_stopped
 from odb_factory.data.parent_watch import watch_parent
 
 
@@ -21,6 +25,48 @@ def worker_seed(seed: int, rank: int, stage: int, epoch: int) -> int:
     seeds that have nothing in common, as numpy's `SeedSequence` promises.
     """
     return int(np.random.SeedSequence(seed, spawn_key=(rank, stage, epoch)).generate_state(1, np.uint64)[0] >> 1)
+
+
+class BusyRows:
+    """Which row each worker of a stage is at, for messages of the process that waits for them.
+
+    A table in shared memory, a line for each worker and one for the process itself: process id, row (-1: none), and
+    since when (`time.monotonic`, which all processes of a machine have in common).
+    """
+
+    def __init__(self, num_workers: int = 0):
+        self._table = torch.zeros(num_workers + 1, 3, dtype=torch.float64)
+        if num_workers:
+            self._table.share_memory_()
+
+    @contextmanager
+    def at(self, row: int) -> Iterator[None]:
+        """The calling process works at this row."""
+        info = get_worker_info()
+        line = self._table[-1 if info is None else info.id]
+        line[:] = torch.tensor([os.getpid(), row, time.monotonic()], dtype=torch.float64)
+        try:
+            yield
+        finally:
+            line[1] = -1
+
+    def close(self) -> None:
+        """Give the shared memory back; the workers have ended."""
+        self._table = self._table.clone()
+
+    def describe(self, task: str) -> str:
+        """The worker that has been at its row for longest, or one that is stopped. task: what they do."""
+        lines = [(int(pid), int(row), since) for pid, row, since in self._table.tolist() if pid]
+        busy = sorted((since, pid, row) for pid, row, since in lines if row >= 0)
+        stopped = [pid for pid, _, _ in lines if is_stopped(pid)]
+        if not busy:
+            return f"a data worker that {task}" + "".join(
+                f", of which pid {pid} is stopped by a signal" for pid in stopped
+            )
+        _, pid, row = busy[0]
+        who = "this process, which" if pid == os.getpid() else f"the data worker (pid {pid}) that"
+        halted = ", and is stopped by a signal" if pid in stopped else ""
+        return f"{who} {task} row {row} of the training dataset{halted}"
 
 
 class WorkerDataset(Dataset):

@@ -14,7 +14,7 @@ import numpy as np
 from torch.utils.data import DataLoader
 
 from odb_factory.data.loader_workers import END, take
-from odb_factory.data.worker import WorkerInit
+from odb_factory.data.worker import BusyRows, WorkerInit
 from odb_factory.dry_run.rows import Rows, Seen
 from odb_factory.planning import make_metadata
 
@@ -110,7 +110,7 @@ def _look_at(rows: Rows, indices: Sequence[int]) -> Iterator[Seen]:
         rows.looked_at, batch_size=CHUNK, sampler=indices, num_workers=workers, collate_fn=list, **options
     )
     batches = iter(loader)
-    while (batch := take(batches, "observes")) is not END:
+    while (batch := take(batches, "observes", BusyRows())) is not END:
         yield from batch
 
 

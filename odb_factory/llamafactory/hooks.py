@@ -124,6 +124,11 @@ def _get_train_args(original: Callable, args: Any = None) -> Any:
     probes.check_arguments(parsed)
     model_args, data_args, training_args, finetuning_args, _ = parsed
     block.check_combination(model_args, data_args, training_args, finetuning_args, config)
+    if training_args.world_size > 1:
+        from odb_factory.comm.lifeline import lifeline_of
+
+        # From here on a rank that dies, while it loads its data or the model, ends the others.
+        lifeline_of(None, config.exchange_timeout_s).end_process = uncaught.end_process
     _active = config
     return parsed
 
@@ -197,7 +202,6 @@ def _train(original: Callable, trainer: Any, *args: Any, **kwargs: Any) -> Any:
     attach.attach(trainer, _active)
     if _begin_log is not None:
         trainer.callback_handler.callbacks.insert(0, BeginLog(_begin_log))
-    uncaught.training_begins()
     stage = STAGES[trainer.finetuning_args.stage]
     of_others = [".".join((*one.trainer, "train")) for one in STAGES.values() if one is not stage]
     logger.info(

@@ -1,4 +1,4 @@
-"""An error of odb_factory that nobody catches ends its process in one line instead of a traceback.
+"""An error whose cause is known and that nobody catches ends its process in one line instead of a traceback.
 
 Under torchrun each rank prints that line, and torchrun and the launcher that called it print nothing more about it.
 They tell such an end by a file that the launcher makes (`launch.py`) and the environment names: every rank that ends
@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from odb_factory.errors import ODBError, one_line
+from odb_factory.errors import CollectiveError, ODBError, one_line
 from odb_factory.llamafactory.activation import LAUNCH_RECORD
 
 TRACEBACK = "ODB_FACTORY_TRACEBACK"
@@ -24,8 +24,6 @@ TORCHRUN_LOGGERS = ("torch.distributed.elastic.multiprocessing.api", "torch.dist
 
 _before: Any = None
 """The `sys.excepthook` that ours stands in front of."""
-_has_begun = False
-"""Whether the training has begun, and with it what a YAML cannot be blamed for."""
 
 
 def shows_tracebacks() -> bool:
@@ -33,55 +31,47 @@ def shows_tracebacks() -> bool:
 
 
 def install() -> None:
-    """From now on an uncaught `ODBError` is one line of this process, and so is any error before the training begins.
+    """From now on an uncaught error whose cause is known is one line of this process, and other ranks are told of any.
 
-    Unless `ODB_FACTORY_TRACEBACK` is set.
+    With its traceback before that line if `ODB_FACTORY_TRACEBACK` is set.
     """
     global _before
     if _before is None:
-        _before, sys.excepthook = sys.excepthook, _in_one_line
-        logging.getLogger("odb_factory").addHandler(_logged)
-
-
-def training_begins() -> None:
-    """From now on an error of another library is no mistake in the YAML or the data: it keeps its traceback."""
-    global _has_begun
-    _has_begun = True
+        _before, sys.excepthook = sys.excepthook, _excepthook
 
 
 def uninstall() -> None:
     """Back to what was, where nobody has put another hook in front of ours since."""
-    global _before, _has_begun
-    _has_begun = False
-    if sys.excepthook is _in_one_line:
+    global _before
+    if sys.excepthook is _excepthook:
         sys.excepthook, _before = _before, None
-        logging.getLogger("odb_factory").removeHandler(_logged)
-        _logged.lines.clear()
 
 
-class _LoggedErrors(logging.Handler):
-    """Remembers what has been logged as an error: it need not be said once more where it ends the process."""
+def _excepthook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    told: BaseException = error
+    if "odb_factory.comm.lifeline" in sys.modules:  # else torch has not been imported, and there are no other ranks
+        from odb_factory.comm.lifeline import end_all
+        from odb_factory.ending import lost_rank
 
-    def __init__(self) -> None:
-        super().__init__(logging.ERROR)
-        self.lines: set[str] = set()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.add(" ".join(record.getMessage().split()))
-
-
-_logged = _LoggedErrors()
-
-
-def _in_one_line(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    is_ours = isinstance(error, ODBError)
-    if shows_tracebacks() or not (is_ours or (isinstance(error, Exception) and not _has_begun)):
+        told = lost_rank(error) or error
+        end_all(None if isinstance(told, CollectiveError) else one_line(told))
+    if shows_tracebacks() or not isinstance(told, ODBError):
         _before(kind, error, traceback)
-        return
-    said = one_line(error) if is_ours else f"{one_line(error)} ({TRACEBACK}=1 shows where)"
-    if said not in _logged.lines:
-        print(f"[odb] {said}", file=sys.stderr, flush=True)
+    if isinstance(told, ODBError):
+        say_last(str(told))
+
+
+def say_last(line: str) -> None:
+    """The last line of this process, which torchrun need not explain."""
+    print(f"[odb] {' '.join(line.split())}", file=sys.stderr, flush=True)
     _count_end()
+
+
+def end_process(failure: str) -> None:
+    """End this process at once, whatever its main thread is doing."""
+    say_last(failure)
+    sys.stdout.flush()
+    os._exit(1)
 
 
 def quiet_torchrun() -> None:

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from odb_factory.accounting.step_accounting import StepAccounting
 from odb_factory.comm.data_parallel import check_process_group, find_process_group, world_size_of
+from odb_factory.comm.lifeline import lifeline_of
 from odb_factory.config import ResolvedConfig
 from odb_factory.data.collate import Collated
 from odb_factory.data.components import dismantle
@@ -89,6 +90,8 @@ class Iteration:
             already_split=already_split,
             agree_on={"already_split": already_split},
         )
+        if dist.is_available() and dist.is_initialized():
+            lifeline_of(process_group, config.exchange_timeout_s)  # a rank that dies from here on ends the others
         self._made: tuple[ODBLoader, StepAccounting] | None = None
         self._last_resort: LastResort | None = None
         self._is_closed = self._begun = False

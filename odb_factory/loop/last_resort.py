@@ -10,6 +10,7 @@ from functools import partial
 
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.passes import ABORT_S
+from odb_factory.ending import ending
 from odb_factory.errors import one_line
 
 
@@ -41,7 +42,7 @@ def _at_exit(loader: weakref.ref[ODBLoader], error_before: int, pid: int) -> Non
     if left is None or os.getpid() != pid:
         return
     if error is not None and id(error) != error_before:
-        left.abort(one_line(error))
+        left.abort(one_line(ending(error)))
     else:
         left.close(ABORT_S)
 

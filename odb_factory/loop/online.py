@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from odb_factory.config import BUDGETS, ODBConfig, ResolvedConfig
 from odb_factory.config_values import AUTO
 from odb_factory.data.make_loader import make_config
+from odb_factory.ending import ending
 from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.loop.accelerated import checkpoint_with
 from odb_factory.loop.iteration import Iteration
@@ -75,10 +76,13 @@ class Controls(Generic[T_co]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """After an error the other ranks are told why this one leaves."""
-        if error is not None and not (isinstance(error, SystemExit) and not error.code):
-            self._odb.abort(one_line(error))
+        """After an error the other ranks are told why this one leaves. Raises what is known to be its cause."""
+        told = None if error is None else ending(error)
+        if told is not None and not (isinstance(told, SystemExit) and not told.code):
+            self._odb.abort(one_line(told))
         self.close()
+        if told is not None and told is not error:
+            raise told from error
 
 
 class State:

@@ -12,6 +12,7 @@ from transformers import Trainer
 
 from odb_factory.comm.data_parallel import check_process_group
 from odb_factory.comm.exchange import Exchange
+from odb_factory.comm.lifeline import lifeline_of
 from odb_factory.config import ODBConfig, ResolvedConfig
 from odb_factory.data.components import dismantle
 from odb_factory.data.make_loader import make_config, make_loader
@@ -99,7 +100,7 @@ class ODBSettings:
             is_shuffled=getattr(parts.sampler, "shuffle", isinstance(parts.sampler, RandomSampler)),
         )
         if is_split:
-            exchange = Exchange(self.process_group, self.config.exchange_timeout_s, loader.check)
+            exchange = Exchange(self.process_group, self.config.exchange_timeout_s)
             run.split = SplitSteps(run, exchange, run.memory)
         return run, LayoutCheck(loader) if layout.name == "flat" else None
 
@@ -158,6 +159,8 @@ def enable_odb(
     if not isinstance(trainer, ODBTrainerMixin):
         stock = type(trainer)
         trainer.__class__ = type(stock.__name__, (ODBTrainerMixin, stock), {"__module__": stock.__module__})
+    if dist.is_available() and dist.is_initialized():
+        lifeline_of(process_group, config.exchange_timeout_s)  # a rank that dies from here on ends the others
     trainer.odb_settings = ODBSettings(
         config=config,
         observer=observer,

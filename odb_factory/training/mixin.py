@@ -18,6 +18,7 @@ from accelerate.utils import DistributedType
 
 from odb_factory.accounting.token_loss import in_float32, sum_of_losses
 from odb_factory.comm.gloo import gather_once
+from odb_factory.ending import ending
 from odb_factory.errors import ConfigError
 from odb_factory.training import columns, probes, varlen
 from odb_factory.training.checks import check_trainer
@@ -102,9 +103,12 @@ class ODBTrainerMixin(Base):
                 self.odb_run.finish()
                 return result
             except BaseException as error:
+                told = ending(error, self.args.output_dir)
                 if self.odb_run is not None:
-                    self.odb_run.abort(error)
-                raise
+                    self.odb_run.abort(told)
+                if told is error:
+                    raise
+                raise told from error
             finally:
                 self.odb_arguments = self.odb_callback = self.odb_check = self.odb_start = None
                 if self.odb_run is not None:

@@ -13,12 +13,11 @@ from odb_factory.accounting.loss_weights import MicroBatchLoss, token_weights
 from odb_factory.accounting.step_accounting import Begun, StepAccounting
 from odb_factory.accounting.summary import summary_line, write_summary
 from odb_factory.accounting.token_loss import TokenLoss
-from odb_factory.comm.coordinator import CollectiveError
 from odb_factory.config import ResolvedConfig
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.parts import Part
 from odb_factory.data.samples import Measured, MicroBatch, OptimizerStep
-from odb_factory.errors import one_line
+from odb_factory.errors import CollectiveError, one_line
 from odb_factory.log import get_logger
 from odb_factory.planning import Limits
 from odb_factory.training.fill_schedule import FillSchedule

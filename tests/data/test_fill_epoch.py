@@ -14,11 +14,11 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from lockstep import Row, check_whole_optimizer_steps, rejection, run_epoch, sample, usable
 
-from odb_factory.comm.coordinator import CollectiveError, RankMetadata, SingleProcessCoordinator
+from odb_factory.comm.coordinator import RankMetadata, SingleProcessCoordinator
 from odb_factory.data.epoch import EpochContext
 from odb_factory.data.fill_epoch import FillEpoch
 from odb_factory.data.samples import Rejection, Sample
-from odb_factory.errors import DataError
+from odb_factory.errors import CollectiveError, DataError
 from odb_factory.planning import Budget, Collation
 from odb_factory.planning.candidates import MAX_WAIT_ROUNDS
 

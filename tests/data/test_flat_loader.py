@@ -21,10 +21,10 @@ from data.test_loader import (
 )
 from thread_ranks import run_ranks
 
-from odb_factory.comm.coordinator import CollectiveError
 from odb_factory.config import ODBConfig
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.step_rule import OptimizerStepRule
+from odb_factory.errors import CollectiveError
 from odb_factory.planning import Collation, Cost
 
 pytestmark = pytest.mark.timeout(60)

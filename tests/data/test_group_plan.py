@@ -11,11 +11,11 @@ from lockstep import of_all_ranks, stock_steps
 from planning_strategies import costs
 from thread_ranks import Seat, run_ranks
 
-from odb_factory.comm.coordinator import CollectiveError
 from odb_factory.data.epoch import EpochContext
 from odb_factory.data.keep_epoch import KeepEpoch
 from odb_factory.data.samples import MicroBatch, Sample
 from odb_factory.data.serialize import pack
+from odb_factory.errors import CollectiveError
 from odb_factory.planning import Budget, BufferMetadata, Cost, CostModel, make_metadata, plan_in_groups
 from odb_factory.planning.flat_groups import GroupOutline, group_of, outline, plan_group
 

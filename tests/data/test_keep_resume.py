@@ -25,10 +25,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from thread_ranks import run_ranks
 
-from odb_factory.comm.coordinator import CollectiveError
 from odb_factory.data.resume.keep_state import KeepState
 from odb_factory.data.stock_steps import StockMean
-from odb_factory.errors import ConfigError, DataError
+from odb_factory.errors import CollectiveError, ConfigError, DataError
 
 EIGHT = KEEP | {"global_batch_size": 8}
 """N whatever the ranks."""

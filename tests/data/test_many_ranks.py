@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from lockstep import NO_FEATURES, Epoch, Row, check_promises, rejection, run_shards, sample, usable
 from planning_strategies import budgets, costs, sized
 
-from odb_factory.comm.coordinator import CollectiveError
 from odb_factory.data.samples import Rejection, Sample
+from odb_factory.errors import CollectiveError
 from odb_factory.planning import Budget, Collation, Cost, CostModel
 from odb_factory.planning.candidates import MAX_WAIT_ROUNDS
 

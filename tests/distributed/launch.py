@@ -63,10 +63,11 @@ class Run:
         nodes: Sequence[Node] = (Node(),),
         env: dict[str, str] | None = None,
         master: str = "127.0.0.1",
+        logs: Path | None = None,
     ):
         self.num_ranks, self.output_dir = num_ranks, Path(config["output_dir"])
         self.mark = uuid.uuid4().hex
-        self.folder = self.output_dir.with_name(f"{self.output_dir.name}_logs")
+        self.folder = logs or self.output_dir.with_name(f"{self.output_dir.name}_logs")
         self.folder.mkdir(parents=True)
         path = self.folder / "config.yaml"
         path.write_text(yaml.safe_dump(config), encoding="utf-8")

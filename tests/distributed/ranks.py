@@ -32,6 +32,8 @@ from odb_factory.planning import Cost
 
 TESTS = Path(__file__).parents[1]
 IGNORE = -100
+GROUP_TIMEOUT = "ODB_TEST_GROUP_TIMEOUT"
+"""In the environment: the timeout of the default process group (seconds), as `ddp_timeout` sets it."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +45,19 @@ class Outcome:
     said: str
 
 
-def run_ranks(function: str, folder: Path, *, world_size: int = 2, limit_s: float = 60, **kwargs: Any) -> list[Outcome]:
+def run_ranks(
+    function: str,
+    folder: Path,
+    *,
+    world_size: int = 2,
+    limit_s: float = 60,
+    ends_with: int | None = None,
+    **kwargs: Any,
+) -> list[Outcome]:
     """Run `module:function(rank, **kwargs)` in one process a rank, with gloo between them.
 
     kwargs and the returned value are made of what JSON knows. Fails the test if a rank has not ended in time.
+    ends_with: the rank at whose end the others are killed, as a launcher does (None: each ends by itself).
     """
     env = os.environ | {
         "PYTHONPATH": os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(TESTS)]),
@@ -69,6 +80,8 @@ def run_ranks(function: str, folder: Path, *, world_size: int = 2, limit_s: floa
     hung = []
     try:
         for rank, process in enumerate(processes):
+            if ends_with not in (None, rank):
+                continue
             try:
                 process.wait(limit_s)
             except subprocess.TimeoutExpired:
@@ -179,7 +192,7 @@ def toy_loader(
 def main() -> None:
     module, name = sys.argv[1].split(":")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=300))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=float(os.environ.get(GROUP_TIMEOUT, 300))))
     try:
         value = getattr(importlib.import_module(module), name)(dist.get_rank(), **json.loads(sys.argv[2]))
     except BaseException:

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch.distributed as dist
 from distributed.ranks import run_ranks, toy_loader
 
-from odb_factory.comm import process_group
 from odb_factory.errors import ODBError
 from odb_factory.planning import Plan
 
@@ -149,73 +144,3 @@ def test_a_process_group_of_ones_own(tmp_path: Path) -> None:
         assert "rows" in first.value, (first, second)
         assert sorted(first.value["rows"] + second.value["rows"]) == list(range(NUM_ROWS)), (first, second)
         assert (first.value["group_rank"], second.value["group_rank"]) == (0, 1)
-
-
-def report_failure(rank: int, *, own_store: bool) -> str:
-    """Rank 1 fails; what rank 0 is told, over the process group's own store or over one that rank 0 serves."""
-    if own_store:
-        dist.TCPStore = None  # no second server, and no second port
-    else:
-        process_group._own_store = lambda _: None
-    with toy_loader(NUM_ROWS, workers=(1, 1)) as loader:
-        try:
-            for number, _ in enumerate(loader):
-                if number == 5 and rank == 1:
-                    raise ValueError("rank 1 cannot go on")
-        except Exception as error:
-            loader.abort(str(error))
-            return str(error)
-    return "done"
-
-
-@pytest.mark.parametrize("own_store", [True, False])
-def test_the_store_in_which_failures_are_told(tmp_path: Path, own_store: bool) -> None:
-    first, _ = run_ranks("distributed.test_agreement:report_failure", tmp_path, own_store=own_store)
-    assert "rank 1 cannot go on" in first.value, first
-
-
-def freeze(rank: int, *, victim: int, timeout_s: float) -> str:
-    """Rank `victim` stops dead in the middle of the epoch; the others say how it ended for them."""
-    taken = 0
-    try:
-        with toy_loader(NUM_ROWS * 10, workers=(1, 1), timeout_s=timeout_s) as loader:
-            for _ in loader:
-                taken += 1
-                if rank == victim and taken == 5:
-                    os.kill(os.getpid(), signal.SIGSTOP)
-    except ODBError as error:
-        Path(os.environ["ENDED"]).write_text(str(error))
-        return str(error)
-    return "done"
-
-
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_frozen_rank_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, victim: int) -> None:
-    """Rank 0, which serves the process group's store, exactly as another one."""
-    ended = tmp_path / "ended"
-    monkeypatch.setenv("ENDED", str(ended))
-    seconds: list[float] = []
-
-    def thaw() -> None:
-        """The frozen process is let go once the other has ended, so that it ends as well."""
-        started = time.monotonic()
-        while not ended.exists() and time.monotonic() - started < 50:
-            time.sleep(0.1)
-        seconds.append(time.monotonic() - started)
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
-                mine = f"ENDED={ended}".encode() in (folder / "environ").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if mine and state == "T":
-                os.kill(int(folder.name), signal.SIGCONT)
-
-    thread = threading.Thread(target=thaw)
-    thread.start()
-    outcomes = run_ranks("distributed.test_agreement:freeze", tmp_path, victim=victim, timeout_s=4)
-    thread.join(60)
-    other = outcomes[1 - victim]
-    assert other.value and other.value != "done", outcomes
-    assert f"rank {victim}" in other.value and "4 s" in other.value
-    assert seconds[0] < 45, "timeout, 30 s, and what it took to start"

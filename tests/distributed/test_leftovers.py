@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from distributed.ranks import run_ranks, toy_loader
 
-from odb_factory.comm.failure_monitor import WATCH_INTERVAL_S
+from odb_factory.comm.lifeline import TICK_S
 
 EPOCHS = 20
 NUM_ROWS, NUM_OTHER_ROWS = 101, 30
@@ -27,8 +27,7 @@ def held() -> dict[str, Any]:
     maps = Path("/proc/self/maps").read_text()
     return {
         "child processes": len(multiprocessing.active_children()),
-        # A call to the store, of the monitor's heartbeats, lasts milliseconds and has a thread of its own.
-        "threads": sorted(thread.name for thread in threading.enumerate() if thread.name != "odb-bounded"),
+        "threads": sorted(thread.name for thread in threading.enumerate()),
         "file descriptors": len(os.listdir("/proc/self/fd")),
         "shared memory mapped": sum("/dev/shm/" in line or "memfd:" in line for line in maps.splitlines()),
         "shared memory named": sorted(name for name in os.listdir("/dev/shm") if f"_{os.getpid()}_" in name),
@@ -101,7 +100,7 @@ def an_epoch_and_a_pause(rank: int, first: int, fails: bool) -> None:
     with toy_loader(NUM_ROWS) as loader:
         an_epoch(loader, 0)
         if rank != first:
-            time.sleep(3 * WATCH_INTERVAL_S)
+            time.sleep(3 * TICK_S)
             if fails:
                 loader.abort("cannot save")
 

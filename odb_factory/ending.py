@@ -1,0 +1,129 @@
+"""Why a run ends: errors whose cause is known are replaced by one line that says what, where and what to do."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from odb_factory.comm.lifeline import known_failure, latest_wait
+from odb_factory.errors import CollectiveError, DataError, ODBError, one_line
+
+WORKER_DIED = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (?:is killed by signal: ([^.]*)|exited)")
+SIGNS_OF_A_COLLECTIVE = (
+    "gloo",
+    "NCCL",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "c10d",
+    "ProcessGroup",
+)
+SIGNS_OF_A_FULL_DISK = ("No space left on device", "unexpected pos", "PytorchStreamWriter failed writing", "Disk quota")
+SHARED_MEMORY = Path("/dev/shm")
+MIB = 2**20
+LESS_MEMORY = (
+    "look for the system's out-of-memory killer (dmesg) or a memory limit of the job; lower dataloader_num_workers, "
+    "collate_workers or buffer_size, or ask for more memory."
+)
+
+
+def ending(error: BaseException, output_dir: str | Path | None = None) -> BaseException:
+    """What to raise in place of `error`, which ends the run: an `ODBError` where the cause is known, else `error`.
+
+    Waits a little for the cause where a collective has failed. output_dir: of the run, if there is one.
+    """
+    if isinstance(error, ODBError) or not isinstance(error, Exception):
+        return error
+    if (lost := lost_rank(error)) is not None:
+        return lost
+    for one in _chain(error):
+        why = why_worker_failed(one) or _why_no_space(one, output_dir)
+        if why is not None:
+            return DataError(why)
+    return error
+
+
+def lost_rank(error: BaseException) -> CollectiveError | None:
+    """Why a collective of the training itself, or of the framework before it, has failed, as far as it is known."""
+    if not any(_is_of_a_collective(one) for one in _chain(error)):
+        return None
+    failure = known_failure()
+    if failure is not None:
+        return CollectiveError(failure)
+    if late := latest_wait():
+        return CollectiveError(
+            f"a collective of the training failed while it waited for {late}; look for what holds it up, or raise "
+            f"ddp_timeout ({one_line(error)})."
+        )
+    return None
+
+
+def why_worker_failed(error: BaseException) -> str | None:
+    """What has become of a data worker, and what to do; None where the error is of another kind."""
+    text = str(error)
+    died = WORKER_DIED.search(text)
+    if died is not None:
+        pids, signal = died.groups()
+        if signal == "Bus error" or "shared memory" in text:
+            return f"a data worker (pid {pids}) crashed: {_full_shared_memory()}"
+        if signal not in (None, "Killed"):
+            return (
+                f"a data worker (pid {pids}) crashed ({signal}) in a library that reads or collates rows; set "
+                "dataloader_num_workers and collate_workers to 0 to see where."
+            )
+        return f"a DataLoader worker (pid {pids}) was killed: {LESS_MEMORY}"
+    if isinstance(error, MemoryError):
+        worker = re.search(r"Caught MemoryError in DataLoader worker process (\d+)", text)
+        who = f"DataLoader worker {worker[1]}" if worker else "this process"
+        return f"{who} ran out of memory: {LESS_MEMORY}"
+    return None
+
+
+def _why_no_space(error: BaseException, output_dir: str | Path | None) -> str | None:
+    is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if not is_full and not any(sign in str(error) for sign in SIGNS_OF_A_FULL_DISK):
+        return None
+    if "shared memory" in str(error) or "/torch_" in str(error) or _is_from(error, "multiprocessing"):
+        return f"{_full_shared_memory()} ({one_line(error)})"
+    named = Path(os.fsdecode(error.filename)).parent if isinstance(error, OSError) and error.filename else None
+    folders = [folder for folder in (named, output_dir, tempfile.gettempdir()) if folder and Path(folder).is_dir()]
+    folder = folders[0] if named in folders else min(folders, key=lambda one: shutil.disk_usage(one).free)
+    free = shutil.disk_usage(folder).free / MIB
+    return (
+        f"the disk of {folder} is full, or a quota on it ({free:.0f} MiB are free): free some space or set another "
+        f"output_dir, then start again; a checkpoint that was cut off is passed over ({one_line(error)})."
+    )
+
+
+def _full_shared_memory() -> str:
+    size = f" ({shutil.disk_usage(SHARED_MEMORY).total / MIB:.0f} MiB)" if SHARED_MEMORY.is_dir() else ""
+    return (
+        f"{SHARED_MEMORY}{size}, through which worker processes hand over batches, is full; make it larger "
+        "(docker run --shm-size=16g), or lower dataloader_num_workers and collate_workers."
+    )
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _is_of_a_collective(error: BaseException) -> bool:
+    return type(error).__name__.startswith("Dist") or (
+        isinstance(error, RuntimeError) and any(sign in str(error) for sign in SIGNS_OF_A_COLLECTIVE)
+    )
+
+
+def _is_from(error: BaseException, package: str) -> bool:
+    """Whether code of a package raised it."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and package in Path(trace.tb_frame.f_code.co_filename).parts

@@ -1,0 +1,74 @@
+"""Errors whose cause is known end a run in one line that says what, where and what to do."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from odb_factory.ending import ending
+from odb_factory.errors import ODBError
+
+CASES: dict[str, tuple[BaseException, tuple[str, ...]]] = {
+    "worker killed": (
+        RuntimeError("DataLoader worker (pid 7361) is killed by signal: Killed. "),
+        ("worker (pid 7361) was killed", "out-of-memory killer", "dataloader_num_workers"),
+    ),
+    "workers exited": (
+        RuntimeError("DataLoader worker (pid(s) 12, 13) exited unexpectedly"),
+        ("worker (pid 12, 13) was killed", "out-of-memory killer"),
+    ),
+    "worker crashed": (
+        RuntimeError("DataLoader worker (pid 5) is killed by signal: Segmentation fault. "),
+        ("(pid 5) crashed (Segmentation fault)", "collate_workers to 0"),
+    ),
+    "bus error": (
+        RuntimeError(
+            "DataLoader worker (pid 5) is killed by signal: Bus error. It is possible that dataloader's workers are "
+            "out of shared memory. Please try to raise your shared memory limit."
+        ),
+        ("(pid 5) crashed", "/dev/shm", "--shm-size"),
+    ),
+    "no memory in a worker": (
+        MemoryError("Caught MemoryError in DataLoader worker process 1.\nOriginal Traceback (most recent call last):"),
+        ("DataLoader worker 1 ran out of memory", "buffer_size"),
+    ),
+    "shared memory": (
+        RuntimeError("unable to write to file </torch_12_34_0>: No space left on device (28)"),
+        ("/dev/shm", "is full", "--shm-size"),
+    ),
+    "disk full in a checkpoint": (
+        RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 1732864 vs 1732752"),
+        ("the disk of", "is full", "free some space"),
+    ),
+    "disk full": (
+        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+        ("the disk of", "is full", "free some space"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_cause_is_said(name: str, tmp_path: Path) -> None:
+    error, words = CASES[name]
+    told = ending(error, tmp_path)
+    assert isinstance(told, ODBError) and all(word in str(told) for word in words), str(told)
+    assert "\n" not in str(told)
+
+
+def test_another_error_stays_what_it_is() -> None:
+    for error in (
+        ValueError("no"),
+        RuntimeError("no"),
+        OSError(errno.EACCES, "no"),
+        KeyboardInterrupt(),
+        ODBError("x"),
+    ):
+        assert ending(error) is error
+
+
+def test_the_file_that_found_no_room_names_the_disk(tmp_path: Path) -> None:
+    error = OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "state.json"))
+    assert f"the disk of {tmp_path}" in str(ending(error, "/"))
