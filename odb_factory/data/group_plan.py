@@ -9,7 +9,16 @@ from odb_factory.comm.coordinator import DIFFERENT_PLANS, Coordinator
 from odb_factory.data.plan_process import Compute, compute_here
 from odb_factory.errors import CollectiveError
 from odb_factory.planning import Budget, BufferMetadata, CostModel, Plan
-from odb_factory.planning.flat_groups import GroupOutline, group_of, joined, outline, plan_group, steps_to_reach
+from odb_factory.planning.flat_groups import (
+    MAX_AGREEMENTS,
+    GroupOutline,
+    disagreement,
+    group_of,
+    joined,
+    outline,
+    plan_group,
+    steps_to_reach,
+)
 
 
 def plan_with_group(
@@ -29,7 +38,7 @@ def plan_with_group(
     """
     ranks = group_of(coordinator.rank, len(buffers), group_size)
     plan = compute(plan_group, buffers, budget, ranks, model=model)
-    while True:
+    for _ in range(MAX_AGREEMENTS):
         answers = coordinator.gather_plans(outline(plan, ranks).to_bytes(), step_index)
         firsts = [answers[rank - rank % group_size] for rank in range(len(answers))]
         if answers != firsts:
@@ -40,3 +49,4 @@ def plan_with_group(
             return joined(plan, ranks, outlines)
         if len(plan.totals) < least_steps:
             plan = compute(plan_group, buffers, budget, ranks, model=model, least_steps=least_steps)
+    raise disagreement(outlines)

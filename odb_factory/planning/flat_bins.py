@@ -13,6 +13,10 @@ LARGEST_AMOUNT = 1 << 28
 """Amounts are whole numbers of at most this, so that products of two do not overflow."""
 AMOUNT_OF_A_BIN = 1 << 20
 """What an average bin holds, in these, if it is more."""
+MARGIN = 64
+"""Bins are aimed to be below the budget by one part in this many."""
+SHARE_BITS = 20
+"""Targets are scaled to the load of a class in fixed-point numbers of this precision."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +88,9 @@ def make_bins(samples: Samples, num_steps: int, model: CostModel) -> Bins:
         [_targets(samples, amount, most, pool, bin_class, step, frozen) for amount, most in zip(amounts.T, budgets)],
         axis=1,
     )
+    if num_classes == 1:
+        for d in range(1, targets.shape[1]):
+            targets[:, d] = _reachable_targets(samples, amounts[:, [0, d]], budgets[d], step, frozen, targets[:, 0])
     return Bins(samples, pool, bin_class, step, frozen, amounts, targets)
 
 
@@ -134,23 +141,33 @@ def _targets(
     step: np.ndarray,
     frozen: np.ndarray,
 ) -> np.ndarray:
-    """Of one dimension [bins]: what all pools agree on as the height of a micro-step, less what a class falls short."""
+    """Of one dimension [bins]: the height of a micro-step for all pools, made lower or higher to hold a class exactly."""
     num_classes, num_pools = int(samples.sample_class.max()) + 1, int(samples.pool.max()) + 1
     num_steps, ordinary = int(step.max(initial=0)) + 1, ~samples.overlong
     bins_of = np.zeros((num_pools, num_steps), dtype=np.int64)
     np.add.at(bins_of, (pool[~frozen], step[~frozen]), 1)
-    # Beside an overlong sample bins may be as full as the budget allows: its rank keeps all others waiting.
-    floor = np.where(
-        np.bincount(step[frozen], minlength=num_steps) > 0, min(most, int(amount[~ordinary].max(initial=0))), 0
-    )
-    heights = _heights(amount[ordinary], samples.pool[ordinary], bins_of, floor)
+    floor = _floor(samples, amount, most, step, frozen)
+    heights = np.minimum(_heights(amount[ordinary], samples.pool[ordinary], bins_of, floor), aim(most))
     targets = np.where(frozen, 0, heights[step])
     load, planned = np.zeros((2, num_classes), dtype=np.int64)
     np.add.at(load, samples.sample_class[ordinary], amount[ordinary])
     np.add.at(planned, bin_class, targets)
     num_bins = np.bincount(bin_class[~frozen], minlength=num_classes)
-    short = (planned - load) // np.maximum(num_bins, 1)
-    return np.where(frozen, 0, targets - short[bin_class])
+    missing = np.maximum(load - planned, 0) // np.maximum(num_bins, 1)
+    share = np.minimum((load << SHARE_BITS) // np.maximum(planned, 1), 1 << SHARE_BITS)
+    return np.where(frozen, 0, (targets * share[bin_class] >> SHARE_BITS) + missing[bin_class])
+
+
+def aim(most: int) -> int:
+    """The target for a bin that may hold `most`: exchanges end near their target, not at it, and often above it."""
+    return most - most // MARGIN
+
+
+def _floor(samples: Samples, amount: np.ndarray, most: int, step: np.ndarray, frozen: np.ndarray) -> np.ndarray:
+    """How full the bins of each micro-step may be at no cost: all ranks wait for the overlong sample of one."""
+    has_overlong = np.bincount(step[frozen], minlength=int(step.max(initial=0)) + 1) > 0
+    floor: np.ndarray = np.where(has_overlong, min(most, int(amount[samples.overlong].max(initial=0))), 0)
+    return floor
 
 
 def _heights(amount: np.ndarray, pool: np.ndarray, bins_of: np.ndarray, floor: np.ndarray) -> np.ndarray:
@@ -175,3 +192,34 @@ def _heights(amount: np.ndarray, pool: np.ndarray, bins_of: np.ndarray, floor: n
         load = np.maximum(load - bins_of[:, k] * height, 0)
         left, place = left - bins_of[:, k], np.minimum(place + bins_of[:, k], last)
     return heights
+
+
+def _reachable_targets(
+    samples: Samples, amounts: np.ndarray, most: int, step: np.ndarray, frozen: np.ndarray, tokens: np.ndarray
+) -> np.ndarray:
+    """Targets of one dimension for samples of one class, such that tokens can reach theirs too [bins].
+
+    The samples with the largest amounts go first. A micro-step takes them until its bins are as high as its largest
+    sample or the mean requires, or until their tokens are used up.
+
+    amounts: tokens and the dimension in question [n, 2]. tokens: the targets for tokens [bins].
+    """
+    ordinary, num_steps = ~samples.overlong, int(step.max(initial=0)) + 1
+    own = amounts[ordinary]
+    own = own[np.argsort(-own[:, 1], kind="stable")]
+    before = np.zeros((len(own) + 1, 2), dtype=np.int64)
+    np.cumsum(own, axis=0, out=before[1:])
+    num_bins = np.bincount(step[~frozen], minlength=num_steps)
+    room = np.zeros(num_steps, dtype=np.int64)
+    np.add.at(room, step[~frozen], tokens[~frozen])
+    floor = _floor(samples, amounts[:, 1], most, step, frozen)
+    heights, start, left = np.zeros(num_steps, dtype=np.int64), 0, int(num_bins.sum())
+    for k in np.flatnonzero(num_bins).tolist():
+        rest = own[start:, 1]
+        height = min(max(int(rest.sum()) // left, int(rest.max(initial=0)), int(floor[k])), aim(most))
+        limits = before[start] + np.array([room[k], height * num_bins[k]])
+        ends = [int(np.searchsorted(before[:, d], limits[d], side="right")) - 1 for d in (0, 1)]
+        end = len(own) if left == num_bins[k] else max(min(ends), start)
+        heights[k] = (before[end, 1] - before[start, 1]) // num_bins[k]
+        start, left = end, left - int(num_bins[k])
+    return np.where(frozen, 0, heights[step])

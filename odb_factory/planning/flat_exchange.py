@@ -8,6 +8,7 @@ from their targets, summed over all dimensions, fall by most.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,6 +18,8 @@ MAX_ROUNDS, PATIENCE = 64, 8
 """Bins are paired at most so often, and no more once nothing has changed in so many rounds in all dimensions."""
 TOKENS_WITHIN, OTHERS_WITHIN = 4096, 128
 """Nothing is done for a bin that is fuller than its target by no more than one part in so many."""
+TOKENS_COUNT_MORE = 4
+"""Weight of tokens against other dimensions once the targets of these are known to be out of reach."""
 MAX_TRIED, FEWEST, MOST = 1 << 16, 6, 32
 """In a round about so many exchanges are tried, of at least and at most so many samples of a bin."""
 
@@ -26,7 +29,25 @@ def fill_bins(bins: Bins) -> np.ndarray:
     bin_of = _largest_first(bins)
     _fill_empty(bins, bin_of)
     _exchange(bins, bin_of)
+    if bins.amounts.shape[1] > 1:
+        _exchange(_with_reached_targets(bins, bin_of), bin_of)
     return bin_of
+
+
+def _with_reached_targets(bins: Bins, bin_of: np.ndarray) -> Bins:
+    """The bins with other targets for all dimensions but tokens: what the bins of each micro-step hold in the mean.
+
+    Tokens and patches cannot always reach their targets together. Tokens then count more, for they have a budget.
+    """
+    held = np.zeros_like(bins.targets)
+    np.add.at(held, bin_of, bins.amounts)
+    _, kind = np.unique(np.stack([bins.bin_class, bins.step, bins.frozen]), axis=1, return_inverse=True)
+    sums = np.zeros((int(kind.max()) + 1, held.shape[1]), dtype=np.int64)
+    np.add.at(sums, kind, held)
+    means = (sums // np.bincount(kind)[:, None])[kind]
+    means[:, 0] = bins.targets[:, 0]
+    weights = np.array([1] + [TOKENS_COUNT_MORE] * (held.shape[1] - 1))
+    return replace(bins, amounts=bins.amounts // weights, targets=means // weights)
 
 
 def _largest_first(bins: Bins) -> np.ndarray:
@@ -90,8 +111,9 @@ def _exchange(bins: Bins, bin_of: np.ndarray) -> None:
     class_of_pair = np.repeat(np.arange(len(halves)), halves)
     place = np.arange(num_pairs) - np.repeat(np.cumsum(halves) - halves, halves)
     tolerated = bins.targets // np.array([TOKENS_WITHIN, *[OTHERS_WITHIN] * (num_dimensions - 1)])
+    most_pairs = max(MAX_TRIED // FEWEST**2 // len(halves), 1)
     unchanged = 0
-    for k in range(MAX_ROUNDS):
+    for k in range(MAX_ROUNDS if num_pairs <= most_pairs else MAX_ROUNDS // 2):
         dimension, shift = k % num_dimensions, k // num_dimensions
         # The fullest of a class with its emptiest; in later rounds with one beside that.
         order = movable[np.lexsort((-held.excess[movable, dimension], bins.bin_class[movable]))]
@@ -101,7 +123,7 @@ def _exchange(bins: Bins, bin_of: np.ndarray) -> None:
         too_full = (held.excess > tolerated).any(axis=1)
         if unchanged >= PATIENCE * num_dimensions or not too_full[movable].any():
             break
-        pairs = too_full[fuller] | too_full[emptier]
+        pairs = (too_full[fuller] | too_full[emptier]) & (place < most_pairs)
         unchanged = 0 if pairs.any() and held.exchange(fuller[pairs], emptier[pairs], k) else unchanged + 1
     held.write(bin_of)
 

@@ -19,6 +19,8 @@ from odb_factory.planning.matching import place
 from odb_factory.planning.metadata import BufferMetadata
 from odb_factory.planning.plan import MicroStepTotals, Plan, pool, to_plan
 
+MAX_AGREEMENTS = 16
+"""Rounds in which groups plan anew to reach the K of the group that needs most. Usually one is enough."""
 MAXIMA = ("max_rank_tokens", "max_rank_patches", "max_rank_attention")
 
 
@@ -92,6 +94,16 @@ def steps_to_reach(outlines: Sequence[GroupOutline]) -> int:
     return num_steps if any(len(one.totals) < steps for one, steps in zip(outlines, reachable)) else 0
 
 
+def disagreement(outlines: Sequence[GroupOutline]) -> RuntimeError:
+    """The error when groups have not reached the same K in `MAX_AGREEMENTS` rounds."""
+    counts = [len(one.totals) for one in outlines]
+    return RuntimeError(
+        f"groups of ranks do not agree on the number of micro-steps: after {MAX_AGREEMENTS} rounds of planning they "
+        f"have {counts[:8]}; this is a bug in odb_factory; set odb.balance_group_size to the number of ranks, or "
+        "odb.balance: false"
+    )
+
+
 def joined(plan: Plan, ranks: range, outlines: Sequence[GroupOutline]) -> Plan:
     """The plan of a group once all have agreed on K: empty groups where its ranks idle, totals of all ranks."""
     num_steps = max(len(one.totals) for one in outlines)
@@ -109,14 +121,19 @@ def plan_in_groups(
     """
     groups = [group_of(first, len(buffers), group_size) for first in range(0, len(buffers), group_size)]
     plans = [plan_group(buffers, budget, ranks, model=model) for ranks in groups]
-    while least_steps := steps_to_reach(list(map(outline, plans, groups))):
+    for _ in range(MAX_AGREEMENTS):
+        outlines = list(map(outline, plans, groups))
+        least_steps = steps_to_reach(outlines)
+        if not least_steps:
+            break
         plans = [
             plan
             if len(plan.totals) == least_steps
             else plan_group(buffers, budget, ranks, model=model, least_steps=least_steps)
             for plan, ranks in zip(plans, groups)
         ]
-    outlines = list(map(outline, plans, groups))
+    else:
+        raise disagreement(outlines)
     parts = [joined(plan, ranks, outlines) for plan, ranks in zip(plans, groups)]
     of_rank = [part.groups[rank] for part, ranks in zip(parts, groups) for rank in ranks]
     return dataclasses.replace(parts[0], groups=of_rank)

@@ -11,12 +11,15 @@ from dataclasses import replace
 import numpy as np
 
 from odb_factory.planning.cost import CostModel
+from odb_factory.planning.flat_best_fit import best_fit_decreasing, repair
 from odb_factory.planning.flat_bins import fewest_steps, make_bins
 from odb_factory.planning.flat_exchange import fill_bins
 from odb_factory.planning.flat_polish import Filled, polish
 from odb_factory.planning.flat_samples import Samples
 from odb_factory.planning.matching import PoolGroup
 
+FEW_SAMPLES = 4096
+"""Of more samples best fit is not improved on: that would take too long."""
 NUM_CANDIDATES = 3
 """So many K are tried at most beside the least. Of one modality a larger K is never better where a smaller one fits,
 for two micro-steps as one cost no more; it is needed where bins would have to be fuller than exchanges can make them.
@@ -34,19 +37,22 @@ def cut_flat(samples: Samples, model: CostModel, least_steps: int = 0) -> list[l
     least = max(fewest_steps(samples), least_steps)
     found = fill(samples, least, model)
     if not found.within:
-        fitted = first_fit(samples, model)
-        for num_steps in range(max(least + 1, fitted.num_steps - NUM_CANDIDATES + 1), fitted.num_steps + 1):
-            found = fill(samples, num_steps, model)
-            if found.within:
-                break
-        if not found.within or fitted.cost < found.cost:
-            found = fitted
+        found = fitted(samples, model, least_steps)
+        first, last = found.num_steps - NUM_CANDIDATES + 1, found.num_steps + 1
+        if len(samples) > FEW_SAMPLES:
+            first = last = found.num_steps
+        for num_steps in range(max(least + 1, first), last + 1):
+            if lower_bound(samples, num_steps, model) < found.cost:
+                found = _cheaper(found, fill(samples, num_steps, model))
     if samples.num_modalities > 1:
         for num_steps in range(found.num_steps + 1, found.num_steps + 1 + NUM_CANDIDATES):
             if lower_bound(samples, num_steps, model) < found.cost:
-                more = fill(samples, num_steps, model)
-                found = more if more.within and more.cost < found.cost else found
+                found = _cheaper(found, fill(samples, num_steps, model))
     return in_order(found)
+
+
+def _cheaper(found: Filled, other: Filled) -> Filled:
+    return other if other.within and other.cost < found.cost else found
 
 
 def lower_bound(samples: Samples, num_steps: int, model: CostModel) -> int:
@@ -62,6 +68,8 @@ def fill(samples: Samples, num_steps: int, model: CostModel) -> Filled:
     """All samples in bins of so many micro-steps; whether within the budgets is not promised."""
     bins = make_bins(samples, num_steps, model)
     filled = Filled(samples, model, fill_bins(bins), bins.pool, bins.bin_class, bins.step, bins.frozen)
+    if not filled.within:
+        filled = replace(filled, bin_of=repair(filled))
     filled = min(filled, match_by_cost(filled), key=lambda one: one.cost)
     polish(filled, lower_bound(samples, num_steps, model))
     return filled
@@ -91,43 +99,9 @@ def in_order(filled: Filled) -> list[list[PoolGroup]]:
     ]
 
 
-def first_fit(samples: Samples, model: CostModel) -> Filled:
-    """First-fit decreasing (Johnson 1973), within the budgets, in as many micro-steps as that takes."""
-    bin_of = np.empty(len(samples), dtype=np.int64)
-    sums = np.zeros((len(samples), 5), dtype=np.int64)
-    bin_class: list[int] = []
-    first = 0
-    for i in np.lexsort((-samples.tokens, samples.overlong, samples.sample_class)).tolist():
-        if not bin_class or bin_class[-1] != samples.sample_class[i]:
-            first = len(bin_class)
-        after = sums[first : len(bin_class)] + samples.measures[i]
-        holds = samples.budget.holds_flat(after) & ~samples.overlong[i]
-        chosen = first + int(holds.argmax()) if holds.any() else len(bin_class)
-        if chosen == len(bin_class):
-            bin_class.append(int(samples.sample_class[i]))
-        bin_of[i] = chosen
-        sums[chosen] += samples.measures[i]
-    _split_to_fill_slots(samples, bin_of, bin_class)
-    order = np.argsort(bin_class, kind="stable")
-    bin_of = np.argsort(order)[bin_of]
-    frozen = np.bincount(bin_of, samples.overlong, minlength=len(order)) > 0
-    step = np.zeros(len(order), dtype=np.int64)
-    of_bin = np.array(bin_class)[order]
-    return match_by_cost(Filled(samples, model, bin_of, of_bin // samples.num_modalities, of_bin, step, frozen))
-
-
-def _split_to_fill_slots(samples: Samples, bin_of: np.ndarray, bin_class: list[int]) -> None:
-    """New bins until every slot of every pool has one, as far as there are samples: no rank idles without need."""
-    pools = np.array(bin_class) // samples.num_modalities
-    num_steps = int((-(-np.bincount(pools) // samples.slots)).max())
-    for pool, num_bins in enumerate(np.bincount(pools).tolist()):
-        for _ in range(num_bins, min(num_steps * samples.slots, int((samples.pool == pool).sum()))):
-            count = np.bincount(np.where(samples.pool == pool, bin_of, 0), minlength=len(bin_class))
-            count[0] = np.count_nonzero((samples.pool == pool) & (bin_of == 0))
-            own = np.flatnonzero(bin_of == int(count.argmax()))
-            # One without media, if there is any: what keeps its media gets no dummies that could be too much.
-            num_media = samples.has_media[own] * 1 + samples.has_audio[own]
-            rest_fits = samples.budget.holds_flat(samples.measures[own].sum(axis=0) - samples.measures[own])
-            chosen = own[int(np.lexsort((num_media, ~rest_fits))[0])]
-            bin_class.append(int(samples.sample_class[chosen]))
-            bin_of[chosen] = len(bin_class) - 1
+def fitted(samples: Samples, model: CostModel, least_steps: int) -> Filled:
+    """Bins by best fit, always within the budgets, in as many micro-steps as that takes."""
+    bin_of, bin_class = best_fit_decreasing(samples, least_steps)
+    frozen = np.bincount(bin_of, samples.overlong, minlength=len(bin_class)) > 0
+    step, pool = np.zeros_like(bin_class), bin_class // samples.num_modalities
+    return match_by_cost(Filled(samples, model, bin_of, pool, bin_class, step, frozen))

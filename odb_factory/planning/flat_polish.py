@@ -11,6 +11,8 @@ from odb_factory.planning.flat_samples import Samples
 
 MAX_TRIED = 1 << 16
 """So many exchanges are tried at most."""
+FEW_BROKEN, MAX_REPAIRED = 8, 1 << 19
+"""The number tried where no more bins than that break a budget: else the whole plan would be lost."""
 CLOSE_ENOUGH = 1024
 """Nothing is tried where at most one part in so many could be saved."""
 FAR_OVER = 1 << 40
@@ -75,7 +77,8 @@ def polish(filled: Filled, bound: int) -> None:
     An exchange of two samples, or a move of one, is made if less of the budgets is broken afterwards, or as much and
     the cost is lower. Done when the cost is close to `bound`, when nothing helps, or after a bounded number of trials.
     """
-    left = MAX_TRIED
+    num_broken = np.count_nonzero(filled.excess(filled.sums)[~filled.frozen])
+    left = MAX_REPAIRED if 0 < num_broken <= FEW_BROKEN else MAX_TRIED
     while not (filled.within and filled.cost - bound <= bound // CLOSE_ENOUGH):
         for critical in _critical(filled):
             own = np.flatnonzero(filled.bin_of == critical)
