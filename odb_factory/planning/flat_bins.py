@@ -141,7 +141,7 @@ def _targets(
     step: np.ndarray,
     frozen: np.ndarray,
 ) -> np.ndarray:
-    """Of one dimension [bins]: the height of a micro-step for all pools, made lower or higher to hold a class exactly."""
+    """Of one dimension [bins]: the heights of the micro-steps, scaled so that together they hold a class exactly."""
     num_classes, num_pools = int(samples.sample_class.max()) + 1, int(samples.pool.max()) + 1
     num_steps, ordinary = int(step.max(initial=0)) + 1, ~samples.overlong
     bins_of = np.zeros((num_pools, num_steps), dtype=np.int64)

@@ -136,8 +136,10 @@ def check(drawn: Drawn, plan: Plan, balance: bool = True) -> None:
     order = np.concatenate([np.arange(rank, len(drawn.rows), drawn.num_ranks) for rank in range(drawn.num_ranks)])
     rows, num_steps = drawn.rows[order], len(plan.totals)
     assert {len(groups) for groups in plan.groups} == {num_steps}, "I1: one K on all ranks"
-    sizes = np.array([[len(group) for group in groups] for groups in plan.groups])
-    samples = np.array([i for groups in plan.groups for group in groups for i in group])
+    sizes = np.array([[len(group) for group in groups] for groups in plan.groups], dtype=np.int64)
+    if not len(rows):
+        return
+    samples = np.array([i for groups in plan.groups for group in groups for i in group], dtype=np.int64)
     assert (np.sort(samples) == np.arange(len(rows))).all(), "I2: every sample once"
     bins, rows = np.repeat(np.arange(sizes.size), sizes.ravel()), rows[samples]
 
@@ -195,4 +197,97 @@ def test_a_plan_of_texts_costs_what_no_plan_can_undercut(kind: Lengths) -> None:
 def test_a_plan_of_images_and_texts_costs_little_more(kind: Lengths) -> None:
     """The bound takes tokens and patches as if each could be balanced without the other."""
     ratios = [ratio(draw(seed, kind, *shape, media=True)) for seed, shape in enumerate(SHAPES)]
-    assert max(ratios) <= 1.15 and np.mean(ratios) <= 1.06, ratios
+    assert max(ratios) <= 1.20 and np.mean(ratios) <= 1.07, ratios
+
+
+@pytest.mark.parametrize("kind", [log_normal, heavy_tail, short_and_long])
+def test_a_padded_plan_costs_little_more_than_the_best_cut(kind: Lengths) -> None:
+    """The bound is the best cut for a single rank, shared by all; what ranks wait for each other is above it."""
+    ratios = [ratio(draw(seed, kind, *shape, layout="padded")) for seed, shape in enumerate(SHAPES[:6])]
+    assert max(ratios) <= 1.25 and np.mean(ratios) <= 1.12, ratios
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from(KINDS),
+    st.integers(1, 40),
+    st.integers(0, 8),
+    st.integers(1, 40),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from(["flat", "flat", "padded"]),
+)
+def test_any_optimizer_step_keeps_its_promises(
+    seed: int, kind: Lengths, num_ranks: int, per_rank: int, group_size: int, media: bool, balance: bool, layout: str
+) -> None:
+    """I1, I2, I4, I5, I7; also of groups that hold nothing or differ in size."""
+    drawn = draw(seed, kind, num_ranks, per_rank, media=media, layout=layout, group_size=group_size)
+    if layout == "flat" and balance:
+        check(drawn, plan_in_groups(drawn.buffers, drawn.budget, group_size, model=drawn.model))
+    else:
+        check(drawn, plan_optimizer_step(drawn.buffers, drawn.budget, balance=balance, model=drawn.model), balance)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "per_rank", "group_size"),
+    [
+        (64, 32, 16),
+        (512, 8, 256),
+        pytest.param(512, 16, 256, marks=pytest.mark.full_grid),
+        pytest.param(1024, 8, 256, marks=pytest.mark.full_grid),
+        pytest.param(16384, 8, 256, marks=pytest.mark.full_grid),
+        pytest.param(16384, 1, 1000, marks=pytest.mark.full_grid),
+    ],
+)
+@pytest.mark.parametrize("kind", [uniform, heavy_tail])
+def test_groups_of_many_ranks_agree_on_k(kind: Lengths, num_ranks: int, per_rank: int, group_size: int) -> None:
+    """I5: planning ends. Uniform lengths up to the budget once made groups ask for the same K for ever."""
+    for seed in range(3 if num_ranks <= 512 else 1):
+        drawn = draw(seed, kind, num_ranks, per_rank, group_size=group_size)
+        assert ratio(drawn) <= 1.15
+
+
+@pytest.mark.full_grid
+@pytest.mark.parametrize("media", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_draws(kind: Lengths, media: bool) -> None:
+    shapes = itertools.product((1, 2, 4, 8, 16, 32, 64, 256), (16, 24, 32, 61))
+    ratios = [ratio(draw(seed, kind, *shape, media=media)) for seed, shape in enumerate(shapes)]
+    assert max(ratios) <= (1.2 if media else 1.10) and np.mean(ratios) <= (1.07 if media else 1.02), ratios
+
+
+def every_packing(sizes: list[int], capacity: int) -> list[list[int]]:
+    """The bin sums of all ways to put these sizes into bins of a capacity, one of more than that alone."""
+    packings: list[list[list[int]]] = [[]]
+    for size in sizes:
+        grown = []
+        for bins in packings:
+            grown.append([*bins, [size]])
+            grown += [
+                [*bins[:k], [*bins[k], size], *bins[k + 1 :]]
+                for k in range(len(bins))
+                if sum(bins[k]) + size <= capacity
+            ]
+        packings = grown
+    return [sorted(map(sum, bins), reverse=True) for bins in packings]
+
+
+def test_tiny_optimizer_steps_cost_the_least_there_is() -> None:
+    """Against every cut of up to 9 samples; also that the bounds are below it."""
+    rng = np.random.default_rng(0)
+    ratios = []
+    for _ in range(30):
+        num_ranks, count, capacity = int(rng.integers(1, 4)), int(rng.integers(3, 10)), int(rng.integers(20, 60))
+        sizes = np.sort(rng.integers(1, capacity + 1, count))[::-1]
+        model = CostModel(int(rng.choice([0, 5, 50])))
+        packings = every_packing(sizes.tolist(), capacity)
+        whole = [bins for bins in packings if len(bins) % num_ranks == 0 or len(bins) == count]
+        best = min(sum(model.fixed + most for most in bins[::num_ranks]) for bins in whole)
+        assert min(map(len, packings)) >= fewest_bins(sizes, capacity)
+        assert best >= least_wait(sizes, capacity, num_ranks)
+        drawn = Drawn(table_of(sizes), num_ranks, 256, Budget(capacity, layout="flat"), model)
+        plan = drawn.planned()
+        check(drawn, plan)
+        ratios.append(sum(model.fixed + step.max_rank_tokens for step in plan.totals) / best)
+    assert min(ratios) >= 1 and np.mean(ratios) <= 1.01 and max(ratios) <= 1.1, sorted(ratios)[-5:]
