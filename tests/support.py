@@ -15,7 +15,6 @@ import pytest
 import yaml
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("DISABLE_VERSION_CHECK", "1")
 # Tiny models gain nothing from threads, and worker processes share the cores with them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

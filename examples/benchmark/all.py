@@ -72,7 +72,7 @@ def run(part: Part, folder: Path, is_short: bool, environments: Path) -> bool:
     newer = rivals.python_of(rivals.NEWER, environments)
     if command[0] == "planning.py" and newer is not None:
         line += ["--newer-transformers", str(newer)]
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "DISABLE_VERSION_CHECK": "1"}
+    environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     began, load = datetime.datetime.now(), os.getloadavg()[0]
     started, last = time.monotonic(), ""
     printed = output / "printed.txt"

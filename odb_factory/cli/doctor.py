@@ -19,6 +19,7 @@ from rich.text import Text
 
 from odb_factory.cli.doctor_checks import CHECKS, ENTRY_POINT, OPTIONAL, OTHER_PACKAGE, SUPPORTED, Check, Facts
 from odb_factory.cli.doctor_probe import Probe
+from odb_factory.llamafactory import releases
 
 PROBE_TIMEOUT_S = 300
 _COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
@@ -42,11 +43,13 @@ def main(argv: Sequence[str]) -> int:
 
 def gather() -> Facts:
     """Look at this Python: installed packages, the entry point, the environment, and the imports of a training."""
-    packages = [*SUPPORTED, *OPTIONAL, OTHER_PACKAGE, "torchvision", "torchaudio"]
+    pins = {} if _version("llamafactory") is None else releases.pins()
+    packages = [*SUPPORTED, *OPTIONAL, OTHER_PACKAGE, "torchvision", "torchaudio", *pins]
     versions = {name: _version(name) for name in packages} | {"python": platform.python_version()}
     declared = [point.value for point in metadata.entry_points(group="torch.backends", name="odb_factory")]
     return Facts(
         versions=versions,
+        pins=pins,
         entry_point=next((value for value in declared if value != ENTRY_POINT), next(iter(declared), None)),
         environment=dict(os.environ),
         probe=_probe(),

@@ -43,9 +43,13 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What the machine looks like: versions by package (None: not installed), the entry point, environment, imports."""
+    """What the machine looks like: versions by package (None: not installed), the entry point, environment, imports.
+
+    pins: the versions that LLaMA-Factory asks for, by package.
+    """
 
     versions: Mapping[str, str | None]
+    pins: Mapping[str, SpecifierSet] = field(default_factory=dict)
     entry_point: str | None = ENTRY_POINT
     environment: Mapping[str, str] = field(default_factory=dict)
     probe: Probe = field(default_factory=Probe)
@@ -73,6 +77,20 @@ def versions(facts: Facts) -> list[Check]:
         version = facts.versions.get(name)
         checks.append(Check("ok", f"{name} {version}" if version else f"{name} is not installed; {hint}"))
     return checks
+
+
+def pinned(facts: Facts) -> list[Check]:
+    """Packages that LLaMA-Factory was not released with: neither it nor odb_factory has been tested with them."""
+    checks = [
+        Check(
+            "warning",
+            f"{name} {version} is outside what LLaMA-Factory asks for ({specifier})",
+            f'pip install "{name}{specifier}"',
+        )
+        for name, specifier in facts.pins.items()
+        if (version := facts.versions.get(name)) and not specifier.contains(version, prereleases=True)
+    ]
+    return checks or [Check("ok", "every package is within the versions that LLaMA-Factory asks for")]
 
 
 def entry_point(facts: Facts) -> list[Check]:
@@ -187,6 +205,7 @@ def devices(facts: Facts) -> list[Check]:
 
 CHECKS: tuple[Callable[[Facts], list[Check]], ...] = (
     versions,
+    pinned,
     entry_point,
     activation,
     launcher,

@@ -166,7 +166,6 @@ def run_llamafactory(
         "CUDA_VISIBLE_DEVICES": "",
         "ASCEND_RT_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
-        "DISABLE_VERSION_CHECK": "1",
         # Each run preprocesses from scratch, as with new data; nobody profits from the run before.
         "HF_DATASETS_CACHE": str(output / "cache"),
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 2) // ranks - 1)),

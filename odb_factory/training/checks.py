@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sized
+from importlib import metadata
 from typing import Any
 
+from packaging.version import Version
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from odb_factory.config import ODBConfig
@@ -26,6 +28,9 @@ BELOW = ("get_batch_samples",)
 STEP_IN_BACKWARD = ("lomo", "adalomo")
 ENGINES = ("torch", "accelerate", "deepspeed")
 """Packages whose hooks on gradients add up and synchronise gradients only."""
+SUMS_OFFLOADED_GRADIENTS = Version("0.19.0")
+"""The first DeepSpeed that adds up the gradients of all micro-batches with ZeRO-2 and an optimizer on the CPU. Earlier
+ones keep the first and the last (its pull request 7967), or the last only where the accumulation is 1 (7981)."""
 
 
 def check_arguments(args: Any, config: ODBConfig, memory_meter: PeakMeter | None = None) -> None:
@@ -35,6 +40,7 @@ def check_arguments(args: Any, config: ODBConfig, memory_meter: PeakMeter | None
     """
     _check_counts(args)
     _check_parallel_arguments(args)
+    _check_offload(args)
     if args.n_gpu > 1:
         raise ConfigError(
             f"n_gpu: {args.n_gpu} devices in one process (DataParallel) would cut every batch apart; start one "
@@ -207,6 +213,20 @@ def _check_size(what: str, size: Any) -> None:
         raise ConfigError(
             f"{what}: {size} ranks would share one replica of the model and have to see the same batches, which odb "
             "does not support; set it to 1 (ZeRO, FSDP and HSDP are supported)."
+        )
+
+
+def _check_offload(args: Any) -> None:
+    zero = deepspeed_config(args).get("zero_optimization", {})
+    device = (zero.get("offload_optimizer") or {}).get("device", "none")
+    if zero.get("stage") != 2 or device == "none":
+        return
+    installed = metadata.version("deepspeed")
+    if Version(installed) < SUMS_OFFLOADED_GRADIENTS:
+        raise ConfigError(
+            f"deepspeed: release {installed} loses the gradients of micro-batches with ZeRO-2 and offload_optimizer "
+            "(without odb too, from gradient_accumulation_steps: 3 on); install "
+            f"deepspeed>={SUMS_OFFLOADED_GRADIENTS}, use ZeRO-3, or remove offload_optimizer."
         )
 
 

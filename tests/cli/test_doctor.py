@@ -6,6 +6,7 @@ import dataclasses
 from subprocess import CompletedProcess
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 from odb_factory.cli.doctor_checks import CHECKS, SUPPORTED, Check, Facts
 from odb_factory.cli.doctor_probe import Probe
@@ -40,6 +41,11 @@ def test_sound_environment_is_ready(doctors: dict[str, CompletedProcess]) -> Non
     assert "ok       all 8 places in LLaMA-Factory where odb_factory comes in are hooked" in lines
     for package in SUPPORTED:
         assert any(line.startswith(f"ok       {package} ") for line in lines), package
+
+
+def test_the_tests_run_on_versions_that_llamafactory_asks_for(doctors: dict[str, CompletedProcess]) -> None:
+    """Else they would prove nothing for its users, who have those."""
+    assert "ok       every package is within the versions that LLaMA-Factory asks for" in doctors["sound"].stdout
 
 
 def test_a_second_way_of_batching_is_a_warning_not_a_problem(doctors: dict[str, CompletedProcess]) -> None:
@@ -85,6 +91,10 @@ def test_sound_facts_give_no_problem() -> None:
         ({"versions": SOUND.versions | {"llamafactory": "0.9.7"}}, "llamafactory 0.9.7 is newer than what"),
         ({"versions": SOUND.versions | {"datasets": None}}, "datasets is not installed"),
         ({"versions": SOUND.versions | {"transformers": "4.51.3"}}, "transformers 4.51.3 is not supported"),
+        (
+            {"versions": SOUND.versions | {"trl": "0.25.0"}, "pins": {"trl": SpecifierSet("<=0.24.0,>=0.18.0")}},
+            "trl 0.25.0 is outside what LLaMA-Factory asks for (<=0.24.0,>=0.18.0)",
+        ),
         ({"entry_point": None, "probe": Probe(hooked=["x"])}, "is not declared"),
         ({"entry_point": "odb_factory.old:go", "probe": Probe(hooked=["x"])}, "names odb_factory.old:go"),
         ({"environment": {"USE_V1": "1"}}, "USE_V1=1"),

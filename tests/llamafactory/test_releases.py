@@ -31,6 +31,15 @@ def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> I
     releases.tell_if_newer.cache_clear()
 
 
+def test_the_pins_are_those_of_the_installed_release() -> None:
+    """DeepSpeed's is in no file of LLaMA-Factory 0.9.5."""
+    pins = releases.pins()
+    for name in ("transformers", "accelerate", "datasets", "peft", "trl", "deepspeed"):
+        assert not pins[name].contains("99"), name
+    assert "numpy" not in pins
+    assert set(releases._checked_at_start()) != set(), "LLaMA-Factory checks versions when it starts"
+
+
 def pretend(folder: Path, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let this version of LLaMA-Factory seem to be installed."""
     info = folder / f"llamafactory-{version}.dist-info"

@@ -1,0 +1,198 @@
+"""I9 in bfloat16: odb is no further from stock than stock is from itself where only rounding differs.
+
+How much bfloat16 rounds depends on the cut, so a fixed tolerance would say nothing. Each cell trains stock as the YAML
+says, and again in ways that are the same training but for rounding: the same optimizer steps in other micro-batches, or
+in float32 where another cut is another loss. The largest difference between these, times FACTOR, bounds that of odb.
+
+The grid: `pytest -s -m full_grid tests/llamafactory/test_precision.py`; -s prints both differences.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distributed.conftest import deepspeed_op  # noqa: F401  (a fixture)
+from distributed.ranks import run_ranks
+from distributed.test_engines import ENGINES, deepspeed_config
+from same_training import Training, read, train
+from stage_training import Config, configurations
+from support import shimmed
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+FACTOR = 3
+ROWS = 12
+"""Of an optimizer step."""
+FLOAT32: list[dict[str, Any]] = [{"bf16": False, "pure_bf16": False}]
+"""For a loss that depends on the cut: a mean of means (vision-language), or with estimates of micro-batches (kto)."""
+BLOCK = {"token_budget": 320, "audit": True}
+BF16, PURE = {"bf16": True}, {"pure_bf16": True}
+LORA = {"finetuning_type": "lora"}
+IMAGES = {
+    "dataset": "albums",
+    "template": "qwen3_vl",
+    "max_samples": ROWS,
+    "num_train_epochs": 4,
+    "freeze_vision_tower": False,
+    "freeze_multi_modal_projector": False,
+    "odb": {"token_budget": 250, "max_patches": 300, "audit": True},
+}
+LIMIT_S = 1500
+
+
+def steps_of(batch: int, num_ranks: int = 1) -> dict[str, int]:
+    return {"per_device_train_batch_size": batch, "gradient_accumulation_steps": ROWS // batch // num_ranks}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """float32: the yardstick, in place of other cuts."""
+
+    stage: str
+    changes: dict[str, Any]
+    float32: bool = False
+
+    def trainings(self, num_ranks: int = 1) -> dict[str, dict[str, Any]]:
+        """By their names: with odb, stock, and those that differ from stock by rounding alone."""
+        stock = steps_of(2, num_ranks) | self.changes
+        block = stock.pop("odb", BLOCK)
+        cuts = [steps_of(batch, num_ranks) for batch in (1, 3, 6)]
+        others = FLOAT32 if self.float32 else cuts
+        rounding = {f"rounding{number}": stock | changes for number, changes in enumerate(others)}
+        return {"odb": stock | {"odb": block}, "stock": stock, **rounding}
+
+
+IMAGES_IN_BF16 = Cell("sft", IMAGES | BF16, float32=True)
+CELLS = {
+    "sft": Cell("sft", BF16),
+    "sft, pure": Cell("sft", PURE),
+    "sft, lora": Cell("sft", BF16 | LORA),
+    "sft, images, pure": Cell("sft", IMAGES | PURE, float32=True),
+    "sft, images, lora": Cell("sft", IMAGES | BF16 | LORA, float32=True),
+    "pt": Cell("pt", BF16 | {"packing": False}),
+    "rm": Cell("rm", BF16),
+    "dpo": Cell("dpo", BF16),
+    "dpo, lora": Cell("dpo", BF16 | LORA),
+    "dpo, pure, lora": Cell("dpo", PURE | LORA),
+    "kto": Cell("kto", BF16, float32=True),
+    "kto, pure": Cell("kto", PURE, float32=True),
+    "kto, lora": Cell("kto", BF16 | LORA, float32=True),
+}
+ON_TWO_RANKS = {"sft": CELLS["sft"], "images": IMAGES_IN_BF16, "dpo": CELLS["dpo, lora"], "kto": CELLS["kto, lora"]}
+
+
+@dataclass(frozen=True)
+class Distance:
+    """The largest relative differences between two trainings; of the weights, of the norm of all."""
+
+    loss: float
+    grad_norm: float
+    weights: float
+
+    def __str__(self) -> str:
+        return f"loss {self.loss:.1e}, grad_norm {self.grad_norm:.1e}, weights {self.weights:.1e}"
+
+
+def distance(one: Training, other: Training) -> Distance:
+    largest = {}
+    for name in ("loss", "grad_norm"):
+        figures = [[entry[name] for entry in training.log if name in entry] for training in (one, other)]
+        assert len(figures[0]) == len(figures[1]) >= 2
+        largest[name] = max(abs(a - b) / max(abs(a), abs(b)) for a, b in zip(*figures))
+    assert one.weights.keys() == other.weights.keys() != set()
+    pairs = [(one.weights[name].double(), tensor.double()) for name, tensor in other.weights.items()]
+    difference = torch.stack([(mine - its).norm() for mine, its in pairs]).norm()
+    return Distance(**largest, weights=float(difference / torch.stack([its.norm() for _, its in pairs]).norm()))
+
+
+def check(name: str, trained: dict[str, Training]) -> None:
+    ours, stock = trained["odb"], trained["stock"]
+    found = distance(ours, stock)
+    rounding = [distance(training, stock) for kind, training in trained.items() if kind.startswith("rounding")]
+    allowed = Distance(*(max(getattr(one, figure) for one in rounding) for figure in ("loss", "grad_norm", "weights")))
+    print(f"{name}: {found}; stock itself: {allowed}")
+    assert ours.rows == stock.rows
+    assert ours.learning_rates == stock.learning_rates
+    assert max(ours.num_micro_batches) > 1
+    assert found.loss <= FACTOR * allowed.loss
+    assert found.grad_norm <= FACTOR * allowed.grad_norm
+    assert found.weights <= FACTOR * allowed.weights
+
+
+@pytest.fixture(scope="module")
+def config_of(tiny_text: Path, tiny_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """Models saved in bfloat16, as real ones are: LLaMA-Factory loads weights in the dtype they were saved in."""
+    folder = tmp_path_factory.mktemp("bf16")
+    of_stage = configurations(tiny_text, folder)
+    models = {"text": folder / "text", "images": folder / "images_vl"}
+    for name, path, kind in (
+        ("text", folder / "model", AutoModelForCausalLM),
+        ("images", tiny_vl, AutoModelForImageTextToText),
+    ):
+        shutil.copytree(path, models[name])
+        kind.from_pretrained(path, dtype=torch.bfloat16).save_pretrained(models[name])
+
+    def config_of(stage: str, output_dir: Path, **changes: Any) -> dict[str, Any]:
+        common = {
+            "model_name_or_path": str(models["images" if "template" in changes else "text"]),
+            "max_samples": 2 * ROWS,
+            "val_size": 0,
+            "eval_strategy": "no",
+            "include_num_input_tokens_seen": False,
+        }
+        return of_stage(stage, output_dir, **common | changes)
+
+    return config_of
+
+
+@pytest.fixture(autouse=True)
+def cpu_takes_pure_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LLaMA-Factory looks for a GPU that does."""
+    monkeypatch.setattr("llamafactory.hparams.parser.is_torch_bf16_gpu_available", lambda: True)
+
+
+def check_one_rank(name: str, cell: Cell, config_of: Config, folder: Path) -> None:
+    trainings = cell.trainings().items()
+    check(name, {kind: train(config_of(cell.stage, folder / kind, **changes)) for kind, changes in trainings})
+
+
+def test_images_in_bf16(config_of: Config, tmp_path: Path) -> None:
+    check_one_rank("sft, images", IMAGES_IN_BF16, config_of, tmp_path)
+
+
+@pytest.mark.full_grid
+@pytest.mark.timeout(LIMIT_S)
+@pytest.mark.parametrize("name", CELLS)
+def test_one_rank(name: str, config_of: Config, tmp_path: Path) -> None:
+    check_one_rank(name, CELLS[name], config_of, tmp_path)
+
+
+@pytest.mark.full_grid
+@pytest.mark.timeout(LIMIT_S + 300)
+@pytest.mark.parametrize("engine", ["ddp", "zero2", "zero3"])
+def test_two_ranks(
+    engine: str, config_of: Config, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in shimmed("bf16_on_cpu").items():
+        monkeypatch.setenv(name, value)
+    common = dict(ENGINES[engine].changes)
+    if stage := ENGINES[engine].deepspeed_stage:
+        request.getfixturevalue("deepspeed_op")
+        common["deepspeed"] = deepspeed_config(stage, tmp_path)
+    configs = {
+        (name, kind): config_of(cell.stage, tmp_path / f"{name}_{kind}", **changes | common)
+        for name, cell in ON_TWO_RANKS.items()
+        for kind, changes in cell.trainings(2).items()
+    }
+    outcomes = run_ranks(
+        "stage_ranks:train_stages", tmp_path, world_size=2, limit_s=LIMIT_S, configs=[*configs.values()]
+    )
+    assert all(outcome.returncode == 0 for outcome in outcomes), "\n".join(o.said[-3000:] for o in outcomes)
+    for name in ON_TWO_RANKS:
+        folders = {kind: tmp_path / f"{name}_{kind}" for of, kind in configs if of == name}
+        trained = {kind: read(path, path.with_name(f"{path.name}_record"), 2) for kind, path in folders.items()}
+        check(f"{name}, 2 ranks, {engine}", trained)
