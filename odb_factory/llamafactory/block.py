@@ -18,7 +18,7 @@ from odb_factory.config_values import AUTO
 from odb_factory.errors import ConfigError, quoted
 from odb_factory.llamafactory import layout, stream_length, streaming, uncaught
 from odb_factory.llamafactory.stages import STAGES
-from odb_factory.llamafactory.values import check_values
+from odb_factory.llamafactory.values import check_values, declared_arguments
 from odb_factory.log import get_logger
 
 logger = get_logger(__name__)
@@ -62,8 +62,9 @@ FLAT_KEYS = r"odb|odb[._]\w+|enable_odb|use_odb"
 def is_meant_for_block(key: Any, value: Any) -> bool:
     """Whether it is `odb:`, or in its place: `--odb`, `ODB`, `odb.token_budget`, `enable_odb`, or a mapping under
     another name with our budget in it."""
-    is_named = re.fullmatch(FLAT_KEYS, str(key).strip("-"), re.IGNORECASE) is not None
-    return is_named or (isinstance(value, Mapping) and "token_budget" in value)
+    if re.fullmatch(FLAT_KEYS, str(key).strip("-"), re.IGNORECASE):
+        return key == "odb" or key not in declared_arguments()  # a fork may have such a key
+    return isinstance(value, Mapping) and "token_budget" in value
 
 
 def check_keys(args: Mapping[Any, Any]) -> None:

@@ -24,9 +24,7 @@ from odb_factory.llamafactory import block, layout, uncaught
 from odb_factory.llamafactory.activation import LAUNCH_RECORD
 
 BLOCK_KEY = re.compile(r"""^["']?odb["']?\s*:""", re.MULTILINE)
-MEANT_KEY = re.compile(
-    rf"""^(["'-]*({block.FLAT_KEYS})|[^#\n]*\btoken_budget)["']?\s*:""", re.MULTILINE | re.IGNORECASE
-)
+MEANT_KEY = re.compile(r"""^(["'-]*odb(\.\w+)?|[^#\n]*\btoken_budget)["']?\s*:""", re.MULTILINE | re.IGNORECASE)
 """A key in the place of the block, or the budget in a block of another name, a typo for ours perhaps."""
 WITHOUT_TRAINING = ("api", "chat", "eval", "export", "webchat")
 """Commands of LLaMA-Factory that read a YAML and do not train."""

@@ -32,17 +32,21 @@ def check_values(args: Mapping[str, Any]) -> None:
 
 def _check_types(args: Mapping[str, Any]) -> None:
     """By the types that LLaMA-Factory declares, once it has been imported, as it is where its arguments are read."""
-    hparams = sys.modules.get("llamafactory.hparams")
-    if hparams is None:
-        return
-    declared: dict[str, Any] = {}
-    for name in ARGUMENTS:
-        declared |= get_type_hints(getattr(hparams, name))
+    declared = declared_arguments()
     for key, value in args.items():
         kinds = set(get_args(declared.get(key)) or (declared.get(key),)) - {type(None)}
         if isinstance(value, str | list | dict) and kinds and kinds <= KINDS.keys():
             kind = next(words for kind, words in KINDS.items() if kind in kinds)
             raise ConfigError(f"{key}: {quoted(value)} is not {kind}; write {kind}, without quotes.")
+
+
+def declared_arguments() -> dict[str, Any]:
+    """The types of all arguments by their names; empty before LLaMA-Factory's have been imported."""
+    hparams = sys.modules.get("llamafactory.hparams")
+    declared: dict[str, Any] = {}
+    for name in ARGUMENTS if hparams is not None else ():
+        declared |= get_type_hints(getattr(hparams, name))
+    return declared
 
 
 def _check_model(args: Mapping[str, Any]) -> None:

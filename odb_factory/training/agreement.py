@@ -9,6 +9,7 @@ from typing import Any
 
 from odb_factory.comm.agreement import MayDiffer
 from odb_factory.training.checks import unwrapped
+from odb_factory.training.oom import deepspeed_config
 
 NOT_COMPARED = {
     # Of one process or one node, or compared elsewhere: `compare_output_dirs`, `find_checkpoint`, the odb: block.
@@ -45,9 +46,8 @@ def of_arguments(*owners: Any) -> dict[str, object]:
     found: dict[str, object] = {}
     for owner in owners:
         for item in dataclasses.fields(owner):
-            if item.name == "deepspeed":  # a path, or the config itself
-                config = getattr(owner, "hf_deepspeed_config", None)
-                _add(found, item.name, None if config is None else config.config)
+            if item.name == "deepspeed":  # the path of a config, or the config
+                _add(found, item.name, deepspeed_config(owner))
             elif not item.name.startswith("_"):
                 _add(found, item.name, getattr(owner, item.name, None))
     return found

@@ -78,6 +78,7 @@ def ended(config: dict[str, Any]) -> str:
 def each(rank: int, *, config: dict[str, Any]) -> dict[str, str]:
     """All in one process: a failed agreement leaves the ranks able to begin anew."""
     from odb_factory.llamafactory import activation
+    from odb_factory.memory import meters
 
     activation.activate()
     os.environ["LOCAL_RANK"] = str(rank)
@@ -91,6 +92,8 @@ def each(rank: int, *, config: dict[str, Any]) -> dict[str, str]:
         found["build"] = ended(config)
     paths = {"model_name_or_path": config["model_name_or_path"] + "/."} if rank else {}
     found["paths"] = ended(config | paths)
+    with mock.patch.object(meters, "find_meter", return_value=None if rank else meters.CPUMeter(1)):
+        found["one refused"] = ended(config | {"odb": {"token_budget": "auto"}})
     both_refused = {"accelerator_config": {"dispatch_batches": True}}
     found["both refused"] = ended(config | both_refused)
     return found
@@ -169,6 +172,7 @@ def test_what_changes_the_model_is_compared_before_it_is_loaded(
     for name, said in expected.items():
         assert one[name].startswith("the ranks differ in ") and said in one[name] and "\n" not in one[name], one[name]
     assert one["build"] == one["paths"] == "went on"
+    assert one["one refused"].startswith("rank 1 stopped: odb.token_budget: 'auto' tries micro-batches on an acc")
     assert one["both refused"].startswith("accelerator_config.dispatch_batches: True")
     warnings = [line for line in ranks[0].said.splitlines() if "the ranks differ in" in line]
     assert (
