@@ -323,6 +323,20 @@ def test_more_workers_than_any_machine_has_are_refused() -> None:
     assert "the most is 1024" in refusal(block(collate_workers=100_000))
 
 
+@pytest.mark.parametrize("nothing", [None, "none", "None"])
+def test_no_reference_needs_no_scale(nothing: Any) -> None:
+    block = {"token_budget": 1, "lr_reference_samples": nothing}
+    assert ODBConfig.from_block(block).lr_reference_samples is None
+
+
+@pytest.mark.parametrize("value", ["9" * 5000, 10**5000, ["x"] * 5000, {"x": "y" * 5000}], ids=type)
+@pytest.mark.parametrize("key", ["token_budget", "overlong", "audit", "memory_fraction", "unknown"])
+def test_a_long_value_makes_no_long_line(key: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ODBConfig.from_block({"token_budget": 1} | {key: value})
+    assert key in str(caught.value) and len(str(caught.value)) < 1200 and "\n" not in str(caught.value)
+
+
 def test_a_reference_without_a_scale_is_refused() -> None:
     assert "lr_scale" in refusal({"token_budget": 1, "lr_reference_samples": 8})
 
