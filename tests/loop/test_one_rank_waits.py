@@ -89,4 +89,4 @@ def test_a_worker_that_is_stopped_is_named(caplog: pytest.LogCaptureFixture, sto
         time.sleep(0.1)
     time.sleep(2)
     os.kill(children[stopped], signal.SIGSTOP)  # they start in this order: observe, plan, collate
-    wait_for_line(caplog, f"{named} .*stopped by a signal")
+    wait_for_line(caplog, f"{named}.*stopped by a signal")
