@@ -53,7 +53,7 @@ ENDED_GRACE_S = 3.0
 """What a rank has sent before its orderly end may take so long to arrive."""
 TOLD_S = 3.0
 """A failure that no thread has asked for after so many seconds is logged."""
-END_S = 8.0
+END_S = 6.0
 """A process that belongs to the training ends so long after a failure of another rank, if not before."""
 ACK_S = 5.0
 """A failing rank waits so long, at most, until the ranks beside it have heard why."""
