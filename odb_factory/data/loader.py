@@ -173,7 +173,10 @@ class ODBLoader:
         self._coordinator.check()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this rank stands behind the last optimizer step consumed: JSON types, some kilobytes at most."""
+        """Where this rank stands behind the last optimizer step consumed: JSON types.
+
+        Some kilobytes; with `fill`, after settings were changed in the middle of an epoch, also a bit for each row.
+        """
         return self._progress.state(self._fingerprint(self._progress.epoch)).to_dict()
 
     def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:

@@ -116,7 +116,12 @@ class ShardSampler(Sampler[int]):
             yield block
 
     def checksum_through(self, block: int) -> int:
-        """Of all indices of the order up to the end of this block, of which every rank has drawn its own."""
+        """Of all indices of the order up to the end of this block, of which every rank has drawn its own.
+
+        No earlier block is asked for after it.
+        """
+        for earlier in [number for number in self._checksums if number < block]:
+            del self._checksums[earlier]
         return self._checksums.get(block, self.fingerprint)
 
     def common(self, place: tuple[int, ...]) -> int:

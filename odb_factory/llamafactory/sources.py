@@ -162,8 +162,9 @@ class IndexedRows:
 
     def by_source(self) -> tuple[list[str], np.ndarray]:
         """The names of the datasets, and of each row the number of its own (int16)."""
-        numbers, of_row = np.unique(self._source, return_inverse=True)
-        return [self._sources[number].name for number in numbers], of_row.astype(np.int16)
+        place = np.zeros(max(self._sources) + 1, dtype=np.int16)
+        place[list(self._sources)] = np.arange(len(self._sources))
+        return [source.name for source in self._sources.values()], place[self._source]
 
     def origin(self, index: int) -> str:
         """Where a row came from, for messages: its number and the name of its dataset."""
@@ -195,8 +196,13 @@ def through_pass(index: datasets.Dataset, align: Callable[[datasets.Dataset, Any
 
 
 def _columns(index: datasets.Dataset) -> tuple[np.ndarray, np.ndarray]:
-    table = index.with_format("arrow")[:]
-    return table[SOURCE].to_numpy(), table[SOURCE_ROW].to_numpy()
+    """Source and source row of each line. Numpy applies the mapping of an index: `datasets` would gather row by row,
+    at .8 KB a row."""
+    columns = index.data.column(SOURCE).to_numpy(), index.data.column(SOURCE_ROW).to_numpy()
+    if index._indices is None:
+        return columns
+    lines = index._indices.column(0).to_numpy()
+    return columns[0][lines], columns[1][lines]
 
 
 def _image(feature: Any) -> datasets.Image | None:

@@ -127,15 +127,19 @@ def _steps(batches: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarray], in
     return {name: values[whole] for name, values in steps.items()}, int(np.count_nonzero(~whole))
 
 
-def dataset_numbers(rows_of: Mapping[str, Any] | None, ids: np.ndarray) -> tuple[list[str], np.ndarray] | None:
+def dataset_numbers(
+    rows_of: Mapping[str, Any] | None, ids: np.ndarray, folder: Path
+) -> tuple[list[str], np.ndarray] | None:
     """Names of the data sets, and of each sample the number of its own; None where that is not known.
 
-    rows_of: as `odb_factory.llamafactory.about` writes it.
+    rows_of: as `odb_factory.training.run_log` writes it, or with the file's content as `numbers` (base64), as earlier
+    releases wrote it.
     """
     try:
         names = [str(name) for name in (rows_of or {})["names"]]
-        numbers = np.frombuffer(zlib.decompress(base64.b64decode((rows_of or {})["numbers"])), dtype="<i2")
-        of_sample = numbers[ids]
-    except (KeyError, TypeError, ValueError, IndexError, zlib.error):
+        packed = (rows_of or {}).get("numbers")
+        content = base64.b64decode(packed) if packed else (folder / (rows_of or {})["file"]).read_bytes()
+        of_sample = np.frombuffer(zlib.decompress(content), dtype="<i2")[ids]
+    except (KeyError, TypeError, ValueError, IndexError, OSError, zlib.error):
         return None
     return names, of_sample

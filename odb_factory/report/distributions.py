@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -81,9 +82,9 @@ def of_ranks(audit: Audit | None) -> list[dict[str, Any]] | None:
     return made
 
 
-def of_datasets(audit: Audit | None, rows_of: Mapping[str, Any] | None) -> list[dict[str, Any]] | None:
+def of_datasets(audit: Audit | None, rows_of: Mapping[str, Any] | None, folder: Path) -> list[dict[str, Any]] | None:
     """Of each data set of a mix what was trained on; None where rows are not known by data set."""
-    found = None if audit is None else dataset_numbers(rows_of, audit.ids)
+    found = None if audit is None else dataset_numbers(rows_of, audit.ids, folder)
     if audit is None or found is None or not len(audit.lengths):
         return None
     names, numbers = found

@@ -67,7 +67,7 @@ def read_run(folder: Path) -> dict[str, Any]:
         "lengths_of_successive_steps": successive_correlation(history.entries, audit),
         "optimizer_steps": _optimizer_steps(audit),
         "by_rank": of_ranks(audit),
-        "datasets": of_datasets(audit, _rows_of(history)),
+        "datasets": of_datasets(audit, _rows_of(history), folder),
         "distributions": distributions(audit),
     }
     run["notes"] = notes.of_run(history, audit, files, run)
@@ -208,14 +208,15 @@ def _diverged_at(history: History) -> int | None:
 
 def plain(figures: Any) -> Any:
     """The same as strict JSON and UTF-8 have it: None in place of NaN and infinity, no surrogates in a text."""
-    if isinstance(figures, Mapping):
+    kind = type(figures)
+    if kind is float:
+        return figures if math.isfinite(figures) else None
+    if kind is str:
+        return figures if figures.isascii() else figures.encode(errors="replace").decode()
+    if kind is dict:
         return {plain(key): plain(value) for key, value in figures.items()}
-    if isinstance(figures, list | tuple):
+    if kind is list or kind is tuple:
         return [plain(value) for value in figures]
-    if isinstance(figures, str):
-        return figures.encode(errors="replace").decode()
-    if isinstance(figures, float) and not math.isfinite(figures):
-        return None
     return figures
 
 

@@ -8,6 +8,7 @@ count the processes one after the other.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -137,7 +138,7 @@ def _read_run_log(path: Path, files: FilesRead) -> History:
                 process.ended_at = history.ended_at
             continue
         entry = Entry(line["optimizer_step"], {**_figures(line["logs"]), "epoch": line["epoch"]})
-        entry.sums, entry.rows = line.get("sums"), line.get("rows")
+        entry.sums, entry.rows = _interned(line.get("sums")), _interned(line.get("rows"))
         if "loss" in entry.values and any(one.step >= entry.step for one in history.entries[-1:]):
             _go_back(history, entry.step - (entry.sums or {}).get("optimizer_steps", 1))
             process = None
@@ -228,10 +229,15 @@ def _merged(entries: list[Entry], others: Iterable[Entry], last: int | None) -> 
 
 def _figures(line: Mapping[str, Any]) -> dict[str, float]:
     return {
-        RENAMED.get(name, name): value
+        RENAMED.get(name) or sys.intern(name): value
         for name, value in line.items()
         if shapes.number(value) and name not in NO_FIGURES
     }
+
+
+def _interned(values: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The same with keys that all entries share: those of a long log take most of its memory."""
+    return None if values is None else {sys.intern(name): value for name, value in values.items()}
 
 
 def _seconds(text: str) -> float:

@@ -17,7 +17,7 @@ LARGEST = 2**53
 
 
 def count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST
+    return type(value) is int and 0 <= value <= LARGEST
 
 
 def small_count(value: Any) -> bool:
@@ -31,9 +31,7 @@ def positive(value: Any) -> bool:
 
 def number(value: Any) -> bool:
     """NaN and infinity among them, which a loss may be."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return True
-    return isinstance(value, int | float) and not flag(value) and abs(value) < 1e300
+    return type(value) in (float, int) and (abs(value) < 1e300 or (type(value) is float and not math.isfinite(value)))
 
 
 def finite(value: Any) -> bool:
@@ -75,9 +73,14 @@ def fields(must: Mapping[str, Check], may: Mapping[str, Check] | None = None) ->
     return check
 
 
+def data_sets_file(value: Any) -> bool:
+    return text(value) and re.fullmatch(r"odb_data_sets_[0-9a-f]{8}\.zlib", value) is not None
+
+
 _LOGGED = dict.fromkeys(("loss", "learning_rate", "lr", "grad_norm", "epoch", "eval_loss"), number)
 _LIMITS = {"token_budget": positive, "max_patches": positive}
-_ABOUT = fields({}, {"dataset": each(text), "rows_of": fields({"names": each(text), "numbers": text})})
+_ROWS_OF = fields({"names": each(text)}, {"numbers": text, "file": data_sets_file})
+_ABOUT = fields({}, {"dataset": each(text), "rows_of": _ROWS_OF})
 _LOGS = by_name(lambda value: number(value) or flag(value))
 _SUMS = fields(dict.fromkeys(("optimizer_steps", "samples", "tokens"), count))
 _ROWS = {"left_out": by_name(count), "not_trained": count, "overlong": count, "over_budget": count}

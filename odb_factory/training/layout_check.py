@@ -19,11 +19,21 @@ from torch.nn import functional
 
 from odb_factory.accounting.token_loss import in_float32
 from odb_factory.data.loader import ODBLoader
+from odb_factory.data.samples import Sample
 from odb_factory.errors import DataError, one_line
 from odb_factory.training import varlen
-from odb_factory.training.layout_trial import LaidOut, Trial, choose, is_text, of_flat_batch, of_samples
+from odb_factory.training.layout_trial import (
+    NUM_SAMPLES,
+    LaidOut,
+    Trial,
+    choose,
+    is_text,
+    of_flat_batch,
+    of_samples,
+)
 
-ROWS_TRIED = 16
+ROWS_TRIED, TOKENS_TRIED = 16, 16384
+"""The rows to choose from: at most so many, and no more once they have so many tokens. The main process reads them."""
 TIMES_ROUNDING = 10
 """So much more than two padded layouts may a flat one differ."""
 LEAST_EPS = 4
@@ -46,7 +56,7 @@ class LayoutCheck:
         return _compare_on_all_ranks(trainer, self._trial)
 
     def _trial(self) -> Trial:
-        chosen = choose(list(itertools.islice(self.loader.first_samples(), ROWS_TRIED)))
+        chosen = choose(list(rows_to_choose_from(self.loader.first_samples())))
         if not chosen:
             raise DataError(f"none of the first {ROWS_TRIED} rows can be used to compare the layouts with")
         return of_samples(chosen, self.loader.groups.padded(), self.loader.groups)
@@ -60,6 +70,16 @@ class LayoutCheck:
             return of_flat_batch(batch, segments[:num_samples])
 
         return _compare_on_all_ranks(trainer, trial)
+
+
+def rows_to_choose_from(samples: Iterator[Sample]) -> Iterator[Sample]:
+    """The first samples: long ones take long to tokenize, and there are short enough ones among few of them."""
+    tokens = 0
+    for number, sample in enumerate(itertools.islice(samples, ROWS_TRIED), start=1):
+        yield sample
+        tokens += sample.cost.tokens
+        if number >= NUM_SAMPLES and tokens >= TOKENS_TRIED:
+            return
 
 
 def _compare_on_all_ranks(trainer: Any, make: Callable[[], Trial]) -> str | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
+import zlib
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -37,7 +38,8 @@ PACKAGES = ("odb_factory", "llamafactory", "torch", "transformers", "accelerate"
 class RunLog(TrainerCallback):
     """Comes behind the other callbacks. It goes on behind what a resumed run has written.
 
-    about: what the training arguments do not say, such as model and data sets (JSON types).
+    about: what the training arguments do not say, such as model and data sets (JSON types). `rows_of`, the names of the
+        data sets and of each row the number of its own (int16), goes into a file beside the log, once.
     """
 
     def __init__(self, trainer: Any, about: Mapping[str, object]):
@@ -67,6 +69,8 @@ class RunLog(TrainerCallback):
             layout = self.trainer.odb_layout
             begin["config"] = self.trainer.odb_run.config.to_dict()
             begin["layout"] = None if layout is None else {"name": layout.name, "reason": layout.reason}
+            if "rows_of" in begin["about"] and not self._is_over:
+                begin["about"]["rows_of"] = _in_file(begin["about"]["rows_of"], Path(args.output_dir))
             self._write(begin, args.output_dir)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
@@ -106,6 +110,21 @@ class RunLog(TrainerCallback):
                 Path(folder) / RUN_LOG_FILE,
                 one_line(error),
             )
+
+
+def _in_file(rows_of: Mapping[str, Any], folder: Path) -> dict[str, object]:
+    """The same with the name of a file in place of the numbers. Its name tells its content: a restart writes none."""
+    numbers = rows_of["numbers"].astype("<i2").tobytes()
+    path = folder / f"odb_data_sets_{zlib.crc32(numbers):08x}.zlib"
+    try:
+        if not path.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            part = path.with_suffix(".part")
+            part.write_bytes(zlib.compress(numbers))
+            part.replace(path)
+    except OSError as error:
+        logger.warning("%s cannot be written (%s), so a report will not know rows by data set", path, one_line(error))
+    return {"names": rows_of["names"], "file": path.name}
 
 
 def _opened(path: Path, *, append: bool) -> TextIO:

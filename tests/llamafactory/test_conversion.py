@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
+import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -319,3 +321,20 @@ def test_a_dataset_that_does_not_fit_its_description_is_refused_at_once(tiny_tex
         load(config)
     with pytest.raises(DataError, match="alpaca.json has no row"):
         load(config | {"max_samples": 0})
+
+
+def test_an_index_with_a_mapping_is_read_without_gathering_row_by_row() -> None:
+    """`val_size`, `num_samples` and interleaving make one. Eight bytes a row are what it holds."""
+    sources.forget()
+    count = 20_000
+    rows = datasets.Dataset.from_dict({"text": [""] * count})
+    index = sources.index_of(sources.Source(rows, SimpleNamespace(num_samples=None), None))
+    mapped = index.train_test_split(test_size=100, seed=1)["train"]
+    expected = mapped[sources.SOURCE_ROW]
+    tracemalloc.start()
+    indexed = sources.IndexedRows(mapped)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert [indexed._row[i] for i in range(len(indexed))] == list(expected)
+    assert peak < 24 * count
+    sources.forget()

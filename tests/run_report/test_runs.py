@@ -98,6 +98,8 @@ def test_samples_are_known_by_data_set(runs: tuple[Path, Path]) -> None:
     }
     assert sum(line["tokens"] for line in run["datasets"]) == run["totals"]["tokens"]
     assert run["asked"]["about"]["dataset"] == list(TRAINED)
+    begin = (runs[0] / "odb_log.jsonl").read_text().splitlines()[0]
+    assert "file" in json.loads(begin)["about"]["rows_of"] and len(begin) < 6000, "no line grows with the rows"
 
 
 def test_stock_is_shown_as_far_as_its_logs_go(runs: tuple[Path, Path]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 from pathlib import Path
@@ -17,6 +18,9 @@ from training.flat_models import ALLOWED, LENGTHS, REFUSED, flat_batch, make_mod
 from transformers import Trainer, TrainingArguments
 
 from odb_factory import ConfigError, ODBConfig, enable_odb
+from odb_factory.data.samples import Sample
+from odb_factory.data.serialize import pack
+from odb_factory.planning import Cost
 from odb_factory.training import layout_check, layout_rules, varlen
 from odb_factory.training.layout_check import compare
 from odb_factory.training.layout_choice import resolve_layout
@@ -278,3 +282,11 @@ def test_all_ranks_decide_alike(tmp_path: Path) -> None:
     alone = losses(train(make_model("llama"), tmp_path / "one", "padded"))
     assert mine == pytest.approx(alone, rel=1e-5), "the same optimizer steps on one rank"
     assert not any(line.get("segments") for line in audit(tmp_path / "auto"))
+
+
+@pytest.mark.parametrize(("length", "expected"), [(10, 16), (3000, 6), (8192, 3), (100_000, 3)])
+def test_few_rows_are_read_to_choose_from_where_rows_are_long(length: int, expected: int) -> None:
+    """The main process reads them, one after the other, before the first optimizer step."""
+    rows = (Sample(i, Cost(length), pack({})) for i in itertools.count())
+    assert len(list(layout_check.rows_to_choose_from(rows))) == expected
+    assert next(rows).id == expected, "no further row is read"
