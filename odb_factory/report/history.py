@@ -140,7 +140,7 @@ def _read_run_log(path: Path, files: FilesRead) -> History:
         entry = Entry(line["optimizer_step"], {**_figures(line["logs"]), "epoch": line["epoch"]})
         entry.sums, entry.rows = _interned(line.get("sums")), _interned(line.get("rows"))
         if "loss" in entry.values and any(one.step >= entry.step for one in history.entries[-1:]):
-            _go_back(history, entry.step - (entry.sums or {}).get("optimizer_steps", 1))
+            _go_back(history, entry.step - int((entry.sums or {}).get("optimizer_steps", 1)))
             process = None
         history.no_begin |= process is None
         if process is not None:
@@ -235,7 +235,7 @@ def _figures(line: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def _interned(values: dict[str, Any] | None) -> dict[str, Any] | None:
+def _interned(values: Any) -> Any:
     """The same with keys that all entries share: those of a long log take most of its memory."""
     return None if values is None else {sys.intern(name): value for name, value in values.items()}
 
