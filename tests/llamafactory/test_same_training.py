@@ -100,31 +100,26 @@ OWN_LOSSES = {
     "label smoothing, tiny Qwen3-VL": ("mixed", SMOOTHED),
     "label smoothing of all labels, text": ("texts", SMOOTHED | {"train_on_prompt": True}),
     "label smoothing of all labels, tiny Qwen3-VL": ("mixed", SMOOTHED | {"train_on_prompt": True}),
-    "label smoothing, means of ranks": ("texts", SMOOTHED | {"average_tokens_across_devices": False}),
-    "dft, means of ranks": ("texts", {"use_dft_loss": True, "average_tokens_across_devices": False}),
-    "dft, tiny Qwen3-VL": ("mixed", {"use_dft_loss": True}),
-    "eaft, text": ("texts", {"use_eaft_loss": True}),
-    "eaft, tiny Qwen3-VL": ("mixed", {"use_eaft_loss": True}),
 }
 """Losses that stock adds up over its micro-batches, or takes the mean of, each in its own way."""
 
 
-def check_own_loss(pair: Pair, name: str, num_ranks: int) -> None:
+def check_own_loss(pair: Pair, name: str) -> None:
     dataset, changes = OWN_LOSSES[name]
-    key = next((key for key in changes if key.startswith("use_")), None)
-    if key is not None and not hasattr(FinetuningArguments, key):
-        pytest.skip(f"this release has no {key}")
+    if "use_asft_loss" in changes and not hasattr(FinetuningArguments, "use_asft_loss"):
+        pytest.skip("this release has no use_asft_loss")
     steps = {"per_device_train_batch_size": 3 if dataset == "mixed" else 2, "gradient_accumulation_steps": 3}
     steps["num_train_epochs"] = 1
-    found = check_same_training(*pair(dataset, num_ranks, **steps | changes))
-    report(f"{name}, {num_ranks} ranks", found)
+    found = check_same_training(*pair(dataset, **steps | changes))
+    report(name, found)
     assert found.grad_norm < RELATIVE
 
 
 @pytest.mark.parametrize("name", ["asft, tiny Qwen3-VL", "label smoothing, tiny Qwen3-VL"])
 def test_losses_that_stock_divides_in_its_own_way(pair: Pair, name: str) -> None:
-    """On two ranks: `test_stages_are_the_same_training_on_two_ranks`, `tests/training/test_same_training.py`."""
-    check_own_loss(pair, name, 1)
+    """On two ranks: `test_stages_are_the_same_training_on_two_ranks`, `tests/training/test_same_training.py`, and all
+    in `test_stage_grid.py`."""
+    check_own_loss(pair, name)
 
 
 def test_the_comparison_finds_another_loss(tiny_vl: Path, rows_dir: Path, tmp_path: Path) -> None:
@@ -210,10 +205,9 @@ def test_other_settings(pair: Pair, dataset: str, num_ranks: int, changes: dict[
 
 
 @pytest.mark.full_grid
-@pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("name", OWN_LOSSES)
-def test_losses_of_a_trainer(pair: Pair, name: str, num_ranks: int) -> None:
-    check_own_loss(pair, name, num_ranks)
+def test_losses_of_a_trainer(pair: Pair, name: str) -> None:
+    check_own_loss(pair, name)
 
 
 @pytest.mark.full_grid

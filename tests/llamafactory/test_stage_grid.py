@@ -13,9 +13,10 @@ import pytest
 import torch
 from distributed.conftest import deepspeed_op  # noqa: F401  (a fixture)
 from distributed.test_engines import ENGINES, deepspeed_config
+from llamafactory.hparams import FinetuningArguments
 from llamafactory.train.tuner import run_exp
 from safetensors.torch import load_file
-from same_training import train
+from same_training import RELATIVE, check_same_training, report, train
 from stage_training import ODB, VARIANTS, WHOLE, Config, configurations, on_ranks, same
 from support import read_jsonl
 
@@ -47,6 +48,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 WRAPPED = {"text": ["Qwen2DecoderLayer"], "images": ["Qwen3VLTextDecoderLayer", "Qwen3VLVisionBlock"]}
 LIMIT_S = 1500
+FINETUNING = FinetuningArguments.__dataclass_fields__
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +101,32 @@ def test_variants_on_two_ranks(config_of: Config, tmp_path: Path) -> None:
     stages = {f"dpo_{name}": ("dpo", changes) for name, changes in VARIANTS.items()}
     for name, (ours, stock) in on_ranks(config_of, tmp_path / "ranks", stages, limit_s=900).items():
         same(f"{name}, 2 ranks", ours, stock)
+
+
+@pytest.mark.timeout(960)
+def test_losses_of_a_trainer_on_two_ranks(config_of: Config, tiny_vl: Path, tmp_path: Path) -> None:
+    """Those that LLaMA-Factory's sft computes in place of the model; it cannot evaluate with asft."""
+    losses: dict[str, dict[str, Any]] = {
+        "dft": {"use_dft_loss": True},
+        "dft, means of ranks": {"use_dft_loss": True, "average_tokens_across_devices": False},
+        "eaft": {"use_eaft_loss": True},
+        "asft": {"use_asft_loss": True},
+        "smoothed": {"label_smoothing_factor": 0.1},
+        "smoothed, all labels": {"label_smoothing_factor": 0.1, "train_on_prompt": True},
+    }
+    images = OF_PICTURES | {"dataset": "albums", "model_name_or_path": str(tiny_vl)}
+    of_model = {"text": {"odb": ODB | {"token_budget": 256}}, "images": images}
+    once = {"num_train_epochs": 1, "eval_strategy": "no"}
+    stages = {
+        f"{loss}, {model}": ("sft", once | changes | more)
+        for loss, changes in losses.items()
+        for model, more in of_model.items()
+        if all(key in FINETUNING for key in changes if key.startswith("use_"))
+    }
+    for name, (ours, stock) in on_ranks(config_of, tmp_path / "ranks", stages, limit_s=900).items():
+        found = check_same_training(ours, stock)
+        report(f"{name}, 2 ranks", found)
+        assert found.grad_norm < RELATIVE, name
 
 
 @pytest.mark.parametrize("tuning", ["lora", "freeze"])
