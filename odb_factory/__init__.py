@@ -7,7 +7,26 @@ Names are loaded on first use: this package is on the path of every `import torc
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from odb_factory.config import ODBConfig as ODBConfig
+    from odb_factory.errors import ConfigError as ConfigError
+    from odb_factory.errors import DataError as DataError
+    from odb_factory.errors import ODBError as ODBError
+    from odb_factory.loop.check_loss import check_loss as check_loss
+    from odb_factory.loop.dataloader import ODBDataLoader as ODBDataLoader
+    from odb_factory.loop.step_info import ODBStepInfo as ODBStepInfo
+    from odb_factory.loop.step_info import pop_step_info as pop_step_info
+    from odb_factory.loop.weighted_loss import weighted_loss as weighted_loss
+    from odb_factory.loop.wrapping import ODBHandle as ODBHandle
+    from odb_factory.loop.wrapping import apply_odb as apply_odb
+    from odb_factory.planning import Collation as Collation
+    from odb_factory.planning import Cost as Cost
+    from odb_factory.training.enable import ODBTrainer as ODBTrainer
+    from odb_factory.training.enable import enable_odb as enable_odb
+    from odb_factory.training.flat_in_loop import check_flat as check_flat
+    from odb_factory.training.mixin import ODBTrainerMixin as ODBTrainerMixin
 
 __version__ = "0.1.0"
 
@@ -24,6 +43,7 @@ _HOMES = {
     "ODBTrainer": "odb_factory.training.enable",
     "ODBTrainerMixin": "odb_factory.training.mixin",
     "apply_odb": "odb_factory.loop.wrapping",
+    "check_loss": "odb_factory.loop.check_loss",
     "check_flat": "odb_factory.training.flat_in_loop",
     "enable_odb": "odb_factory.training.enable",
     "pop_step_info": "odb_factory.loop.step_info",
@@ -33,10 +53,12 @@ _HOMES = {
 __all__ = ["__version__", *_HOMES]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+if not TYPE_CHECKING:  # to a type checker it would make any name an Any
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -13,6 +13,22 @@ from odb_factory.errors import ConfigError, quoted
 AUTO = "auto"
 """What stands for a budget that is chosen before training."""
 
+NEAR = 0.7
+"""Similarity (of difflib, 0 to 1) from which an unknown key is taken for a misspelt one."""
+ELSEWHERE = {
+    "max_input_length": "it is called `token_budget`",
+    "join_mode": "it is called `join`, and has an effect with `global_batch_size: fill` only",
+    "loss_scaling_approx": "set `loss_scaling: approx`",
+    "no_sync": "leave it out; `balance: false` keeps samples on the rank that read them",
+    "no_warmup": "leave it out: the buffer is full from the first plan on",
+    "group_order_flip": "leave it out: the planner decides about the order",
+    "version": "leave it out: there is one planner",
+    "train_dataloader": "leave it out: the trainer is enough",
+    "train_dataset": "leave it out: the trainer is enough",
+    "training_args": "leave it out: the trainer is enough",
+}
+"""Names of the package online-dynamic-batching that are no keys here, and what to do (docs/migration.md)."""
+
 
 def unknown_key(name: Any, value: Any, known: Mapping[str, Any]) -> str:
     """What is said of a key that does not exist: the nearest one, or what it seems to be instead."""
@@ -20,7 +36,9 @@ def unknown_key(name: Any, value: Any, known: Mapping[str, Any]) -> str:
     key, colon, given = shown.partition(":")
     if colon and value is None and key in known:
         return f"odb.{shown}: YAML takes this for a key; put a space behind the colon, `{key}: {given or 8192}`."
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4) if isinstance(name, str) else []
+    if name in ELSEWHERE:
+        return f"odb.{shown}: {value!r} is a setting of online-dynamic-batching; here {ELSEWHERE[name]}."
+    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=NEAR) if isinstance(name, str) else []
     hint = f"did you mean `{near[0]}`?" if near else f"known keys: {', '.join(known)}."
     return f"odb.{shown}: {quoted(value)} is set, but there is no such key; {hint}"
 

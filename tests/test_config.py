@@ -6,6 +6,7 @@ import dataclasses
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ from hypothesis import strategies as st
 from numpy import int64
 
 from odb_factory.config import BUDGETS, ODBConfig
-from odb_factory.config_values import AUTO
+from odb_factory.config_values import AUTO, ELSEWHERE
 from odb_factory.errors import ConfigError
 
+MIGRATION = Path(__file__).parents[1] / "docs" / "migration.md"
 KEYS = [item.name for item in dataclasses.fields(ODBConfig)]
 OPTIONAL_NUMBERS = ["max_patches", "pad_to_multiple_of", "collate_workers", "lr_reference_samples", "seed"]
 OPTIONAL = [*OPTIONAL_NUMBERS, "balance", "length_buckets"]
@@ -197,6 +199,7 @@ def test_a_missing_token_budget_is_refused(content: dict[str, Any]) -> None:
         ("on_errors", "on_error"),
         ("audits", "audit"),
         ("seeds", "seed"),
+        ("TOKEN_BUDGET", "token_budget"),
     ],
 )
 def test_a_typo_is_answered_with_the_nearest_key(typo: str, meant: str) -> None:
@@ -205,7 +208,21 @@ def test_a_typo_is_answered_with_the_nearest_key(typo: str, meant: str) -> None:
     assert f"did you mean `{meant}`?" in message
 
 
-@pytest.mark.parametrize("name", ["zzz", "", 1, ("x", "y"), 2.5])
+@pytest.mark.parametrize("name", sorted(ELSEWHERE))
+def test_a_setting_of_online_dynamic_batching_is_answered_with_ours(name: str) -> None:
+    """Never with a key that has another meaning; docs/migration.md has the name, too."""
+    message = refusal(block(**{name: 17}))
+    assert message == f"odb.{name}: 17 is a setting of online-dynamic-batching; here {ELSEWHERE[name]}."
+    page = MIGRATION.read_text(encoding="utf-8")
+    assert f"`{name}`" in page or f"{name}=" in page
+
+
+def test_max_input_length_is_the_token_budget() -> None:
+    message = refusal({"max_input_length": 8192})
+    assert "`token_budget`" in message and "max_patches" not in message
+
+
+@pytest.mark.parametrize("name", ["zzz", "nonsense", "max_tokens", "", 1, ("x", "y"), 2.5])
 def test_a_key_like_no_other_is_answered_with_all_keys(name: Any) -> None:
     message = refusal(block() | {name: 17})
     assert message.startswith(f"odb.{name}: 17 ")

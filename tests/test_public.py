@@ -40,6 +40,7 @@ def test_names_of_the_package() -> None:
         "__version__",
         "apply_odb",
         "check_flat",
+        "check_loss",
         "enable_odb",
         "pop_step_info",
         "weighted_loss",

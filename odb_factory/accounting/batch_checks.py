@@ -24,11 +24,11 @@ class BatchChecks:
     Returns whether a micro-batch of several samples is beyond a budget. Warns once of each kind: a sample beyond a
     budget, a micro-batch that grew beyond one in the collator, samples that share one row though they are not flat,
     rows in another order than their ids. Labels are looked at where they are, so they are given before they go to an
-    accelerator.
+    accelerator. counts_labels: units are counted from labels; else a `cost_fn` tells them.
     """
 
-    def __init__(self, config: ResolvedConfig):
-        self._config = config
+    def __init__(self, config: ResolvedConfig, *, counts_labels: bool = True):
+        self._config, self._counts_labels = config, counts_labels
         self._said: set[str] = set()
 
     def __call__(self, micro_batch: MicroBatch, measured: Measured, labels: Any = None) -> bool:
@@ -37,7 +37,7 @@ class BatchChecks:
         _check_samples(micro_batch, measured)
         if self._config.loss_scaling not in ("approx", "none"):
             _check_units(micro_batch, measured)
-        self._check_rows(micro_batch, measured, labels)
+        self._check_rows(micro_batch, measured, labels if self._counts_labels else None)
         return self._is_over_budget(micro_batch, measured)
 
     def _check_rows(self, micro_batch: MicroBatch, measured: Measured, labels: Any) -> None:

@@ -15,10 +15,28 @@ All that is summed up is known from the plan, so no communication is needed.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from odb_factory.data.samples import MicroBatch
+
+IN_BATCH = (
+    "compares the samples of a micro-batch with each other (in-batch negatives), and odb decides anew in each "
+    "optimizer step which samples share one; train without odb"
+)
+_IN_BATCH_LOSSES = (
+    "MultipleNegativesRankingLoss", "MultipleNegativesSymmetricRankingLoss", "CachedMultipleNegativesRankingLoss",
+    "CachedMultipleNegativesSymmetricRankingLoss", "GISTEmbedLoss", "CachedGISTEmbedLoss", "MegaBatchMarginLoss",
+    "BatchAllTripletLoss", "BatchHardTripletLoss", "BatchSemiHardTripletLoss", "BatchHardSoftMarginTripletLoss",
+    "CoSENTLoss", "AnglELoss", "ContrastiveTensionLossInBatchNegatives",
+)  # fmt: skip
+"""Classes of sentence-transformers."""
+
+
+def in_batch_loss(modules: Iterable[object]) -> str | None:
+    """The first of these whose loss is known to depend on which samples share a micro-batch."""
+    names = (type(module).__name__ for module in modules)
+    return next((name for name in names if name in _IN_BATCH_LOSSES), None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,7 @@ class StepAccounting:
         self.total, self.interval, self.interval_before = StepStatistics(), StepStatistics(), StepStatistics()
         self.optimizer_steps = self.num_over_budget = 0
         self._is_fetched_ahead = is_fetched_ahead
-        self._checks = BatchChecks(config)
+        self._checks = BatchChecks(config, counts_labels=loader.counts_labels)
         self._audit = None if audit_dir is None else Audit(audit_dir, loader.rank)
         self._before = Trained()
         self._step: OptimizerStep | None = None

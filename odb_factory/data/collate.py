@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 from torch.utils.data import get_worker_info
 
 from odb_factory.data.layout import FlatLayout, flatten
-from odb_factory.data.measure import Measure, measure_batch
+from odb_factory.data.measure import Measure, batch_shape, count_patches, describe_batch, measure_batch
 from odb_factory.data.padding import PaddedLayout, pad_to_sizes
 from odb_factory.data.samples import Measured, MicroBatch, Sample, Task
 from odb_factory.data.segments import LayoutError
@@ -17,6 +18,7 @@ from odb_factory.data.serialize import unpack
 from odb_factory.data.step_agreement import CollateNotes
 from odb_factory.data.worker import BusyRows, WorkerDataset
 from odb_factory.errors import one_line
+from odb_factory.planning import Budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,9 @@ class Failure:
         return f"rows {rows} cannot be collated together (each can alone): {self.cause}"
 
 
-Collated = tuple[MicroBatch, Measured, Mapping[str, Any]]
+Collated = tuple[MicroBatch, Measured, Any]
+"""A micro-batch, its shape, and what the collator returned: a mapping with `input_ids`, unless a `cost_fn` of a loop
+tells the shape."""
 
 
 class GroupDataset(WorkerDataset):
@@ -51,6 +55,8 @@ class GroupDataset(WorkerDataset):
     dataset: the user's, for `worker_init_fn` alone. It is there in a forked worker and not sent to any other.
     layout: how batches are laid flat, or padded further; None: they stay as the collator returns them. notes: where
     workers tell which micro-batches they have collated.
+    budget: of samples whose units are not counted from labels: a batch without `input_ids` has the shape that its
+        samples were planned with.
     """
 
     def __init__(
@@ -61,15 +67,16 @@ class GroupDataset(WorkerDataset):
         layout: FlatLayout | PaddedLayout | None = None,
         measure: Measure = measure_batch,
         busy: BusyRows | None = None,
+        budget: Budget | None = None,
     ):
         self.collate_fn, self.patch_size, self.dataset, self.layout = collate_fn, patch_size, dataset, layout
-        self.measure = measure
+        self.measure, self.budget = measure, budget
         self.notes: CollateNotes | None = None
         self.busy = busy or BusyRows()
 
     def padded(self) -> GroupDataset:
         """The same, with batches as the collator returns them."""
-        return GroupDataset(self.collate_fn, self.patch_size, self.dataset, measure=self.measure)
+        return GroupDataset(self.collate_fn, self.patch_size, self.dataset, measure=self.measure, budget=self.budget)
 
     def __reduce__(self) -> tuple[Any, ...]:
         make, arguments, state = super().__reduce__()
@@ -94,17 +101,35 @@ class GroupDataset(WorkerDataset):
         except Exception as error:
             return self._failure(samples, error)
 
-    def _collate(self, samples: list[Sample]) -> tuple[Mapping[str, Any], Measured]:
+    def _collate(self, samples: list[Sample]) -> tuple[Any, Measured]:
         batch = self.collate_fn([unpack(sample.features) for sample in samples])
         if self.layout is None:
-            return batch, self.measure(batch, self.patch_size, ())
+            return batch, self._measured(batch, samples)
+        if not isinstance(batch, Mapping) or "input_ids" not in batch:
+            raise LayoutError(
+                "layout: flat, length_buckets and row_multiple need batches with `input_ids` [rows, length], and "
+                f"collate_fn returned {describe_batch(batch)}; leave these keys out"
+            )
         if isinstance(self.layout, PaddedLayout):
             padded, filler_rows = pad_to_sizes(batch, self.layout)
-            return padded, replace(self.measure(padded, self.patch_size, ()), filler_rows=filler_rows)
+            return padded, replace(self._measured(padded, samples), filler_rows=filler_rows)
         costs = [sample.cost for sample in samples]
         has_media, has_audio = any(cost.has_media for cost in costs), any(cost.has_audio for cost in costs)
         flat, segments = flatten(batch, [cost.tokens for cost in costs], has_media, self.layout, has_audio)
-        return flat, self.measure(flat, self.patch_size, segments)
+        return flat, self._measured(flat, samples, segments)
+
+    def batch_of(self, samples: list[Sample]) -> Any:
+        """What the workers would collate of these samples, without its shape."""
+        return self._collate(samples)[0]
+
+    def _measured(self, batch: Any, samples: list[Sample], segments: tuple[int, ...] = ()) -> Measured:
+        if self.budget is None:
+            return self.measure(batch, self.patch_size, segments)
+        costs = [sample.cost for sample in samples]
+        rows, length, patches = self.budget.shape(costs)
+        if isinstance(batch, Mapping) and np.ndim(batch.get("input_ids", ())) == 2:
+            (rows, length), patches = batch_shape(batch), count_patches(batch, self.patch_size)
+        return Measured(rows, length, patches, sum(cost.units for cost in costs), segments)
 
     def _failure(self, samples: list[Sample], error: Exception) -> Failure:
         """Find the sample that cannot be collated, or name all of them where each one can alone."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -45,16 +46,24 @@ def of_rows(dataset: Any) -> object:
 
     A row that reads differently the second time (augmentation, masks drawn at random) says nothing about the data.
     """
-    states = random.getstate(), np.random.get_state()  # the training draws the same numbers with and without this
     try:
-        with torch.random.fork_rng(devices=[]):
+        with same_random_numbers():
             first, again, last = (fingerprint(dataset[index]) for index in (0, 0, len(dataset) - 1))
     except Exception as error:  # the loader reports what cannot be read
         return type(error).__name__
+    return [first, last] if first == again else None
+
+
+@contextlib.contextmanager
+def same_random_numbers() -> Iterator[None]:
+    """Reading rows in here leaves the random numbers that come after as they are."""
+    states = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])
-    return [first, last] if first == again else None
 
 
 def _add(text: str, before: int) -> int:

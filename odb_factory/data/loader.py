@@ -38,6 +38,7 @@ class ODBLoader:
     collator, unchanged. layout: in which the micro-batches come, whatever the config asks for. rule: what makes an
     optimizer step. agree_on: settings, beside the config's, that all ranks must have in common. workers: what else
     `LoaderWorkers` takes.
+    counts_labels: units are counted from the labels of batches; else a `cost_fn` tells them.
     budget: as configured. lowered: to what the training has lowered it since (see `lower`).
     Call `close` when done; it ends the worker processes.
     """
@@ -59,6 +60,7 @@ class ODBLoader:
         **workers: Any,
     ):
         self.dataset, self.config, self.layout = dataset, config, layout
+        self.counts_labels = bool(getattr(observer, "counts_labels", True))
         self._coordinator = coordinator or SingleProcessCoordinator()
         self.rank, self.world_size = rank, world_size = self._coordinator.rank, self._coordinator.world_size
         self.times = StepTimes()

@@ -137,8 +137,15 @@ class LoaderWorkers:
             layout = FlatLayout(made.dummy_media_tokens, budget.sizes, with_boundaries, made.dummy_audio_tokens)
         elif budget.rounds_up:
             layout = PaddedLayout(budget)
+        by_labels = getattr(observer, "counts_labels", True)
         self.groups = GroupDataset(
-            Picklable(collate_fn, "collate_fn"), patch_size, dataset, layout, measure, busy=self.collated
+            Picklable(collate_fn, "collate_fn"),
+            patch_size,
+            dataset,
+            layout,
+            measure,
+            busy=self.collated,
+            budget=None if by_labels else budget,
         )
         self._collating: DataLoader | None = loader(
             self.groups,

@@ -86,7 +86,10 @@ def make_loader(
         worker_init_fn=parts.worker_init_fn,
         generator=parts.generator,
         coordinator=make_coordinator(process_group, config.exchange_timeout_s),
-        agree_on={**({} if observer else _rows(parts, process_group)), **(agree_on or {})},
+        agree_on={
+            **(_rows(parts, process_group) if observer is None or isinstance(observer, ItemObserver) else {}),
+            **(agree_on or {}),
+        },
         rule=OptimizerStepRule(
             batch_size=parts.batch_size,
             accumulation=accumulation,

@@ -89,10 +89,16 @@ def is_ints(values: Any) -> bool:
 def batch_shape(batch: Any) -> tuple[int, int]:
     """(rows, length) of a collated batch. Raises `TypeError` where it is none."""
     if not isinstance(batch, Mapping) or "input_ids" not in batch:
-        found = f"the keys {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else type(batch).__name__
-        raise TypeError(f"collate_fn must return a mapping with `input_ids` [rows, length], it returned {found}")
+        raise TypeError(
+            f"collate_fn must return a mapping with `input_ids` [rows, length], it returned {describe_batch(batch)}"
+        )
     rows, length = batch["input_ids"].shape[:2]
     return rows, length
+
+
+def describe_batch(batch: Any) -> str:
+    """What a collator returned, for messages."""
+    return f"the keys {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else f"a {type(batch).__name__}"
 
 
 def measure_batch(
@@ -119,7 +125,7 @@ def _check_labels(shape: tuple[int, ...], least: int) -> None:
     if len(shape) < least:
         raise DataError(
             f"labels of shape {list(shape)}: odb trains causal language models, with one label for each token of "
-            "`input_ids` (-100 where no loss is wanted); a classification head is not supported"
+            "`input_ids` (-100 where no loss is wanted); another loss needs a loop of its own with cost_fn=..."
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,7 +34,7 @@ class FixedBatchesRefused:
         )
 
 
-def to_device(batch: Mapping[str, Any], *, pin_memory: bool) -> MutableMapping[str, Any]:
+def to_device(batch: Any, *, pin_memory: bool) -> Any:
     """Where accelerate puts the batches of the DataLoaders it has prepared."""
     return send_to_device(batch, AcceleratorState().device, non_blocking=pin_memory)
 
@@ -46,7 +46,7 @@ def check_accumulation() -> None:
         raise ConfigError(
             f"gradient_accumulation_steps: {theirs} in the Accelerator, which would end its optimizer steps by that "
             "count, and odb cuts each into as many micro-batches as it needs; leave it at 1 there (give it to "
-            "ODBDataLoader or apply), and step where the step info says ends_optimizer_step."
+            "ODBDataLoader or apply_odb), and step where the step info says ends_optimizer_step."
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -15,14 +15,14 @@ from odb_factory.data.items import check_dataset
 from odb_factory.errors import ConfigError
 from odb_factory.loop.accelerated import FixedBatchesRefused
 from odb_factory.loop.iteration import Iteration
-from odb_factory.loop.online import Batch, Online, State, check_sampler, loop_config
+from odb_factory.loop.online import Online, State, T_co, check_sampler, loop_config
 from odb_factory.planning import Collation, Cost
 
 if TYPE_CHECKING:
     from odb_factory.loop.keys import LoopKeys
 
 
-class ODBDataLoader(Online[Batch], State, DataLoader[Batch]):
+class ODBDataLoader(Online[T_co], State, DataLoader[T_co]):
     """A DataLoader that forms its batches online, under budgets; yields what `collate_fn` returns.
 
     dataset: map-style or an `IterableDataset`; an item is a mapping with `input_ids` (list, array or tensor of shape
@@ -83,7 +83,7 @@ class ODBDataLoader(Online[Batch], State, DataLoader[Batch]):
         batch_sampler: object = None,
         *,
         num_workers: int = 0,
-        collate_fn: Callable[[list[Any]], Mapping[str, Any]] | None = None,
+        collate_fn: Callable[[list[Any]], T_co] | None = None,
         pin_memory: bool = False,
         drop_last: bool = False,
         timeout: float = 0,
@@ -149,7 +149,7 @@ class ODBDataLoader(Online[Batch], State, DataLoader[Batch]):
         )
         self.collate_fn = FixedBatchesRefused()
 
-    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]  # torch's own iterators are what it declares
+    def __iter__(self) -> Iterator[T_co]:  # type: ignore[override]  # torch's own iterators are what it declares
         return super().__iter__()
 
     def __repr__(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,14 +10,17 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from odb_factory.accounting.expectation import say_what_to_expect
 from odb_factory.accounting.step_accounting import StepAccounting
 from odb_factory.comm.data_parallel import check_process_group, find_process_group, world_size_of
 from odb_factory.comm.lifeline import lifeline_of
 from odb_factory.config import ResolvedConfig
 from odb_factory.data.collate import Collated
 from odb_factory.data.components import dismantle
+from odb_factory.data.items import ItemObserver, check_first_item
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.make_loader import make_loader
+from odb_factory.data.pickling import Picklable
 from odb_factory.data.task_sampler import Pass
 from odb_factory.errors import ConfigError
 from odb_factory.log import get_logger
@@ -78,11 +81,21 @@ class Iteration:
         self.is_prepared = self._is_fetched_ahead = is_fetched_ahead
         self.moves_batches = self.is_checkpointed = self.is_checked = False
         self._process_group, self._pin_memory, self._audit_dir = process_group, parts.pin_memory, audit_dir
+        observer = ItemObserver(
+            Picklable(parts.collate_fn, "collate_fn"),
+            cost_fn=cost_fn,
+            loss_scaling=config.loss_scaling,
+            takes_any_loss=True,
+        )
+        if parts.sampler is not None:
+            options = {"worker_init_fn": parts.worker_init_fn, "timeout": parts.timeout}
+            options["multiprocessing_context"] = parts.multiprocessing_context
+            check_first_item(parts.dataset, observer, num_workers=parts.num_workers, **options)
         self._make = partial(
             make_loader,
             parts,
             config,
-            cost_fn=cost_fn,
+            observer=observer,
             collation=collation,
             layout="flat" if config.layout == "flat" else "padded",
             accumulation=accumulation,
@@ -94,7 +107,7 @@ class Iteration:
             lifeline_of(process_group, config.exchange_timeout_s)  # a rank that dies from here on ends the others
         self._made: tuple[ODBLoader, StepAccounting] | None = None
         self._last_resort: LastResort | None = None
-        self._is_closed = self._begun = False
+        self._is_closed = self._begun = self._has_said = False
         self._epoch = 0
         self._current: Pass | None = None
         self._receipts = Receipts()
@@ -160,7 +173,7 @@ class Iteration:
                 self.set_epoch(loader.epoch + 1)
         return loader.estimate_optimizer_steps()
 
-    def batches(self) -> Iterator[MutableMapping[str, Any]]:
+    def batches(self) -> Iterator[Any]:
         loader = self.loader
         self._check_ranks(loader)
         if self.is_prepared:
@@ -189,15 +202,17 @@ class Iteration:
         if self._made is not None and not self._is_closed:
             self.loader.abort(message)
 
-    def _batches(
-        self, loader: ODBLoader, items: Iterator[Collated], current: Pass
-    ) -> Iterator[MutableMapping[str, Any]]:
+    def _batches(self, loader: ODBLoader, items: Iterator[Collated], current: Pass) -> Iterator[Any]:
         micro_batch = None
         self._receipts.begin()
         try:
             for micro_batch, measured, collated in iter(partial(self.accounting.next, items), None):
                 self._check_goes_on(loader, current)
-                self.accounting.begin(micro_batch, measured, collated.get("labels"))
+                labels = collated.get("labels") if isinstance(collated, Mapping) else None
+                self.accounting.begin(micro_batch, measured, labels)
+                if not self._has_said:
+                    self._has_said = True
+                    say_what_to_expect(loader, self.config, micro_batch.step, in_loop=True)
                 info = make_step_info(
                     micro_batch,
                     self.config.loss_scaling,
@@ -211,7 +226,7 @@ class Iteration:
                     self.accounting.end()
                 self._current = current
                 self._receipts.add(info)
-                del info, collated  # the batch alone holds the info
+                del info, collated, labels  # the batch alone holds the info
                 yield batch
                 del batch
                 self._receipts.check()
@@ -236,5 +251,5 @@ class Iteration:
         if loader.under_way is not current:
             raise ConfigError(OVER)
 
-    def _moved(self, batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _moved(self, batch: Any) -> Any:
         return to_device(batch, pin_memory=self._pin_memory) if self.moves_batches else batch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar
 
@@ -15,6 +15,7 @@ from odb_factory.config_values import AUTO
 from odb_factory.data.make_loader import make_config
 from odb_factory.ending import ending
 from odb_factory.errors import ConfigError, DataError, one_line
+from odb_factory.log import get_logger
 from odb_factory.loop.accelerated import checkpoint_with
 from odb_factory.loop.iteration import Iteration
 from odb_factory.loop.step_info import LOOP_LOSS_SCALINGS
@@ -22,7 +23,8 @@ from odb_factory.loop.step_info import LOOP_LOSS_SCALINGS
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-Batch = MutableMapping[str, Any]
+logger = get_logger(__name__)
+
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -117,9 +119,9 @@ class State:
 
 
 class Online(Controls[T_co]):
-    """Goes before a `DataLoader` class: the same object, iterated online."""
+    """Goes before a `DataLoader` class: the same object, iterated online. T_co: what its `collate_fn` returns."""
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[T_co]:
         return self._odb.batches()
 
     def __len__(self) -> NoReturn:
@@ -147,6 +149,10 @@ def loop_config(config: ODBConfig | None, block: Mapping[str, Any]) -> ResolvedC
     for key in block:
         if key in inspect.signature(DataLoader.__init__).parameters:
             raise ConfigError(f"{key}: an argument of DataLoader that odb does not take here; leave it out.")
+    if block.get("join") is True and block.get("global_batch_size") != "fill":
+        logger.info(
+            'join=True has no effect: kept optimizer steps have all samples; it goes with global_batch_size="fill"'
+        )
     if block.get("loss_scaling") == "stock":
         raise ConfigError(
             "odb.loss_scaling: 'stock' is the loss of a trainer, and a loop of your own makes its own; leave it out "

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, MutableMapping
+import functools
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -132,8 +133,22 @@ def make_step_info(
     )
 
 
-def put_step_info(batch: Mapping[str, Any], info: ODBStepInfo) -> MutableMapping[str, Any]:
-    """The batch with the step info in it. Raises `DataError` where it cannot hold one."""
+def put_step_info(batch: Any, info: ODBStepInfo) -> Any:
+    """The batch with the step info in it: under a key of a mapping, else as an attribute.
+
+    A tuple or list becomes one of a subclass that can have attributes. Raises `DataError` for what can hold neither.
+    """
+    if not isinstance(batch, Mapping):
+        if isinstance(batch, tuple | list):
+            batch = _with_attributes(type(batch), batch)
+        try:
+            setattr(batch, STEP_INFO_KEY, info)
+        except AttributeError:
+            raise DataError(
+                f"collate_fn returned a {type(batch).__name__}, which takes no further attribute; odb adds the step "
+                "info to each batch, so return a dict, a tuple, a list, a tensor or an object of your own."
+            ) from None
+        return batch
     if STEP_INFO_KEY in batch:
         raise DataError(
             f"collate_fn returned a batch with the key {STEP_INFO_KEY!r}, under which odb hands over the step info; "
@@ -148,13 +163,26 @@ def put_step_info(batch: Mapping[str, Any], info: ODBStepInfo) -> MutableMapping
     return batch
 
 
-def pop_step_info(batch: MutableMapping[str, Any], loss_scaling: str | None = None) -> ODBStepInfo:
+def _with_attributes(kind: type[Any], values: Sequence[Any]) -> Any:
+    """A tuple or list of these values that can have attributes; a named tuple keeps its names."""
+    made = _subclass(kind)
+    return tuple.__new__(made, values) if issubclass(made, tuple) else made(values)
+
+
+@functools.cache
+def _subclass(kind: type[Any]) -> Any:
+    return type(kind.__name__, (kind,), {"__module__": kind.__module__})
+
+
+def pop_step_info(batch: object, loss_scaling: str | None = None) -> ODBStepInfo:
     """Take the step info out of a batch of an `ODBDataLoader`; do so before `model(**batch)`.
 
+    batch: as the loader yields it: a mapping, or what else `collate_fn` returns (a tuple, a tensor, an object).
     loss_scaling: exact, sample, square, approx or none; default: that of the loader. Raises `DataError` where the batch
     has no info, and `ValueError` for another word.
     """
-    info: ODBStepInfo | None = batch.pop(STEP_INFO_KEY, None)
+    held = batch if isinstance(batch, MutableMapping) else getattr(batch, "__dict__", {})
+    info: ODBStepInfo | None = held.pop(STEP_INFO_KEY, None)
     if info is None:
         raise DataError(
             f"this batch has no {STEP_INFO_KEY!r}: it does not come from an ODBDataLoader, or the info was taken out "

@@ -16,14 +16,14 @@ from odb_factory.data.items import check_dataset
 from odb_factory.errors import ConfigError
 from odb_factory.loop.accelerated import FixedBatchesRefused
 from odb_factory.loop.iteration import Iteration
-from odb_factory.loop.online import Batch, Controls, Online, State, check_sampler, loop_config
+from odb_factory.loop.online import Controls, Online, State, check_sampler, loop_config
 from odb_factory.planning import Collation, Cost
 
 if TYPE_CHECKING:
     from odb_factory.loop.keys import LoopKeys
 
 
-class ODBHandle(Controls[Batch], State):
+class ODBHandle(Controls[Any], State):
     """What `apply_odb` has done to a DataLoader; iterates it, and `remove()` undoes it.
 
     Example::
@@ -40,7 +40,7 @@ class ODBHandle(Controls[Batch], State):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({type(self.dataloader).__name__}, {self._odb})"
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[Any]:
         return iter(self.dataloader)
 
     def __exit__(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Mapping, Sized
 from importlib import metadata
 from typing import Any
 
 from packaging.version import Version
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
+from odb_factory.accounting.loss_weights import IN_BATCH, in_batch_loss
 from odb_factory.config import ODBConfig
 from odb_factory.errors import ConfigError, DataError
 from odb_factory.log import get_logger
@@ -126,6 +127,7 @@ def check_dummy_media(config: ODBConfig, collation: Collation) -> None:
 def check_trainer(trainer: Any) -> None:
     """Raise `ConfigError` for a trainer whose dataset, model, parallelism or methods cannot work with odb."""
     _check_dataset(trainer.train_dataset)
+    _check_loss(trainer)
     _check_labels(trainer.model)
     _check_model_parallelism(trainer)
     check_methods(trainer)
@@ -231,6 +233,14 @@ def _check_offload(args: Any) -> None:
 
 
 # Labels
+
+
+def _check_loss(trainer: Any) -> None:
+    """sentence-transformers' trainer has its losses as `loss`: one module, or one for each data set."""
+    losses = getattr(trainer, "loss", None)
+    found = in_batch_loss(losses.values() if isinstance(losses, Mapping) else (losses, *trainer.model.modules()))
+    if found is not None:
+        raise ConfigError(f"loss: {found} {IN_BATCH}.")
 
 
 def _check_labels(model: Any) -> None:

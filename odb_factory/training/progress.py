@@ -10,10 +10,10 @@ from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from odb_factory.accounting.expectation import say_what_to_expect
 from odb_factory.errors import ConfigError
 from odb_factory.log import get_logger
 from odb_factory.training import checkpoint
-from odb_factory.training.expectation import say_what_to_expect
 from odb_factory.training.run_arguments import RunArguments
 
 logger = get_logger(__name__)
@@ -66,7 +66,7 @@ class ODBCallback(TrainerCallback):
             state.max_steps = run.total_steps
             state.compute_steps(args, state.max_steps)
         if not self.trainer.odb_start.lacks_budgets:
-            say_what_to_expect(run.loader, run.config)
+            say_what_to_expect(run.loader, run.config, run.loader.first_planned)
 
     def begin_save(self, output_dir: str | None) -> None:
         """The Trainer begins to save to this folder; does nothing if that is no checkpoint (an export of the model)."""

@@ -6,12 +6,12 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from odb_factory.accounting.expectation import say_what_to_expect
 from odb_factory.config import BUDGETS
 from odb_factory.log import get_logger
 from odb_factory.training import checkpoint
 from odb_factory.training.auto_budget import choose_budgets
 from odb_factory.training.checks import check_hooks
-from odb_factory.training.expectation import say_what_to_expect
 from odb_factory.training.layout_choice import Layout, fall_back, resolve_layout
 from odb_factory.training.run import ODBRun
 from odb_factory.training.run_budgets import first_config
@@ -91,5 +91,5 @@ class RunStart:
         if again.fill is not None and run.fill is not None:
             again.fill.take_over(run.fill, trainer.optimizer, trainer.lr_scheduler)
         if not self.lacks_budgets:
-            say_what_to_expect(again.loader, again.config)
+            say_what_to_expect(again.loader, again.config, again.loader.first_planned)
         return again

@@ -56,6 +56,18 @@ def other_models() -> dict[str, Any]:
     }
 
 
+class MultipleNegativesRankingLoss(torch.nn.Module):
+    """Named as that of sentence-transformers, whose trainer is one of transformers with its losses as `loss`."""
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_in_batch_negatives_are_refused_by_name(several: bool, tiny_text, tmp_path) -> None:
+    trainer, loss = make(Trainer, tiny_text, tmp_path), MultipleNegativesRankingLoss()
+    trainer.loss = {"pairs": loss} if several else loss
+    enable_odb(trainer, **BLOCK)
+    refuses(trainer, "^loss: MultipleNegativesRankingLoss compares the samples of a micro-batch")
+
+
 @pytest.mark.parametrize("kind", ["encoder-decoder", "sequence classification", "token classification"])
 def test_labels_that_are_not_those_of_a_causal_model_are_refused(tiny_text, tmp_path, kind: str) -> None:
     trainer = make(Trainer, tiny_text, tmp_path)
@@ -228,7 +240,7 @@ def test_fewer_than_half_of_the_budgets_are_worth_a_line(tiny_text, tmp_path, ca
     (expected,), (advice,) = said(tmp_path / "empty", token_budget=4096)
     assert expected.startswith("60 samples, 8 optimizer steps an epoch, each of 8 samples as in stock training; ")
     assert "cut into 1 micro-batch on one rank" in expected
-    assert advice.startswith("an optimizer step of 8 samples fills ") and "of 1 rank x 4096 tokens" in advice
+    assert advice.startswith("an optimizer step of 8 samples fills ") and "of token_budget 4096 on one rank" in advice
     assert said(tmp_path / "full")[1] == []
 
 

@@ -1,0 +1,319 @@
+"""Loops that train no language model: a `cost_fn` is all that the loader needs to know of their items."""
+
+from __future__ import annotations
+
+import logging
+from collections import namedtuple
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
+
+from odb_factory import ConfigError, Cost, ODBDataLoader, apply_odb, check_loss, pop_step_info
+
+NUM_ROWS, STEP, EPOCHS = 37, 8, 2
+Pair = namedtuple("Pair", ["inputs", "targets"])
+SERIES = [torch.randn(3 + 7 * k % 23, 4, generator=torch.Generator().manual_seed(k)) for k in range(NUM_ROWS)]
+IMAGES = [torch.randn(3, 8, 8 + 4 * (k % 5), generator=torch.Generator().manual_seed(k)) for k in range(NUM_ROWS)]
+
+
+class Series(nn.Module):
+    """Its forward takes the padded series and their lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        mask = torch.arange(x.shape[1])[None] < lengths[:, None]
+        hidden = torch.tanh(self.first(x)) * mask[..., None]
+        return self.second(hidden.sum(1) / lengths[:, None])[:, 0]
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.head = nn.Conv2d(3, 6, 3), nn.Linear(6, 5)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return self.head(self.convolution(pixels).relu().mean((2, 3)))
+
+
+def pad_series(items: list[Any]) -> tuple[Tensor, Tensor]:
+    return pad_sequence([x for x, _ in items], batch_first=True), torch.tensor([len(x) for x, _ in items])
+
+
+# Each world: items, collate_fn, cost_fn, budget, the model, and the mean loss of a batch.
+def regression_of_tuples() -> tuple[Any, ...]:
+    items = [(x, float(x.mean())) for x in SERIES]
+
+    def collate(items: list[Any]) -> Any:
+        return (*pad_series(items), torch.tensor([y for _, y in items]))
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        x, lengths, y = batch
+        return functional.mse_loss(model(x, lengths), y)
+
+    return items, collate, lambda item: len(item[0]), 64, Series(), loss
+
+
+def regression_of_a_named_tuple() -> tuple[Any, ...]:
+    items, collate, cost_fn, budget, model, loss = regression_of_tuples()
+
+    def named(items: list[Any]) -> Any:
+        x, lengths, y = collate(items)
+        return Pair((x, lengths), y)
+
+    return items, named, cost_fn, budget, model, lambda model, batch: loss(model, (*batch.inputs, batch.targets))
+
+
+def names_of_its_own() -> tuple[Any, ...]:
+    items = [{"x": x, "y": float(x.sum())} for x in SERIES]
+
+    def collate(items: list[Any]) -> Any:
+        x, lengths = pad_series([(item["x"], None) for item in items])
+        return {"x": x, "lengths": lengths, "y": torch.tensor([item["y"] for item in items])}
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        y = batch.pop("y")
+        return functional.l1_loss(model(**batch), y)
+
+    return items, collate, lambda item: Cost(len(item["x"])), 64, Series(), loss
+
+
+def images_and_classes() -> tuple[Any, ...]:
+    """`labels` has a class for each row, as transformers' image classifiers have it."""
+    items = [{"pixel_values": image, "labels": k % 5} for k, image in enumerate(IMAGES)]
+
+    def collate(items: list[Any]) -> Any:
+        widest = max(item["pixel_values"].shape[-1] for item in items)
+        pixels = [functional.pad(item["pixel_values"], (0, widest - item["pixel_values"].shape[-1])) for item in items]
+        return {"pixel_values": torch.stack(pixels), "labels": torch.tensor([item["labels"] for item in items])}
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return functional.cross_entropy(model(batch["pixel_values"]), batch["labels"])
+
+    # Wide images would be padded, which the mean over pixels sees: images of one width share a batch.
+    def cost(item: Any) -> Cost:
+        width = item["pixel_values"].shape[-1]
+        return Cost(8 * width, modality=width)
+
+    return items, collate, cost, 300, Classifier(), loss
+
+
+def tagged_tokens() -> tuple[Any, ...]:
+    """A tag for each token and no causal shift: the loss is a mean over tags, which `Cost` counts."""
+    items = [{"input_ids": list(range(3 + 7 * k % 23)), "labels": [-100 if i % 3 else i for i in range(3 + 7 * k % 23)]}
+             for k in range(NUM_ROWS)]  # fmt: skip
+
+    def collate(items: list[Any]) -> Any:
+        ids = pad_sequence([torch.tensor(item["input_ids"]) for item in items], batch_first=True)
+        labels = [torch.tensor(item["labels"]) for item in items]
+        return {"input_ids": ids, "labels": pad_sequence(labels, batch_first=True, padding_value=-100)}
+
+    def cost(item: Any) -> Cost:
+        return Cost(len(item["labels"]), units=sum(label != -100 for label in item["labels"]))
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return functional.cross_entropy(model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
+
+    return items, collate, cost, 64, nn.Sequential(nn.Embedding(32, 6), nn.Linear(6, 32)), loss
+
+
+WORLDS = [regression_of_tuples, regression_of_a_named_tuple, names_of_its_own, images_and_classes, tagged_tokens]
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("world", WORLDS)
+def test_the_weights_are_those_of_whole_batches(world: Callable[[], tuple[Any, ...]], num_workers: int) -> None:
+    """I9: in each optimizer step the mean over all its samples (or what `Cost` says), whatever the cut."""
+    torch.manual_seed(0)
+    items, collate, cost_fn, budget, model, loss_of = world()
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer, steps, cuts = optimizer_of(model), [], set()
+    with ODBDataLoader(
+        items, STEP, token_budget=budget, collate_fn=collate, cost_fn=cost_fn, num_workers=num_workers
+    ) as loader:
+        for _ in range(EPOCHS):
+            ids: list[int] = []
+            for batch in loader:
+                info = pop_step_info(batch)
+                (loss_of(model, batch) * info.loss_scale).backward()
+                ids += info.ids
+                if info.ends_optimizer_step:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    cuts.add(info.micro_batches)
+                    steps.append(ids)
+                    ids = []
+        stats = loader.stats()
+    found = {name: value.clone() for name, value in model.state_dict().items()}
+    assert [sorted(ids) for ids in steps] == EPOCHS * [
+        list(range(k, min(k + STEP, NUM_ROWS))) for k in range(0, NUM_ROWS, STEP)
+    ]
+    assert max(cuts) > 1 and stats["odb/over_budget"] == 0 and 0 < stats["odb/budget_use"] <= 1
+
+    model.load_state_dict(start)
+    optimizer = optimizer_of(model)
+    for ids in steps:
+        alone = [(loss_of(model, collate([items[k]])), cost_fn(items[k])) for k in ids]
+        units = [getattr(cost, "units", 0) or 1 for _, cost in alone]
+        sum(loss * n / sum(units) for (loss, _), n in zip(alone, units)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(
+    ("items", "cost_fn", "words"),
+    [
+        (list(zip(SERIES, SERIES)), None, "found tuple; give cost_fn=..., a function from an item to its size"),
+        ([{"x": x} for x in SERIES], None, "found the keys x, .*give cost_fn=..., a function from an item to its size"),
+        ([{"x": x} for x in SERIES], lambda item: item["x"].shape, "cost_fn returned torch.Size"),
+        ([{"x": x} for x in SERIES], lambda item: 0, "its cost is 0 tokens"),
+        ([{"input_ids": [1, 2]}] * 9, None, "neither the item nor its collated batch has `labels`.*cost_fn"),
+    ],
+)
+def test_what_is_missing_is_said_when_the_loader_is_made(
+    items: list[Any], cost_fn: Any, words: str, num_workers: int
+) -> None:
+    """One error, of a class that can be imported, which blames no row that could be mended."""
+
+    def collate(items: list[Any]) -> Any:
+        return {key: torch.tensor([len(item[key]) for item in items])[:, None] for key in items[0]}
+
+    with pytest.raises(ConfigError, match=words) as caught:
+        ODBDataLoader(items, STEP, token_budget=64, collate_fn=collate, cost_fn=cost_fn, num_workers=num_workers)
+    assert "remove" not in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", [{"length_buckets": [32, 64]}, {"layout": "flat"}, {"row_multiple": 4}])
+def test_keys_that_need_token_rows_are_refused_without_them(key: dict[str, Any]) -> None:
+    items, collate, cost_fn, budget, *_ = regression_of_tuples()
+    with ODBDataLoader(items, STEP, token_budget=budget, collate_fn=collate, cost_fn=cost_fn, **key) as loader:
+        with pytest.raises(RuntimeError, match="need batches with `input_ids`.*a tuple; leave these keys out"):
+            list(loader)
+
+
+def test_a_language_model_with_a_cost_function_keeps_its_units() -> None:
+    """I8: labels of tokens are counted where there is one for each of `input_ids`."""
+    rows = [{"input_ids": list(range(4 + k)), "labels": [-100, *range(3 + k)]} for k in range(16)]
+
+    def collate(items: list[Any]) -> dict[str, Tensor]:
+        padded = {"input_ids": 0, "labels": -100}
+        return {
+            key: pad_sequence([torch.tensor(item[key]) for item in items], batch_first=True, padding_value=value)
+            for key, value in padded.items()
+        }
+
+    with ODBDataLoader(
+        rows, STEP, token_budget=64, collate_fn=collate, cost_fn=lambda item: len(item["input_ids"])
+    ) as loader:
+        assert sum(pop_step_info(batch).units for batch in loader) == sum(3 + k for k in range(16))
+
+
+def test_a_loop_says_at_its_start_what_a_trainer_says(caplog: pytest.LogCaptureFixture) -> None:
+    items, collate, cost_fn, budget, *_ = regression_of_tuples()
+    with caplog.at_level(logging.INFO, "odb_factory"):
+        with ODBDataLoader(items, STEP, token_budget=budget, collate_fn=collate, cost_fn=cost_fn) as loader:
+            assert loader.num_optimizer_steps == 5
+            list(loader), list(loader)
+    (line,) = caplog.messages
+    for words in ("37 samples, 5 optimizer steps an epoch, each of 8 samples", "token_budget 64", "layout padded"):
+        assert words in line
+    assert "loss_scaling exact" in line and "a unit is a sample" in line
+
+
+@pytest.mark.parametrize("changes", [{}, {"global_batch_size": "fill"}, {"gradient_accumulation_steps": 4}])
+def test_the_snippet_of_online_dynamic_batching_says_that_nothing_is_batched(
+    changes: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """There `batch_size=1` is required; here it asks for optimizer steps of one sample."""
+    items, collate, cost_fn, budget, *_ = regression_of_tuples()
+    with caplog.at_level(logging.INFO, "odb_factory"):
+        with ODBDataLoader(
+            items,
+            token_budget=budget,
+            batch_size=1,
+            shuffle=True,
+            num_workers=2,
+            prefetch_factor=64,
+            collate_fn=collate,
+            loss_scaling="exact",
+            join=True,
+            cost_fn=cost_fn,
+            **changes,
+        ) as loader:
+            num_batches = len(list(loader))
+    said = " ".join(caplog.messages)
+    assert ("nothing can be batched" in said and 'global_batch_size="fill"' in said) is (not changes)
+    assert ("join=True has no effect" in said) is ("global_batch_size" not in changes)
+    assert num_batches == NUM_ROWS if not changes else num_batches < NUM_ROWS
+
+
+def test_a_dataloader_of_a_framework_may_yield_tuples() -> None:
+    items, collate, cost_fn, budget, *_ = regression_of_tuples()
+    dataloader = torch.utils.data.DataLoader(items, STEP, collate_fn=collate)
+    with apply_odb(dataloader, token_budget=budget, cost_fn=cost_fn):
+        for batch in dataloader:
+            assert pop_step_info(batch).samples == len(batch[0])
+
+
+class MultipleNegativesRankingLoss(nn.Module):
+    """As the class of that name in sentence-transformers: each row's own partner against those of all other rows."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Any) -> Tensor:
+        left, right = self.model(batch[0], batch[1]), self.model(batch[0].flip(1), batch[1])
+        return functional.cross_entropy(left[:, None] - right[None], torch.arange(len(left)))
+
+
+def series_loader() -> tuple[ODBDataLoader[Any], Series, Callable[..., Tensor]]:
+    items, collate, cost_fn, budget, model, loss_of = regression_of_tuples()
+    return ODBDataLoader(items, STEP, token_budget=budget, collate_fn=collate, cost_fn=cost_fn), model, loss_of
+
+
+def test_a_loss_that_compares_samples_with_each_other_is_refused() -> None:
+    """By its name, and under another name by what it computes."""
+    loader, model, _ = series_loader()
+    loss = MultipleNegativesRankingLoss(model)
+    with loader, pytest.raises(ConfigError, match="MultipleNegativesRankingLoss compares the samples of a micro-batch"):
+        check_loss(loader, loss)
+    loader, _, _ = series_loader()
+    with (
+        loader,
+        pytest.raises(ConfigError, match=r"mean loss of 4 samples .* that of their halves.*in-batch negatives"),
+    ):
+        check_loss(loader, loss.forward)
+
+
+def test_a_mean_over_samples_passes_and_the_epoch_is_whole_all_the_same() -> None:
+    loader, model, loss_of = series_loader()
+    with loader:
+        check_loss(loader, lambda batch: loss_of(model, batch))
+        assert sorted(k for batch in loader for k in pop_step_info(batch).ids) == list(range(NUM_ROWS))
+    items, collate, cost_fn, budget, model, loss_of = tagged_tokens()
+    with ODBDataLoader(items, STEP, token_budget=budget, collate_fn=collate, cost_fn=cost_fn) as loader:
+        check_loss(loader, lambda batch: loss_of(model, batch))
+    with ODBDataLoader(items, STEP, token_budget=budget, collate_fn=collate, cost_fn=cost_fn) as loader:
+        with pytest.raises(ConfigError, match="no mean over the units of `Cost`"):
+            check_loss(loader, lambda batch: loss_of(model, batch) * (batch["labels"] != -100).sum())
+
+
+def test_a_random_loss_is_not_compared() -> None:
+    loader, model, loss_of = series_loader()
+    with loader, pytest.raises(ConfigError, match="eval mode"):
+        check_loss(loader, lambda batch: loss_of(model, batch) * torch.rand(()))
