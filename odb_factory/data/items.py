@@ -150,7 +150,7 @@ class ItemObserver:
         return labels
 
 
-class _FirstItem(Dataset[str]):
+class _FirstItem(Dataset[tuple[str, bool | None]]):
     """`self[0]`: observe the first item of a dataset; what is wrong with the kind of its items, or ""."""
 
     def __init__(self, dataset: Any, observer: ItemObserver):

@@ -20,7 +20,6 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from odb_factory.accounting.token_loss import in_float32
 from odb_factory.errors import ConfigError
 from odb_factory.loop.dataloader import ODBDataLoader
-from odb_factory.loop.online import Batch
 from odb_factory.loop.step_info import ODBStepInfo, pop_step_info
 from odb_factory.loop.wrapping import ODBHandle
 
@@ -31,7 +30,7 @@ class OptimizerStep:
     Not a container to Lightning: micro-batches go to the device one at a time, when each is run.
     """
 
-    def __init__(self, micro_batches: list[tuple[Batch, ODBStepInfo]], state: dict[str, Any]):
+    def __init__(self, micro_batches: list[tuple[Any, ODBStepInfo]], state: dict[str, Any]):
         self.micro_batches = micro_batches
         self._state = state
 
@@ -55,7 +54,7 @@ class OptimizerSteps:
             trainer.fit(module, OptimizerSteps(loader))
     """
 
-    def __init__(self, loader: ODBDataLoader | ODBHandle):
+    def __init__(self, loader: ODBDataLoader[Any] | ODBHandle):
         self._loader = loader
         self._state: dict[str, Any] | None = None
 
@@ -152,7 +151,7 @@ class OnlineBatching(Callback):
         module.log("odb/loss", total, on_step=True, on_epoch=False, sync_dist=True, batch_size=batch.samples)
         return output | {"loss": loss} if isinstance(output, dict) else loss
 
-    def _forward(self, micro_batch: Batch, batch_idx: int) -> Any:
+    def _forward(self, micro_batch: Any, batch_idx: int) -> Any:
         assert self._trainer is not None
         moved = self._trainer.strategy.batch_to_device(self._trainer.precision_plugin.convert_input(micro_batch))
         output = self._step_of_module(moved, batch_idx) if self._takes_batch_idx else self._step_of_module(moved)

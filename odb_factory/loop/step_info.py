@@ -163,14 +163,14 @@ def put_step_info(batch: Any, info: ODBStepInfo) -> Any:
     return batch
 
 
-def _with_attributes(kind: type[Any], values: Sequence[Any]) -> Any:
+def _with_attributes(kind: Any, values: Sequence[Any]) -> Any:
     """A tuple or list of these values that can have attributes; a named tuple keeps its names."""
     made = _subclass(kind)
     return tuple.__new__(made, values) if issubclass(made, tuple) else made(values)
 
 
 @functools.cache
-def _subclass(kind: type[Any]) -> Any:
+def _subclass(kind: Any) -> Any:
     return type(kind.__name__, (kind,), {"__module__": kind.__module__})
 
 
