@@ -25,7 +25,10 @@ BEFORE_A_MODEL: dict[str, tuple[dict[str, Any], str]] = {
     "ppo": ({"stage": "ppo", "reward_model": "x", "reward_model_type": "full"}, "stage: 'ppo'"),
     "flat": ({"odb": {"token_budget": 256, "layout": "flat"}, "neftune_noise_alpha": 5}, "neftune_noise_alpha: 5"),
     "flat kto": ({"odb": {"token_budget": 256, "layout": "flat"}, "stage": "kto"}, "stage: 'kto' does not go"),
-    "loss": ({"odb": {"token_budget": 256, "loss_scaling": "square"}, "use_dft_loss": True}, "use_dft_loss: True"),
+    "loss": (
+        {"odb": {"token_budget": 256, "loss_scaling": "square"}, "use_liger_kernel": True},
+        "use_liger_kernel: True",
+    ),
     "batch size": ({"auto_find_batch_size": True}, "auto_find_batch_size: True"),
     "batches": ({"accelerator_config": {"dispatch_batches": True}}, "accelerator_config.dispatch_batches: True"),
     "epochs": ({"num_train_epochs": 0}, "num_train_epochs: 0"),
