@@ -269,7 +269,7 @@ def run_shards(
             EpochContext(
                 rank=rank,
                 coordinator=Recorded(lockstep, rank, on_wire),
-                on_reject=lambda rejection, rank=rank: epochs[rank].rejected.append(rejection.id),
+                leave_out=lambda ids, *_, rank=rank, **__: epochs[rank].rejected.extend(ids),
                 **context,
             ),
             epoch=epoch,

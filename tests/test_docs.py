@@ -92,6 +92,7 @@ def test_reference_has_every_public_name() -> None:
     assert first_column("Metrics") == metrics | {
         "odb/cost_model_r2",
         "odb/oom_cuts",
+        "odb/lost_weight",
         "odb/left_out",
         "odb/over_budget",
     }

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import mmap
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from odb_factory.accounting.loss_weights import MicroBatchLoss
 from odb_factory.data.samples import Measured, MicroBatch
@@ -15,16 +16,48 @@ from odb_factory.errors import ConfigError, one_line
 AUDIT_FILE = "odb_audit_rank{rank}.jsonl"
 
 
-class Audit:
-    """One line a micro-batch that this rank has trained on. The key names are public.
+LEFT_OUT_FILE = "odb_left_out_rank{rank}.jsonl"
 
-    The file is opened with the first line. append: go on behind the lines of the run that is resumed; what that one did
-    behind its last checkpoint then stands there twice. Raises `ConfigError` where the file cannot be opened.
+
+class Lines:
+    """A file of one JSON object a line.
+
+    The file is opened with the first line. append: go on after the lines of the run that is resumed; what that one did
+    after its last checkpoint then stands there twice. Raises `ConfigError` where the file cannot be opened.
     """
 
-    def __init__(self, folder: str | Path, rank: int):
-        self.path, self.append = Path(folder) / AUDIT_FILE.format(rank=rank), False
+    def __init__(self, path: Path):
+        self.path, self.append = path, False
         self._file: TextIO | None = None
+
+    def add(self, line: Mapping[str, Any]) -> None:
+        if self._file is None:
+            self._file = self._open()
+        self._file.write(json.dumps(line) + "\n")
+
+    def flush(self) -> None:
+        if self._file is not None:
+            self._file.flush()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def _open(self) -> TextIO:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if self.append and self.path.exists():
+                cut_off_last_line(self.path)
+            return self.path.open("a" if self.append else "w", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{self.path}: cannot be written ({one_line(error)}); give another folder.") from None
+
+
+class Audit(Lines):
+    """One line a micro-batch that this rank has trained on. The key names are public."""
+
+    def __init__(self, folder: str | Path, rank: int):
+        super().__init__(Path(folder) / AUDIT_FILE.format(rank=rank))
 
     def write(
         self,
@@ -39,7 +72,7 @@ class Audit:
     ) -> None:
         """optimizer_step: of the run, from 1. data_wait_s: waited for data since the line before. part, parts: of a
         micro-batch that was cut (`oom: split`), from 0."""
-        line = {
+        line: dict[str, Any] = {
             "epoch": micro_batch.step.epoch,
             "optimizer_step": optimizer_step,
             "micro_batch": micro_batch.index,
@@ -61,29 +94,7 @@ class Audit:
             "data_wait_s": round(data_wait_s, 4),
             "time": round(time.time(), 3),
         }
-        if self._file is None:
-            self._file = self._open()
-        self._file.write(json.dumps(line) + "\n")
-
-    def flush(self) -> None:
-        if self._file is not None:
-            self._file.flush()
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-
-    def _open(self) -> TextIO:
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            if self.append and self.path.exists():
-                cut_off_last_line(self.path)
-            return self.path.open("a" if self.append else "w", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(
-                f"{self.path}: the audit cannot be written ({one_line(error)}); give another folder, or leave the "
-                "audit out."
-            ) from None
+        self.add(line)
 
 
 def cut_off_last_line(path: Path) -> None:

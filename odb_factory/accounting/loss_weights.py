@@ -64,6 +64,9 @@ def token_weights(micro_batch: MicroBatch, loss_scaling: str, world_size: int) -
 
     world_size: the data-parallel ranks, over which the engine averages gradients; it sums them over micro-batches.
     """
+    if micro_batch.whole is not None:
+        planned = token_weights(micro_batch.whole, loss_scaling, world_size)
+        return tuple(planned[i] for i in micro_batch.numbers)
     step, units = micro_batch.step, micro_batch.units
     divisors: list[float]
     match loss_scaling:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from odb_factory.data.samples import OptimizerStep
+from odb_factory.data.step_agreement import LateRow
 from odb_factory.planning import MicroStepTotals
 
 
@@ -18,7 +20,8 @@ class StepStatistics:
 
     awaited_tokens, awaited_patches: what there would be if every rank had as many as the one with most in the
     micro-step. squared_units: of optimizer steps, all ranks together. oom_cuts: how often memory did not hold a
-    micro-batch, or a part of one, and it was cut in two.
+    micro-batch, or a part of one, and it was cut in two. lost_weight: the loss of rows that were lost after their
+    optimizer step had begun, in shares of the loss of an optimizer step.
     """
 
     micro_steps: int = 0
@@ -35,6 +38,7 @@ class StepStatistics:
     moved: int = 0
     moved_bytes: int = 0
     oom_cuts: int = 0
+    lost_weight: float = 0.0
     data_wait_s: float = 0.0
     seconds_before: float = 0.0
     started: float = field(default_factory=time.perf_counter)
@@ -57,6 +61,13 @@ class StepStatistics:
         """Count an optimizer step whose micro-steps have all been added."""
         self.optimizer_steps += 1
         self.squared_units += step.units**2
+
+    def lose(self, rows: Sequence[LateRow]) -> None:
+        """Take rows out that were counted and not trained on."""
+        self.samples -= len(rows)
+        self.tokens -= sum(row.tokens for row in rows)
+        self.units -= sum(row.units for row in rows)
+        self.lost_weight += sum(row.share for row in rows)
 
     def wait(self, seconds: float) -> None:
         """Count time spent waiting for data. What comes before the first micro-step is when the sums begin."""
@@ -116,6 +127,7 @@ class StepStatistics:
             "moved": self.moved,
             "moved_bytes": self.moved_bytes,
             "oom_cuts": self.oom_cuts,
+            "lost_weight": self.lost_weight,
             "data_wait_s": self.data_wait_s,
             "seconds": self.seconds,
         }

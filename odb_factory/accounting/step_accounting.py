@@ -9,12 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from odb_factory.accounting.audit import Audit
+from odb_factory.accounting.audit import LEFT_OUT_FILE, Audit, Lines
 from odb_factory.accounting.batch_checks import BatchChecks
 from odb_factory.accounting.loss_weights import MicroBatchLoss, loss_of, token_weights
 from odb_factory.accounting.statistics import StepStatistics
 from odb_factory.config import ResolvedConfig
 from odb_factory.data.collate import Collated
+from odb_factory.data.left_out import COLLATION
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.samples import Measured, MicroBatch, OptimizerStep
 
@@ -39,7 +40,7 @@ class Begun(NamedTuple):
 class StepAccounting:
     """The accounting of one run of a loader, for a trainer as for a loop of one's own.
 
-    audit_dir: where `odb_audit_rank{r}.jsonl` is written; None: nowhere.
+    audit_dir: where `odb_audit_rank{r}.jsonl` is written, left_out_dir: `odb_left_out_rank{r}.jsonl`; None: nowhere.
     is_fetched_ahead: a framework asks for a micro-batch before it hands over the one before, so what `end` closes is
         trained on only then.
     optimizer_steps: taken in the run, those before a resume included. num_over_budget: micro-batches of two or more
@@ -61,6 +62,7 @@ class StepAccounting:
         config: ResolvedConfig,
         audit_dir: str | Path | None = None,
         *,
+        left_out_dir: str | Path | None = None,
         is_fetched_ahead: bool = False,
     ):
         self.loader, self.config = loader, config
@@ -69,6 +71,11 @@ class StepAccounting:
         self._is_fetched_ahead = is_fetched_ahead
         self._checks = BatchChecks(config, counts_labels=loader.counts_labels)
         self._audit = None if audit_dir is None else Audit(audit_dir, loader.rank)
+        self._left_out_file: Lines | None = None
+        if left_out_dir is not None:
+            self._left_out_file = Lines(Path(left_out_dir) / LEFT_OUT_FILE.format(rank=loader.rank))
+            loader.left_out.path = self._left_out_file.path
+        loader.weigh_by(self._shares)
         self._before = Trained()
         self._step: OptimizerStep | None = None
         self._under_way: Begun | None = None
@@ -153,6 +160,8 @@ class StepAccounting:
 
     def _metrics(self, statistics: StepStatistics) -> dict[str, float]:
         metrics = statistics.metrics(self.config.token_budget, self.loader.world_size)
+        if self.config.on_error == "skip":
+            metrics["odb/lost_weight"] = round(statistics.lost_weight, 6)
         if self.config.oom == "split":
             metrics["odb/oom_cuts"] = statistics.oom_cuts
         return metrics
@@ -165,6 +174,7 @@ class StepAccounting:
     def stats(self) -> dict[str, float]:
         """`metrics`, and odb/left_out: rows left out on all ranks; odb/over_budget: micro-batches of this rank that the
         collator made larger than the budget."""
+        self._take_lost()
         return self.metrics() | {
             "odb/left_out": self.left_out.total(),
             "odb/over_budget": self.num_over_budget,
@@ -182,6 +192,7 @@ class StepAccounting:
 
     def summary(self) -> dict[str, Any]:
         """What `odb_summary.json` says; the names are public."""
+        self._take_lost()
         return {
             "dataset_samples": self.loader.num_samples,
             "optimizer_steps": self.optimizer_steps,
@@ -223,13 +234,30 @@ class StepAccounting:
     def resume_at(self, optimizer_steps: int) -> None:
         """Go on behind that many optimizer steps of the run, with the audit behind what it holds."""
         self.optimizer_steps = optimizer_steps
-        if self._audit is not None:
-            self._audit.append = True
+        for file in self._files:
+            file.append = True
 
     def close(self) -> None:
-        """Close the audit; safe to call twice."""
-        if self._audit is not None:
-            self._audit.close()
+        """Close the files; safe to call twice."""
+        for file in self._files:
+            file.close()
+
+    @property
+    def _files(self) -> list[Lines]:
+        return [file for file in (self._audit, self._left_out_file) if file is not None]
+
+    def _shares(self, micro_batch: MicroBatch) -> list[float]:
+        """Of each sample the share of the loss of its optimizer step."""
+        weights = token_weights(micro_batch, self.config.loss_scaling, self.loader.world_size)
+        return [weight * units / self.loader.world_size for weight, units in zip(weights, micro_batch.units)]
+
+    def _take_lost(self) -> None:
+        """Count the rows that could not be collated, on all ranks."""
+        lost = self.loader.take_lost()
+        if lost.rows:
+            self._left_out[COLLATION] += lost.rows
+        for statistics in (self.total, self.interval):
+            statistics.lose(lost.late)
 
     def _trained(self) -> Trained:
         return Trained(self.total.samples, self.total.tokens, self.total.padded_tokens)
@@ -237,8 +265,12 @@ class StepAccounting:
     def _end_optimizer_step(self, step: OptimizerStep) -> None:
         self.optimizer_steps += 1
         self.loader.consume(step)
-        if self._audit is not None:
-            self._audit.flush()
+        self._take_lost()
+        for row in self.loader.left_out.through(step.index):
+            if self._left_out_file is not None:
+                self._left_out_file.add({**row, "optimizer_step": self.optimizer_steps})
+        for file in self._files:
+            file.flush()
         for statistics in (self.total, self.interval):
             statistics.add_optimizer_step(step)
         if step.last:

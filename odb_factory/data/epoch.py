@@ -39,6 +39,7 @@ class EpochContext:
     ranks, why they cannot go on (None: they can). propose: the cost model as it is known by then. lowered: to what this
     rank has lowered its budgets by then, if it has; `budget` stays as configured.
     compute: what runs planners, which are pure functions.
+    leave_out: as `LeftOut.leave_out`.
     find_dummy_sample: a usable sample of the dataset, for the idle micro-batches of a rank that holds none.
     """
 
@@ -50,7 +51,7 @@ class EpochContext:
     rank: int
     coordinator: Coordinator
     find_dummy_sample: Callable[[], Sample]
-    on_reject: Callable[[Rejection], None]
+    leave_out: Callable[..., None]
     order: Callable[[int], int] = int
     compare_orders: Callable[[Sequence[int]], str | None] = lambda orders: None
     propose: Callable[[], CostModel] = CostModel
@@ -69,6 +70,8 @@ class PlannedMicroBatch:
     totals: MicroStepTotals
     stock_units: tuple[int, ...] = ()
     stock_batches: tuple[int, ...] = ()
+    stock_means: tuple[int, ...] = ()
+    stock_counted: tuple[int, ...] = ()
     number: int = 0
     round_index: int = 0
     positions: tuple[int, ...] = ()
@@ -114,11 +117,12 @@ class EpochPlanner(ABC):
         coordinator.fail(message)
         raise CollectiveError(message)
 
-    def _reject(self, row: Rejection) -> None:
+    def _leave_out(self, row: Rejection, step: int) -> None:
+        """step: index of the optimizer step that the row would have been in, or of the next one that is planned."""
         if row.fatal:
             raise DataError(row.message)
         self.rejected[row.reason] += 1
-        self.context.on_reject(row)
+        self.context.leave_out([row.id], row.reason, row.message, epoch=self.epoch, step=step)
 
     def _compare_orders(self, numbers: Sequence[int]) -> None:
         problem = self.context.compare_orders(numbers)
@@ -180,6 +184,8 @@ class EpochPlanner(ABC):
                 units=tuple(sample.cost.units for sample in one.samples),
                 stock_units=one.stock_units,
                 stock_batches=one.stock_batches,
+                stock_means=one.stock_means,
+                stock_counted=one.stock_counted,
                 totals=one.totals,
                 number=one.number,
                 round_index=one.round_index,

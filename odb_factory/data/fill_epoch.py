@@ -133,7 +133,7 @@ class FillEpoch(EpochPlanner):
             self.drawn += 1
             if isinstance(item, Sample):
                 return Drawn(item, self.drawn - 1)
-            self._reject(item)
+            self._leave_out(item, self.micro_steps // self.accumulation)
         return None
 
     def _fill(self) -> list[Drawn]:

@@ -109,7 +109,7 @@ class KeepEpoch(EpochPlanner):
         while self._next is not None and self._next[0] < end:
             position, item = self._next
             if isinstance(item, Rejection):
-                self._reject(item)
+                self._leave_out(item, index)
             else:
                 self.overlong += self.context.budget.overlong(item.cost)
                 positions.append(position)
@@ -143,13 +143,15 @@ class KeepEpoch(EpochPlanner):
         if self.final and self.trained == 0:
             raise CollectiveError(nothing_left(rejected, self.stock.not_trained, "by drop_last", self.epoch))
         held = self._redistribute(plan, samples)
-        stock_units, num_means = stock_means(rows, self.stock)
+        means = stock_means(rows, self.stock)
         stock_batches = rows["position"] // self.stock.batch_size
         planned = [
             PlannedMicroBatch(
                 samples=[held[row] for row in group],
                 totals=totals,
-                stock_units=tuple(stock_units[group].tolist()),
+                stock_units=tuple(means.units[group].tolist()),
+                stock_means=tuple(means.means[group].tolist()),
+                stock_counted=tuple(means.counted[group].tolist()),
                 stock_batches=tuple(stock_batches[group].tolist()),
             )
             for group, totals in zip(plan.groups[self.context.rank], plan.totals)
@@ -165,7 +167,7 @@ class KeepEpoch(EpochPlanner):
             index=index,
             **sums(planned),
             root_units=sum_of_roots(rows["units"]),
-            num_stock_means=num_means,
+            num_stock_means=means.num_means,
             stock_input_tokens=stock_input_tokens(rows, self.stock, self.context.rank, self.context.budget.collation),
             done=done if self.stock.num_samples is None else min(done, self.stock.num_samples),
             progress=self.stock.progress(index),

@@ -17,13 +17,14 @@ from odb_factory.config import ResolvedConfig
 from odb_factory.data.budget import make_budget
 from odb_factory.data.collate import Collated, GroupDataset
 from odb_factory.data.epoch import EpochContext
+from odb_factory.data.left_out import LeftOut
 from odb_factory.data.loader_workers import LoaderWorkers
 from odb_factory.data.observe import Observer
 from odb_factory.data.passes import ABORT_S, Passes
-from odb_factory.data.rejections import RejectionLog
 from odb_factory.data.resume.progress import Progress
 from odb_factory.data.resume.state import DataState
 from odb_factory.data.samples import MicroBatch, OptimizerStep, Sample
+from odb_factory.data.step_agreement import Lost
 from odb_factory.data.step_rule import Layout, OptimizerStepRule, progress_for
 from odb_factory.data.step_times import StepTimes
 from odb_factory.data.task_sampler import Pass
@@ -40,6 +41,7 @@ class ODBLoader:
     `LoaderWorkers` takes.
     counts_labels: units are counted from the labels of batches; else a `cost_fn` tells them.
     budget: as configured. lowered: to what the training has lowered it since (see `lower`).
+    left_out: rows that this rank leaves out.
     Call `close` when done; it ends the worker processes.
     """
 
@@ -66,6 +68,7 @@ class ODBLoader:
         self.times = StepTimes()
         self.budget = budget = make_budget(config, collation, layout)
         self.lowered: Limits | None = None
+        self.left_out = LeftOut()
         self._workers = LoaderWorkers(
             dataset,
             sampler=sampler,
@@ -90,7 +93,7 @@ class ODBLoader:
             rank=rank,
             coordinator=self._coordinator,
             find_dummy_sample=self._workers.find_dummy_sample,
-            on_reject=RejectionLog(),
+            leave_out=self.left_out.leave_out,
             compare_orders=self._order.compare,
             propose=self.times.fitting() if config.cost_model == "time" else CostModel,
             lowered=lambda: self.lowered,
@@ -114,7 +117,17 @@ class ODBLoader:
             "number of samples": self.num_samples,
             **(agree_on or {}),
         }
-        self._passes = Passes(self._workers, context, self._progress, self.times, config=config, settings=settings)
+        self._passes = Passes(
+            self._workers,
+            context,
+            self._progress,
+            self.times,
+            self.left_out,
+            config=config,
+            settings=settings,
+            # What stock divides by a number of its own, and what cannot weigh samples, keeps its weights as planned.
+            reweighs=config.loss_scaling != "stock" or (rule.stock_mean.divisor is None and not rule.equal_weights),
+        )
 
     @property
     def global_batch_size(self) -> int | None:
@@ -150,6 +163,19 @@ class ODBLoader:
         mine = self._passes.handed_out.take_through(step)
         if self.under_way is not None or step.last:  # or asked for what comes behind the last
             self._progress.consume(step, mine, None if self.under_way is None else self.under_way.planner)
+
+    def weigh_by(self, weights: Callable[[MicroBatch], Sequence[float]]) -> None:
+        """weights: of each sample of a micro-batch the share of the loss of its optimizer step."""
+        self._passes.weights = weights
+
+    def take_lost(self) -> Lost:
+        """The rows that could not be collated, on all ranks, since the last call."""
+        lost, self._passes.lost = self._passes.lost, Lost()
+        return lost
+
+    def leave(self) -> None:
+        """Leave the epoch, on all ranks at the same optimizer step."""
+        self._passes.leave()
 
     def save_when(self, wanted: Callable[[], bool]) -> None:
         """Ask all ranks for a checkpoint when `wanted` says so: the next optimizer step that they agree on, the same on

@@ -146,6 +146,7 @@ class LoaderWorkers:
             measure,
             busy=self.collated,
             budget=None if by_labels else budget,
+            skips=config.on_error == "skip",
         )
         self._collating: DataLoader | None = loader(
             self.groups,
@@ -184,6 +185,10 @@ class LoaderWorkers:
     def describe(self, index: int) -> str:
         """Where a row comes from, for messages."""
         return where(self._observer, self._dataset, index)
+
+    def usable_rows(self) -> Iterator[Sample]:
+        """The rows in the order of all ranks that can be trained on, observed in this process."""
+        return (row for row in self._all_rows() if isinstance(row, Sample))
 
     def find_dummy_sample(self) -> Sample:
         """The first usable row in the order of all ranks, for idle micro-batches of a rank whose shard had none."""

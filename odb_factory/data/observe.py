@@ -9,7 +9,7 @@ from odb_factory.config import ODBConfig
 from odb_factory.data.content import checksum
 from odb_factory.data.samples import Rejection, Sample
 from odb_factory.data.serialize import pack
-from odb_factory.data.worker import BusyRows, WorkerDataset
+from odb_factory.data.worker import BusyRows, WorkerDataset, retried
 from odb_factory.errors import DataError, one_line
 from odb_factory.planning import Budget, Cost
 
@@ -60,7 +60,7 @@ class ObservedDataset(WorkerDataset):
     def __getitem__(self, index: int) -> Sample | Rejection:
         try:
             with self.busy.at(index):
-                features, cost = self.observer(self.dataset, index)
+                features, cost = retried(lambda: self.observer(self.dataset, index), (RowDropped, MediaCut, ItemError))
             sample = Sample(index, cost, pack(features), checksum(features, cost))
         except RowDropped as error:
             return Rejection(index, error.reason, f"{self._where(index)}: {error}")

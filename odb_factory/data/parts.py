@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -34,15 +33,7 @@ class Part:
         """The micro-batch as if it had these samples alone; what it says of all ranks stays."""
         if self.is_whole:
             return self.whole
-        return dataclasses.replace(
-            self.whole,
-            ids=self.take(self.whole.ids),
-            lengths=self.take(self.whole.lengths),
-            units=self.take(self.whole.units),
-            stock_units=self.take(self.whole.stock_units),
-            stock_batches=self.take(self.whole.stock_batches),
-            contents=self.take(self.whole.contents),
-        )
+        return self.whole.only(range(self.start, self.start + len(self.samples)))
 
     def take(self, of_whole: Sequence[T]) -> tuple[T, ...]:
         """What is said of each sample of the whole, of these."""

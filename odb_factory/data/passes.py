@@ -14,17 +14,19 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from odb_factory.config import ResolvedConfig
-from odb_factory.data.collate import Collated, Failure
+from odb_factory.data.collate import Collated, Failure, Salvaged
 from odb_factory.data.epoch import EpochContext
 from odb_factory.data.handed_out import HandedOut
+from odb_factory.data.left_out import COLLATION, LeftOut
 from odb_factory.data.loader_workers import END, LoaderWorkers, take
 from odb_factory.data.plan_process import compute_here
 from odb_factory.data.prefetch import BackgroundPrefetcher, InlinePrefetcher
 from odb_factory.data.resume.progress import Progress
-from odb_factory.data.step_agreement import StepAgreement
+from odb_factory.data.samples import MicroBatch, Sample
+from odb_factory.data.step_agreement import Agreed, LateRow, Lost, StepAgreement
 from odb_factory.data.step_times import StepTimes
 from odb_factory.data.task_sampler import Pass
 from odb_factory.errors import CollectiveError, ConfigError, DataError, one_line
@@ -32,6 +34,8 @@ from odb_factory.log import get_logger
 
 ABORT_S = 7.0
 """After a failure planning is given this long to end; a DataLoader looks for dead workers every 5 s."""
+STAND_INS_TRIED = 64
+"""Rows that are tried to run a micro-batch with that has no row of its own left."""
 
 logger = get_logger(__name__)
 
@@ -42,7 +46,9 @@ class Passes:
     settings: what all ranks must have in common; compared when a pass begins.
     epoch: of the pass under way, or of the next. under_way: the pass that has begun and is not over.
     handed_out: micro-batches whose optimizer step is not consumed. rejected: rows of the epoch that cannot be used.
+    weights: of each sample of a micro-batch the share of the loss of its step. lost: rows that could not be collated.
     wants_save: whether this rank asks all ranks for a checkpoint; called before each optimizer step, in any thread.
+    reweighs: of `StepAgreement`.
     """
 
     def __init__(
@@ -51,11 +57,14 @@ class Passes:
         context: EpochContext,
         progress: Progress,
         times: StepTimes,
+        left_out: LeftOut,
         *,
         config: ResolvedConfig,
         settings: Mapping[str, object],
+        reweighs: bool,
     ):
         self._workers, self._context, self._progress, self._times = workers, context, progress, times
+        self._left_out, self._reweighs = left_out, reweighs
         self._config, self._settings, self._order = config, settings, workers.order
         self._coordinator = context.coordinator
         self.epoch = 0
@@ -63,6 +72,10 @@ class Passes:
         self.handed_out = HandedOut()
         self.rejected: Counter[str] = Counter()
         self.wants_save: Callable[[], bool] = lambda: False
+        self.weights: Callable[[MicroBatch], Sequence[float]] = lambda micro_batch: [0.0] * len(micro_batch.ids)
+        self.lost = Lost()
+        self._agreed: Agreed
+        self._stand_in: Sample | None = None
 
     def turn_to(self, epoch: int) -> None:
         """The next pass is over this epoch."""
@@ -95,17 +108,18 @@ class Passes:
         current.taken = True
         return self._micro_batches(current)
 
-    def collated(self, item: Collated | Failure) -> Collated:
+    def collated(self, item: Collated | Salvaged | Failure) -> Collated:
         """Raises `DataError` where the collator failed."""
-        if isinstance(item, Failure):
-            raise DataError(item.message(self._workers.describe, self._config.on_error))
-        return item
+        if isinstance(item, tuple):
+            return item
+        raise DataError(self._failure(item).message(self._workers.describe, self._config.on_error))
 
     def leave(self, timeout_s: float | None = None) -> None:
         """End the pass; within `timeout_s` (default: that of the coordinator) if the planning is stuck."""
         current, self.under_way = self.under_way, None
         if current is not None:
             current.close(self._coordinator.timeout_s if timeout_s is None else timeout_s)
+            self._count_late(current.agreement.late_at_the_end())
 
     def release(self) -> None:
         """End what this process alone needs; a thread gives the rest back, the planning thread and the coordinator."""
@@ -127,6 +141,7 @@ class Passes:
             raise ConfigError("odb: this loader has been closed; make another one.")
         self._progress.turn_to(self.epoch)
         self.handed_out = HandedOut()
+        self._left_out.forget()
         place = self._progress.place
         self._order.set_epoch(self.epoch)
         self._order.start = self._progress.start()
@@ -139,7 +154,7 @@ class Passes:
         current = Pass(
             planner,
             BackgroundPrefetcher(plans, ahead) if self._workers.threaded else InlinePrefetcher(plans),
-            StepAgreement(self._coordinator, lambda: self.wants_save()),
+            StepAgreement(self._coordinator, lambda: self.wants_save(), reweighs=self._reweighs),
             process=process,
             keeps_tasks=self._config.oom == "split",
         )
@@ -178,11 +193,15 @@ class Passes:
                     break
                 waits = item is None
                 if item is not None:
-                    item = self._agreed(current, self.collated(item))
                     current.in_flight -= 1
-                    self.handed_out.add(item[0], current.handed_on.popleft()[1] if current.keeps_tasks else None)
-                    self.rejected = item[0].step.rejected
-                    handed, item = [item], None  # whoever takes it holds the only reference
+                    samples = current.handed_on.popleft()[1] if current.keeps_tasks else None
+                    handed, item = [self._agree_on(current, item)], None
+                    micro_batch = handed[0][0]
+                    if samples is not None and len(samples) > len(micro_batch.ids):
+                        samples = self._left_of(samples, micro_batch)
+                    self.handed_out.add(micro_batch, samples)
+                    self.rejected = micro_batch.step.rejected
+                    # Whoever takes it holds the only reference.
                     yield handed.pop()
                 else:
                     self._coordinator.check()
@@ -202,13 +221,70 @@ class Passes:
         if self.under_way is current:
             self.leave()
 
-    def _agreed(self, current: Pass, item: Collated) -> Collated:
-        """The micro-batch as all ranks have agreed on its optimizer step, which is waited for with its first one."""
-        micro_batch, measured, batch = item
-        if micro_batch.index == 0:
-            self._step = current.agreement.of(micro_batch.step)
-        current.agreement.taken(micro_batch)
-        return dataclasses.replace(micro_batch, step=self._step), measured, batch
+    def _agree_on(self, current: Pass, item: Collated | Salvaged | Failure) -> Collated:
+        """The micro-batch without the rows that are left out. Its first one waits until all ranks know of the step."""
+        if isinstance(item, Failure):
+            raise DataError(item.message(self._workers.describe, self._config.on_error))
+        planned = item.micro_batch if isinstance(item, Salvaged) else item[0]
+        if planned.index == 0:
+            self._agreed = current.agreement.of(planned, tuple(item.lost) if isinstance(item, Salvaged) else ())
+            self.lost.rows += len(self._agreed.rows)
+            self._count_late(self._agreed.late)
+        micro_batch = self._agreed.apply(planned)
+        if isinstance(item, Salvaged):
+            micro_batch, measured, batch = self._salvage(current, item, micro_batch)
+        else:
+            _, measured, batch = item
+        current.agreement.taken(planned)
+        return micro_batch, measured, batch
+
+    def _salvage(self, current: Pass, item: Salvaged, micro_batch: MicroBatch) -> Collated:
+        """micro_batch: as agreed on, which may hold rows that were found too late."""
+        causes = {item.micro_batch.ids[number]: cause for number, cause in item.lost.items()}
+        late = [number for number, id in enumerate(micro_batch.ids) if id in causes]
+        weights = self.weights(micro_batch) if late else ()
+        shares = {micro_batch.ids[number]: weights[number] for number in late}
+        for id, cause in causes.items():
+            message = f"{self._workers.describe(id)}: cannot be collated: {cause}"
+            if id in shares:
+                message += f"; its optimizer step had begun, of whose loss {shares[id]:.2%} is lost"
+            step = micro_batch.step
+            self._left_out.leave_out(
+                [id], COLLATION, message, epoch=step.epoch, step=step.index, lost_weight=shares.get(id, 0.0)
+            )
+        if late:
+            current.agreement.tell_late(
+                [LateRow(micro_batch.lengths[i], micro_batch.units[i], weights[i]) for i in late]
+            )
+            micro_batch = micro_batch.without(late)
+        if item.batch is None or item.measured is None:
+            return self._run_idle(item, micro_batch)
+        return micro_batch, item.measured, item.batch
+
+    def _run_idle(self, item: Salvaged, micro_batch: MicroBatch) -> Collated:
+        """No row of it is left: run with another one, which weighs nothing."""
+        candidates = itertools.chain(() if self._stand_in is None else [self._stand_in], self._workers.usable_rows())
+        for sample in itertools.islice(candidates, STAND_INS_TRIED):
+            found = self._workers.groups[micro_batch, [sample]]
+            if isinstance(found, tuple):
+                self._stand_in = sample
+                return found
+        raise DataError(self._failure(item).message(self._workers.describe, "skip"))
+
+    def _left_of(self, samples: list[Sample], micro_batch: MicroBatch) -> list[Sample]:
+        """Of the samples that a micro-batch was planned with; of one that has none left, what it is run with."""
+        left = [sample for sample in samples if sample.id in micro_batch.ids]
+        return left or ([] if self._stand_in is None else [self._stand_in])
+
+    def _failure(self, item: Salvaged | Failure) -> Failure:
+        if isinstance(item, Failure):
+            return item
+        number, cause = next(iter(item.lost.items()), (0, "nor can any other row"))
+        return Failure(item.micro_batch.ids[number : number + 1], cause)
+
+    def _count_late(self, rows: Sequence[LateRow]) -> None:
+        self.lost.rows += len(rows)
+        self.lost.late += rows
 
     def _abandon(self, error: BaseException) -> None:
         """Leave after an error. The others know of an agreed one; of any other they are told, for they do not leave."""

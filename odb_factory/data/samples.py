@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from odb_factory.planning import Cost, MicroStepTotals
 
@@ -88,6 +90,10 @@ class MicroBatch:
     number, round_index, positions: with `fill` its number in the epoch, the round it was planned in, and which of its
         draws this rank has given away for the micro-step.
     contents: checksums of the rows of `ids`.
+    stock_means, stock_counted: of each sample the number of the mean that `stock_units` belongs to, and its own share
+        of those units; () with `fill`.
+    whole, numbers: where rows were lost after the step began, the micro-batch as planned, by which the others are
+        weighed, and the places of `ids` in it.
     """
 
     step: OptimizerStep
@@ -102,6 +108,21 @@ class MicroBatch:
     round_index: int = 0
     positions: tuple[int, ...] = ()
     contents: tuple[int, ...] = ()
+    stock_means: tuple[int, ...] = ()
+    stock_counted: tuple[int, ...] = ()
+    whole: MicroBatch | None = None
+    numbers: tuple[int, ...] = ()
+
+    def only(self, numbers: Sequence[int]) -> MicroBatch:
+        """The same with these of its samples alone; what it says of all ranks stays."""
+        values = {name: getattr(self, name) for name in PER_SAMPLE}
+        left: dict[str, Any] = {name: tuple(all[i] for i in numbers) for name, all in values.items() if all}
+        return replace(self, **left)
+
+    def without(self, numbers: Sequence[int]) -> MicroBatch:
+        """The same without these of its samples, which were lost after its step began: the others weigh as planned."""
+        kept = tuple(i for i in range(len(self.ids)) if i not in numbers)
+        return replace(self.only(kept), whole=self, numbers=kept)
 
     @property
     def idle(self) -> bool:
@@ -118,6 +139,12 @@ class MicroBatch:
     @property
     def ends_optimizer_step(self) -> bool:
         return self.index == self.step.num_micro_batches - 1
+
+
+PER_SAMPLE = (
+    "ids", "lengths", "units", "stock_units", "stock_batches", "contents", "stock_means", "stock_counted", "numbers"
+)  # fmt: skip
+"""The fields of a `MicroBatch` with one entry for each sample."""
 
 
 Task = tuple[MicroBatch, list[Sample]]

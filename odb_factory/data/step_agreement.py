@@ -6,6 +6,10 @@ thread while that last micro-batch is computed, and the training waits for nothi
 answer when it holds the first micro-batch of s; a message that has not been sent by then is sent at once and covers the
 micro-batches that have been collated by then. No micro-batch waits anywhere but in the DataLoader's own prefetch.
 
+A row that cannot be collated (`on_error: skip`) and is known in time leaves the step and its divisors on all ranks.
+Another one is late: the other rows keep their planned weights, and all ranks are told with the next message what share
+of the loss is lost.
+
 After the last step of a pass, or when it is left, one more message says that this rank is through. Every rank sends the
 same number of messages, so ranks that leave an epoch together leave nothing behind.
 """
@@ -13,12 +17,13 @@ same number of messages, so ranks that leave an epoch together leave nothing beh
 from __future__ import annotations
 
 import json
+import math
 import threading
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, Pipe, wait
-from typing import Any
+from typing import Any, NamedTuple
 
 from odb_factory.comm.coordinator import LEFT_EPOCH, Coordinator
 from odb_factory.data.samples import MicroBatch, OptimizerStep
@@ -26,6 +31,97 @@ from odb_factory.errors import CollectiveError, one_line
 
 CHECK_S = 0.1
 """How often a training thread that waits for an answer looks whether another rank has failed."""
+
+
+class AgreedRow(NamedTuple):
+    """A row that cannot be collated, as all ranks are told before its optimizer step begins: it leaves the step.
+
+    micro_batch: its number in the step. mean, counted, divisor: of the micro-batch's `stock_means`, `stock_counted` and
+    `stock_units`.
+    """
+
+    micro_batch: int
+    id: int
+    tokens: int
+    units: int
+    mean: int = 0
+    counted: int = 0
+    divisor: int = 0
+
+
+class LateRow(NamedTuple):
+    """A row that was found later, as all ranks are told with the next step. share: of the loss of its step, is lost."""
+
+    tokens: int
+    units: int
+    share: float
+
+
+@dataclass(slots=True)
+class Lost:
+    """Rows that could not be collated, on all ranks. rows: of any kind; late: of those the ones found too late."""
+
+    rows: int = 0
+    late: list[LateRow] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """What all ranks know of an optimizer step before its first forward.
+
+    step: without the rows that cannot be collated. rows: those. emptied: micro-batches that have none left, by their
+    number in the step. late: rows of an earlier step.
+    """
+
+    step: OptimizerStep
+    rows: Sequence[AgreedRow]
+    emptied: Counter[int]
+    late: Sequence[LateRow]
+
+    def apply(self, micro_batch: MicroBatch) -> MicroBatch:
+        """A micro-batch of the step, as planned, without these rows."""
+        if not self.rows:
+            return replace(micro_batch, step=self.step)
+        ids = {row.id for row in self.rows}
+        here = [row for row in self.rows if row.micro_batch == micro_batch.index]
+        totals = replace(
+            micro_batch.totals,
+            samples=micro_batch.totals.samples - len(here),
+            tokens=micro_batch.totals.tokens - sum(row.tokens for row in here),
+            units=micro_batch.totals.units - sum(row.units for row in here),
+            active_ranks=micro_batch.totals.active_ranks - self.emptied[micro_batch.index],
+        )
+        left = micro_batch.only([number for number, id in enumerate(micro_batch.ids) if id not in ids])
+        lost = self._lost_units()
+        units = tuple(units - lost[mean] for units, mean in zip(left.stock_units, left.stock_means))
+        return replace(left, step=self.step, totals=totals, stock_units=units)
+
+    def _lost_units(self) -> Counter[int]:
+        """By the number of the mean that stock takes."""
+        return sum((Counter({row.mean: row.counted}) for row in self.rows), Counter())
+
+
+def _agreed(step: OptimizerStep, answers: Sequence[Mapping[str, Any]]) -> Agreed:
+    """step: as planned. answers: of all ranks."""
+    rows = [AgreedRow(*row) for answer in answers for row in answer.get("lost", ())]
+    emptied = Counter(number for answer in answers for number in answer.get("emptied", ()))
+    agreed = Agreed(step, rows, emptied, _late(answers))
+    lost, divisors = agreed._lost_units(), {row.mean: row.divisor for row in rows}
+    left = replace(
+        step,
+        save_requested=any("save" in answer for answer in answers),
+        samples=step.samples - len(rows),
+        tokens=step.tokens - sum(row.tokens for row in rows),
+        units=step.units - sum(row.units for row in rows),
+        root_units=step.root_units - math.fsum(math.sqrt(row.units) for row in rows),
+        num_active=step.num_active - emptied.total(),
+        num_stock_means=step.num_stock_means - sum(0 < divisors[mean] == lost[mean] for mean in divisors),
+    )
+    return replace(agreed, step=left)
+
+
+def _late(answers: Sequence[Mapping[str, Any]]) -> list[LateRow]:
+    return [LateRow(*row) for answer in answers for row in answer.get("late", ())]
 
 
 class CollateNotes:
@@ -49,28 +145,44 @@ class CollateNotes:
                 assert isinstance(reader, Connection)
                 reader.recv_bytes()
 
-    def tell(self, worker: int, micro_batch: MicroBatch) -> None:
-        note = [micro_batch.step.index, micro_batch.step.num_micro_batches]
-        self._writers[worker].send_bytes(json.dumps(note).encode())
+    def tell(self, worker: int, micro_batch: MicroBatch, lost: Sequence[int]) -> None:
+        """lost: the places in it of the rows that cannot be collated."""
+        self._writers[worker].send_bytes(json.dumps(_note(micro_batch, lost)).encode())
+
+
+def _note(micro_batch: MicroBatch, lost: Sequence[int]) -> dict[str, Any]:
+    """What is told of a micro-batch that has been collated."""
+    step = micro_batch.step
+    note: dict[str, Any] = {"step": step.index, "micro_batches": step.num_micro_batches}
+    if lost:
+        stock = zip(micro_batch.stock_means, micro_batch.stock_counted, micro_batch.stock_units)
+        means = list(stock) or [(0, 0, 0)] * len(micro_batch.ids)
+        note["lost"] = [
+            AgreedRow(micro_batch.index, micro_batch.ids[i], micro_batch.lengths[i], micro_batch.units[i], *means[i])
+            for i in lost
+        ]
+        note["emptied"] = [micro_batch.index] if len(lost) == len(micro_batch.ids) else []
+    return note
 
 
 class StepAgreement:
     """The agreements of one pass over an epoch.
 
-    wants_save: whether this rank asks for a checkpoint; called when the message of a step is made.
+    wants_save: whether this rank asks for a checkpoint; called when the message of a step is made. reweighs: rows that
+    cannot be collated leave the divisor of their step; else they are all late.
 
-        agreement = StepAgreement(coordinator, wants_save)
+        agreement = StepAgreement(coordinator, wants_save, reweighs=True)
         agreement.start(first_step=0, notes=notes, window=4)
-        step = agreement.of(micro_batch.step)  # with the first micro-batch of the step in hand
+        agreed = agreement.of(micro_batch, lost=())  # with the first micro-batch of the step in hand
         agreement.taken(micro_batch)  # each one that is handed to the training
         agreement.close(timeout_s=7)
     """
 
-    def __init__(self, coordinator: Coordinator, wants_save: Callable[[], bool]):
-        self._coordinator, self._wants_save = coordinator, wants_save
+    def __init__(self, coordinator: Coordinator, wants_save: Callable[[], bool], *, reweighs: bool):
+        self._coordinator, self._wants_save, self._reweighs = coordinator, wants_save, reweighs
         self._changed = threading.Condition()
-        self._collated: Counter[int] = Counter()
-        self._num_micro_batches: dict[int, int] = {}
+        self._notes: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
+        self._late: list[LateRow] = []
         self._answers: dict[int, list[dict[str, Any]]] = {}
         self._window = self._next = self._opened = 0
         self._asked = -1
@@ -91,9 +203,14 @@ class StepAgreement:
             self._thread = threading.Thread(target=self._run, args=(sources,), name="odb-agreement", daemon=True)
             self._thread.start()
 
-    def of(self, step: OptimizerStep) -> OptimizerStep:
-        """The step as all ranks have agreed on it. Raises `CollectiveError` if another rank ended."""
+    def of(self, micro_batch: MicroBatch, lost: Sequence[int]) -> Agreed:
+        """What all ranks have agreed on for the step of this micro-batch, its first.
+
+        lost: the places in it of the rows that cannot be collated. Raises `CollectiveError` if another rank ended.
+        """
+        step = micro_batch.step
         if self._thread is None:
+            self._notes[step.index].append(_note(micro_batch, lost))
             self._exchange()
         else:
             with self._changed:
@@ -108,7 +225,16 @@ class StepAgreement:
         for rank, answer in enumerate(answers):
             if "through" in answer:
                 raise CollectiveError(f"rank {rank} stopped: {LEFT_EPOCH}")
-        return replace(step, save_requested=any("save" in answer for answer in answers))
+        return _agreed(step, answers)
+
+    def tell_late(self, rows: Sequence[LateRow]) -> None:
+        """Rows of the step under way that all ranks have not left out of it."""
+        with self._changed:
+            self._late += rows
+
+    def late_at_the_end(self) -> Sequence[LateRow]:
+        """What the last messages of all ranks have told."""
+        return [row for step in [*self._answers] for row in _late(self._answers.pop(step))]
 
     def taken(self, micro_batch: MicroBatch) -> None:
         """The training has taken this micro-batch."""
@@ -144,9 +270,9 @@ class StepAgreement:
         try:
             while not self._is_over:
                 while not self._is_ready():
-                    for source in wait(sources):
-                        assert isinstance(source, Connection)
-                        self._note(source.recv_bytes())
+                    self._read(wait(sources))
+                while ready := wait(sources, 0):  # of micro-batches that the training may have in hand already
+                    self._read(ready)
                 self._exchange()
         except Exception as error:
             with self._changed:
@@ -162,30 +288,37 @@ class StepAgreement:
             step = self._next
             if self._is_through or self._asked >= step:
                 return True
-            awaited = min(self._num_micro_batches.get(step, self._window), self._window)
-            return self._opened >= step and self._collated[step] >= awaited
+            notes = self._notes[step]
+            awaited = min(notes[0]["micro_batches"], self._window) if notes else self._window
+            return self._opened >= step and len(notes) >= awaited
 
-    def _note(self, note: bytes) -> None:
-        """note: of a worker; empty: something else has changed."""
-        if note:
-            step, num_micro_batches = json.loads(note)
-            self._collated[step] += 1
-            self._num_micro_batches[step] = num_micro_batches
+    def _read(self, ready: Sequence[Any]) -> None:
+        """Take a note of each of these; an empty one says that something else has changed."""
+        for source in ready:
+            if note := source.recv_bytes():
+                told = json.loads(note)
+                self._notes[told["step"]].append(told)
 
     def _exchange(self) -> None:
         """Send the next message and keep what all ranks say."""
         step = self._next
         message: dict[str, Any] = {}
+        with self._changed:
+            if self._late:
+                message["late"], self._late = self._late, []
+            notes = self._notes.pop(step, [])
         if self._is_through:
             message["through"] = 1
-        elif self._wants_save():
-            message["save"] = 1
+        else:
+            for key in ("lost", "emptied") if self._reweighs else ():
+                if told := [row for note in notes for row in note.get(key, ())]:
+                    message[key] = told
+            if self._wants_save():
+                message["save"] = 1
         packed = json.dumps(message, separators=(",", ":")).encode() if message else b""
         answers = [json.loads(answer) if answer else {} for answer in self._coordinator.gather_step(packed, step)]
         with self._changed:
             self._answers[step] = answers
             self._is_over = any("through" in answer for answer in answers)
             self._next = step + 1
-            self._collated.pop(step, None)
-            self._num_micro_batches.pop(step, None)
             self._changed.notify_all()

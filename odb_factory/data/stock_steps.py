@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -82,9 +82,18 @@ class StockSteps:
         return min(done + rest / of_all_ranks, total) / total
 
 
-def stock_means(rows: np.ndarray, stock: StockSteps) -> tuple[np.ndarray, int]:
-    """int64[len(rows)]: the tokens that stock divides each sample's losses by; and what it divides the sum of such
-    means by.
+class StockMeans(NamedTuple):
+    """Of each sample of an optimizer step (int64[len(rows)]): the tokens that stock divides its losses by (`units`),
+    how many of them are its own (`counted`), the number of that mean (`means`). num_means: that stock averages."""
+
+    units: np.ndarray
+    counted: np.ndarray
+    means: np.ndarray
+    num_means: int
+
+
+def stock_means(rows: np.ndarray, stock: StockSteps) -> StockMeans:
+    """What stock's loss divides by.
 
     rows: all samples of an optimizer step, as `ROW`.
     """
@@ -98,7 +107,8 @@ def stock_means(rows: np.ndarray, stock: StockSteps) -> tuple[np.ndarray, int]:
     if mean.over == "rank":
         group %= stock.world_size
     tokens = np.bincount(group, weights=counted).astype(np.int64)
-    return tokens[group], int(np.count_nonzero(tokens)) if mean.divisor is None else mean.divisor
+    num_means = int(np.count_nonzero(tokens)) if mean.divisor is None else mean.divisor
+    return StockMeans(tokens[group], counted, group, num_means)
 
 
 def by_weight(buffers: Sequence[BufferMetadata], stock: StockSteps) -> list[BufferMetadata]:
@@ -110,7 +120,7 @@ def by_weight(buffers: Sequence[BufferMetadata], stock: StockSteps) -> list[Buff
     rows, starts, _ = pool(buffers)
     if not len(rows):
         return list(buffers)
-    divisors, _ = stock_means(rows, stock)
+    divisors = stock_means(rows, stock).units
     kinds, kind = np.unique(np.stack((rows["modality"], divisors)), axis=1, return_inverse=True)
     if kinds.shape[1] > np.iinfo(np.uint8).max:
         raise DataError(f"stock would give the samples of an optimizer step {kinds.shape[1]} different weights")

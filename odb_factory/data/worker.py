@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.context import get_spawning_popen
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +16,10 @@ from torch.utils.data import Dataset, get_worker_info
 
 from odb_factory.comm.standing import is_stopped
 from odb_factory.data.parent_watch import watch_parent
+
+T = TypeVar("T")
+
+RETRY_PAUSE_S = 0.1
 
 
 def worker_seed(seed: int, rank: int, stage: int, epoch: int) -> int:
@@ -67,6 +71,19 @@ class BusyRows:
         who = "this process, which" if pid == os.getpid() else f"the data worker (pid {pid}) that"
         halted = ", and is stopped by a signal" if pid in stopped else ""
         return f"{who} {task} row {row} of the training dataset{halted}"
+
+
+def retried(call: Callable[[], T], final: tuple[type[Exception], ...] = ()) -> T:
+    """`call()`, once more if it raises: the second read of a network disk often succeeds. final: not tried again."""
+    try:
+        return call()
+    except final:
+        raise
+    except OSError:
+        time.sleep(RETRY_PAUSE_S)
+    except Exception:
+        pass
+    return call()
 
 
 class WorkerDataset(Dataset):

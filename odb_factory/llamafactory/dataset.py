@@ -12,7 +12,7 @@ import datasets
 from torch.utils.data import Dataset
 
 from odb_factory.data.observe import MediaCut, RowDropped
-from odb_factory.llamafactory.media import MediaObserver, decoded
+from odb_factory.llamafactory.media import MediaObserver, check_sizes, decoded
 from odb_factory.llamafactory.sources import IndexedRows, StoredRows, stored
 from odb_factory.llamafactory.stages import Stage
 from odb_factory.planning import VIDEO, Cost
@@ -20,6 +20,8 @@ from odb_factory.training.one_pass import TWICE, takes_both
 
 MEDIA_COLUMNS = ("_images", "_videos", "_audios", "images", "videos", "audios")
 MAX_FILES_NAMED = 3
+SIZES = "odb_image_sizes"
+"""The key under which a light sample has the sizes of its image files, as they were observed."""
 INVALID_ROW = "invalid"
 """What rows are counted under that LLaMA-Factory drops."""
 
@@ -152,7 +154,8 @@ class RowObserver:
         cost = self.stage.cost(features, self.media)
         if self.videos_apart and videos:
             cost = dataclasses.replace(cost, modality=VIDEO)
-        return features, cost
+        sizes = self.media.sizes_of(images)
+        return (features | {SIZES: sizes} if any(sizes) else features), cost
 
     def describe(self, dataset: Rows, index: int) -> str:
         where = f"row {index} of the training dataset"
@@ -165,11 +168,15 @@ class RowObserver:
         media = [item for key in MEDIA_COLUMNS for item in row.get(key) or []]
         frames = [frame for item in media for frame in (item if isinstance(item, list) else [item])]
         files = [frame for frame in frames if isinstance(frame, str)]
-        missing = [file for file in files if not os.path.exists(file)]
+        # LLaMA-Factory puts its folder before the names of files alone, so others may exist there.
+        folder = getattr(getattr(getattr(dataset, "processor", None), "data_args", None), "media_dir", None) or ""
+        not_files = [file for file in files if not os.path.isfile(file)]
+        missing = [file for file in not_files if not os.path.exists(os.path.join(folder, file))]
         if files:
-            named = missing or files
+            kind = "no such file: " if missing else "not a file: " if not_files else "files "
+            named = missing or not_files or files
             more = f" and {len(named) - MAX_FILES_NAMED} more" if len(named) > MAX_FILES_NAMED else ""
-            where += f", {'no such file: ' if missing else 'files '}{', '.join(named[:MAX_FILES_NAMED])}{more}"
+            where += f", {kind}{', '.join(named[:MAX_FILES_NAMED])}{more}"
         return where
 
 
@@ -188,5 +195,6 @@ class OpenMedia:
     def __call__(self, features: list[dict[str, Any]]) -> Any:
         for feature in features:
             if feature.get("images"):
+                check_sizes(feature["images"], feature.pop(SIZES, ()))
                 feature["images"] = decoded(feature["images"])
         return self.collator(features)

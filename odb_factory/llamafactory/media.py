@@ -25,6 +25,7 @@ from PIL import Image
 
 from odb_factory.data.measure import DEFAULT_PATCH_SIZE, count_patches
 from odb_factory.data.serialize import register_dataclass
+from odb_factory.errors import DataError
 from odb_factory.llamafactory.media_audio import clips_by_length
 from odb_factory.llamafactory.media_memory import memory_of_sizes
 from odb_factory.llamafactory.media_size import grid_from_size, metadata_is_exact, size_is_exact
@@ -79,6 +80,16 @@ def decoded(images: Sequence[Any] | None) -> list[Any]:
     return [image.open() if isinstance(image, EncodedImage) else image for image in images or []]
 
 
+def check_sizes(images: Sequence[Any], sizes: Sequence[tuple[int, int] | None]) -> None:
+    """Raise `DataError` if an image file has another size than when it was observed, so that its tokens do not fit."""
+    for image, observed in zip(images, sizes):
+        if observed is not None and (size := _size_of(image)) != tuple(observed):
+            raise DataError(
+                f"image {image} has changed since it was observed (was {observed[0]}x{observed[1]}, is "
+                f"{size[0]}x{size[1]})"
+            )
+
+
 class MediaObserver:
     """Observes the media of one row at a time. `plugin` stands in for the template's mm plugin.
 
@@ -97,6 +108,7 @@ class MediaObserver:
         self._expected: list[Counter[str]] = []
         self._inserted: list[Counter[str]] = []
         self._written: set[str] = set()
+        self._sizes: dict[str, tuple[int, int]] = {}
         self.plugin = copy.copy(plugin)
         self.plugin._get_mm_inputs = self._get_mm_inputs
         self.plugin.process_messages = self._process_messages
@@ -107,6 +119,17 @@ class MediaObserver:
         self._expected.clear()
         self._inserted.clear()
         self._written.clear()
+        self._sizes.clear()
+
+    def sizes_of(self, images: Sequence[Any] | None) -> list[tuple[int, int] | None]:
+        """(width, height) of the image files of the row that have been looked at; None for others."""
+        return [self._sizes.get(image) if isinstance(image, str) else None for image in images or []]
+
+    def _size_of(self, image: Any) -> tuple[int, int]:
+        size = _size_of(image)
+        if isinstance(image, str):
+            self._sizes[image] = size
+        return size
 
     def placeholders_cut(self, answers: Sequence[list[int]]) -> bool:
         """Whether any of the `answers` holds fewer placeholders than the row's media take in its messages.
@@ -160,7 +183,7 @@ class MediaObserver:
         images, videos, audios = images or [], videos or [], audios or []
         total = self._count_audio(audios) if audios else 0
         if self._memory and self._memory.one_by_one and not videos:
-            answers = [self._memory.answer([_size_of(image)]) for image in images]
+            answers = [self._memory.answer([self._size_of(image)]) for image in images]
             return total + sum(count_patches(answer, self.patch_size) for answer in answers)
         if (images or videos) and not self._by_size:
             inputs = self.plugin.get_mm_inputs(
@@ -194,10 +217,11 @@ class MediaObserver:
     def _get_mm_inputs(self, images: Any, videos: Any, audios: Any, processor: Any, *args: Any, **kwargs: Any) -> dict:
         inputs: dict[str, Any] = {}
         if images and self._by_size:
-            inputs["image_grid_thw"] = grid_from_size(self.original, processor, [_size_of(image) for image in images])
+            sizes = [self._size_of(image) for image in images]
+            inputs["image_grid_thw"] = grid_from_size(self.original, processor, sizes)
             images = []
         elif images and self._memory and not videos:
-            inputs |= self._memory.answer([_size_of(image) for image in images], *args, **kwargs)
+            inputs |= self._memory.answer([self._size_of(image) for image in images], *args, **kwargs)
             images = []
         if images or videos:
             inputs |= self._asked((images, videos, []), processor, *args, **kwargs)

@@ -140,7 +140,13 @@ class Iteration:
             group = find_process_group(self._process_group, is_prepared=self.is_prepared)
             loader = self._make(process_group=group)
             loader.set_epoch(self._epoch)
-            accounting = StepAccounting(loader, self.config, self._audit_dir, is_fetched_ahead=self._is_fetched_ahead)
+            accounting = StepAccounting(
+                loader,
+                self.config,
+                self._audit_dir,
+                left_out_dir=self._audit_dir,
+                is_fetched_ahead=self._is_fetched_ahead,
+            )
             self._made = loader, accounting
             self._last_resort = LastResort(self, loader)
         return self._made

@@ -18,9 +18,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from odb_factory.accounting.token_loss import in_float32
+from odb_factory.data.collate import NotCollated
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.samples import Sample
 from odb_factory.errors import DataError, one_line
+from odb_factory.log import get_logger
 from odb_factory.training import varlen
 from odb_factory.training.layout_trial import (
     NUM_SAMPLES,
@@ -31,6 +33,8 @@ from odb_factory.training.layout_trial import (
     of_flat_batch,
     of_samples,
 )
+
+logger = get_logger(__name__)
 
 ROWS_TRIED, TOKENS_TRIED = 16, 16384
 """The rows to choose from: at most so many, and no more once they have so many tokens. The main process reads them."""
@@ -56,10 +60,18 @@ class LayoutCheck:
         return _compare_on_all_ranks(trainer, self._trial)
 
     def _trial(self) -> Trial:
-        chosen = choose(list(rows_to_choose_from(self.loader.first_samples())))
-        if not chosen:
-            raise DataError(f"none of the first {ROWS_TRIED} rows can be used to compare the layouts with")
-        return of_samples(chosen, self.loader.groups.padded(), self.loader.groups)
+        samples = list(rows_to_choose_from(self.loader.first_samples()))
+        while chosen := choose(samples):
+            try:
+                return of_samples(chosen, self.loader.groups.padded(), self.loader.groups)
+            except NotCollated as error:
+                if len(error.ids) > 1:
+                    raise
+                logger.warning(
+                    "the check of the layout passes over row %d, which cannot be collated: %s", *error.ids, error
+                )
+                samples = [sample for sample in samples if sample.id not in error.ids]
+        raise DataError(f"none of the first {ROWS_TRIED} rows can be used to compare the layouts with")
 
     def of_batch(self, trainer: Any, batch: Any, segments: tuple[int, ...], num_samples: int) -> str | None:
         """The same by a flat micro-batch of text, cut apart. num_samples: those of its segments that are samples."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from odb_factory.data.collate import Failure, GroupDataset
+from odb_factory.data.collate import GroupDataset
 from odb_factory.data.layout import BOUNDARY_KEYS
 from odb_factory.data.samples import Sample
 from odb_factory.errors import DataError
@@ -111,11 +111,7 @@ def of_flat_batch(batch: Mapping[str, Any], segments: Sequence[int], ids: tuple[
 
 
 def _collate(group: GroupDataset, samples: Sequence[Sample]) -> tuple[Mapping[str, Any], tuple[int, ...]]:
-    collated = group[(None, list(samples))]  # type: ignore[index]
-    if isinstance(collated, Failure):
-        raise DataError(collated.cause)
-    assert collated is not None
-    _, measured, batch = collated
+    measured, batch = group.collate(list(samples))
     return batch, measured.segments
 
 

@@ -74,7 +74,7 @@ class ODBRun:
         trainer_loss: TrainerLoss | None = None,
     ):
         self.loader, self.config, self.length, self.output_dir = loader, config, length, Path(output_dir)
-        self.accounting = StepAccounting(loader, config, output_dir if config.audit else None)
+        self.accounting = StepAccounting(loader, config, output_dir if config.audit else None, left_out_dir=output_dir)
         self.fill: FillSchedule | None = None
         if not config.keeps:
             self.fill = FillSchedule(loader, config, length.epochs, length.max_steps, accumulation, is_shuffled)
@@ -221,7 +221,8 @@ class ODBRun:
         self._anew = (self.optimizer_steps, epoch)
 
     def finish(self) -> None:
-        """Write the summary, say the one line."""
+        """Write the summary, say the one line. Collective."""
+        self.loader.leave()
         if self.loader.rank != 0:
             return
         summary = {"epochs": round(self.epoch, 4), **self.accounting.summary()}

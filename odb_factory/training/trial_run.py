@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from odb_factory.data.collate import Failure
+from odb_factory.data.collate import NotCollated
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.samples import Measured, Sample
 from odb_factory.errors import ConfigError, DataError, one_line
@@ -46,10 +46,10 @@ class TrialRuns:
         Raises `DataError` where they cannot be collated, and `ConfigError` where ranks cannot go on after an error.
         """
         self.count += 1
-        collated = self._loader.groups[(None, list(samples))]  # type: ignore[index]
-        if isinstance(collated, Failure) or collated is None:
-            raise DataError(f"rows cannot be tried for a budget: {collated.cause if collated else 'none is there'}")
-        _, measured, batch = collated
+        try:
+            measured, batch = self._loader.groups.collate(list(samples))
+        except NotCollated as error:
+            raise DataError(f"rows cannot be tried for a budget: {error}") from None
         peaks = self._of_all_ranks(self._meter.peak(lambda: self._run(batch, measured), self._held()))
         if None in peaks and (self._trainer.is_deepspeed_enabled or self._trainer.is_fsdp_enabled):
             raise ConfigError(

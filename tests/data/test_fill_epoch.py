@@ -264,7 +264,7 @@ def test_the_buffer_is_filled_and_never_above_its_size() -> None:
         rank=0,
         coordinator=Coordinator(),
         find_dummy_sample=lambda: sample(0, 1),
-        on_reject=print,
+        leave_out=print,
     )
     planner = FillEpoch(rows(), context, epoch=0, buffer_size=8, accumulation=1, join=True)
     for tasks in planner:

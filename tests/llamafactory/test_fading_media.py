@@ -1,0 +1,112 @@
+"""Images that fail after they were observed: `on_error` holds from the first read to collation (I2, I9)."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributed.invariants import check_books, losses, read_audits
+from distributed.launch import Ended, Run
+from distributed.rows import row
+from PIL import Image
+from support import read_jsonl, run_llamafactory, shimmed, training_config, write_dataset
+
+NUM_ROWS, ACCUMULATION = 32, 4
+FADING = {5: "gone.png", 19: "swap.png", 26: "once.png"}
+LOST = {5, 19}
+SIZE, SWAPPED = "64x96", "160x192"
+
+
+def configured(tiny_vl: Path, folder: Path, fading: dict[int, str], **changes: Any) -> dict[str, Any]:
+    """Weights stay as they are, so that the loss of an optimizer step says what it was trained on."""
+    folder.mkdir(parents=True)
+    for name in {"fine.png", *fading.values()}:
+        Image.radial_gradient("L").resize((64, 96)).convert("RGB").save(folder / name)
+    rows = [row(3 + (k * 11) % 38, [fading.get(k, "fine.png")]) for k in range(NUM_ROWS)]
+    write_dataset(folder, {"rows": rows})
+    block = {"token_budget": 256, "audit": True, "on_error": "skip"} | changes.pop("odb", {})
+    settings = {"learning_rate": 1e-12, "gradient_accumulation_steps": ACCUMULATION, "disable_shuffling": True}
+    return training_config(tiny_vl, folder, folder / "out", dataset="rows", odb=block, **settings | changes)
+
+
+def trained(config: dict[str, Any], num_ranks: int) -> Ended:
+    with Run(config | {"ddp_backend": "gloo"}, num_ranks=num_ranks, env=shimmed("fading_pictures")) as run:
+        return run.end()
+
+
+def left_out(folder: Path, num_ranks: int) -> list[dict[str, Any]]:
+    """What the files of all ranks say."""
+    files = [folder / f"odb_left_out_rank{rank}.jsonl" for rank in range(num_ranks)]
+    return [line for file in files if file.exists() for line in read_jsonl(file)]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_an_image_that_fails_after_it_was_observed_is_left_out(tiny_vl, tmp_path, num_ranks: int) -> None:
+    config = configured(tiny_vl, tmp_path / "odb", FADING, gradient_accumulation_steps=ACCUMULATION // num_ranks)
+    ended = trained(config, num_ranks)
+    assert ended.returncodes == [0], str(ended)
+    folder = Path(config["output_dir"])
+    audits = read_audits(folder, num_ranks)
+    ids = Counter(id for audit in audits for line in audit for id in line["ids"])
+    assert ids == Counter(set(range(NUM_ROWS)) - LOST), "I2"
+    check_books(folder, audits, left_out={"collation": 2})
+    lines = {line["id"]: line for line in left_out(folder, num_ranks)}
+    assert {id: line["optimizer_step"] for id, line in lines.items()} == {5: 2, 19: 5}
+    assert f"has changed since it was observed (was {SIZE}, is {SWAPPED})" in lines[19]["message"]
+    said = "\n".join(ended.ranks)
+    for id in LOST:
+        assert f"left out (collation): {lines[id]['message']}" in said, str(ended)
+    # The other optimizer steps are stock's; those that have lost a row are divided by what is left.
+    stock = configured(tiny_vl, tmp_path / "stock", FADING)
+    del stock["odb"]
+    process = run_llamafactory(stock)
+    assert process.returncode == 0, process.stdout[-3000:]
+    ours, theirs = (losses(Path(one["output_dir"])) for one in (config, stock))
+    for step, (mine, its) in enumerate(zip(ours, theirs, strict=True), 1):
+        if step not in (2, 5):
+            assert mine == pytest.approx(its, rel=1e-4), step
+    for step in (2, 5):
+        of_step = [line for audit in audits for line in audit if line["optimizer_step"] == step]
+        weights = sum(line["weight"] for line in of_step) / num_ranks
+        assert weights + sum(one["lost_weight"] for one in lines.values() if one["optimizer_step"] == step) == (
+            pytest.approx(1)
+        )
+
+
+@pytest.mark.full_grid
+def test_an_image_that_is_gone_ends_the_run_where_the_policy_is_raise(tiny_vl, tmp_path) -> None:
+    changes = {"gradient_accumulation_steps": 2, "odb": {"on_error": "raise"}}
+    config = configured(tiny_vl, tmp_path / "odb", FADING, **changes)
+    ended = trained(config, 2)
+    assert ended.returncodes != [0]
+    for rank in range(2):
+        assert "row 5 of" in ended.ranks[rank] and "cannot be collated" in ended.ranks[rank], str(ended)
+
+
+@pytest.mark.full_grid
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_row_that_is_found_too_late_weighs_nothing_and_its_share_is_told(tiny_vl, tmp_path, num_ranks: int) -> None:
+    """Every row is a micro-batch of its own, of which workers collate two ahead."""
+    fading = {k: f"gone{k}.png" for k in range(12, 16)}
+    changes = {"gradient_accumulation_steps": 8 // num_ranks, "odb": {"token_budget": 40, "layout": "padded"}}
+    config = configured(tiny_vl, tmp_path / "odb", fading, **changes)
+    ended = trained(config, num_ranks)
+    assert ended.returncodes == [0], str(ended)
+    folder = Path(config["output_dir"])
+    lines = left_out(folder, num_ranks)
+    assert {line["id"] for line in lines} == set(fading) and {line["optimizer_step"] for line in lines} == {2}
+    audits = read_audits(folder, num_ranks)
+    summary = check_books(folder, audits, left_out={"collation": 4})
+    lost = sum(line["lost_weight"] for line in lines)
+    assert summary["lost_weight"] == pytest.approx(lost) and lost > 0
+    weights = [line["weight"] for audit in audits for line in audit if line["optimizer_step"] == 2]
+    assert sum(weights) / num_ranks + lost == pytest.approx(1)
+    logged = [
+        entry["odb/lost_weight"]
+        for entry in json.loads((folder / "trainer_state.json").read_text())["log_history"]
+        if "loss" in entry
+    ]
+    assert sum(logged) == pytest.approx(lost, abs=1e-5)
