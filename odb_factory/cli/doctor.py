@@ -26,9 +26,16 @@ _COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print every check and one verdict. Returns 0 if `llamafactory-cli train` will be activated, 1 if not."""
-    argparse.ArgumentParser(prog="odb-factory doctor", description=__doc__).parse_args(argv)
+    """Print every check and one verdict. Returns 0 if `llamafactory-cli train` will be activated, 1 if not.
+
+    Given a checkpoint, it looks at that alone: 0 if all of it can be loaded.
+    """
+    parser = argparse.ArgumentParser(prog="odb-factory doctor", description=__doc__)
+    parser.add_argument("checkpoint", nargs="?", type=Path, help="compare the files of this checkpoint instead")
+    arguments = parser.parse_args(argv)
     console = Console()
+    if arguments.checkpoint is not None:
+        return _checkpoint(console, arguments.checkpoint)
     with console.status("importing torch and LLaMA-Factory"):
         facts = gather()
     checks = [check for examine in CHECKS for check in examine(facts)]
@@ -38,6 +45,22 @@ def main(argv: Sequence[str]) -> int:
         _print_plain(checks)
     num_problems = sum(check.status == "problem" for check in checks)
     console.print(_verdict(facts, num_problems), markup=False, highlight=False, soft_wrap=True)
+    return 1 if num_problems else 0
+
+
+def _checkpoint(console: Console, folder: Path) -> int:
+    from odb_factory.training.checkpoint_doctor import examine  # it imports torch
+
+    with console.status(f"reading {folder}"):
+        checks = [Check("problem" if line.is_problem else "ok", line.text) for line in examine(folder)]
+    if console.is_terminal:
+        console.print(_table(checks))
+    else:
+        _print_plain(checks)
+    num_problems = sum(check.status == "problem" for check in checks)
+    print(
+        f"Not whole: {num_problems} problem{'s' * (num_problems > 1)}." if num_problems else "The checkpoint is whole."
+    )
     return 1 if num_problems else 0
 
 

@@ -19,15 +19,24 @@ class Exchange:
     def __init__(self, process_group: dist.ProcessGroup | None, timeout_s: float):
         is_alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(process_group) == 1
         self._group = None if is_alone else Group(process_group, timeout_s, "agreements of an optimizer step")
+        self._steps: str | None = None
         self.world_size = 1 if self._group is None else self._group.world_size
 
     def gather(self, message: bytes, phase: str) -> list[bytes]:
         """The messages of all ranks, in rank order. phase: what it is about. Raises `CollectiveError` if a rank has
-        failed or is missed."""
-        return [message] if self._group is None else self._group.all_gather(message, phase)
+        failed, is missed, or has taken a `step` that this one has not."""
+        return [message] if self._group is None else self._group.all_gather(message, phase, self._steps)
+
+    def step(self, phase: str) -> None:
+        """This rank takes the next of the steps that all ranks take. phase: which one."""
+        if self._group is not None:
+            self._steps = self._steps or self._group.lifeline.stream("steps")
+            self._group.lifeline.enter(self._steps, phase)
 
     def close(self, *, failed: bool = False) -> None:
         """Give the group back; safe to call twice. One that others may wait in is left to the end of the process."""
         if self._group is not None:
+            if self._steps is not None:
+                self._group.lifeline.leave(self._steps)
             self._group.close(failed=failed)
             self._group = None

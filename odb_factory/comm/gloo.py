@@ -76,10 +76,11 @@ class Group:
 
         self._group: dist.ProcessGroup | None = self._call(f"making the process group for {name}", bounded_make)
 
-    def all_gather(self, message: bytes, phase: str) -> list[bytes]:
+    def all_gather(self, message: bytes, phase: str, steps: str | None = None) -> list[bytes]:
         """The messages of all ranks, in rank order, in one collective where all have `FRAME_BYTES` bytes or less.
 
-        phase: what it is about, in messages.
+        phase: what it is about, in messages. steps: a stream of the lifeline of which all ranks have made as many calls
+        when they come here.
         """
 
         def gather(check: Callable[[float], None]) -> list[bytes]:
@@ -89,7 +90,7 @@ class Group:
                 answers = self._gather(message, longest, check)
             return [text for _, text in answers]
 
-        return self._call(phase, gather)
+        return self._call(phase, gather, steps)
 
     def _gather(self, message: bytes, room: int, check: Callable[[float], None]) -> list[tuple[int, bytes]]:
         """The length of each rank's message, and as much of it as there is room for (bytes)."""
@@ -131,12 +132,12 @@ class Group:
         if group is not None and not failed and dist.is_initialized():
             dist.destroy_process_group(group)
 
-    def _call(self, phase: str, call: Callable[[Callable[[float], None]], T]) -> T:
+    def _call(self, phase: str, call: Callable[[Callable[[float], None]], T], steps: str | None = None) -> T:
         self.lifeline.enter(self._stream, f"{phase} (message {next(self._count)})")
         started = time.monotonic()
         self.is_busy = True
         try:
-            result = call(partial(self.lifeline.check_wait, self._stream))
+            result = call(partial(self.lifeline.check_wait, self._stream, steps))
         except CollectiveError:
             raise  # another rank has failed, and it is known why
         except Exception as error:

@@ -224,10 +224,21 @@ class Lifeline:
         self._counts.pop(stream, None)
         self._phases.pop(stream, None)
 
-    def check_wait(self, stream: str, waited_s: float) -> None:
-        """Raise `CollectiveError` if this rank, which has waited `waited_s` seconds for all others, waits in vain."""
+    def check_wait(self, stream: str, steps: str | None, waited_s: float) -> None:
+        """Raise `CollectiveError` if this rank, which has waited `waited_s` seconds for all others, waits in vain.
+
+        steps: a stream of which the other ranks make no further call before they come here.
+        """
         self.check()
         known, phase = self.all_ranks, self._phases.get(stream, "")
+        most, ahead = known.streams.get(steps or "", [0, 0, 0, 0])[2:]
+        if steps is not None and most > self._counts.get(steps, 0):
+            reason = (
+                f"rank {self.rank} is in {phase} and rank {ahead} has gone on to its next optimizer step without that; "
+                "let all ranks do the same at the same place of the program."
+            )
+            self.fail(reason)
+            raise CollectiveError(reason)
         if known.ended is not None:
             self._ended_since = self._ended_since or time.monotonic()
             if time.monotonic() - self._ended_since > ENDED_GRACE_S:

@@ -30,6 +30,9 @@ from odb_factory.data.step_times import StepTimes
 from odb_factory.data.task_sampler import Pass
 from odb_factory.planning import Collation, CostModel, Limits
 
+KEYS_OF_ROWS = ("overlong", "token_budget", "max_patches", "loss_scaling")
+"""Keys of the block on which it depends what a row is, and what it weighs."""
+
 
 class ODBLoader:
     """Iterate over the collated micro-batches of one epoch on this rank: (`MicroBatch`, `Measured`, batch).
@@ -37,8 +40,8 @@ class ODBLoader:
     dataset: what `observer` reads rows from; sampler: row indices of one epoch over all ranks, with
     `set_epoch` if the order changes, None for a dataset that is iterated; collate_fn: the framework's
     collator, unchanged. layout: in which the micro-batches come, whatever the config asks for. rule: what makes an
-    optimizer step. agree_on: settings, beside the config's, that all ranks must have in common. workers: what else
-    `LoaderWorkers` takes.
+    optimizer step. agree_on: settings, beside the config's, that all ranks must have in common. rows_from: what rows
+    are made with; a state keeps it. workers: what else `LoaderWorkers` takes.
     counts_labels: units are counted from the labels of batches; else a `cost_fn` tells them.
     budget: as configured. lowered: to what the training has lowered it since (see `lower`).
     left_out: rows that this rank leaves out.
@@ -59,6 +62,7 @@ class ODBLoader:
         seed: int = 0,
         coordinator: Coordinator | None = None,
         agree_on: Mapping[str, object] | None = None,
+        rows_from: Mapping[str, object] | None = None,
         **workers: Any,
     ):
         self.dataset, self.config, self.layout = dataset, config, layout
@@ -107,6 +111,8 @@ class ODBLoader:
             data={"samples": self.num_samples, "seed": seed, "split": is_split},
             read_row=self._workers.read_row,
         )
+        named = {key: getattr(config, key) for key in KEYS_OF_ROWS} | dict(rows_from or {})
+        self._progress.rows_from = {name: str(value) for name, value in named.items()}
         settings = {
             **releases(),
             **of_block(config),
@@ -200,12 +206,16 @@ class ODBLoader:
         """Raise `CollectiveError` if another rank has failed."""
         self._coordinator.check()
 
+    def state(self) -> DataState:
+        """Where this rank stands after the last optimizer step consumed; it does not change with later ones."""
+        return self._progress.state(self._fingerprint(self._progress.epoch))
+
     def state_dict(self) -> dict[str, Any]:
-        """Where this rank stands behind the last optimizer step consumed: JSON types.
+        """The state as JSON types.
 
         Some kilobytes; with `fill`, after settings were changed in the middle of an epoch, also a bit for each row.
         """
-        return self._progress.state(self._fingerprint(self._progress.epoch)).to_dict()
+        return self.state().to_dict()
 
     def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
         """Go on from the states of all ranks, or from this one's alone unless `needs_all`.

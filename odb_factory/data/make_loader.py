@@ -44,6 +44,7 @@ def make_loader(
     cost_fn: Callable | None = None,
     process_group: dist.ProcessGroup | None = None,
     agree_on: Mapping[str, Any] | None = None,
+    rows_from: Mapping[str, Any] | None = None,
     accumulation: int = 1,
     stock_mean: StockMean = OF_STEP,
     equal_weights: bool = False,
@@ -56,6 +57,7 @@ def make_loader(
     `varlen_arguments` returns.
     process_group: the data-parallel ranks (None: the default group, if there is one). With several ranks, all make
     theirs at the same place of the program. agree_on: further settings that all ranks must have in common.
+    rows_from: what rows are made with.
     accumulation, stock_mean, equal_weights: of `OptimizerStepRule`, the rest of which the DataLoader says.
     already_split: the dataset is a stream that gives each rank a part of its own.
     """
@@ -90,6 +92,7 @@ def make_loader(
             **(_rows(parts, process_group) if observer is None or isinstance(observer, ItemObserver) else {}),
             **(agree_on or {}),
         },
+        rows_from=rows_from,
         rule=OptimizerStepRule(
             batch_size=parts.batch_size,
             accumulation=accumulation,

@@ -25,6 +25,7 @@ from odb_factory.llamafactory.dataset import OnlineDataset, OpenMedia, RowObserv
 from odb_factory.llamafactory.layout import why_not_flat
 from odb_factory.llamafactory.media import MediaObserver
 from odb_factory.llamafactory.online_stream import OnlineStream, StreamObserver, first_rows, is_stream, online_stream
+from odb_factory.llamafactory.rows_from import rows_from
 from odb_factory.llamafactory.stages import STAGES, Stage
 from odb_factory.llamafactory.throughput import TellTokensPerSecond
 from odb_factory.log import get_logger
@@ -186,6 +187,9 @@ def attach(trainer: Any, config: ODBConfig) -> None:
         equal_weights=stage.equal_weights,
         agree_on=agreement.settings_of(
             dataset.head if isinstance(dataset, OnlineStream) else trainer.train_dataset, observer
+        ),
+        rows_from=rows_from(
+            dataset.head if isinstance(dataset, OnlineStream) else trainer.train_dataset, collator.tokenizer, processor
         ),
         not_flat=stage.why_not_flat or why_not_flat(trainer),
         about=about(trainer, dataset),

@@ -1,69 +1,42 @@
-"""The data's part of a checkpoint: written beside the Trainer's files, read back when it is gone on from.
-
-The order in which a checkpoint comes to be: states of all ranks, the Trainer's files, of which `trainer_state.json`
-is the last (then the Trainer deletes older checkpoints), our marker. So a checkpoint that is cut off anywhere behind
-the Trainer's last file is complete but for the marker, also where it is the only one (`save_total_limit: 1`).
-"""
+"""Set a run to where a checkpoint left it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from odb_factory.errors import DataError
+from odb_factory.errors import CollectiveError, DataError, one_line
 from odb_factory.log import get_logger
 from odb_factory.training.checkpoint_files import check_optimizer
 from odb_factory.training.checkpoint_status import WAY_OUT, check_consistent, is_stock, read_states
 from odb_factory.training.run import ODBRun
-from odb_factory.training.state_files import (
-    MARKER,
-    TRAINER_STATE,
-    RankState,
-    TrainerRecord,
-    rank_file,
-    ranks_of,
-    read_trainer_state,
-    write_marker,
-    write_rank_state,
-)
+from odb_factory.training.state_files import RankState, TrainerRecord, read_trainer_state
 
 logger = get_logger(__name__)
 
 EPOCHS_ROUNDING = 1e-6
 
 
-def begin_save(run: ODBRun, folder: Path, *, barrier: Callable[[], None], marks: bool) -> None:
-    """Write this rank's state, before the Trainer writes its files. Collective.
+def load(run: ODBRun, folder: Path, gather: Callable[[Any], list[Any]]) -> None:
+    """Load a checkpoint on all ranks, or raise on all of them what the first one cannot load. Collective.
 
-    barrier: waits for all ranks. marks: this rank writes the marker (one of each node does).
+    gather: what each rank says (JSON types), to all ranks, in rank order.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    if marks:  # of a checkpoint of this step that is written anew: until all is there, it is not whole
-        (folder / MARKER).unlink(missing_ok=True)
-        (folder / TRAINER_STATE).unlink(missing_ok=True)
-        for rank in ranks_of(folder):
-            if rank >= run.loader.world_size:  # of a run with more ranks
-                rank_file(folder, rank).unlink(missing_ok=True)
-    write_state(run, folder)
-    barrier()
+    problem: Exception | None = None
+    try:
+        _load(run, folder)
+    except Exception as error:
+        problem = error
+    said = gather(None if problem is None else one_line(problem))
+    if problem is not None and len(said) == 1:
+        raise problem
+    for rank, reason in enumerate(said):
+        if reason is not None:
+            raise CollectiveError(reason if len(set(said)) == 1 else f"rank {rank}: {reason}") from problem
 
 
-def write_state(run: ODBRun, folder: Path) -> None:
-    """Write this rank's state."""
-    write_rank_state(folder, run.loader.rank, run.optimizer_steps, run.loader.state_dict(), run.state_dict())
-
-
-def end_save(run: ODBRun, folder: Path, *, barrier: Callable[[], None], marks: bool) -> None:
-    """Write the marker, when all ranks have written all files. Collective."""
-    barrier()
-    if marks and not folder.is_dir():
-        # Folders of an older run with higher numbers can make the Trainer take the new one for the oldest.
-        logger.warning("%s has been deleted by the Trainer right after it was written (save_total_limit)", folder)
-    elif marks:
-        write_marker(folder, run.loader.world_size, run.optimizer_steps)
-
-
-def load(run: ODBRun, folder: Path) -> None:
+def _load(run: ODBRun, folder: Path) -> None:
     """Set `run` and its loader to where the checkpoint left them; warns where it is one of stock training.
 
     Reads this rank's file alone, unless what is left of the epoch has to be dealt out anew. Raises `DataError` that
@@ -114,7 +87,7 @@ def _load_without_data(run: ODBRun, folder: Path, record: TrainerRecord) -> None
         logger.warning("resume: ignore_data: the figures of the run begin anew as well (%s)", error)
         run.begin_at(record.optimizer_steps, record.epochs)
     try:
-        check_optimizer(folder, run.loader.rank)
+        check_optimizer(folder)
     except DataError as error:
         logger.warning("resume: ignore_data: %s", error)
     epoch = int(record.epochs)

@@ -12,6 +12,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from odb_factory.data.resume.keep_state import KeepState
 from odb_factory.errors import DataError
 from odb_factory.training.checkpoint_files import check_optimizer, check_weights
+from odb_factory.training.checkpoint_hashes import check_content
 from odb_factory.training.state_files import (
     MARKER,
     RankState,
@@ -24,6 +25,8 @@ from odb_factory.training.state_files import (
 )
 
 WAY_OUT = "name an older checkpoint, or set `resume: ignore_data` to take its model alone and begin the epoch anew"
+INCOMPLETE = "checkpoint-is-incomplete.txt"
+"""Stands in a checkpoint of transformers' `enable_jit_checkpoint` until it is written."""
 NOT_RESUMABLE = "name an older checkpoint, or begin anew from its weights, if it has any, as model_name_or_path"
 
 
@@ -44,6 +47,10 @@ class Status:
     reason: str = ""
     way_out: str = WAY_OUT
 
+    @property
+    def said(self) -> tuple[str, str]:
+        return self.reason, self.way_out
+
 
 def status_of(folder: Path, rank: int, world_size: int, *, ignore_data: bool = False) -> Status:
     """Whether this rank can go on from `folder`. ignore_data: with its model alone."""
@@ -51,17 +58,19 @@ def status_of(folder: Path, rank: int, world_size: int, *, ignore_data: bool = F
         return Status(Kind.UNUSABLE, f"{str(folder)!r} is no folder", NOT_RESUMABLE)
     try:
         record = read_trainer_state(folder)
-        check_weights(folder, rank)
-        check_optimizer(folder, rank, may_be_missing=True)
+        check_weights(folder)
+        check_content(folder, rank, world_size)
     except DataError as error:
         return Status(Kind.UNUSABLE, str(error), NOT_RESUMABLE)
     if ignore_data:
         return Status(Kind.WHOLE)
     try:
-        check_optimizer(folder, rank)
+        check_optimizer(folder)
     except DataError as error:
         return Status(Kind.UNUSABLE, str(error))
     if is_stock(folder, record):
+        if (folder / INCOMPLETE).exists():
+            return Status(Kind.CUT_OFF, f"{folder / INCOMPLETE}: its saving did not end")
         return Status(Kind.STOCK)
     try:
         states = read_states(folder, rank, world_size)
@@ -110,7 +119,7 @@ def read_states(folder: Path, rank: int, world_size: int, *, of_all: bool = Fals
 def number_of(folder: Path) -> int:
     """Of `checkpoint-N`: N; -1 for a folder of another name."""
     start, _, end = folder.name.rpartition("-")
-    return int(end) if start == PREFIX_CHECKPOINT_DIR and end.isdigit() else -1
+    return int(end) if start == PREFIX_CHECKPOINT_DIR and end.isascii() and end.isdigit() else -1
 
 
 def check_consistent(folder: Path, states: Sequence[RankState], record: TrainerRecord) -> None:

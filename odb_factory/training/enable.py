@@ -48,6 +48,7 @@ class ODBSettings:
     cost_fn: Callable[..., Any] | None
     process_group: dist.ProcessGroup | None
     agree_on: Mapping[str, object]
+    rows_from: Mapping[str, object]
     not_flat: str | None
     memory_meter: PeakMeter | None
     about: Mapping[str, object]
@@ -77,6 +78,7 @@ class ODBSettings:
             with_boundaries=layout.with_boundaries,
             process_group=self.process_group,
             agree_on={**agreement.of_trainer(trainer), **self.agree_on},
+            rows_from=self.rows_from,
             patch_size=self.patch_size,
             measure=self.measure,
             cost_fn=self.cost_fn,
@@ -117,6 +119,7 @@ def enable_odb(
     cost_fn: Callable[..., Any] | None = None,
     process_group: dist.ProcessGroup | None = None,
     agree_on: Mapping[str, object] | None = None,
+    rows_from: Mapping[str, object] | None = None,
     not_flat: str | None = None,
     memory_meter: PeakMeter | None = None,
     about: Mapping[str, object] | None = None,
@@ -137,6 +140,7 @@ def enable_odb(
     process_group: the data-parallel ranks, those that the engine averages gradients over (None: all ranks, as with
     DDP, ZeRO, FSDP and HSDP); samples are shared among them and the loss weight goes by their number.
     agree_on: settings of your own that all ranks must have in common; where they differ, no step is taken.
+    rows_from: settings that rows are made with (a template, a maximal length): a resume names those that have changed.
     not_flat: why flat micro-batches would be wrong, where the caller knows a reason (see the key `layout`).
     memory_meter: what budgets of `auto` are chosen by (default: what the accelerator counts); with a
     `odb_factory.memory.meters.CPUMeter` they can be chosen on a CPU, for tests.
@@ -171,6 +175,7 @@ def enable_odb(
         cost_fn=cost_fn,
         process_group=process_group,
         agree_on=agree_on or {},
+        rows_from=rows_from or {},
         not_flat=not_flat,
         memory_meter=memory_meter,
         about=about or {},

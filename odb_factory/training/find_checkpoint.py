@@ -4,6 +4,7 @@ Every rank looks at what it can see (nodes may have disks of their own), in thre
 1. each takes the newest checkpoint that it finds whole, from the one asked for backwards;
 2. all tell each other their choice; if it is one and the same, that is it;
 3. otherwise all look again, from the oldest of these choices backwards.
+What is wrong on one rank travels with its choice, so that all ranks end with the same line.
 """
 
 from __future__ import annotations
@@ -12,28 +13,26 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
-from odb_factory.errors import ConfigError, DataError, ODBError
+from odb_factory.errors import ConfigError, DataError, ODBError, one_line
 from odb_factory.log import get_logger
 from odb_factory.training.checkpoint_status import (
     NOT_RESUMABLE,
-    WAY_OUT,
     Kind,
     Status,
     has_our_files,
     number_of,
     status_of,
 )
-from odb_factory.training.state_files import MARKER
 
 logger = get_logger(__name__)
 
 NO_CHECKPOINT = -1
-Gather = Callable[[list[int]], list[list[int]]]
-"""What each rank says (some integers, as many on each), to all ranks, in rank order."""
+Gather = Callable[[Any], list[Any]]
+"""What each rank says (JSON types), to all ranks, in rank order."""
 
 
 @dataclass
@@ -69,8 +68,8 @@ class Candidates:
         if folder not in self._known:
             try:
                 status = status_of(folder, self.rank, self.world_size, ignore_data=self.ignore_data)
-            except OSError as error:  # must not keep this rank from telling the others
-                status = Status(Kind.UNUSABLE, f"{folder}: {error}", NOT_RESUMABLE)
+            except Exception as error:  # whatever is in it must not keep this rank from telling the others
+                status = Status(Kind.UNUSABLE, f"{folder}: it cannot be read ({one_line(error)})", NOT_RESUMABLE)
             self._known[folder] = status
         return self._known[folder]
 
@@ -89,14 +88,17 @@ def find_checkpoint(
         folder = _asked_folder(asked, output_dir)
         if folder is not None:
             candidates = Candidates(folder, rank, world_size, ignore_data)
-    except (ODBError, OSError) as error:
-        problem = error if isinstance(error, ODBError) else ConfigError(f"resume_from_checkpoint: {asked!r}: {error}.")
+    except ODBError as error:
+        problem = str(error)
+    except Exception as error:
+        problem = f"resume_from_checkpoint: {asked!r}: {one_line(error)}."
     begins_anew = candidates is None and problem is None
     limit = 0 if candidates is None else candidates.number
     while True:
         number, kind = (NO_CHECKPOINT, Kind.UNUSABLE) if candidates is None else candidates.newest(limit)
-        answers = gather([number, kind, begins_anew])
-        anew = [other for other, answer in enumerate(answers) if answer[2]]
+        status = Status(Kind.WHOLE) if candidates is None else candidates.status(candidates.number)
+        answers = [_Answer(*one) for one in gather(_Answer(number, kind, begins_anew, problem, *status.said))]
+        anew = [other for other, answer in enumerate(answers) if answer.begins_anew]
         if len(anew) == len(answers):
             return None
         if anew:
@@ -104,21 +106,55 @@ def find_checkpoint(
                 f"resume_from_checkpoint: ranks {anew} find no checkpoint and the others do; give all nodes the same "
                 "setting, and the checkpoint on a disk that all can read."
             )
-        failed = [other for other, answer in enumerate(answers) if answer[0] == NO_CHECKPOINT]
-        if failed:
-            raise problem or _nothing_usable(candidates, failed)
-        numbers = [answer[0] for answer in answers]
+        for answer in answers:
+            if answer.problem is not None:
+                raise ConfigError(answer.problem)
+        reasons = [(_of_rank(other, answers), answer) for other, answer in enumerate(answers) if answer.reason]
+        if any(answer.number == NO_CHECKPOINT for answer in answers):
+            where, answer = reasons[0]
+            raise DataError(f"resume_from_checkpoint: {where}{answer.reason}; {answer.way_out}.")
+        numbers = [answer.number for answer in answers]
         if min(numbers) == max(numbers):
             break
         limit = min(numbers)
     assert candidates is not None
-    kinds = {Kind(answer[1]) for answer in answers}
+    kinds = {Kind(answer.kind) for answer in answers}
     if Kind.STOCK in kinds and len(kinds) > 1:
         raise DataError(
             f"{candidates.by_number[number]}: some ranks find the files of odb in it and others do not; copy the "
             "odb_state*.json files of all nodes to where all ranks can read them."
         )
-    return _chosen(candidates, number, kinds)
+    chosen = candidates.by_number[number]
+    if number != candidates.number:
+        where, answer = reasons[0]
+        logger.warning("%s is not whole (%s%s); going on from %s", candidates.asked, where, answer.reason, chosen.name)
+    elif Kind.CUT_OFF in kinds:
+        where, answer = reasons[0]
+        logger.warning(
+            "%s: its saving was cut off (%s%s), and there is no older one; what this training needs of it is whole, so "
+            "it goes on from there, and no row is lost or comes twice",
+            chosen,
+            where,
+            answer.reason,
+        )
+    return chosen
+
+
+class _Answer(NamedTuple):
+    """What a rank says of its choice. problem: why it has none to choose from. reason, way_out: of the checkpoint that
+    was asked for, if it is not whole."""
+
+    number: int
+    kind: int
+    begins_anew: bool
+    problem: str | None
+    reason: str
+    way_out: str
+
+
+def _of_rank(rank: int, answers: Sequence[_Answer]) -> str:
+    """Who gives a reason, where not all ranks give the same one."""
+    return "" if len({answer.reason for answer in answers}) == 1 else f"rank {rank}: "
 
 
 def _asked_folder(asked: Any, output_dir: str) -> Path | None:
@@ -141,32 +177,5 @@ def _asked_folder(asked: Any, output_dir: str) -> Path | None:
         raise ConfigError(
             f"resume_from_checkpoint: {str(asked)!r} holds checkpoints and is none; name one of them, {newest!r} is "
             "the newest."
-        )
-    return folder
-
-
-def _nothing_usable(candidates: Candidates | None, failed: Sequence[int]) -> ODBError:
-    status = Status(Kind.WHOLE) if candidates is None else candidates.status(candidates.number)
-    if candidates is not None and status.kind == Kind.UNUSABLE:
-        return DataError(f"resume_from_checkpoint: {status.reason}; {status.way_out}.")
-    return DataError(
-        f"resume_from_checkpoint: ranks {list(failed)} cannot go on from it (their own messages say why); {WAY_OUT}."
-    )
-
-
-def _chosen(candidates: Candidates, number: int, kinds: set[Kind]) -> Path:
-    """Say what is gone on from, where it is not what was asked for, or not whole."""
-    folder = candidates.by_number[number]
-    if number != candidates.number:
-        status = candidates.status(candidates.number)
-        if status.reason or candidates.rank == 0:
-            reason = status.reason or "it is damaged on another rank, which says how"
-            logger.warning("%s is not whole (%s); going on from %s", candidates.asked, reason, folder.name)
-    elif Kind.CUT_OFF in kinds and candidates.rank == 0:
-        logger.warning(
-            "%s: its saving was cut off (%s), and there is no older one; the states of all ranks are whole, so the "
-            "training goes on from it, and no row is lost or comes twice",
-            folder,
-            candidates.status(number).reason or f"{MARKER} is missing on another node",
         )
     return folder

@@ -11,16 +11,20 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import DistributedType
+from transformers import TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from odb_factory.accounting.token_loss import in_float32, sum_of_losses
 from odb_factory.comm.gloo import gather_once
 from odb_factory.ending import ending
 from odb_factory.errors import ConfigError
 from odb_factory.training import columns, probes, varlen
+from odb_factory.training.checkpoint_save import CheckpointMark, CheckpointSaver
 from odb_factory.training.checks import check_trainer
 from odb_factory.training.expectation import say_what_differs
 from odb_factory.training.find_checkpoint import find_checkpoint
@@ -29,7 +33,8 @@ from odb_factory.training.layout_choice import Layout, not_right
 from odb_factory.training.loss_rule import without_average_tokens
 from odb_factory.training.one_pass import check_batch, one_pass
 from odb_factory.training.output_dirs import compare_output_dirs
-from odb_factory.training.progress import CheckpointMark, ODBCallback
+from odb_factory.training.preemption import Preemption
+from odb_factory.training.progress import ODBCallback
 from odb_factory.training.run import ODBRun
 from odb_factory.training.run_arguments import HideArguments, RunArguments
 from odb_factory.training.run_log import RunLog
@@ -67,7 +72,7 @@ class ODBTrainerMixin(Base):
     odb_run: ODBRun | None = None
     odb_checkpoint: str | None = None
     odb_arguments: RunArguments | None = None
-    odb_callback: ODBCallback | None = None
+    odb_saver: CheckpointSaver | None = None
     odb_layout: Layout | None = None
     odb_check: LayoutCheck | None = None
     odb_start: RunStart | None = None
@@ -88,14 +93,21 @@ class ODBTrainerMixin(Base):
             rank=self.args.process_index,
             world_size=self.args.world_size,
             ignore_data=self.odb_settings.config.resume == "ignore_data",
-            gather=self._odb_gather_numbers,
+            gather=self.odb_gather_json,
         )
         self.odb_checkpoint = resume_from_checkpoint = None if found is None else str(found)
         arguments = RunArguments(self)
         callback = ODBCallback(self, arguments)
         models = (self.model, getattr(self, "ref_model", None)) if self.args.world_size > 1 else ()
-        with self._odb_callbacks(callback, HideArguments(arguments)), arguments.changed(), one_pass(*models):
-            self.odb_arguments, self.odb_callback = arguments, callback
+        saver = CheckpointSaver(self, self.odb_settings.config.exchange_timeout_s)
+        preemption = Preemption(self, saver.exchange)
+        with (
+            self._odb_callbacks(callback, preemption, HideArguments(arguments)),
+            preemption.in_place(),
+            arguments.changed(),
+            one_pass(*models),
+        ):
+            self.odb_arguments, self.odb_saver = arguments, saver
             try:
                 result = super().train(resume_from_checkpoint, *args, **kwargs)
                 if self.odb_run is None:
@@ -106,11 +118,13 @@ class ODBTrainerMixin(Base):
                 told = ending(error, self.args.output_dir)
                 if self.odb_run is not None:
                     self.odb_run.abort(told)
+                saver.close(failed=True)
                 if told is error:
                     raise
                 raise told from error
             finally:
-                self.odb_arguments = self.odb_callback = self.odb_check = self.odb_start = None
+                saver.close()
+                self.odb_arguments = self.odb_saver = self.odb_check = self.odb_start = None
                 if self.odb_run is not None:
                     self.odb_run.close()
                     self.odb_run = None
@@ -119,17 +133,17 @@ class ODBTrainerMixin(Base):
                     self.odb_layout = None
 
     @contextlib.contextmanager
-    def _odb_callbacks(self, first: ODBCallback, last: HideArguments) -> Iterator[None]:
+    def _odb_callbacks(self, first: ODBCallback, *last: TrainerCallback) -> Iterator[None]:
         """The Trainer's callbacks as a run needs them."""
         callbacks = self.callback_handler.callbacks
         # First, so that every other callback reads figures that are set right.
         callbacks.insert(0, first)
         assert self.odb_settings is not None
-        callbacks += [CheckpointMark(), RunLog(self, self.odb_settings.about), last]
+        callbacks += [CheckpointMark(), RunLog(self, self.odb_settings.about), *last]
         try:
             yield
         finally:
-            ours = (ODBCallback, CheckpointMark, RunLog, HideArguments)
+            ours = (ODBCallback, CheckpointMark, RunLog, Preemption, HideArguments)
             # In place: the Trainer may have made some anew from a checkpoint.
             callbacks[:] = [one for one in callbacks if not isinstance(one, ours)]
 
@@ -159,12 +173,18 @@ class ODBTrainerMixin(Base):
             return stock
         return self.odb_run.loader.global_batch_size or stock * self.odb_arguments.accumulation
 
+    def _save_checkpoint(self, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
+        if self.odb_saver is None:
+            super()._save_checkpoint(model, trial, *args, **kwargs)
+            return
+        folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        with self.odb_saver.saving(folder):
+            super()._save_checkpoint(model, trial, *args, **kwargs)
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        if self.odb_run is None or self.odb_callback is None or self.odb_arguments is None:
+        if self.odb_arguments is None:
             super().save_model(output_dir, _internal_call)
             return
-        # Before the Trainer writes its files, and deletes older checkpoints.
-        self.odb_callback.begin_save(output_dir)
         with self.odb_arguments.shown():
             super().save_model(output_dir, _internal_call)
 
@@ -173,14 +193,17 @@ class ODBTrainerMixin(Base):
         assert self.odb_settings is not None
         return gather_once(message, self.odb_settings.config.exchange_timeout_s)
 
-    def _odb_gather_numbers(self, numbers: list[int]) -> list[list[int]]:
-        return [json.loads(answer) for answer in self._odb_gather(json.dumps(numbers).encode())]
+    def odb_gather_json(self, content: Any) -> list[Any]:
+        """The same, of what JSON knows."""
+        return [json.loads(answer) for answer in self._odb_gather(json.dumps(content).encode())]
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """In `train()` a whole optimizer step: `inputs` are `StepInputs`. Returns the sum of its losses."""
         run = self.odb_run
         if run is None or not isinstance(inputs, StepInputs):
             return super().training_step(model, inputs, *args, **kwargs)
+        assert self.odb_saver is not None
+        self.odb_saver.step_begins()
         if self.odb_before_step is not None:
             whole = list(inputs.micro_batches)
             self.odb_before_step(model, whole)

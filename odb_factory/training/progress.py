@@ -1,4 +1,4 @@
-"""The callback of a run: the Trainer's figures where it cannot know them, our part of a checkpoint, the first lines."""
+"""The callback of a run: the Trainer's figures where it cannot know them, and the first lines."""
 
 from __future__ import annotations
 
@@ -7,39 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
-from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from odb_factory.accounting.expectation import say_what_to_expect
+from odb_factory.data.resume.checked_file import remove_unfinished
 from odb_factory.errors import ConfigError
 from odb_factory.log import get_logger
-from odb_factory.training import checkpoint
 from odb_factory.training.run_arguments import RunArguments
 
 logger = get_logger(__name__)
-
-
-class CheckpointMark(TrainerCallback, ExportableState):
-    """Stands in `trainer_state.json`: a checkpoint at this optimizer step was written with odb.
-
-    It knows no trainer, so that the Trainer can make it anew (`restore_callback_states_from_checkpoint`).
-    """
-
-    def __init__(self, optimizer_steps: int = 0):
-        self.optimizer_steps = optimizer_steps
-
-    def state(self) -> dict[str, Any]:
-        return {"args": {"optimizer_steps": self.optimizer_steps}, "attributes": {}}
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._mark(state)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._mark(state)
-
-    def _mark(self, state: Any) -> None:
-        self.optimizer_steps = state.global_step
-        state.stateful_callbacks[type(self).__name__] = self.state()
 
 
 class ODBCallback(TrainerCallback):
@@ -47,10 +23,12 @@ class ODBCallback(TrainerCallback):
 
     def __init__(self, trainer: Any, arguments: RunArguments):
         self.trainer, self.arguments = trainer, arguments
-        self._begun: Path | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         run = self.trainer.odb_run
+        if args.local_process_index == 0:
+            for folder in Path(args.output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+                remove_unfinished(folder)
         handler = self.trainer.callback_handler
         handler.train_dataloader = handler.train_dataloader.stock  # ordinary batches, for callbacks that look at them
         self.arguments.show()  # until `HideArguments`: trackers of experiments read them now
@@ -68,29 +46,12 @@ class ODBCallback(TrainerCallback):
         if not self.trainer.odb_start.lacks_budgets:
             say_what_to_expect(run.loader, run.config, run.loader.first_planned)
 
-    def begin_save(self, output_dir: str | None) -> None:
-        """The Trainer begins to save to this folder; does nothing if that is no checkpoint (an export of the model)."""
-        folder = Path(output_dir or "")
-        if folder.name == f"{PREFIX_CHECKPOINT_DIR}-{self.trainer.state.global_step}":
-            self._begun = folder
-            checkpoint.begin_save(self.trainer.odb_run, folder, **self._ranks)
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-        if self._begun is None or self._begun.name != folder.name:  # saved in another way than by `save_model`
-            checkpoint.write_state(self.trainer.odb_run, folder)
-        else:
-            folder = self._begun  # in the folder of a trial, in a hyper-parameter search
-        checkpoint.end_save(self.trainer.odb_run, folder, **self._ranks)
-        self._begun = None
-
-    @property
-    def _ranks(self) -> dict[str, Any]:
-        marks = self.trainer.args.local_process_index == 0
-        return {"barrier": self.trainer.accelerator.wait_for_everyone, "marks": marks}
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.odb_saver.begin_hashing()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         run = self.trainer.odb_run
+        self.trainer.odb_saver.step_ends()
         if run.optimizer_steps != state.global_step:
             raise ConfigError(
                 "training_step: an override of it does not come to the one of odb, so the loss would not be weighed; "

@@ -78,7 +78,7 @@ class RunStart:
         if self._settings.config.has_auto:
             run.budgets = {key: getattr(self.config, key) for key in BUDGETS}
         if trainer.odb_checkpoint is not None:
-            checkpoint.load(run, Path(trainer.odb_checkpoint))
+            checkpoint.load(run, Path(trainer.odb_checkpoint), trainer.odb_gather_json)
         if not run.finished:
             run.loader.begin()
         return run

@@ -49,7 +49,7 @@ def ranks_of(folder: Path) -> list[int]:
     """The ranks whose files are in a folder."""
     start, end = RANK_FILE.split("{rank}")
     found = (path.name.removeprefix(start).removesuffix(end) for path in folder.glob(f"{start}*{end}"))
-    return [int(rank) for rank in found if rank.isdigit()]
+    return [int(rank) for rank in found if rank.isascii() and rank.isdigit()]
 
 
 def write_rank_state(folder: Path, rank: int, optimizer_steps: int, data: dict[str, Any], run: dict[str, Any]) -> None:
@@ -93,8 +93,8 @@ def read_trainer_state(folder: Path) -> TrainerRecord:
         saved = read_json(path)
         fields = Fields(saved)
         epochs = 0.0 if fields.value("epoch") is None else fields.number("epoch")
-        mark = (saved.get("stateful_callbacks") or {}).get(MARK)  # transformers before 4.41 have no such entry
-        marked = -1 if mark is None else Fields(mark, MARK).part("args").whole("optimizer_steps")
+        callbacks = Fields(saved.get("stateful_callbacks") or {}, "stateful_callbacks")
+        marked = callbacks.part(MARK).part("args").whole("optimizer_steps") if callbacks.has(MARK) else -1
         return TrainerRecord(fields.whole("global_step"), epochs, marked)
     except DataError as error:
         raise DataError(f"{path}: {error}") from None

@@ -32,7 +32,7 @@ def untouched(trainer: Any) -> Iterator[None]:
     synced = getattr(model, "require_forward_param_sync", None)
     metrics = copy.deepcopy(getattr(trainer, METRICS, None))
     syncs_gradients = trainer.accelerator.sync_gradients
-    numbers = _random_states(trainer.args.device)
+    numbers = random_states(trainer.args.device)
     attributes = set(vars(trainer))
     trainer.__dict__.setdefault(ACCUMULATION, 1)
     try:
@@ -52,15 +52,16 @@ def untouched(trainer: Any) -> Iterator[None]:
         for name in set(vars(trainer)) - attributes:
             delattr(trainer, name)
         trainer.accelerator.sync_gradients = syncs_gradients
-        _set_random_states(trainer.args.device, numbers)
+        set_random_states(trainer.args.device, numbers)
 
 
-def _random_states(device: torch.device) -> tuple[Any, ...]:
+def random_states(device: torch.device) -> tuple[Any, ...]:
+    """States of the random numbers of Python, numpy, torch on the CPU, and torch on `device`."""
     own = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
     return random.getstate(), np.random.get_state(), torch.get_rng_state(), own
 
 
-def _set_random_states(device: torch.device, states: tuple[Any, ...]) -> None:
+def set_random_states(device: torch.device, states: tuple[Any, ...]) -> None:
     python, numpy, cpu, own = states
     random.setstate(python)
     np.random.set_state(numpy)

@@ -180,11 +180,11 @@ def test_a_checkpoint_of_stock_says_nothing_of_a_stream() -> None:
 # What is not the same training
 
 OTHERS = [
-    ({"seed": 8}, "seed 7 then, 8 now"),
-    ({"lengths": LENGTHS[:-1]}, "samples 60 then, 59 now"),
-    ({"global_batch_size": 16}, "global_batch_size 8 then, 16 now"),
-    ({"drop_last": True, "batch_size": 8}, "rows left out by drop_last 0 then, 4 now"),
-    ({"stream": Stream}, "samples 60 then, None now"),
+    ({"seed": 8}, "seed was 7, is 8"),
+    ({"lengths": LENGTHS[:-1]}, "samples was 60, is 59"),
+    ({"global_batch_size": 16}, "global_batch_size was 8, is 16"),
+    ({"drop_last": True, "batch_size": 8}, "rows left out by drop_last was 0, is 4"),
+    ({"stream": Stream}, "samples was 60, is None"),
 ]
 
 
@@ -250,7 +250,7 @@ EDITS = [
     ("data", [], "`data` is [], not an object"),
     ("data.samples", "60", "`data.samples` is '60'"),
     ("data.global_batch_size", 0, "`data.global_batch_size` is 0"),
-    ("data.split", None, "split None then, False now"),
+    ("data.split", None, "split was None, is False"),
     ("optimizer_steps", 2.5, "`optimizer_steps` is 2.5, not a whole number"),
     ("optimizer_steps", 8, "an epoch has 60 samples"),
     ("optimizer_steps", 3, "24 samples were drawn"),

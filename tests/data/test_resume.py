@@ -127,7 +127,7 @@ def test_any_ranks_and_settings_after_any(
 
 @pytest.mark.parametrize(
     ("changed", "words"),
-    [({"seed": 8}, ("order", "seed 7 then, 8 now")), ({"lengths": LENGTHS[:-1]}, ("samples 60 then, 59 now",))],
+    [({"seed": 8}, ("order", "seed was 7, is 8")), ({"lengths": LENGTHS[:-1]}, ("samples was 60, is 59",))],
 )
 def test_other_data_are_refused_unless_that_is_wanted(changed: dict[str, Any], words: tuple[str, ...]) -> None:
     _, states = run(LENGTHS, stop_after=4)

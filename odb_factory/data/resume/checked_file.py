@@ -27,6 +27,12 @@ def write_checked(path: Path, content: dict[str, Any]) -> None:
         raise
 
 
+def remove_unfinished(folder: Path) -> None:
+    """Remove what a process that was killed in `write_checked` has left in a folder."""
+    for path in folder.glob(".odb_*.json.*"):
+        path.unlink(missing_ok=True)
+
+
 def read_checked(path: Path) -> Fields:
     """What `write_checked` has written. Raises `DataError`, a clause without the path, where it is something else."""
     file = Fields(read_json(path))
@@ -45,7 +51,7 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DataError("it is missing") from None
-    except (OSError, ValueError) as error:  # of JSON and of UTF-8 too
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: of JSON and of UTF-8 too
         raise DataError(f"it cannot be read ({one_line(error)})") from None
 
 

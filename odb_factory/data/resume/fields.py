@@ -12,7 +12,7 @@ import numpy as np
 
 from odb_factory.errors import DataError
 
-VERSION = 5
+VERSION = 6
 """Of what is saved; another is not read."""
 
 
@@ -31,6 +31,9 @@ class Fields:
         if not isinstance(saved, Mapping):
             raise DataError(f"{f'`{name}`' if name else 'its content'} is {_shown(saved)}, not an object")
         self._saved, self._name = saved, name
+
+    def has(self, key: str) -> bool:
+        return key in self._saved
 
     def value(self, key: str) -> Any:
         if key not in self._saved:

@@ -96,6 +96,7 @@ class FillProgress(Progress):
             consumed=consumed,
             emitted=tuple(self.draws),
             probes=tuple(self.probes),
+            rows_from=self.rows_from,
         )
 
     def needs_all(self, state: DataState) -> bool:

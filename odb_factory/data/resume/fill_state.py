@@ -11,8 +11,8 @@ Checksums of what the rows said make sure that they say the same when they are r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ class FillState:
     done: bool a position of the epoch's order (None: nothing is done), rounded up to whole bytes.
     snapshot: of the round under way, of which `consumed` steps are done and have emitted the draws `emitted`.
     probes: (row of the dataset, checksum) of a few samples that were consumed.
+    rows_from: what the rows were made with, as text by name.
     """
 
     rank: int
@@ -43,6 +44,7 @@ class FillState:
     consumed: int
     emitted: tuple[int, ...]
     probes: tuple[tuple[int, int], ...] = ()
+    rows_from: Mapping[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON types; some kilobytes, whatever the dataset, unless it was dealt out anew."""
@@ -59,6 +61,7 @@ class FillState:
             "consumed": self.consumed,
             "emitted": list(self.emitted),
             "probes": pack_probes(self.probes),
+            "rows_from": dict(self.rows_from),
         }
 
     @classmethod
@@ -82,6 +85,7 @@ class FillState:
             consumed=fields.whole("consumed"),
             emitted=tuple(fields.wholes("emitted")),
             probes=fields.probes("probes"),
+            rows_from=fields.mapping("rows_from"),
         )
         state._check(fields, num_samples)
         return state

@@ -91,6 +91,7 @@ class KeepProgress(Progress):
             rejected=self.rejected,
             overlong=self.overlong,
             probes=tuple(self.probes),
+            rows_from=self.rows_from,
         )
 
     def _move(self, step: OptimizerStep, micro_batches: Sequence[MicroBatch], planner: EpochPlanner) -> None:

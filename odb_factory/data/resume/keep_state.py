@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from odb_factory.data.resume.fields import VERSION, Fields, pack_probes
@@ -16,6 +16,7 @@ class KeepState:
     data: what must be as it was for the state to mean anything. optimizer_steps: of the epoch that are done.
     trained, rejected, overlong: samples of these steps, of all ranks.
     probes: (row of the dataset, checksum) of a few samples that were trained on last.
+    rows_from: what the rows were made with, as text by name.
     """
 
     rank: int
@@ -27,9 +28,10 @@ class KeepState:
     rejected: Mapping[str, int]
     overlong: int
     probes: tuple[tuple[int, int], ...] = ()
+    rows_from: Mapping[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON types; less than a kilobyte."""
+        """JSON types; one or two kilobytes."""
         return {
             "version": VERSION,
             "mode": "keep",
@@ -42,6 +44,7 @@ class KeepState:
             "rejected": dict(self.rejected),
             "overlong": self.overlong,
             "probes": pack_probes(self.probes),
+            "rows_from": dict(self.rows_from),
         }
 
     @classmethod
@@ -62,6 +65,7 @@ class KeepState:
             rejected=fields.counts("rejected"),
             overlong=fields.whole("overlong"),
             probes=fields.probes("probes"),
+            rows_from=fields.mapping("rows_from"),
         )
         most = state.optimizer_steps * global_batch_size
         fields.require(state.trained + sum(state.rejected.values()) <= most, "trained", f"{most} samples were drawn")

@@ -18,6 +18,8 @@ logger = get_logger(__name__)
 
 NUM_PROBES = 8
 """So many of the rows that a rank has trained on last are read again when it goes on, to see that they are the same."""
+BUDGETS = {"token_budget", "max_patches"}
+"""Settings that may change at any time: rows depend on them where overlong ones are dropped or cut."""
 WAY_OUT = "take an older state, or set `resume: ignore_data` to begin the epoch anew"
 
 
@@ -28,6 +30,7 @@ class Progress(ABC):
     read_row: observes a row of the dataset by its number (None where that cannot be: a stream).
     is_loaded: a state has been loaded, and no step been taken since.
     order: the fingerprint that the order of the epoch must have, if a state has said so.
+    rows_from: what rows are made with, as text by name; a state keeps it, so that a change is named.
     """
 
     mode: str
@@ -41,6 +44,7 @@ class Progress(ABC):
     ):
         self.rank, self.world_size, self.data, self.read_row = rank, world_size, data, read_row
         self.probes: deque[tuple[int, int]] = deque(maxlen=NUM_PROBES)
+        self.rows_from: dict[str, str] = {}
         self.open(0)
 
     def open(self, epoch: int) -> None:
@@ -97,8 +101,13 @@ class Progress(ABC):
         except DataError as error:
             raise DataError(f"the data state cannot be read: {error}; {WAY_OUT}") from None
         mine = next((state for state in states if state.rank == self.rank), states[0])
-        self._check_data(mine, fingerprint(mine.epoch))
-        are_same = self._rows_are_as_they_were(mine)
+        changed = self._changed_settings(mine)
+        self._check_data(mine, fingerprint(mine.epoch), changed)
+        are_same = self._rows_are_as_they_were(mine, changed)
+        if changed.keys() - BUDGETS:
+            logger.warning(
+                "%s since the checkpoint; the rows to come are made with what is set now", ", ".join(changed.values())
+            )
         self.open(mine.epoch)
         self.is_loaded = True
         self.probes = deque(mine.probes, maxlen=NUM_PROBES)
@@ -129,7 +138,20 @@ class Progress(ABC):
         self.is_loaded = True
         logger.warning("resume: ignore_data: epoch %d begins anew, whatever was done of it", self.epoch)
 
-    def _check_data(self, state: DataState, order: int) -> None:
+    def _changed_settings(self, state: DataState) -> dict[str, str]:
+        """By name, in words: what rows are made with now and were not made with then."""
+        then = state.rows_from
+        changed = {
+            name: f"{name} was {then[name]}, is {now}"
+            for name, now in self.rows_from.items()
+            if then.get(name, now) != now
+        }
+        scaling = changed.pop("loss_scaling", None)
+        if scaling is not None:
+            logger.warning("%s since the checkpoint; the losses to come are weighed with what is set now", scaling)
+        return changed
+
+    def _check_data(self, state: DataState, order: int, changed: Mapping[str, str]) -> None:
         mode = state.to_dict()["mode"]
         if mode != self.mode:
             raise DataError(
@@ -138,16 +160,19 @@ class Progress(ABC):
                 "epoch anew"
             )
         differs = [
-            f"{key} {then!r} then, {now!r} now"
+            f"{key} was {then!r}, is {now!r}"
             for key, then, now in differences(state.data, self.data | {"order": order})
+            if key != "order"
         ]
-        if differs:
-            raise DataError(
-                f"the training data or their order are not those of the checkpoint ({'; '.join(differs)}), so what is "
-                "left of the epoch cannot be told; bring them back, or set `resume: ignore_data` to begin it anew"
-            )
+        if not differs and state.data.get("order") == order:
+            return
+        differs = [*changed.values(), *differs] or ["rows come in another order: another shuffling or other data sets"]
+        raise DataError(
+            f"the training data or their order are not those of the checkpoint ({'; '.join(differs)}), so what is left "
+            "of the epoch cannot be told; bring them back, or set `resume: ignore_data` to begin it anew"
+        )
 
-    def _rows_are_as_they_were(self, state: DataState) -> bool:
+    def _rows_are_as_they_were(self, state: DataState, changed: Mapping[str, str]) -> bool:
         """Read a few trained rows again. False if rows are not the same each time they are read (drawn at random).
 
         Raises `DataError` where one has changed.
@@ -166,7 +191,12 @@ class Progress(ABC):
                     row,
                 )
                 return False
-            found = "it says something else" if isinstance(now, Sample) else now.message
+            found = "it says something else" if isinstance(now, Sample) else now.message.rstrip(".;")
+            if changed:
+                raise DataError(
+                    f"{', '.join(changed.values())}: row {row} of the training dataset was trained on, and now: "
+                    f"{found}; set it back, or set `resume: ignore_data` to begin the epoch anew"
+                )
             raise DataError(
                 f"the training data have changed since the checkpoint: row {row} of the training dataset was trained "
                 f"on, and now: {found}; bring it back, or set `resume: ignore_data` to begin the epoch anew"

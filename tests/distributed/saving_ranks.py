@@ -1,0 +1,98 @@
+"""Two ranks of a real Trainer that are stopped while they save, or made to save, and started again."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from training.test_resume import history, train
+from training.test_saving import KEEP, Signalled, terminate
+from transformers import Trainer, TrainerCallback
+
+EPOCH = {"num_train_epochs": 1, "disable_tqdm": True, "ddp_backend": "gloo"}
+
+
+class Lines(logging.Handler):
+    """What this rank logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def as_rank(rank: int) -> Lines:
+    os.environ["LOCAL_RANK"] = str(rank)
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"  # torch cannot load an optimizer of cpu:0
+    lines = Lines()
+    logging.getLogger("odb_factory").addHandler(lines)
+    return lines
+
+
+class SignalledTwice(Signalled):
+    """Once more while it saves."""
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        terminate()
+        super()._save_checkpoint(*args, **kwargs)
+
+
+def preempted(rank: int, *, model: str, out_dir: str, cells: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """What each cell left, how its run ended, and the history of the run that was started again.
+
+    cells: `at`: for each rank the event and the optimizer steps done when SIGTERM comes (None: never); `twice`: once
+    more during the save; the rest are training arguments.
+    """
+    lines = as_rank(rank)
+    found: dict[str, Any] = {"": history(train(Path(model), Path(out_dir, "whole"), block=KEEP, **EPOCH))}
+    for name, cell in cells.items():
+        out = Path(out_dir, name)
+        changes = EPOCH | {"enable_jit_checkpoint": True, "save_steps": 100} | cell
+        at, twice = changes.pop("at")[rank], changes.pop("twice", False)
+        event, steps = at or ("on_step_end", -1)
+        kind = type("Stopped", (SignalledTwice if twice else Signalled,), {"event": event, "steps": steps})
+        lines.lines.clear()
+        stopped = train(Path(model), out, block=KEEP, trainer_class=kind, **changes)
+        dist.barrier()
+        left = sorted(path.name for path in out.glob("checkpoint-*"))
+        said = [line for line in lines.lines if "SIGTERM" in line]
+        again = train(Path(model), out, block=KEEP, resume=True, **changes)
+        found[name] = {"steps": stopped.state.global_step, "left": left, "said": said, "history": history(again)}
+        dist.barrier()
+    return found
+
+
+class SavesAlone(TrainerCallback):
+    """Rank 0 saves at an event, and no other rank does."""
+
+    def __init__(self, event: str):
+        setattr(self, event, self.save)
+
+    def save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2 and args.process_index == 0:
+            self.trainer._save_checkpoint(self.trainer.model, trial=None)
+
+
+def saves_alone(rank: int, *, model: str, out_dir: str, event: str) -> dict[str, Any]:
+    as_rank(rank)
+
+    class Alone(Trainer):
+        def __init__(self, *args: Any, **kwargs: Any):
+            super().__init__(*args, **kwargs)
+            callback = SavesAlone(event)
+            callback.trainer = self
+            self.add_callback(callback)
+
+    try:
+        train(Path(model), Path(out_dir), block=KEEP, trainer_class=Alone, save_strategy="no", **EPOCH)
+    except BaseException as error:
+        print(f"last line: {error}")
+        sys.stdout.flush()
+        os._exit(7)
+    return {}

@@ -1,0 +1,66 @@
+"""Ranks that save a checkpoint: all of the same optimizer step or none, and a restart goes on with stock's losses."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributed.ranks import run_ranks
+
+SUBSTEP, END = "on_substep_end", "on_step_end"
+PREEMPTIONS: dict[str, tuple[dict[str, Any], int, list[int]]] = {
+    "all": ({"at": [(SUBSTEP, 3), (SUBSTEP, 3)]}, 4, [0, 1]),
+    "rank 1 alone": ({"at": [None, ("on_pre_optimizer_step", 2)]}, 3, [1]),
+    "rank 0 a step before rank 1": ({"at": [(END, 2), (END, 3)]}, 2, [0]),
+    "twice": ({"at": [(SUBSTEP, 3), None], "twice": True}, 4, [0]),
+    "save_total_limit 1": ({"at": [None, (SUBSTEP, 4)], "save_steps": 2, "save_total_limit": 1}, 5, [1]),
+}
+"""The cell, the optimizer step that all ranks save, the ranks that SIGTERM reaches."""
+
+
+@pytest.mark.timeout(600)
+def test_sigterm_with_jit_checkpoint(tiny_text: Path, tmp_path: Path) -> None:
+    """`enable_jit_checkpoint: true` on two ranks: one checkpoint, and the rest of an unbroken run after it."""
+    outcomes = run_ranks(
+        "distributed.saving_ranks:preempted",
+        tmp_path,
+        limit_s=500,
+        model=str(tiny_text),
+        out_dir=str(tmp_path),
+        cells={name: cell for name, (cell, _, _) in PREEMPTIONS.items()},
+    )
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.returncode == 0, outcome.said[-4000:]
+        for name, (_, step, asking) in PREEMPTIONS.items():
+            found = outcome.value[name]
+            assert (found["steps"], found["left"]) == (step, [f"checkpoint-{step}"]), (rank, name)
+            ranks = f"rank {asking[0]}" if len(asking) == 1 else "ranks 0, 1"
+            said = f"SIGTERM on {ranks}: all ranks save optimizer step {step}, and the training ends"
+            assert found["said"] == [said], (rank, name)
+            assert found["history"] == outcome.value[""], (rank, name)
+
+
+@pytest.mark.parametrize(
+    "event",
+    ["on_step_end", *(pytest.param(one, marks=pytest.mark.full_grid) for one in ("on_step_begin", "on_substep_end"))],
+)
+def test_a_save_that_one_rank_begins_alone(tiny_text: Path, tmp_path: Path, event: str) -> None:
+    """Both ranks end in one line, and the folder is no whole checkpoint."""
+    started = time.monotonic()
+    outcomes = run_ranks(
+        "distributed.saving_ranks:saves_alone",
+        tmp_path,
+        limit_s=150,
+        model=str(tiny_text),
+        out_dir=str(tmp_path / "out"),
+        event=event,
+    )
+    saved = (tmp_path / "out" / "checkpoint-2" / "odb_state_rank0.json").stat().st_mtime
+    assert time.time() - saved < 30 + time.monotonic() - started
+    for rank, outcome in enumerate(outcomes):
+        last = [line for line in outcome.said.splitlines() if line.startswith("[odb] ") or "last line" in line][-1]
+        assert "rank 0 is in the begin of saving checkpoint-2" in last, (rank, outcome.said[-3000:])
+        assert "rank 1 has gone on to its next optimizer step without that" in last
+    assert not (tmp_path / "out" / "checkpoint-2" / "odb_state.json").exists()

@@ -1,0 +1,106 @@
+"""Whoever lets the Trainer save, at whatever moment: the checkpoint resumes as that of a run that was not stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training.test_resume import BLOCK, FILL, history, train
+from transformers import Trainer, TrainerCallback
+
+EVENTS = ("on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_step_end")
+BUDGET = 128
+"""Several micro-batches make an optimizer step."""
+STEPS = 3
+KEEP = BLOCK | {"token_budget": BUDGET}
+
+
+class SaveAt(TrainerCallback):
+    """Calls `_save_checkpoint` at one event, with `STEPS` optimizer steps done, and keeps a copy of what it wrote."""
+
+    def __init__(self, trainer: Trainer, event: str):
+        self.trainer = trainer
+        setattr(self, event, self.save)
+
+    def save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        to = Path(args.output_dir) / "saved" / f"checkpoint-{STEPS}"
+        if state.global_step == STEPS and not to.exists():
+            self.trainer._save_checkpoint(self.trainer.model, trial=None)
+            shutil.copytree(Path(args.output_dir) / f"checkpoint-{STEPS}", to)
+
+
+def saving(event: str) -> type[Trainer]:
+    class Saving(Trainer):
+        def __init__(self, *args: Any, **kwargs: Any):
+            super().__init__(*args, **kwargs)
+            self.add_callback(SaveAt(self, event))
+
+    return Saving
+
+
+@pytest.mark.parametrize(("block", "accumulation"), [(KEEP, 1), (FILL, 2)], ids=["keep", "fill"])
+def test_a_save_at_any_event_resumes_exactly(
+    tiny_text: Path, tmp_path: Path, block: dict[str, Any], accumulation: int
+) -> None:
+    """The same losses to the last digit, with dropout: random numbers are those of the begin of the step."""
+    options: dict[str, Any] = {"block": block, "num_train_epochs": 1, "save_strategy": "no"}
+    options["gradient_accumulation_steps"] = accumulation
+    whole = train(tiny_text, tmp_path / "whole", **options)
+    for event in EVENTS:
+        out = tmp_path / event
+        saved = train(tiny_text, out, trainer_class=saving(event), **options)
+        assert history(saved) == history(whole), event
+        again = train(
+            tiny_text, tmp_path / f"{event}_again", resume=str(out / "saved" / f"checkpoint-{STEPS}"), **options
+        )
+        # At the end of a step stock saves before it logs that step.
+        skipped = STEPS if event == "on_step_end" else 0
+        assert history(again) == [line for line in history(whole) if line[0] != skipped], event
+
+
+class Signalled(Trainer):
+    """Sends this process SIGTERM at an event with `STEPS` optimizer steps done (`enable_jit_checkpoint`)."""
+
+    event, steps = "on_substep_end", STEPS
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        managers = (getattr(one, "jit_manager", None) for one in self.callback_handler.callbacks)
+        self.manager = next(manager for manager in managers if manager is not None)
+        self.manager.kill_wait = 0
+        callback = TrainerCallback()
+        setattr(callback, self.event, self.signal)
+        self.add_callback(callback)
+
+    def signal(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.steps:
+            terminate()
+
+
+def terminate() -> None:
+    """SIGTERM to this process; returns once its handler's timer has run."""
+    os.kill(os.getpid(), signal.SIGTERM)
+    for thread in threading.enumerate():
+        if isinstance(thread, threading.Timer):
+            thread.join()
+
+
+@pytest.mark.parametrize("event", ["on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_step_end"])
+def test_a_run_that_sigterm_ends_is_resumed(tiny_text: Path, tmp_path: Path, event: str) -> None:
+    options: dict[str, Any] = {"block": KEEP, "num_train_epochs": 1}
+    whole = train(tiny_text, tmp_path / "whole", save_strategy="no", **options)
+    options |= {"enable_jit_checkpoint": True, "save_steps": 100, "save_total_limit": 1}
+    kind = type("Signalled", (Signalled,), {"event": event})
+    stopped = train(tiny_text, tmp_path / "out", trainer_class=kind, **options)
+    checkpoints = [path.name for path in (tmp_path / "out").glob("checkpoint-*")]
+    assert checkpoints == [f"checkpoint-{stopped.state.global_step}"]
+    assert stopped.state.global_step == (STEPS if event == "on_step_end" else STEPS + 1)
+    again = train(tiny_text, tmp_path / "out", resume=True, **options)
+    assert history(again) == history(whole)
+    assert json.loads((tmp_path / "out" / "odb_summary.json").read_text())["dataset_samples"] == 60
