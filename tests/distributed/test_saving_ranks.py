@@ -48,7 +48,6 @@ def test_sigterm_with_jit_checkpoint(tiny_text: Path, tmp_path: Path) -> None:
 )
 def test_a_save_that_one_rank_begins_alone(tiny_text: Path, tmp_path: Path, event: str) -> None:
     """Both ranks end in one line, and the folder is no whole checkpoint."""
-    started = time.monotonic()
     outcomes = run_ranks(
         "distributed.saving_ranks:saves_alone",
         tmp_path,
@@ -58,7 +57,7 @@ def test_a_save_that_one_rank_begins_alone(tiny_text: Path, tmp_path: Path, even
         event=event,
     )
     saved = (tmp_path / "out" / "checkpoint-2" / "odb_state_rank0.json").stat().st_mtime
-    assert time.time() - saved < 30 + time.monotonic() - started
+    assert time.time() - saved < 40, "30 s, and the end of two processes"
     for rank, outcome in enumerate(outcomes):
         last = [line for line in outcome.said.splitlines() if line.startswith("[odb] ") or "last line" in line][-1]
         assert "rank 0 is in the begin of saving checkpoint-2" in last, (rank, outcome.said[-3000:])
