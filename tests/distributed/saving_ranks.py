@@ -13,7 +13,7 @@ from training.test_resume import history, train
 from training.test_saving import KEEP, Signalled, terminate
 from transformers import Trainer, TrainerCallback
 
-EPOCH = {"num_train_epochs": 1, "disable_tqdm": True, "ddp_backend": "gloo"}
+EPOCH = {"num_train_epochs": 2, "disable_tqdm": True, "ddp_backend": "gloo"}
 
 
 class Lines(logging.Handler):

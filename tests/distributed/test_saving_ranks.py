@@ -14,8 +14,11 @@ PREEMPTIONS: dict[str, tuple[dict[str, Any], int, list[int]]] = {
     "all": ({"at": [(SUBSTEP, 3), (SUBSTEP, 3)]}, 4, [0, 1]),
     "rank 1 alone": ({"at": [None, ("on_pre_optimizer_step", 2)]}, 3, [1]),
     "rank 0 a step before rank 1": ({"at": [(END, 2), (END, 3)]}, 2, [0]),
-    "twice": ({"at": [(SUBSTEP, 3), None], "twice": True}, 4, [0]),
-    "save_total_limit 1": ({"at": [None, (SUBSTEP, 4)], "save_steps": 2, "save_total_limit": 1}, 5, [1]),
+    "twice, save_total_limit 1": (
+        {"at": [None, (SUBSTEP, 4)], "twice": True, "save_steps": 2, "save_total_limit": 1},
+        5,
+        [1],
+    ),
 }
 """The cell, the optimizer step that all ranks save, the ranks that SIGTERM reaches."""
 
