@@ -50,7 +50,7 @@ FROZEN_S = 30.0
 LEAST_SILENCE_S = 10.0
 """A busy machine may be silent for some seconds."""
 ENDED_GRACE_S = 3.0
-"""What a rank has sent before its orderly end may take so long to arrive."""
+"""What a rank has sent before its orderly end, or before it went on, may take so long to arrive."""
 TOLD_S = 3.0
 """A failure that no thread has asked for after so many seconds is logged."""
 END_S = 6.0
@@ -181,6 +181,7 @@ class Lifeline:
         self._said: dict[str, float] = {}
         self._moved: dict[str, tuple[list[int], float]] = {}
         self._ended_since: float | None = None
+        self._passed_since: float | None = None
         self._failed_at: float | None = None
         self._generation = 0
         self._told = self._closing = False
@@ -231,14 +232,8 @@ class Lifeline:
         """
         self.check()
         known, phase = self.all_ranks, self._phases.get(stream, "")
-        most, ahead = known.streams.get(steps or "", [0, 0, 0, 0])[2:]
-        if steps is not None and most > self._counts.get(steps, 0):
-            reason = (
-                f"rank {self.rank} is in {phase} and rank {ahead} has gone on to its next optimizer step without that; "
-                "let all ranks do the same at the same place of the program."
-            )
-            self.fail(reason)
-            raise CollectiveError(reason)
+        if steps is not None:
+            self._check_passed(steps, phase)
         if known.ended is not None:
             self._ended_since = self._ended_since or time.monotonic()
             if time.monotonic() - self._ended_since > ENDED_GRACE_S:
@@ -251,6 +246,20 @@ class Lifeline:
                 f"rank {self.rank} has waited {waited_s:.0f} s in {phase} for rank {known.absent}, which has not "
                 "connected to the other ranks: its YAML may have no `odb:` block, or it may still load its data; look "
                 "for its own last message, or raise exchange_timeout_s."
+            )
+            self.fail(reason)
+            raise CollectiveError(reason)
+
+    def _check_passed(self, steps: str, phase: str) -> None:
+        most, ahead = self.all_ranks.streams.get(steps, [0, 0, 0, 0])[2:]
+        if most <= self._counts.get(steps, 0):
+            self._passed_since = None
+            return
+        self._passed_since = self._passed_since or time.monotonic()
+        if time.monotonic() - self._passed_since > ENDED_GRACE_S:
+            reason = (
+                f"rank {self.rank} is in {phase} and rank {ahead} has gone on to its next optimizer step without that; "
+                "let all ranks do the same at the same place of the program."
             )
             self.fail(reason)
             raise CollectiveError(reason)
