@@ -87,13 +87,14 @@ def compare(
 
     gather: sends the bytes of this rank and returns those of all ranks, in rank order. problem: why this rank cannot
     go on; the other ranks end for it too, unless a difference of the settings explains more.
-    Raises `CollectiveError`, or `problem` itself if all ranks have the same one. Rank 0 logs one warning for the
-    settings that may differ.
+    Raises `CollectiveError`, which nobody has to be told of; a rank alone raises `problem` itself. Rank 0 logs one
+    warning for the settings that may differ.
     """
     mine = encode_settings(settings, problem)
-    if len(set(gather(hashlib.blake2b(mine, digest_size=16).digest()))) == 1:
+    digests = gather(hashlib.blake2b(mine, digest_size=16).digest())
+    if len(set(digests)) == 1:
         if problem is not None:
-            raise problem
+            raise problem if len(digests) == 1 else CollectiveError(one_line(problem))
         return
     encoded = gather(mine)
     if found := difference(encoded):

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from accelerate.state import AcceleratorState
@@ -182,9 +183,11 @@ def refused(short: Short, path: str, folder: Path) -> dict[str, str]:
     for name, changes in engines.items():
         with deepspeed_forgotten():
             trainer = make(short, load_model(short.case, path), path, folder, **changes)
-            trainer.is_fsdp_enabled |= name == "FSDP"  # accelerate makes its plugin only where there is an accelerator
+            # As `accelerate launch` says it: accelerate makes a plugin of it only where there is an accelerator.
+            environment = {"ACCELERATE_USE_FSDP": "true"} if name == "FSDP" else {}
             try:
-                switch_on(trainer, dataclasses.replace(short, block={"oom": "split"}))
+                with mock.patch.dict(os.environ, environment):
+                    switch_on(trainer, dataclasses.replace(short, block={"oom": "split"}))
             except ConfigError as error:
                 said[name] = str(error)
     return said
