@@ -19,7 +19,9 @@ from support import read_audit
 from odb_factory.accounting.step_accounting import StepAccounting
 from odb_factory.accounting.summary import summary_line
 from odb_factory.config import ODBConfig
+from odb_factory.data.left_out import LeftOut
 from odb_factory.data.samples import Measured, MicroBatch, OptimizerStep
+from odb_factory.data.step_agreement import Lost
 from odb_factory.data.step_times import StepTimes
 from odb_factory.errors import ConfigError, DataError
 
@@ -32,6 +34,12 @@ class Loader:
     def __init__(self, world_size: int = 1):
         self.world_size, self.times = world_size, StepTimes()
         self.consumed: list[OptimizerStep] = []
+        self.left_out = LeftOut()
+
+    def weigh_by(self, weights: Any) -> None: ...
+
+    def take_lost(self) -> Lost:
+        return Lost()
 
     def consume(self, step: OptimizerStep) -> None:
         self.consumed.append(step)

@@ -14,6 +14,8 @@ from distributed.rows import row
 from PIL import Image
 from support import read_jsonl, run_llamafactory, shimmed, training_config, write_dataset
 
+pytestmark = pytest.mark.timeout(600)
+
 NUM_ROWS, ACCUMULATION = 32, 4
 FADING = {5: "gone.png", 19: "swap.png", 26: "once.png"}
 LOST = {5, 19}
