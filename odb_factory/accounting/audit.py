@@ -26,6 +26,8 @@ class Lines:
     after its last checkpoint then stands there twice. Raises `ConfigError` where the file cannot be opened.
     """
 
+    what = "the list of rows left out"
+
     def __init__(self, path: Path):
         self.path, self.append = path, False
         self._file: TextIO | None = None
@@ -50,11 +52,15 @@ class Lines:
                 cut_off_last_line(self.path)
             return self.path.open("a" if self.append else "w", encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"{self.path}: cannot be written ({one_line(error)}); give another folder.") from None
+            raise ConfigError(
+                f"{self.path}: {self.what} cannot be written ({one_line(error)}); give another folder."
+            ) from None
 
 
 class Audit(Lines):
     """One line a micro-batch that this rank has trained on. The key names are public."""
+
+    what = "the audit"
 
     def __init__(self, folder: str | Path, rank: int):
         super().__init__(Path(folder) / AUDIT_FILE.format(rank=rank))

@@ -29,7 +29,7 @@ from odb_factory.errors import ConfigError, DataError
 class Loader:
     """What the accounting knows of a loader."""
 
-    rank, num_samples, lowered = 0, 40, None
+    rank, num_samples, lowered, counts_labels = 0, 40, None, True
 
     def __init__(self, world_size: int = 1):
         self.world_size, self.times = world_size, StepTimes()
