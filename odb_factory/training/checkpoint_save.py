@@ -81,6 +81,10 @@ class CheckpointSaver:
         """Callbacks have seen the checkpoint that was saved last."""
         self._hashing.begin()
 
+    def step_is_asked_for(self) -> None:
+        """This rank leaves the end of the optimizer step before; it may wait for the others from here on."""
+        self.exchange.step(f"the begin of optimizer step {self._trainer.odb_run.optimizer_steps + 1}")
+
     def step_begins(self) -> None:
         """Note the run as it is now. The Trainer's `global_step` stays until `step_ends`."""
         run = self._trainer.odb_run

@@ -164,7 +164,14 @@ class ODBTrainerMixin(Base):
                 self.args.remove_unused_columns = True
         self.odb_start = RunStart(self, source, stock)
         run = self.odb_start.first()
-        return TrainLoader(run, getattr(self.model, "main_input_name", "input_ids"), stock, self.odb_start.checked)
+        assert self.odb_saver is not None
+        return TrainLoader(
+            run,
+            getattr(self.model, "main_input_name", "input_ids"),
+            stock,
+            self.odb_start.checked,
+            self.odb_saver.step_is_asked_for,
+        )
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Samples of an optimizer step, as the Trainer says them."""

@@ -36,11 +36,18 @@ class TrainLoader:
 
     main_input: the model's `main_input_name`. stock: the DataLoader that the Trainer would have used. Callbacks are
     given that one, which they may iterate. before_first: called once, when the model is wrapped and the first step is
-    asked for; returns the run to go on with.
+    asked for; returns the run to go on with. before_each: called before each step.
     """
 
-    def __init__(self, run: ODBRun, main_input: str, stock: Any, before_first: Callable[[], ODBRun]):
-        self.run, self.main_input, self.stock = run, main_input, stock
+    def __init__(
+        self,
+        run: ODBRun,
+        main_input: str,
+        stock: Any,
+        before_first: Callable[[], ODBRun],
+        before_each: Callable[[], None],
+    ):
+        self.run, self.main_input, self.stock, self._before_each = run, main_input, stock, before_each
         self._before_first: Callable[[], ODBRun] | None = before_first
         self.dataset = run.loader.dataset
         self._offset: int | None = None
@@ -59,7 +66,11 @@ class TrainLoader:
             before_first, self._before_first = self._before_first, None
             self.run = before_first()
         collated = iter(self.run.loader)
-        while (first := self.run.accounting.next(collated)) is not None:
+        while True:
+            self._before_each()
+            first = self.run.accounting.next(collated)
+            if first is None:
+                return
             inputs = self._inputs_of(first[0].step)
             inputs.micro_batches = self._micro_batches([first], collated)
             del first

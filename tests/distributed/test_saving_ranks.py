@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from distributed.ranks import run_ranks
 
-SUBSTEP, END = "on_substep_end", "on_step_end"
+MIDDLE, END = "on_pre_optimizer_step", "on_step_end"
 PREEMPTIONS: dict[str, tuple[dict[str, Any], int, list[int]]] = {
-    "all": ({"at": [(SUBSTEP, 3), (SUBSTEP, 3)]}, 4, [0, 1]),
-    "rank 1 alone": ({"at": [None, ("on_pre_optimizer_step", 2)]}, 3, [1]),
+    "all": ({"at": [(MIDDLE, 3), (MIDDLE, 3)]}, 4, [0, 1]),
+    "rank 1 alone": ({"at": [None, (MIDDLE, 2)]}, 3, [1]),
     "rank 0 a step before rank 1": ({"at": [(END, 2), (END, 3)]}, 2, [0]),
     "twice, save_total_limit 1": (
-        {"at": [None, (SUBSTEP, 4)], "twice": True, "save_steps": 2, "save_total_limit": 1},
+        {"at": [None, (MIDDLE, 4)], "twice": True, "save_steps": 2, "save_total_limit": 1},
         5,
         [1],
     ),
@@ -47,7 +47,10 @@ def test_sigterm_with_jit_checkpoint(tiny_text: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "event",
-    ["on_step_end", *(pytest.param(one, marks=pytest.mark.full_grid) for one in ("on_step_begin", "on_substep_end"))],
+    [
+        "on_step_end",
+        *(pytest.param(one, marks=pytest.mark.full_grid) for one in ("on_step_begin", "on_pre_optimizer_step")),
+    ],
 )
 def test_a_save_that_one_rank_begins_alone(tiny_text: Path, tmp_path: Path, event: str) -> None:
     """Both ranks end in one line, and the folder is no whole checkpoint."""
