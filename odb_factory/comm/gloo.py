@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from odb_factory.comm.bounded import bounded
 from odb_factory.comm.lifeline import lifeline_of, patience_of
-from odb_factory.errors import CollectiveError, one_line
+from odb_factory.errors import CollectiveError, DataError, one_line
 
 T = TypeVar("T")
 
@@ -138,8 +138,8 @@ class Group:
         self.is_busy = True
         try:
             result = call(partial(self.lifeline.check_wait, self._stream, steps))
-        except CollectiveError:
-            raise  # another rank has failed, and it is known why
+        except DataError:
+            raise  # it is known why
         except Exception as error:
             waited_s = time.monotonic() - started
             failure = self.lifeline.cause() or self._missed(phase, waited_s, error)

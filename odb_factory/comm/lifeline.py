@@ -36,7 +36,7 @@ from typing import Any
 import torch.distributed as dist
 
 from odb_factory.comm.standing import long_waits, main_thread_line
-from odb_factory.errors import CollectiveError, one_line
+from odb_factory.errors import CollectiveError, DataError, one_line
 from odb_factory.log import get_logger
 
 logger = get_logger(__name__)
@@ -60,6 +60,8 @@ ACK_S = 5.0
 FLUSH_S = 1.0
 CONNECT_S = 10.0
 LONGEST_LINE = 1 << 16
+COLLECTIVES = "/torch/distributed/"
+"""In the name of the file where a main thread stands that waits in a collective of the training."""
 TORCHRUN = "TORCHELASTIC_RUN_ID"
 """In the environment of a process that torchrun has started."""
 
@@ -226,14 +228,16 @@ class Lifeline:
         self._phases.pop(stream, None)
 
     def check_wait(self, stream: str, steps: str | None, waited_s: float) -> None:
-        """Raise `CollectiveError` if this rank, which has waited `waited_s` seconds for all others, waits in vain.
+        """Raise `CollectiveError` if this rank, which has waited `waited_s` seconds for all others, waits in vain, and
+        `DataError` if it is itself where no other rank comes.
 
-        steps: a stream of which the other ranks make no further call before they come here.
+        steps: a stream of which the other ranks make no further call before they come here; nor do they wait for this
+        rank in a collective of the training.
         """
         self.check()
         known, phase = self.all_ranks, self._phases.get(stream, "")
         if steps is not None:
-            self._check_passed(steps, phase)
+            self._check_passed(stream, steps, phase, waited_s)
         if known.ended is not None:
             self._ended_since = self._ended_since or time.monotonic()
             if time.monotonic() - self._ended_since > ENDED_GRACE_S:
@@ -250,19 +254,22 @@ class Lifeline:
             self.fail(reason)
             raise CollectiveError(reason)
 
-    def _check_passed(self, steps: str, phase: str) -> None:
+    def _check_passed(self, stream: str, steps: str, phase: str, waited_s: float) -> None:
         most, ahead = self.all_ranks.streams.get(steps, [0, 0, 0, 0])[2:]
-        if most <= self._counts.get(steps, 0):
+        late = self.late(stream)
+        if most > self._counts.get(steps, 0):
+            where = f"rank {ahead} has gone on to its next optimizer step"
+        elif waited_s > FROZEN_S / 2 and COLLECTIVES in late:
+            where = f"another collective holds {late}"
+        else:
             self._passed_since = None
             return
         self._passed_since = self._passed_since or time.monotonic()
         if time.monotonic() - self._passed_since > ENDED_GRACE_S:
-            reason = (
-                f"rank {self.rank} is in {phase} and rank {ahead} has gone on to its next optimizer step without that; "
-                "let all ranks do the same at the same place of the program."
+            raise DataError(
+                f"rank {self.rank} is in {phase}, and {where}: a rank alone does what all ranks must do at the same "
+                "place of the program."
             )
-            self.fail(reason)
-            raise CollectiveError(reason)
 
     def late(self, stream: str) -> str:
         """Which rank all wait for in a stream and where it stands, for messages; empty if none is behind."""

@@ -39,7 +39,8 @@ class SignalledTwice(Signalled):
     """Once more while it saves."""
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        terminate()
+        if self.control.should_training_stop:
+            terminate()
         super()._save_checkpoint(*args, **kwargs)
 
 

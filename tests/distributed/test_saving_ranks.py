@@ -67,5 +67,6 @@ def test_a_save_that_one_rank_begins_alone(tiny_text: Path, tmp_path: Path, even
     for rank, outcome in enumerate(outcomes):
         last = [line for line in outcome.said.splitlines() if line.startswith("[odb] ") or "last line" in line][-1]
         assert "rank 0 is in the begin of saving checkpoint-2" in last, (rank, outcome.said[-3000:])
-        assert "rank 1 has gone on to its next optimizer step without that" in last
+        assert "another collective holds rank 1" in last or "rank 1 has gone on to its next optimizer step" in last
+        assert last.endswith("a rank alone does what all ranks must do at the same place of the program.")
     assert not (tmp_path / "out" / "checkpoint-2" / "odb_state.json").exists()
