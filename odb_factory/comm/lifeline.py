@@ -185,7 +185,8 @@ class Lifeline:
         self._ended_since: float | None = None
         self._passed_since: float | None = None
         self._failed_at: float | None = None
-        self._generation = 0
+        self._generation = self._failed_in = 0
+        self._has_begun = False
         self._told = self._closing = False
         self._closed = threading.Event()
         self._launcher = os.getppid() if TORCHRUN in os.environ else None
@@ -200,9 +201,10 @@ class Lifeline:
     # For other threads
 
     def renew(self) -> None:
-        """Another training begins here: a failure of the one before no longer counts, unless a rank is gone."""
-        if self._failed_at is not None and not any(peer.is_done for peer in self._peers.values()):
-            self._generation += 1
+        """A training begins on all ranks: a failure of the one before no longer counts, unless a rank is gone."""
+        self._generation += self._has_begun
+        self._has_begun = True
+        if self._failed_in < self._generation and not any(peer.is_done for peer in self._peers.values()):
             self.failure = self._failed_at = None
             self._told = False
 
@@ -293,9 +295,9 @@ class Lifeline:
     def fail(self, reason: str) -> None:
         """Let the other ranks know why this one ends; wait a little until those beside it have heard. The first failure
         that a rank hears of stands."""
-        if self.failure is not None or self._closing or not self._thread.is_alive():
+        if self._failed_at is not None or self._closing or not self._thread.is_alive():
             return
-        self._failed_at = time.monotonic()
+        self._failed_at, self._failed_in = time.monotonic(), self._generation
         self._put("failure", [self._generation, reason])
         until = time.monotonic() + ACK_S
         while (self._words or self._unacknowledged) and time.monotonic() < until and self._thread.is_alive():
@@ -433,7 +435,7 @@ class Lifeline:
         self._peers[peer.rank] = peer
         peer.report.first = peer.rank
         if self.failure is not None:
-            peer.send("failure", [self._generation, self.failure])
+            peer.send("failure", [self._failed_in, self.failure])
 
     def _read(self, peer: _Peer) -> None:
         lines, is_open = peer.lines()
@@ -482,18 +484,22 @@ class Lifeline:
             peer.flush()
             generation, failure = content
             if generation >= self._generation:  # else it belongs to a training that this rank has left
-                self._note(failure, told_by=peer.rank)
+                self._note(failure, told_by=peer.rank, generation=generation)
         elif kind == "ack":
             self._unacknowledged.discard(peer.rank)
         elif kind == "done":
             peer.is_done = True
             self._unacknowledged.discard(peer.rank)
 
-    def _note(self, failure: str, told_by: int | None = None) -> None:
-        """Pass the first failure on, then raise it where this rank waits."""
-        if self.failure is None and self._failed_at is None and not self._closing:
-            self._flood("failure", [self._generation, failure], told_by)
-            self._failed_at = time.monotonic()
+    def _note(self, failure: str, told_by: int | None = None, generation: int | None = None) -> None:
+        """Pass the first failure of a training on, then raise it where this rank waits.
+
+        generation: of the training; None: the one under way. A rank that told it may have begun the next already.
+        """
+        generation = self._generation if generation is None else generation
+        if (self._failed_at is None or generation > self._failed_in) and not self._closing:
+            self._flood("failure", [generation, failure], told_by)
+            self._failed_at, self._failed_in = time.monotonic(), generation
             self.failure = failure
             if self.end_process is None:
                 self._log(failure)

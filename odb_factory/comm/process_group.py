@@ -42,7 +42,6 @@ class ProcessGroupCoordinator:
     def __init__(self, process_group: dist.ProcessGroup | None, timeout_s: float):
         self.timeout_s = timeout_s
         self._lifeline = lifeline_of(process_group, timeout_s)
-        self._lifeline.renew()
         self._training = self._lifeline.stream("training")
         self._group = Group(process_group, timeout_s, "planning")
         self._steps = Group(process_group, timeout_s, "agreements")
