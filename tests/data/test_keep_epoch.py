@@ -31,7 +31,7 @@ from planning_strategies import budgets, collated, costs
 from torch.utils.data import BatchSampler
 
 from odb_factory.data.samples import Rejection, Sample
-from odb_factory.data.stock_steps import OF_MICRO_BATCH, StockSteps
+from odb_factory.data.stock_steps import OF_MICRO_BATCH, OF_STEP, StockMean, StockSteps
 from odb_factory.errors import CollectiveError
 from odb_factory.planning import Budget, Collation
 
@@ -67,7 +67,7 @@ def cases(draw: st.DrawFn, whole: bool = False) -> Case:
         batch_size=batch_size,
         world_size=world_size,
         drop_last=draw(st.booleans()),
-        mean=draw(st.sampled_from(["step", "rank", "micro_batch"])),
+        mean=draw(st.sampled_from([OF_STEP, StockMean("rank"), OF_MICRO_BATCH])),
     )
     return rows, stock, {"budget": draw(budgets), "balance": draw(st.booleans())}
 
@@ -158,9 +158,9 @@ def test_the_optimizer_steps_are_those_of_stock(case: Case) -> None:
             "step": [list(itertools.chain.from_iterable(of_ranks))],
             "rank": of_ranks,
             "micro_batch": [batch for micro_step in batches for batch in micro_step],
-        }[stock.mean]
+        }[stock.mean.over]
         # A model that takes its own mean shifts the labels first; the Trainer counts them all.
-        counted = {id: one.units + (one.leading_label and stock.mean != "micro_batch") for id, one in cost.items()}
+        counted = {id: one.units + (one.leading_label and stock.mean.counts_first) for id, one in cost.items()}
         divided_by = {id: sum(counted[other] for other in group) for group in groups for id in group}
         for rank, epoch in enumerate(epochs):
             step = epoch.steps[k]
