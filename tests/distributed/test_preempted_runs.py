@@ -25,10 +25,10 @@ def losses(out: Path) -> dict[int, float]:
 def preempted(config: dict[str, Any], num_ranks: int, ranks: list[int], kill: bool) -> None:
     """SIGTERM to these ranks; `kill`: SIGKILL to all as soon as they save."""
     out = Path(config["output_dir"])
-    with Run(config, num_ranks=num_ranks, env=ENV | {"FORCE_TORCHRUN": str(int(num_ranks > 1))}) as run:
+    with Run(config, num_ranks=num_ranks, env=ENV) as run:
         log = out / "trainer_log.jsonl"
         run.wait_until(lambda: log.exists() and log.read_text().count("\n") >= AFTER_STEPS, "no step was taken")
-        pids = [run.rank_pid(rank) for rank in range(num_ranks)] if num_ranks > 1 else [run.launchers[0].pid]
+        pids = [run.rank_pid(rank) for rank in range(num_ranks)]
         before = set(out.glob("checkpoint-*"))
         for rank in ranks:
             os.kill(pids[rank], signal.SIGTERM)
@@ -42,7 +42,7 @@ def preempted(config: dict[str, Any], num_ranks: int, ranks: list[int], kill: bo
         ended = run.end(120)
         if not kill:
             assert ended.returncodes == [0], str(ended)
-            for said in [ended.launchers[0]] if num_ranks == 1 else ended.ranks:
+            for said in ended.ranks:
                 assert "all ranks save optimizer step" in said, str(ended)
         assert not run.left_behind()
     run.folder.rename(run.folder.with_name("first_logs"))
@@ -63,7 +63,7 @@ def preempted(config: dict[str, Any], num_ranks: int, ranks: list[int], kill: bo
 def test_a_preempted_run_goes_on(
     tiny_text: Path, tmp_path: Path, request: Any, engine: str, num_ranks: int, ranks: list[int], kill: bool
 ) -> None:
-    changes: dict[str, Any] = {"enable_jit_checkpoint": True, "num_train_epochs": 3, "save_total_limit": 1}
+    changes: dict[str, Any] = {"enable_jit_checkpoint": True, "num_train_epochs": 2, "save_total_limit": 1}
     changes |= {"save_steps": 5 if kill else 1000, "gradient_accumulation_steps": 8 // num_ranks}
     if engine == "zero3":
         request.getfixturevalue("deepspeed_op")
