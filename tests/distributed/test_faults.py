@@ -105,7 +105,9 @@ def test_unreadable_picture_is_skipped_and_counted(with_an_unreadable_picture) -
     said_by(ended, 1, "left out (unreadable)", f"row {BAD_ROW} of rows.json", "cut_off.png")
 
 
-@pytest.mark.parametrize("kind", ["observes", "plans", "collates"])
+@pytest.mark.parametrize(
+    "kind", ["observes", *(pytest.param(kind, marks=pytest.mark.full_grid) for kind in ("plans", "collates"))]
+)
 def test_data_worker_killed(config, kind: str) -> None:
     with Run(config, nodes=NODES) as run:
         under_way(run)
@@ -133,10 +135,9 @@ def saves(run: Run) -> None:
     ("victim", "moment"),
     [
         (1, arguments_are_read),
-        (0, under_way),
         *(
             pytest.param(victim, moment, marks=pytest.mark.full_grid)
-            for victim, moment in ((0, arguments_are_read), (1, under_way), (0, saves), (1, saves))
+            for victim, moment in ((0, arguments_are_read), (0, under_way), (1, under_way), (0, saves), (1, saves))
         ),
     ],
 )
@@ -206,6 +207,7 @@ def test_a_pause_at_a_step_border(config, tmp_path) -> None:
     assert losses[0] == losses[1] and len(losses[0]) == 12
 
 
+@pytest.mark.full_grid  # in a loop: tests/distributed/test_patience.py
 def test_asleep_for_ever(config) -> None:
     """A callback that never returns: after `ddp_timeout` both ranks end and the last line names its line."""
     config |= {"ddp_timeout": 25}
@@ -216,6 +218,7 @@ def test_asleep_for_ever(config) -> None:
         last_line_says(ended, rank, "rank 1, which is alive", "pause_at_a_step_border.py:", "in pause", "ddp_timeout")
 
 
+@pytest.mark.full_grid  # in a loop: tests/distributed/test_patience.py
 def test_rank_killed_under_one_launcher(config) -> None:
     """torchrun ends the other rank at once, and names the one that was killed."""
     with Run(config) as run:
@@ -254,6 +257,7 @@ def test_settings_differ(config, override: str, said: str) -> None:
     assert not list(run.output_dir.glob("odb_audit_rank*"))
 
 
+@pytest.mark.full_grid  # in a loop: tests/distributed/test_patience.py
 def test_rank_0_frozen(config) -> None:
     """Whether the planning or the training itself waits for rank 0: rank 1 says that it is gone."""
     config["odb"]["exchange_timeout_s"] = 5
@@ -263,6 +267,7 @@ def test_rank_0_frozen(config) -> None:
         run.wait_for("no sign of life from rank 0", rank=1, timeout_s=5 + 30)
 
 
+@pytest.mark.full_grid  # in a loop: tests/distributed/test_patience.py
 def test_data_that_stand_still(config) -> None:
     """As on a network drive that hangs: rank 1 is alive and is waited for, and all say what it waits for."""
     config["odb"]["exchange_timeout_s"] = 5
