@@ -183,11 +183,6 @@ class ODBLoader:
         """Leave the epoch, on all ranks at the same optimizer step."""
         self._passes.leave()
 
-    def save_when(self, wanted: Callable[[], bool]) -> None:
-        """Ask all ranks for a checkpoint when `wanted` says so: the next optimizer step that they agree on, the same on
-        all ranks, has `save_requested`. wanted: called once before each step, in any thread."""
-        self._passes.wants_save = wanted
-
     def lower(self, limits: Limits) -> None:
         """Plans to come are made with budgets no higher than these, on all ranks."""
         self.lowered = limits.least(self.lowered)

@@ -47,7 +47,6 @@ class Passes:
     epoch: of the pass under way, or of the next. under_way: the pass that has begun and is not over.
     handed_out: micro-batches whose optimizer step is not consumed. rejected: rows of the epoch that cannot be used.
     weights: of each sample of a micro-batch the share of the loss of its step. lost: rows that could not be collated.
-    wants_save: whether this rank asks all ranks for a checkpoint; called before each optimizer step, in any thread.
     reweighs: of `StepAgreement`.
     """
 
@@ -71,7 +70,6 @@ class Passes:
         self.under_way: Pass | None = None
         self.handed_out = HandedOut()
         self.rejected: Counter[str] = Counter()
-        self.wants_save: Callable[[], bool] = lambda: False
         self.weights: Callable[[MicroBatch], Sequence[float]] = lambda micro_batch: [0.0] * len(micro_batch.ids)
         self.lost = Lost()
         self._agreed: Agreed
@@ -154,7 +152,7 @@ class Passes:
         current = Pass(
             planner,
             BackgroundPrefetcher(plans, ahead) if self._workers.threaded else InlinePrefetcher(plans),
-            StepAgreement(self._coordinator, lambda: self.wants_save(), reweighs=self._reweighs),
+            StepAgreement(self._coordinator, reweighs=self._reweighs),
             process=process,
             keeps_tasks=self._config.oom == "split",
         )

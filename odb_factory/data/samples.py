@@ -52,7 +52,6 @@ class OptimizerStep:
     epoch_steps: optimizer steps of the whole epoch: exact with kept steps of a dataset with a length (and in the last
         step), else estimated; 0 where nobody can say.
     last: no step follows in this epoch.
-    save_requested: a rank has asked for a checkpoint, as all ranks know before this step begins.
     """
 
     epoch: int
@@ -73,7 +72,6 @@ class OptimizerStep:
     not_trained: int
     epoch_steps: int
     last: bool
-    save_requested: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ import json
 import math
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any, NamedTuple
@@ -109,7 +109,6 @@ def _agreed(step: OptimizerStep, answers: Sequence[Mapping[str, Any]]) -> Agreed
     lost, divisors = agreed._lost_units(), {row.mean: row.divisor for row in rows}
     left = replace(
         step,
-        save_requested=any("save" in answer for answer in answers),
         samples=step.samples - len(rows),
         tokens=step.tokens - sum(row.tokens for row in rows),
         units=step.units - sum(row.units for row in rows),
@@ -168,18 +167,17 @@ def _note(micro_batch: MicroBatch, lost: Sequence[int]) -> dict[str, Any]:
 class StepAgreement:
     """The agreements of one pass over an epoch.
 
-    wants_save: whether this rank asks for a checkpoint; called when the message of a step is made. reweighs: rows that
-    cannot be collated leave the divisor of their step; else they are all late.
+    reweighs: rows that cannot be collated leave the divisor of their step; else they are all late.
 
-        agreement = StepAgreement(coordinator, wants_save, reweighs=True)
+        agreement = StepAgreement(coordinator, reweighs=True)
         agreement.start(first_step=0, notes=notes, window=4)
         agreed = agreement.of(micro_batch, lost=())  # with the first micro-batch of the step in hand
         agreement.taken(micro_batch)  # each one that is handed to the training
         agreement.close(timeout_s=7)
     """
 
-    def __init__(self, coordinator: Coordinator, wants_save: Callable[[], bool], *, reweighs: bool):
-        self._coordinator, self._wants_save, self._reweighs = coordinator, wants_save, reweighs
+    def __init__(self, coordinator: Coordinator, *, reweighs: bool):
+        self._coordinator, self._reweighs = coordinator, reweighs
         self._changed = threading.Condition()
         self._notes: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
         self._late: list[LateRow] = []
@@ -313,8 +311,6 @@ class StepAgreement:
             for key in ("lost", "emptied") if self._reweighs else ():
                 if told := [row for note in notes for row in note.get(key, ())]:
                     message[key] = told
-            if self._wants_save():
-                message["save"] = 1
         packed = json.dumps(message, separators=(",", ":")).encode() if message else b""
         answers = [json.loads(answer) if answer else {} for answer in self._coordinator.gather_step(packed, step)]
         with self._changed:
