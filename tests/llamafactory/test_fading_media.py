@@ -45,7 +45,7 @@ def left_out(folder: Path, num_ranks: int) -> list[dict[str, Any]]:
     return [line for file in files if file.exists() for line in read_jsonl(file)]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.full_grid), 2])
 def test_an_image_that_fails_after_it_was_observed_is_left_out(tiny_vl, tmp_path, num_ranks: int) -> None:
     config = configured(tiny_vl, tmp_path / "odb", FADING, gradient_accumulation_steps=ACCUMULATION // num_ranks)
     ended = trained(config, num_ranks)
