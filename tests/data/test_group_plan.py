@@ -35,7 +35,7 @@ def epoch_of(seat: Any, samples: list[Sample], global_batch_size: int, group_siz
             rank=seat.rank,
             coordinator=seat,
             find_dummy_sample=lambda: samples[0],
-            on_reject=print,
+            leave_out=print,
         ),
         stock=stock_steps(len(samples), size=global_batch_size, world_size=seat.world_size),
         epoch=0,

@@ -23,7 +23,7 @@ class LatePlans:
 def test_a_batch_that_is_ready_does_not_wait_for_a_plan() -> None:
     plans = LatePlans()
     feed = TaskSampler(num_workers=1)
-    current = feed.current = Pass(planner=None, plans=plans)
+    current = feed.current = Pass(planner=None, plans=plans, agreement=None)
     current.tasks.append(("micro-batch", ["sample"]))
     tasks = iter(feed)
     assert next(tasks) == ("micro-batch", ["sample"])
