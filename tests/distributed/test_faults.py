@@ -77,8 +77,8 @@ def said_by(ended: Ended, rank: int, *texts: str) -> str:
 
 
 def last_line_says(ended: Ended, rank: int, *texts: str) -> None:
-    """Progress bars and what torch writes when a process ends do not count; torch puts the rank before a last line."""
-    written = (line.removeprefix(f"[rank{rank}]: ") for line in ended.ranks[rank].splitlines())
+    """What torch writes when a process ends does not count; before a last line stand the rank or a progress bar."""
+    written = (line[max(line.find("[odb]"), 0) :] for line in ended.ranks[rank].splitlines())
     lines = [line for line in written if line.startswith(("[odb]", "Traceback", "odb_factory."))]
     assert lines and all(text in lines[-1] for text in ("[odb]", *texts)), f"{lines[-1:]}: not {texts}\n{ended}"
 
