@@ -28,6 +28,8 @@ EXIT_PAUSE_S = 0.2
 FRAME_BYTES = 56
 LENGTH_BYTES = 8
 
+_kept: list[dist.ProcessGroup] = []
+
 
 @functools.cache
 def pause_at_exit() -> None:
@@ -124,12 +126,14 @@ class Group:
         return self._call(phase, exchange)
 
     def close(self, *, failed: bool = False) -> None:
-        """Give the group back; safe to call twice. One in use, or whose ranks are gone, is left to the end of the
-        process: giving it back may block."""
+        """Give the group back; safe to call twice. One in use, or whose ranks are gone, is kept to the end of the
+        process: its destructor waits for the collective under way, and so would `dist.destroy_process_group()`."""
         group, self._group = self._group, None
         self.lifeline.leave(self._stream)
         failed = failed or self.is_busy or self.lifeline.failure is not None
-        if group is not None and not failed and dist.is_initialized():
+        if group is not None and failed:
+            _kept.append(group)
+        elif group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
 
     def _call(self, phase: str, call: Callable[[Callable[[float], None]], T], steps: str | None = None) -> T:

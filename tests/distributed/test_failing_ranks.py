@@ -25,6 +25,7 @@ def train(
     failing: tuple[int, ...] = (),
     fails_at: int = FAILS_AT,
     cannot_redistribute: int | None = None,
+    pause_s: float = 0,
     timeout_s: float = 300,
     **rows: Any,
 ) -> str:
@@ -37,6 +38,7 @@ def train(
                 loader.set_epoch(epoch)
                 for number, _ in enumerate(loader):
                     if number == fails_at and rank in failing:
+                        time.sleep(pause_s)
                         raise ValueError(f"rank {rank} cannot go on")
                     if number % 2:
                         dist.all_reduce(torch.ones(1))
@@ -95,6 +97,14 @@ def test_one_of_three_fails(tmp_path, failing: int) -> None:
     ended = run(tmp_path, world_size=3, failing=[failing])
     for rank, outcome in enumerate(ended):
         assert f"rank {failing} cannot go on" in outcome.said + outcome.value, (rank, outcome)
+
+
+def test_one_fails_while_its_planner_waits(tmp_path) -> None:
+    """The collective that its planner is in never ends, for rank 1 hangs in its own data; the process ends all the
+    same, and so frees rank 1 from a collective of the training."""
+    first, second = run(tmp_path, failing=[0], fails_at=1, hangs=(41, 0), pause_s=3)
+    assert first.value == "rank 0 cannot go on"
+    assert "rank 0 left the training: ValueError: rank 0 cannot go on" in second.said + second.value
 
 
 def lives_on(rank: int) -> float:
