@@ -362,5 +362,5 @@ def test_active_dropout_is_told_in_one_line(tiny_text, tmp_path, caplog) -> None
         trainer.model.model.layers[0].self_attn.attention_dropout = rate
         enable_odb(trainer, **BLOCK)
         trainer.train()
-    (told,) = [one.getMessage() for one in caplog.records if "dropout" in one.getMessage()]
+    (told,) = [one.getMessage() for one in caplog.records if "dropout is" in one.getMessage()]
     assert "model.layers.0.self_attn: 0.1" in told and "\n" not in told
