@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from odb_factory.version import __version__
+
 if TYPE_CHECKING:
     from odb_factory.config import ODBConfig as ODBConfig
     from odb_factory.errors import ConfigError as ConfigError
@@ -27,8 +29,6 @@ if TYPE_CHECKING:
     from odb_factory.training.enable import enable_odb as enable_odb
     from odb_factory.training.flat_in_loop import check_flat as check_flat
     from odb_factory.training.mixin import ODBTrainerMixin as ODBTrainerMixin
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "Collation": "odb_factory.planning",

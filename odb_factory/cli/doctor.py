@@ -20,6 +20,7 @@ from rich.text import Text
 from odb_factory.cli.doctor_checks import CHECKS, ENTRY_POINT, OPTIONAL, OTHER_PACKAGE, SUPPORTED, Check, Facts
 from odb_factory.cli.doctor_probe import Probe
 from odb_factory.llamafactory import releases
+from odb_factory.version import installed_version
 
 PROBE_TIMEOUT_S = 300
 _COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
@@ -66,9 +67,9 @@ def _checkpoint(console: Console, folder: Path) -> int:
 
 def gather() -> Facts:
     """Look at this Python: installed packages, the entry point, the environment, and the imports of a training."""
-    pins = {} if _version("llamafactory") is None else releases.pins()
+    pins = {} if installed_version("llamafactory") is None else releases.pins()
     packages = [*SUPPORTED, *OPTIONAL, OTHER_PACKAGE, "torchvision", "torchaudio", *pins]
-    versions = {name: _version(name) for name in packages} | {"python": platform.python_version()}
+    versions = {name: installed_version(name) for name in packages} | {"python": platform.python_version()}
     declared = [point.value for point in metadata.entry_points(group="torch.backends", name="odb_factory")]
     return Facts(
         versions=versions,
@@ -77,13 +78,6 @@ def gather() -> Facts:
         environment=dict(os.environ),
         probe=_probe(),
     )
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _probe() -> Probe:

@@ -7,8 +7,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from odb_factory import __version__
 from odb_factory.errors import ODBError
+from odb_factory.version import __version__
 
 # name: (module with a `main(argv)` that returns an exit code (None: 0), what it does). A module is imported only when
 # it is called for.

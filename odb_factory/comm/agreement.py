@@ -12,14 +12,13 @@ import platform
 import zlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 
 from packaging.version import InvalidVersion, Version
 
-import odb_factory
 from odb_factory.config import ODBConfig
 from odb_factory.errors import CollectiveError, ODBError, one_line
 from odb_factory.log import get_logger
+from odb_factory.version import installed_version
 
 logger = get_logger(__name__)
 
@@ -56,7 +55,7 @@ def releases() -> dict[str, object]:
     """The releases that ranks compare: major.minor.patch of `PACKAGES`, major.minor of Python; builds may differ."""
     found: dict[str, object] = {}
     for name in PACKAGES:
-        version = odb_factory.__version__ if name == "odb_factory" else _version(name)
+        version = installed_version(name)
         release = _release(version)
         found[f"release of {name}"] = release
         if version != release:
@@ -64,13 +63,6 @@ def releases() -> dict[str, object]:
     found["release of Python"] = platform.python_version().rpartition(".")[0]
     found["build of Python"] = MayDiffer(platform.python_version())
     return found
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _release(version: str | None) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from odb_factory.comm.data_parallel import world_size_of
 from odb_factory.comm.gloo import Group
 
 
@@ -17,8 +18,8 @@ class Exchange:
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None, timeout_s: float):
-        is_alone = not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(process_group) == 1
-        self._group = None if is_alone else Group(process_group, timeout_s, "agreements of an optimizer step")
+        several = world_size_of(process_group) > 1
+        self._group = Group(process_group, timeout_s, "agreements of an optimizer step") if several else None
         self._steps: str | None = None
         self.world_size = 1 if self._group is None else self._group.world_size
 

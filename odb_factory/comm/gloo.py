@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from odb_factory.comm.bounded import bounded
+from odb_factory.comm.data_parallel import world_size_of
 from odb_factory.comm.lifeline import lifeline_of, patience_of
 from odb_factory.errors import CollectiveError, DataError, one_line
 
@@ -181,7 +182,7 @@ def gather_once(message: bytes, silence_s: float, phase: str = "comparing what t
 
     silence_s, phase and what is raised: as in `Group`.
     """
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if world_size_of(None) == 1:
         return [message]
     group = Group(None, silence_s, "a comparison before training")
     try:

@@ -149,7 +149,8 @@ class _Peer:
 
 
 class Lifeline:
-    """This rank's place in the tree. It never ends the process: `check` raises in the thread that calls it.
+    """This rank's place in the tree. `check` raises in the thread that calls it what has happened to another rank; the
+    process is ended only where `end_process` is set.
 
     store: of the process group, where ranks find each other's addresses; None: ranks do not connect. One rank alone
     has a lifeline too, which logs its long waits for its own workers. silence_s: how long a rank may give no sign of

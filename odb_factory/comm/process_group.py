@@ -15,6 +15,7 @@ from odb_factory.comm.coordinator import (
     RankMetadata,
     SingleProcessCoordinator,
 )
+from odb_factory.comm.data_parallel import world_size_of
 from odb_factory.comm.gloo import Group
 from odb_factory.comm.lifeline import lifeline_of
 from odb_factory.errors import CollectiveError
@@ -25,7 +26,7 @@ def make_coordinator(process_group: dist.ProcessGroup | None, timeout_s: float) 
 
     Collective. timeout_s: how long a rank may give no sign of life (seconds).
     """
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size(process_group) == 1:
+    if world_size_of(process_group) == 1:
         return SingleProcessCoordinator()
     return ProcessGroupCoordinator(process_group, timeout_s)
 

@@ -175,10 +175,6 @@ class GroupDataset(WorkerDataset):
         flat, segments = flatten(batch, [cost.tokens for cost in costs], has_media, self.layout, has_audio)
         return self._measured(flat, samples, segments), flat
 
-    def batch_of(self, samples: list[Sample]) -> Any:
-        """What the workers would collate of these samples, without its shape."""
-        return self._collate(samples)[1]
-
     def _measured(self, batch: Any, samples: list[Sample], segments: tuple[int, ...] = ()) -> Measured:
         if self.budget is None:
             return self.measure(batch, self.patch_size, segments)

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from accelerate.data_loader import IterableDatasetShard, SeedableRandomSampler
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from odb_factory.comm.data_parallel import world_size_of
 from odb_factory.data.stream import is_split_by_node
 from odb_factory.errors import ConfigError
 
@@ -108,8 +108,7 @@ def _refuse_options(loader: DataLoader) -> None:
 
 def _refuse_shards(dataset: Any) -> None:
     """A stream of `datasets` that accelerate has prepared for several ranks may have been cut, and does not tell."""
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    if several and isinstance(dataset, IterableDataset) and not is_split_by_node(dataset):
+    if world_size_of(None) > 1 and isinstance(dataset, IterableDataset) and not is_split_by_node(dataset):
         raise ConfigError(
             "odb: accelerate has prepared this DataLoader over a stream, and nobody can tell which part of it this "
             "rank has; apply odb to the DataLoader before `prepare`, or give the dataset to ODBDataLoader."

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from odb_factory.comm.data_parallel import world_size_of
 from odb_factory.comm.process_group import make_coordinator
 from odb_factory.config import ODBConfig, ResolvedConfig
 from odb_factory.data.components import DataLoaderParts
@@ -107,7 +108,6 @@ def make_loader(
 
 def _rows(parts: DataLoaderParts, process_group: dist.ProcessGroup | None) -> dict[str, object]:
     """What ranks compare of processed items: a rank with a part of its own would take a share of that part alone."""
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size(process_group) > 1
-    if parts.sampler is None or not several:
+    if parts.sampler is None or world_size_of(process_group) == 1:
         return {}
     return {"what the first and the last row of the dataset say": of_rows(parts.dataset)}

@@ -110,7 +110,7 @@ class Passes:
         """Raises `DataError` where the collator failed."""
         if isinstance(item, tuple):
             return item
-        raise DataError(self._failure(item).message(self._workers.describe, self._config.on_error))
+        raise self._error(item)
 
     def leave(self, timeout_s: float | None = None) -> None:
         """End the pass; within `timeout_s` (default: that of the coordinator) if the planning is stuck."""
@@ -222,7 +222,7 @@ class Passes:
     def _agree_on(self, current: Pass, item: Collated | Salvaged | Failure) -> Collated:
         """The micro-batch without the rows that are left out. Its first one waits until all ranks know of the step."""
         if isinstance(item, Failure):
-            raise DataError(item.message(self._workers.describe, self._config.on_error))
+            raise self._error(item)
         planned = item.micro_batch if isinstance(item, Salvaged) else item[0]
         if planned.index == 0:
             self._agreed = current.agreement.of(planned, tuple(item.lost) if isinstance(item, Salvaged) else ())
@@ -267,18 +267,18 @@ class Passes:
             if isinstance(found, tuple):
                 self._stand_in = sample
                 return found
-        raise DataError(self._failure(item).message(self._workers.describe, "skip"))
+        raise self._error(item)
 
     def _left_of(self, samples: list[Sample], micro_batch: MicroBatch) -> list[Sample]:
         """Of the samples that a micro-batch was planned with; of one that has none left, what it is run with."""
         left = [sample for sample in samples if sample.id in micro_batch.ids]
         return left or ([] if self._stand_in is None else [self._stand_in])
 
-    def _failure(self, item: Salvaged | Failure) -> Failure:
-        if isinstance(item, Failure):
-            return item
-        number, cause = next(iter(item.lost.items()), (0, "nor can any other row"))
-        return Failure(item.micro_batch.ids[number : number + 1], cause)
+    def _error(self, item: Salvaged | Failure) -> DataError:
+        if isinstance(item, Salvaged):
+            number, cause = next(iter(item.lost.items()), (0, "nor can any other row"))
+            item = Failure(item.micro_batch.ids[number : number + 1], cause)
+        return DataError(item.message(self._workers.describe, self._config.on_error))
 
     def _count_late(self, rows: Sequence[LateRow]) -> None:
         self.lost.rows += len(rows)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch.distributed as dist
-
 from odb_factory.comm.agreement import MayDiffer, compare, of_block, releases
 from odb_factory.comm.gloo import gather_once
 from odb_factory.config import ODBConfig
@@ -28,8 +26,12 @@ def compare_arguments(owners: Sequence[Any], training_args: Any, config: ODBConf
     settings = {**releases(), **own, **of_block(config), **of_arguments(training_args)}
     # The loader compares releases, block and training arguments again, and warns of those that may differ.
     settings = {key: value for key, value in settings.items() if key in own or not isinstance(value, MayDiffer)}
-    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    compare(settings, lambda message: gather_once(message, config.exchange_timeout_s), rank=rank, problem=problem)
+    compare(
+        settings,
+        lambda message: gather_once(message, config.exchange_timeout_s),
+        rank=training_args.process_index,
+        problem=problem,
+    )
 
 
 def settings_of(dataset: OnlineDataset | TokenizedDataset, observer: Observer) -> dict[str, object]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import zlib
 from typing import Any
 
+from odb_factory.comm.agreement import MayDiffer
 from odb_factory.llamafactory.dataset import OnlineDataset, TokenizedDataset
+from odb_factory.training.agreement import of_arguments
 
-LOCAL = ("dataset_dir", "media_dir", "tokenized_path", "overwrite_cache", "preprocessing_num_workers")
-"""Data arguments that say where things are and how fast they are read."""
-OTHERS = ("odb", "eval_", "preprocessing_", "buffer_size", "data_shared_file_system")
-"""Beginnings of the names of data arguments that no training row depends on."""
+OTHERS = ("eval_", "preprocessing_", "buffer_size")
+"""Beginnings of the names of data arguments that no training row depends on, beside those in which ranks may differ."""
 MEDIA = (
     "image_max_pixels", "image_min_pixels", "image_do_pan_and_scan", "crop_to_patches", "video_max_pixels",
     "video_min_pixels", "video_fps", "video_maxlen", "use_audio_in_video", "audio_sampling_rate",
@@ -23,9 +23,11 @@ def rows_from(dataset: OnlineDataset | TokenizedDataset, tokenizer: Any, process
     """Plain values by the names of the YAML."""
     found: dict[str, object] = {}
     if isinstance(dataset, OnlineDataset):
-        arguments = vars(dataset.processor.data_args)
-        found = {key: arguments[key] for key in arguments if key not in LOCAL and not key.startswith(OTHERS)}
-        found = {key: value for key, value in found.items() if isinstance(value, str | int | float | list | None)}
+        found = {
+            key: value
+            for key, value in of_arguments(dataset.processor.data_args).items()
+            if not isinstance(value, MayDiffer) and not key.startswith(OTHERS)
+        }
     found |= {name: getattr(processor, name) for name in MEDIA if hasattr(processor, name)}
     checksum = zlib.crc32(repr(tokenizer(TEXT)["input_ids"]).encode())
     return found | {"tokenizer": f"{type(tokenizer).__name__} of {len(tokenizer)} tokens, {checksum:08x}"}

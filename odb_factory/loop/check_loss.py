@@ -47,7 +47,7 @@ def check_loss(dataloader: Any, loss_fn: Callable[[Any], Tensor]) -> None:
 
     def loss_of(samples: Sequence[Sample]) -> float:
         with torch.no_grad():
-            return float(loss_fn(loader.groups.batch_of(list(samples))))
+            return float(loss_fn(loader.groups.collate(list(samples))[1]))
 
     half = len(samples) // 2
     whole, again = loss_of(samples), loss_of(samples)

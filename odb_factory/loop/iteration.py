@@ -103,10 +103,8 @@ class Iteration:
             already_split=already_split,
             agree_on={"already_split": already_split},
         )
-        if dist.is_available() and dist.is_initialized():
-            lifeline_of(
-                process_group, config.exchange_timeout_s
-            ).renew()  # a rank that dies from here on ends the others
+        if world_size_of(process_group) > 1:  # a rank that dies from here on ends the others
+            lifeline_of(process_group, config.exchange_timeout_s).renew()
         self._made: tuple[ODBLoader, StepAccounting] | None = None
         self._last_resort: LastResort | None = None
         self._is_closed = self._begun = self._has_said = False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import re
 import zlib
 from array import array
@@ -132,13 +131,11 @@ def dataset_numbers(
 ) -> tuple[list[str], np.ndarray] | None:
     """Names of the data sets, and of each sample the number of its own; None where that is not known.
 
-    rows_of: as `odb_factory.training.run_log` writes it, or with the file's content as `numbers` (base64), as earlier
-    releases wrote it.
+    rows_of: as `odb_factory.training.run_log` writes it.
     """
     try:
         names = [str(name) for name in (rows_of or {})["names"]]
-        packed = (rows_of or {}).get("numbers")
-        content = base64.b64decode(packed) if packed else (folder / (rows_of or {})["file"]).read_bytes()
+        content = (folder / (rows_of or {})["file"]).read_bytes()
         of_sample = np.frombuffer(zlib.decompress(content), dtype="<i2")[ids]
     except (KeyError, TypeError, ValueError, IndexError, OSError, zlib.error):
         return None

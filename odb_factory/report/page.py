@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from typing import Any
 
-from odb_factory import __version__
 from odb_factory.report import charts, html
 from odb_factory.report.numbers import UNKNOWN, counted, number, percent, seconds_text
 from odb_factory.report.settings import settings
+from odb_factory.version import __version__
 
 Run = Mapping[str, Any]
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"

@@ -79,7 +79,7 @@ def data_sets_file(value: Any) -> bool:
 
 _LOGGED = dict.fromkeys(("loss", "learning_rate", "lr", "grad_norm", "epoch", "eval_loss"), number)
 _LIMITS = {"token_budget": positive, "max_patches": positive}
-_ROWS_OF = fields({"names": each(text)}, {"numbers": text, "file": data_sets_file})
+_ROWS_OF = fields({"names": each(text)}, {"file": data_sets_file})
 _ABOUT = fields({}, {"dataset": each(text), "rows_of": _ROWS_OF})
 _LOGS = by_name(lambda value: number(value) or flag(value))
 _SUMS = fields(dict.fromkeys(("optimizer_steps", "samples", "tokens"), count))

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from odb_factory.data.resume.checked_file import read_checked
 from odb_factory.errors import DataError
 from odb_factory.training.checkpoint_files import check_optimizer, check_structure, check_weights, files_of
-from odb_factory.training.checkpoint_hashes import NUM_BLOCKS, compare, hash_files
-from odb_factory.training.state_files import ranks_of, read_marker, read_rank_state, read_trainer_state
+from odb_factory.training.checkpoint_hashes import HASHES, NUM_BLOCKS, compare
+from odb_factory.training.state_files import RANK_FILE, by_rank, read_marker, read_rank_state, read_trainer_state
 
 
 class Line(NamedTuple):
@@ -26,11 +26,11 @@ def examine(folder: Path) -> Iterator[Line]:
         return
     entries: dict[str, dict[str, Any]] = {}
     yield from _try("trainer_state.json is readable", lambda: read_trainer_state(folder))
-    if ranks_of(folder):
+    if by_rank(folder, RANK_FILE):
         yield from _try("odb_state.json is readable: all ranks have saved", lambda: read_marker(folder))
-    for rank in sorted(ranks_of(folder)):
+    for rank in by_rank(folder, RANK_FILE):
         yield from _try(f"the state of rank {rank} is readable", partial(read_rank_state, folder, rank))
-    for rank, path in hash_files(folder).items():
+    for rank, path in by_rank(folder, HASHES).items():
         yield from _try(
             f"the hashes of rank {rank} are readable",
             partial(_read_hashes, path, entries),

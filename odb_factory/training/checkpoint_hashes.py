@@ -26,6 +26,7 @@ from odb_factory.training.checkpoint_files import (
     is_loaded_by,
     rank_of,
 )
+from odb_factory.training.state_files import by_rank
 
 logger = get_logger(__name__)
 
@@ -94,13 +95,6 @@ def hash_file(folder: Path, rank: int) -> Path:
     return folder / HASHES.format(rank=rank)
 
 
-def hash_files(folder: Path) -> dict[int, Path]:
-    """The hash files in a folder, by rank."""
-    start, end = HASHES.split("{rank}")
-    found = {path.name.removeprefix(start).removesuffix(end): path for path in folder.glob(f"{start}*{end}")}
-    return {int(rank): path for rank, path in sorted(found.items()) if rank.isascii() and rank.isdigit()}
-
-
 def entry_of(path: Path, stopped: threading.Event | None = None) -> dict[str, Any]:
     """Size and SHA-256 of a file, of a sampled one that of its blocks. stopped: set by another thread to give it up."""
     size = path.stat().st_size
@@ -124,7 +118,7 @@ def _blocks(size: int, is_sampled: bool) -> Iterator[int]:
 
 def expected_entries(folder: Path, rank: int, world_size: int) -> dict[str, dict[str, Any]]:
     """What was hashed of the files that this rank loads; by path inside the folder. Empty without hash files."""
-    found = hash_files(folder)
+    found = by_rank(folder, HASHES)
     # Files of all ranks were hashed by one rank: rank 0, or the first of the node whose disk this is.
     readers = {min(found, default=0), *(other for other in found if other % world_size == rank)}
     entries: dict[str, dict[str, Any]] = {}

@@ -22,12 +22,12 @@ from transformers.trainer_callback import ExportableState
 
 from odb_factory.comm.exchange import Exchange
 from odb_factory.log import get_logger
-from odb_factory.training.checkpoint_hashes import Hashing, hash_file, hash_files
+from odb_factory.training.checkpoint_hashes import HASHES, Hashing, hash_file
 from odb_factory.training.state_files import (
     MARKER,
+    RANK_FILE,
     TRAINER_STATE,
-    rank_file,
-    ranks_of,
+    by_rank,
     write_marker,
     write_rank_state,
 )
@@ -134,12 +134,10 @@ class CheckpointSaver:
         if self._marks:  # a checkpoint of this step that is written again is not whole until all is there
             (folder / MARKER).unlink(missing_ok=True)
             (folder / TRAINER_STATE).unlink(missing_ok=True)
-            for rank in ranks_of(folder):
-                if rank >= run.loader.world_size:  # of a run with more ranks
-                    rank_file(folder, rank).unlink(missing_ok=True)
-            for rank, path in hash_files(folder).items():
-                if rank >= self._trainer.args.world_size:
-                    path.unlink(missing_ok=True)
+            for name, ranks in ((RANK_FILE, run.loader.world_size), (HASHES, self._trainer.args.world_size)):
+                for rank, path in by_rank(folder, name).items():
+                    if rank >= ranks:  # of a run with more of them
+                        path.unlink(missing_ok=True)
         now = self._step or _StepBegin(run.optimizer_steps, run.loader.state(), run.state_dict(), ())
         write_rank_state(folder, run.loader.rank, now.optimizer_steps, now.data.to_dict(), now.run)
 

@@ -15,10 +15,11 @@ from odb_factory.training.checkpoint_files import check_optimizer, check_weights
 from odb_factory.training.checkpoint_hashes import check_content
 from odb_factory.training.state_files import (
     MARKER,
+    RANK_FILE,
     RankState,
     TrainerRecord,
+    by_rank,
     rank_file,
-    ranks_of,
     read_marker,
     read_rank_state,
     read_trainer_state,
@@ -96,7 +97,7 @@ def is_stock(folder: Path, record: TrainerRecord) -> bool:
 
 
 def has_our_files(folder: Path) -> bool:
-    return (folder / MARKER).exists() or bool(ranks_of(folder))
+    return (folder / MARKER).exists() or bool(by_rank(folder, RANK_FILE))
 
 
 def read_states(folder: Path, rank: int, world_size: int, *, of_all: bool = False) -> list[RankState]:
@@ -106,7 +107,7 @@ def read_states(folder: Path, rank: int, world_size: int, *, of_all: bool = Fals
     """
     own = rank
     if not rank_file(folder, rank).exists():
-        own = min(ranks_of(folder), default=rank)
+        own = min(by_rank(folder, RANK_FILE), default=rank)
     state = read_rank_state(folder, own)
     if isinstance(state.data, KeepState):
         return [state]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset, RandomSampler
 from transformers import Trainer
 
-from odb_factory.comm.data_parallel import check_process_group
+from odb_factory.comm.data_parallel import check_process_group, world_size_of
 from odb_factory.comm.exchange import Exchange
 from odb_factory.comm.lifeline import lifeline_of
 from odb_factory.config import ODBConfig, ResolvedConfig
@@ -163,7 +163,7 @@ def enable_odb(
     if not isinstance(trainer, ODBTrainerMixin):
         stock = type(trainer)
         trainer.__class__ = type(stock.__name__, (ODBTrainerMixin, stock), {"__module__": stock.__module__})
-    if dist.is_available() and dist.is_initialized():
+    if world_size_of(process_group) > 1:
         lifeline_of(process_group, config.exchange_timeout_s)  # a rank that dies from here on ends the others
     trainer.odb_settings = ODBSettings(
         config=config,

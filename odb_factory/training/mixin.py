@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from accelerate.utils import DistributedType
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from odb_factory.accounting.token_loss import in_float32, sum_of_losses
+from odb_factory.comm.data_parallel import world_size_of
 from odb_factory.comm.gloo import gather_once
 from odb_factory.comm.lifeline import lifeline_of
 from odb_factory.ending import ending
@@ -84,8 +84,9 @@ class ODBTrainerMixin(Base):
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         if self.odb_settings is None:
             return super().train(resume_from_checkpoint, *args, **kwargs)
-        if dist.is_available() and dist.is_initialized():
-            lifeline_of(self.odb_settings.process_group, self.odb_settings.config.exchange_timeout_s).renew()
+        settings = self.odb_settings
+        if world_size_of(settings.process_group) > 1:
+            lifeline_of(settings.process_group, settings.config.exchange_timeout_s).renew()
         check_trainer(self)
         probes.check_seams(self)
         say_what_differs(self, counts_tokens=not self.odb_settings.equal_weights)

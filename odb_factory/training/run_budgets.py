@@ -8,7 +8,7 @@ from pathlib import Path
 from odb_factory.config import ODBConfig, ResolvedConfig
 from odb_factory.log import get_logger
 from odb_factory.training.checkpoint_status import read_states
-from odb_factory.training.state_files import ranks_of
+from odb_factory.training.state_files import RANK_FILE, by_rank
 
 logger = get_logger(__name__)
 
@@ -39,7 +39,7 @@ def first_config(config: ODBConfig, folder: str | None, rank: int, ranks: int) -
 
 def _kept(folder: Path, rank: int, ranks: int) -> dict[str, int | None]:
     """What a checkpoint says; nothing where it was written without odb. What is damaged is told when it is loaded."""
-    if not ranks_of(folder):
+    if not by_rank(folder, RANK_FILE):
         return {}
     kept: dict[str, int | None] = read_states(folder, rank, ranks)[0].run.get("budgets", {})
     return kept

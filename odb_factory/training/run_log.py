@@ -12,7 +12,6 @@ import os
 import time
 import zlib
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -21,6 +20,7 @@ from transformers import TrainerCallback
 from odb_factory.accounting.audit import cut_off_last_line
 from odb_factory.errors import one_line
 from odb_factory.log import get_logger
+from odb_factory.version import installed_version
 
 logger = get_logger(__name__)
 
@@ -59,7 +59,7 @@ class RunLog(TrainerCallback):
             "ranks": self.trainer.odb_run.loader.world_size,
             "arguments": {name: value for name, value in given.items() if value not in (None, "", [])},
             "about": {"model": _model_of(self.trainer), "device": _device(args), **self.about},
-            "versions": {name: _version(name) for name in PACKAGES if _version(name)},
+            "versions": {name: installed_version(name) for name in PACKAGES if installed_version(name)},
         }
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -145,10 +145,3 @@ def _device(args: Any) -> str:
     import torch
 
     return torch.cuda.get_device_name(args.device)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

@@ -45,11 +45,11 @@ def rank_file(folder: Path, rank: int) -> Path:
     return folder / RANK_FILE.format(rank=rank)
 
 
-def ranks_of(folder: Path) -> list[int]:
-    """The ranks whose files are in a folder."""
-    start, end = RANK_FILE.split("{rank}")
-    found = (path.name.removeprefix(start).removesuffix(end) for path in folder.glob(f"{start}*{end}"))
-    return [int(rank) for rank in found if rank.isascii() and rank.isdigit()]
+def by_rank(folder: Path, name: str) -> dict[int, Path]:
+    """The files in a folder that each rank has one of. name: with `{rank}` in it."""
+    start, end = name.split("{rank}")
+    found = {path.name.removeprefix(start).removesuffix(end): path for path in folder.glob(f"{start}*{end}")}
+    return {int(rank): path for rank, path in sorted(found.items()) if rank.isascii() and rank.isdigit()}
 
 
 def write_rank_state(folder: Path, rank: int, optimizer_steps: int, data: dict[str, Any], run: dict[str, Any]) -> None:

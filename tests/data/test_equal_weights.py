@@ -11,6 +11,8 @@ import pytest
 from odb_factory.data.stock_steps import OF_MICRO_BATCH, StockSteps, by_weight, stock_means
 from odb_factory.planning import Budget, BufferMetadata, Cost, make_metadata, plan_optimizer_step
 
+STOCK = StockSteps(global_batch_size=8, batch_size=2, world_size=2, num_samples=None, mean=OF_MICRO_BATCH)
+
 
 def buffers_of(rng: random.Random, stock: StockSteps, num_ranks: int, num_rows: int, left_out: int) -> list:
     """An optimizer step as its ranks hold it. left_out: rows that have been rejected."""
@@ -55,25 +57,11 @@ def test_samples_of_a_micro_batch_weigh_the_same(seed: int) -> None:
 
 
 def test_nothing_changes_where_all_weigh_the_same() -> None:
-    stock = StockSteps(
-        global_batch_size=8,
-        batch_size=2,
-        world_size=2,
-        num_samples=None,
-        mean=OF_MICRO_BATCH,
-    )
-    buffers = buffers_of(random.Random(1), stock, 2, 8, left_out=0)
-    for separated, buffer in zip(by_weight(buffers, stock), buffers, strict=True):
+    buffers = buffers_of(random.Random(1), STOCK, 2, 8, left_out=0)
+    for separated, buffer in zip(by_weight(buffers, STOCK), buffers, strict=True):
         assert (separated.rows == buffer.rows).all()
 
 
 def test_ranks_without_a_sample_are_left_as_they_are() -> None:
-    stock = StockSteps(
-        global_batch_size=8,
-        batch_size=2,
-        world_size=2,
-        num_samples=None,
-        mean=OF_MICRO_BATCH,
-    )
     empty = [BufferMetadata(make_metadata([], [], True).rows, True) for _ in range(2)]
-    assert by_weight(empty, stock) == empty
+    assert by_weight(empty, STOCK) == empty

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import datetime
 import json
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from run_report.folders import BEGAN, audit_line, begin, end, entry, write_lines, write_stock
 
@@ -18,6 +20,8 @@ from odb_factory.report.page import make_page
 
 LOG, TRAINER_LOG, STATE = "odb_log.jsonl", "trainer_log.jsonl", "trainer_state.json"
 AUDIT, SUMMARY = "odb_audit_rank0.jsonl", "odb_summary.json"
+DATA_SETS = "odb_data_sets_00000000.zlib"
+"""Of rows 0 to 3: two of each data set."""
 WRONG = ("x", [1, 2], None, -1, KeyError)
 """KeyError: taken away."""
 EXTREME = ({"a": 1}, True, 0, 2**31 - 1, 2**62, 10**400, 1e308, float("nan"), float("inf"))
@@ -28,7 +32,8 @@ Files = dict[str, list[Any]]
 def files(tmp_path: Path) -> Files:
     """The records of a run that is over: all logs, a summary, an audit. The state and the summary are one record."""
     write_stock(tmp_path, [1.0, 1.0, 1.0])
-    about = {"dataset": ["a", "b"], "rows_of": {"names": ["a", "b"], "numbers": "eJxjYGBgYARCAAAOAAM="}}
+    (tmp_path / DATA_SETS).write_bytes(zlib.compress(np.array([0, 0, 1, 1], "<i2").tobytes()))
+    about = {"dataset": ["a", "b"], "rows_of": {"names": ["a", "b"], "file": DATA_SETS}}
     logged = [begin(**about), *(entry(k, BEGAN + 2 * k) for k in (1, 2, 3)), end(3, BEGAN + 8)]
     summary = {
         "optimizer_steps": 3,
