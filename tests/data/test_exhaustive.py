@@ -122,6 +122,7 @@ def explore(
     return count
 
 
+@pytest.mark.full_grid
 def test_every_small_world_keeps_its_promises(capsys: pytest.CaptureFixture) -> None:
     """One rank of up to 5 samples, two of up to 3, three of up to 2."""
     count = sum(
@@ -162,6 +163,7 @@ def test_every_small_flat_world_keeps_its_promises(capsys: pytest.CaptureFixture
     assert count > 1_000
 
 
+@pytest.mark.full_grid
 def test_every_small_world_in_which_little_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """I5, I7: five samples are too few for the real bound to be reached; here it is one round."""
     for module in (candidates, lockstep):
@@ -224,6 +226,7 @@ def no_warnings() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
+@pytest.mark.full_grid
 def test_every_small_kept_world_keeps_its_promises(capsys: pytest.CaptureFixture) -> None:
     """Orders of up to 4 samples for one and two ranks, 3 for three; N up to 5; and of fewer with rejected rows."""
     count = sum(explore_kept(num_ranks, most, 5, again=True) for num_ranks, most in ((1, 4), (2, 4), (3, 3)))

@@ -81,7 +81,7 @@ def test_a_group_split_for_a_rank_that_would_idle_keeps_its_budget() -> None:
     check_promises(world, run_shards(world, **options), **options)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=50)
 @given(cases())
 def test_any_number_of_ranks_keeps_its_promises(case: Case) -> None:
     """I1 to I5, I7."""
@@ -89,7 +89,7 @@ def test_any_number_of_ranks_keeps_its_promises(case: Case) -> None:
     check_promises(world, run_shards(world, **options), **options)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(st.data(), cases())
 def test_it_does_not_matter_which_rank_is_first(data: Any, case: Case) -> None:
     """I6: the same epoch whatever rank runs ahead, and again."""
@@ -100,7 +100,7 @@ def test_it_does_not_matter_which_rank_is_first(data: Any, case: Case) -> None:
     assert endings(again) == endings(first)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(cases(), st.integers())
 def test_ranks_that_measure_different_times_plan_the_same(case: Case, seed: int) -> None:
     """I6: the first rank's cost model is taken by all."""
@@ -110,7 +110,7 @@ def test_ranks_that_measure_different_times_plan_the_same(case: Case, seed: int)
     check_promises(world, run_shards(world, **options), **options)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(cases())
 def test_what_all_ranks_are_told_is_the_same(case: Case) -> None:
     """I8, progress and the summary rest on it."""
@@ -132,7 +132,7 @@ def test_what_all_ranks_are_told_is_the_same(case: Case) -> None:
         assert last.overlong == len(seen.intersection(overlong))
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(cases())
 def test_all_rejected_on_one_rank_is_no_end_for_the_others(case: Case) -> None:
     """That rank ends with them, having idled from the first step to the last (I1, I2)."""
@@ -179,7 +179,7 @@ def test_nothing_overdue_is_passed_by(budget: Budget, buffer_size: int, lengths:
 # Ranks that do not reach the end
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 @given(st.data(), cases(), st.integers(1, 3))
 def test_fatal_rows_end_all_ranks_alike(data: Any, case: Case, num_fatal: int) -> None:
     """Also in the first round, and on several ranks in the same round: each names a row, its own if it has one."""
@@ -204,7 +204,7 @@ def test_fatal_rows_end_all_ranks_alike(data: Any, case: Case, num_fatal: int) -
             assert str(epoch.error) == fatal.message
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(st.data(), cases())
 def test_ranks_that_leave_keep_nobody_waiting(data: Any, case: Case) -> None:
     """Some are closed at a yield while the others go on to the next exchange: these end with an error at once."""

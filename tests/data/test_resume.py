@@ -22,15 +22,16 @@ from odb_factory.data.stock_steps import OF_MICRO_BATCH
 from odb_factory.errors import DataError
 from odb_factory.planning import Cost, CostModel
 
+SLOW = pytest.mark.full_grid
 MODES = [
-    {"world_size": 1},
+    pytest.param({"world_size": 1}, marks=SLOW),
     {"world_size": 1, "accumulation": 2, "buffer_size": 5},
-    {"world_size": 2, "accumulation": 2},
+    pytest.param({"world_size": 2, "accumulation": 2}, marks=SLOW),
     {"world_size": 3, "buffer_size": 64},
     {"world_size": 2, "join": False, "accumulation": 2},
     {"world_size": 3, "balance": True, "accumulation": 2},
-    {"world_size": 2, "stream": Stream},
-    {"world_size": 1, **KEEP},
+    pytest.param({"world_size": 2, "stream": Stream}, marks=SLOW),
+    pytest.param({"world_size": 1, **KEEP}, marks=SLOW),
     {"world_size": 3, **KEEP, "balance": False},
     {
         "world_size": 2,

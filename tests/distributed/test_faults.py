@@ -83,6 +83,7 @@ def last_line_says(ended: Ended, rank: int, *texts: str) -> None:
     assert lines and all(text in lines[-1] for text in ("[odb]", *texts)), f"{lines[-1:]}: not {texts}\n{ended}"
 
 
+@pytest.mark.full_grid
 def test_unreadable_picture_ends_the_run(with_an_unreadable_picture) -> None:
     with Run(with_an_unreadable_picture, nodes=NODES) as run:
         run.wait_for("Running training")
@@ -105,9 +106,8 @@ def test_unreadable_picture_is_skipped_and_counted(with_an_unreadable_picture) -
     said_by(ended, 1, "left out (unreadable)", f"row {BAD_ROW} of rows.json", "cut_off.png")
 
 
-@pytest.mark.parametrize(
-    "kind", ["observes", *(pytest.param(kind, marks=pytest.mark.full_grid) for kind in ("plans", "collates"))]
-)
+@pytest.mark.full_grid
+@pytest.mark.parametrize("kind", ["observes", "plans", "collates"])
 def test_data_worker_killed(config, kind: str) -> None:
     with Run(config, nodes=NODES) as run:
         under_way(run)
@@ -176,6 +176,7 @@ def test_launcher_killed(config) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a small disk is mounted by root")
+@pytest.mark.full_grid
 def test_disk_full(config, tmp_path) -> None:
     """While a checkpoint is written: the last line names the folder and what to do."""
     small = tmp_path / "small"

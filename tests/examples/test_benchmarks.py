@@ -40,6 +40,13 @@ def run_all(folder: Path, *options: str) -> str:
 
 
 @pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("planning")
+    run_all(folder, "--parts", "planning")
+    return folder
+
+
+@pytest.fixture(scope="module")
 def short_form(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("benchmark")
     run_all(folder)
@@ -54,6 +61,7 @@ def has_odb() -> bool:
     return importlib.util.find_spec("odb") is not None
 
 
+@pytest.mark.full_grid
 @pytest.mark.timeout(LIMIT_S + 20)
 def test_the_page_has_every_part(short_form: Path) -> None:
     """Figures and tables; what has no short form is said not to be measured; what is done is not run again."""
@@ -77,9 +85,9 @@ def test_the_page_has_every_part(short_form: Path) -> None:
     assert began == {path: path.stat().st_mtime_ns for path in short_form.glob("*/done.json")}
 
 
-def test_the_plan(short_form: Path) -> None:
+def test_the_plan(planned: Path) -> None:
     """On a small scale: odb before who keeps N, balanced before alone, flat before padded, below the bound."""
-    rows = load(short_form, "planning", "planning.json")
+    rows = load(planned, "planning", "planning.json")
     for images in (False, True):
         mine = {row["name"]: row for row in rows if row["images"] == images}
         reached = {name: row["efficiency"] for name, row in mine.items() if "why" not in row}
@@ -101,6 +109,7 @@ def test_the_plan(short_form: Path) -> None:
     assert has_odb() or "online-dynamic-batching" in missing
 
 
+@pytest.mark.full_grid
 def test_the_trainings(short_form: Path) -> None:
     """I9: odb has the optimizer steps and losses of fixed batches; the same samples and tokens for everyone."""
     (rows,) = load(short_form, "train_text_1", "train.json").values()
@@ -120,6 +129,7 @@ def test_the_trainings(short_form: Path) -> None:
     assert learnt["odb"][0]["validation loss"] == pytest.approx(learnt["fixed batch"][0]["validation loss"], rel=1e-4)
 
 
+@pytest.mark.full_grid
 def test_the_loaders(short_form: Path) -> None:
     rows = load(short_form, "loader", "loader.json")["results"]
     loaders = {row["loader"] for row in rows}
@@ -133,6 +143,7 @@ def test_the_loaders(short_form: Path) -> None:
             assert 0 < row["padding"] < rows[0]["padding"], "micro-batches of several samples of like length"
 
 
+@pytest.mark.full_grid
 def test_the_start(short_form: Path) -> None:
     starts = load(short_form, "start", "start.json")
     assert [(run["rows"], run["name"]) for run in starts] == [(40, "stock"), (40, "odb")]
@@ -142,6 +153,7 @@ def test_the_start(short_form: Path) -> None:
         assert stretches == pytest.approx(run["first_step"])
 
 
+@pytest.mark.full_grid
 def test_the_cost_of_planning(short_form: Path) -> None:
     rows = load(short_form, "scale", "scale.json")
     rounds = [row for row in rows if "received" in row and "steps" in row]
@@ -151,6 +163,7 @@ def test_the_cost_of_planning(short_form: Path) -> None:
     assert grouped[0]["efficiency"] <= grouped[1]["efficiency"] <= grouped[1]["bound"]
 
 
+@pytest.mark.full_grid
 def test_one_gpu(short_form: Path) -> None:
     found = load(short_form, "gpu", "gpu.json")
     assert list(found["tables"]) == ["qwen3-vl-2b, MM-Mix", "text-0.5b, MM-Mix"]
@@ -195,6 +208,7 @@ def test_a_part_that_fails_is_run_again_and_not_shown(tmp_path: Path, monkeypatc
     assert "unrecognized arguments" in (tmp_path / "broken" / "log.txt").read_text("utf-8")
 
 
+@pytest.mark.full_grid
 def test_published_parts_stand_beside_earlier_ones(
     short_form: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -130,7 +130,9 @@ def check_same(name: str, ours: Training, stock: Training, num_ranks: int = 1) -
 WEIGHED = {"pref_ftx": 0.5, "kto_chosen_weight": 1.3, "kto_rejected_weight": 0.7}
 
 
-@pytest.mark.parametrize("finetuning", [pytest.param("full", marks=pytest.mark.versions), "lora"])
+@pytest.mark.parametrize(
+    "finetuning", [pytest.param("full", marks=pytest.mark.versions), pytest.param("lora", marks=pytest.mark.full_grid)]
+)
 def test_one_rank_trains_as_stock_does(tiny_text: Path, rows_dir: Path, tmp_path: Path, finetuning: str) -> None:
     """Accumulated: every example has the KL estimate of its own micro-step; the last optimizer step is uneven."""
     steps = {"dataset": "odd", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}

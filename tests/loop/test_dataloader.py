@@ -46,7 +46,11 @@ def flat(batches: list[list[int]]) -> Counter:
 
 
 EVERY_ROW = Counter(range(NUM_ROWS))
-WORKERS = [{"num_workers": 0}, {"num_workers": 2}, {"num_workers": 1, "multiprocessing_context": "spawn"}]
+WORKERS = [
+    {"num_workers": 0},
+    {"num_workers": 2},
+    pytest.param({"num_workers": 1, "multiprocessing_context": "spawn"}, marks=pytest.mark.full_grid),
+]
 
 
 @pytest.mark.parametrize("workers", WORKERS, ids=str)

@@ -27,11 +27,8 @@ SETS: dict[str, tuple[int, dict[str, Training]]] = {
         1,
         {
             "text": Training(batch=2, accumulation=4, more=3),
-            "one row": Training(batch=1, accumulation=1),
-            "leading label": Training(rows="leading", batch=4, accumulation=2, more=4),
             "float64": Training(rows="leading", batch=3, accumulation=2, dtype="float64", more=2),
             "smoothed": Training(rows="leading", batch=3, accumulation=3, more=4, arguments=SMOOTHED),
-            "images": Training("vl", "images", batch=3, accumulation=2, more=4),
             "mixed": Training("vl", "mixed", batch=4, accumulation=1, dtype="float64"),
         },
     ),
@@ -39,14 +36,11 @@ SETS: dict[str, tuple[int, dict[str, Training]]] = {
         2,
         {
             "text": Training(batch=2, accumulation=4, more=4),
-            "one row": Training(batch=1, accumulation=2),
             "without balance": Training(batch=4, accumulation=1, dtype="float64", block={"balance": False}),
-            "smoothed": Training(batch=2, accumulation=3, more=4, arguments=SMOOTHED),
             "smoothed on each rank": Training(
                 batch=2, accumulation=2, arguments=SMOOTHED | {"average_tokens_across_devices": False}
             ),
             "smoothed, mixed": Training("vl", "mixed", batch=3, accumulation=2, more=6, arguments=SMOOTHED),
-            "vl text": Training("vl", "text", batch=1, accumulation=4, more=2),
             "mixed": Training("vl", "mixed", batch=3, accumulation=2, dtype="float64", more=6),
         },
     ),
@@ -68,7 +62,25 @@ def grid(num_ranks: int) -> dict[str, Training]:
     return cells
 
 
-FULL_GRID = {f"{num_ranks}_ranks_grid": (num_ranks, grid(num_ranks)) for num_ranks in (1, 2, 4)}
+MORE: dict[str, tuple[int, dict[str, Training]]] = {
+    "1_rank_more": (
+        1,
+        {
+            "one row": Training(batch=1, accumulation=1),
+            "leading label": Training(rows="leading", batch=4, accumulation=2, more=4),
+            "images": Training("vl", "images", batch=3, accumulation=2, more=4),
+        },
+    ),
+    "2_ranks_more": (
+        2,
+        {
+            "one row": Training(batch=1, accumulation=2),
+            "smoothed": Training(batch=2, accumulation=3, more=4, arguments=SMOOTHED),
+            "vl text": Training("vl", "text", batch=1, accumulation=4, more=2),
+        },
+    ),
+}
+FULL_GRID = MORE | {f"{num_ranks}_ranks_grid": (num_ranks, grid(num_ranks)) for num_ranks in (1, 2, 4)}
 CELLS = [(name, training) for name, (_, trainings) in SETS.items() for training in trainings]
 GRID_CELLS = [(name, training) for name, (_, trainings) in FULL_GRID.items() for training in trainings]
 
