@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from distributed import forks
 from distributed.launch import free_port
 
 from odb_factory.comm.process_group import make_coordinator
@@ -68,12 +69,12 @@ def run_ranks(
     logs = [folder / f"rank{rank}.log" for rank in range(world_size)]
     results = [folder / f"rank{rank}.json" for rank in range(world_size)]
     processes = [
-        subprocess.Popen(
-            [sys.executable, "-X", "faulthandler", __file__, function, json.dumps(kwargs), str(results[rank])],
-            stdout=logs[rank].open("w"),
-            stderr=subprocess.STDOUT,
+        forks.start(
+            "distributed.ranks:main",
+            [function, json.dumps(kwargs), str(results[rank])],
+            modules=["distributed.ranks", function.split(":")[0]],
             env=env | {"RANK": str(rank)},
-            start_new_session=True,
+            log=logs[rank],
         )
         for rank in range(world_size)
     ]
@@ -97,7 +98,7 @@ def run_ranks(
     return [Outcome(process.returncode, *rest) for process, *rest in zip(processes, values, said)]
 
 
-def _kill_group(process: subprocess.Popen) -> None:
+def _kill_group(process: forks.Forked) -> None:
     """End a rank and its workers, which share its process group."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
@@ -189,20 +190,15 @@ def toy_loader(
         loader.close()
 
 
-def main() -> None:
-    module, name = sys.argv[1].split(":")
+def main(function: str, kwargs: str, result: str) -> None:
+    module, name = function.split(":")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=float(os.environ.get(GROUP_TIMEOUT, 300))))
     try:
-        value = getattr(importlib.import_module(module), name)(dist.get_rank(), **json.loads(sys.argv[2]))
+        value = getattr(importlib.import_module(module), name)(dist.get_rank(), **json.loads(kwargs))
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)  # a peer may hold this one's threads
-    Path(sys.argv[3]).write_text(json.dumps(value))
+    Path(result).write_text(json.dumps(value))
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    sys.path.remove(str(Path(__file__).parent))  # its modules are known as distributed.*
-    main()
