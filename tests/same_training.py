@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from distributed.launch import Run
+from distributed.ranks import run_ranks
 from distributed.shims.training_record import TrainingRecord
 from llamafactory.train.tuner import run_exp
 from safetensors.torch import load_file
@@ -62,16 +63,22 @@ class Deviation:
 
 
 def train(config: dict[str, Any], num_ranks: int = 1, env: dict[str, str] | None = None) -> Training:
-    """Run real LLaMA-Factory on `config` to its end: in this process, or by torchrun with several ranks."""
+    """Run real LLaMA-Factory on `config` to its end: in this process, with several ranks in processes of their own, and
+    by torchrun where they need another environment."""
     output_dir = Path(config["output_dir"])
     record = output_dir.with_name(f"{output_dir.name}_record")
     if num_ranks == 1 and env is None:
         run_exp(dict(config), callbacks=[TrainingRecord(record)])
+    elif env is None:
+        output_dir.mkdir(parents=True)
+        configs = [config | {"ddp_backend": "gloo"}]
+        ended = run_ranks("stage_ranks:train_stages", record.parent, world_size=num_ranks, limit_s=240, configs=configs)
+        assert all(rank.returncode == 0 for rank in ended), "\n".join(rank.said[-3000:] for rank in ended)
     else:
         shim = shimmed("record_training") | {"RECORD_TRAINING": str(record)}
-        with Run(config | {"ddp_backend": "gloo"}, num_ranks=num_ranks, env=(env or {}) | shim) as run:
-            ended = run.end()
-            assert ended.returncodes == [0], str(ended)
+        with Run(config | {"ddp_backend": "gloo"}, num_ranks=num_ranks, env=env | shim) as run:
+            launched = run.end()
+            assert launched.returncodes == [0], str(launched)
     return read(output_dir, record, num_ranks)
 
 

@@ -171,5 +171,6 @@ if __name__ == "__main__":
     sys.path.remove(str(Path(__file__).parent))  # its modules are known as distributed.*
     faulthandler.enable()
     found = serve(int(sys.argv[1]))
-    if found is not None:
-        run(found)
+    if found is None:
+        os._exit(0)  # it holds nothing that would have to be put in order
+    run(found)
