@@ -23,7 +23,7 @@ from odb_factory.data.loader import ODBLoader
 from odb_factory.data.samples import Sample
 from odb_factory.errors import DataError, one_line
 from odb_factory.log import get_logger
-from odb_factory.training import varlen
+from odb_factory.model import attention
 from odb_factory.training.layout_trial import (
     NUM_SAMPLES,
     LaidOut,
@@ -166,7 +166,7 @@ def _deviations(trainer: Any, trial: Trial) -> dict[str, float]:
 def _token_losses(trainer: Any, model: Any, laid_out: LaidOut) -> dict[int, Tensor]:
     """Of each sample (by number) the loss of every token but its first, supervised or not: [tokens - 1]."""
     inputs = trainer._prepare_inputs(dict(laid_out.batch))
-    with varlen.flat_row(laid_out.segments):
+    with attention.flat_row(laid_out.segments):
         outputs = model(**inputs)
     logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
     if not isinstance(logits, Tensor) or logits.shape[:2] != inputs["input_ids"].shape:

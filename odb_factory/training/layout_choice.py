@@ -3,7 +3,7 @@
 | attention kernel | flat |
 |---|---|
 | flash attention, flex attention | as it is |
-| sdpa | `odb_varlen` takes its place in the language model (`varlen.py`), where that computes the same |
+| sdpa | `odb_varlen` takes its place in the language model (`model/attention.py`), where that computes the same |
 | sdpa otherwise, eager | exact, but its price grows with the square of the row: an accelerator takes it if asked to |
 """
 
@@ -14,12 +14,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch.utils.data import IterableDataset
 
 from odb_factory.config import ODBConfig
 from odb_factory.errors import ConfigError
 from odb_factory.log import get_logger
-from odb_factory.training import varlen
+from odb_factory.model import attention
 from odb_factory.training.checks import unwrapped
 from odb_factory.training.layout_rules import why_not_flat
 
@@ -72,7 +73,7 @@ def fall_back(layout: Layout, config: ODBConfig, why: str) -> Layout:
 
 def _by_kernel(trainer: Any, config: ODBConfig) -> Layout:
     model = unwrapped(trainer.model)
-    kernel = varlen.text_config(model)._attn_implementation or "eager"
+    kernel = attention.text_config(model)._attn_implementation or "eager"
     if "flash" in kernel:
         takes_more = inspect.Parameter.VAR_KEYWORD in {
             parameter.kind for parameter in inspect.signature(model.forward).parameters.values()
@@ -80,14 +81,16 @@ def _by_kernel(trainer: Any, config: ODBConfig) -> Layout:
         return _flat(config, model, kernel, with_boundaries=takes_more)
     if kernel == "flex_attention":
         return _flat(config, model, kernel)
-    why_not = "" if kernel != "sdpa" else varlen.why_unusable(model)
+    why_not = "" if kernel != "sdpa" else attention.why_unusable(model)
     if why_not is None:
-        return _flat(config, model, varlen.NAME, install=True)
+        dtype = torch.bfloat16 if trainer.args.bf16 else torch.float16 if trainer.args.fp16 else model.dtype
+        used = attention.expected(model, trainer.args.device, dtype)
+        return _flat(config, model, f"{attention.NAME}: {used}", install=True)
     if kernel not in ("sdpa", "eager"):
         if config.layout == "flat":
             return _flat(config, model, kernel)
         return _refuse(config, f"nothing is known of the attention kernel {kernel}")
-    price = f"{kernel}: {PRICE}" + (f"; {varlen.NAME} does not take its place: {why_not}" if why_not else "")
+    price = f"{kernel}: {PRICE}" + (f"; {attention.NAME} does not take its place: {why_not}" if why_not else "")
     if trainer.args.device.type != "cpu" and config.layout != "flat":
         return _refuse(config, f"{price}; `layout: flat` has it all the same")
     return _flat(config, model, kernel, price)
@@ -99,7 +102,7 @@ def _flat(
     reason = "as configured" if config.layout == "flat" else "model and attention kernel allow it"
     undo = [without_cache(model)]
     if install:
-        undo.append(varlen.install(model))
+        undo.append(attention.install(model))
 
     def undo_all() -> None:
         while undo:
@@ -127,7 +130,7 @@ def without_cache(model: Any) -> Callable[[], None]:
     """
     before = [
         (config, config.use_cache)
-        for config in (model.config, varlen.text_config(model))
+        for config in (model.config, attention.text_config(model))
         if getattr(config, "use_cache", None)
     ]
     for config, _ in before:

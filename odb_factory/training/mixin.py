@@ -25,7 +25,8 @@ from odb_factory.comm.gloo import gather_once
 from odb_factory.comm.lifeline import lifeline_of
 from odb_factory.ending import ending
 from odb_factory.errors import ConfigError
-from odb_factory.training import columns, probes, varlen
+from odb_factory.model import attention
+from odb_factory.training import columns, probes
 from odb_factory.training.checkpoint_save import CheckpointMark, CheckpointSaver
 from odb_factory.training.checks import check_trainer
 from odb_factory.training.expectation import say_what_differs
@@ -247,7 +248,7 @@ class ODBTrainerMixin(Base):
         check_batch(self, box[0], computing.micro_batch.ids)
         if self.odb_check is not None:
             self._odb_check_batch(self.odb_check, box[0], measured.segments, len(computing.micro_batch.ids))
-        with varlen.flat_row(measured.segments):
+        with attention.flat_row(measured.segments):
             loss = super().training_step(model, box.pop())
         if not computing.is_weighed:
             raise ConfigError(_not_reached(self, "compute_loss"))

@@ -36,16 +36,16 @@ from support import training_config
 from odb_factory.accounting.token_loss import weighted_token_loss
 from odb_factory.data.layout import FlatLayout, flatten
 from odb_factory.llamafactory.stages import STAGES
+from odb_factory.model import attention
 from odb_factory.planning import Sizes
-from odb_factory.training import varlen
 
-ATTENTION = {"sdpa": "sdpa", "eager": "eager", varlen.NAME: "sdpa", FLASH: FLASH}
+ATTENTION = {"sdpa": "sdpa", "eager": "eager", attention.NAME: "sdpa", FLASH: FLASH}
 """Attention of the flat row, and of the padded rows it is compared with."""
 EXACT, FLOAT32 = (1e-14, 1e-13), (1e-6, 1e-5)
 """Bounds of the relative deviation: of the loss, and of the gradient of any parameter."""
 ROUND_TO = 16
 
-varlen.register()
+attention.register()
 register_flash()
 Gradients = dict[str, torch.Tensor]
 
@@ -65,7 +65,7 @@ def gradients(model: Any, batch: dict[str, Any], segments: tuple[int, ...], weig
     """The loss with these weights of the samples, and its gradient by parameter."""
     model.zero_grad()
     inputs = {key: value for key, value in batch.items() if key != "labels"}
-    with varlen.flat_row(segments):
+    with attention.flat_row(segments):
         loss = weighted_token_loss(model(**inputs).logits, batch["labels"], weights, segments=segments)
         loss.backward()
     return loss.item(), {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}

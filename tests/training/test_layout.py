@@ -20,8 +20,9 @@ from transformers import Trainer, TrainingArguments
 from odb_factory import ConfigError, ODBConfig, enable_odb
 from odb_factory.data.samples import Sample
 from odb_factory.data.serialize import pack
+from odb_factory.model import attention
 from odb_factory.planning import Cost
-from odb_factory.training import layout_check, layout_rules, varlen
+from odb_factory.training import layout_check, layout_rules
 from odb_factory.training.layout_check import compare
 from odb_factory.training.layout_choice import resolve_layout
 from odb_factory.training.layout_trial import of_flat_batch
@@ -89,8 +90,14 @@ def test_attention_that_goes_by_the_row(changes: dict[str, Any], tmp_path: Path)
 @pytest.mark.parametrize(
     ("kernel", "device", "layout", "name", "words"),
     [
-        ("sdpa", "cpu", "auto", "flat", "odb_varlen"),
-        ("sdpa", "cuda", "auto", "flat", "odb_varlen"),
+        (
+            "sdpa",
+            "cpu",
+            "auto",
+            "flat",
+            "odb_varlen: sdpa on runs of samples of equal length, because",
+        ),
+        ("sdpa", "cuda", "auto", "flat", "odb_varlen: torch's varlen_attn"),
         ("sdpa", "cpu", "padded", "padded", "as configured"),
         ("eager", "cpu", "auto", "flat", "square of a whole row"),
         ("eager", "cuda", "auto", "padded", "square of a whole row"),
@@ -102,15 +109,19 @@ def test_attention_that_goes_by_the_row(changes: dict[str, Any], tmp_path: Path)
         ("their_own", "cuda", "flat", "flat", "their_own"),
     ],
 )
-def test_kernels(kernel: str, device: str, layout: str, name: str, words: str, tmp_path: Path) -> None:
-    model = make_model("llama")
+def test_kernels(
+    kernel: str, device: str, layout: str, name: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    model = make_model("llama", torch.bfloat16)
     model.config._attn_implementation_internal = kernel
     trainer = trainer_of(model, tmp_path)
     trainer.args.__dict__["_setup_devices"] = torch.device(device)  # where torch would keep it
     found = resolve_layout(trainer, config(layout))
     assert (found.name, words in found.reason) == (name, True), found.reason
     assert found.with_boundaries == ("flash" in kernel)
-    assert model.config._attn_implementation == (varlen.NAME if words == "odb_varlen" else kernel)
+    assert model.config._attn_implementation == (attention.NAME if kernel == "sdpa" and name == "flat" else kernel)
     found.undo()
     assert model.config._attn_implementation == kernel
 
@@ -211,7 +222,9 @@ def test_auto_is_flat_where_it_is_right_and_says_so(tmp_path: Path, caplog: pyte
     assert losses(flat) == pytest.approx(losses(padded), rel=1e-5)
     assert all(line["rows"] == 1 and len(line["segments"]) == len(line["ids"]) for line in audit(tmp_path / "auto"))
     assert any(line["rows"] > 1 for line in audit(tmp_path / "padded"))
-    assert told == ["layout: flat (model and attention kernel allow it, attention by odb_varlen)"]
+    kernel = "sdpa on runs of samples of equal length, because the device is cpu, not CUDA"
+    assert told == [f"layout: flat (model and attention kernel allow it, attention by odb_varlen: {kernel})"]
+    assert not any(message.startswith("attention of flat rows") for message in caplog.messages)  # named before
     assert flat.model.config._attn_implementation == "sdpa"
 
 

@@ -24,7 +24,7 @@ from training.flat_models import (
 from transformers import AutoModelForImageTextToText
 
 from odb_factory import ConfigError
-from odb_factory.training import varlen
+from odb_factory.model import attention
 
 LOSS, GRADIENT = 1e-14, 1e-13
 
@@ -36,7 +36,7 @@ def test_it_is_what_sdpa_computes_padded(kind: str, checkpointing: bool | None) 
     expected = sum_of_losses(model, padded_batch(rows)), gradients(model)
     if checkpointing is not None:
         model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
-    undo = varlen.install(model)
+    undo = attention.install(model)
     again = sum_of_losses(model, padded_batch(rows)), gradients(model)
     assert torch.equal(again[0], expected[0]) and largest_difference(again[1], expected[1]) == 0
     loss = sum_of_losses(model, flat_batch(rows), LENGTHS)
@@ -59,11 +59,11 @@ def test_the_comparison_finds_a_leak() -> None:
 def test_the_language_model_alone_takes_it(tiny_vl: Any, tmp_path: Any) -> None:
     """The vision tower keeps its own function; neither a checkpoint nor the model afterwards knows of it."""
     model = AutoModelForImageTextToText.from_pretrained(tiny_vl)
-    undo = varlen.install(model)
-    assert model.model.language_model.config._attn_implementation == varlen.NAME
+    undo = attention.install(model)
+    assert model.model.language_model.config._attn_implementation == attention.NAME
     assert model.model.visual.config._attn_implementation == model.config._attn_implementation == "sdpa"
     model.save_pretrained(tmp_path)
-    assert varlen.NAME not in json.dumps(json.loads((tmp_path / "config.json").read_text()))
+    assert attention.NAME not in json.dumps(json.loads((tmp_path / "config.json").read_text()))
     undo()
     assert model.model.language_model.config._attn_implementation == "sdpa"
 
@@ -71,7 +71,7 @@ def test_the_language_model_alone_takes_it(tiny_vl: Any, tmp_path: Any) -> None:
 def test_a_row_of_another_length_is_refused() -> None:
     """It must not attend across samples, and nothing else tells it where they end."""
     model, rows = make_model("llama"), samples()
-    varlen.install(model)
+    attention.install(model)
     with pytest.raises(ConfigError, match="not the flat row of 66 tokens.*`layout: padded`"):
         sum_of_losses(model, flat_batch(rows), (40, 26))
     sum_of_losses(model, padded_batch(rows))  # outside of a flat row it is sdpa again
@@ -88,16 +88,16 @@ def test_where_it_is_not_what_sdpa_is(changes: dict[str, Any], reason: str) -> N
     model = make_model("llama")
     for key, value in changes.items():
         setattr(model.config, key, value)
-    assert reason in (varlen.why_unusable(model) or "")
+    assert reason in (attention.why_unusable(model) or "")
 
 
 def test_a_model_that_does_not_pass_its_window_on(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("mistral")
-    assert varlen.why_unusable(model) is None
+    assert attention.why_unusable(model) is None
     for part in model.modules():
         if hasattr(part, "_supports_flash_attn"):
             monkeypatch.setattr(type(part), "_supports_flash_attn", False)
-    assert "sliding window" in (varlen.why_unusable(model) or "")
+    assert "sliding window" in (attention.why_unusable(model) or "")
 
 
 # On a device
@@ -127,7 +127,7 @@ def test_a_flat_row_makes_the_host_wait_no_more_often_than_padding_does(kind: st
         with Synchronisations() as found:
             sum_of_losses(model, batch, segments)
         counts.append(found.count)
-        varlen.install(model)
+        attention.install(model)
     assert counts[1] <= max(counts[0], 1)
 
 
@@ -136,10 +136,10 @@ def test_nothing_is_read_back_to_find_the_segments() -> None:
     states = [torch.empty(1, heads, 8, 16, device="meta") for heads in (4, 2, 2)]
     module = torch.nn.Module()
     module.num_key_value_groups = 2
-    with varlen.flat_row((5, 3)):
-        attended, _ = varlen.attend(module, *states, None, sliding_window=4)
+    with attention.flat_row((5, 3)):
+        attended, _ = attention.attend(module, *states, None, sliding_window=4)
     assert attended.shape == (1, 8, 4, 16)
-    row = varlen.FlatRow((5, 3))
+    row = attention.FlatRow((5, 3))
     ends = row.ends(torch.device("meta"))
     assert ends.shape == (3,) and ends.dtype == torch.int32 and ends is row.ends(torch.device("meta"))
 
@@ -156,7 +156,7 @@ def test_the_kernel_of_torch(kind: str) -> None:
     alone = [sum_of_losses(model, on_device(padded_batch([one]))) for one in rows]
     padded = sum_of_losses(model, on_device(padded_batch(rows)))
     expected = gradients(model)
-    varlen.install(model)
+    attention.install(model)
     batch = on_device(flat_batch(rows))
     loss = sum_of_losses(model, batch, LENGTHS)
     assert abs(loss - sum(alone)) <= max(10 * abs(padded - sum(alone)), 0.02 * padded)

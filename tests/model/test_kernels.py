@@ -1,0 +1,311 @@
+"""I10: every kernel of the table computes, through the product's own call, what each sample alone gives.
+
+Without a GPU: real numbers by a CPU kernel in the place of torch's, shapes on the device "meta", and a forward on fake
+CUDA tensors, in which reading a value back from the device raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from model.flash_on_cpu import INSTALLED, SIGNATURES, flash_on_cpu, torch_of
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from training.flat_models import (
+    LENGTHS,
+    flat_batch,
+    gradients,
+    largest_difference,
+    make_model,
+    padded_batch,
+    samples,
+    sum_of_losses,
+)
+
+from odb_factory.model import attention
+
+SAMPLES = (5, 9, 9, 3, 20, 1)
+HEADS = 4
+ROUNDING = {torch.bfloat16: 2**-6, torch.float16: 2**-8}
+"""Difference that is rounding, relative to the largest value. A fault in mask, scale or ends makes more than 0.1."""
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "grouped": {"key_heads": 2},
+    "scale": {"scale": 0.4},
+    "window": {"window": 4},
+    "window of one": {"window": 1, "key_heads": 1, "scale": 0.4},
+    "window longer than samples": {"window": 20},
+    "size 20": {"size": 20},
+    "values of another size": {"size": 24, "value_size": 16, "key_heads": 2},
+    "largest": {"size": 256, "value_size": 256},
+    "fp16": {"dtype": torch.float16, "window": 4},
+    "not causal": {"causal": False},
+}
+BY_VARLEN = {
+    "2.9": (),
+    "2.10": ("plain", "grouped", "window longer than samples", "values of another size", "largest", "not causal"),
+    "2.11": tuple(CASES),
+    "2.12": tuple(CASES),
+}
+"""The cases in which `varlen_attn` of a release has all arguments; the operator computes the others."""
+
+
+def states(
+    key_heads: int = HEADS, size: int = 16, value_size: int | None = None, dtype: torch.dtype = torch.bfloat16, **_: Any
+) -> list[Tensor]:
+    torch.manual_seed(0)
+    shapes = [(HEADS, size), (key_heads, size), (key_heads, value_size or size)]
+    return [torch.randn(1, heads, sum(SAMPLES), n).to(dtype).requires_grad_() for heads, n in shapes]
+
+
+def attend(
+    states: list[Tensor], window: int | None = None, scale: float | None = None, causal: bool = True, **_: Any
+) -> Tensor:
+    module = torch.nn.Module()
+    module.num_key_value_groups = states[0].shape[1] // states[1].shape[1]
+    module.is_causal = causal
+    with attention.flat_row(SAMPLES):
+        return attention.attend(module, *states, None, scaling=scale, sliding_window=window, dropout=0.0)[0]
+
+
+def alone(
+    states: list[Tensor], window: int | None = None, scale: float | None = None, causal: bool = True, **_: Any
+) -> Tensor:
+    """The same in float64, one sample after the other."""
+    outs = []
+    for q, k, v in zip(*(one.double().split(SAMPLES, 2) for one in states)):
+        k, v = (one.repeat_interleave(HEADS // one.shape[1], 1) for one in (k, v))
+        n = q.shape[2]
+        seen = torch.ones(n, n, dtype=torch.bool)
+        seen = seen.tril() if causal else seen
+        seen = seen if window is None else seen.triu(1 - window)
+        scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
+        outs.append(scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v)
+    return torch.cat(outs, 2).transpose(1, 2)
+
+
+def deviation(case: dict[str, Any], wrong: dict[str, Any] | None = None) -> float:
+    """Of the output and of each gradient, relative to its largest value. wrong: changes to what the product is told."""
+    inputs = states(**case)
+    found, expected = attend(inputs, **case | (wrong or {})), alone(inputs, **case)
+    assert found.shape == expected.shape and found.dtype == inputs[0].dtype
+    weight = torch.randn_like(expected)
+    pairs = [(found, expected)]
+    pairs += zip(
+        torch.autograd.grad((found * weight).sum(), inputs), torch.autograd.grad((expected * weight).sum(), inputs)
+    )
+    return max(float((one - other).abs().max().detach() / other.abs().max().detach()) for one, other in pairs)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("release", SIGNATURES)
+def test_each_release_of_torch(release: str, case: str) -> None:
+    """With the signature that it has, and by its kernel: not one sample after the other."""
+    with flash_on_cpu() as kernel, torch_of(release) as varlen:
+        assert deviation(CASES[case]) < ROUNDING[CASES[case].get("dtype", torch.bfloat16)]
+    assert kernel == ["forward", "backward"]
+    assert len(varlen) == (case in BY_VARLEN[release])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_torch_that_is_installed(case: str) -> None:
+    with flash_on_cpu() as kernel, torch_of(INSTALLED):
+        assert deviation(CASES[case]) < ROUNDING[CASES[case].get("dtype", torch.bfloat16)]
+    assert kernel == ["forward", "backward"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_runs_of_samples_of_equal_length(case: str) -> None:
+    with torch_of("2.9"):
+        assert deviation(CASES[case]) < 2 * ROUNDING[CASES[case].get("dtype", torch.bfloat16)]
+
+
+@pytest.mark.parametrize("wrong", [{"window": 5}, {"window": None}, {"scale": 0.5}])
+def test_the_comparison_finds_faults(wrong: dict[str, Any]) -> None:
+    with flash_on_cpu(), torch_of("2.12"):
+        assert deviation(CASES["window"], wrong) > 0.1
+
+
+def test_autocast_decides_the_dtype() -> None:
+    with flash_on_cpu() as kernel, torch.autocast("cpu", torch.bfloat16):
+        inputs = states(dtype=torch.float32)
+        assert attend(inputs).dtype == torch.bfloat16
+    assert kernel == ["forward"]
+    with flash_on_cpu() as kernel:
+        assert attend(inputs).dtype == torch.float32
+    assert kernel == []
+
+
+# The choice
+
+
+CUDA = attention.Need(device=torch.device("cuda", 0), dtype=torch.bfloat16)
+VARLEN, OPERATOR, RUNS = (
+    "torch's varlen_attn",
+    "torch's aten::_flash_attention_forward",
+    "sdpa on runs of samples of equal length",
+)
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch with CUDA that sees an H100."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("release", "changes", "chosen"),
+    [
+        ("2.12", {}, VARLEN),
+        ("2.11", {"scale": 0.3, "window": True, "grouped": True}, VARLEN),
+        ("2.10", {"grouped": True, "scale": 128**-0.5}, VARLEN),
+        ("2.10", {"window": True}, f"{OPERATOR}, because varlen_attn of this torch takes no sliding window"),
+        ("2.10", {"scale": 0.3}, f"{OPERATOR}, because varlen_attn of this torch takes no scale"),
+        ("2.10", {"value_size": 192}, f"{OPERATOR}, because varlen_attn of this torch takes no scale"),
+        ("2.9", {}, f"{OPERATOR}, because this torch has no varlen_attn that is known"),
+        ("2.12", {"dtype": torch.float32}, f"{RUNS}, because the model computes in float32, not in bf16 or fp16"),
+        ("2.12", {"size": 264}, f"{RUNS}, because heads have 264 values, more than 256"),
+        ("2.12", {"dropout": 0.1}, f"{RUNS}, because attention has dropout (0.1)"),
+        ("2.12", {"device": torch.device("cpu")}, f"{RUNS}, because the device is cpu, not CUDA"),
+    ],
+)
+def test_the_choice_and_its_reason(release: str, changes: dict[str, Any], chosen: str) -> None:
+    with torch_of(release):
+        assert str(attention.choose(replace(CUDA, **changes))) == chosen
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "built", "reason"),
+    [
+        ((7, 5), None, True, "the GPU has compute capability 7.5, below 8.0"),
+        ((9, 0), "6.4", True, "the device is an AMD GPU"),
+        ((9, 0), None, False, "this torch is built without flash attention"),
+    ],
+)
+def test_a_gpu_without_flash_kernels(
+    capability: tuple[int, int], hip: str | None, built: bool, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: built)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert attention.kernels_of(CUDA.device, CUDA.dtype) == f"{RUNS}, because {reason}"
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_torch_of_the_future(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unknown signatures are not called: the samples go run by run."""
+
+    class Operator:
+        class default:
+            class _schema:
+                arguments = ()
+
+    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", Operator)
+    attention.flash_forward.cache_clear()
+    with torch_of("2.9"):
+        assert str(attention.choose(CUDA)).startswith(f"{RUNS}, because this torch has no varlen_attn that is known; ")
+    attention.flash_forward.cache_clear()
+
+
+# Whole models
+
+
+@pytest.mark.parametrize("checkpointing", [None, False, True], ids=["", "checkpointing", "reentrant"])
+@pytest.mark.parametrize("kind", ["qwen3", "mistral"])
+def test_whole_models(kind: str, checkpointing: bool | None) -> None:
+    """In bfloat16 the flat row is about as far from float64 as padded rows are. One call of the kernel for each layer,
+    and one more where the layer is computed again."""
+    rows = samples()
+    exact = make_model(kind, torch.float64)
+    with torch.no_grad():
+        exact.load_state_dict({name: one.bfloat16().double() for name, one in exact.state_dict().items()})
+    model = make_model(kind, torch.bfloat16)
+    model.load_state_dict(exact.state_dict())
+    expected = sum_of_losses(exact, padded_batch(rows)), gradients(exact)
+    padded = sum_of_losses(model, padded_batch(rows)), gradients(model)
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+    attention.install(model)
+    with flash_on_cpu() as kernel:
+        flat = sum_of_losses(model, flat_batch(rows), LENGTHS), gradients(model)
+    assert abs(flat[0] / expected[0] - 1) < max(3 * abs(padded[0] / expected[0] - 1), 1e-3)
+    assert largest_difference(flat[1], expected[1]) < 2 * largest_difference(padded[1], expected[1])
+    layers = model.config.num_hidden_layers
+    assert kernel.count("forward") == layers * (1 if checkpointing is None else 2)
+    assert kernel.count("backward") == layers
+
+
+@pytest.mark.parametrize("release", [INSTALLED, "2.9"])
+def test_the_engine_of_autograd_on_meta_tensors(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the device "meta", where nothing can be read back, by torch's own shape functions."""
+    monkeypatch.setattr(attention, "device_lacks", lambda device: None)
+    inputs = [one.detach().to("meta").requires_grad_() for one in states(key_heads=2, size=24, value_size=16)]
+    with torch_of(release):
+        attended = attend(inputs, window=4, scale=0.4)
+        attended.sum().backward()
+    assert attended.shape == (1, sum(SAMPLES), HEADS, 16)
+    assert [one.grad.shape for one in inputs] == [one.shape for one in inputs]
+
+
+@contextlib.contextmanager
+def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tensors of the device "cuda" have shapes and no values; reading one back raises."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)  # has no fake kernel
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        try:
+            torch.empty(1, device="cuda")
+        except RuntimeError as error:
+            pytest.skip(f"this torch has no fake CUDA tensors without a driver: {error}")
+        yield
+
+
+def to_device(model: torch.nn.Module) -> None:
+    """What `model.cuda()` does, which fake tensors do not allow."""
+    for module in model.modules():
+        for name, weight in module._parameters.items():
+            if weight is not None:
+                module._parameters[name] = torch.nn.Parameter(torch.empty_like(weight, device="cuda"))
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = torch.empty_like(buffer, device="cuda")
+
+
+@pytest.mark.parametrize("release", [INSTALLED, "2.11", "2.10", "2.9"])
+@pytest.mark.parametrize("kind", ["qwen3", "mistral"])
+def test_a_forward_on_fake_cuda_tensors(kind: str, release: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every layer by a kernel of torch, on the device, and nothing is read back from it."""
+    used: list[str] = []
+    monkeypatch.setattr(attention, "announce", lambda choice: used.append(choice.kernel.name))
+    model = make_model(kind, torch.bfloat16)
+    attention.install(model)
+    with fake_cuda(monkeypatch), torch_of(release):
+        to_device(model)
+        batch = {name: one.cuda() for name, one in flat_batch(samples()).items() if name != "labels"}
+        with attention.flat_row(LENGTHS):
+            logits = model(**batch).logits
+        assert logits.device.type == "cuda" and logits.shape[:2] == (1, sum(LENGTHS)) and logits.requires_grad
+        with pytest.raises(DataDependentOutputException):
+            logits.sum().item()
+    assert len(used) == model.config.num_hidden_layers
+    windows = kind == "mistral" and release == "2.10"
+    assert set(used) <= ({OPERATOR} if windows or release == "2.9" else {VARLEN, OPERATOR})
+
+
+def test_signatures_are_those_of_the_releases() -> None:
+    """The stand-in of the installed release has its signature, where one is kept."""
+    release = ".".join(torch.__version__.split(".")[:2])
+    if SIGNATURES.get(release) is None:
+        pytest.skip(f"no signature is kept for torch {release}")
+    from torch.nn.attention.varlen import varlen_attn
+
+    kept = inspect.signature(SIGNATURES[release]).parameters.values()
+    real = inspect.signature(varlen_attn).parameters.values()
+    assert [(one.name, one.kind, one.default) for one in kept] == [(one.name, one.kind, one.default) for one in real]
