@@ -203,6 +203,14 @@ def devices(facts: Facts) -> list[Check]:
     return [Check("ok", f"{len(gpus)} GPU{'s' if len(gpus) > 1 else ''}: {names}; {os.cpu_count()} CPU cores")]
 
 
+def kernels(facts: Facts) -> list[Check]:
+    """What computes flat rows of a model that is loaded with sdpa (`flash_attn: auto`, `sdpa`)."""
+    return [
+        Check("ok", f"attention of flat rows (sdpa models) on {name}: {kernels}")
+        for name, kernels in facts.probe.kernels.items()
+    ]
+
+
 CHECKS: tuple[Callable[[Facts], list[Check]], ...] = (
     versions,
     pinned,
@@ -213,4 +221,5 @@ CHECKS: tuple[Callable[[Facts], list[Check]], ...] = (
     other_packages,
     media_libraries,
     devices,
+    kernels,
 )

@@ -24,6 +24,7 @@ class Probe:
     active: `import torch` placed the hook. switched_off: `ODB_FACTORY_DISABLE` forbids it.
     errors: what a module raised when imported, by module. hooked, unhooked: seams by their full name.
     own_keys: odb keys that this LLaMA-Factory has of its own. gpus: names of the CUDA devices.
+    kernels: what computes attention of flat rows in bf16, by the name of the GPU (or "cpu", where there is none).
     crash: how the process ended, if it wrote nothing.
     """
 
@@ -34,6 +35,7 @@ class Probe:
     unhooked: list[str] = field(default_factory=list)
     own_keys: list[str] = field(default_factory=list)
     gpus: list[str] = field(default_factory=list)
+    kernels: dict[str, str] = field(default_factory=dict)
     crash: str | None = None
 
 
@@ -54,8 +56,18 @@ def run() -> Probe:
         _look_at_seams(probe)
         data_arguments = sys.modules["llamafactory.hparams.parser"].DataArguments
         names = [item.name for item in dataclasses.fields(data_arguments)]
+        probe.kernels = _kernels(probe.gpus)
         probe.own_keys = [name for name in names if name in ("odb", "use_odb") or name.startswith("odb_")]
     return probe
+
+
+def _kernels(gpus: list[str]) -> dict[str, str]:
+    import torch
+
+    from odb_factory.model.attention import kernels_of
+
+    devices = {name: torch.device("cuda", index) for index, name in enumerate(gpus)} or {"cpu": torch.device("cpu")}
+    return {name: kernels_of(device, torch.bfloat16) for name, device in devices.items()}
 
 
 def _activate_anyway(probe: Probe) -> None:

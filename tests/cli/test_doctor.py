@@ -6,6 +6,7 @@ import dataclasses
 from subprocess import CompletedProcess
 
 import pytest
+import torch
 from packaging.specifiers import SpecifierSet
 
 from odb_factory.cli.doctor_checks import CHECKS, SUPPORTED, Check, Facts
@@ -39,6 +40,9 @@ def test_sound_environment_is_ready(doctors: dict[str, CompletedProcess]) -> Non
     assert lines[-1].startswith("Ready:")
     assert "ok       `import torch` activates odb_factory" in lines
     assert "ok       all 8 places in LLaMA-Factory where odb_factory comes in are hooked" in lines
+    if not torch.cuda.is_available():
+        kernel = "sdpa on runs of samples of equal length, because the device is cpu, not CUDA"
+        assert f"ok       attention of flat rows (sdpa models) on cpu: {kernel}" in lines
     for package in SUPPORTED:
         assert any(line.startswith(f"ok       {package} ") for line in lines), package
 

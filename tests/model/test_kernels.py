@@ -262,7 +262,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)  # has no fake kernel
     with FakeTensorMode(allow_non_fake_inputs=True):
         try:
-            torch.empty(1, device="cuda")
+            torch.empty(1).cuda()
         except RuntimeError as error:
             pytest.skip(f"this torch has no fake CUDA tensors without a driver: {error}")
         yield
