@@ -311,6 +311,8 @@ def test_unreadable_image_names_dataset_row_and_file(tiny_vl, tmp_path, on_error
     turns = [{"role": "user", "content": "<video>what?"}, turns[1]]
     rows = [row | {"videos": []} for row in rows]
     rows.append({"messages": turns, "images": [], "videos": [["good.png", "gone.png", "good.png", "good.png"]]})
+    (tmp_path / "folder.png").mkdir()
+    rows.append(rows[0] | {"images": ["folder.png"]})
     config = training_config(tiny_vl, write_dataset(tmp_path, {"pictures": rows}), tmp_path / "out", dataset="pictures")
     get_train_args({**config, "odb": BLOCK})
     # Stock preprocessing would fail on these rows, so the online path is built alone.
@@ -334,6 +336,7 @@ def test_unreadable_image_names_dataset_row_and_file(tiny_vl, tmp_path, on_error
     # A file that breaks off only shows when it is decoded: in a collate worker, or here if bad rows are skipped.
     assert isinstance(setting.observe(2), Rejection) == (on_error == "skip")
     assert "no such file: gone.png: ValueError" in setting.observe(3).message
+    assert "not a file: folder.png: " in setting.observe(4).message
     assert hooks._active is not None
     get_train_args(dict(config))
 

@@ -182,7 +182,14 @@ def test_the_check_leaves_the_model_as_it_was(tmp_path: Path) -> None:
 
 
 def train(
-    model: Any, folder: Path, layout: str, dataset: Any = None, resume: bool = False, block: Any = None, **changes: Any
+    model: Any,
+    folder: Path,
+    layout: str,
+    dataset: Any = None,
+    resume: bool = False,
+    block: Any = None,
+    collate: Any = pad,
+    **changes: Any,
 ) -> Trainer:
     arguments = {
         "output_dir": str(folder),
@@ -199,7 +206,7 @@ def train(
         model=model,
         args=TrainingArguments(**arguments | changes),
         train_dataset=Rows() if dataset is None else dataset,
-        data_collator=pad,
+        data_collator=collate,
     )
     enable_odb(trainer, token_budget=BUDGET, layout=layout, audit=True, **block or {})
     trainer.train(resume_from_checkpoint=resume)
@@ -226,6 +233,27 @@ def test_auto_is_flat_where_it_is_right_and_says_so(tmp_path: Path, caplog: pyte
     assert told == [f"layout: flat (model and attention kernel allow it, attention by odb_varlen: {kernel})"]
     assert not any(message.startswith("attention of flat rows") for message in caplog.messages)  # named before
     assert flat.model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("times", [1, 1000], ids=["once", "always"])
+def test_a_row_that_cannot_be_collated_does_not_decide_the_layout(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, times: int
+) -> None:
+    """The check before training takes another row, or the same once more after a read that has failed once."""
+    bad: list[int] = []
+
+    def collate(items: list[dict[str, Any]]) -> Any:
+        ids = [one["input_ids"][0] for one in items]
+        if len(bad) < times and (not bad or bad[0] in ids):
+            bad.append(bad[0] if bad else ids[0])
+            raise OSError("stale file handle")
+        return pad(items)
+
+    with caplog.at_level(logging.INFO, "odb_factory"):
+        train(make_model("llama"), tmp_path, "auto", block={"on_error": "skip"}, collate=collate, max_steps=2)
+    assert bad and [message for message in caplog.messages if message.startswith("layout: flat (")]
+    told = [line for line in caplog.messages if f"the check of the layout passes over row {bad[0] - 1}," in line]
+    assert len(told) == (times > 1)
 
 
 @pytest.mark.parametrize("block", [{}, {"global_batch_size": "fill", "lr_scale": "sqrt", "lr_reference_samples": 8}])
