@@ -7,7 +7,8 @@ samples into as many bins as that takes, or move a few samples out of bins that 
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left, insort
+import math
+from bisect import bisect_left, bisect_right, insort
 
 import numpy as np
 
@@ -23,6 +24,7 @@ class OpenBins:
 
     members: the samples of each bin. bin_class: the class of each bin.
     Room is measured in the budget that is used up more: tokens or patches.
+    _left: by whether a sample has media and audio, the tokens and patches that it may add to each bin.
     """
 
     def __init__(self, samples: Samples):
@@ -36,17 +38,20 @@ class OpenBins:
         self._measures: list[list[int]] = samples.measures.tolist()
         self._classes: list[int] = samples.sample_class.tolist()
         self._overlong: list[bool] = samples.overlong.tolist()
+        self._most = {(media, audio): self._real(media, audio) for media in (False, True) for audio in (False, True)}
+        self._kinds = [(media > 0, audio > 0) for *_, media, audio in self._measures]
+        self._left: dict[tuple[bool, bool], dict[int, tuple[int, float]]] = {kind: {} for kind in set(self._kinds)}
         self._sums: list[list[int]] = []
         self._by_room: dict[int, list[tuple[int, int]]] = {}
 
     def size(self, sample: int) -> int:
         return self._measures[sample][self._column]
 
-    def open(self, members: list[int]) -> None:
-        """Add a bin with these samples, which are of one class."""
+    def open(self, members: list[int], sums: list[int]) -> None:
+        """Add a bin with these samples, which are of one class. sums: of their measures."""
         self.members.append(members)
         self.bin_class.append(self._classes[members[0]])
-        self._sums.append(self._sum(members))
+        self._sums.append(sums)
         self._list(len(self.members) - 1)
 
     def insert(self, sample: int, preferred: list[list[int]] | None = None) -> bool:
@@ -57,21 +62,24 @@ class OpenBins:
         by_room, measures = self._by_room.get(self._classes[sample], []), self._measures[sample]
         if self._overlong[sample]:
             return False
+        tokens, patches, squares, *_ = measures
+        left = self._left[self._kinds[sample]]
         chosen: int | None = None
         first = bisect_left(by_room, (measures[self._column], -1))
-        for place in range(first, min(first + MAX_LOOKS, len(by_room))):
-            number = by_room[place][1]
-            sums = [held + added for held, added in zip(self._sums[number], measures)]
-            if self._excess(sums):
+        for _, number in by_room[first : first + MAX_LOOKS]:
+            tokens_left, patches_left = left[number]
+            if tokens > tokens_left or patches > patches_left:
                 continue
-            chosen = place if chosen is None else chosen
-            if preferred is None or all(total <= most for total, most in zip(sums, preferred[number])):
-                chosen = place
+            chosen = number if chosen is None else chosen
+            if preferred is None:
+                break
+            held, most = self._sums[number], preferred[number]
+            if held[0] + tokens <= most[0] and held[1] + patches <= most[1] and held[2] + squares <= most[2]:
+                chosen = number
                 break
         if chosen is None:
             return False
-        number = by_room[chosen][1]
-        self._set(number, [*self.members[number], sample])
+        self._add(chosen, sample)
         return True
 
     def take_out_excess(self, number: int) -> list[int]:
@@ -87,11 +95,11 @@ class OpenBins:
                 kept.remove(sample)
                 out.append(sample)
                 sums = rest
-        self._set(number, kept)
+        self._set(number, kept, sums)
         return out
 
     def put_back(self, sample: int, number: int) -> None:
-        self._set(number, [*self.members[number], sample])
+        self._add(number, sample)
 
     def split(self, number: int) -> bool:
         """Move samples of a bin to a new bin, about half of its tokens; return whether both bins are then allowed."""
@@ -106,8 +114,8 @@ class OpenBins:
         # alone.
         for kept, moved in (halves, *(([j for j in members if j != i], [i]) for i in members)):
             if all(len(part) == 1 or not self._excess(self._sum(part)) for part in (kept, moved)):
-                self._set(number, kept)
-                self.open(moved)
+                self._set(number, kept, self._sum(kept))
+                self.open(moved, self._sum(moved))
                 return True
         return False
 
@@ -146,19 +154,35 @@ class OpenBins:
     def _sum(self, members: list[int]) -> list[int]:
         return [sum(column) for column in zip(*(self._measures[sample] for sample in members))]
 
-    def _set(self, number: int, members: list[int]) -> None:
+    def _add(self, number: int, sample: int) -> None:
+        sums = [held + added for held, added in zip(self._sums[number], self._measures[sample])]
+        self._set(number, [*self.members[number], sample], sums)
+
+    def _set(self, number: int, members: list[int], sums: list[int]) -> None:
         by_room = self._by_room[self.bin_class[number]]
         del by_room[bisect_left(by_room, self._room(number))]
-        self.members[number], self._sums[number] = members, self._sum(members)
+        self.members[number], self._sums[number] = members, sums
         self._list(number)
 
     def _list(self, number: int) -> None:
         """Offer a bin to further samples, unless it holds an overlong one."""
         if not self._overlong[self.members[number][0]]:
+            tokens, patches, _, media, audio = self._sums[number]
+            for (with_media, with_audio), left in self._left.items():
+                most_tokens, most_patches = self._most[with_media or media > 0, with_audio or audio > 0]
+                left[number] = most_tokens - tokens, most_patches - patches
             insort(self._by_room.setdefault(self.bin_class[number], []), self._room(number))
 
     def _room(self, number: int) -> tuple[int, int]:
         return self._capacity - self._sums[number][self._column], number
+
+    def _real(self, media: bool, audio: bool) -> tuple[int, float]:
+        """The most tokens and patches of its samples that a bin may have, with or without media and audio."""
+        budget = self.budget
+        dummy_tokens, dummy_patches = budget.collation.dummies(int(media), int(audio))
+        sizes = range(budget.token_budget + 1)
+        tokens = bisect_right(sizes, budget.token_budget, key=lambda size: budget.sizes.up(size + dummy_tokens)) - 1
+        return tokens, math.inf if budget.max_patches is None else budget.max_patches - dummy_patches
 
     def _excess(self, sums: list[int]) -> int:
         """By how much a bin with these sums breaks the budgets (tokens and patches)."""
@@ -178,7 +202,7 @@ def best_fit_decreasing(samples: Samples, least_steps: int) -> tuple[np.ndarray,
     bins = OpenBins(samples)
     for sample in sorted(range(len(samples)), key=bins.size, reverse=True):
         if not bins.insert(sample):
-            bins.open([sample])
+            bins.open([sample], samples.measures[sample].tolist())
     bins.split_to_fill_slots(least_steps)
     order = np.argsort(bins.bin_class, kind="stable")
     place = np.empty_like(order)
@@ -189,10 +213,10 @@ def best_fit_decreasing(samples: Samples, least_steps: int) -> tuple[np.ndarray,
 def repair(filled: Filled) -> np.ndarray:
     """The bin of each sample [n] once bins that break a budget have given away what other bins have room for."""
     bins = OpenBins(filled.samples)
-    by_bin = np.argsort(filled.bin_of, kind="stable")
-    ends = np.cumsum(np.bincount(filled.bin_of, minlength=len(filled.step)))
-    for members in np.split(by_bin, ends[:-1]):
-        bins.open(members.tolist())
+    by_bin = np.argsort(filled.bin_of, kind="stable").tolist()
+    ends = np.cumsum(np.bincount(filled.bin_of, minlength=len(filled.step))).tolist()
+    for start, end, sums in zip([0, *ends], ends, filled.sums.tolist()):
+        bins.open(by_bin[start:end], sums)
     broken = (filled.excess(filled.sums) > 0) & ~filled.frozen
     # A bin should not become the one that its micro-step waits for.
     most = np.zeros((filled.num_steps, 3), dtype=np.int64)

@@ -160,13 +160,12 @@ class _Held:
         first = self.rows[fuller[:, None], first_places]
         second = self.rows[emptier[:, None], second_places]
         gap = np.clip(self.excess[fuller] - self.excess[emptier], -2 * LARGEST_AMOUNT, 2 * LARGEST_AMOUNT)
-        given, taken = self.amounts[first], self.amounts[second]
+        given, taken = self.amounts.take(first, axis=0), self.amounts.take(second, axis=0)
         # With d given less what is taken, squared distances change by 2 d (d - gap): here half of it, written out.
-        by_given = (given * (given - gap[:, None])).sum(axis=2)
-        by_taken = (taken * (taken + gap[:, None])).sum(axis=2)
+        by_given = np.einsum("psd,psd->ps", given, given - gap[:, None])
+        by_taken = np.einsum("psd,psd->ps", taken, taken + gap[:, None])
         change = by_given[:, :, None] + by_taken[:, None, :]
-        for d in range(gap.shape[1]):
-            change -= 2 * given[:, :, None, d] * taken[:, None, :, d]
+        change -= 2 * given @ taken.transpose(0, 2, 1)
         # No bin is emptied: one that gives its last sample gets another for it.
         alone, also_alone = self.count[fuller] == 1, self.count[emptier] == 1
         if alone.any() or also_alone.any():
