@@ -506,9 +506,8 @@ def _overlays_images(model: Any) -> bool:
 
 
 def _tells_windows(model: Any) -> bool:
-    """Flash attention has windows from the same argument, so a model that supports it passes them on."""
-    return any(
-        getattr(part, "_supports_flash_attn", False)
-        for part in model.modules()
-        if getattr(part, "config", None) is text_config(model)
-    )
+    """Whether its attention hands its sliding window on. Otherwise only the mask has it (Phi-MoE, Qwen2-MoE)."""
+    config = text_config(model)
+    parts = {type(part) for part in model.modules() if getattr(part, "config", None) is config}
+    forwards = [inspect.getsource(part.forward) for part in parts if part.__name__.endswith("Attention")]
+    return bool(forwards) and all("sliding_window" in source for source in forwards)

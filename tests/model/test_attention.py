@@ -12,7 +12,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from training.flat_models import (
+    ALLOWED,
     LENGTHS,
+    MOE,
+    SLIDING,
     flat_batch,
     gradients,
     largest_difference,
@@ -91,13 +94,20 @@ def test_where_it_is_not_what_sdpa_is(changes: dict[str, Any], reason: str) -> N
     assert reason in (attention.why_unusable(model) or "")
 
 
-def test_a_model_that_does_not_pass_its_window_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_model("mistral")
-    assert attention.why_unusable(model) is None
-    for part in model.modules():
-        if hasattr(part, "_supports_flash_attn"):
-            monkeypatch.setattr(type(part), "_supports_flash_attn", False)
-    assert "sliding window" in (attention.why_unusable(model) or "")
+@pytest.mark.parametrize("kind", ["phimoe", "qwen2_moe", "qwen2"])
+def test_windows(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention of Phi-MoE and Qwen2-MoE is not told the window, which only the mask knows: such a model is refused."""
+    window = SLIDING | {"use_sliding_window": True, "router_jitter_noise": 0.0, "input_jitter_noise": 0.0}
+    monkeypatch.setitem(ALLOWED, kind, MOE | window | {"num_local_experts": 4, "shared_expert_intermediate_size": 16})
+    model, rows = make_model(kind, torch.float64), samples()
+    expected = sum_of_losses(model, padded_batch(rows)), gradients(model)
+    why = attention.why_unusable(model)
+    if why is None:
+        attention.install(model)
+    loss = sum_of_losses(model, flat_batch(rows), LENGTHS)
+    assert abs(loss / expected[0] - 1) < 1e-6
+    assert largest_difference(gradients(model), expected[1]) < 1e-6
+    assert (why is not None) == ("moe" in kind) and "sliding window" in (why or "sliding window")
 
 
 # On a device
