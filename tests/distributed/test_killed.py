@@ -98,7 +98,9 @@ def be_killed(start_method: str, folder: str) -> None:
     time.sleep(3600)
 
 
-@pytest.mark.parametrize("start_method", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize(
+    "start_method", ["fork", *(pytest.param(name, marks=pytest.mark.full_grid) for name in ("forkserver", "spawn"))]
+)
 def test_no_worker_outlives_a_killed_process(start_method: str, tmp_path: Path) -> None:
     mark = uuid.uuid4().hex
     code = f"from distributed.test_killed import be_killed; be_killed({start_method!r}, {str(tmp_path)!r})"

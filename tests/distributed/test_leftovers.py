@@ -106,7 +106,7 @@ def an_epoch_and_a_pause(rank: int, first: int, fails: bool) -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.full_grid)])
 def test_a_rank_may_end_before_the_other(first: int, fails: bool, tmp_path: Path) -> None:
     """Nobody is told of errors, or misses the other: rank 0 serves a store that the other asks now and then."""
     for outcome in run_ranks("distributed.test_leftovers:an_epoch_and_a_pause", tmp_path, first=first, fails=fails):
@@ -128,7 +128,9 @@ def _steps(loader: Any, epoch: int) -> list[Any]:
     return list(loader)
 
 
-@pytest.mark.parametrize("start_method", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize(
+    "start_method", ["fork", *(pytest.param(name, marks=pytest.mark.full_grid) for name in ("forkserver", "spawn"))]
+)
 def test_start_methods_of_the_workers_give_the_same_plan(start_method: str) -> None:
     """I6."""
     assert plan(start_method, (1, 2)) == plan("fork", (0, 0))

@@ -58,7 +58,7 @@ def profiled(run: Callable[[], None], folder: Path) -> int:
     ("kind", "keys"),
     [
         ("text", {"disable_gradient_checkpointing": True}),
-        ("vl", {"finetuning_type": "lora", "freeze_vision_tower": False}),
+        pytest.param("vl", {"finetuning_type": "lora", "freeze_vision_tower": False}, marks=pytest.mark.full_grid),
         pytest.param("vl", {"bf16": True}, marks=pytest.mark.full_grid),
         pytest.param("text", {"finetuning_type": "freeze"}, marks=pytest.mark.full_grid),
     ],

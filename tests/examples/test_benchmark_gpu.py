@@ -21,6 +21,7 @@ def run(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.full_grid
 def test_without_cuda_it_says_what_it_needs() -> None:
     ended = run()
     assert ended.returncode == 2

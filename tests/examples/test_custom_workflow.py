@@ -92,6 +92,7 @@ def test_a_loop_of_ones_own(tmp_path: Path) -> None:
     assert (tmp_path / "model" / "config.json").exists()
 
 
+@pytest.mark.full_grid
 def test_a_loop_on_two_ranks(tmp_path: Path) -> None:
     """I2, I8, I9: with the same global batch one rank and two log the same losses, idle micro-batches and all.
 
@@ -135,6 +136,7 @@ def qwen_vl_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, run(QWEN_VL, folder)
 
 
+@pytest.mark.full_grid
 def test_qwen_vl(qwen_vl_run: tuple[Path, str]) -> None:
     """I2, I4."""
     folder, printed = qwen_vl_run
@@ -146,6 +148,7 @@ def test_qwen_vl(qwen_vl_run: tuple[Path, str]) -> None:
     assert min(line["patches"] for line in lines) > 0, "every batch runs the vision tower"
 
 
+@pytest.mark.full_grid
 def test_qwen_vl_on_two_ranks(qwen_vl_run: tuple[Path, str], tmp_path: Path) -> None:
     """DDP without find_unused_parameters runs through groups of text alone, whose only pictures are the smallest."""
     model, data = (str(qwen_vl_run[0] / name) for name in ("tiny_qwen3_vl", "mm_mix_data/mm_mix.json"))
@@ -163,6 +166,7 @@ def load(name: str) -> ModuleType:
     return module
 
 
+@pytest.mark.full_grid
 def test_qwen_vl_samples_hold_what_they_should(qwen_vl_run: tuple[Path, str]) -> None:
     """Labels are the answers and nothing else; a row of text alone is as if there were no picture behind it."""
     folder, _ = qwen_vl_run

@@ -68,7 +68,7 @@ def test_ranks_of_different_groups_do_not_share_samples_and_none_is_left(tiny_te
         losses, counts = outcome.value
         assert losses == pytest.approx(expected, rel=1e-4)
         # Processes, threads, files (so ports as well) and groups: the first training starts what a process has once.
-        assert counts[2] == counts[1]
+        assert all(later <= before for before, later in zip(counts[1], counts[2], strict=True)), counts
     for k in range(3):
         assert ids(tmp_path / f"world{k}") + ids(tmp_path / f"world{k}", rank=1) == Counter(range(NUM_ROWS))
 

@@ -44,7 +44,9 @@ def saving(event: str) -> type[Trainer]:
     return Saving
 
 
-@pytest.mark.parametrize(("block", "accumulation"), [(KEEP, 1), (FILL, 2)], ids=["keep", "fill"])
+@pytest.mark.parametrize(
+    ("block", "accumulation"), [(KEEP, 1), pytest.param(FILL, 2, marks=pytest.mark.full_grid)], ids=["keep", "fill"]
+)
 def test_a_save_at_any_event_resumes_exactly(
     tiny_text: Path, tmp_path: Path, block: dict[str, Any], accumulation: int
 ) -> None:
@@ -91,7 +93,16 @@ def terminate() -> None:
             thread.join()
 
 
-@pytest.mark.parametrize("event", ["on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_step_end"])
+@pytest.mark.parametrize(
+    "event",
+    [
+        "on_pre_optimizer_step",
+        *(
+            pytest.param(name, marks=pytest.mark.full_grid)
+            for name in ("on_step_begin", "on_substep_end", "on_step_end")
+        ),
+    ],
+)
 def test_a_run_that_sigterm_ends_is_resumed(tiny_text: Path, tmp_path: Path, event: str) -> None:
     options: dict[str, Any] = {"block": KEEP, "num_train_epochs": 1}
     whole = train(tiny_text, tmp_path / "whole", save_strategy="no", **options)
