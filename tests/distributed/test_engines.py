@@ -255,9 +255,8 @@ def run_world(world: World, model: Path, folder: Path, **changes: Any) -> tuple[
     return folder / "out", audits
 
 
-@pytest.mark.parametrize(
-    "name", [*(pytest.param(name, marks=pytest.mark.full_grid) for name in list(WORLDS)[:-1]), list(WORLDS)[-1]]
-)
+@pytest.mark.full_grid
+@pytest.mark.parametrize("name", WORLDS)
 def test_unequal_shards(tiny_text, tmp_path, name: str) -> None:
     """I1, I2, I4, I7 with `join: true`: all rows of both, whatever their number and length."""
     world = WORLDS[name]

@@ -238,15 +238,12 @@ def test_forward_raises_on_one_rank(config) -> None:
     said_by(ended, 0, "[odb]", "rank 1", "the test's model fails")
 
 
+@pytest.mark.full_grid  # what ranks compare: test_agreement.py, test_ranks_that_differ.py
 @pytest.mark.parametrize(
     ("override", "said"),
     [
         ("odb.token_budget=256", "odb.token_budget (128 on rank 0; 256 on rank 1)"),
-        pytest.param(
-            "template=llama3",
-            "template ('qwen' on rank 0; 'llama3' on rank 1)",
-            marks=pytest.mark.full_grid,  # what ranks compare is test_agreement.py's
-        ),
+        ("template=llama3", "template ('qwen' on rank 0; 'llama3' on rank 1)"),
     ],
 )
 def test_settings_differ(config, override: str, said: str) -> None:

@@ -16,8 +16,8 @@ from distributed.test_engines import deepspeed_config
 from safetensors.torch import load_file
 from support import training_config, without_clock, write_dataset
 
-NUM_ROWS = 300
-SAVE_STEPS = 5
+NUM_ROWS = 200
+SAVE_STEPS = 3
 ENV = {"ACCELERATE_TORCH_DEVICE": "cpu"}
 """Not cpu:0, as which torch cannot load the optimizer of a stock checkpoint."""
 
@@ -110,6 +110,7 @@ def test_killed_and_started_again(tiny_text, tmp_path, request, engine: str, num
     assert all((ours[name] == theirs[name]).all() for name in theirs)
 
 
+@pytest.mark.full_grid
 def test_ended_by_sigterm_on_two_ranks_and_continued_by_one(tiny_text, tmp_path) -> None:
     """The same optimizer steps, by the ranks there are."""
     config = configuration(tiny_text, tmp_path / "killed")
