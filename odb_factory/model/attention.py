@@ -20,7 +20,6 @@ cannot lose them on the way, and nothing is read back from the device.
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -250,8 +249,8 @@ _announced: set[Choice] = set()
 
 
 def announce(choice: Choice) -> None:
-    """Log a kernel the first time that it is used in a training."""
-    if choice not in _announced:
+    """Log a kernel the first time that it is used in a training, but not in a compiled graph, which would break."""
+    if not torch.compiler.is_compiling() and choice not in _announced:
         _announced.add(choice)
         logger.info("attention of flat rows: %s", choice)
 
@@ -287,8 +286,7 @@ def _need_lacks(need: Need) -> str | None:
 # torch.nn.attention.varlen.varlen_attn
 
 
-@functools.cache
-def varlen_attn() -> tuple[Callable[..., Any], frozenset[str]] | None:
+def find_varlen_attn() -> tuple[Callable[..., Any], frozenset[str]] | None:
     """The function of this torch and the names of its keyword arguments; None where there is no such function."""
     try:
         from torch.nn.attention.varlen import varlen_attn as function
@@ -299,11 +297,14 @@ def varlen_attn() -> tuple[Callable[..., Any], frozenset[str]] | None:
     return (function, frozenset(names[7:])) if known else None
 
 
+VARLEN_ATTN = find_varlen_attn()
+"""Found once, outside of what torch.compile traces."""
+
+
 def _varlen_attn_lacks(need: Need) -> str | None:
     if (why := why_no_flash(need)) is not None:
         return why
-    found = varlen_attn()
-    takes = found[1] if found is not None else frozenset()
+    takes = frozenset() if VARLEN_ATTN is None else VARLEN_ATTN[1]
     if not takes & {"window_size", "is_causal"}:
         return "this torch has no varlen_attn that is known"
     if need.window and "window_size" not in takes:
@@ -314,9 +315,8 @@ def _varlen_attn_lacks(need: Need) -> str | None:
 
 
 def _by_varlen_attn(call: Call) -> Tensor:
-    found, need = varlen_attn(), call.need
-    assert found is not None, "the table has asked"
-    function, takes = found
+    assert VARLEN_ATTN is not None, "the table has asked"
+    (function, takes), need = VARLEN_ATTN, call.need
     given: dict[str, Any] = {}
     if "window_size" in takes:
         before = -1 if call.window is None else call.window - 1
@@ -348,8 +348,7 @@ FLASH_ARGUMENTS = (
 )
 
 
-@functools.cache
-def flash_forward() -> Callable[..., Any] | None:
+def find_flash_forward() -> Callable[..., Any] | None:
     """The operator of this torch, whose name is private; None where its schema is not the one that is called here."""
     operator = getattr(torch.ops.aten, "_flash_attention_forward", None)
     if operator is None:
@@ -362,17 +361,20 @@ def flash_forward() -> Callable[..., Any] | None:
     return function
 
 
+FLASH_FORWARD = find_flash_forward()
+
+
 def _flash_forward_lacks(need: Need) -> str | None:
     why = why_no_flash(need)
-    if why is None and flash_forward() is None:
+    if why is None and FLASH_FORWARD is None:
         why = "aten::_flash_attention_forward of this torch has an unknown schema"
     return why
 
 
 def _by_flash_forward(call: Call) -> Tensor:
-    function, window = flash_forward(), call.window
-    assert function is not None, "the table has asked"
-    attended: Tensor = function(
+    assert FLASH_FORWARD is not None, "the table has asked"
+    window = call.window
+    attended: Tensor = FLASH_FORWARD(
         *call.for_flash(),
         0.0,  # dropout
         call.causal and window is None,

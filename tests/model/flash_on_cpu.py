@@ -207,11 +207,8 @@ def torch_of(release: str) -> Iterator[list[str]]:
         if release != INSTALLED:
             function = SIGNATURES[release]
             patch.setitem(sys.modules, name, None if function is None else _module(function, calls))
-        attention.varlen_attn.cache_clear()
-        try:
-            yield calls
-        finally:
-            attention.varlen_attn.cache_clear()
+        patch.setattr(attention, "VARLEN_ATTN", attention.find_varlen_attn())
+        yield calls
 
 
 def _module(function: Callable[..., Tensor], calls: list[str]) -> types.ModuleType:

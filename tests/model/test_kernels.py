@@ -142,6 +142,21 @@ def test_autocast_decides_the_dtype() -> None:
     assert kernel == []
 
 
+@pytest.mark.parametrize("release", [INSTALLED, "2.9"])
+def test_torch_compile_traces_it_in_one_graph(release: str) -> None:
+    """With `fullgraph`, which raises where a graph would break."""
+    inputs = states(**CASES["window"])
+
+    def attended(*states: Tensor) -> Tensor:
+        return attend([one * 1 for one in states], **CASES["window"])
+
+    with flash_on_cpu() as kernel, torch_of(release):
+        expected = attend(inputs, **CASES["window"])
+        torch._dynamo.reset()
+        compiled = torch.compile(attended, backend="eager", fullgraph=True)(*inputs)
+    assert torch.equal(compiled, expected) and len(kernel) == 2
+
+
 # The choice
 
 
@@ -209,10 +224,9 @@ def test_a_torch_of_the_future(monkeypatch: pytest.MonkeyPatch) -> None:
                 arguments = ()
 
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", Operator)
-    attention.flash_forward.cache_clear()
+    monkeypatch.setattr(attention, "FLASH_FORWARD", attention.find_flash_forward())
     with torch_of("2.9"):
         assert str(attention.choose(CUDA)).startswith(f"{RUNS}, because this torch has no varlen_attn that is known; ")
-    attention.flash_forward.cache_clear()
 
 
 # Whole models
