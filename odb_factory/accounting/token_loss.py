@@ -1,4 +1,4 @@
-"""Weighted token losses: from logits, and in the place of the loss function inside a transformers model."""
+"""Weighted token losses: from logits, and in the forward of a transformers model, there without logits if it can be."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from odb_factory.data.measure import IGNORE_INDEX
 from odb_factory.errors import ConfigError, DataError
+from odb_factory.model.head import without_logits
 
 
 def weighted_token_loss(
@@ -54,11 +55,15 @@ def weighted_token_loss(
         losses = functional.cross_entropy(
             logits.reshape(-1, logits.shape[-1]), targets, ignore_index=ignore_index, reduction="none"
         )
-        if segments:
-            weights = np.repeat([*row_weights, *[0.0] * (len(segments) - len(row_weights))], segments)
-        else:
-            weights, losses = np.asarray(row_weights), losses.view(rows, -1).sum(1)
-        return (losses * _to_device(weights, losses)).sum()
+        weights = _to_device(_by_position(row_weights, segments), losses)
+        return (losses.view(rows, -1) * weights).sum()
+
+
+def _by_position(row_weights: Sequence[float], segments: Sequence[int]) -> np.ndarray:
+    """The weights as [rows, 1] or, of a flat row, as [1, length]."""
+    if not segments:
+        return np.asarray(row_weights, dtype=np.float64)[:, None]
+    return np.repeat([*row_weights, *[0.0] * (len(segments) - len(row_weights))], segments)[None]
 
 
 def in_float32(values: Tensor) -> Tensor:
@@ -98,19 +103,20 @@ def _to_device(values: np.ndarray, like: Tensor) -> Tensor:
 class TokenLoss:
     """Lets a model's own forward compute the weighted loss, so that what it adds (of routers) stays in.
 
-    model: a transformers model, also wrapped by PEFT, DDP, FSDP, DeepSpeed or torch.compile. Its causal models call
+    model: a transformers model, also wrapped by PEFT, DDP, FSDP, DeepSpeed or torch.compile. The loss is computed
+    without logits (`odb_factory.model.head`) where the model allows it. Otherwise causal models call
     `self.loss_function(logits, labels, ...)`; while `weighing` lasts, that is this object. One object serves a whole
-    run. loss_scaling: the word that error messages name.
+    run. loss_scaling: the word that error messages name. needs_logits: why the logits are wanted, where they are.
 
     Example::
 
         token_loss = TokenLoss(model, "sample")
-        with token_loss.weighing(loss.row_weights, measured.segments):
+        with token_loss.weighing(loss.row_weights, measured.segments, num_units):
             output = model(**batch)
         (output.loss * loss.scale).backward()
     """
 
-    def __init__(self, model: nn.Module, loss_scaling: str):
+    def __init__(self, model: nn.Module, loss_scaling: str, needs_logits: str | None = None):
         self._loss_scaling = loss_scaling
         models = [module for module in model.modules() if _has_loss_function(module)]
         self._name = type(models[0] if models else model).__name__
@@ -118,15 +124,41 @@ class TokenLoss:
         self._row_weights: Sequence[float] = ()
         self._segments: Sequence[int] = ()
         self._calls = 0
+        self.without_logits = without_logits(model, needs_logits)
 
     @contextlib.contextmanager
-    def weighing(self, row_weights: Sequence[float], segments: Sequence[int] = ()) -> Iterator[None]:
+    def weighing(
+        self,
+        row_weights: Sequence[float] | None,
+        segments: Sequence[int] = (),
+        num_units: int = 1,
+        num_supervised: int | None = None,
+    ) -> Iterator[None]:
         """For one forward with labels. row_weights: one a row of the micro-batch; of a flat one, with these segments
-        (`Measured.segments`), one a sample.
+        (`Measured.segments`), one a sample; None: all tokens weigh 1 / num_units, as in the model's own mean.
 
-        Raises `ConfigError` at the end where the model has computed its loss otherwise.
+        num_supervised: tokens with a loss, if known. Raises `ConfigError` at the end where the model has computed its
+        loss otherwise and the weights differ.
         """
-        self._row_weights, self._segments, self._calls = row_weights, segments, 0
+        weights: float | Tensor = 1 / num_units
+        if row_weights is not None:
+            weights = torch.from_numpy(_by_position(row_weights, segments))
+        with self.without_logits.weighing(weights, num_supervised), self._in_loss_function(row_weights, segments):
+            yield
+        if row_weights is not None and not self._calls and not self.without_logits.acted:
+            raise ConfigError(
+                f"odb.loss_scaling: {self._loss_scaling!r} gives the samples of a micro-batch different weights, and "
+                f"{self._name} computes its loss without transformers' ForCausalLMLoss (by a fused kernel such as "
+                "Liger's, or by code of its own); set `loss_scaling: exact`, or turn the kernel off."
+            )
+
+    @contextlib.contextmanager
+    def _in_loss_function(self, row_weights: Sequence[float] | None, segments: Sequence[int]) -> Iterator[None]:
+        self._calls = 0
+        if row_weights is None:
+            yield
+            return
+        self._row_weights, self._segments = row_weights, segments
         own = [module.loss_function for module in self._models]
         try:
             for module in self._models:
@@ -135,12 +167,6 @@ class TokenLoss:
         finally:
             for module, function in zip(self._models, own):
                 module.loss_function = function
-        if not self._calls:
-            raise ConfigError(
-                f"odb.loss_scaling: {self._loss_scaling!r} gives the samples of a micro-batch different weights, and "
-                f"{self._name} computes its loss without transformers' ForCausalLMLoss (by a fused kernel such as "
-                "Liger's, or by code of its own); set `loss_scaling: exact`, or turn the kernel off."
-            )
 
     def __call__(
         self,

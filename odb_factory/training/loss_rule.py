@@ -17,6 +17,9 @@ from odb_factory.data.stock_steps import OF_MICRO_BATCH, OF_STEP, StockMean
 from odb_factory.errors import ConfigError
 from odb_factory.training.checks import unwrapped
 
+LOOK_AT_THE_LOSS_ONLY = ("odb_factory.", "transformers.", "llamafactory.")
+"""Packages whose trainers, in training, read nothing but the loss of what a model returns."""
+
 
 def stock_mean(trainer: Any, loss: TrainerLoss | None) -> StockMean:
     """As the Trainer of transformers divides, whose line is named in the comments. loss: in place of the model's own.
@@ -114,6 +117,14 @@ class TrainerLoss:
                 f"{type(unwrapped(self._trainer.model)).__name__} returns no logits of its rows (a fused kernel such "
                 "as Liger's computes the loss itself); turn the kernel off, or set `loss_scaling: exact`."
             )
+
+
+def why_logits(trainer: Any) -> str | None:
+    """Why a micro-batch's logits are wanted beside the model's own loss; None where only the loss is."""
+    for kind in type(trainer).__mro__:
+        if "compute_loss" in vars(kind) and not kind.__module__.startswith(LOOK_AT_THE_LOSS_ONLY):
+            return f"compute_loss of {kind.__module__}.{kind.__qualname__} may read its outputs"
+    return None
 
 
 def shifts_labels(model: Any) -> bool:

@@ -19,7 +19,7 @@ from accelerate.utils import DistributedType
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from odb_factory.accounting.token_loss import in_float32, sum_of_losses
+from odb_factory.accounting.token_loss import TokenLoss, in_float32, sum_of_losses
 from odb_factory.comm.data_parallel import world_size_of
 from odb_factory.comm.gloo import gather_once
 from odb_factory.comm.lifeline import lifeline_of
@@ -33,7 +33,7 @@ from odb_factory.training.expectation import say_what_differs
 from odb_factory.training.find_checkpoint import find_checkpoint
 from odb_factory.training.layout_check import LayoutCheck
 from odb_factory.training.layout_choice import Layout, not_right
-from odb_factory.training.loss_rule import without_average_tokens
+from odb_factory.training.loss_rule import TrainerLoss, why_logits, without_average_tokens
 from odb_factory.training.one_pass import check_batch, one_pass
 from odb_factory.training.output_dirs import compare_output_dirs
 from odb_factory.training.preemption import Preemption
@@ -67,6 +67,7 @@ class ODBTrainerMixin(Base):
     odb_layout: of its micro-batches. odb_check: what is still to be made sure of about a flat one.
     odb_start: makes the run.
     odb_trial_units: of a micro-batch that is only tried.
+    odb_token_loss: of the model as trained; None before its first micro-batch.
     odb_before_step: called with the model and all micro-batches of an optimizer step before the first is trained on,
         which are in memory together then; None: they come one by one.
     """
@@ -80,6 +81,7 @@ class ODBTrainerMixin(Base):
     odb_check: LayoutCheck | None = None
     odb_start: RunStart | None = None
     odb_trial_units: int | None = None
+    odb_token_loss: TokenLoss | None = None
     odb_before_step: Callable[[Any, Sequence[Collated]], None] | None = None
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -130,7 +132,7 @@ class ODBTrainerMixin(Base):
                 raise told from error
             finally:
                 saver.close()
-                self.odb_arguments = self.odb_saver = self.odb_check = self.odb_start = None
+                self.odb_arguments = self.odb_saver = self.odb_check = self.odb_start = self.odb_token_loss = None
                 if self.odb_run is not None:
                     self.odb_run.close()
                     self.odb_run = None
@@ -284,7 +286,7 @@ class ODBTrainerMixin(Base):
         run = self.odb_run
         if self.odb_trial_units is not None:
             kwargs["num_items_in_batch"] = torch.full((), self.odb_trial_units, device=self.args.device)
-            with without_average_tokens(self.args):
+            with without_average_tokens(self.args), self._odb_trial_loss(model):
                 return 0 * super().compute_loss(model, inputs, **kwargs)
         if run is None or run.computing is None:
             if isinstance(inputs, StepInputs):
@@ -296,11 +298,24 @@ class ODBTrainerMixin(Base):
         computing.is_weighed = True
         # Of this micro-batch alone: what divides by it returns a mean, as what does not look at it does.
         kwargs["num_items_in_batch"] = torch.full((), computing.num_items, device=self.args.device)
-        with without_average_tokens(self.args), run.weighing(model):
+        with without_average_tokens(self.args), run.weighing(self._odb_token_loss(model)):
             result: Any = super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
         if return_outputs:
             return (in_float32(result[0]) * loss.scale, *result[1:])
         return in_float32(result) * loss.scale
+
+    def _odb_token_loss(self, model: Any) -> TokenLoss:
+        if self.odb_token_loss is None:
+            assert self.odb_settings is not None
+            self.odb_token_loss = TokenLoss(model, self.odb_settings.config.loss_scaling, why_logits(self))
+        return self.odb_token_loss
+
+    def _odb_trial_loss(self, model: Any) -> contextlib.AbstractContextManager[None]:
+        """So that a trial needs the memory that a micro-batch does."""
+        assert self.odb_settings is not None and self.odb_trial_units is not None
+        if self.odb_settings.equal_weights or TrainerLoss.of(self) is not None:
+            return contextlib.nullcontext()
+        return self._odb_token_loss(model).weighing(None, (), self.odb_trial_units)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         run = self.odb_run

@@ -15,6 +15,7 @@ from odb_factory.accounting.summary import summary_line, write_summary
 from odb_factory.accounting.token_loss import TokenLoss
 from odb_factory.config import ResolvedConfig
 from odb_factory.data.loader import ODBLoader
+from odb_factory.data.measure import IGNORE_INDEX
 from odb_factory.data.parts import Part
 from odb_factory.data.samples import Measured, MicroBatch, OptimizerStep
 from odb_factory.errors import CollectiveError, one_line
@@ -41,6 +42,7 @@ class Computing:
     """The one under way. num_items: its units, at least 1. segments: of `Measured`.
 
     start: of a part of a micro-batch, the number of its first sample in the whole. is_weighed: its loss has been.
+    num_supervised: of its labels; None where its loss is not made of the units that they are.
     """
 
     micro_batch: MicroBatch
@@ -49,6 +51,7 @@ class Computing:
     segments: tuple[int, ...] = ()
     start: int = 0
     is_weighed: bool = False
+    num_supervised: int | None = None
 
 
 class ODBRun:
@@ -85,7 +88,6 @@ class ODBRun:
         self.split: SplitSteps | None = None
         self._looks_at_labels, self._trainer_loss = looks_at_labels, trainer_loss
         self._anew: tuple[int, int] | None = None
-        self._token_loss: TokenLoss | None = None
         self._epochs_before = 0.0
 
     # How long it is
@@ -163,6 +165,8 @@ class ODBRun:
         loss = self.accounting.begin(micro_batch, measured, labels, weights=weights)
         start = 0 if part is None else part.start
         self.computing = Computing(micro_batch, loss, max(measured.units, 1), measured.segments, start)
+        if labels is not None and (supervised := int((labels[:, 1:] != IGNORE_INDEX).sum())) == measured.units:
+            self.computing.num_supervised = supervised
 
     def end_micro_batch(self) -> None:
         """Count the micro-batch whose backward is done."""
@@ -174,17 +178,16 @@ class ODBRun:
         self.computing = None
         return self.accounting.set_aside()
 
-    def weighing(self, model: Any) -> contextlib.AbstractContextManager[None]:
-        """Within it the loss of the micro-batch under way is the weighted mean over its tokens. model: as trained."""
+    def weighing(self, token_loss: TokenLoss) -> contextlib.AbstractContextManager[None]:
+        """Within it the loss of the micro-batch under way is the weighted mean over its tokens. token_loss: of the
+        model as trained."""
         assert self.computing is not None
-        row_weights, segments = self.computing.loss.row_weights, self.computing.segments
+        computing, row_weights = self.computing, self.computing.loss.row_weights
         if self._trainer_loss is not None:
-            return self._trainer_loss.weighing(row_weights, segments, self.computing.num_items)
-        if row_weights is None:
+            return self._trainer_loss.weighing(row_weights, computing.segments, computing.num_items)
+        if row_weights is None and computing.num_supervised is None:
             return contextlib.nullcontext()
-        if self._token_loss is None:
-            self._token_loss = TokenLoss(model, self.config.loss_scaling)
-        return self._token_loss.weighing(row_weights, segments)
+        return token_loss.weighing(row_weights, computing.segments, computing.num_items, computing.num_supervised)
 
     # Its state and its end
 

@@ -1,0 +1,395 @@
+"""The loss without logits: that of the logits, with all gradients, in any model; and no logits.
+
+Reference: the same model's logits in its own dtype, then a weighted sum of token losses in float64.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, pad
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+from odb_factory.model.head import AfterHead, weighted_loss_of, without_logits
+
+VOCABULARY = 97
+SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "use_cache": False,
+}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+ROUTERS = {"output_router_logits": True, "router_aux_loss_coef": 0.3}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("qwen2", {"tie_word_embeddings": False}),
+    "tied": ("qwen2", {"tie_word_embeddings": True}),
+    "bias of the head": ("phi", {}),
+    "soft cap": ("gemma2", {"head_dim": 8, "final_logit_softcapping": 1.5}),
+    "factor": ("granite", {"logits_scaling": 4.0}),
+    "router loss": ("qwen3_moe", MOE | ROUTERS),
+    "loss code of its own": ("mamba", {"state_size": 4}),
+}
+
+
+def text_model(name: str, dtype: torch.dtype = torch.float64) -> Any:
+    kind, changes = MODELS[name]
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SMALL | changes))
+    if name == "router loss":
+        model.set_experts_implementation("eager")  # the grouped kernel knows no float64
+    with torch.no_grad():
+        for parameter in model.parameters():  # so that logits are large, and no bias is zero
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model.to(dtype).train()
+
+
+def batch_of(rows: int = 3, length: int = 11, vocabulary: int = VOCABULARY) -> tuple[dict[str, Tensor], Tensor]:
+    """Rows of several lengths, in which few tokens have no loss, and a weight for each position."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, vocabulary, (rows, length), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1:, 7:] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, :2] = -100
+    weights = torch.rand(rows, length, generator=generator, dtype=torch.float64) / 10
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}, weights
+
+
+def by_logits(model: Any, batch: dict[str, Tensor], weights: Tensor) -> Tensor:
+    output = model(**{name: value for name, value in batch.items() if name != "labels"})
+    targets = pad(batch["labels"], (0, 1), value=-100)[:, 1:].flatten()
+    logits = output.logits.flatten(0, 1)
+    losses = cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), targets, reduction="none")
+    loss = (losses * weights.flatten()).sum()
+    if output.get("aux_loss") is not None:
+        loss = loss + ROUTERS["router_aux_loss_coef"] * output.aux_loss
+    return loss
+
+
+def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: value.grad.double() for name, value in model.named_parameters() if value.grad is not None}
+
+
+def check(model: Any, batch: dict[str, Tensor], weights: Tensor, run: Any = None, rtol: float = 1e-11) -> None:
+    expected = by_logits(model, batch, weights)
+    wanted = gradients(model, expected)
+    door = without_logits(run or model)
+    for _ in range(2):  # the first forward looks for what the model does to its logits
+        with door.weighing(weights):
+            output = (run or model)(**batch)
+        assert door.acted, door.reason
+        assert output.get("logits") is None
+        assert output.loss.item() == pytest.approx(expected.item(), rel=rtol)
+        found = gradients(model, output.loss)
+        assert found.keys() == wanted.keys() != set()
+        for name, value in wanted.items():
+            torch.testing.assert_close(found[name], value, rtol=100 * rtol, atol=rtol * float(value.abs().max()))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_gradients_are_those_by_logits(name: str) -> None:
+    in_float32 = name == "loss code of its own"  # its forward rounds logits
+    check(text_model(name), *batch_of(), rtol=1e-7 if in_float32 else 1e-11)
+
+
+@pytest.mark.parametrize("name", ["tied", "soft cap"])
+def test_they_are_so_in_float32(name: str) -> None:
+    check(text_model(name, torch.float32), *batch_of(), rtol=2e-6)
+
+
+def test_vision_language_models_too(tiny_vl: Path) -> None:
+    model = AutoModelForImageTextToText.from_pretrained(tiny_vl, dtype=torch.float64)
+    check(model, *batch_of())
+
+
+@pytest.mark.parametrize("num_supervised", [None, 19])
+def test_one_weight_for_all_and_one_for_each_row(num_supervised: int | None) -> None:
+    model, (batch, weights) = text_model("plain"), batch_of()
+    assert (batch["labels"][:, 1:] != -100).sum() == 19
+    door = without_logits(model)
+    for given in (torch.full((3, 1), 0.25), weights[:, :1]):
+        with door.weighing(given, num_supervised):
+            loss = model(**batch).loss
+        assert loss.item() == pytest.approx(by_logits(model, batch, given.expand(weights.shape)).item(), rel=1e-11)
+    with door.weighing(0.25, num_supervised):
+        loss = model(**batch).loss
+    assert loss.item() == pytest.approx(by_logits(model, batch, torch.full_like(weights, 0.25)).item(), rel=1e-11)
+
+
+def test_a_micro_batch_without_labels_has_a_loss_of_zero() -> None:
+    model, (batch, weights) = text_model("plain"), batch_of()
+    batch["labels"] = torch.full_like(batch["labels"], -100)
+    with without_logits(model).weighing(weights):
+        loss = model(**batch).loss
+    assert loss.item() == 0
+    assert all(not gradient.any() for gradient in gradients(model, loss).values())
+
+
+def test_chunks_add_up() -> None:
+    torch.manual_seed(0)
+    linear = nn.Linear(8, VOCABULARY).double()
+    hidden = torch.randn(3, 11, 8, dtype=torch.float64, requires_grad=True)
+    batch, weights = batch_of()
+    found = []
+    for size in (1, 4, 1000):
+        for parameter in (hidden, *linear.parameters()):
+            parameter.grad = None
+        loss = weighted_loss_of(linear, hidden, batch["labels"], weights, after=AfterHead(0.5, 3.0), chunk_tokens=size)
+        loss.backward()
+        found.append([loss.detach(), hidden.grad, linear.weight.grad, linear.bias.grad])
+    for some in found[1:]:
+        for one, other in zip(some, found[0], strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-15)
+
+
+# Precision
+
+
+def distance(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
+    squares = sum(float((found[name] - value).square().sum()) for name, value in exact.items())
+    return (squares / sum(float(value.square().sum()) for value in exact.values())) ** 0.5
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("kind", ["autocast", "bfloat16"])
+def test_gradients_in_low_precision_are_no_worse_than_by_logits(kind: str, frozen: bool) -> None:
+    """Also where several chunks are added up: bfloat16 has 8 bits."""
+    model = text_model("plain", torch.float32)
+    model.lm_head.requires_grad_(not frozen)
+    if kind == "bfloat16":
+        model = model.bfloat16()
+    batch, weights = batch_of(rows=8, length=64)
+    exact_model = copy.deepcopy(model).double()
+    exact = gradients(exact_model, by_logits(exact_model, batch, weights))
+
+    def computed(loss_of: Callable[[], Tensor]) -> tuple[float, float]:
+        with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
+            loss = loss_of()
+        assert loss.dtype in (torch.float32, torch.float64)
+        return loss.item(), distance(gradients(model, loss), exact)
+
+    def ours() -> Tensor:
+        with without_logits(model).weighing(weights):
+            return model(**batch).loss
+
+    (expected, theirs), (found, mine) = computed(lambda: by_logits(model, batch, weights)), computed(ours)
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert mine <= 1.1 * theirs
+    grads = {name for name, value in model.named_parameters() if value.grad is not None}
+    assert ("lm_head.weight" in grads) != frozen
+
+
+def test_small_weights_do_not_vanish_in_float16() -> None:
+    """A loss scale multiplies what comes from behind; the gradient is there before it is."""
+    torch.manual_seed(0)
+    linear, hidden = nn.Linear(16, 512, dtype=torch.float16), torch.randn(1, 20, 16).half()
+    labels = torch.randint(0, 512, (1, 20))
+    tiny = weighted_loss_of(linear, hidden, labels, 1e-9) * 1e9
+    tiny.backward()
+    found = linear.weight.grad.clone()
+    linear.weight.grad = None
+    weighted_loss_of(linear, hidden, labels, 1.0).backward()
+    torch.testing.assert_close(found, linear.weight.grad, rtol=1e-2, atol=1e-6)
+
+
+# Memory
+
+
+class Sizes(TorchDispatchMode):
+    """The elements of the largest tensor with a dimension of `size` that any operation makes."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.size, self.largest, self.read_back = size, 0, 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for one in tree_leaves(result):
+            if isinstance(one, Tensor) and self.size in one.shape:
+                self.largest = max(self.largest, one.numel())
+        self.read_back += function.name() in ("aten::_local_scalar_dense", "aten::nonzero")
+        return result
+
+
+def test_no_tensor_of_all_tokens_and_the_vocabulary_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("odb_factory.model.head.CHUNK_ELEMENTS", {"cpu": 10 * VOCABULARY})
+    model, (batch, weights) = text_model("plain", torch.float32), batch_of(rows=8, length=64)
+    door = without_logits(model)
+    tokens = int((batch["labels"] != -100).sum())
+    for _ in range(2):
+        with Sizes(VOCABULARY) as sizes, door.weighing(weights):
+            model(**batch).loss.backward()
+        assert sizes.largest == model.lm_head.weight.numel() < tokens * VOCABULARY
+    with Sizes(VOCABULARY) as sizes:
+        by_logits(model, batch, weights).backward()
+    assert sizes.largest == 8 * 64 * VOCABULARY, "they are seen"
+
+
+def test_nothing_is_read_back_where_the_host_knows_the_number_of_supervised_tokens() -> None:
+    model, (batch, weights) = text_model("router loss", torch.float32), batch_of()
+    door = without_logits(model)
+    with door.weighing(weights):
+        model(**batch)
+
+    def read_back(num_supervised: int | None) -> int:
+        with Sizes(VOCABULARY) as ours, door.weighing(weights, num_supervised):
+            model(**batch).loss.backward()
+        return ours.read_back
+
+    with Sizes(VOCABULARY) as stock:
+        by_logits(model, batch, weights).backward()
+    assert read_back(19) <= stock.read_back < read_back(None)
+    linear, hidden = nn.Linear(8, 50, device="meta"), torch.zeros(3, 11, 8, device="meta", requires_grad=True)
+    weighted_loss_of(linear, hidden, torch.zeros(3, 11, device="meta", dtype=torch.long), 0.1, 30).backward()
+
+
+# Where it acts
+
+
+def state(model: nn.Module) -> list[tuple[set[str], int]]:
+    return [(set(vars(module)), len(module._forward_hooks)) for module in model.modules()]
+
+
+def test_other_forwards_and_the_model_stay_as_they_were(tiny_text: Path) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(tiny_text).eval()
+    batch, weights = batch_of()
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    before, own = state(model), model(**batch)
+    tokens = model.generate(**inputs, max_new_tokens=4, do_sample=False)
+    door = without_logits(model)
+    with door.weighing(weights):
+        assert torch.equal(model(**inputs).logits, own.logits)
+        assert torch.equal(model.generate(**inputs, max_new_tokens=4, do_sample=False), tokens)
+        assert model(**inputs, logits_to_keep=2).logits.shape[1] == 2
+        assert not door.acted
+        assert model(**batch).loss != own.loss
+    with pytest.raises(KeyError), door.weighing(weights):
+        raise KeyError
+    assert torch.equal(model(**batch).logits, own.logits) and torch.equal(model(**batch).loss, own.loss)
+    assert state(model) == before
+
+
+def test_a_forward_that_somebody_has_wrapped_stays_wrapped() -> None:
+    """As accelerate does for autocast."""
+    model, (batch, weights) = text_model("plain"), batch_of()
+    own, calls = model.forward, []
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        calls.append(kwargs)
+        return own(*args, **kwargs)
+
+    model.forward = wrapped
+    check(model, batch, weights)
+    assert model.forward is wrapped and calls
+
+
+def test_gradients_are_given_once() -> None:
+    model, (batch, weights) = text_model("plain"), batch_of()
+    with without_logits(model).weighing(weights):
+        loss = model(**batch).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="one backward"):
+        loss.backward()
+
+
+# Adapters and engines
+
+
+def with_lora(model: Any, **changes: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    config = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, "lora_dropout": 0.0} | changes
+    return get_peft_model(model, LoraConfig(**config)).double().train()
+
+
+@pytest.mark.parametrize("saved", [[], ["lm_head"], ["embed_tokens", "lm_head"]], ids=["lora", "head", "both"])
+def test_lora(saved: list[str]) -> None:
+    peft = with_lora(text_model("plain"), modules_to_save=saved or None)
+    with torch.no_grad():
+        for name, parameter in peft.named_parameters():
+            if "modules_to_save" in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    check(peft, *batch_of())
+    with peft.disable_adapter():
+        batch, weights = batch_of()
+        expected = by_logits(peft, batch, weights)
+        with without_logits(peft).weighing(weights):
+            assert peft(**batch).loss.item() == pytest.approx(expected.item(), rel=1e-11)
+
+
+class Linear4bit(nn.Linear):
+    """As the layers of libraries for quantised weights are called."""
+
+
+@pytest.mark.parametrize("kind", ["LoRA", "quantised", "its own function"])
+def test_a_head_that_is_no_plain_linear_layer_keeps_its_logits(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    model, (batch, weights) = text_model("plain"), batch_of()
+    if kind == "quantised":
+        model.lm_head.__class__ = Linear4bit
+    if kind == "its own function":
+        own = model.lm_head.forward
+        model.lm_head.forward = lambda hidden: 2 * own(hidden)
+    run = with_lora(model, target_modules=["q_proj", "lm_head"]) if kind == "LoRA" else model
+    expected = run(**batch)
+    caplog.set_level("INFO")
+    with without_logits(run).weighing(weights):
+        output = run(**batch)
+    assert torch.equal(output.loss, expected.loss) and torch.equal(output.logits, expected.logits)
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "odb_factory.model.head"]
+    assert "Qwen2ForCausalLM: " in line and "output embedding" in line and "\n" not in line
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("name", ["plain", "tied"])
+def test_ddp(name: str) -> None:
+    model = text_model(name)
+    check(model, *batch_of(), run=nn.parallel.DistributedDataParallel(model))
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("of_its_own", [False, True], ids=["root", "head of its own"])
+def test_fsdp2(of_its_own: bool) -> None:
+    """The weights are DTensors outside of a forward."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model, (batch, weights) = text_model("plain"), batch_of()
+    expected = by_logits(model, batch, weights)
+    wanted = gradients(model, expected)
+    mesh = init_device_mesh("cpu", (1,))
+    for layer in (*model.model.layers, *([model.lm_head] if of_its_own else [])):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    assert type(model.lm_head.weight).__name__ == "DTensor"
+    door = without_logits(model)
+    with door.weighing(weights):
+        loss = model(**batch).loss
+    assert door.acted and loss.item() == pytest.approx(expected.item(), rel=1e-11)
+    for name, value in gradients(model, loss).items():
+        torch.testing.assert_close(value.full_tensor(), wanted[name], rtol=1e-9, atol=1e-12)  # type: ignore[attr-defined]
