@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from odb_factory.loop.step_info import ODBStepInfo as ODBStepInfo
     from odb_factory.loop.step_info import pop_step_info as pop_step_info
     from odb_factory.loop.weighted_loss import weighted_loss as weighted_loss
+    from odb_factory.loop.weighted_loss import without_logits as without_logits
     from odb_factory.loop.wrapping import ODBHandle as ODBHandle
     from odb_factory.loop.wrapping import apply_odb as apply_odb
     from odb_factory.planning import Collation as Collation
@@ -48,6 +49,7 @@ _HOMES = {
     "enable_odb": "odb_factory.training.enable",
     "pop_step_info": "odb_factory.loop.step_info",
     "weighted_loss": "odb_factory.loop.weighted_loss",
+    "without_logits": "odb_factory.loop.weighted_loss",
 }
 
 __all__ = ["__version__", *_HOMES]

@@ -44,6 +44,7 @@ def test_names_of_the_package() -> None:
         "enable_odb",
         "pop_step_info",
         "weighted_loss",
+        "without_logits",
     ]
     assert all(getattr(odb_factory, name) is not None for name in odb_factory.__all__)
     assert sorted(dir(odb_factory)) == sorted(odb_factory.__all__)

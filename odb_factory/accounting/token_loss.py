@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from odb_factory.data.measure import IGNORE_INDEX
 from odb_factory.errors import ConfigError, DataError
-from odb_factory.model.head import without_logits
+from odb_factory.model.head import WithoutLogits
 
 
 def weighted_token_loss(
@@ -124,7 +124,7 @@ class TokenLoss:
         self._row_weights: Sequence[float] = ()
         self._segments: Sequence[int] = ()
         self._calls = 0
-        self.without_logits = without_logits(model, needs_logits)
+        self.without_logits = WithoutLogits(model, needs_logits)
 
     @contextlib.contextmanager
     def weighing(

@@ -1,10 +1,14 @@
-"""`weighted_loss`: the loss of a micro-batch whose tokens weigh differently."""
+"""`weighted_loss`, `without_logits`: the loss of a micro-batch whose tokens weigh differently."""
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from odb_factory.accounting.token_loss import weighted_token_loss
+from torch import Tensor, nn
+
+from odb_factory.accounting.loss_weights import micro_batch_loss
+from odb_factory.accounting.token_loss import TokenLoss, in_float32, weighted_token_loss
 from odb_factory.loop.step_info import ODBStepInfo
 
 
@@ -25,3 +29,32 @@ def weighted_loss(logits: Tensor, labels: Tensor, info: ODBStepInfo) -> Tensor:
     if len(set(weights)) == 1:  # so it does not matter which row is which
         return weighted_token_loss(logits, labels, weights[:1] * len(logits))
     return weighted_token_loss(logits, labels, (*weights, *[0.0] * info.filler_rows), segments=info.segments)
+
+
+def without_logits(model: nn.Module) -> Callable[[Mapping[str, Any], ODBStepInfo], Tensor]:
+    """The same loss, computed in the forward of a transformers model without a matrix of logits, if that is possible.
+
+    model: as trained, also wrapped by PEFT, DDP, FSDP or DeepSpeed. Losses that it adds (for the routers of a mixture
+    of experts) are included, by the micro-batch's share. Where the model needs its logits, one line says why, and the
+    loss is made from them.
+    Returns a function of the model's inputs with labels, and of the step info.
+
+    Example::
+
+        loss_of = without_logits(model)
+        for batch in loader:
+            info = pop_step_info(batch)
+            loss_of(batch, info).backward()
+    """
+    token_loss: TokenLoss | None = None
+
+    def loss_of(batch: Mapping[str, Any], info: ODBStepInfo) -> Tensor:
+        nonlocal token_loss
+        if token_loss is None:  # by now engines have wrapped the model
+            token_loss = TokenLoss(model, info.loss_scaling)
+        loss = micro_batch_loss(info._micro_batch, info.loss_scaling, info._world_size, info.filler_rows)
+        with token_loss.weighing(loss.row_weights, info.segments, max(info.units, 1)):
+            output = model(**batch)
+        return in_float32(output["loss"] if isinstance(output, dict) else output[0]) * loss.scale
+
+    return loss_of

@@ -57,7 +57,7 @@ class WithoutLogits:
 
     Example::
 
-        door = without_logits(model)
+        door = WithoutLogits(model)
         with door.weighing(1 / num_supervised):
             loss = model(**batch).loss
         loss.backward()
@@ -199,8 +199,6 @@ class WithoutLogits:
             self.reason,
         )
 
-
-without_logits = WithoutLogits
 
 _OTHER_FORWARDS = ("past_key_values", "use_cache", "logits_to_keep", "shift_labels")
 """Arguments of forwards that are not a training's."""
@@ -410,9 +408,7 @@ class _ChunkedLoss(torch.autograd.Function):
     vanish in float16; backward multiplies them by it and by what comes from behind."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: _Tokens, how: _How
-    ) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: _Tokens, how: _How) -> Tensor:
         of_hidden, of_weight, of_bias = (how.with_gradient and needed for needed in ctx.needs_input_grad[:3])
         with_gradient = of_hidden or of_weight or of_bias
         with _without_autocast(hidden.device.type):

@@ -15,7 +15,7 @@ import torch
 from toy import NUM_ROWS, Rows, item, pad
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, OPTConfig
 
-from odb_factory import ConfigError, DataError, ODBDataLoader, check_flat, pop_step_info, weighted_loss
+from odb_factory import ConfigError, DataError, ODBDataLoader, check_flat, pop_step_info, weighted_loss, without_logits
 
 BUDGET = 128
 
@@ -110,11 +110,16 @@ def test_a_batch_that_cannot_be_laid_flat_is_one_line_about_the_collator() -> No
     assert str(refused.value).endswith("set `layout: padded`.")
 
 
-@pytest.mark.parametrize("pad_to_multiple_of", [None, 32])
+@pytest.mark.parametrize(
+    ("by_logits", "pad_to_multiple_of"), [(True, None), (True, 32), (False, 32)], ids=["", "filled", "without logits"]
+)
 @pytest.mark.parametrize("scaling", ["exact", "sample"])
-def test_the_gradient_is_that_of_one_padded_batch(tiny_text: Path, scaling: Any, pad_to_multiple_of: Any) -> None:
+def test_the_gradient_is_that_of_one_padded_batch(
+    tiny_text: Path, scaling: Any, by_logits: bool, pad_to_multiple_of: Any
+) -> None:
     """I8, I10: of every optimizer step, and its loss."""
     model = AutoModelForCausalLM.from_pretrained(tiny_text, dtype=torch.float64, use_cache=False).train()
+    loss_of = without_logits(model)
     steps, ids, total, num_micro_batches = 0, [], 0.0, set()
     with make(
         dataset=Rows(labelled, 24),
@@ -128,8 +133,10 @@ def test_the_gradient_is_that_of_one_padded_batch(tiny_text: Path, scaling: Any,
     ) as loader:
         for batch in loader:
             info = pop_step_info(batch)
+            loss = None if by_logits else loss_of(batch, info)
             labels = batch.pop("labels")
-            loss = weighted_loss(model(**batch).logits, labels, info)
+            if loss is None:
+                loss = weighted_loss(model(**batch).logits, labels, info)
             loss.backward()
             if scaling == "exact":
                 own = model(**batch, labels=labels).loss * info.loss_scale  # in float32

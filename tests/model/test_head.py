@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from odb_factory.model.head import AfterHead, weighted_loss_of, without_logits
+from odb_factory.model.head import AfterHead, WithoutLogits, weighted_loss_of
 
 VOCABULARY = 97
 SMALL = {
@@ -90,7 +90,7 @@ def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
 def check(model: Any, batch: dict[str, Tensor], weights: Tensor, run: Any = None, rtol: float = 1e-11) -> None:
     expected = by_logits(model, batch, weights)
     wanted = gradients(model, expected)
-    door = without_logits(run or model)
+    door = WithoutLogits(run or model)
     for _ in range(2):  # the first forward looks for what the model does to its logits
         with door.weighing(weights):
             output = (run or model)(**batch)
@@ -123,7 +123,7 @@ def test_vision_language_models_too(tiny_vl: Path) -> None:
 def test_one_weight_for_all_and_one_for_each_row(num_supervised: int | None) -> None:
     model, (batch, weights) = text_model("plain"), batch_of()
     assert (batch["labels"][:, 1:] != -100).sum() == 19
-    door = without_logits(model)
+    door = WithoutLogits(model)
     for given in (torch.full((3, 1), 0.25), weights[:, :1]):
         with door.weighing(given, num_supervised):
             loss = model(**batch).loss
@@ -136,7 +136,7 @@ def test_one_weight_for_all_and_one_for_each_row(num_supervised: int | None) -> 
 def test_a_micro_batch_without_labels_has_a_loss_of_zero() -> None:
     model, (batch, weights) = text_model("plain"), batch_of()
     batch["labels"] = torch.full_like(batch["labels"], -100)
-    with without_logits(model).weighing(weights):
+    with WithoutLogits(model).weighing(weights):
         loss = model(**batch).loss
     assert loss.item() == 0
     assert all(not gradient.any() for gradient in gradients(model, loss).values())
@@ -186,7 +186,7 @@ def test_gradients_in_low_precision_are_no_worse_than_by_logits(kind: str, froze
         return loss.item(), distance(gradients(model, loss), exact)
 
     def ours() -> Tensor:
-        with without_logits(model).weighing(weights):
+        with WithoutLogits(model).weighing(weights):
             return model(**batch).loss
 
     (expected, theirs), (found, mine) = computed(lambda: by_logits(model, batch, weights)), computed(ours)
@@ -231,7 +231,7 @@ class Sizes(TorchDispatchMode):
 def test_no_tensor_of_all_tokens_and_the_vocabulary_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("odb_factory.model.head.CHUNK_ELEMENTS", {"cpu": 10 * VOCABULARY})
     model, (batch, weights) = text_model("plain", torch.float32), batch_of(rows=8, length=64)
-    door = without_logits(model)
+    door = WithoutLogits(model)
     tokens = int((batch["labels"] != -100).sum())
     for _ in range(2):
         with Sizes(VOCABULARY) as sizes, door.weighing(weights):
@@ -244,7 +244,7 @@ def test_no_tensor_of_all_tokens_and_the_vocabulary_is_made(monkeypatch: pytest.
 
 def test_nothing_is_read_back_where_the_host_knows_the_number_of_supervised_tokens() -> None:
     model, (batch, weights) = text_model("router loss", torch.float32), batch_of()
-    door = without_logits(model)
+    door = WithoutLogits(model)
     with door.weighing(weights):
         model(**batch)
 
@@ -273,7 +273,7 @@ def test_other_forwards_and_the_model_stay_as_they_were(tiny_text: Path) -> None
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     before, own = state(model), model(**batch)
     tokens = model.generate(**inputs, max_new_tokens=4, do_sample=False)
-    door = without_logits(model)
+    door = WithoutLogits(model)
     with door.weighing(weights):
         assert torch.equal(model(**inputs).logits, own.logits)
         assert torch.equal(model.generate(**inputs, max_new_tokens=4, do_sample=False), tokens)
@@ -302,7 +302,7 @@ def test_a_forward_that_somebody_has_wrapped_stays_wrapped() -> None:
 
 def test_gradients_are_given_once() -> None:
     model, (batch, weights) = text_model("plain"), batch_of()
-    with without_logits(model).weighing(weights):
+    with WithoutLogits(model).weighing(weights):
         loss = model(**batch).loss
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="one backward"):
@@ -330,7 +330,7 @@ def test_lora(saved: list[str]) -> None:
     with peft.disable_adapter():
         batch, weights = batch_of()
         expected = by_logits(peft, batch, weights)
-        with without_logits(peft).weighing(weights):
+        with WithoutLogits(peft).weighing(weights):
             assert peft(**batch).loss.item() == pytest.approx(expected.item(), rel=1e-11)
 
 
@@ -349,7 +349,7 @@ def test_a_head_that_is_no_plain_linear_layer_keeps_its_logits(kind: str, caplog
     run = with_lora(model, target_modules=["q_proj", "lm_head"]) if kind == "LoRA" else model
     expected = run(**batch)
     caplog.set_level("INFO")
-    with without_logits(run).weighing(weights):
+    with WithoutLogits(run).weighing(weights):
         output = run(**batch)
     assert torch.equal(output.loss, expected.loss) and torch.equal(output.logits, expected.logits)
     (line,) = [record.getMessage() for record in caplog.records if record.name == "odb_factory.model.head"]
@@ -387,7 +387,7 @@ def test_fsdp2(of_its_own: bool) -> None:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     assert type(model.lm_head.weight).__name__ == "DTensor"
-    door = without_logits(model)
+    door = WithoutLogits(model)
     with door.weighing(weights):
         loss = model(**batch).loss
     assert door.acted and loss.item() == pytest.approx(expected.item(), rel=1e-11)
