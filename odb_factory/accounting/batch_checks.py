@@ -31,14 +31,14 @@ class BatchChecks:
         self._config, self._counts_labels = config, counts_labels
         self._said: set[str] = set()
 
-    def __call__(self, micro_batch: MicroBatch, measured: Measured, labels: Any = None) -> bool:
+    def __call__(self, micro_batch: MicroBatch, measured: Measured, labels: Any = None) -> None:
         if micro_batch.idle:
-            return False
+            return
         _check_samples(micro_batch, measured)
         if self._config.loss_scaling not in ("approx", "none"):
             _check_units(micro_batch, measured)
         self._check_rows(micro_batch, measured, labels if self._counts_labels else None)
-        return self._is_over_budget(micro_batch, measured)
+        self._check_budget(micro_batch, measured)
 
     def _check_rows(self, micro_batch: MicroBatch, measured: Measured, labels: Any) -> None:
         """One row a sample, in their order, is what weights that differ, and the ids of the step info, rely on.
@@ -77,10 +77,10 @@ class BatchChecks:
             )
         self._warn_once("order", f"{told}; `ids` of the step info and of the audit are not in the order of the rows")
 
-    def _is_over_budget(self, micro_batch: MicroBatch, measured: Measured) -> bool:
+    def _check_budget(self, micro_batch: MicroBatch, measured: Measured) -> None:
         tokens, max_patches = measured.rows * measured.length, self._config.max_patches
-        if tokens <= self._config.token_budget and (max_patches is None or measured.patches <= max_patches):
-            return False
+        if measured.is_within(self._config.token_budget, max_patches):
+            return
         shape, budget = f"{tokens} tokens", f"{self._config.token_budget} tokens"
         if max_patches is not None:
             shape, budget = f"{shape} and {measured.patches} patches", f"{budget} and {max_patches} patches"
@@ -89,14 +89,13 @@ class BatchChecks:
                 "overlong",
                 f"overlong samples travel alone: row {micro_batch.ids[0]} has {shape}, the budget is {budget}",
             )
-            return False
+            return
         self._warn_once(
             "over budget",
             f"rows {list(micro_batch.ids)} were collated to {shape}, above the budget of {budget}: the collator adds "
             "more than the plan knows of, or cost_fn says less than there is; tell what it adds (collation=) or lower "
             "the budget if memory is short",
         )
-        return True
 
     def _warn_once(self, kind: str, message: str) -> None:
         if kind not in self._said:

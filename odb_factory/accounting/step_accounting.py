@@ -34,7 +34,6 @@ class Begun(NamedTuple):
     micro_batch: MicroBatch
     measured: Measured
     loss: MicroBatchLoss
-    is_over_budget: bool = False
 
 
 class StepAccounting:
@@ -44,7 +43,7 @@ class StepAccounting:
     is_fetched_ahead: a framework asks for a micro-batch before it hands over the one before, so what `end` closes is
         trained on only then.
     optimizer_steps: taken in the run, those before a resume included. num_over_budget: micro-batches of two or more
-        samples that the collator made larger than the budget.
+        samples that the collator made larger than the budget, on all ranks.
     interval_before: what `interval_metrics` was last asked for.
 
     Example::
@@ -107,7 +106,7 @@ class StepAccounting:
         part of a micro-batch what `token_weights` gives its samples in the whole. Raises `DataError` where the
         collator has changed what was planned.
         """
-        over = self._checks(micro_batch, measured, labels)
+        self._checks(micro_batch, measured, labels)
         step, before = micro_batch.step, self._step
         if before is not None and before.epoch != step.epoch:  # left before its end
             self._end_epoch(before)
@@ -115,7 +114,7 @@ class StepAccounting:
         if weights is None:
             weights = token_weights(micro_batch, self.config.loss_scaling, self.loader.world_size)
         loss = loss_of(weights, micro_batch.units, measured.filler_rows)
-        self._under_way = Begun(micro_batch, measured, loss, over)
+        self._under_way = Begun(micro_batch, measured, loss)
         if not self._is_fetched_ahead:
             self.loader.times.begin(micro_batch.totals)
         return loss
@@ -135,8 +134,7 @@ class StepAccounting:
 
     def count(self, micro_batch: MicroBatch, parts: Sequence[Begun]) -> None:
         """Count a micro-batch as `end` does, which was trained on in these parts."""
-        for part, (trained, measured, loss, is_over_budget) in enumerate(parts):
-            self.num_over_budget += is_over_budget
+        for part, (trained, measured, loss) in enumerate(parts):
             if self._audit is not None:
                 place = {"part": part, "parts": len(parts)}
                 self._audit.write(trained, measured, loss, self.optimizer_steps + 1, self._waited, **place)
@@ -172,7 +170,7 @@ class StepAccounting:
         self.interval.oom_cuts += times
 
     def stats(self) -> dict[str, float]:
-        """`metrics`, and odb/left_out: rows left out on all ranks; odb/over_budget: micro-batches of this rank that the
+        """`metrics`, and odb/left_out: rows left out on all ranks; odb/over_budget: micro-batches of all ranks that the
         collator made larger than the budget."""
         self._take_lost()
         return self.metrics() | {
@@ -252,8 +250,9 @@ class StepAccounting:
         return [weight * units / self.loader.world_size for weight, units in zip(weights, micro_batch.units)]
 
     def _take_lost(self) -> None:
-        """Count the rows that could not be collated, on all ranks."""
+        """Count the rows that could not be collated and the micro-batches over budget, on all ranks."""
         lost = self.loader.take_lost()
+        self.num_over_budget += lost.over_budget
         if lost.rows:
             self._left_out[COLLATION] += lost.rows
         for statistics in (self.total, self.interval):

@@ -175,7 +175,7 @@ class ODBLoader:
         self._passes.weights = weights
 
     def take_lost(self) -> Lost:
-        """The rows that could not be collated, on all ranks, since the last call."""
+        """What all ranks have told since the last call."""
         lost, self._passes.lost = self._passes.lost, Lost()
         return lost
 

@@ -46,7 +46,7 @@ class Passes:
     settings: what all ranks must have in common; compared when a pass begins.
     epoch: of the pass under way, or of the next. under_way: the pass that has begun and is not over.
     handed_out: micro-batches whose optimizer step is not consumed. rejected: rows of the epoch that cannot be used.
-    weights: of each sample of a micro-batch the share of the loss of its step. lost: rows that could not be collated.
+    weights: of each sample of a micro-batch the share of the loss of its step. lost: see `Lost`.
     reweighs: of `StepAgreement`.
     """
 
@@ -117,7 +117,7 @@ class Passes:
         current, self.under_way = self.under_way, None
         if current is not None:
             current.close(self._coordinator.timeout_s if timeout_s is None else timeout_s)
-            self._count_late(current.agreement.late_at_the_end())
+            self.lost.add(current.agreement.told_at_the_end())
 
     def release(self) -> None:
         """End what this process alone needs; a thread gives the rest back, the planning thread and the coordinator."""
@@ -227,13 +227,16 @@ class Passes:
         if planned.index == 0:
             self._agreed = current.agreement.of(planned, tuple(item.lost) if isinstance(item, Salvaged) else ())
             self.lost.rows += len(self._agreed.rows)
-            self._count_late(self._agreed.late)
+            self.lost.add(self._agreed.told)
         micro_batch = self._agreed.apply(planned)
         if isinstance(item, Salvaged):
             micro_batch, measured, batch = self._salvage(current, item, micro_batch)
         else:
             _, measured, batch = item
-        current.agreement.taken(planned)
+        is_over = len(micro_batch.ids) > 1 and not measured.is_within(
+            self._config.token_budget, self._config.max_patches
+        )
+        current.agreement.taken(planned, is_over_budget=is_over)
         return micro_batch, measured, batch
 
     def _salvage(self, current: Pass, item: Salvaged, micro_batch: MicroBatch) -> Collated:
@@ -279,10 +282,6 @@ class Passes:
             number, cause = next(iter(item.lost.items()), (0, "nor can any other row"))
             item = Failure(item.micro_batch.ids[number : number + 1], cause)
         return DataError(item.message(self._workers.describe, self._config.on_error))
-
-    def _count_late(self, rows: Sequence[LateRow]) -> None:
-        self.lost.rows += len(rows)
-        self.lost.late += rows
 
     def _abandon(self, error: BaseException) -> None:
         """Leave after an error. The others know of an agreed one; of any other they are told, for they do not leave."""

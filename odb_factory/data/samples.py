@@ -164,3 +164,6 @@ class Measured:
     units: int
     segments: tuple[int, ...] = ()
     filler_rows: int = 0
+
+    def is_within(self, token_budget: int, max_patches: int | None) -> bool:
+        return self.rows * self.length <= token_budget and (max_patches is None or self.patches <= max_patches)

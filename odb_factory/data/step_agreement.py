@@ -8,7 +8,7 @@ micro-batches that have been collated by then. No micro-batch waits anywhere but
 
 A row that cannot be collated (`on_error: skip`) and is known in time leaves the step and its divisors on all ranks.
 Another one is late: the other rows keep their planned weights, and all ranks are told with the next message what share
-of the loss is lost.
+of the loss is lost. That message also tells how many micro-batches of the step before were over a budget.
 
 After the last step of a pass, or when it is left, one more message says that this rank is through. Every rank sends the
 same number of messages, so ranks that leave an epoch together leave nothing behind.
@@ -59,10 +59,19 @@ class LateRow(NamedTuple):
 
 @dataclass(slots=True)
 class Lost:
-    """Rows that could not be collated, on all ranks. rows: of any kind; late: of those the ones found too late."""
+    """What all ranks have told. rows: that could not be collated; late: of those the ones found too late.
+
+    over_budget: micro-batches of two or more samples that the collator has made larger than the budgets.
+    """
 
     rows: int = 0
     late: list[LateRow] = field(default_factory=list)
+    over_budget: int = 0
+
+    def add(self, other: Lost) -> None:
+        self.rows += other.rows
+        self.late += other.late
+        self.over_budget += other.over_budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +79,13 @@ class Agreed:
     """What all ranks know of an optimizer step before its first forward.
 
     step: without the rows that cannot be collated. rows: those. emptied: micro-batches that have none left, by their
-    number in the step. late: rows of an earlier step.
+    number in the step. told: of an earlier step.
     """
 
     step: OptimizerStep
     rows: Sequence[AgreedRow]
     emptied: Counter[int]
-    late: Sequence[LateRow]
+    told: Lost
 
     def apply(self, micro_batch: MicroBatch) -> MicroBatch:
         """A micro-batch of the step, as planned, without these rows."""
@@ -105,7 +114,7 @@ def _agreed(step: OptimizerStep, answers: Sequence[Mapping[str, Any]]) -> Agreed
     """step: as planned. answers: of all ranks."""
     rows = [AgreedRow(*row) for answer in answers for row in answer.get("lost", ())]
     emptied = Counter(number for answer in answers for number in answer.get("emptied", ()))
-    agreed = Agreed(step, rows, emptied, _late(answers))
+    agreed = Agreed(step, rows, emptied, _told(answers))
     lost, divisors = agreed._lost_units(), {row.mean: row.divisor for row in rows}
     left = replace(
         step,
@@ -119,8 +128,10 @@ def _agreed(step: OptimizerStep, answers: Sequence[Mapping[str, Any]]) -> Agreed
     return replace(agreed, step=left)
 
 
-def _late(answers: Sequence[Mapping[str, Any]]) -> list[LateRow]:
-    return [LateRow(*row) for answer in answers for row in answer.get("late", ())]
+def _told(answers: Sequence[Mapping[str, Any]]) -> Lost:
+    """Of steps before."""
+    late = [LateRow(*row) for answer in answers for row in answer.get("late", ())]
+    return Lost(len(late), late, sum(answer.get("over", 0) for answer in answers))
 
 
 class CollateNotes:
@@ -181,6 +192,7 @@ class StepAgreement:
         self._changed = threading.Condition()
         self._notes: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
         self._late: list[LateRow] = []
+        self._over_budget = 0
         self._answers: dict[int, list[dict[str, Any]]] = {}
         self._window = self._next = self._opened = 0
         self._asked = -1
@@ -230,12 +242,14 @@ class StepAgreement:
         with self._changed:
             self._late += rows
 
-    def late_at_the_end(self) -> Sequence[LateRow]:
+    def told_at_the_end(self) -> Lost:
         """What the last messages of all ranks have told."""
-        return [row for step in [*self._answers] for row in _late(self._answers.pop(step))]
+        return _told([answer for answers in self._answers.values() for answer in answers])
 
-    def taken(self, micro_batch: MicroBatch) -> None:
+    def taken(self, micro_batch: MicroBatch, *, is_over_budget: bool = False) -> None:
         """The training has taken this micro-batch."""
+        with self._changed:
+            self._over_budget += is_over_budget
         if micro_batch.ends_optimizer_step:
             with self._changed:
                 self._opened = micro_batch.step.index + 1
@@ -304,6 +318,8 @@ class StepAgreement:
         with self._changed:
             if self._late:
                 message["late"], self._late = self._late, []
+            if self._over_budget:
+                message["over"], self._over_budget = self._over_budget, 0
             notes = self._notes.pop(step, [])
         if self._is_through:
             message["through"] = 1

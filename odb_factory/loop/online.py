@@ -63,7 +63,7 @@ class Controls(Generic[T_co]):
         """Padding, balance, waiting and throughput since the first batch, all ranks together, to be logged.
 
         The names and meanings of the Trainer's `odb/...` figures, odb/left_out: rows that were left out, and
-        odb/over_budget: micro-batches of this rank that the collator made larger than the budget.
+        odb/over_budget: micro-batches of all ranks that the collator made larger than the budget.
         Before the first batch: with several ranks, all ask.
         """
         return self._odb.accounting.stats()

@@ -39,7 +39,7 @@ KINDS = {
 ROWS = {
     "not_trained": "neither trained on nor left out (end of an epoch)",
     "overlong": "break a budget alone and were trained on alone",
-    "over_budget": "micro-batches of rank 0 that the collator made larger than the budget",
+    "over_budget": "micro-batches of all ranks that the collator made larger than the budget",
 }
 
 

@@ -44,19 +44,19 @@ class Observer:
 
 
 def make_loader(lengths: Sequence[int], seat: Any, **options: Any) -> ODBLoader:
-    """options: keys of the config (default: `fill`) and of `OptimizerStepRule`; seed, observer, num_workers; stream
-    (the class of a dataset that is iterated)."""
+    """options: of the config (default: `fill`) and `OptimizerStepRule`; seed, observer, num_workers, collate_fn;
+    stream (the class of a dataset that is iterated)."""
     stream, seed = options.pop("stream", None), options.pop("seed", 7)
     observer = options.pop("observer", None) or Observer()
     rule = {key: options.pop(key) for key in OptimizerStepRule.__dataclass_fields__ if key in options}
     config = {"token_budget": 32, "buffer_size": 8, "collate_workers": 0, "global_batch_size": "fill", "balance": False}
-    workers = options.pop("num_workers", 0)
+    workers, collate_fn = options.pop("num_workers", 0), options.pop("collate_fn", pad)
     return ODBLoader(
         stream(lengths, seat.rank, seat.world_size) if stream else lengths,
         already_split=stream is not None and stream.is_split,
         sampler=None if stream else SeedableRandomSampler(lengths, generator=torch.Generator(), data_seed=seed),
         observer=observer,
-        collate_fn=pad,
+        collate_fn=collate_fn,
         config=ODBConfig(**config | options),
         layout=options.get("layout", "padded"),
         rule=OptimizerStepRule(**rule),

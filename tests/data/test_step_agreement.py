@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from data.stops import KEEP, LENGTHS, make_loader
 from thread_ranks import Seat, run_ranks
+from torch.nn.functional import pad as widen
+from toy import pad
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -37,3 +39,26 @@ def test_ranks_count_the_same_and_leave_an_epoch_together(kind: str, stop: int |
     assert first == second
     num_steps = len(first) // 2 if stop is None else stop + 1
     assert [step[:2] for step in first] == [(epoch, index) for epoch in range(2) for index in range(num_steps)]
+
+
+def wide(items: list[dict[str, Any]]) -> dict[str, Any]:
+    return {name: widen(tensor, (0, 20)) for name, tensor in pad(items).items()}
+
+
+@pytest.mark.parametrize("kind", list(WORKERS))
+def test_all_ranks_count_the_micro_batches_that_are_over_budget_on_any(kind: str) -> None:
+    """The last one of an epoch too, after which no further optimizer step is agreed on."""
+
+    def count(seat: Seat) -> list[int]:
+        loader = make_loader(LENGTHS, seat, **KEEP | WORKERS[kind], collate_fn=wide if seat.rank else pad)
+        found = []
+        for epoch in range(2):
+            loader.set_epoch(epoch)
+            own = [(len(one.ids), measured.rows * measured.length) for one, measured, _ in loader]
+            found += [loader.take_lost().over_budget, sum(rows > 1 and tokens > 32 for rows, tokens in own)]
+        loader.close()
+        return found
+
+    first, second = run_ranks(2, count)
+    assert first[1::2] == [0, 0] and all(second[1::2])
+    assert first[::2] == second[::2] == second[1::2]
