@@ -5,18 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lockstep import of_all_ranks, stock_steps
 from planning_strategies import costs
 from thread_ranks import Seat, run_ranks
 
+from odb_factory.data import group_plan
 from odb_factory.data.epoch import EpochContext
 from odb_factory.data.keep_epoch import KeepEpoch
 from odb_factory.data.samples import MicroBatch, Sample
 from odb_factory.data.serialize import pack
 from odb_factory.errors import CollectiveError
-from odb_factory.planning import Budget, BufferMetadata, Cost, CostModel, make_metadata, plan_in_groups
+from odb_factory.planning import Budget, BufferMetadata, Cost, CostModel, flat_groups, make_metadata, plan_in_groups
 from odb_factory.planning.flat_groups import GroupOutline, group_of, outline, plan_group
 
 BUDGET = Budget(64, 32, layout="flat")
@@ -116,3 +118,15 @@ def test_an_outline_travels_whole() -> None:
     told = outline(plan_group(buffers, BUDGET, ranks, model=CostModel()), ranks)
     assert told.num_ranks == 1 and told.num_samples == 2 and told.totals[0].tokens > 0
     assert GroupOutline.from_bytes(told.to_bytes()) == told
+
+
+def test_groups_that_never_agree_on_k_end_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """I5: every agreement has a bound; where ranks run it, and in the plan of all groups at once."""
+    for module in (flat_groups, group_plan):
+        monkeypatch.setattr(module, "steps_to_reach", lambda outlines: 3)
+    samples = [Sample(i, Cost(10, units=1), pack({})) for i in range(16)]
+    for error in run_ranks(4, lambda seat: epoch_of(seat, samples, 16, 2)):
+        assert isinstance(error, Exception) and "do not agree on the number of micro-steps" in str(error)
+    buffers = [make_metadata([Cost(10)] * 4, [0] * 4, True, [1] * 4) for _ in range(4)]
+    with pytest.raises(RuntimeError, match="do not agree on the number of micro-steps"):
+        plan_in_groups(buffers, BUDGET, 2)
