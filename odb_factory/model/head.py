@@ -30,7 +30,7 @@ from odb_factory.log import get_logger
 logger = get_logger(__name__)
 
 IGNORE_INDEX = -100
-CHUNK_ELEMENTS = {"cpu": 2**25}
+CHUNK_ELEMENTS = {"cpu": 2**24}
 OTHER_CHUNK_ELEMENTS = 2**27
 """Logits that exist at a time, by device type. An accelerator needs more tokens at a time to be busy."""
 WEIGHT_SLICE = 2**24
@@ -131,6 +131,31 @@ class WithoutLogits:
         self.acted = True
         rest = {name: value for name, value in output.items() if name not in ("loss", "logits")}
         return type(output)(loss=loss, **rest)
+
+    def token_losses(self, run: Callable[[], Any], targets: Tensor) -> Tensor | None:
+        """The loss at each position of a forward without labels and gradients, in float32: [rows, length].
+
+        run: the forward, of the model as it is wrapped; the first call runs it twice. targets: [rows, length], the
+        token that each position predicts, -100 where none counts (the loss there is 0). None where the door is not
+        used (`reason`).
+        """
+        if self._after is None and self.reason is None:
+            self._probe(run, targets)
+        if self.reason is not None:
+            return None
+        after = self._after
+        assert after is not None
+        found: list[Tensor] = []
+
+        def losses(linear: nn.Linear, hidden: Tensor) -> Tensor:
+            if hidden.shape[:-1] != targets.shape:
+                raise DataError(_other_shape(self._name, hidden, targets))
+            found.append(token_losses_of(linear, hidden, targets, after))
+            return hidden.new_zeros(1, 1, 1)
+
+        with self._head_computes(losses), torch.no_grad():
+            run()
+        return found[0]
 
     @contextlib.contextmanager
     def _head_computes(self, function: Callable[[nn.Linear, Tensor], Tensor]) -> Iterator[list[Tensor]]:
@@ -364,20 +389,46 @@ def weighted_loss_of(
         weighed = weighed * everywhere[places]
     else:
         weighed = weighed * weights
-    if chunk_tokens is None:
-        elements = CHUNK_ELEMENTS.get(device.type, OTHER_CHUNK_ELEMENTS)
-        chunk_tokens = max(elements // linear.weight.shape[0], 1)
-    dtype = linear.weight.dtype
-    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
-        dtype = dtype if dtype == torch.float64 else torch.get_autocast_dtype(device.type)
     loss: Tensor = _ChunkedLoss.apply(
         hidden.reshape(-1, hidden.shape[-1]),
         linear.weight,
         linear.bias,
         _Tokens(places, targets[places].clamp_min(0), weighed),
-        _How(dtype, accurate, chunk_tokens, after, torch.is_grad_enabled()),
+        _How(
+            _product_dtype(linear, device),
+            accurate,
+            chunk_tokens or _chunk_tokens(linear, device),
+            after,
+            torch.is_grad_enabled(),
+        ),
     )
     return loss
+
+
+def token_losses_of(linear: nn.Linear, hidden: Tensor, targets: Tensor, after: AfterHead) -> Tensor:
+    """The loss at each position, without gradients: [rows, length]; see `WithoutLogits.token_losses`."""
+    device, dtype = hidden.device, _product_dtype(linear, hidden.device)
+    accurate = torch.float64 if linear.weight.dtype == torch.float64 else torch.float32
+    flat = targets.to(device).reshape(-1)
+    losses = torch.zeros(flat.shape, device=device, dtype=accurate)
+    w, b = linear.weight.to(dtype), None if linear.bias is None else linear.bias.to(dtype)
+    with _without_autocast(device.type):
+        for places in (flat != IGNORE_INDEX).nonzero()[:, 0].split(_chunk_tokens(linear, device)):
+            h = hidden.reshape(-1, hidden.shape[-1]).index_select(0, places).to(dtype)
+            logits = torch.nn.functional.linear(h, w, b).to(accurate)
+            losses[places] = _losses(logits, flat[places], None, after)[0]
+    return losses.view(targets.shape)
+
+
+def _product_dtype(linear: nn.Linear, device: torch.device) -> torch.dtype:
+    dtype = linear.weight.dtype
+    if dtype != torch.float64 and torch.amp.is_autocast_available(device.type):
+        return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
+    return dtype
+
+
+def _chunk_tokens(linear: nn.Linear, device: torch.device) -> int:
+    return max(CHUNK_ELEMENTS.get(device.type, OTHER_CHUNK_ELEMENTS) // linear.out_features, 1)
 
 
 @dataclass(frozen=True)
@@ -420,11 +471,11 @@ class _ChunkedLoss(torch.autograd.Function):
             grad_bias = None if bias is None or not of_bias else torch.zeros_like(bias, dtype=how.accurate)
             for places, targets, weights in tokens.chunks(how.chunk_tokens):
                 h = hidden.index_select(0, places).to(how.dtype)
-                losses, gradient = _losses(torch.nn.functional.linear(h, w, b).to(how.accurate), targets, how.after)
+                logits = torch.nn.functional.linear(h, w, b).to(how.accurate)
+                losses, gradient = _losses(logits, targets, weights / largest if with_gradient else None, how.after)
                 total += (losses * weights).sum()
-                if not with_gradient:
+                if gradient is None:
                     continue
-                gradient *= (weights / largest)[:, None]
                 if grad_bias is not None:
                     grad_bias += gradient.sum(0)
                 gradient = gradient.to(how.dtype)
@@ -450,24 +501,25 @@ class _ChunkedLoss(torch.autograd.Function):
         ), None, None  # fmt: skip
 
 
-def _losses(logits: Tensor, targets: Tensor, after: AfterHead) -> tuple[Tensor, Tensor]:
-    """Token losses [S] and, in the place of the logits [S, V], their gradients by these logits."""
+def _losses(logits: Tensor, targets: Tensor, weights: Tensor | None, after: AfterHead) -> tuple[Tensor, Tensor | None]:
+    """Token losses [S] and, in the place of the logits [S, V], the gradients of their weighted sum by these logits."""
     slope: Tensor | None = None
     if after.cap is not None:
         logits.mul_(after.scale / after.cap).tanh_()
-        slope = (1 - logits.square()).mul_(after.scale)
+        slope = 1 - logits.square()
         logits.mul_(after.cap)
     elif after.scale != 1.0:
         logits.mul_(after.scale)
-    normalizer = logits.logsumexp(1, keepdim=True)
-    losses = (normalizer - logits.gather(1, targets[:, None]))[:, 0]
-    gradient = logits.sub_(normalizer).exp_()
-    gradient.scatter_add_(1, targets[:, None], gradient.new_full((len(targets), 1), -1.0))
-    if slope is not None:
-        gradient.mul_(slope)
-    elif after.scale != 1.0:
-        gradient.mul_(after.scale)
-    return losses, gradient
+    of_target = logits.gather(1, targets[:, None])[:, 0]
+    largest = logits.amax(1)
+    sums = logits.sub_(largest[:, None]).exp_().sum(1)
+    losses = sums.log() + largest - of_target
+    if weights is None:
+        return losses, None
+    weights = weights * after.scale
+    gradient = logits.mul_((weights / sums)[:, None])
+    gradient.scatter_add_(1, targets[:, None], -weights[:, None])
+    return losses, gradient if slope is None else gradient.mul_(slope)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -20,10 +20,12 @@ from torch.nn import functional
 from odb_factory.accounting.token_loss import in_float32
 from odb_factory.data.collate import NotCollated
 from odb_factory.data.loader import ODBLoader
+from odb_factory.data.measure import IGNORE_INDEX
 from odb_factory.data.samples import Sample
 from odb_factory.errors import DataError, one_line
 from odb_factory.log import get_logger
 from odb_factory.model import attention
+from odb_factory.model.head import WithoutLogits
 from odb_factory.training.layout_trial import (
     NUM_SAMPLES,
     LaidOut,
@@ -149,13 +151,14 @@ def _of_all_ranks(trainer: Any, found: dict[str, Any]) -> str | None:
 def _deviations(trainer: Any, trial: Trial) -> dict[str, float]:
     """The largest differences of token losses from each sample alone, flat and padded, and how large that may be."""
     model = trainer.model_wrapped
+    door = WithoutLogits(model)
     with _evaluating(model), torch.no_grad(), trainer.compute_loss_context_manager():
         alone: dict[int, Tensor] = {}
         with _dtypes_within(model) as dtypes:
             for laid_out in trial.alone:
-                alone |= _token_losses(trainer, model, laid_out)
-        padded = [_token_losses(trainer, model, laid_out) for laid_out in trial.padded]
-        flat = _token_losses(trainer, model, trial.flat)
+                alone |= _token_losses(trainer, door, laid_out)
+        padded = [_token_losses(trainer, door, laid_out) for laid_out in trial.padded]
+        flat = _token_losses(trainer, door, trial.flat)
     eps = max(torch.finfo(dtype).eps for dtype in dtypes | {torch.float32})  # norms and softmax: float32 at most
     rounding = max(_difference(one, alone) for one in padded)
     largest = max(float(losses.abs().max()) for losses in alone.values() if losses.numel())
@@ -163,20 +166,31 @@ def _deviations(trainer: Any, trial: Trial) -> dict[str, float]:
     return {"flat": _difference(flat, alone), "padded": rounding, "tolerance": tolerance}
 
 
-def _token_losses(trainer: Any, model: Any, laid_out: LaidOut) -> dict[int, Tensor]:
+def _token_losses(trainer: Any, door: WithoutLogits, laid_out: LaidOut) -> dict[int, Tensor]:
     """Of each sample (by number) the loss of every token but its first, supervised or not: [tokens - 1]."""
     inputs = trainer._prepare_inputs(dict(laid_out.batch))
-    with attention.flat_row(laid_out.segments):
-        outputs = model(**inputs)
+    ids = inputs["input_ids"]
+    targets = torch.full_like(ids, IGNORE_INDEX)
+    for row, start, end in laid_out.spans.values():
+        targets[row, start : end - 1] = ids[row, start + 1 : end]
+
+    def run() -> Any:
+        with attention.flat_row(laid_out.segments):
+            return trainer.model_wrapped(**inputs)
+
+    losses = door.token_losses(run, targets)
+    if losses is None:
+        losses = _by_logits(run(), targets)
+    return {number: losses[row, start : end - 1] for number, (row, start, end) in laid_out.spans.items()}
+
+
+def _by_logits(outputs: Any, targets: Tensor) -> Tensor:
+    """[rows, length]; 0 where there is no target."""
     logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
-    if not isinstance(logits, Tensor) or logits.shape[:2] != inputs["input_ids"].shape:
+    if not isinstance(logits, Tensor) or logits.shape[:2] != targets.shape:
         raise DataError("the model returns no logits of all tokens to compare the layouts by")
-    losses = {}
-    for number, (row, start, end) in laid_out.spans.items():
-        targets = inputs["input_ids"][row, start + 1 : end]
-        mine = in_float32(logits[row, start : end - 1])
-        losses[number] = functional.cross_entropy(mine, targets, reduction="none")
-    return losses
+    rows = [functional.cross_entropy(in_float32(row), target, reduction="none") for row, target in zip(logits, targets)]
+    return torch.stack(rows)
 
 
 def _difference(some: dict[int, Tensor], alone: dict[int, Tensor]) -> float:
