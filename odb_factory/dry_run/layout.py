@@ -46,6 +46,8 @@ def layout_of(asked: Asked, rows: Rows) -> Layout:
             device=torch.device("cpu") if asked.uses_cpu else ACCELERATOR,
             neftune_noise_alpha=asked.parsed.training.neftune_noise_alpha,
             label_smoothing_factor=asked.parsed.training.label_smoothing_factor,
+            bf16=asked.parsed.training.bf16,
+            fp16=asked.parsed.training.fp16,
         ),
     )
     layout = resolve_layout(trainer, asked.config, why_not_flat(trainer))

@@ -267,7 +267,10 @@ def device_lacks(device: torch.device) -> str | None:
         return "the device is an AMD GPU"
     if not torch.backends.cuda.is_flash_attention_available():
         return "this torch is built without flash attention"
-    capability = torch.cuda.get_device_capability(device)
+    try:
+        capability = torch.cuda.get_device_capability(device)
+    except RuntimeError:  # a plan for another machine, made where there is no driver
+        return None
     if capability < FIRST_CAPABILITY:
         return f"the GPU has compute capability {'.'.join(map(str, capability))}, below 8.0"
     return None

@@ -62,6 +62,7 @@ class LayoutCheck:
         return _compare_on_all_ranks(trainer, self._trial)
 
     def _trial(self) -> Trial:
+        logger.info("the check of the layout reads rows before the first step, at most %d", ROWS_TRIED)
         samples = list(rows_to_choose_from(self.loader.first_samples()))
         while chosen := choose(samples):
             try:

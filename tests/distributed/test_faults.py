@@ -22,7 +22,7 @@ from support import proc_words, read_log, shimmed, training_config, write_datase
 
 LIMIT_S = 60
 """From the fault to the end of the last launcher."""
-ENDS_S = 10
+ENDS_S = 20
 """From the end of a rank to that of the other."""
 NODES = (Node(), Node())
 BAD_ROW = 37

@@ -26,7 +26,7 @@ def test_tokens_and_patches_of_images(tiny_vl, tmp_path, monkeypatch, caplog) ->
 
     def run(name: str, **block: Any) -> list[float]:
         block |= {"layout": "padded", "audit": True}
-        changes = {"dataset": "mixed", "max_steps": 3, "gradient_accumulation_steps": 8, "freeze_vision_tower": False}
+        changes = {"dataset": "mixed", "max_steps": 3, "gradient_accumulation_steps": 24, "freeze_vision_tower": False}
         run_exp(training_config(tiny_vl, rows, tmp_path / name, odb=block, **changes))
         return [line["loss"] for line in read_log(tmp_path / name) if "loss" in line]
 
