@@ -264,8 +264,6 @@ def _why_not_in_place(outermost: nn.Module, model: Any) -> str | None:
     for linear in linears:
         if "forward" in vars(linear):
             return "the forward of its output embedding has been replaced"
-        if hasattr(linear.weight, "ds_id"):
-            return "DeepSpeed has partitioned the weights of its output embedding (ZeRO-3)"
         if not linear.weight.is_floating_point():
             return f"its output embedding has weights of {linear.weight.dtype}"
     if _labels_reach_the_decoder(model):
