@@ -22,6 +22,8 @@ SHIMS = Path(__file__).parent / "distributed" / "shims"
 """Its `sitecustomize` runs first in every process that a test starts."""
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(SHIMS), os.environ.get("PYTHONPATH")]))
 
+os.environ["ODB_TEST_SHIM_DEEPSPEED_ON_GLOO"] = "1"  # see `shimmed`
+
 RUN_TIMEOUT_S = 240
 MARK = "ODB_TEST_RUN"
 """Set in the environment of a run, and so of all its processes: torchrun puts each rank into a session of its own."""

@@ -140,17 +140,25 @@ def _of_all_ranks(trainer: Any, found: dict[str, Any]) -> str | None:
         where = f" (rank {rank})" if len(of_ranks) > 1 else ""
         if "error" in one:
             return f"the check of the layout could not be made{where}: {one['error'].rstrip('.')}"
-        if one and not one["flat"] <= one["tolerance"]:  # also where it is no number
-            rows = f"rows {', '.join(map(str, dict.fromkeys(one['rows'])))}" if one["rows"] else "the same samples"
+        if one and not math.isfinite(one["loss"]):
             return (
-                f"the model computes something else on a flat row: token losses of {rows} differ by {one['flat']:.1e} "
-                f"from each alone, padded by {one['padded']:.1e}{where}"
+                f"the model's loss of {_named(one['rows'])} is {one['loss']}{where}, each alone in a plain batch: its "
+                "weights or its inputs are damaged, and no layout can be compared"
+            )
+        if one and not one["flat"] <= one["tolerance"]:  # also where it is no number
+            return (
+                f"the model computes something else on a flat row: token losses of {_named(one['rows'])} differ by "
+                f"{one['flat']:.1e} from each alone, padded by {one['padded']:.1e}{where}"
             )
     return None
 
 
+def _named(rows: list[int]) -> str:
+    return f"rows {', '.join(map(str, dict.fromkeys(rows)))}" if rows else "the same samples"
+
+
 def _deviations(trainer: Any, trial: Trial) -> dict[str, float]:
-    """The largest differences of token losses from each sample alone, flat and padded, and how large that may be."""
+    """The largest token loss of samples alone, the largest differences from it, flat and padded, and the tolerance."""
     model = trainer.model_wrapped
     door = WithoutLogits(model)
     with _evaluating(model), torch.no_grad(), trainer.compute_loss_context_manager():
@@ -162,9 +170,10 @@ def _deviations(trainer: Any, trial: Trial) -> dict[str, float]:
         flat = _token_losses(trainer, door, trial.flat)
     eps = max(torch.finfo(dtype).eps for dtype in dtypes | {torch.float32})  # norms and softmax: float32 at most
     rounding = max(_difference(one, alone) for one in padded)
-    largest = max(float(losses.abs().max()) for losses in alone.values() if losses.numel())
+    every = torch.cat([losses.flatten() for losses in alone.values()])
+    largest = float(every.abs().max()) if every.numel() else 0.0
     tolerance = max(TIMES_ROUNDING * rounding, LEAST_EPS * eps * max(largest, 1.0))
-    return {"flat": _difference(flat, alone), "padded": rounding, "tolerance": tolerance}
+    return {"loss": largest, "flat": _difference(flat, alone), "padded": rounding, "tolerance": tolerance}
 
 
 def _token_losses(trainer: Any, door: WithoutLogits, laid_out: LaidOut) -> dict[int, Tensor]:

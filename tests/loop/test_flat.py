@@ -200,6 +200,9 @@ def test_models_that_cannot_be_flat_are_refused(tiny_text: Path) -> None:
         check_flat(opt, loader)
     with make(layout="padded") as loader, pytest.raises(ConfigError, match="made with layout='flat'"):
         check_flat(model, loader)
+    torch.nn.init.constant_(model.model.norm.weight, torch.nan)
+    with make() as loader, pytest.raises(ConfigError, match=r"loss of rows .* is nan, each alone in a plain batch"):
+        check_flat(model, loader)
 
 
 def test_mixed_precision_within_the_model_is_rounding(tiny_text: Path) -> None:
