@@ -68,7 +68,7 @@ def check(stage: int, offloaded: str, config_of: Config, folder: Path) -> None:
         return
     assert all(outcome.returncode == 0 for outcome in outcomes), "\n".join(one.said[-3000:] for one in outcomes)
     one, several, stock = (read(folder / name, folder / f"{name}_record", 2) for name in (*BUDGETS, "stock"))
-    assert set(one.num_micro_batches) == {1} < set(several.num_micro_batches)
+    assert max(one.num_micro_batches) == 1 < min(several.num_micro_batches)
     for name, ours in (("one", one), ("several", several)):
         found = check_same_training(ours, stock, shards_parameters=stage == 3)
         report(f"ZeRO-{stage}, {offloaded} offloaded, {name} micro-batches", found)
