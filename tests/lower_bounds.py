@@ -121,7 +121,7 @@ def grouped_bound(parts: Sequence[np.ndarray], budget: Budget, num_ranks: Sequen
 def table_of(tokens: np.ndarray, patches: np.ndarray | None = None) -> np.ndarray:
     """Samples as an array of `ROW`; those with patches have media."""
     rows = np.zeros(len(tokens), ROW)
-    rows["tokens"], rows["units"] = tokens, 1
+    rows["tokens"], rows["row_tokens"], rows["units"] = tokens, tokens, 1
     if patches is not None:
         rows["patches"], rows["has_media"] = patches, patches > 0
     return rows

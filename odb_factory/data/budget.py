@@ -15,7 +15,7 @@ def make_budget(config: ResolvedConfig, collation: Collation, layout: Layout) ->
     return Budget(
         config.token_budget,
         config.max_patches,
-        collation,
+        collation if is_flat else collation.in_one_row(),
         layout,
         Sizes(multiple, tuple(config.length_buckets or ()), limit),
         1 if is_flat else config.row_multiple,

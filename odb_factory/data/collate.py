@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import get_worker_info
 
-from odb_factory.data.layout import FlatLayout, flatten
+from odb_factory.data.layout import FlatLayout, beside_rows, flatten
 from odb_factory.data.measure import Measure, batch_shape, count_patches, describe_batch, measure_batch
 from odb_factory.data.padding import PaddedLayout, pad_to_sizes
 from odb_factory.data.samples import Measured, MicroBatch, Sample, Task
@@ -172,7 +172,11 @@ class GroupDataset(WorkerDataset):
             return replace(self._measured(padded, samples), filler_rows=filler_rows), padded
         costs = [sample.cost for sample in samples]
         has_media, has_audio = any(cost.has_media for cost in costs), any(cost.has_audio for cost in costs)
-        flat, segments = flatten(batch, [cost.tokens for cost in costs], has_media, self.layout, has_audio)
+        flat: Mapping[str, Any]
+        if self.layout.rows > 1:
+            flat, segments = beside_rows(batch, len(samples), has_media, self.layout, has_audio)
+        else:
+            flat, segments = flatten(batch, [cost.tokens for cost in costs], has_media, self.layout, has_audio)
         return self._measured(flat, samples, segments), flat
 
     def _measured(self, batch: Any, samples: list[Sample], segments: tuple[int, ...] = ()) -> Measured:

@@ -168,7 +168,9 @@ class KeepEpoch(EpochPlanner):
             **sums(planned),
             root_units=sum_of_roots(rows["units"]),
             num_stock_means=means.num_means,
-            stock_input_tokens=stock_input_tokens(rows, self.stock, self.context.rank, self.context.budget.collation),
+            stock_input_tokens=stock_input_tokens(
+                rows, self.stock, self.context.rank, self.context.budget.collation.in_one_row()
+            ),
             done=done if self.stock.num_samples is None else min(done, self.stock.num_samples),
             progress=self.stock.progress(index),
             rejected=rejected,

@@ -34,7 +34,7 @@ _MEDIA_WORDS = ("pixel", "image", "video", "audio", "feature", "grid", "tile", "
 class FlatLayout:
     """How micro-batches are laid flat.
 
-    dummy_media_tokens, dummy_audio_tokens: of `Collation`. sizes: what the total is filled up to (tokens).
+    dummy_media_tokens, dummy_audio_tokens, rows: of `Collation`. sizes: what the total is filled up to (tokens).
     with_boundaries: the batch carries what `varlen_arguments` returns.
     """
 
@@ -42,6 +42,40 @@ class FlatLayout:
     sizes: Sizes = EVERY_SIZE
     with_boundaries: bool = False
     dummy_audio_tokens: int = 0
+    rows: int = 1
+
+
+UNPADDED = "odb_unpadded"
+"""The key of what `beside_rows` adds to a batch."""
+
+
+def beside_rows(
+    batch: Mapping[str, Any], num_samples: int, has_media: bool, layout: FlatLayout, has_audio: bool = False
+) -> tuple[dict[str, Any], tuple[int, ...]]:
+    """The batch, whose rows a trainer looks at, with the same in one row for the model; the lengths of its segments.
+
+    batch: as of `flatten`, with `layout.rows` rows a sample and an `attention_mask`; segments are rows, in their order.
+    Under `UNPADDED` it has what `model.log_probs.FlatRows` is made of.
+    """
+    rows, length = batch_shape(batch)
+    mask: Any = batch.get("attention_mask")
+    if rows != num_samples * layout.rows or not isinstance(mask, Tensor) or mask.shape != (rows, length):
+        raise LayoutError(
+            f"layout: the collator made {rows} rows of {num_samples} samples with the `attention_mask` {_shape(mask)}, "
+            f"and a flat micro-batch takes {layout.rows} rows a sample with a mask of tokens; set `layout: padded`."
+        )
+    tokens = (mask != 0).sum(1).tolist()
+    flat, lengths = flatten(batch, tokens, has_media, layout, has_audio)
+    num_dummy = (not has_media) * layout.dummy_media_tokens + (not has_audio) * layout.dummy_audio_tokens
+    changed: dict[str, Any] = {key: flat.get(key) for key in {**batch, **flat} if flat.get(key) is not batch.get(key)}
+    labels = changed.pop("labels")
+    unpadded = {
+        "inputs": changed,
+        "labels": labels,
+        "index": find_segments(batch, tokens, num_dummy, layout.sizes).index,
+        "num_supervised": int((labels != IGNORE_INDEX).sum()),
+    }
+    return {**batch, UNPADDED: unpadded}, lengths
 
 
 def flatten(

@@ -134,7 +134,9 @@ class LoaderWorkers:
         made = budget.collation
         layout: FlatLayout | PaddedLayout | None = None
         if budget.layout == "flat":
-            layout = FlatLayout(made.dummy_media_tokens, budget.sizes, with_boundaries, made.dummy_audio_tokens)
+            layout = FlatLayout(
+                made.dummy_media_tokens, budget.sizes, with_boundaries, made.dummy_audio_tokens, made.rows
+            )
         elif budget.rounds_up:
             layout = PaddedLayout(budget)
         by_labels = getattr(observer, "counts_labels", True)

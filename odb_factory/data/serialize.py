@@ -22,8 +22,8 @@ from odb_factory.planning import Cost
 
 _PLAIN, _PICKLED = b"\0", b"\1"
 _TUPLE, _ARRAY, _TENSOR, _DATACLASS = 1, 2, 3, 4
-_SAMPLE = struct.Struct("<qqqq??qI")
-"""id, tokens, patches, units, has_media, has_audio, modality, content; the packed features follow."""
+_SAMPLE = struct.Struct("<qqqqq??qI")
+"""id, tokens, row_tokens, patches, units, has_media, has_audio, modality, content; the packed features follow."""
 _dataclasses: dict[str, type] = {}
 T = TypeVar("T", bound=type)
 
@@ -63,7 +63,7 @@ def sample_to_bytes(sample: Sample) -> bytes:
         )
     cost = sample.cost
     media = cost.has_media, cost.has_audio, cost.modality
-    head = _SAMPLE.pack(sample.id, cost.tokens, cost.patches, cost.units, *media, sample.content)
+    head = _SAMPLE.pack(sample.id, cost.tokens, cost.row_tokens, cost.patches, cost.units, *media, sample.content)
     return head + sample.features
 
 
@@ -72,10 +72,10 @@ def sample_from_bytes(received: bytes) -> Sample:
     features = received[_SAMPLE.size :]
     if features[:1] != _PLAIN:
         raise DataError("a sample from another rank is damaged; look for other versions of odb_factory among the ranks")
-    sample_id, tokens, patches, units, has_media, has_audio, modality, content = _SAMPLE.unpack(
+    sample_id, tokens, row_tokens, patches, units, has_media, has_audio, modality, content = _SAMPLE.unpack(
         received[: _SAMPLE.size]
     )
-    cost = Cost(tokens, patches, units, has_media, modality, has_audio=has_audio)
+    cost = Cost(tokens, patches, units, has_media, modality, has_audio=has_audio, row_tokens=row_tokens)
     return Sample(sample_id, cost, features, content)
 
 

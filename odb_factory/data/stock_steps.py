@@ -137,7 +137,7 @@ def stock_input_tokens(rows: np.ndarray, stock: StockSteps, rank: int, collation
     total = 0
     for batch in np.split(mine, np.flatnonzero(np.diff(slots[mine])) + 1):
         if len(batch):
-            tokens = rows["tokens"][batch]
+            tokens = rows["row_tokens"][batch]
             dummy_tokens, _ = collation.dummies(
                 int(rows["has_media"][batch].sum()), int(rows["has_audio"][batch].sum())
             )

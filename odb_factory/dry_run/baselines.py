@@ -33,5 +33,5 @@ def length_grouped(samples: np.ndarray, batch_size: int, ranks: int, collation: 
     """
     mega = MEGA_BATCH * batch_size * ranks
     parts = [samples[start : start + mega] for start in range(0, len(samples), mega)]
-    ordered = [part[np.argsort(-part["tokens"].astype(np.int64), kind="stable")] for part in parts]
+    ordered = [part[np.argsort(-part["row_tokens"].astype(np.int64), kind="stable")] for part in parts]
     return fixed_batches(np.concatenate(ordered or [np.zeros(0, ROW)]), batch_size, ranks, collation)

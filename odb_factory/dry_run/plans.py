@@ -62,7 +62,7 @@ class Plans:
             buffer_size=config.buffer_size,
             seed=asked.seed,
             equal_weights=rows.stage.equal_weights and config.loss_scaling == "stock",
-            collation=rows.collation,
+            collation=rows.collation.in_one_row(),
         )
         begun = time.thread_time()  # what else the machine does is not counted
         self.whole = sample

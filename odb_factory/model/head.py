@@ -16,35 +16,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from odb_factory.errors import DataError, one_line
+from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.log import get_logger
+from odb_factory.model.chunked import AfterHead, token_losses_of, weighted_loss_of
 
 logger = get_logger(__name__)
 
-IGNORE_INDEX = -100
-CHUNK_ELEMENTS = {"cpu": 2**24}
-OTHER_CHUNK_ELEMENTS = 2**27
-"""Logits that exist at a time, by device type. An accelerator needs more tokens at a time to be busy."""
-WEIGHT_SLICE = 2**24
-"""Elements of the head's gradient that one product of lower precision adds to the float32 sum."""
 PROBE_RANGE = (-3, 4)
 """Powers of ten between which a probe's logits lie: small ones show a factor, large ones a cap."""
-
-
-@dataclass(frozen=True)
-class AfterHead:
-    """What a model does to its logits: `cap * tanh(scale * logits / cap)`; cap None: `scale * logits`."""
-
-    scale: float = 1.0
-    cap: float | None = None
 
 
 class WithoutLogits:
@@ -88,9 +74,15 @@ class WithoutLogits:
             self._tell()
             yield
             return
+        with self.replacing_forward(functools.partial(self._forward, weights, num_supervised)):
+            yield
+
+    @contextlib.contextmanager
+    def replacing_forward(self, forward: Callable[..., Any]) -> Iterator[None]:
+        """Meanwhile the model's forward is this one, whose first argument is the model's own."""
         model: Any = self._model
         own, is_replaced = model.forward, "forward" in vars(model)
-        model.forward = functools.partial(self._forward, own, weights, num_supervised)
+        model.forward = functools.partial(forward, own)
         try:
             yield
         finally:
@@ -100,7 +92,7 @@ class WithoutLogits:
                 del model.forward
 
     def _forward(
-        self, own: Callable[..., Any], weights: float | Tensor, num_supervised: int | None, *args: Any, **kwargs: Any
+        self, weights: float | Tensor, num_supervised: int | None, own: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         """The model's forward. It is a forward of training if it has labels, no cache, and wants all logits."""
         labels = kwargs.get("labels")
@@ -120,7 +112,7 @@ class WithoutLogits:
                 raise DataError(_other_shape(self._name, hidden, labels))
             return weighted_loss_of(linear, hidden, labels, weights, num_supervised, after).reshape(1, 1, 1)
 
-        with self._head_computes(weighted_loss) as outputs:
+        with self.head_computes(weighted_loss) as outputs:
             output = own(*args, **without_labels)
         if len(outputs) != 1:
             raise DataError(f"{self._name} called its output embedding {len(outputs)} times in a forward with labels.")
@@ -153,12 +145,23 @@ class WithoutLogits:
             found.append(token_losses_of(linear, hidden, targets, after))
             return hidden.new_zeros(1, 1, 1)
 
-        with self._head_computes(losses), torch.no_grad():
+        with self.head_computes(losses), torch.no_grad():
             run()
         return found[0]
 
+    def after_head(self, run: Callable[[], Any], labels: Tensor) -> AfterHead:
+        """What the model does to its logits. run: its forward without labels, the first call runs it; labels: [rows,
+        length]. Raises `ConfigError` where the door is not used."""
+        if self._after is None and self.reason is None:
+            self._probe(run, labels)
+        if self._after is None:
+            raise ConfigError(
+                f"odb.layout: 'flat' is not right for preferences with {self._name}: {self.reason}; set it to padded."
+            )
+        return self._after
+
     @contextlib.contextmanager
-    def _head_computes(self, function: Callable[[nn.Linear, Tensor], Tensor]) -> Iterator[list[Tensor]]:
+    def head_computes(self, function: Callable[[nn.Linear, Tensor], Tensor]) -> Iterator[list[Tensor]]:
         """Meanwhile the head's linear layer computes `function`. Yields what the head returns to the model, behind all
         hooks of engines."""
         model: Any = self._model
@@ -184,7 +187,7 @@ class WithoutLogits:
             return seen[-1][1]
 
         try:
-            with self._head_computes(known), _evaluating(self._model):
+            with self.head_computes(known), _evaluating(self._model):
                 output = run()
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             if not seen or isinstance(error, torch.OutOfMemoryError):
@@ -347,192 +350,3 @@ def _evaluating(model: Any) -> Iterator[None]:
     finally:
         for module, training in before:
             module.training = training
-
-
-# The loss
-
-
-def weighted_loss_of(
-    linear: nn.Linear,
-    hidden: Tensor,
-    labels: Tensor,
-    weights: float | Tensor,
-    num_supervised: int | None = None,
-    after: AfterHead = AfterHead(),
-    chunk_tokens: int | None = None,
-) -> Tensor:
-    """Sum of weight x token loss over the supervised positions, a scalar in float32 (float64 of float64 weights).
-
-    hidden: [rows, length, H]; labels: [rows, length]; position t predicts label t + 1. weights, num_supervised: of
-    `WithoutLogits.weighing`. chunk_tokens: whose logits exist at a time. Products are those of the linear layer, in the
-    dtype of autocast where that is on; all else is in float32.
-    Raises `DataError` where the weights are not those of these rows.
-    """
-    device, accurate = hidden.device, torch.float64 if linear.weight.dtype == torch.float64 else torch.float32
-    labels = labels.to(device, non_blocking=True)
-    targets = torch.nn.functional.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:].reshape(-1)
-    supervised = targets != IGNORE_INDEX
-    if num_supervised is None:
-        places = supervised.nonzero()[:, 0]
-    else:  # supervised ones first, in their order: nothing has to be read back
-        places = supervised.to(torch.int8).argsort(descending=True, stable=True)[:num_supervised]
-    weighed = supervised[places].to(accurate)
-    if isinstance(weights, Tensor):
-        if weights.dim() != 2 or weights.shape[0] != labels.shape[0] or weights.shape[1] not in (1, labels.shape[1]):
-            raise DataError(
-                f"the weights of tokens are {list(weights.shape)} and the labels {list(labels.shape)}; give one weight "
-                "for each row or for each position."
-            )
-        if device.type == "cuda" and weights.device.type == "cpu":
-            weights = weights.pin_memory()
-        everywhere = weights.to(device, accurate, non_blocking=True).expand(labels.shape).reshape(-1)
-        weighed = weighed * everywhere[places]
-    else:
-        weighed = weighed * weights
-    loss: Tensor = _ChunkedLoss.apply(
-        hidden.reshape(-1, hidden.shape[-1]),
-        linear.weight,
-        linear.bias,
-        _Tokens(places, targets[places].clamp_min(0), weighed),
-        _How(
-            _product_dtype(linear, device),
-            accurate,
-            chunk_tokens or _chunk_tokens(linear, device),
-            after,
-            torch.is_grad_enabled(),
-        ),
-    )
-    return loss
-
-
-def token_losses_of(linear: nn.Linear, hidden: Tensor, targets: Tensor, after: AfterHead) -> Tensor:
-    """The loss at each position, without gradients: [rows, length]; see `WithoutLogits.token_losses`."""
-    device, dtype = hidden.device, _product_dtype(linear, hidden.device)
-    accurate = torch.float64 if linear.weight.dtype == torch.float64 else torch.float32
-    flat = targets.to(device).reshape(-1)
-    losses = torch.zeros(flat.shape, device=device, dtype=accurate)
-    w, b = linear.weight.to(dtype), None if linear.bias is None else linear.bias.to(dtype)
-    with _without_autocast(device.type):
-        for places in (flat != IGNORE_INDEX).nonzero()[:, 0].split(_chunk_tokens(linear, device)):
-            h = hidden.reshape(-1, hidden.shape[-1]).index_select(0, places).to(dtype)
-            logits = torch.nn.functional.linear(h, w, b).to(accurate)
-            losses[places] = _losses(logits, flat[places], None, after)[0]
-    return losses.view(targets.shape)
-
-
-def _product_dtype(linear: nn.Linear, device: torch.device) -> torch.dtype:
-    dtype = linear.weight.dtype
-    if dtype != torch.float64 and torch.amp.is_autocast_available(device.type):
-        return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
-    return dtype
-
-
-def _chunk_tokens(linear: nn.Linear, device: torch.device) -> int:
-    return max(CHUNK_ELEMENTS.get(device.type, OTHER_CHUNK_ELEMENTS) // linear.out_features, 1)
-
-
-@dataclass(frozen=True)
-class _Tokens:
-    """The supervised tokens, [S] each: their places in [N], their targets, their weights."""
-
-    places: Tensor
-    targets: Tensor
-    weights: Tensor
-
-    def chunks(self, size: int) -> Iterator[Sequence[Tensor]]:
-        return zip(self.places.split(size), self.targets.split(size), self.weights.split(size))
-
-
-@dataclass(frozen=True)
-class _How:
-    """dtype: of the products with the head. accurate: of everything else."""
-
-    dtype: torch.dtype
-    accurate: torch.dtype
-    chunk_tokens: int
-    after: AfterHead
-    with_gradient: bool
-
-
-class _ChunkedLoss(torch.autograd.Function):
-    """Gradients are computed with the loss, for weights that are divided by the largest of them, so that they do not
-    vanish in float16; backward multiplies them by it and by what comes from behind."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: _Tokens, how: _How) -> Tensor:
-        of_hidden, of_weight, of_bias = (how.with_gradient and needed for needed in ctx.needs_input_grad[:3])
-        with_gradient = of_hidden or of_weight or of_bias
-        with _without_autocast(hidden.device.type):
-            total = hidden.new_zeros((), dtype=how.accurate)
-            largest = torch.cat([tokens.weights.abs(), total.new_full((1,), torch.finfo(how.accurate).tiny)]).amax()
-            w, b = weight.to(how.dtype), None if bias is None else bias.to(how.dtype)
-            grad_hidden = torch.zeros_like(hidden) if of_hidden else None
-            grad_weight = torch.zeros_like(weight, dtype=how.accurate) if of_weight else None
-            grad_bias = None if bias is None or not of_bias else torch.zeros_like(bias, dtype=how.accurate)
-            for places, targets, weights in tokens.chunks(how.chunk_tokens):
-                h = hidden.index_select(0, places).to(how.dtype)
-                logits = torch.nn.functional.linear(h, w, b).to(how.accurate)
-                losses, gradient = _losses(logits, targets, weights / largest if with_gradient else None, how.after)
-                total += (losses * weights).sum()
-                if gradient is None:
-                    continue
-                if grad_bias is not None:
-                    grad_bias += gradient.sum(0)
-                gradient = gradient.to(how.dtype)
-                if grad_hidden is not None:
-                    grad_hidden.index_copy_(0, places, (gradient @ w).to(hidden.dtype))
-                if grad_weight is not None:
-                    _add_product(grad_weight, gradient.T, h)
-        ctx.gradients = (grad_hidden, grad_weight, grad_bias)
-        ctx.dtypes = tuple(None if one is None else one.dtype for one in (hidden, weight, bias))
-        ctx.largest = largest
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        if ctx.gradients is None:
-            raise RuntimeError("the loss without logits keeps its gradients for one backward only")
-        gradients, ctx.gradients = ctx.gradients, None
-        factor = gradient * ctx.largest
-        # A product of a tensor in bfloat16 with a scalar tensor would round the scalar first.
-        return *(
-            None if one is None else (one if one.dtype == factor.dtype else one.to(factor.dtype)).mul_(factor).to(dtype)
-            for one, dtype in zip(gradients, ctx.dtypes)
-        ), None, None  # fmt: skip
-
-
-def _losses(logits: Tensor, targets: Tensor, weights: Tensor | None, after: AfterHead) -> tuple[Tensor, Tensor | None]:
-    """Token losses [S] and, in the place of the logits [S, V], the gradients of their weighted sum by these logits."""
-    slope: Tensor | None = None
-    if after.cap is not None:
-        logits.mul_(after.scale / after.cap).tanh_()
-        slope = 1 - logits.square()
-        logits.mul_(after.cap)
-    elif after.scale != 1.0:
-        logits.mul_(after.scale)
-    of_target = logits.gather(1, targets[:, None])[:, 0]
-    largest = logits.amax(1)
-    sums = logits.sub_(largest[:, None]).exp_().sum(1)
-    losses = sums.log() + largest - of_target
-    if weights is None:
-        return losses, None
-    weights = weights * after.scale
-    gradient = logits.mul_((weights / sums)[:, None])
-    gradient.scatter_add_(1, targets[:, None], -weights[:, None])
-    return losses, gradient if slope is None else gradient.mul_(slope)
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left [V, S] @ right [S, H] to total [V, H], which may be of a higher precision than they are."""
-    if left.dtype == total.dtype:
-        total.addmm_(left, right)
-        return
-    rows = max(WEIGHT_SLICE // right.shape[1], 1)
-    for part, some in zip(total.split(rows), left.split(rows)):
-        part += some @ right
-
-
-def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
-    if not torch.amp.is_autocast_available(device_type):  # the device "meta"
-        return contextlib.nullcontext()
-    return torch.autocast(device_type, enabled=False)

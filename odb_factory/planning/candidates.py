@@ -32,9 +32,9 @@ class Rows:
         kind = rows["modality"].astype(np.int64)
         if pool is not None:
             kind += pool.astype(np.int64) << 8
-        order = np.lexsort((-rows["patches"], -rows["tokens"], kind))
+        order = np.lexsort((-rows["patches"], -rows["row_tokens"], kind))
         self.index, rows, kind = index[order], rows[order], kind[order]
-        tokens, waited = rows["tokens"].astype(np.int64), rows["age"].astype(np.int64)
+        tokens, waited = rows["row_tokens"].astype(np.int64), rows["age"].astype(np.int64)
         multiple = budget.collation.pad_to_multiple_of
         length = budget.sizes.up(np.maximum(-(-tokens // multiple) * multiple, 1))
         priority = tokens * (AGING_DENOMINATOR + np.minimum(waited, MAX_WAIT_ROUNDS))

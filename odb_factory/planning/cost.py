@@ -18,7 +18,8 @@ VIDEO = 1
 class Cost:
     """The cost of one sample, known after template, tokenizer and multimodal plugin have run.
 
-    tokens: length after expansion and truncation.
+    tokens: length after expansion and truncation; of all its rows, where the collator makes several of a sample.
+    row_tokens: what these rows take together in a padded batch, as many times the longest of them (0: as `tokens`).
     patches: vision-tower input patches; of audio, pairs of spectrogram frames.
     units: what the loss is a mean over: supervised tokens (labels that carry loss, after the causal shift); 1 for a
         pair or an example.
@@ -37,6 +38,12 @@ class Cost:
     modality: int = 0
     leading_label: bool = False
     has_audio: bool = False
+    row_tokens: int = 0
+
+    @property
+    def padded(self) -> int:
+        """Tokens of the row that the sample is planned as where micro-batches are padded."""
+        return self.row_tokens or self.tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +73,7 @@ class Collation:
     dummy_media_tokens, dummy_media_patches: a fake image that the collator injects into the first row of a
         group without images and videos (so that every rank runs the vision tower).
     dummy_audio_tokens, dummy_audio_patches: the same of audio, behind it.
+    rows: that it makes of a sample.
     """
 
     pad_to_multiple_of: int = 1
@@ -73,6 +81,18 @@ class Collation:
     dummy_media_patches: int = 0
     dummy_audio_tokens: int = 0
     dummy_audio_patches: int = 0
+    rows: int = 1
+
+    def in_one_row(self) -> Collation:
+        """For padded micro-batches, where the rows of a sample are planned as one of their length together, which is
+        widened as often as there are rows."""
+        return dataclasses.replace(
+            self,
+            pad_to_multiple_of=self.rows * self.pad_to_multiple_of,
+            dummy_media_tokens=self.rows * self.dummy_media_tokens,
+            dummy_audio_tokens=self.rows * self.dummy_audio_tokens,
+            rows=1,
+        )
 
     @property
     def has_dummies(self) -> bool:
@@ -92,7 +112,7 @@ class Collation:
     def shape(self, group: Sequence[Cost]) -> tuple[int, int, int]:
         """(rows, padded row length in tokens, patches) of a group, its rows in the given order."""
         dummy_tokens, dummy_patches = self.dummies_of(group)
-        length = self.length(max(cost.tokens for cost in group), group[0].tokens, dummy_tokens)
+        length = self.length(max(cost.padded for cost in group), group[0].padded, dummy_tokens)
         return len(group), length, sum(cost.patches for cost in group) + dummy_patches
 
     def dummies_of(self, group: Sequence[Cost]) -> tuple[int, int]:
@@ -154,6 +174,10 @@ class Budget:
             return self.rows_of(rows, length), length, patches
         tokens = sum(cost.tokens for cost in group) + self.collation.dummies_of(group)[0]
         return 1, self.sizes.up(tokens), patches
+
+    def tokens_of(self, cost: Cost) -> int:
+        """What the sample takes of the budget without padding to others."""
+        return cost.tokens if self.layout == "flat" else cost.padded
 
     @property
     def rounds_up(self) -> bool:

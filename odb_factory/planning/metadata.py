@@ -12,6 +12,7 @@ from odb_factory.planning.cost import Cost
 ROW = np.dtype(
     [
         ("tokens", "<i4"),
+        ("row_tokens", "<i4"),
         ("patches", "<i4"),
         ("units", "<i4"),
         ("bytes", "<i4"),
@@ -47,6 +48,7 @@ def make_metadata(
     rows = [
         (
             cost.tokens,
+            cost.padded,
             cost.patches,
             cost.units,
             min(size, np.iinfo(np.int32).max),

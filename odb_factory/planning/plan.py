@@ -124,7 +124,8 @@ def _totals(
     else:
         dummy_tokens, dummy_patches = budget.collation.dummies(media, audio)
         patches += dummy_patches
-        longest, first = np.maximum.reduceat(rows["tokens"], starts).tolist(), rows["tokens"][starts].tolist()
+        padded = rows["row_tokens"]
+        longest, first = np.maximum.reduceat(padded, starts).tolist(), padded[starts].tolist()
         lengths = np.array([budget.collation.length(*shape) for shape in zip(longest, first, dummy_tokens.tolist())])
         lengths = budget.sizes.up(lengths)
         collated = budget.rows_of(sizes, lengths) * lengths

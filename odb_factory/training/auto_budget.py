@@ -74,15 +74,16 @@ class _Search:
         self.runs, self._config = runs, config
         self.tried = Tried(runs.limits(config.memory_fraction))
         costs = [sample.cost for sample in samples]
-        self._longest = max(samples, key=lambda one: (one.cost.tokens, -one.id))
-        self._shortest = min(samples, key=lambda one: (one.cost.tokens, one.id))
-        self._densest = max(samples, key=lambda one: (one.cost.patches / max(one.cost.tokens, 1), -one.id))
-        self._fillers = sorted((one for one in samples if not one.cost.patches), key=lambda one: one.cost.tokens)
+        self._tokens_of = tokens_of = loader.budget.tokens_of
+        self._longest = max(samples, key=lambda one: (tokens_of(one.cost), -one.id))
+        self._shortest = min(samples, key=lambda one: (tokens_of(one.cost), one.id))
+        self._densest = max(samples, key=lambda one: (one.cost.patches / max(tokens_of(one.cost), 1), -one.id))
+        self._fillers = sorted((one for one in samples if not one.cost.patches), key=lambda one: tokens_of(one.cost))
         self._data = DataShape(
-            longest=self._longest.cost.tokens,
+            longest=tokens_of(self._longest.cost),
             most_patches=max(cost.patches for cost in costs),
-            densest=self._densest.cost.patches / max(self._densest.cost.tokens, 1),
-            mean=sum(cost.patches for cost in costs) / max(sum(cost.tokens for cost in costs), 1),
+            densest=self._densest.cost.patches / max(tokens_of(self._densest.cost), 1),
+            mean=sum(cost.patches for cost in costs) / max(sum(map(tokens_of, costs)), 1),
             is_flat=loader.layout == "flat",
         )
         size = loader.global_batch_size
@@ -124,12 +125,12 @@ class _Search:
                 f"{_gib(min(self.tried.limits))} (memory_fraction {self._config.memory_fraction}); lower cutoff_len, "
                 "or save memory (gradient checkpointing, LoRA, ZeRO-3 or FSDP)."
             )
-        rows = min(2 * tokens // max(self._shortest.cost.tokens, 1), MOST_ROWS)
+        rows = min(2 * tokens // max(self._tokens_of(self._shortest.cost), 1), MOST_ROWS)
         groups = [2 * longest, rows * [self._shortest]]
         if self._densest.cost.patches:
             groups += [[self._densest], 2 * [self._densest]]
         for group in groups:
-            total = sum(sample.cost.tokens for sample in group)
+            total = sum(self._tokens_of(sample.cost) for sample in group)
             if total > 2 * self._most or self._try(group) is None:
                 return
 
@@ -148,19 +149,20 @@ class _Search:
         """The heaviest micro-batch of real samples within these budgets: the densest, beside them the longest, and in a
         flat row one of text that fits behind them."""
         longest, densest = self._longest.cost, self._densest.cost
-        most = tokens // max(densest.tokens, 1) if densest.patches else 0
+        of_longest, of_densest = self._tokens_of(longest), self._tokens_of(densest)
+        most = tokens // max(of_densest, 1) if densest.patches else 0
         num_dense = most if max_patches is None or not densest.patches else min(max_patches // densest.patches, most)
         if num_dense and densest.modality != longest.modality:
             return num_dense * [self._densest]
         if self._data.is_flat:
-            rest = tokens - num_dense * densest.tokens
-            num_long, rest = divmod(rest, longest.tokens)
-            last = [one for one in self._fillers if one.cost.tokens <= rest][-1:]
+            rest = tokens - num_dense * of_densest
+            num_long, rest = divmod(rest, of_longest)
+            last = [one for one in self._fillers if self._tokens_of(one.cost) <= rest][-1:]
             return num_dense * [self._densest] + num_long * [self._longest] + last or [self._longest]
         if most and num_dense == most:  # shorter rows, of which there are more
             num_long = 0
         else:
-            rows = tokens // longest.tokens
+            rows = tokens // of_longest
             num_dense = min(num_dense, rows)
             num_long = rows - num_dense
         return num_dense * [self._densest] + num_long * [self._longest] or [self._longest]

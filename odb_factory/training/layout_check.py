@@ -168,6 +168,8 @@ def _deviations(trainer: Any, trial: Trial) -> dict[str, float]:
                 alone |= _token_losses(trainer, door, laid_out)
         padded = [_token_losses(trainer, door, laid_out) for laid_out in trial.padded]
         flat = _token_losses(trainer, door, trial.flat)
+    if door.reason is not None and not trial.has_logits:
+        raise DataError(door.reason)
     eps = max(torch.finfo(dtype).eps for dtype in dtypes | {torch.float32})  # norms and softmax: float32 at most
     rounding = max(_difference(one, alone) for one in padded)
     every = torch.cat([losses.flatten() for losses in alone.values()])

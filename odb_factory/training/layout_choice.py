@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -72,37 +72,46 @@ def fall_back(layout: Layout, config: ODBConfig, why: str) -> Layout:
 
 
 def _by_kernel(trainer: Any, config: ODBConfig) -> Layout:
-    model = unwrapped(trainer.model)
+    models = models_of(trainer)
+    model = models[0]
     kernel = attention.text_config(model)._attn_implementation or "eager"
     if "flash" in kernel:
         takes_more = inspect.Parameter.VAR_KEYWORD in {
             parameter.kind for parameter in inspect.signature(model.forward).parameters.values()
         }
-        return _flat(config, model, kernel, with_boundaries=takes_more)
+        return _flat(config, models, kernel, with_boundaries=takes_more)
     if kernel == "flex_attention":
-        return _flat(config, model, kernel)
+        return _flat(config, models, kernel)
     why_not = "" if kernel != "sdpa" else attention.why_unusable(model)
     if why_not is None:
         dtype = torch.bfloat16 if trainer.args.bf16 else torch.float16 if trainer.args.fp16 else model.dtype
         used = attention.expected(model, trainer.args.device, dtype)
-        return _flat(config, model, f"{attention.NAME}: {used}", install=True)
+        return _flat(config, models, f"{attention.NAME}: {used}", install=True)
     if kernel not in ("sdpa", "eager"):
         if config.layout == "flat":
-            return _flat(config, model, kernel)
+            return _flat(config, models, kernel)
         return _refuse(config, f"nothing is known of the attention kernel {kernel}")
     price = f"{kernel}: {PRICE}" + (f"; {attention.NAME} does not take its place: {why_not}" if why_not else "")
     if trainer.args.device.type != "cpu" and config.layout != "flat":
         return _refuse(config, f"{price}; `layout: flat` has it all the same")
-    return _flat(config, model, kernel, price)
+    return _flat(config, models, kernel, price)
 
 
 def _flat(
-    config: ODBConfig, model: Any, kernel: str, price: str = "", *, with_boundaries: bool = False, install: bool = False
+    config: ODBConfig,
+    models: Sequence[Any],
+    kernel: str,
+    price: str = "",
+    *,
+    with_boundaries: bool = False,
+    install: bool = False,
 ) -> Layout:
     reason = "as configured" if config.layout == "flat" else "model and attention kernel allow it"
-    undo = [without_cache(model)]
-    if install:
-        undo.append(attention.install(model))
+    undo = []
+    for one in models:
+        undo.append(without_cache(one))
+        if install:
+            undo.append(attention.install(one))
 
     def undo_all() -> None:
         while undo:
@@ -120,6 +129,12 @@ def _refuse(config: ODBConfig, why: str) -> Layout:
 def not_right(why: str) -> ConfigError:
     """What a user meets who has set `layout: flat`."""
     return ConfigError(f"odb.layout: 'flat' is not right here: {why}; set `layout: padded`, or auto.")
+
+
+def models_of(trainer: Any) -> list[Any]:
+    """The models that see a micro-batch: the one that is trained and, of some stages, the one it is compared with."""
+    models = (trainer.model, getattr(trainer, "ref_model", None))
+    return [unwrapped(model) for model in models if model is not None]
 
 
 def without_cache(model: Any) -> Callable[[], None]:

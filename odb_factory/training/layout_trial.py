@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from odb_factory.data.collate import GroupDataset
-from odb_factory.data.layout import BOUNDARY_KEYS
+from odb_factory.data.layout import BOUNDARY_KEYS, UNPADDED
 from odb_factory.data.samples import Sample
 from odb_factory.errors import DataError
 from odb_factory.planning import VIDEO
@@ -35,12 +35,13 @@ class LaidOut:
 @dataclass(frozen=True, slots=True)
 class Trial:
     """Samples by their number: each alone, padded in two ways, flat. As many batches whatever the samples, so that
-    ranks run the model equally often. ids: rows of the dataset."""
+    ranks run the model equally often. ids: rows of the dataset. has_logits: else a flat micro-batch has none."""
 
     alone: tuple[LaidOut, ...]
     padded: tuple[LaidOut, ...]
     flat: LaidOut
     ids: tuple[int, ...] = ()
+    has_logits: bool = True
 
 
 def choose(samples: Sequence[Sample]) -> list[Sample]:
@@ -63,21 +64,23 @@ def of_samples(samples: Sequence[Sample], padded: GroupDataset, flat: GroupDatas
     ids = tuple(one.id for one in samples)
     row, segments = _collate(flat, samples)
     together, _ = _collate(padded, samples)
-    if len(together["input_ids"]) != len(samples):  # the collator lays them into one row itself
+    if len(together["input_ids"]) < len(samples):  # the collator lays them into one row itself
         if not is_text(row):
             raise DataError("the collator lays samples with media into one row, which cannot be taken apart to compare")
         return of_flat_batch(row, segments[: len(samples)], ids)
     alone = [_collate(padded, [one])[0] for one in samples]
     # The same samples in a batch of another shape, in another order.
     other, _ = _collate(padded, [samples[-1], samples[0]])
+    total = len(samples)
     return Trial(
-        tuple(LaidOut(_inputs(batch), _rows(batch, [samples[number]], [number])) for number, batch in enumerate(alone)),
+        tuple(LaidOut(_inputs(batch), _rows(batch, samples, [number])) for number, batch in enumerate(alone)),
         (
-            LaidOut(_inputs(together), _rows(together, samples, range(len(samples)))),
-            LaidOut(_inputs(other), _rows(other, [samples[-1], samples[0]], [len(samples) - 1, 0])),
+            LaidOut(_inputs(together), _rows(together, samples, range(total))),
+            LaidOut(_inputs(other), _rows(other, samples, [total - 1, 0])),
         ),
-        LaidOut(_inputs(row), _behind_each_other(segments[: len(samples)]), segments),
+        LaidOut(_inputs(row), _behind_each_other(segments[: len(together["input_ids"])]), segments),
         ids,
+        has_logits=UNPADDED not in row,
     )
 
 
@@ -116,19 +119,26 @@ def _collate(group: GroupDataset, samples: Sequence[Sample]) -> tuple[Mapping[st
 
 
 def _inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Without labels the model computes logits, whatever its loss is computed by."""
-    return {key: value for key, value in batch.items() if key != "labels"}
+    """Of the model. Without labels it computes logits, whatever its loss is computed by."""
+    inputs = {**batch, **batch.get(UNPADDED, {}).get("inputs", {})}
+    return {key: value for key, value in inputs.items() if key not in ("labels", UNPADDED) and value is not None}
 
 
 def _rows(
     batch: Mapping[str, Any], samples: Sequence[Sample], numbers: Sequence[int]
 ) -> dict[int, tuple[int, int, int]]:
-    """Of a padded batch: padding is on either side, and dummy media are masked like it."""
+    """Of a padded batch of the samples of these numbers: padding is on either side, and dummy media are masked like it.
+
+    Where samples have several rows each row is one here: the first ones of all samples, then the second ones.
+    """
     mask = batch.get("attention_mask")
     spans = {}
-    for row, (sample, number) in enumerate(zip(samples, numbers)):
+    for row in range(len(batch["input_ids"])):
+        turn, place = divmod(row, len(numbers))
+        number = numbers[place]
         start = 0 if mask is None else int(mask[row].argmax())
-        spans[number] = (row, start, start + sample.cost.tokens)
+        tokens = samples[number].cost.tokens if mask is None else int((mask[row] != 0).sum())
+        spans[turn * len(samples) + number] = (row, start, start + tokens)
     return spans
 
 

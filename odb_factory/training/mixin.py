@@ -23,16 +23,18 @@ from odb_factory.accounting.token_loss import TokenLoss, in_float32, sum_of_loss
 from odb_factory.comm.data_parallel import world_size_of
 from odb_factory.comm.gloo import gather_once
 from odb_factory.comm.lifeline import lifeline_of
+from odb_factory.data.layout import UNPADDED
 from odb_factory.ending import ending
 from odb_factory.errors import ConfigError
 from odb_factory.model import attention
+from odb_factory.model.log_probs import FlatRows, PreferenceDoor
 from odb_factory.training import columns, probes
 from odb_factory.training.checkpoint_save import CheckpointMark, CheckpointSaver
 from odb_factory.training.checks import check_trainer
 from odb_factory.training.expectation import say_what_differs
 from odb_factory.training.find_checkpoint import find_checkpoint
 from odb_factory.training.layout_check import LayoutCheck
-from odb_factory.training.layout_choice import Layout, not_right
+from odb_factory.training.layout_choice import Layout, models_of, not_right
 from odb_factory.training.loss_rule import TrainerLoss, why_logits, without_average_tokens
 from odb_factory.training.one_pass import check_batch, one_pass
 from odb_factory.training.output_dirs import compare_output_dirs
@@ -67,7 +69,8 @@ class ODBTrainerMixin(Base):
     odb_layout: of its micro-batches. odb_check: what is still to be made sure of about a flat one.
     odb_start: makes the run.
     odb_trial_units: of a micro-batch that is only tried.
-    odb_token_loss: of the model as trained; None before its first micro-batch.
+    odb_token_loss: of the model as trained; None before its first micro-batch. odb_doors: by which rows that the
+        trainer looks at go flat through its models; () before the first.
     odb_before_step: called with the model and all micro-batches of an optimizer step before the first is trained on,
         which are in memory together then; None: they come one by one.
     """
@@ -82,6 +85,7 @@ class ODBTrainerMixin(Base):
     odb_start: RunStart | None = None
     odb_trial_units: int | None = None
     odb_token_loss: TokenLoss | None = None
+    odb_doors: tuple[PreferenceDoor, ...] = ()
     odb_before_step: Callable[[Any, Sequence[Collated]], None] | None = None
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -133,6 +137,7 @@ class ODBTrainerMixin(Base):
             finally:
                 saver.close()
                 self.odb_arguments = self.odb_saver = self.odb_check = self.odb_start = self.odb_token_loss = None
+                self.odb_doors = ()
                 if self.odb_run is not None:
                     self.odb_run.close()
                     self.odb_run = None
@@ -283,6 +288,10 @@ class ODBTrainerMixin(Base):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **kwargs: Any
     ) -> Any:
+        if isinstance(inputs, dict) and UNPADDED in inputs:
+            inputs = dict(inputs)
+            with self._odb_flat(FlatRows(**inputs.pop(UNPADDED))):
+                return self.compute_loss(model, inputs, return_outputs, num_items_in_batch, **kwargs)
         run = self.odb_run
         if self.odb_trial_units is not None:
             kwargs["num_items_in_batch"] = torch.full((), self.odb_trial_units, device=self.args.device)
@@ -303,6 +312,16 @@ class ODBTrainerMixin(Base):
         if return_outputs:
             return (in_float32(result[0]) * loss.scale, *result[1:])
         return in_float32(result) * loss.scale
+
+    @contextlib.contextmanager
+    def _odb_flat(self, rows: FlatRows) -> Iterator[None]:
+        """Every model that sees the batch computes these rows in the place of its own."""
+        if not self.odb_doors:
+            self.odb_doors = tuple(PreferenceDoor(model) for model in models_of(self))
+        with contextlib.ExitStack() as doors:
+            for door in self.odb_doors:
+                doors.enter_context(door.flat(rows))
+            yield
 
     def _odb_token_loss(self, model: Any) -> TokenLoss:
         if self.odb_token_loss is None:

@@ -24,8 +24,9 @@ from odb_factory.llamafactory import attach
 from odb_factory.llamafactory.media import MediaObserver
 from odb_factory.llamafactory.stages import STAGES
 
-GRADIENT, OF_A_TENSOR = 2e-6, 1e-5
-"""Largest relative differences: of the norm of the whole gradient, and of that of a tensor, whose parts may cancel."""
+GRADIENT, OF_A_TENSOR = 5e-6, 3e-5
+"""Largest relative differences: of the norm of the whole gradient, and of that of a tensor, whose parts may cancel. Two
+of stock's own cuts of the same pairs differ by up to 4e-6."""
 ONE_EPOCH = {"num_train_epochs": 1, "eval_strategy": "no", "max_grad_norm": 1e9}
 STAGES_HERE = ("pt", "rm", "dpo")
 
@@ -103,7 +104,7 @@ def test_a_stage_is_the_same_training_on_one_rank(
     same(stage, ours, stock)
     check_gradient(stage, one_batch[0])
     audit = read_jsonl(tmp_path / "odb" / "odb_audit_rank0.jsonl")
-    assert {bool(line["segments"]) for line in audit} == {stage == "pt"}, "pt is flat, pairs are padded"
+    assert {bool(line["segments"]) for line in audit} == {stage != "rm"}, "rewards are read from rows"
     assert all(line["units"] == len(line["ids"]) for line in audit if stage != "pt")
 
 
@@ -121,9 +122,9 @@ def test_pairs_with_images_are_the_same_training(
     settings = trainer.odb_settings
     for line in read_jsonl(tmp_path / "odb" / "odb_audit_rank0.jsonl"):
         costs = [settings.observer(trainer.train_dataset, id)[1] for id in line["ids"]]
-        rows, length, patches = settings.collation.shape(costs)
-        assert line["patches"] == patches <= 300
-        assert line["rows"] == 2 * rows and 2 * line["length"] <= length, "a pair is two rows of half its tokens"
+        dummy_tokens, dummy_patches = settings.collation.dummies_of(costs)
+        assert line["patches"] == sum(cost.patches for cost in costs) + dummy_patches <= 300
+        assert line["rows"] * line["length"] == sum(cost.tokens for cost in costs) + dummy_tokens, "no padding"
 
 
 @pytest.mark.parametrize("variant", ["orpo", "simpo", "ipo"])
@@ -153,7 +154,6 @@ def test_stages_are_the_same_training_on_two_ranks(config_of: Config, tmp_path: 
     [
         ({"stage": "pt", "packing": True}, ("packing", "True", "layout: flat")),
         ({"stage": "rm", "odb": ODB | {"layout": "flat"}}, ("stage", "rm", "flat", "padded")),
-        ({"stage": "dpo", "odb": ODB | {"layout": "flat"}}, ("stage", "dpo", "flat", "padded")),
     ],
 )
 def test_what_cannot_be_right_is_refused_in_one_line(
@@ -205,7 +205,7 @@ def test_an_empty_answer_is_left_out_where_the_loss_divides_by_its_length(
         features = {"chosen_input_ids": chosen[0], "chosen_labels": chosen[1]}
         features |= {"rejected_input_ids": rejected[0], "rejected_labels": rejected[1]}
         cost = stage.cost(features, NO_MEDIA)
-        assert cost.tokens == 6
+        assert (cost.tokens, cost.row_tokens) == (5, 6)
         return cost.units
 
     assert (units_of(empty, answer), units_of(answer, empty)) == units

@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from odb_factory.model.head import AfterHead, WithoutLogits, weighted_loss_of
+from odb_factory.model.chunked import AfterHead, weighted_loss_of
+from odb_factory.model.head import WithoutLogits
 
 VOCABULARY = 97
 SMALL = {
@@ -229,7 +230,7 @@ class Sizes(TorchDispatchMode):
 
 
 def test_no_tensor_of_all_tokens_and_the_vocabulary_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("odb_factory.model.head.CHUNK_ELEMENTS", {"cpu": 10 * VOCABULARY})
+    monkeypatch.setattr("odb_factory.model.chunked.CHUNK_ELEMENTS", {"cpu": 10 * VOCABULARY})
     model, (batch, weights) = text_model("plain", torch.float32), batch_of(rows=8, length=64)
     door = WithoutLogits(model)
     tokens = int((batch["labels"] != -100).sum())

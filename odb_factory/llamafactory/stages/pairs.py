@@ -1,7 +1,7 @@
 """Stages whose samples are pairs of a chosen and a rejected answer: reward models, and DPO with its variants.
 
-The collator makes two rows of a pair, all chosen ones first, padded to one length: a pair costs two rows of the longer
-answer, and it brings its media twice. The loss is a mean over pairs.
+The collator makes two rows of a pair, all chosen ones first, padded to one length: padded, a pair costs two rows of the
+longer answer, and flat both answers. It brings its media twice. The loss is a mean over pairs.
 """
 
 from __future__ import annotations
@@ -29,15 +29,17 @@ class Pairs(Stage):
     collator = "PairwiseDataCollatorWithPadding"
     dropped = "the turns do not end in two answers to a prompt"
     equal_weights = True
-    why_not_flat = "the trainer takes the first half of the rows as chosen and the second half as rejected answers"
+    rows = len(SIDES)
 
     def answers(self, features: Mapping[str, Any]) -> Sequence[list[int]]:
         return [features[f"{side}_input_ids"] for side in SIDES]
 
     def cost(self, features: Mapping[str, Any], media: MediaObserver) -> Cost:
         once = media_cost(features, media, features["chosen_input_ids"])
+        lengths = [len(ids) for ids in self.answers(features)]
         return Cost(
-            tokens=2 * max(len(ids) for ids in self.answers(features)),
+            tokens=sum(lengths),
+            row_tokens=self.rows * max(lengths),
             units=self._units(features),
             **(once | {"patches": 2 * once["patches"]}),
         )
@@ -46,14 +48,15 @@ class Pairs(Stage):
         return 1
 
     def measure(self, batch: Mapping[str, Any], patch_size: int = 14, segments: tuple[int, ...] = ()) -> Measured:
-        found = measure_batch(batch, patch_size, segments)
-        return Measured(found.rows, found.length, found.patches, found.rows // 2)
+        """batch: as the collator returned it, also where it is laid flat for the model."""
+        found = measure_batch(batch, patch_size)
+        rows, length = (1, sum(segments)) if segments else (found.rows, found.length)
+        return Measured(rows, length, found.patches, found.rows // self.rows, segments)
 
     def collation(self, collator: Any, patch_size: int) -> Collation:
-        """A pair is planned as one row of twice the tokens: dummy media in its first row widen the second as well."""
         answer = probe_answer(collator)
         pair = {f"{side}_{name}": value for side in SIDES for name, value in answer.items()}
-        return probe_collation(collator, pair | dict.fromkeys(MEDIA), patch_size, rows=len(SIDES))
+        return probe_collation(collator, pair | dict.fromkeys(MEDIA), patch_size, self.rows)
 
 
 class Rm(Pairs):
@@ -61,6 +64,7 @@ class Rm(Pairs):
 
     name = "rm"
     trainer = ("llamafactory.train.rm.trainer", "PairwiseTrainer")
+    why_not_flat = "the trainer takes the reward at the last token of each row"
 
     def refuse(self, value_of: Callable[..., Any]) -> str | None:
         if value_of("include_effective_tokens_per_second"):
