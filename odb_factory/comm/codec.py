@@ -23,7 +23,7 @@ class Failure:
 
 
 def encode(message: RankMetadata | Failure) -> bytes:
-    """The length of a JSON header, the header, the buffered samples as an array of `ROW` (25 bytes a sample)."""
+    """The length of a JSON header, the header, the buffered samples as an array of `ROW` (29 bytes a sample)."""
     if isinstance(message, Failure):
         header: dict[str, object] = {"failure": message.reason[:MAX_REASON_CHARACTERS]}
         rows = b""

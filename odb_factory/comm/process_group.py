@@ -35,7 +35,7 @@ class ProcessGroupCoordinator:
     """The `Coordinator` of several ranks.
 
     Its groups are made in the training thread of all ranks, in the same order. After `agree` the first is used by the
-    planning thread alone, the second by the thread that calls `gather_step`. Metadata have 25 bytes a sample and some
+    planning thread alone, the second by the thread that calls `gather_step`. Metadata have 29 bytes a sample and some
     hundred more: nothing grows with tokens or pixels.
     Raises `CollectiveError` if the ranks do not meet.
     """
