@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from odb_factory.data.measure import GRID_KEYS, IGNORE_INDEX, PIXEL_KEYS, batch_shape
+from odb_factory.data.measure import AUDIO_KEYS, GRID_KEYS, IGNORE_INDEX, PIXEL_KEYS, batch_shape
 from odb_factory.data.segments import LayoutError, Segments, find_segments
 from odb_factory.errors import DataError
 from odb_factory.planning import EVERY_SIZE, Sizes
@@ -25,7 +25,11 @@ BOUNDARY_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k
 _DROPPED = ("attention_mask", "rope_deltas", *BOUNDARY_KEYS)
 _PER_ROW = ("cross_attention_mask", "aspect_ratio_ids", "aspect_ratio_mask", "image_bound", "audio_bounds", "tgt_sizes")
 """Media inputs of mllama and MiniCPM-V that are padded to the rows of a batch, or say where in a row media are."""
-_MEDIA = (*GRID_KEYS, *PIXEL_KEYS, "image_sizes", "pixel_attention_mask", "second_per_grid_ts", "video_second_per_grid")
+_MEDIA = (
+    *(*GRID_KEYS, *PIXEL_KEYS, *AUDIO_KEYS, "input_features", "image_sizes", "pixel_attention_mask"),
+    *("second_per_grid_ts", "video_second_per_grid"),
+)
+"""Tensors that go by media, whatever their shape: 3 clips of 128 bands may stand beside 3 rows of 128 tokens."""
 _MEDIA_WORDS = ("pixel", "image", "video", "audio", "feature", "grid", "tile", "vision", "media")
 """A tensor of such a name whose shape is not that of tokens goes by media, not by rows."""
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.log import get_logger
 from odb_factory.model.chunked import AfterHead, token_losses_of, weighted_loss_of
+from odb_factory.model.own_loss import model_with_labels, own_loss
 
 logger = get_logger(__name__)
 
@@ -50,7 +51,7 @@ class WithoutLogits:
     """
 
     def __init__(self, model: nn.Module, why_not: str | None = None):
-        self._model = _model_with_labels(model)
+        self._model = model_with_labels(model)
         self._name = type(model if self._model is None else self._model).__name__
         self._after: AfterHead | None = None
         self._is_told = False
@@ -239,15 +240,6 @@ def _is_given(value: Any) -> bool:
 # Whether the door fits
 
 
-def _model_with_labels(model: nn.Module) -> nn.Module | None:
-    """The outermost transformers model that takes labels, inside adapters and wrappers of engines."""
-    for module in model.modules():
-        kind = type(module)  # whose forward tells what it takes, however the module's own has been wrapped
-        if hasattr(kind, "get_output_embeddings") and "labels" in signature(kind.forward).parameters:
-            return module
-    return None
-
-
 def _why_not_in_place(outermost: nn.Module, model: Any) -> str | None:
     if getattr(model, "_compiled_call_impl", None) is not None or any(
         type(module).__name__ == "OptimizedModule" for module in outermost.modules()
@@ -271,7 +263,7 @@ def _why_not_in_place(outermost: nn.Module, model: Any) -> str | None:
             return f"its output embedding has weights of {linear.weight.dtype}"
     if _labels_reach_the_decoder(model):
         return "this release of transformers makes its attention mask from labels"
-    return None
+    return own_loss(model).why_another
 
 
 def _linears(head: nn.Module) -> list[nn.Linear]:

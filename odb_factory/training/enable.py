@@ -83,7 +83,7 @@ class ODBSettings:
             measure=self.measure,
             cost_fn=self.cost_fn,
             accumulation=args.gradient_accumulation_steps,
-            stock_mean=stock_mean(trainer, loss),
+            stock_mean=stock_mean(trainer, loss, equal_weights=self.equal_weights),
             equal_weights=self.equal_weights,
             seed=seed,
         )

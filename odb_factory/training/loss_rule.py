@@ -15,14 +15,16 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from odb_factory.data.measure import IGNORE_INDEX
 from odb_factory.data.stock_steps import OF_MICRO_BATCH, OF_STEP, StockMean
 from odb_factory.errors import ConfigError
+from odb_factory.model.own_loss import counts_items
 from odb_factory.training.checks import unwrapped
 
 LOOK_AT_THE_LOSS_ONLY = ("odb_factory.", "transformers.", "llamafactory.")
 """Packages whose trainers, in training, read nothing but the loss of what a model returns."""
 
 
-def stock_mean(trainer: Any, loss: TrainerLoss | None) -> StockMean:
+def stock_mean(trainer: Any, loss: TrainerLoss | None, *, equal_weights: bool) -> StockMean:
     """As the Trainer of transformers divides, whose line is named in the comments. loss: in place of the model's own.
+    equal_weights: of `enable_odb`; the loss is a mean of the trainer's own.
 
     Models with a processor take no number of tokens under LLaMA-Factory, which sets `model_accepts_loss_kwargs`.
     """
@@ -38,6 +40,11 @@ def stock_mean(trainer: Any, loss: TrainerLoss | None) -> StockMean:
         return StockMean("micro_batch", args.world_size, counts_first=False)
     if loss is None and not counts_tokens:
         return OF_MICRO_BATCH
+    if loss is None and not equal_weights and not counts_items(trainer.model):
+        # `training_step` does not divide the mean of a micro-batch by the accumulation: it takes it for a share of the
+        # optimizer step. So stock adds these means up.
+        sums_up_to = 1 if args.average_tokens_across_devices else args.world_size
+        return StockMean("micro_batch", sums_up_to, counts_first=False)
     several_means = args.world_size > 1 and not args.average_tokens_across_devices
     return StockMean("rank") if several_means else OF_STEP
 

@@ -131,6 +131,13 @@ def test_boundaries_are_those_of_the_segments() -> None:
     assert varlen_arguments((4,))["max_length_k"] == 4
 
 
+def test_sounds_stay_where_they_have_the_shape_of_tokens() -> None:
+    """A clip in each row, and as many bands and frames as the rows have tokens."""
+    sounds = {"input_features": torch.rand(2, 5, 7), "feature_attention_mask": torch.ones(2, 5)}
+    flat, _ = flatten(collate(items([5, 3])) | sounds, [5, 3], True, FlatLayout(), True)
+    assert all(flat[name] is value for name, value in sounds.items())
+
+
 def test_the_kind_of_mapping_stays() -> None:
     batch = BatchEncoding(collate(items([3, 5])) | {"note": "kept"})
     flat, _ = flatten(batch, [3, 5], True, FlatLayout())

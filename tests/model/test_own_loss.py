@@ -1,0 +1,147 @@
+"""Which loss a model computes itself is found out without its weights; the loss without logits replaces only the mean.
+
+Families: those of docs/support.md whose forward does not call `loss_function`, or calls it without the number of items.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from model.test_head import SMALL, batch_of, check, state, text_model
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, pad
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from odb_factory.model.head import WithoutLogits
+from odb_factory.model.own_loss import counts_items, own_loss
+
+TEXT = SMALL | {"vocab_size": 200, "head_dim": 8}
+SIDE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+IMAGES = SIDE | {"image_size": 32, "patch_size": 8}
+SOUNDS = {"num_mel_bins": 8, "max_source_positions": 48}
+MEDIUM = 150
+
+
+def gemma3() -> Any:
+    text = TEXT | {"model_type": "gemma3_text", "sliding_window": 48, "query_pre_attn_scalar": 8}
+    vision = IMAGES | {"model_type": "siglip_vision_model", "vision_use_head": False}
+    return transformers.Gemma3Config(
+        text_config=text, vision_config=vision, image_token_index=MEDIUM, mm_tokens_per_image=4
+    )
+
+
+def llama4() -> Any:
+    text = TEXT | {"model_type": "llama4_text", "num_local_experts": 2, "intermediate_size_mlp": 48}
+    projector = {"projector_input_dim": 32, "projector_output_dim": 32, "vision_output_dim": 32}
+    vision = IMAGES | projector | {"intermediate_size": 128, "pixel_shuffle_ratio": 0.5}
+    return transformers.Llama4Config(text_config=text, vision_config=vision, image_token_index=MEDIUM)
+
+
+def qwen2_audio() -> Any:
+    audio = SOUNDS | {"d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 64}
+    audio["model_type"] = "qwen2_audio_encoder"
+    text = TEXT | {"model_type": "qwen2"}
+    return transformers.Qwen2AudioConfig(text_config=text, audio_config=audio, audio_token_index=MEDIUM)
+
+
+def voxtral() -> Any:
+    audio = SIDE | SOUNDS | {"model_type": "voxtral_encoder", "intermediate_size": 128}
+    text = TEXT | {"model_type": "llama"}
+    return transformers.VoxtralConfig(text_config=text, audio_config=audio, audio_token_id=MEDIUM)
+
+
+def pixels(number: int) -> dict[str, Tensor]:
+    return {"pixel_values": torch.randn(number, 3, 32, 32)}
+
+
+def sounds(number: int) -> dict[str, Tensor]:
+    return {"input_features": torch.randn(number, 8, 96)}
+
+
+def frames(number: int) -> Tensor:
+    return (torch.arange(96) < 16).long().expand(number, -1)
+
+
+FAMILIES: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, Tensor]], int, bool]] = {
+    "Gemma3": (gemma3, lambda: pixels(2) | {"token_type_ids": torch.zeros(3, 11, dtype=torch.long)}, 4, False),
+    "Llama4": (llama4, lambda: pixels(2), 4, False),
+    "Qwen2Audio": (qwen2_audio, lambda: sounds(2) | {"feature_attention_mask": frames(2)}, 4, False),
+    "Voxtral": (voxtral, lambda: sounds(1), 12, True),
+}
+"""Configuration, media of a batch, tokens of a medium, whether it counts items."""
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_with_loss_code_of_their_own(name: str) -> None:
+    configure, media, tokens, counts = FAMILIES[name]
+    torch.manual_seed(0)
+    model: Any = getattr(transformers, f"{name}ForConditionalGeneration")(configure()).train()
+    before = state(model)
+    found = own_loss(model)
+    assert found.why_another is None and found.counts_items == counts_items(model) == counts
+    assert state(model) == before
+    batch, weights = batch_of(length=11 if tokens < 8 else 14)
+    given = media()
+    for row in range(2 if tokens < 8 else 1):
+        batch["input_ids"][row, 1 : 1 + tokens] = MEDIUM
+    assert (batch["attention_mask"][batch["input_ids"] == MEDIUM] == 1).all()
+    check(model, batch | given, weights, rtol=2e-6)
+    expected = model(**batch | given).loss
+    with WithoutLogits(model).weighing(1 / int((batch["labels"][:, 1:] != -100).sum())):
+        assert model(**batch | given).loss.item() == pytest.approx(expected.item(), rel=1e-6), "its own mean"
+
+
+@pytest.mark.parametrize(("kind", "counts"), [("qwen2", True), ("mamba", False), ("xglm", False), ("gpt2", True)])
+def test_text_models_that_count_items_are_told_from_those_that_do_not(kind: str, counts: bool) -> None:
+    """As their own losses with two numbers say; the trial needs no weights."""
+    more = {"d_model": 32, "attention_heads": 4, "num_layers": 2, "ffn_dim": 48} if kind == "xglm" else {}
+    config = AutoConfig.for_model(kind, **{"n_embd": 32, "n_head": 4, "n_layer": 2} | SMALL | more)
+    model: Any = AutoModelForCausalLM.from_config(config).eval()
+    batch, _ = batch_of()
+    one, other = (model(**batch, num_items_in_batch=torch.tensor(number)).loss.item() for number in (10, 20))
+    assert (one == pytest.approx(2 * other)) == counts and (one == pytest.approx(other)) != counts
+    with torch.device("meta"):
+        unloaded: Any = AutoModelForCausalLM.from_config(config)
+    assert counts_items(model) == counts_items(unloaded) == counts
+    assert own_loss(model).why_another is own_loss(unloaded).why_another is None
+    assert counts_items(nn.Linear(2, 2)), "nothing is known"
+
+
+def another_loss(kind: str) -> Callable[..., Any]:
+    """Forwards of remote code."""
+
+    def forward(self: Any, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+        kwargs = {name: value for name, value in kwargs.items() if name != "num_items_in_batch"}
+        output = type(self).forward(self, input_ids, **kwargs)
+        if labels is not None:
+            targets = labels if kind == "not shifted" else pad(labels, (0, 1), value=-100)[:, 1:]
+            output.loss = cross_entropy(output.logits.flatten(0, 1), targets.flatten())
+            if kind == "a further term":
+                output.loss = output.loss + 1e-3 * output.logits.logsumexp(-1).square().mean()
+            if kind == "needs its layers":
+                output.loss = output.loss + self.model.norm(output.hidden_states[-1]).mean()
+        return output
+
+    return forward
+
+
+@pytest.mark.parametrize("kind", ["not shifted", "a further term", "needs its layers", "a function that was set"])
+def test_another_loss_stays(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    model, (batch, weights) = text_model("plain"), batch_of()
+    if kind == "a function that was set":
+        model.loss_function = lambda logits, labels, **_: logits.square().mean()
+    else:
+        model.forward = MethodType(another_loss(kind), model)
+        batch["output_hidden_states"] = torch.tensor(True)
+    expected = model(**batch)
+    caplog.set_level("INFO")
+    with WithoutLogits(model).weighing(weights):
+        output = model(**batch)
+    assert torch.equal(output.loss, expected.loss) and torch.equal(output.logits, expected.logits)
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "odb_factory.model.head"]
+    assert "Qwen2ForCausalLM: its loss" in line and "\n" not in line
