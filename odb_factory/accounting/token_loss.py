@@ -149,7 +149,9 @@ class TokenLoss:
             raise ConfigError(
                 f"odb.loss_scaling: {self._loss_scaling!r} gives the samples of a micro-batch different weights, and "
                 f"{self._name} computes its loss without transformers' ForCausalLMLoss (by a fused kernel such as "
-                "Liger's, or by code of its own); set `loss_scaling: exact`, or turn the kernel off."
+                "Liger's, or by code of its own), which odb does not replace: "
+                f"{self.without_logits.reason or 'its forward was not reached'}; set `loss_scaling: exact`, or turn "
+                "the kernel off."
             )
 
     @contextlib.contextmanager

@@ -127,7 +127,7 @@ def _ranks(found: Look) -> Table:
 def _memory(rows: Sequence[MemoryRow]) -> Table:
     table = _table(
         "Memory of each rank, an estimate (GiB)", "token_budget", "parameters", "gradients", "optimizer", "activations",
-        "logits", "fused loss", "peak", "with fused loss", "fits",
+        "logits", "in chunks", "peak", "peak in chunks", "fits",
     )  # fmt: skip
     for row in rows:
         amounts = (

@@ -13,10 +13,12 @@ from odb_factory.config import ODBConfig
 from odb_factory.errors import ConfigError
 from odb_factory.llamafactory.stages import STAGES
 
-WITHOUT_LOGITS = ("enable_liger_kernel", "use_liger_kernel")
+FUSED_LOSS = ("enable_liger_kernel", "use_liger_kernel")
 """The kernel computes the loss from the hidden states and returns no logits to take token losses from."""
 TAKE_LABELS_AWAY = ("use_dft_loss", "use_eaft_loss", "label_smoothing_factor")
 """The model gets no labels with them, and returns logits then."""
+NEED_LOGITS = ("use_asft_loss", "torch_compile")
+"""With them the loss without logits is not used, which replaces that of the kernel (`odb_factory.model.head`)."""
 
 
 def check_losses(config: ODBConfig, model_args: Any, training_args: Any, value_of: Callable[..., Any]) -> None:
@@ -26,14 +28,14 @@ def check_losses(config: ODBConfig, model_args: Any, training_args: Any, value_o
     """
     if STAGES[value_of("stage", "sft")].equal_weights:
         return  # samples of different weight never meet there
-    key = next((key for key in WITHOUT_LOGITS if value_of(key)), None)
-    if key is None or any(map(value_of, TAKE_LABELS_AWAY)):
+    key, needs = (next((key for key in keys if value_of(key)), None) for keys in (FUSED_LOSS, NEED_LOGITS))
+    if key is None or needs is None or any(map(value_of, TAKE_LABELS_AWAY)):
         return
     if _weights_differ(config, model_args, training_args, value_of):
         raise ConfigError(
-            f"{key}: {value_of(key)} computes the loss without logits, and `loss_scaling: {config.loss_scaling}` gives "
-            f"the samples of a micro-batch different weights here; set `loss_scaling: exact` in the odb: block, or "
-            f"{key}: false."
+            f"{key}: {value_of(key)} computes the loss without logits, {needs}: {value_of(needs)} keeps odb from doing "
+            f"so, and `loss_scaling: {config.loss_scaling}` gives the samples of a micro-batch different weights here; "
+            f"set `loss_scaling: exact` in the odb: block, {needs}: false, or {key}: false."
         )
 
 

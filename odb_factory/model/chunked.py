@@ -189,6 +189,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 h = hidden.index_select(0, places).to(how.dtype)
                 logits = torch.nn.functional.linear(h, w, b).to(how.accurate)
                 losses, gradient = _losses(logits, targets, weights / largest if with_gradient else None, how.after)
+                del logits  # the gradient is in its place; no two chunks exist at a time
                 total += (losses * weights).sum()
                 if gradient is None:
                     continue
@@ -199,6 +200,7 @@ class _ChunkedLoss(torch.autograd.Function):
                     grad_hidden.index_copy_(0, places, (gradient @ w).to(hidden.dtype))
                 if grad_weight is not None:
                     _add_product(grad_weight, gradient.T, h)
+                del gradient
         ctx.gradients = (grad_hidden, grad_weight, grad_bias)
         ctx.dtypes = tuple(None if one is None else one.dtype for one in (hidden, weight, bias))
         ctx.largest = largest

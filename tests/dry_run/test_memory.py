@@ -6,6 +6,7 @@ import contextlib
 import copy
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from odb_factory.dry_run.memory import fake_model
 from odb_factory.dry_run.memory.estimate import MicroBatchShape, ParsedArguments, estimate_peak_memory
 from odb_factory.memory.live_bytes import LiveBytes
 from odb_factory.memory.states import state_bytes
+from odb_factory.model.head import WithoutLogits
 
 SIZES = ((1, 1500, 0), (3, 300, 0), (1, 600, 1))
 """Rows, tokens of a row, images: none of them one that the estimate runs itself."""
@@ -68,14 +70,13 @@ def test_the_estimate_is_what_a_cpu_run_needs(kind: str, keys: dict[str, Any], t
     before = copy.copy(vars(arguments.model))
     fake = fake_model.build(arguments)
     batches = [fake.batch(*size) for size in SIZES if fake.takes_images or not size[2]]
-    estimate = estimate_peak_memory(
-        arguments,
-        [
-            MicroBatchShape(rows=one.rows, tokens=one.rows * one.length, row_length=one.length, patches=one.patches)
-            for _, one in batches
-        ],
-        ranks=1,
-    )
+    shapes = [
+        MicroBatchShape(rows=one.rows, tokens=one.rows * one.length, row_length=one.length, patches=one.patches)
+        for _, one in batches
+    ]
+    estimate = estimate_peak_memory(arguments, shapes, ranks=1)
+    with_logits = parsed({"text": tiny_text, "vl": tiny_vl}[kind], use_dft_loss=True, **keys)
+    of_logits = estimate_peak_memory(with_logits, shapes, ranks=1)
     assert vars(arguments.model) == before, "the arguments are not changed"
 
     tokenizer = load_tokenizer(arguments.model)["tokenizer"]
@@ -83,15 +84,17 @@ def test_the_estimate_is_what_a_cpu_run_needs(kind: str, keys: dict[str, Any], t
     kind_of, options = Trainer.get_optimizer_cls_and_kwargs(arguments.training)
     optimizer = kind_of([one for one in model.parameters() if one.requires_grad], **options)
     autocast = torch.autocast("cpu", torch.bfloat16) if keys.get("bf16") else contextlib.nullcontext()
-    forward = convert_outputs_to_fp32(model.forward) if keys.get("bf16") else model
+    door = WithoutLogits(model)
 
-    def run() -> None:
-        with autocast:
+    def run(without_logits: bool) -> None:
+        weighing = door.weighing(1 / batch["labels"].numel()) if without_logits else contextlib.nullcontext()
+        with autocast, weighing:
+            forward = convert_outputs_to_fp32(model.forward) if keys.get("bf16") else model
             loss = forward(**batch)["loss"]
         loss.backward()
 
     batch = batches[0][0]
-    run()
+    run(True)
     optimizer.step()
     weights = list(model.parameters())
     held = {
@@ -102,16 +105,31 @@ def test_the_estimate_is_what_a_cpu_run_needs(kind: str, keys: dict[str, Any], t
     for name, tensors in held.items():
         assert getattr(estimate, name) == sum(one.numel() * one.element_size() for one in tensors), name
     there = estimate.parameters + estimate.gradients + estimate.optimizer_state
-    for of_size, found in zip(batches, estimate.shapes):
+    for of_size, found, stock in zip(batches, estimate.shapes, of_logits.shapes):
         batch, measured = of_size
-        with LiveBytes() as memory:
-            run()
-        assert found.peak == pytest.approx(there + memory.peak, rel=0.08), measured
-        assert found.peak == pytest.approx(there + profiled(run, tmp_path), rel=0.15), measured
+        for one, without_logits in ((stock, False), (found, True)):
+            with LiveBytes() as memory:
+                run(without_logits)
+            assert one.peak == pytest.approx(there + memory.peak, rel=0.08), measured
+            # Without logits the peak may be that of the images, which the count says too much of.
+            most = 0.25 if measured.patches and without_logits else 0.15
+            assert one.peak == pytest.approx(there + profiled(partial(run, without_logits), tmp_path), rel=most), (
+                measured
+            )
+        assert door.acted
         vocabulary = 4 * measured.rows * measured.length * model.config.get_text_config().vocab_size
         assert 2 * vocabulary < found.logits < 4 * vocabulary
-        assert found.logits_with_fused_loss < 0.2 * found.logits
-        assert found.peak_with_fused_loss < found.peak
+        assert found.logits_with_fused_loss < 0.6 * found.logits
+        assert found.peak_with_fused_loss == stock.peak_with_fused_loss == found.peak < stock.peak
+
+
+def test_logits_of_a_chunk_of_tokens_exist_at_a_time(tiny_text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a vocabulary and micro-batches as large as real ones."""
+    monkeypatch.setattr("odb_factory.dry_run.memory.estimate.OTHER_CHUNK_ELEMENTS", 64 * 4096)
+    shapes = [MicroBatchShape(rows=1, tokens=tokens, row_length=tokens) for tokens in (1024, 2048)]
+    small, large = estimate_peak_memory(parsed(tiny_text), shapes, ranks=1).shapes
+    assert large.logits == pytest.approx(2 * small.logits, rel=0.05)
+    assert small.logits_with_fused_loss < large.logits_with_fused_loss < 0.2 * small.logits
 
 
 def test_states_under_the_engines(tiny_text) -> None:

@@ -13,6 +13,8 @@ from odb_factory.errors import ConfigError
 from odb_factory.llamafactory import hooks
 
 BLOCK = {"token_budget": 1024}
+COMPILED = {"torch_compile": True}
+"""Keeps the logits."""
 
 
 @pytest.fixture
@@ -66,14 +68,21 @@ def test_optimizer_steps_of_any_size_are_taken(config) -> None:
 @pytest.mark.parametrize(
     ("model", "odb", "changes", "refused"),
     [
-        ("tiny_vl", {}, {"use_liger_kernel": True}, True),
-        ("tiny_vl", {}, {"use_liger_kernel": True, "label_smoothing_factor": 0.1}, False),  # takes labels away
-        ("tiny_vl", {"global_batch_size": 32}, {"use_liger_kernel": True, "gradient_accumulation_steps": 1}, True),
-        ("tiny_vl", {"loss_scaling": "exact"}, {"use_liger_kernel": True}, False),
-        ("tiny_text", {}, {"use_liger_kernel": True}, False),
-        ("tiny_text", {"loss_scaling": "sample"}, {"use_liger_kernel": True}, True),
+        ("tiny_vl", {}, {"use_liger_kernel": True}, False),  # its loss is computed without logits by odb
+        ("tiny_vl", {}, {"use_liger_kernel": True} | COMPILED, True),
+        ("tiny_vl", {}, {"use_liger_kernel": True, "label_smoothing_factor": 0.1} | COMPILED, False),  # no labels
+        (
+            "tiny_vl",
+            {"global_batch_size": 32},
+            {"use_liger_kernel": True, "gradient_accumulation_steps": 1} | COMPILED,
+            True,
+        ),
+        ("tiny_vl", {"loss_scaling": "exact"}, {"use_liger_kernel": True} | COMPILED, False),
+        ("tiny_text", {}, {"use_liger_kernel": True} | COMPILED, False),
+        ("tiny_text", {"loss_scaling": "sample"}, {"use_liger_kernel": True}, False),
+        ("tiny_text", {"loss_scaling": "sample"}, {"use_liger_kernel": True} | COMPILED, True),
         ("tiny_text", {}, {"use_liger_kernel": True, "use_asft_loss": True}, True),
-        ("tiny_text", {"global_batch_size": "fill"}, {"use_liger_kernel": True}, False),
+        ("tiny_text", {"global_batch_size": "fill"}, {"use_liger_kernel": True} | COMPILED, False),
     ],
 )
 def test_a_kernel_that_cannot_weigh_samples_is_named_where_they_weigh_differently(

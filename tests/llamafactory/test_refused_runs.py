@@ -26,7 +26,7 @@ BEFORE_A_MODEL: dict[str, tuple[dict[str, Any], str]] = {
     "flat": ({"odb": {"token_budget": 256, "layout": "flat"}, "neftune_noise_alpha": 5}, "neftune_noise_alpha: 5"),
     "flat kto": ({"odb": {"token_budget": 256, "layout": "flat"}, "stage": "kto"}, "stage: 'kto' does not go"),
     "loss": (
-        {"odb": {"token_budget": 256, "loss_scaling": "square"}, "use_liger_kernel": True},
+        {"odb": {"token_budget": 256, "loss_scaling": "square"}, "use_liger_kernel": True, "torch_compile": True},
         "use_liger_kernel: True",
     ),
     "batch size": ({"auto_find_batch_size": True}, "auto_find_batch_size: True"),

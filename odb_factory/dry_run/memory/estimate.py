@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from odb_factory.memory.fit import fit
+from odb_factory.model.chunked import OTHER_CHUNK_ELEMENTS
+from odb_factory.model.head import WithoutLogits
 
 if TYPE_CHECKING:
     from odb_factory.dry_run.memory.fake_model import FakeModel
@@ -23,6 +25,8 @@ ROWS = (2, 4)
 LONGEST_ROWS = 2048
 """Tokens of several rows at the most: masks are real, and as large as the square of a row."""
 IMAGES = (1, 4)
+BY_THE_TRAINER = ("use_dft_loss", "use_eaft_loss", "use_asft_loss")
+"""Losses that the trainer computes from logits."""
 
 
 class ParsedArguments(NamedTuple):
@@ -49,8 +53,8 @@ class ShapeMemory:
     """Bytes on each rank for micro-batches of one shape, beside those of `MemoryEstimate`.
 
     activations: at the peak of forward and backward, without logits. logits: the scores of all tokens over the
-    vocabulary, their copies and gradients; logits_with_fused_loss: what a fused loss needs in their place.
-    peak: all there is at most, with the loss of this YAML; peak_with_fused_loss: with a fused one. Where the two kinds
+    vocabulary, their copies and gradients; logits_with_fused_loss: what a loss without logits needs in their place.
+    peak: all there is at most, with the loss of this YAML; peak_with_fused_loss: without logits. Where the two kinds
     of activations have their peaks at different times a peak is less than the sum.
     """
 
@@ -95,11 +99,11 @@ def estimate_peak_memory(
         for name in ("saved", "body", "logits")
     }
     held = state.parameters + state.gradients + state.optimizer_state
-    fused = arguments.model.enable_liger_kernel
+    fused = _computes_without_logits(model, arguments)
     shapes = []
     for shape in micro_batches:
         phases = trace.Phases(**{name: one.of(shape) for name, one in fits.items()})
-        with_fused = dataclasses.replace(phases, logits=_fused_loss(model, shape.tokens))
+        with_fused = dataclasses.replace(phases, logits=_without_logits(model, shape.tokens))
         shapes.append(
             ShapeMemory(
                 shape=shape,
@@ -147,16 +151,26 @@ def _traces(model: FakeModel, wanted: Sequence[MicroBatchShape]) -> list[tuple[M
     return traced
 
 
-def _fused_loss(model: FakeModel, tokens: int) -> int:
-    """What Liger's fused linear cross entropy takes (Hsu et al. 2024): logits of a chunk of tokens at a time, about as
-    large as the hidden states of all of them, whose gradients it makes in the forward, with that of the head."""
+def _computes_without_logits(model: FakeModel, arguments: ParsedArguments) -> bool:
+    """Whether the run computes its loss without logits: by odb, or by Liger's fused kernel."""
+    trainer_computes = [getattr(arguments.finetuning, name, False) for name in BY_THE_TRAINER]
+    if any(trainer_computes) or arguments.training.label_smoothing_factor:
+        return False
+    by_odb = WithoutLogits(model.model).reason is None and not arguments.training.torch_compile
+    return by_odb or bool(arguments.model.enable_liger_kernel)
+
+
+def _without_logits(model: FakeModel, tokens: int) -> int:
+    """What the loss without logits takes (`odb_factory.model.chunked`): the logits of a chunk of tokens in the dtype of
+    the product and in float32, the gradient of all hidden states, and that of the head in float32."""
     weight = model.model.get_output_embeddings().weight
     vocabulary, hidden = weight.shape
-    size = torch.finfo(model.dtype or weight.dtype).bits // 8
-    chunks = -(-vocabulary // hidden)
-    chunk = 1 << (max(-(-tokens // chunks), 1) - 1).bit_length()
-    gradient = vocabulary * hidden * weight.element_size() if weight.requires_grad else 0
-    return chunk * vocabulary * size + tokens * hidden * size + gradient
+    product = model.dtype or weight.dtype
+    chunk = min(tokens, max(OTHER_CHUNK_ELEMENTS // vocabulary, 1)) * vocabulary
+    logits = chunk * (4 if product == torch.float32 else 4 + product.itemsize)
+    converted = 0 if product == weight.dtype else vocabulary * hidden * product.itemsize
+    gradient = vocabulary * hidden * 4 if weight.requires_grad else 0
+    return logits + converted + gradient + tokens * hidden * product.itemsize
 
 
 def _notes(model: FakeModel, arguments: ParsedArguments, wanted: Sequence[MicroBatchShape]) -> list[str]:

@@ -22,7 +22,7 @@ class MemoryRow:
     """Estimated bytes on each rank, at the peak of the heaviest micro-batch under these budgets.
 
     activations: without logits. logits: tokens x vocabulary, with copies and gradients; logits_with_fused_loss: what a
-    fused loss needs in their place. fits: whether the peak is within what was asked for.
+    loss without logits needs in their place. fits: whether the peak is within what was asked for.
     """
 
     token_budget: int

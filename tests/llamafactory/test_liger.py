@@ -1,0 +1,95 @@
+"""Liger's kernels with odb train as with stock LLaMA-Factory (I9). Only the fused loss is odb's own.
+
+Without a GPU Triton interprets the kernels, which takes minutes; liger-kernel has to be installed.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES, make_tokenizer
+from PIL import Image
+from same_training import check_same_training, report, train
+from support import shimmed, training_config, write_dataset
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+pytestmark = pytest.mark.skipif(find_spec("liger_kernel") is None, reason="liger_kernel is not installed")
+ENV = {} if torch.cuda.is_available() else shimmed("triton_on_cpu") | {"TRITON_INTERPRET": "1"}
+STEPS = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "max_steps": 2}
+OF_LLAMAFACTORY, OF_THE_TRAINER = {"enable_liger_kernel": True}, {"use_liger_kernel": True}
+"""One replaces the classes of a model family before it is loaded, the other the methods of a model that is."""
+
+
+@pytest.fixture(scope="module")
+def rows_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`texts` and `pictures`: as few tokens as can be, for the interpreter takes 0.1 s for each."""
+    folder = tmp_path_factory.mktemp("rows")
+    Image.effect_noise((56, 56), 60).convert("RGB").save(folder / "noise.png")
+
+    def row(number: int, images: list[str]) -> dict[str, Any]:
+        question, answer = "<image>" * len(images) + "say", "so " * (1, 4, 2, 3)[number]
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        return {"messages": messages, "images": images}
+
+    rows = {name: [row(k, images) for k in range(4)] for name, images in (("texts", []), ("pictures", ["noise.png"]))}
+    return write_dataset(folder, rows)
+
+
+def write_qwen2_5_vl(folder: Path) -> Path:
+    family = next(one for one in FAMILIES if one.template == "qwen2_vl")
+    tokenizer = make_tokenizer(family)
+    text = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    text |= {"num_hidden_layers": 2, "vocab_size": len(tokenizer), "max_window_layers": 2}
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 32}
+    vision |= {"window_size": 56, "fullatt_block_indexes": [1]}
+    ids = {f"{kind}_token_id": tokenizer.convert_tokens_to_ids(f"<|{kind}_pad|>") for kind in ("image", "video")}
+    ids["vision_start_token_id"] = tokenizer.convert_tokens_to_ids("<|vision_start|>")
+    torch.manual_seed(0)
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids)
+    Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
+    family.make(tokenizer).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "liger"),
+    [
+        ("qwen2", "flat", OF_LLAMAFACTORY),
+        ("qwen2_5_vl", "padded", OF_LLAMAFACTORY),
+        ("qwen3_vl", "padded", OF_THE_TRAINER),
+        pytest.param("qwen2_5_vl", "flat", OF_LLAMAFACTORY, marks=pytest.mark.full_grid),
+    ],
+)
+def test_the_training_is_stocks(
+    kind: str, layout: str, liger: dict[str, Any], tiny_text: Path, tiny_vl: Path, rows_dir: Path, tmp_path: Path
+) -> None:
+    """The images' samples have different weights within a micro-batch, as they have in stock's mean of means."""
+    model = {"qwen2": tiny_text, "qwen3_vl": tiny_vl}.get(kind) or write_qwen2_5_vl(tmp_path / "model")
+    odb = {"token_budget": 1024, "audit": True, "layout": layout}
+    trainings, kernels = [], []
+    for name, more in (("odb", {"odb": odb}), ("stock", {})):
+        config = training_config(
+            model,
+            rows_dir,
+            tmp_path / name,
+            template={"qwen2": "qwen", "qwen2_5_vl": "qwen2_vl"}.get(kind, kind),
+            dataset="texts" if kind == "qwen2" else "pictures",
+            default_system="s",
+            image_max_pixels=64 * 64,
+            dataloader_num_workers=0,
+            **STEPS,
+            **liger,
+            **more,
+        )
+        ran = tmp_path / f"{name}_kernels"
+        trainings.append(train(config, env=ENV | {"ODB_TEST_KERNELS": str(ran)}))
+        kernels.append(set(ran.read_text().split()) if ENV else set())
+    report(f"{kind} {layout}", check_same_training(*trainings))
+    if ENV:
+        assert kernels[1] - kernels[0] >= {"liger_cross_entropy_kernel"}, "that of the fused loss"
+        assert kernels[0] & kernels[1] >= {"_rms_norm_forward_kernel", "_rms_norm_backward_kernel"}
