@@ -59,10 +59,13 @@ class FlatRow:
         """int32[segments + 1] there, copied once for all layers and without waiting for the device."""
         if device not in self._ends:
             ends = torch.tensor([0, *itertools.accumulate(self.segments)], dtype=torch.int32)
-            if device.type == "cuda":
-                ends = ends.pin_memory()
-            self._ends[device] = ends.to(device, non_blocking=True)
+            self._ends[device] = copy_to(ends, device)
         return self._ends[device]
+
+
+def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host there, without waiting for the device."""
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 _FUNCTIONS, _MASKS = AttentionInterface(), AttentionMaskInterface()
@@ -83,6 +86,11 @@ def flat_row(segments: Sequence[int]) -> Iterator[None]:
         yield
     finally:
         _row = before
+
+
+def row_in_progress() -> FlatRow | None:
+    """The row of the `flat_row` around the caller; None for a padded micro-batch."""
+    return _row
 
 
 def register() -> None:

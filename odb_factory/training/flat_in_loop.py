@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from odb_factory.comm.gloo import gather_once
 from odb_factory.errors import ConfigError
+from odb_factory.model import mixers
 from odb_factory.training.checks import unwrapped
 from odb_factory.training.layout_check import LayoutCheck
 from odb_factory.training.layout_choice import not_right, without_cache
@@ -37,6 +38,8 @@ def check_flat(model: nn.Module, dataloader: Any) -> None:
         raise ConfigError("check_flat: give the ODBDataLoader that the loop iterates, made with layout='flat'.")
     loop = _Loop(model, iteration.config.exchange_timeout_s)
     why = why_not_flat(loop)
+    if why is None and (found := mixers.describe(loop.model)):
+        why = f"{found} carry one sample into the next, which only a Trainer prevents"
     if why is not None:
         raise not_right(why)
     without_cache(loop.model)

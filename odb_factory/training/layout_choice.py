@@ -5,6 +5,9 @@
 | flash attention, flex attention | as it is |
 | sdpa | `odb_varlen` takes its place in the language model (`model/attention.py`), where that computes the same |
 | sdpa otherwise, eager | exact, but its price grows with the square of the row: an accelerator takes it if asked to |
+| no attention (Mamba) | as it is |
+
+Mixers that carry state along the row see padded groups of samples (`model/mixers.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from torch.utils.data import IterableDataset
 from odb_factory.config import ODBConfig
 from odb_factory.errors import ConfigError
 from odb_factory.log import get_logger
-from odb_factory.model import attention
+from odb_factory.model import attention, mixers
 from odb_factory.training.checks import unwrapped
 from odb_factory.training.layout_rules import why_not_flat
 
@@ -74,6 +77,8 @@ def fall_back(layout: Layout, config: ODBConfig, why: str) -> Layout:
 def _by_kernel(trainer: Any, config: ODBConfig) -> Layout:
     models = models_of(trainer)
     model = models[0]
+    if not mixers.has_attention(model):
+        return _flat(config, models, "")
     kernel = attention.text_config(model)._attn_implementation or "eager"
     if "flash" in kernel:
         takes_more = inspect.Parameter.VAR_KEYWORD in {
@@ -110,14 +115,18 @@ def _flat(
     undo = []
     for one in models:
         undo.append(without_cache(one))
+        undo.append(mixers.install(one))
         if install:
             undo.append(attention.install(one))
+    computed = [f"attention by {price or kernel}"] if kernel else []
+    if found := mixers.describe(models[0]):
+        computed.append(f"{found} by padded groups of samples")
 
     def undo_all() -> None:
         while undo:
             undo.pop()()
 
-    return Layout("flat", f"{reason}, attention by {price or kernel}", with_boundaries, undo_all)
+    return Layout("flat", f"{reason}, {'; '.join(computed)}", with_boundaries, undo_all)
 
 
 def _refuse(config: ODBConfig, why: str) -> Layout:

@@ -13,16 +13,10 @@ import torch
 import transformers
 from packaging.version import Version
 
+from odb_factory.model import mixers
 from odb_factory.training.checks import unwrapped
 from odb_factory.training.loss_rule import shifts_labels
 
-RECURRENT_LAYERS = ("linear_attention", "mamba", "mamba2", "conv", "hybrid", "recurrent")
-"""Kinds of layers (`layer_types` of a config) that carry a state, or neighbours, from one sample into the next."""
-RECURRENT_MODELS = (
-    "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe", "lfm2_vl", "mamba", "mamba2",
-    "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
-    "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2",
-)  # fmt: skip
 MASK_POSITIONS = ("biogpt", "bloom", "falcon", "mpt", "opt")
 """Models that take positions from the attention mask or their place in the row."""
 CROSS_ATTENTION = ("mllama",)
@@ -56,15 +50,8 @@ def _unknown(trainer: Any, model: Any) -> str | None:
     return None
 
 
-def _recurrent(trainer: Any, model: Any) -> str | None:
-    for config in configs(model):
-        kinds = {str(kind) for kind in getattr(config, "layer_types", None) or ()}
-        found = sorted(kinds.intersection(RECURRENT_LAYERS))
-        name = getattr(config, "model_type", "")
-        if found or name in RECURRENT_MODELS:
-            what = f"{' and '.join(found)} layers" if found else "recurrent or convolutional layers"
-            return f"{name} has {what}, which carry one sample into the next with every attention kernel"
-    return None
+def _mixers(trainer: Any, model: Any) -> str | None:
+    return mixers.why_unusable(model)
 
 
 def _chunked(trainer: Any, model: Any) -> str | None:
@@ -78,7 +65,7 @@ def _positions(trainer: Any, model: Any) -> str | None:
     for config in configs(model):
         if getattr(config, "model_type", "") in MASK_POSITIONS:
             return f"{config.model_type} takes positions from the attention mask, not from position_ids"
-    if "position_ids" not in _parameters(model):
+    if "position_ids" not in _parameters(model) and mixers.has_attention(model):
         return f"{type(model).__name__} takes no position_ids, by which it would tell one sample from the next"
     return None
 
@@ -135,7 +122,7 @@ def _parameters(model: Any) -> tuple[str, ...]:
 
 RULES: tuple[Rule, ...] = (
     _unknown,
-    _recurrent,
+    _mixers,
     _chunked,
     _positions,
     _cross_attention,

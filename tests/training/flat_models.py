@@ -39,6 +39,9 @@ DELTA = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
+ONE_CHUNK = 32
+"""For families whose torch code (transformers 5.6) sums chunks along the wrong axis: with samples longer than a chunk
+their loss depends on the padding, in stock too."""
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 8}
 ALLOWED: dict[str, dict[str, Any]] = {
     "llama": HEAD,
@@ -57,6 +60,9 @@ REFUSED: dict[str, dict[str, Any]] = {
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
     "bloom": {"n_head": 4, "n_layer": 2},
     "falcon": {"alibi": False},
+    "gpt_oss": HEAD | SLIDING | {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
+MIXERS: dict[str, dict[str, Any]] = {
     "qwen3_next": HEAD | MOE | DELTA | {"shared_expert_intermediate_size": 16},
     "qwen3_5_text": HEAD | DELTA,
     "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "expand": 2, "chunk_size": 8},
@@ -86,11 +92,42 @@ REFUSED: dict[str, dict[str, Any]] = {
         "mamba_head_dim": 8,
         "n_groups": 1,
         "ssm_state_size": 8,
-        "chunk_size": 8,
+        "chunk_size": ONE_CHUNK,
     },
     "minimax": HEAD | {"num_local_experts": 2, "layer_types": ["linear_attention", "full_attention"], "block_size": 4},
-    "gpt_oss": HEAD | SLIDING | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_5_moe_text": HEAD | MOE | DELTA | {"shared_expert_intermediate_size": 16},
+    "lfm2_moe": {
+        "layer_types": ["conv", "full_attention"],
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "num_dense_layers": 1,
+    },
+    "mamba": {"state_size": 8},
+    "falcon_mamba": {"state_size": 8},
+    "olmo_hybrid": DELTA,
+    "zamba": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+        "n_mamba_heads": 2,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 4,
+        "use_mamba_kernels": False,
+    },
+    "zamba2": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+        "n_mamba_heads": 8,
+        "mamba_headdim": 8,
+        "mamba_ngroups": 1,
+        "mamba_d_state": 8,
+        "chunk_size": ONE_CHUNK,
+        "use_mem_rope": True,
+        "num_mem_blocks": 1,
+    },
+    "recurrent_gemma": {"lru_width": 32, "attention_window_size": WINDOW, "block_types": ["recurrent", "attention"]},
 }
+"""Their mixers carry state along the row."""
 EAGER = ("gpt_oss",)
 
 
@@ -98,7 +135,7 @@ def make_model(kind: str, dtype: torch.dtype = torch.float32, kernel: str | None
     """Without dropout, its weights large enough for samples to matter to each other."""
     if kind not in CONFIG_MAPPING:
         pytest.skip(f"transformers {transformers.__version__} has no {kind}")
-    config = AutoConfig.for_model(kind, **COMMON | (ALLOWED | REFUSED)[kind])
+    config = AutoConfig.for_model(kind, **COMMON | (ALLOWED | REFUSED | MIXERS)[kind])
     for name in ("attention_dropout", "residual_dropout", "embd_pdrop", "attn_pdrop", "resid_pdrop", "hidden_dropout"):
         if hasattr(config, name):
             setattr(config, name, 0.0)

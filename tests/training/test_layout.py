@@ -14,13 +14,13 @@ import torch
 from distributed.ranks import run_ranks
 from support import read_audit
 from toy import Rows, Stream, pad
-from training.flat_models import ALLOWED, LENGTHS, REFUSED, flat_batch, make_model, samples
+from training.flat_models import ALLOWED, LENGTHS, MIXERS, REFUSED, flat_batch, make_model, samples
 from transformers import Trainer, TrainingArguments
 
 from odb_factory import ConfigError, ODBConfig, enable_odb
 from odb_factory.data.samples import Sample
 from odb_factory.data.serialize import pack
-from odb_factory.model import attention
+from odb_factory.model import attention, mixers
 from odb_factory.planning import Cost
 from odb_factory.training import layout_check, layout_rules
 from odb_factory.training.layout_check import compare
@@ -50,9 +50,33 @@ def test_refused_by_name(kind: str, tmp_path: Path) -> None:
     trainer = trainer_of(make_model(kind), tmp_path)
     layout = resolve_layout(trainer, config())
     assert layout.name == "padded"
-    assert REASONS.get(kind, "carry one sample into the next") in layout.reason
+    assert REASONS[kind] in layout.reason
     with pytest.raises(ConfigError, match="odb.layout: 'flat' is not right here.*; set `layout: padded`"):
         resolve_layout(trainer, config("flat"))
+
+
+@pytest.mark.parametrize("kind", MIXERS)
+def test_mixers_are_set_up(kind: str, tmp_path: Path) -> None:
+    model = make_model(kind)
+    before = [dict(vars(part)) for part in model.modules()]
+    layout = resolve_layout(trainer_of(model, tmp_path), config())
+    assert (
+        layout.name == "flat" and f"{type(mixers.find(model)[0]).__name__} by padded groups of samples" in layout.reason
+    )
+    assert ("attention by" in layout.reason) == mixers.has_attention(model)
+    layout.undo()
+    assert [dict(vars(part)) for part in model.modules()] == before
+
+
+def test_an_unknown_mixer_is_refused_by_name(tmp_path: Path) -> None:
+    model = make_model("llama")
+    model.model.layers[1].mlp.along = torch.nn.Conv1d(32, 32, 3)
+    words = (
+        "Conv1d at layers.1.mlp.along of llama is a convolution along the row, which carries one sample into the next"
+    )
+    assert words in resolve_layout(trainer_of(model, tmp_path), config()).reason
+    with pytest.raises(ConfigError, match="odb.layout: 'flat' is not right here: Conv1d.*set `layout: padded`"):
+        resolve_layout(trainer_of(model, tmp_path), config("flat"))
 
 
 def test_arguments_that_speak_against_it(tmp_path: Path) -> None:
@@ -153,14 +177,14 @@ def check(trainer: Trainer) -> str | None:
     return compare(trainer, of_flat_batch(flat_batch(rows), LENGTHS))
 
 
-@pytest.mark.parametrize("kind", REFUSED)
-def test_the_check_finds_what_is_refused_by_name(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [*REFUSED, *MIXERS])
+def test_the_check_finds_what_is_refused_by_name_and_mixers_that_are_not_set_up(kind: str, tmp_path: Path) -> None:
     found = check(trainer_of(make_model(kind), tmp_path))
     assert found is not None and ("something else on a flat row" in found or "position_ids" in found), found
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ALLOWED)
+@pytest.mark.parametrize("kind", [*ALLOWED, *MIXERS])
 def test_the_check_lets_pass_what_is_right(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     trainer = trainer_of(make_model(kind, dtype), tmp_path)
     resolve_layout(trainer, config())
@@ -263,17 +287,17 @@ def test_what_the_check_finds_is_trained_padded(
     """With `auto` as if it had been configured, epoch and checkpoint as well; with `flat` the training stops."""
     monkeypatch.setattr(layout_rules, "RULES", ())
     saved = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "cosine", "block": block}
-    auto = train(make_model("lfm2"), tmp_path / "auto", "auto", **saved)
+    auto = train(make_model("falcon"), tmp_path / "auto", "auto", **saved)
     told = [message for message in caplog.messages if message.startswith("layout: padded, for ")]
     assert len(told) == 1 and "something else on a flat row" in told[0]
-    padded = train(make_model("lfm2"), tmp_path / "padded", "padded", **saved)
+    padded = train(make_model("falcon"), tmp_path / "padded", "padded", **saved)
     assert losses(auto) == losses(padded)
     assert audit(tmp_path / "auto") == audit(tmp_path / "padded")
     rmtree(tmp_path / "auto" / "checkpoint-4")
-    again = train(make_model("lfm2"), tmp_path / "auto", "auto", resume=True, **saved)
+    again = train(make_model("falcon"), tmp_path / "auto", "auto", resume=True, **saved)
     assert losses(again) == losses(padded)
     with pytest.raises(ConfigError, match="odb.layout: 'flat'.*something else on a flat row.*`layout: padded`"):
-        train(make_model("lfm2"), tmp_path / "flat", "flat", block=block)
+        train(make_model("falcon"), tmp_path / "flat", "flat", block=block)
     assert not (tmp_path / "flat" / "odb_audit_rank0.jsonl").exists(), "no step is taken"
 
 
@@ -298,7 +322,7 @@ def test_a_stream_is_looked_at_only_where_flat_is_asked_for(
     assert all(line["rows"] == 1 for line in audit(tmp_path / "flat"))
     monkeypatch.setattr(layout_rules, "RULES", ())
     with pytest.raises(ConfigError, match="something else on a flat row"):
-        train(make_model("lfm2"), tmp_path / "wrong", "flat", Stream())
+        train(make_model("falcon"), tmp_path / "wrong", "flat", Stream())
 
 
 def train_where_one_rank_finds_it_wrong(rank: int, output_dir: str) -> tuple[list[float], str]:

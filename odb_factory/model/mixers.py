@@ -1,0 +1,230 @@
+"""Token mixers that carry state along the row (Gated DeltaNet, Mamba, short convolutions), inside a flat row.
+
+A mixer that is given a flat row lets one sample run into the next. `install` replaces the forward of each mixer of
+`KNOWN` in a model: inside `attention.flat_row` the hidden states [1, tokens, width] are laid out as right-padded rows
+[samples, longest, width], mixed with neither cache nor mask (the mixers are causal, so what stands to the right of a
+sample does not reach it), and packed again. Everything else in the model stays flat. Where no flat row is in progress
+(evaluation, generation) the mixer is called as before.
+
+Samples of similar length form a group, and the mixer runs once per group. A group computes at most `WASTE` of its
+tokens or `SMALL` positions in addition to its tokens, so a mixer holds at most 1.25 x tokens + 256 x groups positions
+of a row, whatever its lengths. The number of groups grows with the logarithm of longest / shortest.
+
+    undo = install(model)
+    with attention.flat_row((5, 3)):
+        model(input_ids=ids, position_ids=positions).loss.backward()  # ids: [1, 8]
+    undo()
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from types import MethodType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from odb_factory.errors import ConfigError
+from odb_factory.model import attention
+
+KNOWN = (
+    "GatedDeltaNet", "MambaMixer", "Mamba2Mixer", "BambaMixer", "FalconH1Mixer", "MambaLayer", "ShortConv",
+    "RecurrentBlock", "LightningAttention",
+)  # fmt: skip
+"""Endings of the class names of mixers that `install` covers; the name of the model family stands before them."""
+RECURRENT_KINDS = ("linear_attention", "mamba", "mamba2", "conv", "hybrid", "recurrent")
+"""Kinds of layers (`layer_types` of a config) that have a mixer."""
+WHOLE_BLOCKS = ("rwkv", "xlstm")
+"""Model types whose blocks carry state in all of their parts, not in a mixer."""
+WASTE, SMALL = 0.25, 256
+"""Padding that a group may have: a part of its tokens, or so many positions, which cost less than another call."""
+
+
+class PaddedGroups:
+    """The samples of a flat row in groups of similar length, each a block of right-padded rows.
+
+    segments: lengths of the samples in the row, in order. shapes: (rows, longest) of each group, longest first.
+    """
+
+    def __init__(self, segments: Sequence[int]):
+        self.shapes: list[tuple[int, int]] = []
+        starts = [0] * len(segments)
+        end = rows = longest = tokens = 0
+        for number in sorted(range(len(segments)), key=lambda number: -segments[number]):
+            length = segments[number]
+            padding = (rows + 1) * longest - (tokens + length)
+            if rows and padding <= max(WASTE * (tokens + length), SMALL):
+                self.shapes.pop()
+                rows, tokens = rows + 1, tokens + length
+            else:
+                rows, longest, tokens = 1, length, length
+            self.shapes.append((rows, longest))
+            starts[number] = end
+            end += longest
+        self.positions = end
+        """Positions of all groups, padding included."""
+        self._places = torch.cat([torch.arange(start, start + n) for start, n in zip(starts, segments)])
+        self._on_device: dict[torch.device, Tensor] = {}
+
+    def places(self, device: torch.device) -> Tensor:
+        """int64[tokens]: the position of each token of the row among those of all groups."""
+        if device not in self._on_device:
+            self._on_device[device] = attention.copy_to(self._places, device)
+        return self._on_device[device]
+
+    def unpack(self, row: Tensor) -> list[Tensor]:
+        """[1, tokens, ...] -> [rows, longest, ...] of each group; zeros to the right of each sample."""
+        states = row[0]
+        padded = states.new_zeros(self.positions, *states.shape[1:])
+        padded = padded.index_copy(0, self.places(row.device), states)
+        parts = padded.split([rows * longest for rows, longest in self.shapes])
+        return [part.unflatten(0, shape) for part, shape in zip(parts, self.shapes)]
+
+    def pack(self, groups: Sequence[Tensor]) -> Tensor:
+        """The inverse of `unpack`."""
+        padded = torch.cat([group.flatten(0, 1) for group in groups])
+        return padded.index_select(0, self.places(padded.device))[None]
+
+
+_groups: WeakKeyDictionary[attention.FlatRow, PaddedGroups] = WeakKeyDictionary()
+"""Made once for a row, for all layers."""
+
+
+def _groups_of(row: attention.FlatRow) -> PaddedGroups:
+    if row not in _groups:
+        _groups[row] = PaddedGroups(row.segments)
+    return _groups[row]
+
+
+# Into a model and out of it
+
+
+def find(model: nn.Module) -> list[nn.Module]:
+    """The mixers of `model` that `install` covers."""
+    return [part for part in model.modules() if type(part).__name__.endswith(KNOWN)]
+
+
+def describe(model: nn.Module) -> str:
+    """Number and class of the mixers; empty where there are none.
+
+    describe(qwen3_5)  # "18 Qwen3_5GatedDeltaNet"
+    """
+    counts = Counter(type(mixer).__name__ for mixer in find(model))
+    return " and ".join(f"{number} {name}" for name, number in counts.items())
+
+
+def install(model: nn.Module) -> Callable[[], None]:
+    """Let the mixers of `model` see padded groups inside a flat row; returns a function that undoes it.
+
+    Install before an engine wraps the model: with ZeRO-3 the parameters of a mixer are then gathered once for all of
+    its groups (`_z3_leaf`), whose number differs from rank to rank.
+    """
+    added = [
+        (mixer.__dict__, {"forward": functools.partial(_mix, mixer, mixer.forward), "_z3_leaf": True})
+        for mixer in find(model)
+        if getattr(mixer.forward, "func", None) is not _mix  # installed twice
+    ]
+    before = [{name: attributes[name] for name in new if name in attributes} for attributes, new in added]
+    for attributes, new in added:
+        attributes.update(new)
+
+    def undo() -> None:
+        for (attributes, new), old in zip(added, before):
+            for name, value in new.items():
+                if attributes.get(name) is value:  # else somebody has wrapped it, and it stays, without effect
+                    del attributes[name]
+                    attributes.update({name: old[name]} if name in old else {})
+
+    return undo
+
+
+@torch.compiler.disable(recursive=False)
+def _mix(mixer: nn.Module, own: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a mixer. own: its forward before `install`.
+
+    Inside a flat row `own` gets the hidden states and what else has one entry per token; no cache, no mask.
+    """
+    row = attention.row_in_progress()
+    if row is None:
+        return own(*args, **kwargs)
+    signature = inspect.signature(MethodType(type(mixer).forward, mixer))
+    given = signature.bind(*args, **kwargs).arguments
+    states: Tensor = next(iter(given.values()))
+    if states.shape[:2] != (1, row.tokens):
+        raise ConfigError(
+            f"layout: {type(mixer).__name__} gets hidden states {list(states.shape)}, which are not the flat row of "
+            f"{row.tokens} tokens in progress (prompt or prefix tuning adds tokens); set `layout: padded`."
+        )
+    groups = _groups_of(row)
+    by_token = {name: groups.unpack(value) for name, value in given.items() if _goes_by_token(value, row)}
+    rest: dict[str, Any] = {name: None for name, parameter in signature.parameters.items() if _is_required(parameter)}
+    if "use_cache" in signature.parameters:
+        rest["use_cache"] = False
+    mixed = [own(**rest | dict(zip(by_token, parts))) for parts in zip(*by_token.values(), strict=True)]
+    if isinstance(mixed[0], tuple):  # the mixed states, and states of the recurrence for a cache
+        return groups.pack([one[0] for one in mixed]), *[None] * (len(mixed[0]) - 1)
+    return groups.pack(mixed)
+
+
+def _goes_by_token(value: Any, row: attention.FlatRow) -> bool:
+    return isinstance(value, Tensor) and value.shape[:2] == (1, row.tokens)
+
+
+def _is_required(parameter: inspect.Parameter) -> bool:
+    return parameter.kind is parameter.POSITIONAL_OR_KEYWORD and parameter.default is parameter.empty
+
+
+# What it does not cover
+
+
+def why_unusable(model: Any) -> str | None:
+    """What in this model (a `PreTrainedModel`) carries one sample of a flat row into the next; None: nothing.
+
+    Looks at the decoder alone: towers of images and sound see each medium by itself.
+    """
+    config = attention.text_config(model)
+    if config.model_type in WHOLE_BLOCKS:
+        return f"the blocks of {config.model_type} carry one sample into the next as a whole"
+    decoder = _decoder(model)
+    mixers = find(decoder)
+    kinds = [str(kind) for kind in getattr(config, "layer_types", None) or ()]
+    recurrent = [kind for kind in kinds if kind in RECURRENT_KINDS]
+    if len(mixers) < len(recurrent):
+        return (
+            f"{config.model_type} has {len(recurrent)} {' and '.join(sorted(set(recurrent)))} layers, which carry one "
+            f"sample into the next, and {len(mixers)} mixers that odb knows"
+        )
+    covered = {part for mixer in mixers for part in mixer.modules()}
+    for name, part in decoder.named_modules():
+        if part not in covered and (what := _carries(part)):
+            return (
+                f"{type(part).__name__} at {name} of {config.model_type} is {what}, which carries one sample into the "
+                "next, and no mixer that odb knows"
+            )
+    return None
+
+
+def _decoder(model: Any) -> nn.Module:
+    """The module of the language model: the one that owns the input embedding."""
+    embedding = model.get_input_embeddings()
+    owners: Iterator[nn.Module] = (part for part in model.modules() if any(one is embedding for one in part.children()))
+    return next(owners, model)
+
+
+def _carries(part: nn.Module) -> str | None:
+    if isinstance(part, nn.Conv1d):
+        return "a convolution along the row"
+    if isinstance(part, nn.RNNBase):
+        return "a recurrent layer"
+    return "a state space" if "A_log" in part._parameters else None
+
+
+def has_attention(model: Any) -> bool:
+    """Whether tokens of the language model attend to each other; in Mamba only its mixers move them."""
+    mixers = find(model)
+    return not mixers or any("Attention" in type(part).__name__ for part in model.modules() if part not in mixers)

@@ -1,0 +1,246 @@
+"""Mixers that carry state along the row, inside a flat row: each sample computes what it computes alone (I10)."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import peft
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from training.flat_models import (
+    COMMON,
+    LENGTHS,
+    MIXERS,
+    flat_batch,
+    gradients,
+    largest_difference,
+    make_model,
+    padded_batch,
+    samples,
+    sum_of_losses,
+)
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2AudioForConditionalGeneration
+
+from odb_factory import ConfigError
+from odb_factory.model import attention, mixers
+from odb_factory.model.mixers import SMALL, WASTE, PaddedGroups
+
+ROUNDING = 2e-7
+"""Largest difference of gradients: some families compute a part of their mixer in float32 whatever the weights are."""
+UNEVEN = (700, 30, 1, 290, 310, 45, 30, 2, 600)
+
+
+def both_doors(model: Any) -> Callable[[], None]:
+    undo = [mixers.install(model)]
+    if model.config._attn_implementation == "sdpa" and attention.why_unusable(model) is None:
+        undo.append(attention.install(model))
+
+    def undo_all() -> None:
+        for one in reversed(undo):
+            one()
+
+    return undo_all
+
+
+def alone(model: Any) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradient of the samples one by one."""
+    total, summed = 0.0, {name: torch.zeros_like(one) for name, one in model.named_parameters()}
+    for row in samples():
+        total += float(sum_of_losses(model, flat_batch([row])))
+        for name, gradient in gradients(model).items():
+            summed[name] += gradient
+    return total, summed
+
+
+def check_flat_is_alone(model: Any, limit: float = ROUNDING) -> None:
+    loss, gradient = alone(model)
+    undo = both_doors(model)
+    assert float(sum_of_losses(model, flat_batch(samples()), LENGTHS)) == pytest.approx(loss, rel=limit)
+    found = gradients(model)
+    assert largest_difference(found, {name: gradient[name] for name in found}) < limit
+    undo()
+
+
+@pytest.mark.parametrize("kind", MIXERS)
+def test_a_flat_row_is_its_samples_alone(kind: str) -> None:
+    """Loss and gradient, I10."""
+    model = make_model(kind, torch.float64)
+    assert mixers.why_unusable(model) is None
+    check_flat_is_alone(model)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "falcon_h1", "lfm2", "granitemoehybrid", "recurrent_gemma"])
+def test_gradient_checkpointing(kind: str, reentrant: bool) -> None:
+    model = make_model(kind, torch.float64)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    check_flat_is_alone(model)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "lfm2", "mamba2"])
+def test_without_the_door_samples_run_into_the_next(kind: str) -> None:
+    model = make_model(kind, torch.float64)
+    loss, _ = alone(model)
+    if kind != "mamba2":
+        attention.install(model)
+    assert float(sum_of_losses(model, flat_batch(samples()), LENGTHS)) != pytest.approx(loss, rel=1e-4)
+
+
+def test_lora_in_a_mixer_under_autocast() -> None:
+    """Flat differs from alone by no more than padded does, where both round to bfloat16."""
+    model = make_model("qwen3_5_text")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["in_proj_qkv", "out_proj", "q_proj"]))
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, 0, 0.2)
+    with torch.autocast("cpu", torch.bfloat16):
+        _, truth = alone(adapted)
+        truth = {name: gradient for name, gradient in truth.items() if "lora" in name}
+        sum_of_losses(adapted, padded_batch(samples()))
+        rounding = largest_difference(gradients(adapted), truth)
+        both_doors(model)
+        sum_of_losses(adapted, flat_batch(samples()), LENGTHS)
+    assert largest_difference(gradients(adapted), truth) < max(2 * rounding, 0.02)
+
+
+# The groups
+
+
+@given(st.lists(st.integers(1, 3000), min_size=1, max_size=40))
+def test_groups_hold_each_token_once_within_their_bound(lengths: list[int]) -> None:
+    groups = PaddedGroups(lengths)
+    row = torch.arange(1, sum(lengths) + 1)[None]
+    blocks = groups.unpack(row)
+    assert torch.equal(groups.pack(blocks), row)
+    rows = {tuple(one[: int(one.count_nonzero())].tolist()) for block in blocks for one in block}
+    assert rows == {tuple(one.tolist()) for one in row[0].split(lengths)}, "whole samples, padded on the right"
+    for block in blocks:
+        tokens = int(block.count_nonzero())
+        assert block.numel() - tokens <= max(WASTE * tokens, SMALL)
+    assert len(blocks) <= 2 + math.log(max(lengths) / min(lengths)) / math.log(1 / (1 - WASTE)) * 2
+
+
+def test_a_mixer_sees_nothing_as_large_as_samples_by_longest() -> None:
+    model = make_model("lfm2")
+    seen: list[tuple[int, ...]] = []
+    for mixer in mixers.find(model):
+        mixer.in_proj.register_forward_hook(lambda module, args, output: seen.append(args[0].shape[:2]))
+    both_doors(model)
+    sum_of_losses(model, flat_batch(samples(UNEVEN)), UNEVEN)
+    positions = sum(rows * longest for rows, longest in seen)
+    assert positions <= sum(UNEVEN) * (1 + WASTE) + SMALL * len(seen)
+    assert positions < len(UNEVEN) * max(UNEVEN) / 2
+
+
+# In a model and out of it
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "bamba", "lfm2"])
+def test_generation_is_as_before(kind: str) -> None:
+    model = make_model(kind).eval()
+    ids, _ = samples()[1]
+    ask = {"max_new_tokens": 5, "do_sample": False, "use_cache": True}
+    expected = model.generate(ids[None], **ask)
+    undo = both_doors(model)
+    assert torch.equal(model.generate(ids[None], **ask), expected)
+    undo()
+
+
+def test_leaving_restores_the_model() -> None:
+    """In any order with others who wrap a forward."""
+    model = make_model("qwen3_5_text")
+    before = [dict(vars(part)) for part in model.modules()]
+    undo = mixers.install(model)
+    assert [dict(vars(part)) for part in model.modules()] != before
+    undo()
+    assert [dict(vars(part)) for part in model.modules()] == before
+    (mixer,) = mixers.find(model)
+    undo = mixers.install(model)
+    theirs = mixer.forward = lambda *args, own=mixer.forward, **kwargs: own(*args, **kwargs)
+    undo()
+    assert mixer.forward is theirs
+    sum_of_losses(model, padded_batch(samples()))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_has_mixers_of_its_own(copied: Callable[[Any], Any]) -> None:
+    """As the reference model that is made of a policy."""
+    model = make_model("qwen3_5_text", torch.float64)
+    both_doors(model)
+    other = copied(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    check_flat_is_alone(other)
+
+
+def test_tokens_that_the_row_does_not_have_are_refused() -> None:
+    model = make_model("mamba2")
+    mixers.install(model)
+    with pytest.raises(ConfigError, match=r"hidden states \[1, 67, 32\].*flat row of 66 tokens.*`layout: padded`"):
+        sum_of_losses(model, flat_batch(samples()), (*LENGTHS[:-1], LENGTHS[-1] - 1))
+
+
+# What is not covered
+
+
+class Convolution(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.along = torch.nn.Conv1d(32, 32, 3)
+
+
+class StateSpace(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.A_log = torch.nn.Parameter(torch.zeros(4))
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        (Convolution(), "Conv1d at layers.1.mlp.along of llama is a convolution along the row"),
+        (StateSpace(), "StateSpace at layers.1.mlp of llama is a state space"),
+        (torch.nn.GRU(32, 32), "GRU at layers.1.mlp of llama is a recurrent layer"),
+    ],
+)
+def test_an_unknown_mixer_is_named(part: torch.nn.Module, words: str) -> None:
+    model = make_model("llama")
+    assert mixers.why_unusable(model) is None and not mixers.find(model)
+    model.model.layers[1].mlp = part
+    assert words in str(mixers.why_unusable(model))
+
+
+def test_layers_without_a_known_mixer_are_counted() -> None:
+    model = make_model("qwen3_5_text")
+    (mixer,) = mixers.find(model)
+    mixer.__class__ = type("TheirMixer", (type(mixer),), {})
+    assert mixers.why_unusable(model) == (
+        "qwen3_5_text has 1 linear_attention layers, which carry one sample into the next, and 0 mixers that odb knows"
+    )
+
+
+def test_a_convolution_of_a_tower_is_none_of_the_row() -> None:
+    config = AutoConfig.for_model(
+        "qwen2_audio",
+        audio_config={"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16},
+        text_config={"model_type": "qwen2"} | COMMON,
+    )
+    with torch.device("meta"):
+        model = Qwen2AudioForConditionalGeneration(config)
+    assert any(isinstance(part, torch.nn.Conv1d) for part in model.modules())
+    assert mixers.why_unusable(model) is None
+
+
+@pytest.mark.parametrize("kind", ["rwkv", "xlstm"])
+def test_blocks_that_carry_state_as_a_whole_are_refused(kind: str) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, num_hidden_layers=1, num_blocks=1))
+    assert f"the blocks of {kind} carry one sample into the next" in str(mixers.why_unusable(model))
