@@ -121,24 +121,22 @@ def describe(model: nn.Module) -> str:
 def install(model: nn.Module) -> Callable[[], None]:
     """Let the mixers of `model` see padded groups inside a flat row; returns a function that undoes it.
 
-    Install before an engine wraps the model: with ZeRO-3 the parameters of a mixer are then gathered once for all of
-    its groups (`_z3_leaf`), whose number differs from rank to rank.
+    The number of groups differs from rank to rank, so the forward of a mixer must not wait for other ranks (as under
+    ZeRO-3, which gathers the parameters of each of its parts).
     """
     added = [
-        (mixer.__dict__, {"forward": functools.partial(_mix, mixer, mixer.forward), "_z3_leaf": True})
+        (mixer.__dict__, functools.partial(_mix, mixer, mixer.forward), mixer.__dict__.get("forward"))
         for mixer in find(model)
         if getattr(mixer.forward, "func", None) is not _mix  # installed twice
     ]
-    before = [{name: attributes[name] for name in new if name in attributes} for attributes, new in added]
-    for attributes, new in added:
-        attributes.update(new)
+    for attributes, forward, _ in added:
+        attributes["forward"] = forward
 
     def undo() -> None:
-        for (attributes, new), old in zip(added, before):
-            for name, value in new.items():
-                if attributes.get(name) is value:  # else somebody has wrapped it, and it stays, without effect
-                    del attributes[name]
-                    attributes.update({name: old[name]} if name in old else {})
+        for attributes, forward, before in added:
+            if attributes.get("forward") is forward:  # else somebody has wrapped it, and it stays, without effect
+                del attributes["forward"]
+                attributes.update({} if before is None else {"forward": before})
 
     return undo
 

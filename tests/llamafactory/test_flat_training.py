@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from shutil import rmtree
+from shutil import copytree, rmtree
 from typing import Any
 
 import pytest
@@ -18,7 +18,8 @@ from distributed.test_engines import ENGINES, deepspeed_config
 from llamafactory.train.tuner import run_exp
 from safetensors.torch import load_file
 from same_training import RELATIVE, Training, check_same_training, report, train
-from support import read_jsonl, training_config
+from support import read_jsonl, shimmed, training_config
+from transformers import AutoConfig
 
 NUM_EVAL = 4
 NUM_ROWS = {"texts": 28, "mixed": 28}
@@ -95,6 +96,51 @@ def test_vision_language_rows(pair: Pair) -> None:
     report("flat, tiny Qwen3-VL, 1 rank", check_same_training(ours, stock))
 
 
+TEXT_KEYS = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "max_position_embeddings", "tie_word_embeddings", "vocab_size", "eos_token_id", "pad_token_id", "head_dim",
+)  # fmt: skip
+DELTA = {"layer_types": ["linear_attention", "full_attention"]} | {
+    f"linear_{name}": value
+    for name, value in {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 8, "value_head_dim": 8}.items()
+}
+
+
+def with_gated_delta_net(tiny: Path, folder: Path) -> Path:
+    """The tiny Qwen2 or Qwen3-VL as a Qwen3.5: every other layer is a Gated DeltaNet."""
+    copytree(tiny, folder)
+    config = AutoConfig.from_pretrained(tiny)
+    text = {key: value for key, value in config.get_text_config().to_dict().items() if key in TEXT_KEYS} | DELTA
+    torch.manual_seed(0)
+    from transformers import (
+        Qwen3_5Config,
+        Qwen3_5ForCausalLM,
+        Qwen3_5ForConditionalGeneration,
+        Qwen3_5TextConfig,
+    )
+
+    if hasattr(config, "vision_config"):
+        ids = {key: value for key, value in config.to_dict().items() if key.endswith("_token_id")}
+        vision = config.vision_config.to_dict()
+        del vision["model_type"], vision["deepstack_visual_indexes"]
+        model = Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=text, vision_config=vision, **ids))
+    else:
+        model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**text))
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(("dataset", "num_ranks"), [("texts", 1), ("mixed", 1)])
+def test_qwen3_5(pair: Pair, tiny_text: Path, tiny_vl: Path, tmp_path: Path, dataset: str, num_ranks: int) -> None:
+    """The Gated DeltaNet computes padded groups, the rest is flat; gradient checkpointing is on, as ever."""
+    model = with_gated_delta_net(tiny_vl if dataset == "mixed" else tiny_text, tmp_path / "qwen3_5")
+    ours, stock = pair(
+        dataset, num_ranks, model_name_or_path=str(model), per_device_train_batch_size=3 if dataset == "mixed" else 2
+    )
+    assert max(ours.num_micro_batches) > 1
+    report(f"flat, tiny Qwen3.5, {dataset}, {num_ranks} ranks", check_same_training(ours, stock))
+
+
 # The wide grid.
 
 
@@ -119,6 +165,24 @@ def test_engines(pair: Pair, dataset: str, name: str, tmp_path: Path, request: p
     ours, stock = pair(dataset, 2, env=engine.env, **changes)
     found = check_same_training(ours, stock, shards_parameters=name in ("zero3", "fsdp", "fsdp2"))
     report(f"flat, {dataset}, 2 ranks, {name}", found)
+
+
+@pytest.mark.full_grid
+@pytest.mark.parametrize("name", ["ddp", "zero2", "fsdp2"])
+def test_qwen3_5_on_engines(
+    pair: Pair, tiny_text: Path, name: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """The ranks differ in the number of groups."""
+    engine = ENGINES[name]
+    changes = engine.changes | {"model_name_or_path": str(with_gated_delta_net(tiny_text, tmp_path / "qwen3_5"))}
+    if engine.deepspeed_stage:
+        request.getfixturevalue("deepspeed_op")
+        changes["deepspeed"] = deepspeed_config(engine.deepspeed_stage, tmp_path)
+    if "fsdp_config" in changes:
+        changes["fsdp_config"] = changes["fsdp_config"] | {"transformer_layer_cls_to_wrap": ["Qwen3_5DecoderLayer"]}
+    ours, stock = pair("texts", 2, env=engine.env | shimmed("small_groups"), **changes)
+    found = check_same_training(ours, stock, shards_parameters=name == "fsdp2")
+    report(f"flat, Qwen3.5, 2 ranks, {name}", found)
 
 
 @pytest.mark.full_grid
