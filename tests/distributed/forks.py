@@ -24,6 +24,7 @@ from typing import Any
 
 TESTS = Path(__file__).parents[1]
 POLL_S = 0.02
+SHIM_PREFIX = "ODB_TEST_SHIM_"
 
 
 class Forked:
@@ -56,14 +57,15 @@ class Forked:
 class _Server:
     """This process's end of the server. ended: return codes by process id."""
 
-    def __init__(self) -> None:
+    def __init__(self, shims: frozenset[str]) -> None:
         self.ended: dict[int, int] = {}
         self._socket, other = socket.socketpair()
         path = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(TESTS)])
+        others = {name: value for name, value in os.environ.items() if not name.startswith(SHIM_PREFIX)}
         self.process = subprocess.Popen(
             [sys.executable, __file__, str(other.fileno())],
             pass_fds=[other.fileno()],
-            env=os.environ | {"PYTHONPATH": path},
+            env=others | dict.fromkeys(shims, "1") | {"PYTHONPATH": path},
             start_new_session=True,
         )
         other.close()
@@ -98,8 +100,9 @@ class _Server:
 
 
 @functools.cache
-def _server() -> _Server:
-    return _Server()
+def _server(shims: frozenset[str]) -> _Server:
+    """shims: variables of the environment that name modules to import first of all, before what they change."""
+    return _Server(shims)
 
 
 def start(function: str, arguments: list[str], *, modules: list[str], env: dict[str, str], log: Path) -> Forked:
@@ -112,7 +115,7 @@ def start(function: str, arguments: list[str], *, modules: list[str], env: dict[
         "log": str(log),
         "cwd": os.getcwd(),
     }
-    return _server().start(request)
+    return _server(frozenset(name for name in env if name.startswith(SHIM_PREFIX))).start(request)
 
 
 def serve(number: int) -> dict[str, Any] | None:
