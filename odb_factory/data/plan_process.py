@@ -6,6 +6,7 @@ other there, a plan back.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -86,7 +87,8 @@ class PlanProcess:
         if self._process.pid is not None:
             self._process.kill()
             self._process.join()
-        self._process.close()
+        with contextlib.suppress(ValueError):  # another thread, which starts a process, has just reaped it
+            self._process.close()
         self._theirs.close()
         self._connection.close()
 
