@@ -14,11 +14,11 @@ from odb_factory.comm.coordinator import RankMetadata
 from odb_factory.planning import ROW, BufferMetadata, Cost, CostModel, make_metadata
 
 INT32 = 2**31 - 1
-ROW_BYTES, HEADER_BYTES = 25, 240
+ROW_BYTES, HEADER_BYTES = ROW.itemsize, 240
 
 reasons = st.dictionaries(st.text(max_size=20), st.integers(1, 2**40), max_size=5).map(Counter)
 a_row = st.tuples(
-    *[st.integers(0, INT32)] * 5, st.integers(0, 255), st.integers(0, 1), st.booleans(), st.booleans(), st.booleans()
+    *[st.integers(0, INT32)] * 6, st.integers(0, 255), st.integers(0, 1), st.booleans(), st.booleans(), st.booleans()
 )
 rows = st.lists(a_row, max_size=50)
 buffers = st.builds(BufferMetadata, rows.map(lambda rows: np.array(rows, dtype=ROW)), st.booleans())
