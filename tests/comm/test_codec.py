@@ -44,7 +44,7 @@ def test_a_reason_to_stop_arrives_as_it_was_sent(message: str) -> None:
 
 
 @given(messages)
-def test_metadata_have_25_bytes_a_sample_and_a_small_header(metadata: RankMetadata) -> None:
+def test_metadata_have_29_bytes_a_sample_and_a_small_header(metadata: RankMetadata) -> None:
     empty = dataclasses.replace(metadata, buffer=make_metadata([], [], True), rejected=Counter())
     assert len(encode(metadata)) <= ROW_BYTES * len(metadata.buffer.rows) + HEADER_BYTES + 200 * len(metadata.rejected)
     assert len(encode(empty)) <= HEADER_BYTES
