@@ -46,7 +46,7 @@ def draw(workload: str, ranks: int, samples: int, seed: int = 0, image_share: fl
     drawn = []
     for _ in range(ranks):
         rows = np.zeros(samples, ROW)
-        rows["tokens"] = np.clip(WORKLOADS[workload](rng, samples), SHORTEST, LONGEST)
+        rows["tokens"] = rows["row_tokens"] = np.clip(WORKLOADS[workload](rng, samples), SHORTEST, LONGEST)
         rows["units"] = rows["tokens"] // 2
         if image_share:
             rows["has_media"] = rng.random(samples) < image_share
