@@ -65,7 +65,8 @@ class ProcessGroupCoordinator:
         failures = {rank: message.reason for rank, message in enumerate(messages) if isinstance(message, Failure)}
         if failures:
             rank = min(failures, key=lambda rank: (failures[rank] == LEFT_EPOCH, rank))  # a failure says more
-            raise CollectiveError(f"rank {rank} stopped: {failures[rank]}")
+            cause = self._lifeline.cause() if failures[rank] == LEFT_EPOCH else None
+            raise CollectiveError(cause or f"rank {rank} stopped: {failures[rank]}")
         return [message for message in messages if isinstance(message, RankMetadata)]
 
     def confirm(self, checksum: int, round_index: int) -> None:

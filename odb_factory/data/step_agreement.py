@@ -26,6 +26,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any, NamedTuple
 
 from odb_factory.comm.coordinator import LEFT_EPOCH, Coordinator
+from odb_factory.comm.lifeline import known_failure
 from odb_factory.data.samples import MicroBatch, OptimizerStep
 from odb_factory.errors import CollectiveError, one_line
 
@@ -234,7 +235,7 @@ class StepAgreement:
         answers = self._answers.pop(step.index)
         for rank, answer in enumerate(answers):
             if "through" in answer:
-                raise CollectiveError(f"rank {rank} stopped: {LEFT_EPOCH}")
+                raise CollectiveError(known_failure() or f"rank {rank} stopped: {LEFT_EPOCH}")
         return _agreed(step, answers)
 
     def tell_late(self, rows: Sequence[LateRow]) -> None:
