@@ -46,10 +46,13 @@ OVERLAYS = ("gemma3", "gemma4", "paligemma")
 
 
 class FlatRow:
-    """The flat row in forward and backward. segments: lengths of its samples (tokens), in order; they fill the row."""
+    """The flat row in forward and backward. segments: lengths of its samples (tokens), in order; they fill the row.
 
-    def __init__(self, segments: Sequence[int]):
-        self.segments = tuple(segments)
+    is_trial: the log does not name its kernel, which is not that of a training.
+    """
+
+    def __init__(self, segments: Sequence[int], is_trial: bool = False):
+        self.segments, self.is_trial = tuple(segments), is_trial
         self.tokens, self.longest = sum(segments), max(segments)
         self.runs = [(len(list(run)), length) for length, run in itertools.groupby(segments)]
         """Neighbours of equal length: (number of samples, length)."""
@@ -74,14 +77,14 @@ _row: FlatRow | None = None
 
 
 @contextlib.contextmanager
-def flat_row(segments: Sequence[int]) -> Iterator[None]:
+def flat_row(segments: Sequence[int], *, is_trial: bool = False) -> Iterator[None]:
     """Within it forward and backward are those of one flat row; of a padded micro-batch where there are no segments.
 
     with flat_row((5, 3)):
         model(input_ids=ids, position_ids=positions).loss.backward()  # ids: [1, 8]
     """
     global _row
-    before, _row = _row, FlatRow(segments) if segments else None
+    before, _row = _row, FlatRow(segments, is_trial) if segments else None
     try:
         yield
     finally:
@@ -139,7 +142,8 @@ def attend(
         dropout=kwargs.get("dropout") or 0.0,
     )
     choice = choose(need)
-    announce(choice)
+    if not _row.is_trial:
+        announce(choice)
     return choice.kernel.compute(Call(module, query, key, value, kwargs, _row, window, causal, need)), None
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from odb_factory.comm.gloo import gather_once
 from odb_factory.errors import ConfigError
 from odb_factory.model import mixers
+from odb_factory.model.check import check
 from odb_factory.training.checks import unwrapped
 from odb_factory.training.layout_check import LayoutCheck
 from odb_factory.training.layout_choice import not_right, without_cache
@@ -40,6 +41,8 @@ def check_flat(model: nn.Module, dataloader: Any) -> None:
     why = why_not_flat(loop)
     if why is None and (found := mixers.describe(loop.model)):
         why = f"{found} carry one sample into the next, which only a Trainer prevents"
+    if why is None:
+        why = check(loop.model, installs=False).why_wrong
     if why is not None:
         raise not_right(why)
     without_cache(loop.model)

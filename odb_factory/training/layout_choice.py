@@ -1,4 +1,6 @@
-"""Which layout a training gets: as configured, or with `auto` flat where rules and attention kernel allow it (I10).
+"""Which layout a training gets: as configured, or with `auto` flat where nothing speaks against it (I10).
+
+Rules by name, the attention kernel and the check of a tiny copy of the model (`model/check.py`) speak, in this order.
 
 | attention kernel | flat |
 |---|---|
@@ -24,6 +26,7 @@ from odb_factory.config import ODBConfig
 from odb_factory.errors import ConfigError
 from odb_factory.log import get_logger
 from odb_factory.model import attention, mixers
+from odb_factory.model.check import check
 from odb_factory.training.checks import unwrapped
 from odb_factory.training.layout_rules import why_not_flat
 
@@ -111,6 +114,14 @@ def _flat(
     with_boundaries: bool = False,
     install: bool = False,
 ) -> Layout:
+    for one in {(type(one), one.config.to_json_string()): one for one in models}.values():
+        verdict = check(one, installs=install)
+        if verdict.why_wrong is not None:
+            return _refuse(config, verdict.why_wrong)
+        if verdict.why_unknown is not None:
+            logger.info("the layout is checked on real rows alone: %s", verdict.why_unknown)
+        if verdict.neighbours is not None:
+            logger.info("layout: %s", verdict.neighbours)
     reason = "as configured" if config.layout == "flat" else "model and attention kernel allow it"
     undo = []
     for one in models:

@@ -1,11 +1,10 @@
 """What is known not to go into a flat row, by name: each rule with the reason in one line (I10).
 
-The check before training (`layout_check`) would find most of it; these are found before a loader is made, and by name.
+Only what the check of a tiny copy (`model/check.py`) does not compute: images, arguments of the training, releases.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +17,6 @@ from odb_factory.model import mixers
 from odb_factory.training.checks import unwrapped
 from odb_factory.training.loss_rule import shifts_labels
 
-MASK_POSITIONS = ("biogpt", "bloom", "falcon", "mpt", "opt")
-"""Models that take positions from the attention mask or their place in the row."""
 CROSS_ATTENTION = ("mllama",)
 """Models whose text attends to the images of its row."""
 WHOLE_ROW_KERNELS = ("sdpa", "eager", "flex_attention")
@@ -55,22 +52,6 @@ def _mixers(trainer: Any, model: Any) -> str | None:
     if is_deepspeed_zero3_enabled() and (found := mixers.describe(model)):
         return f"ZeRO-3 gathers parameters for each call of {found}, and ranks would call them unequally often"
     return mixers.why_unusable(model)
-
-
-def _chunked(trainer: Any, model: Any) -> str | None:
-    for config in configs(model):
-        if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
-            return f"{config.model_type} attends in chunks counted from the start of the row, not of the sample"
-    return None
-
-
-def _positions(trainer: Any, model: Any) -> str | None:
-    for config in configs(model):
-        if getattr(config, "model_type", "") in MASK_POSITIONS:
-            return f"{config.model_type} takes positions from the attention mask, not from position_ids"
-    if "position_ids" not in _parameters(model) and mixers.has_attention(model):
-        return f"{type(model).__name__} takes no position_ids, by which it would tell one sample from the next"
-    return None
 
 
 def _cross_attention(trainer: Any, model: Any) -> str | None:
@@ -109,28 +90,15 @@ def _masks(trainer: Any, model: Any) -> str | None:
     return None
 
 
-def _sinks(trainer: Any, model: Any) -> str | None:
-    if any(getattr(config, "model_type", "") == "gpt_oss" for config in configs(model)) and _kernel(model) == "eager":
-        return "gpt_oss with eager attention lets one sample see the next; use its flash attention kernel"
-    return None
-
-
 def _kernel(model: Any) -> str:
     return str(getattr(model.config.get_text_config(decoder=True), "_attn_implementation", ""))
-
-
-def _parameters(model: Any) -> tuple[str, ...]:
-    return tuple(inspect.signature(model.forward).parameters)
 
 
 RULES: tuple[Rule, ...] = (
     _unknown,
     _mixers,
-    _chunked,
-    _positions,
     _cross_attention,
     _noise,
     _first_labels,
     _masks,
-    _sinks,
 )

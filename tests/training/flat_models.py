@@ -55,9 +55,11 @@ ALLOWED: dict[str, dict[str, Any]] = {
     "olmo2": {},
     "qwen3_moe": HEAD | MOE,
     "mixtral": HEAD | {"num_local_experts": 4},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
 }
 REFUSED: dict[str, dict[str, Any]] = {
-    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "llama4_text": HEAD
+    | {"attention_chunk_size": WINDOW, "intermediate_size_mlp": 48, "num_local_experts": 2, "no_rope_layers": [1, 0]},
     "bloom": {"n_head": 4, "n_layer": 2},
     "falcon": {"alibi": False},
     "gpt_oss": HEAD | SLIDING | {"num_local_experts": 4, "num_experts_per_tok": 2},

@@ -1,4 +1,4 @@
-"""I10: what cannot be laid flat is refused by name, and without the names found by the check before training."""
+"""I10: what cannot be laid flat is refused: by name, by the check of a tiny copy, or by the check of the real model."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from distributed.ranks import run_ranks
 from support import read_audit
 from toy import Rows, Stream, pad
 from training.flat_models import ALLOWED, LENGTHS, MIXERS, REFUSED, flat_batch, make_model, samples
-from transformers import Trainer, TrainingArguments
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 from odb_factory import ConfigError, ODBConfig, enable_odb
 from odb_factory.data.samples import Sample
 from odb_factory.data.serialize import pack
 from odb_factory.model import attention, mixers
+from odb_factory.model.check import Verdict
 from odb_factory.planning import Cost
-from odb_factory.training import layout_check, layout_rules
+from odb_factory.training import layout_check, layout_choice, layout_rules
 from odb_factory.training.layout_check import compare
 from odb_factory.training.layout_choice import resolve_layout
 from odb_factory.training.layout_trial import of_flat_batch
@@ -35,22 +36,25 @@ def trainer_of(model: Any, folder: Path, **changes: Any) -> Trainer:
     return Trainer(model=model, args=TrainingArguments(**arguments | changes), train_dataset=Rows())
 
 
+def without_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the check of the real model is left."""
+    monkeypatch.setattr(layout_rules, "RULES", ())
+    monkeypatch.setattr(layout_choice, "check", lambda model, installs: Verdict())
+
+
 def config(layout: str = "auto") -> ODBConfig:
     return ODBConfig(token_budget=BUDGET, layout=layout)
 
 
-# By name
-
-
-REASONS = {"opt": "positions", "bloom": "positions", "falcon": "positions", "gpt_oss": "eager"}
+# By name, or by a tiny copy
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_refused_by_name(kind: str, tmp_path: Path) -> None:
+def test_refused_before_a_loader_is_made(kind: str, tmp_path: Path) -> None:
     trainer = trainer_of(make_model(kind), tmp_path)
     layout = resolve_layout(trainer, config())
     assert layout.name == "padded"
-    assert REASONS[kind] in layout.reason
+    assert "computes something else on a flat row" in layout.reason
     with pytest.raises(ConfigError, match="odb.layout: 'flat' is not right here.*; set `layout: padded`"):
         resolve_layout(trainer, config("flat"))
 
@@ -99,13 +103,36 @@ def test_old_masks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert "torch >= 2.6" in resolve_layout(trainer, config()).reason
 
 
-@pytest.mark.parametrize("changes", [{"layer_types": ["chunked_attention"] * 2}, {"model_type": "mllama"}])
-def test_attention_that_goes_by_the_row(changes: dict[str, Any], tmp_path: Path) -> None:
-    """Chunks are longer than the samples of the check, so that it would not see them."""
+def test_attention_to_the_images_of_a_row_is_refused(tmp_path: Path) -> None:
+    """The tiny copy is given text alone."""
     model = make_model("llama")
-    for key, value in changes.items():
-        setattr(model.config, key, value)
-    assert "row" in resolve_layout(trainer_of(model, tmp_path), config()).reason
+    model.config.model_type = "mllama"
+    assert "images of that row" in resolve_layout(trainer_of(model, tmp_path), config()).reason
+
+
+def test_what_samples_of_the_dataset_do_not_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks are longer than the rows that the check of the real model reads; those of the tiny copy are not."""
+    monkeypatch.setitem(REFUSED, "llama4_text", REFUSED["llama4_text"] | {"attention_chunk_size": 8192})
+    trainer = trainer_of(make_model("llama4_text"), tmp_path)
+    assert "computes something else on a flat row" in resolve_layout(trainer, config()).reason
+    assert check(trainer) is None
+
+
+@pytest.mark.parametrize("layout", ["auto", "flat"])
+def test_a_model_of_which_no_copy_can_be_made_is_checked_on_real_rows(
+    layout: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Wider(LlamaForCausalLM):
+        def __init__(self, config: Any, more: int):
+            super().__init__(config)
+
+    model = make_model("llama")
+    model.__class__ = Wider
+    with caplog.at_level(logging.INFO, "odb_factory"):
+        assert resolve_layout(trainer_of(model, tmp_path), config(layout)).name == "flat"
+    assert [
+        line for line in caplog.messages if "checked on real rows alone: a tiny copy of Wider cannot be run" in line
+    ]
 
 
 # By the kernel
@@ -285,7 +312,7 @@ def test_what_the_check_finds_is_trained_padded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, block: dict[str, Any]
 ) -> None:
     """With `auto` as if it had been configured, epoch and checkpoint as well; with `flat` the training stops."""
-    monkeypatch.setattr(layout_rules, "RULES", ())
+    without_rules(monkeypatch)
     saved = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "cosine", "block": block}
     auto = train(make_model("falcon"), tmp_path / "auto", "auto", **saved)
     told = [message for message in caplog.messages if message.startswith("layout: padded, for ")]
@@ -320,7 +347,7 @@ def test_a_stream_is_looked_at_only_where_flat_is_asked_for(
     flat = train(make_model("llama"), tmp_path / "flat", "flat", Stream())
     assert losses(flat) == pytest.approx(losses(auto), rel=1e-5)
     assert all(line["rows"] == 1 for line in audit(tmp_path / "flat"))
-    monkeypatch.setattr(layout_rules, "RULES", ())
+    without_rules(monkeypatch)
     with pytest.raises(ConfigError, match="something else on a flat row"):
         train(make_model("falcon"), tmp_path / "wrong", "flat", Stream())
 

@@ -1,0 +1,251 @@
+"""A tiny random copy of a model's architecture: same class and switches, small sizes, short windows and contexts.
+
+The copy is made from the config alone, on the host, in float64, with weights large enough that attention matters. The
+rules of `_small` go by the names that transformers gives to sizes, so that new families need no entry here. Whatever
+no rule knows (activations, norms, scales, kinds of layers) stays as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+VOCABULARY, WORDS = 128, (8, 96)
+"""Tokens of the copy; ids of tokens that no config names, from and up to."""
+HIDDEN, HEADS, GROUPS, HEAD_SIZE = 64, 4, 2, 16
+"""Width, heads, heads of keys where queries share them, and values of a head."""
+MECHANISM = 16
+"""Tokens of windows, chunks, top-k and original contexts."""
+POSITIONS = 512
+"""Rows of learned tables of positions."""
+LAYERS_OF_A_KIND, MOST_LAYERS = 2, 8
+MOST_WEIGHTS = 20_000_000
+WEIGHT, SHIFT = 0.2, 0.1
+"""Standard deviation of matrices, and of what is added to vectors."""
+
+PERIOD = r"(period|interval|step|pattern|every_n_layers|frequency)$"
+FIRST = r"offset$|first_k_dense|dense_layers$|layer_start_index|max_window_layers|kv_shared_layers"
+"""Names by which kinds of layers follow from the numbers of layers."""
+SMALL: tuple[tuple[str, int], ...] = (
+    (r"vocab_size", VOCABULARY),
+    (r"per_layer_input$", 8),
+    (r"topk_group|n_group|shared_experts$", 1),
+    (r"per_tok$|moe_k$|moe_top_?k$|^top_?k$|router_top_?k$", 2),
+    (r"experts$", 4),
+    (PERIOD, 2),
+    (FIRST, 1),
+    (r"original_max_position|window|chunk|floor_scale|topk$|block_size|local_attention$", MECHANISM),
+    (r"max_.*positions?(_embeddings)?$|n_positions|n_ctx|max_seq_len|context_length|max_source", POSITIONS),
+    (r"linear_num_key_heads$", GROUPS),
+    (r"linear_num_value_heads$|heads?$", HEADS),
+    (r"linear_.*head_dim$|state(_size)?$|ssm_state_size$", 8),
+    (r"rank$", 16),
+    (r"(size|dim|width|d_model|d_ff|n_embd|n_inner|channels)$", HIDDEN),
+)
+"""Name of a size, and its largest value in the copy. The first rule that fits holds."""
+LAYERS = r"^(num_hidden_layers|n_layers?|num_layers|depth|(encoder|decoder)_layers)$"
+LAYER_NUMBERS = r"(layers|indices|indexes|layer_ids)$"
+HEAD_SIZES = r"head_dim$|head_size$|^kv_channels$|^d_kv$|^rotary_dim$"
+MIXER_HEADS, MIXER_SIZES = r"mamba.*heads$", r"mamba.*(d_head|head_?dim)$"
+KEY_HEADS = r"key_value_heads$|num_kv_heads$|^kv_n_heads$|num_query_groups$"
+OFF = r"dropout|pdrop|jitter|drop_path|layer_?drop|aux_loss"
+LIKE_HIDDEN = r"hidden_size$|d_model$|n_embd$|embed_dim$|embedding_size$|proj_dim$|lru_width$|projection_dim$"
+
+
+def tiny_copy(model_class: Any, config: Any, attention: str | None) -> Any:
+    """model_class: a `PreTrainedModel`; config: of it, which stays as it is. attention: its attention function.
+
+    Leaves random state, default dtype and devices alone. It is made by the plain constructor, which ZeRO-3 does not
+    partition. Raises whatever the class does where the sizes do not fit it.
+    """
+    small = small_config(config)
+    small._attn_implementation = attention
+    weights = _count_weights(model_class, small)
+    if weights > MOST_WEIGHTS:
+        raise ValueError(f"the copy would have {weights:,} weights, as no rule knows the names of all its sizes")
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        model = model_class(small)
+    model = model.double().train()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            drawn = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            parameter.copy_(drawn * WEIGHT if parameter.dim() > 1 else parameter + drawn * SHIFT)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def _count_weights(model_class: Any, config: Any) -> int:
+    """Without making them; 0 where a class can only be made with them."""
+    try:
+        with torch.device("meta"):
+            return sum(parameter.numel() for parameter in model_class(copy.deepcopy(config)).parameters())
+    except Exception:
+        return 0
+
+
+def small_config(config: Any) -> Any:
+    """A copy of `config` and all configs within it with small sizes."""
+    small = copy.deepcopy(config)
+    for part in parts_of(small):
+        _shrink(part)
+    return small
+
+
+def parts_of(config: Any) -> Iterator[Any]:
+    """The config and those within it."""
+    yield config
+    for value in list(vars(config).values()):
+        if isinstance(value, PretrainedConfig):
+            yield from parts_of(value)
+
+
+def _shrink(config: Any) -> None:
+    before = {name: value for name, value in vars(config).items() if not name.startswith("_")}
+    layers = _chosen_layers(before)
+    sizes = _Sizes(before)
+    for name, value in before.items():
+        small = _small(name, value, sizes, layers)
+        if small is not value:
+            with contextlib.suppress(AttributeError):  # a property without a setter follows from others
+                setattr(config, name, small)
+    for name in ("use_cache", "output_router_logits"):
+        if name in before:
+            setattr(config, name, False)
+    if hasattr(config, "_experts_implementation"):
+        config._experts_implementation = "eager"  # the grouped kernels know no float64
+
+
+def _small(name: str, value: Any, sizes: _Sizes, layers: Sequence[int]) -> Any:
+    """The value of one name in the small config; the same object where it stays."""
+    if isinstance(value, dict) and "rope" in name:
+        return _small_rope(value, sizes)
+    if isinstance(value, (list, tuple)) and layers:
+        if _numbers_layers(name, value):
+            return [at for at, layer in enumerate(layers) if layer in value]
+        if len(value) == sizes.num_layers:
+            value = [value[layer] for layer in layers]
+        return [_small(name, one, sizes, ()) for one in value]
+    if re.search(r"token_(id|index)$", name):
+        return sizes.token(name, value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return value
+    if re.search(OFF, name):
+        return type(value)(0)
+    if not isinstance(value, int) or value <= 0:
+        return value
+    if re.search(LAYERS, name):
+        return len(layers)
+    if sizes.of(name, value) is not None:
+        return sizes.of(name, value)
+    at_most = next((size for rule, size in SMALL if re.search(rule, name)), value)
+    return min(value, at_most)
+
+
+class _Sizes:
+    """What sizes of one config have to do with each other. before: its attributes."""
+
+    def __init__(self, before: dict[str, Any]):
+        first = lambda *names: next((before[one] for one in names if isinstance(before.get(one), int)), None)  # noqa: E731
+        self.num_layers = next((value for name, value in before.items() if re.search(LAYERS, name)), None)
+        self.hidden = first("hidden_size", "d_model", "n_embd") or HIDDEN
+        heads = first("num_attention_heads", "n_head", "n_heads", "num_heads") or HEADS
+        rope = first("qk_rope_head_dim")
+        self.head_factor = rope / 8 if rope else (first("head_dim") or self.hidden / heads) / HEAD_SIZE
+        """Values of a head there for one here."""
+        self.heads, self.key_heads = (
+            heads,
+            next((value for name, value in before.items() if re.search(KEY_HEADS, name) and value), heads),
+        )
+        self.expand = first("mamba_expand", "expand") or 2
+        self.is_mixer = "expand" in before
+        rotations = str(before.get("rope_parameters") or before.get("rope_scaling"))
+        self.context_acts = "dynamic" in rotations or "longrope" in rotations
+        self.tokens = {0: 0}
+
+    def of(self, name: str, value: int) -> int | None:
+        """None: nothing is known of this name."""
+        if re.search(MIXER_SIZES, name):
+            return HEAD_SIZE
+        if re.search(MIXER_HEADS, name) or (self.is_mixer and name == "num_heads"):
+            return self.expand * HIDDEN // HEAD_SIZE
+        if self.is_mixer and name == "head_dim":
+            return HEAD_SIZE
+        if name.endswith("d_ssm"):
+            return self.expand * HIDDEN
+        if re.search(KEY_HEADS, name):
+            return value if value == 1 else HEADS if value >= self.heads else GROUPS
+        if re.search(HEAD_SIZES, name) and not name.startswith("linear_"):
+            return max(2, round(value / self.head_factor) // 2 * 2)
+        if re.search(LIKE_HIDDEN, name) and value in (self.hidden, 2 * self.hidden):
+            return HIDDEN * value // self.hidden
+        if name == "max_position_embeddings" and self.context_acts:
+            return 2 * MECHANISM
+        return None
+
+    def token(self, name: str, value: Any) -> Any:
+        """Ids of special tokens, different ones for different ones."""
+        if isinstance(value, int) and value > 0:
+            return self.tokens.setdefault(value, VOCABULARY - len(self.tokens))
+        return value
+
+
+def _numbers_layers(name: str, value: Sequence[Any]) -> bool:
+    """Whether a list names layers by their numbers."""
+    numbers = all(type(one) is int for one in value) and list(value) == sorted(set(value))
+    return bool(re.search(LAYER_NUMBERS, name)) and numbers
+
+
+def _chosen_layers(before: dict[str, Any]) -> list[int]:
+    """`LAYERS_OF_A_KIND` layers of each kind, by all that the config says of single layers; the first few of those it
+    says nothing of."""
+    num_layers = next((value for name, value in before.items() if re.search(LAYERS, name)), 0)
+    lists = {name: value for name, value in before.items() if isinstance(value, (list, tuple)) and value}
+    numbers = {name: set(value) for name, value in lists.items() if _numbers_layers(name, value)}
+    of_layer = [value for name, value in lists.items() if name not in numbers and len(value) == num_layers]
+    kinds: dict[str, list[int]] = {}
+    for layer in range(num_layers):
+        kind = repr(([value[layer] for value in of_layer], [layer in value for value in numbers.values()]))
+        kinds.setdefault(kind, []).append(layer)
+    chosen = sorted(layer for layers in kinds.values() for layer in layers[:LAYERS_OF_A_KIND])
+    by_number = any(
+        type(value) is int and ((value > 1 and re.search(PERIOD, name)) or (value > 0 and re.search(FIRST, name)))
+        for name, value in before.items()
+    )
+    if len(kinds) == 1 and by_number:
+        chosen = list(range(min(num_layers, 2 * LAYERS_OF_A_KIND)))
+    return chosen[:MOST_LAYERS]
+
+
+def _small_rope(value: dict[str, Any], sizes: _Sizes) -> dict[str, Any]:
+    """Of rotary positions: their sections, factors by frequency, and original context."""
+    small: dict[str, Any] = {}
+    for name, one in value.items():
+        if isinstance(one, dict):
+            one = _small_rope(one, sizes)
+        elif name == "original_max_position_embeddings":
+            one = min(one, MECHANISM)
+        elif name == "mrope_section":
+            one = _shared(one, round(sum(one) / sizes.head_factor))
+        elif name in ("short_factor", "long_factor"):
+            one = one[: round(len(one) / sizes.head_factor)]
+        small[name] = one
+    return small
+
+
+def _shared(shares: Sequence[int], total: int) -> list[int]:
+    """`total` dealt out as `shares` are."""
+    exact = [share * total / sum(shares) for share in shares]
+    dealt = [int(one) for one in exact]
+    for at in sorted(range(len(exact)), key=lambda at: dealt[at] - exact[at])[: total - sum(dealt)]:
+        dealt[at] += 1
+    return dealt

@@ -1,0 +1,194 @@
+"""The table of families in docs/support.md: the check of a tiny copy, run on model classes of transformers.
+
+    PYTHONPATH=.:tests python -m model.check_families > table.md            # all, some minutes
+    PYTHONPATH=.:tests python -m model.check_families qwen3 doge            # some
+
+Each family starts from the default config of its class, as large as it is, with its switches on (`SWITCHES`).
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+
+from odb_factory.model import attention
+from odb_factory.model.check import Difference, TinyCopy, Verdict, check_architecture, quiet
+from odb_factory.model.tiny_copy import tiny_copy
+from odb_factory.training.layout_rules import why_not_flat
+
+_TEXT = """
+llama mistral ministral ministral3 mixtral qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next qwen3_5_text qwen3_5_moe_text
+gemma gemma2 gemma3_text gemma3n_text gemma4_text phi phi3 phimoe glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa granite
+granitemoe granitemoeshared granitemoehybrid cohere cohere2 olmo olmo2 olmo3 olmoe flex_olmo olmo_hybrid deepseek_v2
+deepseek_v3 longcat_flash youtu gpt_oss llama4_text smollm3 starcoder2 stablelm falcon falcon_h1 falcon_mamba mamba
+mamba2 bamba jamba lfm2 lfm2_moe nemotron nemotron_h zamba zamba2 recurrent_gemma ernie4_5 ernie4_5_moe
+hunyuan_v1_dense hunyuan_v1_moe exaone4 exaone_moe gpt2 gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese gptj codegen
+opt biogpt bloom mpt xglm persimmon helium seed_oss arcee apertus afmoe bitnet cwm dots1 doge diffllama dbrx jais2
+jetmoe minimax minimax_m2 nanochat solar_open vaultgemma hy_v3 modernbert-decoder rwkv xlstm openai-gpt
+"""
+_VISION = """
+aria aya_vision cohere2_vision deepseek_vl deepseek_vl_hybrid ernie4_5_vl_moe fuyu gemma3 gemma4 glm46v glm4v
+glm4v_moe glm_ocr got_ocr2 idefics2 idefics3 internvl lfm2_vl lighton_ocr llama4 llava llava_next llava_next_video
+llava_onevision mistral3 mllama ovis2 paddleocr_vl paligemma qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl
+qwen3_vl_moe smolvlm video_llama_3 video_llava vipllava qwen2_audio voxtral qwen2_5_omni_thinker
+qwen3_omni_moe_thinker
+"""
+TEXT, VISION = _TEXT.split(), _VISION.split()
+CLASSES = {
+    "qwen2_audio": "Qwen2AudioForConditionalGeneration",
+    "voxtral": "VoxtralForConditionalGeneration",
+    "qwen2_5_omni_thinker": "Qwen2_5OmniThinkerForConditionalGeneration",
+    "qwen3_omni_moe_thinker": "Qwen3OmniMoeThinkerForConditionalGeneration",
+}
+"""Of what no table of transformers has."""
+
+
+def _mrope(*section: int, **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": list(section), **more}}
+
+
+def _in_text(**switches: Any) -> dict[str, Any]:
+    return {"text_config": switches}
+
+
+def _longrope(size: int) -> dict[str, Any]:
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 1.0}
+    factors = {"short_factor": [1.0] * (size // 2), "long_factor": [4.0] * (size // 2)}
+    context = {"original_max_position_embeddings": 4096}
+    return {"rope_parameters": rope | factors | context, "max_position_embeddings": 131072} | context
+
+
+_WINDOW = {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 14}
+_EXPERTS = {"n_routed_experts": 32, "n_shared_experts": 2, "num_experts_per_tok": 4}
+_SPECIAL = {"vision_start_token_id": 151652, "vision_end_token_id": 151653}
+SWITCHES: dict[str, dict[str, Any]] = {
+    "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 8, "clip_qkv": 8.0}},
+    "deepseek_v2": _EXPERTS,
+    "dots1": _EXPERTS | {"sliding_window": 4096, "max_window_layers": 31},
+    "ernie4_5_vl_moe": _in_text(**_mrope(22, 22, 20)),
+    "glm46v": _in_text(**_mrope(8, 12, 12, partial_rotary_factor=0.5)),
+    "glm4v": _in_text(**_mrope(8, 12, 12, partial_rotary_factor=0.5)),
+    "glm4v_moe": _in_text(num_attention_heads=32, **_mrope(8, 12, 12, partial_rotary_factor=0.5)),
+    "glm_ocr": _in_text(**_mrope(8, 12, 12)),
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 16},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 16},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
+    "llama, dynamic rope": {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}},
+    "ministral": {"head_dim": 128},
+    "mixtral": {"sliding_window": 4096},
+    "nemotron": {"num_key_value_heads": 8},
+    "paddleocr_vl": _in_text(**_mrope(16, 24, 24)),
+    "phi3, longrope": _longrope(96),
+    "phimoe": {"sliding_window": 2047},
+    "qwen2": _WINDOW,
+    "qwen2_5_omni_thinker": _in_text(**_mrope(16, 24, 24)) | _SPECIAL,
+    "qwen2_5_vl": _in_text(**_mrope(16, 24, 24)),
+    "qwen2_moe": _WINDOW,
+    "qwen2_vl": _in_text(**_mrope(16, 24, 24)),
+    "qwen3": _WINDOW,
+    "qwen3_moe": _WINDOW,
+    "qwen3_omni_moe_thinker": _in_text(**_mrope(24, 20, 20, mrope_interleaved=True)) | _SPECIAL,
+    "starcoder2": {"sliding_window": 4096},
+    "zamba": {"use_mamba_kernels": False},
+}
+"""What the default config of a class leaves off or without a value. A name after a comma tells variants apart."""
+ALL = [*TEXT, *(name for name in SWITCHES if "," in name), *VISION]
+FEW = (
+    "qwen3",
+    "phimoe",
+    "gemma3_text",
+    "deepseek_v2",
+    "llama4_text",
+    "doge",
+    "opt",
+    "bloom",
+    "qwen3_vl",
+    "qwen2_audio",
+)
+"""Run with every change."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """What is found of a family. rule: the rule by name that refuses it. mutated: the difference where lengths are
+    ignored; a text where that fails."""
+
+    name: str
+    kernel: str
+    verdict: Verdict
+    rule: str | None
+    mutated: Difference | str
+
+    @property
+    def is_flat(self) -> bool:
+        return self.rule is None and self.verdict.why_wrong is None and self.verdict.why_unknown is None
+
+    @property
+    def row(self) -> str:
+        layout = "flat" if self.is_flat else "padded"
+        cells = (self.name, layout, self.kernel, str(self.verdict.flat or "-"), str(self.mutated), self._why())
+        return "| " + " | ".join(cells) + " |"
+
+    def _why(self) -> str:
+        verdict = self.verdict
+        if self.rule or verdict.why_unknown:
+            return self.rule or verdict.why_unknown or ""
+        if verdict.flat is None:
+            return verdict.why_wrong or ""
+        padded = f"; in stock padding alone makes {verdict.padded}" if _matters(verdict.padded) else ""
+        if verdict.neighbours:
+            return f"equal to padded rows{padded}"
+        return f"one sample sees another{padded}" if verdict.why_wrong else ""
+
+
+def _matters(difference: Difference | None) -> bool:
+    return difference is not None and not difference.is_small
+
+
+def class_and_config(name: str) -> tuple[Any, Any]:
+    family = name.split(",")[0]
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if family in TEXT else MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    model_class = getattr(transformers, CLASSES.get(family) or names[family])
+    config_class = CONFIG_MAPPING[family] if family in TEXT else model_class.config_class
+    config = config_class(**{key: value for key, value in SWITCHES.get(name, {}).items() if key not in _SPECIAL})
+    for key in _SPECIAL.keys() & SWITCHES.get(name, {}).keys():
+        setattr(config, key, _SPECIAL[key])  # the config class of the thinkers has no such arguments
+    return model_class, config
+
+
+def look_at(name: str) -> Family:
+    model_class, config = class_and_config(name)
+    with quiet():
+        copy = tiny_copy(model_class, config, None)
+        kernel = attention.text_config(copy)._attn_implementation
+        installs = kernel == "sdpa" and attention.why_unusable(copy) is None
+        verdict = check_architecture(model_class, config, kernel, installs)
+        rule = why_not_flat(SimpleNamespace(model=copy, args=SimpleNamespace()))
+        mutated: Difference | str
+        try:
+            tiny = TinyCopy(model_class, config, kernel, installs)
+            mutated = tiny.flat(lengths_are_known=False).difference(tiny.alone())
+        except Exception as error:
+            mutated = type(error).__name__
+    return Family(name, attention.NAME if installs else kernel, verdict, rule, mutated)
+
+
+def main() -> None:
+    print("| family | layout | attention | loss / gradient | lengths ignored | why |\n|---|---|---|---|---|---|")
+    for name in sys.argv[1:] or ALL:
+        print(look_at(name).row, flush=True)
+
+
+if __name__ == "__main__":
+    main()

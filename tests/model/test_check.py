@@ -1,0 +1,126 @@
+"""I10: the check of a tiny copy decides about flat rows as the families table of docs/support.md says.
+
+The full grid runs all families of the table: `python -m model.check_families` prints it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from model.check_families import ALL, FEW, class_and_config, look_at
+from training.flat_models import make_model
+from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
+
+from odb_factory.model.check import Verdict, check, check_architecture
+from odb_factory.model.tiny_copy import small_config
+
+_PADDED = """
+bloom doge falcon glm_moe_dsa gpt_oss llama4 llama4_text mllama mpt openai-gpt xglm
+bamba falcon_h1 falcon_mamba granitemoehybrid jamba lfm2 lfm2_moe lfm2_vl mamba mamba2 minimax nemotron_h olmo_hybrid
+qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text qwen3_next recurrent_gemma rwkv xlstm zamba zamba2
+"""
+PADDED = set(_PADDED.split())
+"""Families whose flat rows would be wrong."""
+
+
+def verdict_of(name: str, kernel: str | None = "sdpa", *, installs: bool = True, **changes: Any) -> Verdict:
+    model_class, config = class_and_config(name)
+    for key, value in changes.items():
+        setattr(config, key, value)
+    return check_architecture(model_class, config, kernel, installs)
+
+
+def as_in_the_table(name: str) -> None:
+    """Ignored lengths are far off everywhere: the copy's attention and positions matter."""
+    family = look_at(name)
+    assert family.verdict.why_unknown is None
+    assert family.is_flat == (name not in PADDED), family.row
+    assert isinstance(family.mutated, str) or family.mutated.gradient > 0.05, family.row
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_families(name: str) -> None:
+    as_in_the_table(name)
+
+
+@pytest.mark.full_grid
+@pytest.mark.parametrize("name", [name for name in ALL if name not in FEW])
+def test_all_families(name: str) -> None:
+    as_in_the_table(name)
+
+
+def test_a_window_that_attention_is_not_told() -> None:
+    """Phi-MoE: `odb_varlen` would drop it, sdpa has it in the mask. At full size no short sample reaches it."""
+    assert "something else on a flat row" in (verdict_of("phimoe").why_wrong or "")
+    assert verdict_of("phimoe", installs=False) == verdict_of("phimoe", "flex_attention", installs=False)
+    assert verdict_of("phimoe", installs=False).why_wrong is None
+    assert "flash_attention_2 does not run on the host" in (verdict_of("phimoe", "flash_attention_2").why_unknown or "")
+
+
+def test_padding_that_changes_the_model_in_stock() -> None:
+    """Doge keeps the best keys of a whole row, padding included."""
+    assert "in stock training, padded, by" in (verdict_of("doge", installs=False).why_wrong or "")
+
+
+@pytest.mark.parametrize("name", ["phi3, longrope", "llama, dynamic rope"])
+def test_rotary_positions_that_depend_on_the_longest_sample(name: str) -> None:
+    verdict = verdict_of(name)
+    assert verdict.why_wrong is None
+    assert "depends on the longest of its micro-batch, in stock too" in (verdict.neighbours or "")
+
+
+def test_a_model_without_positions_is_refused() -> None:
+    class WithoutPositions(transformers.LlamaForCausalLM):
+        def forward(self, input_ids: Any = None, attention_mask: Any = None) -> Any:
+            return super().forward(input_ids=input_ids, attention_mask=attention_mask)
+
+    _, config = class_and_config("llama")
+    why = check_architecture(WithoutPositions, config, "sdpa", True).why_wrong
+    assert "fails on a flat row" in (why or "") and "position_ids" in (why or "")
+
+
+def test_it_leaves_everything_as_it_was() -> None:
+    """And finds the same whatever the random state, the default dtype and the gradient mode are."""
+    model = make_model("qwen3", torch.bfloat16)
+    config, state = model.config.to_dict(), torch.get_rng_state()
+    expected = check(model, installs=True)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.config.to_dict() == config and model.config._attn_implementation == "sdpa"
+    torch.manual_seed(5)
+    with torch.no_grad(), torch.device("meta"), torch.autocast("cpu", torch.bfloat16):
+        assert check(model, installs=True) == expected
+    assert expected.flat is not None and expected.flat.is_small and torch.get_default_dtype() == torch.float32
+
+
+def test_zero3_does_not_partition_the_copy() -> None:
+    zero3 = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1})
+    try:
+        assert transformers.integrations.is_deepspeed_zero3_enabled()
+        assert verdict_of("llama") == Verdict(flat=verdict_of("llama").flat)
+    finally:
+        unset_hf_deepspeed_config()
+        del zero3
+
+
+def test_the_small_config_keeps_kinds_of_layers_grouping_and_sections() -> None:
+    _, config = class_and_config("qwen3_next")
+    small = small_config(config)
+    assert small.layer_types == ["linear_attention"] * 2 + ["full_attention"] * 2
+    assert small.num_attention_heads == 2 * small.num_key_value_heads
+    assert config.num_hidden_layers == 48
+    text = small_config(class_and_config("qwen2_5_vl")[1]).get_text_config()
+    assert text.rope_parameters["mrope_section"] == [2, 3, 3]
+    assert text.hidden_size // text.num_attention_heads == 2 * (2 + 3 + 3)
+
+
+def test_a_copy_that_would_be_large_is_no_verdict() -> None:
+    class Large(transformers.LlamaForCausalLM):
+        def __init__(self, config: Any):
+            super().__init__(config)
+            self.more = torch.nn.Linear(30_000, 1_000)
+
+    _, config = class_and_config("llama")
+    assert "weights" in (check_architecture(Large, config, "sdpa", True).why_unknown or "")
