@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from transformers import PretrainedConfig
+from transformers.integrations import deepspeed
 
 VOCABULARY, WORDS = 128, (8, 96)
 """Tokens of the copy; ids of tokens that no config names, from and up to."""
@@ -59,19 +60,23 @@ LIKE_HIDDEN = r"hidden_size$|d_model$|n_embd$|embed_dim$|embedding_size$|proj_di
 
 
 def tiny_copy(model_class: Any, config: Any, attention: str | None) -> Any:
-    """model_class: a `PreTrainedModel`; config: of it, which stays as it is. attention: its attention function.
+    """model_class: a `PreTrainedModel`; config: of it, which stays as it is. attention: the attention function of its
+    language model; None: the one that the class takes by itself.
 
-    Leaves random state, default dtype and devices alone. It is made by the plain constructor, which ZeRO-3 does not
-    partition. Raises whatever the class does where the sizes do not fit it.
+    Leaves random state, default dtype and devices alone. ZeRO-3 does not partition the copy. Raises whatever the class
+    does where the sizes do not fit it.
     """
     small = small_config(config)
-    small._attn_implementation = attention
-    weights = _count_weights(model_class, small)
-    if weights > MOST_WEIGHTS:
-        raise ValueError(f"the copy would have {weights:,} weights, as no rule knows the names of all its sizes")
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)
-        model = model_class(small)
+    for part in parts_of(small):
+        part._attn_implementation_internal = None
+    small.get_text_config(decoder=True)._attn_implementation = attention
+    with _without_zero3():
+        weights = _count_weights(model_class, small)
+        if weights > MOST_WEIGHTS:
+            raise ValueError(f"the copy would have {weights:,} weights, as no rule knows the names of all its sizes")
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(0)
+            model = model_class(small)
     model = model.double().train()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -82,6 +87,17 @@ def tiny_copy(model_class: Any, config: Any, attention: str | None) -> Any:
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
     return model
+
+
+@contextlib.contextmanager
+def _without_zero3() -> Iterator[None]:
+    """transformers partitions the parts of a model (its vision tower) as it makes them, if it knows of ZeRO-3."""
+    before = deepspeed._hf_deepspeed_config_weak_ref
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = before
 
 
 def _count_weights(model_class: Any, config: Any) -> int:

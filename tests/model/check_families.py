@@ -185,7 +185,7 @@ def look_at(name: str) -> Family:
 
 
 def main() -> None:
-    print("| family | layout | attention | loss / gradient | lengths ignored | why |\n|---|---|---|---|---|---|")
+    print("| family | layout | attention | difference | lengths ignored | why |\n|---|---|---|---|---|---|")
     for name in sys.argv[1:] or ALL:
         print(look_at(name).row, flush=True)
 
