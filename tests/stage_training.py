@@ -71,13 +71,14 @@ def configurations(tiny_text: Path, folder: Path) -> Config:
     return config_of
 
 
-def untied(tiny_text: Path, folder: Path) -> Path:
+def untied(tiny: Path, folder: Path, auto: Any = AutoModelForCausalLM) -> Path:
     """A head of its own, which stock can save beside a value head; no dropout, which would differ by the cut."""
-    shutil.copytree(tiny_text, folder)
+    shutil.copytree(tiny, folder)
     config = AutoConfig.from_pretrained(folder)
-    config.tie_word_embeddings, config.summary_dropout_prob = False, 0.0
+    for part in {id(one): one for one in (config, config.get_text_config())}.values():
+        part.tie_word_embeddings, part.summary_dropout_prob = False, 0.0
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    auto.from_config(config).save_pretrained(folder)
     return folder
 
 

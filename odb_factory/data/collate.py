@@ -173,7 +173,7 @@ class GroupDataset(WorkerDataset):
         costs = [sample.cost for sample in samples]
         has_media, has_audio = any(cost.has_media for cost in costs), any(cost.has_audio for cost in costs)
         flat: Mapping[str, Any]
-        if self.layout.rows > 1:
+        if self.layout.batches:
             flat, segments = beside_rows(batch, len(samples), has_media, self.layout, has_audio)
         else:
             flat, segments = flatten(batch, [cost.tokens for cost in costs], has_media, self.layout, has_audio)

@@ -38,8 +38,8 @@ _MEDIA_WORDS = ("pixel", "image", "video", "audio", "feature", "grid", "tile", "
 class FlatLayout:
     """How micro-batches are laid flat.
 
-    dummy_media_tokens, dummy_audio_tokens, rows: of `Collation`. sizes: what the total is filled up to (tokens).
-    with_boundaries: the batch carries what `varlen_arguments` returns.
+    dummy_media_tokens, dummy_audio_tokens, rows, batches: of `Collation`. sizes: what the total is filled up to
+    (tokens). with_boundaries: the batch carries what `varlen_arguments` returns.
     """
 
     dummy_media_tokens: int = 0
@@ -47,10 +47,11 @@ class FlatLayout:
     with_boundaries: bool = False
     dummy_audio_tokens: int = 0
     rows: int = 1
+    batches: tuple[str, ...] = ()
 
 
 UNPADDED = "odb_unpadded"
-"""The key of what `beside_rows` adds to a batch."""
+"""The key of what `beside_rows` adds to a batch, behind the prefix of the rows."""
 
 
 def beside_rows(
@@ -59,8 +60,40 @@ def beside_rows(
     """The batch, whose rows a trainer looks at, with the same in one row for the model; the lengths of its segments.
 
     batch: as of `flatten`, with `layout.rows` rows a sample and an `attention_mask`; segments are rows, in their order.
-    Under `UNPADDED` it has what `model.log_probs.FlatRows` is made of.
+    For each of `layout.batches` it has, under its prefix and `UNPADDED`, what `model.unpad.FlatRows` is made of. The
+    segments returned are those of the first.
     """
+    own = model_keys(batch, layout.batches)
+    unpadded = {}
+    for prefix in layout.batches:
+        rows = {key: batch.get(prefix + key, batch[key]) for key in own}
+        unpadded[prefix + UNPADDED] = _unpadded(rows, num_samples, has_media, layout, has_audio)
+    return {**batch, **unpadded}, unpadded[layout.batches[0] + UNPADDED]["segments"]
+
+
+def model_keys(batch: Mapping[str, Any], batches: Sequence[str]) -> list[str]:
+    """What the model is given of a batch. batches: of `Collation`; where there are several, what each of them has, and
+    media, which they share. Raises `LayoutError` where they would need positions of media, which they do not share."""
+    if len(batches) < 2:
+        return list(batch)
+    positions = batch.get("position_ids")
+    if isinstance(positions, Tensor) and positions.dim() == 3:
+        raise LayoutError(
+            f"layout: the trainer hands the model no `position_ids`, and of those that the collator made, "
+            f"{_shape(positions)}, none belong to `{batches[-1]}input_ids`; set `layout: padded`."
+        )
+    others = tuple(filter(None, batches))
+    return [
+        key
+        for key in batch
+        if not key.startswith(others)
+        and (all(prefix + key in batch for prefix in others) or any(word in key for word in _MEDIA_WORDS))
+    ]
+
+
+def _unpadded(
+    batch: Mapping[str, Any], num_samples: int, has_media: bool, layout: FlatLayout, has_audio: bool
+) -> dict[str, Any]:
     rows, length = batch_shape(batch)
     mask: Any = batch.get("attention_mask")
     if rows != num_samples * layout.rows or not isinstance(mask, Tensor) or mask.shape != (rows, length):
@@ -73,13 +106,13 @@ def beside_rows(
     num_dummy = (not has_media) * layout.dummy_media_tokens + (not has_audio) * layout.dummy_audio_tokens
     changed: dict[str, Any] = {key: flat.get(key) for key in {**batch, **flat} if flat.get(key) is not batch.get(key)}
     labels = changed.pop("labels")
-    unpadded = {
+    return {
         "inputs": changed,
         "labels": labels,
         "index": find_segments(batch, tokens, num_dummy, layout.sizes).index,
         "num_supervised": int((labels != IGNORE_INDEX).sum()),
+        "segments": lengths,
     }
-    return {**batch, UNPADDED: unpadded}, lengths
 
 
 def flatten(

@@ -135,7 +135,12 @@ class LoaderWorkers:
         layout: FlatLayout | PaddedLayout | None = None
         if budget.layout == "flat":
             layout = FlatLayout(
-                made.dummy_media_tokens, budget.sizes, with_boundaries, made.dummy_audio_tokens, made.rows
+                made.dummy_media_tokens,
+                budget.sizes,
+                with_boundaries,
+                made.dummy_audio_tokens,
+                made.rows,
+                made.batches,
             )
         elif budget.rounds_up:
             layout = PaddedLayout(budget)

@@ -83,7 +83,7 @@ def _most_ranks(found: Look) -> int | None:
 
 def _layout(found: Look) -> tuple[str, str]:
     other = found.other_layout
-    if other is None or found.layout == "padded":
+    if found.layout == "padded":
         return found.config.layout, f"padded here ({found.layout_reason})"
     ratio = found.own.speed / max(other.speed, 1e-9)
     return (

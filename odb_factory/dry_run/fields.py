@@ -37,7 +37,7 @@ def to_dict(found: Look, advice: Advice, memory: Sequence[MemoryRow] | None, not
         "cost_model": {"fixed_tokens_a_micro_step": efficiency.FIXED, "measured": False},
         "own": dataclasses.asdict(found.own),
         "budgets": [dataclasses.asdict(one) for one in found.budgets],
-        "other_layout": None if found.other_layout is None else dataclasses.asdict(found.other_layout),
+        "other_layout": dataclasses.asdict(found.other_layout),
         "any_size": None if found.any_size is None else dataclasses.asdict(found.any_size),
         "fixed": dataclasses.asdict(found.fixed),
         "length_grouped": dataclasses.asdict(found.length_grouped),

@@ -76,16 +76,10 @@ def _samples(axes: Axes, found: Look) -> None:
 def _speed(axes: Axes, found: Look) -> None:
     budgets = [one.token_budget or 0 for one in found.budgets]
     axes.plot(budgets, [one.speed for one in found.budgets], marker="o", color=ODB, label=f"odb, {found.layout}")
-    if found.other_layout is not None:
-        other = found.other_layout
-        axes.plot(
-            [found.config.token_budget],
-            [other.speed],
-            marker="s",
-            color=OTHER,
-            linestyle="",
-            label=f"odb, {other.layout}",
-        )
+    other = found.other_layout
+    axes.plot(
+        [found.config.token_budget], [other.speed], marker="s", color=OTHER, linestyle="", label=f"odb, {other.layout}"
+    )
     axes.axhline(found.length_grouped.speed, color=GROUPED, linewidth=1.5, label="length-grouped")
     axes.axhline(found.fixed.speed, color=FIXED, linewidth=1.5, label="fixed batches")
     _mark_own(axes, found)

@@ -27,11 +27,8 @@ def layout_of(asked: Asked, rows: Rows) -> Layout:
 
     Raises `ConfigError` where `layout: flat` is refused.
     """
-    refused = rows.stage.why_not_flat
-    if asked.config.layout == "padded" or refused is not None:
-        return resolve_layout(
-            SimpleNamespace(train_dataset=rows.dataset, model=torch.nn.Module()), asked.config, refused
-        )
+    if asked.config.layout == "padded":
+        return resolve_layout(SimpleNamespace(train_dataset=rows.dataset, model=torch.nn.Module()), asked.config)
     try:
         with _quiet():
             model = _without_weights(asked, rows.tokenizer)

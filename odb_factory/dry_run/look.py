@@ -26,7 +26,7 @@ class Look:
     step_size: N, samples of an optimizer step on all ranks; None: filled. parts: the distributions (see `Part`).
     own: under the YAML's budgets; compared: the same over the optimizer steps that all others are planned over, fewer
     where planning takes long; budgets: under a range of them, the YAML's among them. other_layout: under the YAML's
-    in the other layout, None where there is none; any_size: without `length_buckets`, `row_multiple` and
+    in the other layout; any_size: without `length_buckets`, `row_multiple` and
     `pad_to_multiple_of`, None where none is set. by_ranks: the same N on other numbers of ranks, () with filled ones.
     patch_caps: the smallest budget that is about as fast as any, under caps on patches.
     bound_by_longest: share of the optimizer steps in which the longest sample is more than the mean load of a rank.
@@ -42,7 +42,7 @@ class Look:
     own: Outcome
     compared: Outcome
     budgets: list[Outcome]
-    other_layout: Outcome | None
+    other_layout: Outcome
     any_size: Outcome | None
     fixed: Outcome
     length_grouped: Outcome
@@ -89,7 +89,7 @@ def look(asked: Asked, samples: int) -> Look:
         own=own,
         compared=plans.compared,
         budgets=budgets,
-        other_layout=None if rows.stage.why_not_flat else plans.in_other_layout(),
+        other_layout=plans.in_other_layout(),
         any_size=plans.without_sizes(),
         fixed=baseline("fixed", sample, plans.setting),
         length_grouped=baseline("length-grouped", sample, plans.setting),

@@ -86,8 +86,7 @@ def _budgets(found: Look) -> Table:
         shown = found.own if is_own else one
         table.add_row(*_figures(f"{one.token_budget:,}", shown), style="bold" if is_own else None)
     table.add_section()
-    if found.other_layout is not None:
-        table.add_row(*_figures(f"{found.own.token_budget:,} {found.other_layout.layout}", found.other_layout))
+    table.add_row(*_figures(f"{found.own.token_budget:,} {found.other_layout.layout}", found.other_layout))
     if found.any_size is not None:
         table.add_row(*_figures(f"{found.own.token_budget:,} any size", found.any_size))
     table.add_row(*_figures(f"fixed x {size}", found.fixed))

@@ -191,7 +191,7 @@ def attach(trainer: Any, config: ODBConfig) -> None:
         rows_from=rows_from(
             dataset.head if isinstance(dataset, OnlineStream) else trainer.train_dataset, collator.tokenizer, processor
         ),
-        not_flat=stage.why_not_flat or why_not_flat(trainer),
+        not_flat=why_not_flat(trainer),
         about=about(trainer, dataset),
     )
     trainer.add_callback(Prepared(stage.prepare(trainer)))

@@ -50,14 +50,9 @@ def check_layout(config: ODBConfig, value_of: Callable[..., Any]) -> None:
     value_of(key): an argument of LLaMA-Factory's.
     """
     stage = STAGES.get(value_of("stage", "sft"))
-    if config.layout == "flat" and stage is not None and stage.why_not_flat is not None:
-        raise ConfigError(
-            f"stage: {stage.name!r} does not go with odb.layout 'flat': {stage.why_not_flat}; set `layout: padded`, or "
-            "auto."
-        )
     sizes = {"length_buckets": config.length_buckets, "row_multiple": config.row_multiple}
     for key, value in sizes.items():
-        if stage is not None and (stage.rows > 1 or stage.why_not_flat is not None) and value not in (None, 1):
+        if stage is not None and stage.batches and value not in (None, 1):
             raise ConfigError(
                 f"odb.{key}: {value} rounds up batches of single texts, and stage {stage.name!r} reads its batches by "
                 f"{stage.unit}s; leave it out."
@@ -78,11 +73,11 @@ def why_not_flat(trainer: Any) -> str | None:
         "shift_attn": getattr(trainer.model.config, "group_size_ratio", None) is not None,
     }
     why = next((f"{key}: {NOT_FLAT[key]}" for key, value in found.items() if value), None)
-    if why is not None or STAGES[trainer.finetuning_args.stage].rows == 1:
+    if why is not None or not STAGES[trainer.finetuning_args.stage].batches:
         return why
-    # What a loss over rows reads of logits comes from the door at the output embedding.
-    from odb_factory.model.log_probs import PreferenceDoor
+    # What a trainer reads of its rows comes from the door at the output embedding.
+    from odb_factory.model.unpad import UnpadDoor
     from odb_factory.training.layout_choice import models_of
 
-    reasons = (PreferenceDoor(model).reason for model in models_of(trainer))
+    reasons = (UnpadDoor(model).reason for model in models_of(trainer))
     return next((reason for reason in reasons if reason is not None), None)

@@ -84,7 +84,9 @@ def flat_row(segments: Sequence[int], *, is_trial: bool = False) -> Iterator[Non
         model(input_ids=ids, position_ids=positions).loss.backward()  # ids: [1, 8]
     """
     global _row
-    before, _row = _row, FlatRow(segments, is_trial) if segments else None
+    before = _row
+    if before is None or before.segments != tuple(segments):
+        _row = FlatRow(segments, is_trial) if segments else None
     try:
         yield
     finally:

@@ -133,7 +133,7 @@ class WithoutLogits:
         used (`reason`).
         """
         if self._after is None and self.reason is None:
-            self._probe(run, targets)
+            self._probe(functools.partial(self._output, run), targets)
         if self.reason is not None:
             return None
         after = self._after
@@ -178,6 +178,18 @@ class WithoutLogits:
             hook.remove()
             for linear in linears:
                 del linear.forward
+
+    def _output(self, run: Callable[[], Any]) -> Any:
+        """What the model returns within `run`, whatever wrappers make of it."""
+        found: list[Any] = []
+
+        def kept(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            found.append(own(*args, **kwargs))
+            return found[-1]
+
+        with self.replacing_forward(kept):
+            run()
+        return found[-1]
 
     def _probe(self, run: Callable[[], Any], labels: Tensor) -> None:
         """Find out what the model does to logits, by logits that are known; run: its forward without labels."""

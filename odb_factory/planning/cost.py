@@ -73,7 +73,8 @@ class Collation:
     dummy_media_tokens, dummy_media_patches: a fake image that the collator injects into the first row of a
         group without images and videos (so that every rank runs the vision tower).
     dummy_audio_tokens, dummy_audio_patches: the same of audio, behind it.
-    rows: that it makes of a sample.
+    rows: that it makes of a sample. batches: of rows that the trainer reads while the model computes them, each by what
+    its keys begin with; empty where the batch is the model's alone.
     """
 
     pad_to_multiple_of: int = 1
@@ -82,6 +83,7 @@ class Collation:
     dummy_audio_tokens: int = 0
     dummy_audio_patches: int = 0
     rows: int = 1
+    batches: tuple[str, ...] = ()
 
     def in_one_row(self) -> Collation:
         """For padded micro-batches, where the rows of a sample are planned as one of their length together, which is

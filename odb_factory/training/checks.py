@@ -262,10 +262,15 @@ def _check_labels(model: Any) -> None:
 
 def unwrapped(model: Any) -> Any:
     """The model inside an adapter or an engine's wrapper, as far as they tell."""
-    while hasattr(model, "module"):
-        model = model.module
-    get_base_model = getattr(model, "get_base_model", None)  # PEFT's
-    return model if get_base_model is None else get_base_model()
+    while True:
+        if hasattr(model, "module"):
+            model = model.module
+        elif hasattr(model, "v_head"):  # TRL's model with a reward head
+            model = model.pretrained_model
+        elif hasattr(model, "get_base_model"):  # PEFT's
+            return model.get_base_model()
+        else:
+            return model
 
 
 # Methods

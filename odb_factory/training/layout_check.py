@@ -26,6 +26,7 @@ from odb_factory.errors import DataError, one_line
 from odb_factory.log import get_logger
 from odb_factory.model import attention
 from odb_factory.model.head import WithoutLogits
+from odb_factory.training.checks import unwrapped
 from odb_factory.training.layout_trial import (
     NUM_SAMPLES,
     LaidOut,
@@ -124,7 +125,8 @@ def compare(trainer: Any, trial: Trial) -> str | None:
 
 def _positions(model: Any, batch: Mapping[str, Any]) -> str | None:
     """Whether the model would make positions of images itself, for which it needs rows: few samples may show none."""
-    maker = next((type(part).__name__ for part in model.modules() if hasattr(part, "get_rope_index")), None)
+    parts = unwrapped(model).modules()
+    maker = next((type(part).__name__ for part in parts if hasattr(part, "get_rope_index")), None)
     if maker is None or batch["position_ids"].dim() == 3:
         return None
     return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from odb_factory.data.collate import GroupDataset
-from odb_factory.data.layout import BOUNDARY_KEYS, UNPADDED
+from odb_factory.data.layout import BOUNDARY_KEYS, UNPADDED, FlatLayout, model_keys
 from odb_factory.data.samples import Sample
 from odb_factory.errors import DataError
 from odb_factory.planning import VIDEO
@@ -72,13 +73,15 @@ def of_samples(samples: Sequence[Sample], padded: GroupDataset, flat: GroupDatas
     # The same samples in a batch of another shape, in another order.
     other, _ = _collate(padded, [samples[-1], samples[0]])
     total = len(samples)
+    assert isinstance(flat.layout, FlatLayout)
+    inputs = functools.partial(_inputs, batches=flat.layout.batches)
     return Trial(
-        tuple(LaidOut(_inputs(batch), _rows(batch, samples, [number])) for number, batch in enumerate(alone)),
+        tuple(LaidOut(inputs(batch), _rows(batch, samples, [number])) for number, batch in enumerate(alone)),
         (
-            LaidOut(_inputs(together), _rows(together, samples, range(total))),
-            LaidOut(_inputs(other), _rows(other, samples, [total - 1, 0])),
+            LaidOut(inputs(together), _rows(together, samples, range(total))),
+            LaidOut(inputs(other), _rows(other, samples, [total - 1, 0])),
         ),
-        LaidOut(_inputs(row), _behind_each_other(segments[: len(together["input_ids"])]), segments),
+        LaidOut(inputs(row), _behind_each_other(segments[: len(together["input_ids"])]), segments),
         ids,
         has_logits=UNPADDED not in row,
     )
@@ -118,10 +121,11 @@ def _collate(group: GroupDataset, samples: Sequence[Sample]) -> tuple[Mapping[st
     return batch, measured.segments
 
 
-def _inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the model. Without labels it computes logits, whatever its loss is computed by."""
-    inputs = {**batch, **batch.get(UNPADDED, {}).get("inputs", {})}
-    return {key: value for key, value in inputs.items() if key not in ("labels", UNPADDED) and value is not None}
+def _inputs(batch: Mapping[str, Any], batches: Sequence[str]) -> dict[str, Any]:
+    """Of the model. Without labels it computes logits, whatever its loss is computed by. batches: of `Collation`."""
+    own = {key: batch[key] for key in model_keys(batch, batches) if key != UNPADDED}
+    inputs = own | batch.get(UNPADDED, {}).get("inputs", {})
+    return {key: value for key, value in inputs.items() if key != "labels" and value is not None}
 
 
 def _rows(

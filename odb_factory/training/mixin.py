@@ -27,7 +27,7 @@ from odb_factory.data.layout import UNPADDED
 from odb_factory.ending import ending
 from odb_factory.errors import ConfigError
 from odb_factory.model import attention
-from odb_factory.model.log_probs import FlatRows, PreferenceDoor
+from odb_factory.model.unpad import FlatRows, UnpadDoor
 from odb_factory.training import columns, probes
 from odb_factory.training.checkpoint_save import CheckpointMark, CheckpointSaver
 from odb_factory.training.checks import check_trainer
@@ -85,7 +85,7 @@ class ODBTrainerMixin(Base):
     odb_start: RunStart | None = None
     odb_trial_units: int | None = None
     odb_token_loss: TokenLoss | None = None
-    odb_doors: tuple[PreferenceDoor, ...] = ()
+    odb_doors: tuple[UnpadDoor, ...] = ()
     odb_before_step: Callable[[Any, Sequence[Collated]], None] | None = None
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -289,8 +289,9 @@ class ODBTrainerMixin(Base):
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **kwargs: Any
     ) -> Any:
         if isinstance(inputs, dict) and UNPADDED in inputs:
-            inputs = dict(inputs)
-            with self._odb_flat(FlatRows(**inputs.pop(UNPADDED))):
+            rows = FlatRows(**inputs[UNPADDED])
+            inputs = {key: value for key, value in inputs.items() if not key.endswith(UNPADDED)}
+            with self.odb_flat(rows):
                 return self.compute_loss(model, inputs, return_outputs, num_items_in_batch, **kwargs)
         run = self.odb_run
         if self.odb_trial_units is not None:
@@ -314,10 +315,10 @@ class ODBTrainerMixin(Base):
         return in_float32(result) * loss.scale
 
     @contextlib.contextmanager
-    def _odb_flat(self, rows: FlatRows) -> Iterator[None]:
+    def odb_flat(self, rows: FlatRows) -> Iterator[None]:
         """Every model that sees the batch computes these rows in the place of its own."""
         if not self.odb_doors:
-            self.odb_doors = tuple(PreferenceDoor(model) for model in models_of(self))
+            self.odb_doors = tuple(UnpadDoor(model) for model in models_of(self))
         with contextlib.ExitStack() as doors:
             for door in self.odb_doors:
                 doors.enter_context(door.flat(rows))

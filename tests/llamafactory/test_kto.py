@@ -143,6 +143,8 @@ def test_one_rank_trains_as_stock_does(tiny_text: Path, rows_dir: Path, tmp_path
     )
     assert [len(step) for step in stock.rows] == [6, 6, 6, 3] * 2
     check_same(f"kto, {finetuning}", ours, stock)
+    audit = read_jsonl(tmp_path / "odb" / "odb_audit_rank0.jsonl")
+    assert all(line["rows"] == 1 and len(line["segments"]) >= len(line["ids"]) for line in audit), "flat"
 
 
 def test_two_ranks_train_as_stock_does_on_one(tiny_text: Path, rows_dir: Path, tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from distributed.shims.training_record import TrainingRecord
 from llamafactory.hparams import FinetuningArguments, get_train_args
 from llamafactory.train.tuner import run_exp
 from same_training import train
-from stage_training import ODB, VARIANTS, WHOLE, Config, configurations, on_ranks, same
+from stage_training import ODB, VARIANTS, WHOLE, Config, configurations, on_ranks, same, untied
 from support import read_jsonl
-from transformers import TrainerCallback
+from transformers import AutoModelForImageTextToText, TrainerCallback
 
 from odb_factory.errors import ConfigError
 from odb_factory.llamafactory import attach
@@ -104,20 +104,22 @@ def test_a_stage_is_the_same_training_on_one_rank(
     same(stage, ours, stock)
     check_gradient(stage, one_batch[0])
     audit = read_jsonl(tmp_path / "odb" / "odb_audit_rank0.jsonl")
-    assert {bool(line["segments"]) for line in audit} == {stage != "rm"}, "rewards are read from rows"
+    assert all(line["rows"] == 1 and len(line["segments"]) >= times * len(line["ids"]) for line in audit), "flat"
     assert all(line["units"] == len(line["ids"]) for line in audit if stage != "pt")
 
 
+@pytest.mark.parametrize("stage", ["dpo", pytest.param("rm", marks=pytest.mark.full_grid)])
 def test_pairs_with_images_are_the_same_training(
-    config_of: Config, tiny_vl: Path, one_batch: list[OneBatch], tmp_path: Path
+    stage: str, config_of: Config, tiny_vl: Path, one_batch: list[OneBatch], tmp_path: Path
 ) -> None:
     """Both answers bring the images of their row; where no pair of a micro-batch has one, the fake image comes once."""
-    changes = {"model_name_or_path": str(tiny_vl), "template": "qwen3_vl", "dataset": "pictures"}
+    model = tiny_vl if stage == "dpo" else untied(tiny_vl, tmp_path / "model", AutoModelForImageTextToText)
+    changes = {"model_name_or_path": str(model), "template": "qwen3_vl", "dataset": "pictures"}
     changes |= ONE_EPOCH | {"per_device_train_batch_size": 2, "freeze_vision_tower": False}
     budget = {"token_budget": 500, "max_patches": 300, "audit": True}
-    ours = train(config_of("dpo", tmp_path / "odb", odb=budget, **changes))
-    same("dpo with images", ours, train(config_of("dpo", tmp_path / "stock", **changes)))
-    check_gradient("dpo with images", one_batch[0])
+    ours = train(config_of(stage, tmp_path / "odb", odb=budget, **changes))
+    same(f"{stage} with images", ours, train(config_of(stage, tmp_path / "stock", **changes)))
+    check_gradient(f"{stage} with images", one_batch[0])
     trainer = one_batch[0].trainer
     settings = trainer.odb_settings
     for line in read_jsonl(tmp_path / "odb" / "odb_audit_rank0.jsonl"):
@@ -153,7 +155,7 @@ def test_stages_are_the_same_training_on_two_ranks(config_of: Config, tmp_path: 
     ("changes", "words"),
     [
         ({"stage": "pt", "packing": True}, ("packing", "True", "layout: flat")),
-        ({"stage": "rm", "odb": ODB | {"layout": "flat"}}, ("stage", "rm", "flat", "padded")),
+        ({"stage": "rm", "odb": ODB | {"row_multiple": 64}}, ("row_multiple: 64", "stage 'rm'", "leave it out")),
     ],
 )
 def test_what_cannot_be_right_is_refused_in_one_line(

@@ -36,7 +36,8 @@ def full_length(rng: np.random.Generator, count: int) -> np.ndarray:
 
 
 def one_giant(rng: np.random.Generator, count: int) -> np.ndarray:
-    return np.append(np.minimum(log_normal(rng, count - 1), BUDGET), rng.choice([1, 2, 20]) * BUDGET)
+    others = np.minimum(log_normal(rng, max(count - 1, 0)), BUDGET)
+    return np.append(others, rng.choice([1, 2, 20]) * BUDGET)[:count]
 
 
 def all_alike(rng: np.random.Generator, count: int) -> np.ndarray:

@@ -22,14 +22,12 @@ from odb_factory.planning import Collation, Cost
 if TYPE_CHECKING:
     from odb_factory.llamafactory.media import MediaObserver
 
-ANSWERS = ("", "kl_")
-"""What the columns of the two answers begin with."""
 NOT_HANDED_ON = ("videos", "audios")
 OF_BOTH_KINDS = "one preference type"
 
 
 class Kto(Stage):
-    """`stage: kto`."""
+    """`stage: kto`. batches: what the columns of the two answers begin with."""
 
     name = "kto"
     unit = "example"
@@ -37,7 +35,7 @@ class Kto(Stage):
     collator = "KTODataCollatorWithPadding"
     equal_weights = True
     prepares_steps = True
-    why_not_flat = "the trainer hands the model no position ids, so it could not tell where an example ends"
+    batches = ("", "kl_")
     partners = Partners(num_rows=0, batch_size=1, num_shards=1)
 
     def of_rows(self, data_args: Any, num_rows: int) -> Stage:
@@ -75,7 +73,7 @@ class Kto(Stage):
         return encoded
 
     def answers(self, features: Mapping[str, Any]) -> Sequence[list[int]]:
-        return [features[f"{answer}input_ids"] for answer in ANSWERS]
+        return [features[f"{answer}input_ids"] for answer in self.batches]
 
     def cost(self, features: Mapping[str, Any], media: MediaObserver) -> Cost:
         for name in NOT_HANDED_ON:
@@ -85,14 +83,20 @@ class Kto(Stage):
         return Cost(tokens=max(map(len, answers)), units=1, **media_cost(features, media, answers[0]))
 
     def measure(self, batch: Mapping[str, Any], patch_size: int = 14, segments: tuple[int, ...] = ()) -> Measured:
-        found = measure_batch(batch, patch_size, segments)
-        longer = max(found.length, batch["kl_input_ids"].shape[1])
-        return dataclasses.replace(found, length=longer, units=found.rows)
+        """Flat, the longer rows of all examples follow each other, as the plan counts them."""
+        found = measure_batch(batch, patch_size)
+        if not segments:
+            longer = max(found.length, batch["kl_input_ids"].shape[1])
+            return dataclasses.replace(found, length=longer, units=found.rows)
+        own, others = (batch[f"{answer}attention_mask"].sum(1) for answer in self.batches)
+        length = sum(segments) + int((others - own).clamp(min=0).sum())
+        return Measured(1, length, found.patches, found.rows, segments)
 
     def collation(self, collator: Any, patch_size: int) -> Collation:
         answer = probe_answer(collator)
-        example = {f"{kind}{name}": value for kind in ANSWERS for name, value in answer.items()}
-        return probe_collation(collator, example | dict.fromkeys(MEDIA) | {"kto_tags": True}, patch_size)
+        example: dict[str, Any] = {f"{kind}{name}": value for kind in self.batches for name, value in answer.items()}
+        example |= dict.fromkeys(MEDIA) | {"kto_tags": True}
+        return probe_collation(collator, example, patch_size, batches=self.batches)
 
     def prepare(self, trainer: Any) -> Callable[[], None]:
         from odb_factory.llamafactory.stages import kto_probes

@@ -12,6 +12,7 @@ stock's; with every other one it has that of the optimizer step, so that the gra
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,9 @@ import torch
 from torch import Tensor
 
 from odb_factory.data.collate import Collated
+from odb_factory.data.layout import UNPADDED
 from odb_factory.data.samples import MicroBatch
+from odb_factory.model.unpad import FlatRows
 from odb_factory.training.run import Computing
 
 REPLACED = ("forward", "concatenated_forward", "kto_loss")
@@ -126,8 +129,10 @@ class StepKL:
         needed = {key: value for key, value in batch.items() if f"kl_{key}" not in batch}
         with torch.no_grad(), self.trainer.compute_loss_context_manager():
             inputs = self.trainer._prepare_inputs(needed)
-            policy = self.trainer.concatenated_forward(model, inputs)[4]
-            reference = self.trainer.compute_reference_log_probs(model, inputs)[2]
+            rows = inputs.pop(f"kl_{UNPADDED}", None)
+            with contextlib.nullcontext() if rows is None else self.trainer.odb_flat(FlatRows(**rows)):
+                policy = self.trainer.concatenated_forward(model, inputs)[4]
+                reference = self.trainer.compute_reference_log_probs(model, inputs)[2]
         return policy - reference
 
     # In place of methods of the trainer

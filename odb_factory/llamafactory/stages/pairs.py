@@ -30,6 +30,7 @@ class Pairs(Stage):
     dropped = "the turns do not end in two answers to a prompt"
     equal_weights = True
     rows = len(SIDES)
+    batches = ("",)
 
     def answers(self, features: Mapping[str, Any]) -> Sequence[list[int]]:
         return [features[f"{side}_input_ids"] for side in SIDES]
@@ -56,7 +57,7 @@ class Pairs(Stage):
     def collation(self, collator: Any, patch_size: int) -> Collation:
         answer = probe_answer(collator)
         pair = {f"{side}_{name}": value for side in SIDES for name, value in answer.items()}
-        return probe_collation(collator, pair | dict.fromkeys(MEDIA), patch_size, self.rows)
+        return probe_collation(collator, pair | dict.fromkeys(MEDIA), patch_size, self.rows, self.batches)
 
 
 class Rm(Pairs):
@@ -64,7 +65,6 @@ class Rm(Pairs):
 
     name = "rm"
     trainer = ("llamafactory.train.rm.trainer", "PairwiseTrainer")
-    why_not_flat = "the trainer takes the reward at the last token of each row"
 
     def refuse(self, value_of: Callable[..., Any]) -> str | None:
         if value_of("include_effective_tokens_per_second"):

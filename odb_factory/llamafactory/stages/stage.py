@@ -28,8 +28,7 @@ class Stage(ABC):
     takes_media: its collator does. equal_weights: the loss of a micro-batch is one mean whose units cannot be weighed
     one by one, so samples that stock weighs differently do not share one.
     prepares_steps: it looks at all micro-batches of an optimizer step before the first is trained on.
-    why_not_flat: why its rows cannot follow each other in one; None: they can. rows: that its collator makes of a
-    sample.
+    rows: that its collator makes of a sample. batches: of `Collation`.
     """
 
     name: str
@@ -42,8 +41,8 @@ class Stage(ABC):
     takes_media: bool = True
     equal_weights: bool = False
     prepares_steps: bool = False
-    why_not_flat: str | None = None
     rows: int = 1
+    batches: tuple[str, ...] = ()
 
     def of_training(self, finetuning_args: Any, tokenizer: Any) -> Stage:
         """The stage as a training has it: what `cost` and `measure` know of its arguments."""
@@ -165,8 +164,10 @@ def probe_answer(collator: Any) -> dict[str, list[int]]:
     }
 
 
-def probe_collation(collator: Any, sample: Mapping[str, Any], patch_size: int, rows: int = 1) -> Collation:
-    """What this collator makes of one sample of `PROBE_TOKENS` tokens without media. rows: that it makes of it."""
+def probe_collation(
+    collator: Any, sample: Mapping[str, Any], patch_size: int, rows: int = 1, batches: tuple[str, ...] = ()
+) -> Collation:
+    """What this collator makes of one sample of `PROBE_TOKENS` tokens without media. rows, batches: of `Collation`."""
     image_tokens, image_patches, audio_tokens, audio_patches = _dummies(collator, sample, patch_size)
     return Collation(
         pad_to_multiple_of=getattr(collator, "pad_to_multiple_of", None) or 1,
@@ -175,4 +176,5 @@ def probe_collation(collator: Any, sample: Mapping[str, Any], patch_size: int, r
         dummy_audio_tokens=audio_tokens,
         dummy_audio_patches=audio_patches,
         rows=rows,
+        batches=batches,
     )

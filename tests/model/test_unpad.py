@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from odb_factory.data.layout import UNPADDED, FlatLayout, beside_rows
 from odb_factory.model import attention
 from odb_factory.model.chunked import AfterHead, log_probs_of
-from odb_factory.model.log_probs import FlatRows, LabelLogProbs, PreferenceDoor
+from odb_factory.model.unpad import FlatRows, LabelLogProbs, UnpadDoor
 
 LENGTHS = (9, 4, 17, 6)
 IGNORED = -100
@@ -95,9 +95,9 @@ def test_rows_go_flat_through_the_model(model: Any, side: str, ld_alpha: float |
     batch = rows_of(side)
     stock, _ = scores(model, batch, ld_alpha)
     expected = gradient(model, stock)
-    door = PreferenceDoor(model)
+    door = UnpadDoor(model)
     assert door.reason is None
-    laid_out, segments = beside_rows(batch, 2, True, FlatLayout(rows=2))
+    laid_out, segments = beside_rows(batch, 2, True, FlatLayout(rows=2, batches=("",)))
     assert segments == LENGTHS
     model.gradient_checkpointing_enable({"use_reentrant": False})
     seen: list[int] = []
@@ -125,4 +125,4 @@ def test_a_head_that_is_no_linear_layer_is_refused(tiny_text: Path) -> None:
     """Its weight is not what it computes by."""
     lora = LoraConfig(target_modules=["lm_head"], task_type="CAUSAL_LM")
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_text), lora)
-    assert "not a plain torch.nn.Linear" in str(PreferenceDoor(model).reason)
+    assert "not a plain torch.nn.Linear" in str(UnpadDoor(model).reason)

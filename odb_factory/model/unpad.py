@@ -1,8 +1,9 @@
-"""Log-probabilities of labels in the place of logits, for preference losses: DPO, IPO, ORPO, SimPO and their like.
+"""Padded rows that a trainer reads, computed by its model as one flat row: preferences, examples of KTO, rewards.
 
-Such a loss reads from logits [rows, length, vocabulary] the log-probability of each label, and for its log the mean of
-the logits. Here a forward computes these for the supervised tokens of one flat row, some hundred at a time, and hands
-over a tensor [rows, length, 2] that answers what the loss asks of logits (`LabelLogProbs`).
+A preference loss reads from logits [rows, length, vocabulary] the log-probability of each label, and for its log the
+mean of the logits. Here a forward computes these for the supervised tokens of one flat row, some hundred at a time, and
+hands over a tensor [rows, length, 2] that answers what the loss asks of logits (`LabelLogProbs`). A reward is computed
+from the last hidden states: where a forward is asked for hidden states, it hands over these, and no logits.
 
 Names of shapes: as in `head`.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from odb_factory.errors import DataError
+from odb_factory.model import attention
 from odb_factory.model.chunked import log_probs_of
 from odb_factory.model.head import WithoutLogits
 
@@ -27,25 +29,28 @@ from odb_factory.model.head import WithoutLogits
 class FlatRows:
     """The rows of a batch as one row. inputs: in the place of those of the model (None: it gets none). labels: [1,
     total], the first of each row -100. index: int64[tokens], where each of the first tokens of the row stands in the
-    rows laid end to end; what comes behind them is in no row. num_supervised: labels that are not -100."""
+    rows laid end to end; what comes behind them is in no row. num_supervised: labels that are not -100. segments: of
+    `attention.flat_row`."""
 
     inputs: Mapping[str, Any]
     labels: Tensor
     index: Tensor
     num_supervised: int
+    segments: Sequence[int]
 
 
-class PreferenceDoor:
-    """Forwards of padded rows, by one transformers model or several, as those of one flat row without logits.
+class UnpadDoor:
+    """Forwards of padded rows by a transformers model as those of one flat row without logits.
 
-    model: also wrapped by PEFT, DDP, FSDP or DeepSpeed. reason: why it cannot be; None where it can. The first forward
-    may find one, and then raises.
+    model: also wrapped by PEFT, a reward head, DDP, FSDP or DeepSpeed. reason: why it cannot be; None where it can. The
+    first forward may find one, and then raises. A backward that runs forwards again is within `attention.flat_row`.
 
     Example::
 
-        door = PreferenceDoor(model)
-        with door.flat(FlatRows(inputs, labels, index, 12)), attention.flat_row(lengths):
+        door = UnpadDoor(model)
+        with attention.flat_row(rows.segments), door.flat(rows):
             logits = model(input_ids=ids, attention_mask=mask).logits  # [rows, length, 2], see `LabelLogProbs`
+            (logits.log_softmax(-1).gather(2, labels.unsqueeze(2)) * weights).sum().backward()
     """
 
     def __init__(self, model: nn.Module):
@@ -65,19 +70,36 @@ class PreferenceDoor:
         if args or "input_ids" not in kwargs:
             raise DataError("layout: rows can be laid flat only where the model is given `input_ids` by name")
         shape = kwargs["input_ids"].shape
-        given = {**kwargs, **rows.inputs}
-        after = self._door.after_head(functools.partial(own, **given), rows.labels)
+        given = {name: value for name, value in {**kwargs, **rows.inputs}.items() if name != "labels"}
+        with attention.flat_row(rows.segments):
+            if given.get("output_hidden_states"):
+                return self._hidden_states(rows, functools.partial(own, **given), shape)
+            return self._log_probs(rows, functools.partial(own, **given), shape)
+
+    def _hidden_states(self, rows: FlatRows, run: Callable[[], Any], shape: torch.Size) -> Any:
+        """The last ones, [rows, length, hidden]: 0 where there is no token."""
+        with self._door.head_computes(lambda _, hidden: hidden.new_zeros(1, 1, 1)):
+            output = run()
+        last = output["hidden_states"][-1]
+        if last.shape[:-1] != rows.labels.shape:
+            raise _other_shape(last, rows)
+        padded = last.new_zeros(shape.numel(), last.shape[-1]).index_copy(0, rows.index, last[0, : len(rows.index)])
+        rest = {name: value for name, value in output.items() if name not in ("loss", "hidden_states")}
+        return type(output)(hidden_states=(padded.view(*shape, -1),), **rest)
+
+    def _log_probs(self, rows: FlatRows, run: Callable[[], Any], shape: torch.Size) -> Any:
+        after = self._door.after_head(run, rows.labels)
         found: list[Tensor] = []
 
         def log_probs(linear: nn.Linear, hidden: Tensor) -> Tensor:
             if hidden.shape[:-1] != rows.labels.shape:
-                raise DataError(f"layout: {list(hidden.shape[:-1])} hidden states of {list(rows.labels.shape)} tokens")
+                raise _other_shape(hidden, rows)
             places, of_labels, means = log_probs_of(linear, hidden, rows.labels, rows.num_supervised, after)
             found.extend((places, means))
             return of_labels.reshape(1, -1, 1)
 
         with self._door.head_computes(log_probs) as outputs:
-            output = own(**given)
+            output = run()
         places, means = found
         # [supervised] -> [total] -> [rows, length]
         values = torch.stack((outputs[0].reshape(-1), means), -1)
@@ -86,6 +108,10 @@ class PreferenceDoor:
         padded = missing.expand(shape.numel(), 2).index_copy(0, rows.index, in_row)
         rest = {name: value for name, value in output.items() if name not in ("loss", "logits")}
         return type(output)(logits=padded.view(*shape, 2).as_subclass(LabelLogProbs), **rest)
+
+
+def _other_shape(hidden: Tensor, rows: FlatRows) -> DataError:
+    return DataError(f"layout: {list(hidden.shape[:-1])} hidden states of {list(rows.labels.shape)} tokens")
 
 
 _SELECTING = {
