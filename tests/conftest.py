@@ -14,8 +14,10 @@ from support import write_dataset
 
 from odb_factory.demo.tiny_model import build_tiny_qwen2, build_tiny_qwen3_vl
 
-# No timed assertions: a machine may be busy.
-hypothesis.settings.register_profile("odb", deadline=None)
+# No timed assertions: a machine may be busy. The same examples in every run, so that a change is judged by what it
+# changes; `pytest --hypothesis-profile=search` draws others.
+hypothesis.settings.register_profile("odb", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("search", deadline=None)
 hypothesis.settings.load_profile("odb")
 
 

@@ -238,6 +238,7 @@ def test_early_stopping_and_best_model(tiny_text, data_dir, tmp_path) -> None:
     assert json.loads((tmp_path / "out" / "odb_summary.json").read_text())["epochs"] == 3
 
 
+@pytest.mark.full_grid
 def test_in_process_loading_gives_the_same_steps(tiny_vl, data_dir, tmp_path) -> None:
     """I6: `dataloader_num_workers: 0` works and plans as two workers do; tokenized data is used as it is."""
     steps = []

@@ -83,17 +83,17 @@ def zero(*cells: tuple[int, str, int]) -> dict[str, Case]:
 
 
 ALL_ZERO = [(stage, model, accumulation) for stage in (2, 3) for model in ("text", "vl") for accumulation in GAS]
-DEFAULT_ZERO = [(2, "text", 2), (3, "vl", 2)]
+DEFAULT_ZERO = [(3, "vl", 2)]
 SETS: dict[str, tuple[int, dict[str, Case]]] = {
     "1_rank": (1, plain("float64", 2) | {"own loss": OPTIONS["own loss"]}),
-    "2_ranks": (2, plain("float64", 2) | plain("float32", 2) | OPTIONS),
+    "2_ranks": (2, plain("float64", 2) | OPTIONS),
     "2_ranks_zero": (2, zero(*DEFAULT_ZERO)),
     "1_rank_liger": (1, {"liger": LIGER}),
 }
 """Trainings that the same processes run one after the other: starting them costs most."""
 FULL_GRID = {
     "1_rank_grid": (1, plain("float64", 1, 4) | plain("float32", *GAS)),
-    "2_ranks_grid": (2, plain("float64", 1, 4) | plain("float32", 1, 4)),
+    "2_ranks_grid": (2, plain("float64", 1, 4) | plain("float32", *GAS)),
     "4_ranks_grid": (4, plain("float64", *GAS) | plain("float32", *GAS)),
     "2_ranks_zero_grid": (2, zero(*(cell for cell in ALL_ZERO if cell not in DEFAULT_ZERO))),
     "4_ranks_zero_grid": (4, zero(*ALL_ZERO)),

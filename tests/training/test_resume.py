@@ -87,8 +87,12 @@ WORKERS = {"gradient_accumulation_steps": 2, "dataloader_num_workers": 2}
 
 @pytest.mark.parametrize(
     ("block", "mode"),
-    [(FILL, {}), (FILL, WORKERS), (FILL, {"max_steps": 9}), (BLOCK | {"token_budget": 128}, WORKERS)],
-    ids=["fill", "fill, workers", "fill, max_steps", "keep, workers"],
+    [
+        pytest.param(FILL, {}, id="fill", marks=pytest.mark.full_grid),
+        pytest.param(FILL, WORKERS, id="fill, workers"),
+        pytest.param(FILL, {"max_steps": 9}, id="fill, max_steps", marks=pytest.mark.full_grid),
+        pytest.param(BLOCK | {"token_budget": 128}, WORKERS, id="keep, workers"),
+    ],
 )
 def test_the_same_run_from_any_checkpoint(tiny_text, tmp_path, block: dict[str, Any], mode: dict[str, Any]) -> None:
     """Steps, losses, gradient norms, learning rates, audit and summary are those of the run that was not stopped."""

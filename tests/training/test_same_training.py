@@ -35,13 +35,11 @@ SETS: dict[str, tuple[int, dict[str, Training]]] = {
     "2_ranks": (
         2,
         {
-            "text": Training(batch=2, accumulation=4, more=4),
             "without balance": Training(batch=4, accumulation=1, dtype="float64", block={"balance": False}),
             "smoothed on each rank": Training(
                 batch=2, accumulation=2, arguments=SMOOTHED | {"average_tokens_across_devices": False}
             ),
             "smoothed, mixed": Training("vl", "mixed", batch=3, accumulation=2, more=6, arguments=SMOOTHED),
-            "mixed": Training("vl", "mixed", batch=3, accumulation=2, dtype="float64", more=6),
         },
     ),
 }
@@ -75,6 +73,8 @@ MORE: dict[str, tuple[int, dict[str, Training]]] = {
         2,
         {
             "one row": Training(batch=1, accumulation=2),
+            "text": Training(batch=2, accumulation=4, more=4),
+            "mixed": Training("vl", "mixed", batch=3, accumulation=2, dtype="float64", more=6),
             "smoothed": Training(batch=2, accumulation=3, more=4, arguments=SMOOTHED),
             "vl text": Training("vl", "text", batch=1, accumulation=4, more=2),
         },
@@ -89,7 +89,7 @@ Measure = Callable[[str, str], Apart]
 
 @pytest.fixture(scope="module")
 def measure(tiny_text, tiny_vl, tmp_path_factory, request) -> Iterator[Measure]:
-    """`measure("2_ranks", "text")` compares one training of a set, which is run once; all are printed at last."""
+    """`measure("1_rank", "text")` compares one training of a set, which is run once; all are printed at last."""
     models = {"text": str(tiny_text), "vl": str(tiny_vl)}
     found: dict[tuple[str, str], Apart] = {}
 
