@@ -13,7 +13,6 @@ from odb_factory.log import get_logger
 logger = get_logger(__name__)
 
 NOT_FLAT = {
-    "use_asft_loss": "its reference model is given no position_ids, so the samples of a row would see each other there",
     "shift_attn": "it shifts attention along the whole row, across samples",
     "neftune_noise_alpha": "it scales its noise by the length of the row",
 }
@@ -67,14 +66,11 @@ def check_layout(config: ODBConfig, value_of: Callable[..., Any]) -> None:
 
 def why_not_flat(trainer: Any) -> str | None:
     """What LLaMA-Factory's trainer was made with that only a padded layout can have; None: nothing."""
-    found = {
-        "use_asft_loss": getattr(trainer.finetuning_args, "use_asft_loss", False),
-        # What LLaMA-Factory sets where it has really changed the attention.
-        "shift_attn": getattr(trainer.model.config, "group_size_ratio", None) is not None,
-    }
-    why = next((f"{key}: {NOT_FLAT[key]}" for key, value in found.items() if value), None)
-    if why is not None or not STAGES[trainer.finetuning_args.stage].batches:
-        return why
+    # What LLaMA-Factory sets where it has really changed the attention.
+    if getattr(trainer.model.config, "group_size_ratio", None) is not None:
+        return f"shift_attn: {NOT_FLAT['shift_attn']}"
+    if not STAGES[trainer.finetuning_args.stage].batches:
+        return None
     # What a trainer reads of its rows comes from the door at the output embedding.
     from odb_factory.model.unpad import UnpadDoor
     from odb_factory.training.layout_choice import models_of

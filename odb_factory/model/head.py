@@ -81,16 +81,8 @@ class WithoutLogits:
     @contextlib.contextmanager
     def replacing_forward(self, forward: Callable[..., Any]) -> Iterator[None]:
         """Meanwhile the model's forward is this one, whose first argument is the model's own."""
-        model: Any = self._model
-        own, is_replaced = model.forward, "forward" in vars(model)
-        model.forward = functools.partial(forward, own)
-        try:
+        with forward_replaced(self._model, forward):
             yield
-        finally:
-            if is_replaced:
-                model.forward = own
-            else:
-                del model.forward
 
     def _forward(
         self, weights: float | Tensor, num_supervised: int | None, own: Callable[..., Any], *args: Any, **kwargs: Any
@@ -239,6 +231,20 @@ class WithoutLogits:
             self._name,
             self.reason,
         )
+
+
+@contextlib.contextmanager
+def forward_replaced(model: Any, forward: Callable[..., Any]) -> Iterator[None]:
+    """Meanwhile the forward of `model` is this one, whose first argument is the model's own."""
+    own, is_replaced = model.forward, "forward" in vars(model)
+    model.forward = functools.partial(forward, own)
+    try:
+        yield
+    finally:
+        if is_replaced:
+            model.forward = own
+        else:
+            del model.forward
 
 
 _OTHER_FORWARDS = ("past_key_values", "use_cache", "logits_to_keep", "shift_labels")

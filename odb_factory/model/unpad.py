@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from odb_factory.errors import DataError
 from odb_factory.model import attention
 from odb_factory.model.chunked import log_probs_of
-from odb_factory.model.head import WithoutLogits
+from odb_factory.model.head import WithoutLogits, forward_replaced
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +108,20 @@ class UnpadDoor:
         padded = missing.expand(shape.numel(), 2).index_copy(0, rows.index, in_row)
         rest = {name: value for name, value in output.items() if name not in ("loss", "logits")}
         return type(output)(logits=padded.view(*shape, 2).as_subclass(LabelLogProbs), **rest)
+
+
+def positions_of_samples(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """Meanwhile a forward of the flat row under way that is given no `position_ids` takes those of its samples, each
+    from 0: of a reference model that a trainer hands nothing but token ids. model: a transformers model."""
+    return forward_replaced(model, _with_positions)
+
+
+def _with_positions(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    row, ids = attention.row_in_progress(), kwargs.get("input_ids")
+    if row is not None and ids is not None and kwargs.get("position_ids") is None and ids.shape == (1, row.tokens):
+        positions = torch.cat([torch.arange(length) for length in row.segments])[None]
+        kwargs["position_ids"] = attention.copy_to(positions, ids.device)
+    return own(*args, **kwargs)
 
 
 def _other_shape(hidden: Tensor, rows: FlatRows) -> DataError:

@@ -27,10 +27,10 @@ from odb_factory.data.layout import UNPADDED
 from odb_factory.ending import ending
 from odb_factory.errors import ConfigError
 from odb_factory.model import attention
-from odb_factory.model.unpad import FlatRows, UnpadDoor
+from odb_factory.model.unpad import FlatRows, UnpadDoor, positions_of_samples
 from odb_factory.training import columns, probes
 from odb_factory.training.checkpoint_save import CheckpointMark, CheckpointSaver
-from odb_factory.training.checks import check_trainer
+from odb_factory.training.checks import check_trainer, unwrapped
 from odb_factory.training.expectation import say_what_differs
 from odb_factory.training.find_checkpoint import find_checkpoint
 from odb_factory.training.layout_check import LayoutCheck
@@ -255,11 +255,15 @@ class ODBTrainerMixin(Base):
         check_batch(self, box[0], computing.micro_batch.ids)
         if self.odb_check is not None:
             self._odb_check_batch(self.odb_check, box[0], measured.segments, len(computing.micro_batch.ids))
-        with attention.flat_row(measured.segments):
+        with attention.flat_row(measured.segments), self._odb_positions():
             loss = super().training_step(model, box.pop())
         if not computing.is_weighed:
             raise ConfigError(_not_reached(self, "compute_loss"))
         return loss
+
+    def _odb_positions(self) -> contextlib.AbstractContextManager[None]:
+        reference = getattr(self, "ref_model", None)
+        return contextlib.nullcontext() if reference is None else positions_of_samples(unwrapped(reference))
 
     def _odb_check_batch(self, check: LayoutCheck, batch: Any, segments: tuple[int, ...], num_samples: int) -> None:
         """The check of a flat layout where rows cannot be read by their number: by the first micro-batch."""

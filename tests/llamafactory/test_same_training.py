@@ -16,7 +16,7 @@ from distributed.test_engines import ENGINES, deepspeed_config
 from llamafactory.hparams import FinetuningArguments
 from llamafactory.train.tuner import run_exp
 from same_training import RELATIVE, Training, check_same_training, deviation, report, train
-from support import training_config, write_dataset
+from support import read_jsonl, training_config, write_dataset
 
 NUM_EVAL = 6
 NUM_ROWS = {"texts": 42, "many_texts": 86, "mixed": 30}
@@ -102,24 +102,28 @@ OWN_LOSSES = {
     "label smoothing of all labels, tiny Qwen3-VL": ("mixed", SMOOTHED | {"train_on_prompt": True}),
 }
 """Losses that stock adds up over its micro-batches, or takes the mean of, each in its own way."""
+FLAT = ("asft, text", "asft, tiny Qwen3-VL")
 
 
-def check_own_loss(pair: Pair, name: str) -> None:
+def check_own_loss(pair: Pair, name: str, tmp_path: Path) -> None:
     dataset, changes = OWN_LOSSES[name]
     if "use_asft_loss" in changes and not hasattr(FinetuningArguments, "use_asft_loss"):
         pytest.skip("this release has no use_asft_loss")
     steps = {"per_device_train_batch_size": 3 if dataset == "mixed" else 2, "gradient_accumulation_steps": 3}
     steps["num_train_epochs"] = 1
-    found = check_same_training(*pair(dataset, **steps | changes))
+    ours, stock = pair(dataset, **steps | changes)
+    found = check_same_training(ours, stock)
     report(name, found)
+    audit = read_jsonl(tmp_path / "odb" / "odb_audit_rank0.jsonl")
+    assert all(line["rows"] == 1 for line in audit) or name not in FLAT
     assert found.grad_norm < RELATIVE
 
 
 @pytest.mark.parametrize("name", ["asft, tiny Qwen3-VL", "label smoothing, tiny Qwen3-VL"])
-def test_losses_that_stock_divides_in_its_own_way(pair: Pair, name: str) -> None:
+def test_losses_that_stock_divides_in_its_own_way(pair: Pair, name: str, tmp_path: Path) -> None:
     """On two ranks: `test_stages_are_the_same_training_on_two_ranks`, `tests/training/test_same_training.py`, and all
     in `test_stage_grid.py`."""
-    check_own_loss(pair, name)
+    check_own_loss(pair, name, tmp_path)
 
 
 def test_the_comparison_finds_another_loss(tiny_vl: Path, rows_dir: Path, tmp_path: Path) -> None:
@@ -206,8 +210,8 @@ def test_other_settings(pair: Pair, dataset: str, num_ranks: int, changes: dict[
 
 @pytest.mark.full_grid
 @pytest.mark.parametrize("name", OWN_LOSSES)
-def test_losses_of_a_trainer(pair: Pair, name: str) -> None:
-    check_own_loss(pair, name)
+def test_losses_of_a_trainer(pair: Pair, name: str, tmp_path: Path) -> None:
+    check_own_loss(pair, name, tmp_path)
 
 
 @pytest.mark.full_grid

@@ -10,12 +10,12 @@ import torch
 from llamafactory.train.trainer_utils import get_batch_logps
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from odb_factory.data.layout import UNPADDED, FlatLayout, beside_rows
 from odb_factory.model import attention
 from odb_factory.model.chunked import AfterHead, log_probs_of
-from odb_factory.model.unpad import FlatRows, LabelLogProbs, UnpadDoor
+from odb_factory.model.unpad import FlatRows, LabelLogProbs, UnpadDoor, positions_of_samples
 
 LENGTHS = (9, 4, 17, 6)
 IGNORED = -100
@@ -113,6 +113,21 @@ def test_rows_go_flat_through_the_model(model: Any, side: str, ld_alpha: float |
     logits = model(input_ids=batch["input_ids"][:2], attention_mask=batch["attention_mask"][:2]).logits
     supervised = (batch["labels"][:2, 1:] != IGNORED).nonzero().T
     assert float(mean) == pytest.approx(float(logits[:, :-1][tuple(supervised)].mean()), rel=1e-6)
+
+
+def test_a_model_that_is_given_token_ids_alone_takes_the_positions_of_samples() -> None:
+    """Of a table, where it shows whether they restart."""
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=99, n_embd=16, n_layer=2, n_head=2, use_cache=False)
+    model = GPT2LMHeadModel(config).double().eval()
+    samples = [torch.randint(0, 99, (1, length)) for length in LENGTHS]
+    alone = torch.cat([model(input_ids=sample).logits for sample in samples], 1)
+    undo = attention.install(model)
+    with attention.flat_row(LENGTHS), positions_of_samples(model):
+        flat = model(input_ids=torch.cat(samples, 1)).logits
+    undo()
+    torch.testing.assert_close(flat, alone)
+    assert "forward" not in vars(model)
 
 
 def test_what_needs_logits_says_so() -> None:
