@@ -94,6 +94,7 @@ def test_unreadable_picture_ends_the_run(with_an_unreadable_picture) -> None:
     assert sorted(told) == [False, True]
 
 
+@pytest.mark.full_grid  # as one that fails later: tests/llamafactory/test_fading_media.py
 def test_unreadable_picture_is_skipped_and_counted(with_an_unreadable_picture) -> None:
     with_an_unreadable_picture["odb"]["on_error"] = "skip"
     with Run(with_an_unreadable_picture, nodes=NODES) as run:

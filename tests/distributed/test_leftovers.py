@@ -77,6 +77,7 @@ def twenty_epochs(rank: int) -> dict[str, Any]:
     return {"start": start, "between": between, "end": end, "epochs": epochs, "other": ids_of_other}
 
 
+@pytest.mark.full_grid
 def test_twenty_epochs_leave_nothing_behind(tmp_path) -> None:
     """I2 in every whole epoch; no process, thread, file descriptor or shared memory too many, then and afterwards."""
     outcomes = run_ranks("distributed.test_leftovers:twenty_epochs", tmp_path, limit_s=120)
