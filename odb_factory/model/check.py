@@ -193,7 +193,10 @@ class TinyCopy:
 
     def _rows(self, samples: Sequence[int]) -> dict[str, Tensor]:
         longest = max(LENGTHS[sample] for sample in samples)
-        padded = lambda values: functional.pad(values, (0, longest - len(values)))  # noqa: E731
+
+        def padded(values: Tensor) -> Tensor:
+            return functional.pad(values, (0, longest - len(values)))
+
         batch = {
             "input_ids": torch.stack([padded(self._ids[sample]) for sample in samples]),
             "attention_mask": torch.stack([padded(torch.ones(LENGTHS[sample]).long()) for sample in samples]),

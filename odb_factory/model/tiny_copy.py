@@ -171,7 +171,9 @@ class _Sizes:
     """What sizes of one config have to do with each other. before: its attributes."""
 
     def __init__(self, before: dict[str, Any]):
-        first = lambda *names: next((before[one] for one in names if isinstance(before.get(one), int)), None)  # noqa: E731
+        def first(*names: str) -> int | None:
+            return next((before[one] for one in names if isinstance(before.get(one), int)), None)
+
         self.num_layers = next((value for name, value in before.items() if re.search(LAYERS, name)), None)
         self.hidden = first("hidden_size", "d_model", "n_embd") or HIDDEN
         heads = first("num_attention_heads", "n_head", "n_heads", "num_heads") or HEADS
