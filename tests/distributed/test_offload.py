@@ -75,6 +75,7 @@ def check(stage: int, offloaded: str, config_of: Config, folder: Path) -> None:
 
 
 @pytest.mark.versions
+@pytest.mark.timeout(600)  # DeepSpeed may have to build its optimizer first
 @pytest.mark.parametrize(("stage", "offloaded"), DEFAULT)
 def test_offload(stage: int, offloaded: str, config_of: Config, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     request.getfixturevalue("deepspeed_op")
