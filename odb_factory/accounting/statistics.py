@@ -68,6 +68,7 @@ class StepStatistics:
         self.tokens -= sum(row.tokens for row in rows)
         self.units -= sum(row.units for row in rows)
         self.lost_weight += sum(row.share for row in rows)
+        self.idle_micro_batches += sum(row.empties for row in rows)
 
     def wait(self, seconds: float) -> None:
         """Count time spent waiting for data. What comes before the first micro-step is when the sums begin."""

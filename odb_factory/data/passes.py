@@ -254,8 +254,9 @@ class Passes:
                 [id], COLLATION, message, epoch=step.epoch, step=step.index, lost_weight=shares.get(id, 0.0)
             )
         if late:
+            last = late[-1] if item.batch is None else None
             current.agreement.tell_late(
-                [LateRow(micro_batch.lengths[i], micro_batch.units[i], weights[i]) for i in late]
+                [LateRow(micro_batch.lengths[i], micro_batch.units[i], weights[i], i == last) for i in late]
             )
             micro_batch = micro_batch.without(late)
         if item.batch is None or item.measured is None:

@@ -51,11 +51,13 @@ class AgreedRow(NamedTuple):
 
 
 class LateRow(NamedTuple):
-    """A row that was found later, as all ranks are told with the next step. share: of the loss of its step, is lost."""
+    """A row that was found later, as all ranks are told with the next step. share: of the loss of its step, is lost.
+    empties: it is the last that its micro-batch has lost, which idles."""
 
     tokens: int
     units: int
     share: float
+    empties: bool
 
 
 @dataclass(slots=True)

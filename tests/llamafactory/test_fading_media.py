@@ -86,8 +86,8 @@ def test_an_image_that_is_gone_ends_the_run_where_the_policy_is_raise(tiny_vl, t
     config = configured(tiny_vl, tmp_path / "odb", FADING, **changes)
     ended = trained(config, 2)
     assert ended.returncodes != [0]
-    for rank in range(2):
-        assert "row 5 of" in ended.ranks[rank] and "cannot be collated" in ended.ranks[rank], str(ended)
+    # torchrun may end the other rank before it has said so, too.
+    assert any("row 5 of" in said and "cannot be collated" in said for said in ended.ranks), str(ended)
 
 
 @pytest.mark.full_grid
@@ -103,7 +103,7 @@ def test_a_row_that_is_found_too_late_weighs_nothing_and_its_share_is_told(tiny_
     lines = left_out(folder, num_ranks)
     assert {line["id"] for line in lines} == set(fading) and {line["optimizer_step"] for line in lines} == {2}
     audits = read_audits(folder, num_ranks)
-    summary = check_books(folder, audits, left_out={"collation": 4}, emptied=4)
+    summary = check_books(folder, audits, left_out={"collation": 4})
     lost = sum(line["lost_weight"] for line in lines)
     assert summary["lost_weight"] == pytest.approx(lost) and lost > 0
     weights = [line["weight"] for audit in audits for line in audit if line["optimizer_step"] == 2]
