@@ -115,7 +115,12 @@ def compare(name: str, folder: Path, models: dict[str, Path], data: Path, seeds:
         for contestant, changes in trained.contestants().items():
             output = folder / f"{name}_{contestant}_{seed}".replace(", ", "_").replace(" ", "_")
             config = sft_config(
-                models[trained.model], data, output, dataset=trained.dataset, template="qwen3_nothink", cutoff_len=CUTOFF
+                models[trained.model],
+                data,
+                output,
+                dataset=trained.dataset,
+                template="qwen3_nothink",
+                cutoff_len=CUTOFF,
             )
             without = {"eval_strategy": "no", "eval_dataset": None, "seed": seed}
             run = train(config | without | trained.changes | changes)
