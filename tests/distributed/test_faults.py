@@ -212,7 +212,7 @@ def test_a_pause_at_a_step_border(config, tmp_path) -> None:
 @pytest.mark.full_grid  # in a loop: tests/distributed/test_patience.py
 def test_asleep_for_ever(config) -> None:
     """A callback that never returns: after `ddp_timeout` both ranks end and the last line names its line."""
-    config |= {"ddp_timeout": 25}
+    config |= {"ddp_timeout": 25, "use_cpu": False}  # of a CPU that is asked for, transformers sets no timeout
     with Run(config, nodes=NODES, env=shimmed("pause_at_a_step_border") | {"ODB_TEST_PAUSE_S": "3600"}) as run:
         run.wait_for("Running training")
         ended = both_fail(run, 2 * LIMIT_S)
@@ -270,7 +270,7 @@ def test_rank_0_frozen(config) -> None:
 def test_data_that_stand_still(config) -> None:
     """As on a network drive that hangs: rank 1 is alive and is waited for, and all say what it waits for."""
     config["odb"]["exchange_timeout_s"] = 5
-    config["ddp_timeout"] = 20
+    config |= {"ddp_timeout": 20, "use_cpu": False}  # as above
     with Run(config, nodes=NODES) as run:
         under_way(run)
         observes, *_ = run.workers(1)
