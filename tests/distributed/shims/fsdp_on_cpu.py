@@ -17,7 +17,7 @@ def change(module):
 
     def __init__(self, *args, fsdp_plugin=None, **kwargs):
         stock(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
-        if fsdp_plugin is not None:
+        if fsdp_plugin is not None and "RANK" in os.environ:
             self.distributed_type = module.DistributedType.FSDP
             module.PartialState._shared_state["distributed_type"] = self.distributed_type
             self.fsdp_plugin = fsdp_plugin
@@ -25,5 +25,4 @@ def change(module):
     module.AcceleratorState.__init__ = __init__
 
 
-if "RANK" in os.environ:
-    sys.meta_path.insert(0, AfterImport(STATE, change))
+sys.meta_path.insert(0, AfterImport(STATE, change))  # also in a server that ranks are forked from
