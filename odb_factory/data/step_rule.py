@@ -73,7 +73,7 @@ def progress_for(
         "cost_model": config.cost_model,
         "overlong": config.overlong,
         "on_error": config.on_error,
-        "collation": list(dataclasses.astuple(budget.collation)),
+        "collation": [str(value) for value in dataclasses.astuple(budget.collation)],  # of tuples JSON makes lists
         "layout": budget.layout,
         "pad_to_multiple_of": budget.sizes.multiple,
         "length_buckets": list(budget.sizes.buckets),
