@@ -180,10 +180,7 @@ class _Sizes:
         rope = first("qk_rope_head_dim")
         self.head_factor = rope / 8 if rope else (first("head_dim") or self.hidden / heads) / HEAD_SIZE
         """Values of a head there for one here."""
-        self.heads, self.key_heads = (
-            heads,
-            next((value for name, value in before.items() if re.search(KEY_HEADS, name) and value), heads),
-        )
+        self.heads = heads
         self.expand = first("mamba_expand", "expand") or 2
         self.is_mixer = "expand" in before
         rotations = str(before.get("rope_parameters") or before.get("rope_scaling"))
