@@ -113,7 +113,10 @@ def _exchange(bins: Bins, bin_of: np.ndarray) -> None:
     tolerated = bins.targets // np.array([TOKENS_WITHIN, *[OTHERS_WITHIN] * (num_dimensions - 1)])
     most_pairs = max(MAX_TRIED // FEWEST**2 // len(halves), 1)
     unchanged = 0
-    for k in range(MAX_ROUNDS if num_pairs <= most_pairs else MAX_ROUNDS // 2):
+    rounds = MAX_ROUNDS if num_pairs <= most_pairs else MAX_ROUNDS // 2
+    if len(bin_of) < 2 * len(bins):  # to swap samples that are alone in their bins changes nothing
+        rounds //= 4
+    for k in range(rounds):
         dimension, shift = k % num_dimensions, k // num_dimensions
         # The fullest of a class with its emptiest; in later rounds with one beside that.
         order = movable[np.lexsort((-held.excess[movable, dimension], bins.bin_class[movable]))]
