@@ -57,10 +57,10 @@ def outcome(budget: int, speed: float, **figures: Any) -> Outcome:
 def a_look(asked_for: Asked, budgets: list[Outcome], seen: list[Seen] | None = None, **figures: Any) -> Look:
     seen = seen or [Seen(index=0, source="texts", cost=Cost(8, units=1))]
     sample = Sample(seen=seen, steps=[Step(start=0, rows=np.zeros(1, ROW))], population=64, resampled="", seconds=1.0)
-    plain: dict[str, Any] = {"layout": "flat", "layout_reason": "it is right", "step_size": 8, "other_layout": None}
+    plain: dict[str, Any] = {"layout": "flat", "layout_reason": "it is right", "step_size": 8}
     plain |= {"any_size": None, "by_ranks": [], "patch_caps": [], "bound_by_longest": 0.0}
     own = next(one for one in budgets if one.token_budget == 1024)
-    plain |= {"own": own, "compared": own}
+    plain |= {"own": own, "compared": own, "other_layout": own}
     examples = {one.reason: one.message for one in seen if one.cost is None}
     plain |= {"fixed": outcome(0, 1.0), "length_grouped": outcome(0, 1.3), "examples": examples}
     parts = parts_of(seen, ["texts"])

@@ -24,7 +24,7 @@ BEFORE_A_MODEL: dict[str, tuple[dict[str, Any], str]] = {
     "packing": ({"packing": True}, "packing: True does not go"),
     "ppo": ({"stage": "ppo", "reward_model": "x", "reward_model_type": "full"}, "stage: 'ppo'"),
     "flat": ({"odb": {"token_budget": 256, "layout": "flat"}, "neftune_noise_alpha": 5}, "neftune_noise_alpha: 5"),
-    "flat kto": ({"odb": {"token_budget": 256, "layout": "flat"}, "stage": "kto"}, "stage: 'kto' does not go"),
+    "sizes kto": ({"odb": {"token_budget": 256, "row_multiple": 2}, "stage": "kto"}, "odb.row_multiple: 2"),
     "loss": (
         {"odb": {"token_budget": 256, "loss_scaling": "square"}, "use_liger_kernel": True, "torch_compile": True},
         "use_liger_kernel: True",
