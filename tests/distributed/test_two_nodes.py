@@ -52,6 +52,7 @@ def nodes() -> Iterator[tuple[Node, Node]]:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=20)
 
 
+@pytest.mark.timeout(420)
 def test_two_nodes_train_the_mix_with_zero3(nodes, tiny_vl, tmp_path, deepspeed_op) -> None:
     """Full fine-tuning of the tiny Qwen3-VL on the small MM-Mix, to the end: every id once (I1, I2, I4, I7)."""
     build_builtin_mix(tmp_path / "mix", samples=SAMPLES)
@@ -69,7 +70,7 @@ def test_two_nodes_train_the_mix_with_zero3(nodes, tiny_vl, tmp_path, deepspeed_
         odb={"token_budget": 2048, "max_patches": 1024, "buffer_size": 16, "audit": True},
     )
     with Run(config, nodes=nodes, master=ADDRESSES[0]) as run:
-        ended = run.end()
+        ended = run.end(360)
         assert ended.returncodes == [0, 0], str(ended)
         assert not run.left_behind()
     audits = read_audits(tmp_path / "out", 2)
