@@ -91,7 +91,8 @@ def alone(
 
 
 def deviation(case: dict[str, Any], wrong: dict[str, Any] | None = None) -> float:
-    """Of the output and of each gradient, relative to its largest value. wrong: changes to what the product is told."""
+    """Of the output and of each gradient, relative to its largest value (of a gradient that is 0: to the largest of all).
+    wrong: changes to what the product is told."""
     inputs = states(**case)
     found, expected = attend(inputs, **case | (wrong or {})), alone(inputs, **case)
     assert found.shape == expected.shape and found.dtype == inputs[0].dtype
@@ -100,7 +101,9 @@ def deviation(case: dict[str, Any], wrong: dict[str, Any] | None = None) -> floa
     pairs += zip(
         torch.autograd.grad((found * weight).sum(), inputs), torch.autograd.grad((expected * weight).sum(), inputs)
     )
-    return max(float((one - other).abs().max().detach() / other.abs().max().detach()) for one, other in pairs)
+    largest = [float(other.detach().abs().max()) for _, other in pairs]
+    differences = [float((one - other).detach().abs().max()) for one, other in pairs]
+    return max(difference / (own or max(largest)) for difference, own in zip(differences, largest))
 
 
 @pytest.mark.parametrize("case", CASES)

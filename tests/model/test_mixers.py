@@ -32,7 +32,8 @@ from odb_factory.model import attention, mixers
 from odb_factory.model.mixers import SMALL, WASTE, PaddedGroups
 
 ROUNDING = 2e-7
-"""Largest difference of gradients: some families compute a part of their mixer in float32 whatever the weights are."""
+"""Of gradients: some families compute a part of their mixer in float32 whatever the weights are. Where more of it shows
+on a processor (Zamba: 3e-6), it shows in padded rows as well, and flat ones may differ twice as much as those."""
 UNEVEN = (700, 30, 1, 290, 310, 45, 30, 2, 600)
 
 
@@ -58,8 +59,12 @@ def alone(model: Any) -> tuple[float, dict[str, torch.Tensor]]:
     return total, summed
 
 
-def check_flat_is_alone(model: Any, limit: float = ROUNDING) -> None:
+def check_flat_is_alone(model: Any) -> None:
     loss, gradient = alone(model)
+    sum_of_losses(model, padded_batch(samples()))
+    padded = largest_difference(gradients(model), gradient)
+    assert padded < 1e-5
+    limit = max(ROUNDING, 2 * padded)
     undo = both_doors(model)
     assert float(sum_of_losses(model, flat_batch(samples()), LENGTHS)) == pytest.approx(loss, rel=limit)
     found = gradients(model)
