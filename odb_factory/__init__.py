@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from odb_factory.planning import Cost as Cost
     from odb_factory.training.enable import ODBTrainer as ODBTrainer
     from odb_factory.training.enable import enable_odb as enable_odb
-    from odb_factory.training.flat_in_loop import check_flat as check_flat
     from odb_factory.training.mixin import ODBTrainerMixin as ODBTrainerMixin
+    from odb_factory.training.unpad import unpad as unpad
 
 _HOMES = {
     "Collation": "odb_factory.planning",
@@ -45,9 +45,9 @@ _HOMES = {
     "ODBTrainerMixin": "odb_factory.training.mixin",
     "apply_odb": "odb_factory.loop.wrapping",
     "check_loss": "odb_factory.loop.check_loss",
-    "check_flat": "odb_factory.training.flat_in_loop",
     "enable_odb": "odb_factory.training.enable",
     "pop_step_info": "odb_factory.loop.step_info",
+    "unpad": "odb_factory.training.unpad",
     "weighted_loss": "odb_factory.loop.weighted_loss",
     "without_logits": "odb_factory.loop.weighted_loss",
 }

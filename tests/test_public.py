@@ -39,10 +39,10 @@ def test_names_of_the_package() -> None:
         "ODBTrainerMixin",
         "__version__",
         "apply_odb",
-        "check_flat",
         "check_loss",
         "enable_odb",
         "pop_step_info",
+        "unpad",
         "weighted_loss",
         "without_logits",
     ]

@@ -36,7 +36,7 @@ class ODBDataLoader(Online[T_co], State, DataLoader[T_co]):
         `exact` unless given: what the loop's loss would be without odb (`stock`) only its author knows. With `sample`
         and `square` call `weighted_loss` in place of the model's own.
     layout: `padded` (which `auto` is here), as `collate_fn` returns the batches; `flat`: the samples of each in one
-        row, without padding, for models of transformers that keep attention within restarting `position_ids` (below).
+        row, without padding, for models of transformers (below).
     cost_fn: item -> `Cost` or tokens, for items of any other kind or cost. collation: what `collate_fn` adds to a
         group (default: its `pad_to_multiple_of`).
     shuffle, sampler: an order over the *whole* dataset, the same on every rank; each rank takes its own share, without
@@ -62,13 +62,11 @@ class ODBDataLoader(Online[T_co], State, DataLoader[T_co]):
                     optimizer.step()
                     optimizer.zero_grad()
 
-    Flat micro-batches (`input_ids`, `labels` and `position_ids` [1, total], no `attention_mask`) need a model without
-    recurrent or convolutional layers, without its cache of keys and values, and an attention kernel to which their
-    length is no matter; `check_flat` switches the cache off and tries the model on a few rows::
+    Flat micro-batches (`input_ids`, `labels` and `position_ids` [1, total], no `attention_mask`) need a model of
+    transformers that `unpad` has set up, and tried on a few rows::
 
-        model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="flash_attention_2")
         with ODBDataLoader(dataset, token_budget=8192, layout="flat", collate_fn=collate) as loader:
-            check_flat(model, loader)
+            unpad(model, loader)
             for batch in loader:
                 info = pop_step_info(batch)  # info.segments: the lengths of its samples
                 (model(**batch).loss * info.loss_scale).backward()

@@ -28,6 +28,7 @@ from odb_factory.loop.accelerated import check_accumulation, to_device
 from odb_factory.loop.last_resort import LastResort
 from odb_factory.loop.receipts import Receipts
 from odb_factory.loop.step_info import make_step_info, put_step_info
+from odb_factory.model.flat_row import begin_row
 from odb_factory.planning import Collation
 
 logger = get_logger(__name__)
@@ -38,7 +39,7 @@ OVER = (
 )
 UNCHECKED = (
     "layout: flat in a loop of your own, and nothing has made sure that the model keeps the samples of a row apart "
-    "(one with its cache switched on does not); call odb_factory.check_flat(model, loader) before the first batch"
+    "(one with its cache switched on does not); call odb_factory.unpad(model, loader) before the first batch"
 )
 RUN_STEPS = "optimizer_steps_of_run"
 """The key of a loop's state that the `ODBLoader` has no use for: the audit counts on from it."""
@@ -49,7 +50,7 @@ class Iteration:
 
     accumulation: micro-batches of an optimizer step, as they would be without odb.
     is_fetched_ahead: a framework asks it for a batch before it hands over the one before.
-    is_checked: `check_flat` has found that the loop's model takes flat rows.
+    is_checked: `unpad` has found that the loop's model takes flat rows.
     is_prepared: accelerate has prepared the DataLoader. moves_batches: and leaves it to us to move them.
     """
 
@@ -211,6 +212,7 @@ class Iteration:
     def _batches(self, loader: ODBLoader, items: Iterator[Collated], current: Pass) -> Iterator[Any]:
         micro_batch = None
         self._receipts.begin()
+        begin_row(())
         try:
             for micro_batch, measured, collated in iter(partial(self.accounting.next, items), None):
                 self._check_goes_on(loader, current)
@@ -242,6 +244,7 @@ class Iteration:
             if micro_batch is None or not (micro_batch.step.last and micro_batch.ends_optimizer_step):
                 raise ConfigError(OVER)
         finally:
+            begin_row(())  # nothing after the loop is of the row whose step info was taken out last
             if self._current is current:
                 self._current = None
 

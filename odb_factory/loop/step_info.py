@@ -12,6 +12,7 @@ from odb_factory.accounting.loss_weights import micro_batch_loss, token_weights
 from odb_factory.config import LOSS_SCALINGS
 from odb_factory.data.samples import Measured, MicroBatch
 from odb_factory.errors import ConfigError, DataError
+from odb_factory.model.flat_row import begin_row
 
 STEP_INFO_KEY = "odb_step_info"
 LOOP_LOSS_SCALINGS = tuple(scaling for scaling in LOSS_SCALINGS if scaling != "stock")
@@ -175,7 +176,9 @@ def _subclass(kind: Any) -> Any:
 
 
 def pop_step_info(batch: object, loss_scaling: str | None = None) -> ODBStepInfo:
-    """Take the step info out of a batch of an `ODBDataLoader`; do so before `model(**batch)`.
+    """Take the step info out of a batch of an `ODBDataLoader`; do so right before `model(**batch)`.
+
+    A model that `unpad` has set up takes the lengths of a flat row from the info that was taken out last.
 
     batch: as the loader yields it: a mapping, or what else `collate_fn` returns (a tuple, a tensor, an object).
     loss_scaling: exact, sample, square, approx or none; default: that of the loader. Raises `DataError` where the batch
@@ -189,6 +192,7 @@ def pop_step_info(batch: object, loss_scaling: str | None = None) -> ODBStepInfo
             "before; call pop_step_info once for each batch, before anything else drops the key."
         )
     info.receipt.taken = True
+    begin_row(info.segments)
     if loss_scaling is None or loss_scaling == info.loss_scaling:
         return info
     if loss_scaling not in LOOP_LOSS_SCALINGS:

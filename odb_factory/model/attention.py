@@ -13,16 +13,13 @@ What a release of torch takes is read from the signature and the schema, never f
 need bfloat16 or float16, and heads of at most 256 values; smaller heads of odd sizes are filled with zeros. No kernel
 caps scores (`why_unusable`). Where no flat row is under way (an evaluation), both functions are those of `sdpa`.
 
-The lengths of the samples come from `flat_row`, not from arguments that each model would have to hand down: a model
-cannot lose them on the way, and nothing is read back from the device.
+The lengths of the samples come from `flat_row`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +30,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from odb_factory.errors import ConfigError
 from odb_factory.log import get_logger
+from odb_factory.model.flat_row import FlatRow, row_in_progress
 
 logger = get_logger(__name__)
 
@@ -45,57 +43,7 @@ OVERLAYS = ("gemma3", "gemma4", "paligemma")
 """Models in which the tokens of an image see each other, which lies over the causal mask."""
 
 
-class FlatRow:
-    """The flat row in forward and backward. segments: lengths of its samples (tokens), in order; they fill the row.
-
-    is_trial: the log does not name its kernel, which is not that of a training.
-    """
-
-    def __init__(self, segments: Sequence[int], is_trial: bool = False):
-        self.segments, self.is_trial = tuple(segments), is_trial
-        self.tokens, self.longest = sum(segments), max(segments)
-        self.runs = [(len(list(run)), length) for length, run in itertools.groupby(segments)]
-        """Neighbours of equal length: (number of samples, length)."""
-        self._ends: dict[torch.device, Tensor] = {}
-
-    def ends(self, device: torch.device) -> Tensor:
-        """int32[segments + 1] there, copied once for all layers and without waiting for the device."""
-        if device not in self._ends:
-            ends = torch.tensor([0, *itertools.accumulate(self.segments)], dtype=torch.int32)
-            self._ends[device] = copy_to(ends, device)
-        return self._ends[device]
-
-
-def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host there, without waiting for the device."""
-    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
-
-
 _FUNCTIONS, _MASKS = AttentionInterface(), AttentionMaskInterface()
-_row: FlatRow | None = None
-"""Global to the process: autograd recomputes checkpointed layers in threads of its own, which have no context."""
-
-
-@contextlib.contextmanager
-def flat_row(segments: Sequence[int], *, is_trial: bool = False) -> Iterator[None]:
-    """Within it forward and backward are those of one flat row; of a padded micro-batch where there are no segments.
-
-    with flat_row((5, 3)):
-        model(input_ids=ids, position_ids=positions).loss.backward()  # ids: [1, 8]
-    """
-    global _row
-    before = _row
-    if before is None or before.segments != tuple(segments):
-        _row = FlatRow(segments, is_trial) if segments else None
-    try:
-        yield
-    finally:
-        _row = before
-
-
-def row_in_progress() -> FlatRow | None:
-    """The row of the `flat_row` around the caller; None for a padded micro-batch."""
-    return _row
 
 
 def register() -> None:
@@ -107,7 +55,7 @@ def register() -> None:
 def make_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
     """No mask for a flat row; all others are those of sdpa, as is one that a model lays over the causal one."""
     overlaid = kwargs.get("use_vmap", False)
-    if _row is not None and attention_mask is None and not overlaid:
+    if row_in_progress() is not None and attention_mask is None and not overlaid:
         return None
     mask: Tensor | None = _MASKS["sdpa"](*args, attention_mask=attention_mask, **kwargs)
     return mask
@@ -120,16 +68,17 @@ def attend(
 
     Raises `ConfigError` where a flat row is under way and these are not its tokens: it must not attend across samples.
     """
-    if _row is None or attention_mask is not None:
+    row = row_in_progress()
+    if row is None or attention_mask is not None:
         return _sdpa(module, query, key, value, attention_mask, **kwargs)
-    if not query.shape[0] == 1 or not query.shape[2] == key.shape[2] == _row.tokens:
+    if not query.shape[0] == 1 or not query.shape[2] == key.shape[2] == row.tokens:
         raise ConfigError(
             f"layout: {type(module).__name__} attends from {list(query.shape)} to {list(key.shape)}, which is not the "
-            f"flat row of {_row.tokens} tokens that is under way (prompt or prefix tuning adds tokens of its own); set "
+            f"flat row of {row.tokens} tokens that is under way (prompt or prefix tuning adds tokens of its own); set "
             "`layout: padded`."
         )
     window: int | None = kwargs.get("sliding_window")
-    if window is not None and window >= _row.longest:
+    if window is not None and window >= row.longest:
         window = None
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
@@ -144,9 +93,9 @@ def attend(
         dropout=kwargs.get("dropout") or 0.0,
     )
     choice = choose(need)
-    if not _row.is_trial:
+    if not row.is_trial:
         announce(choice)
-    return choice.kernel.compute(Call(module, query, key, value, kwargs, _row, window, causal, need)), None
+    return choice.kernel.compute(Call(module, query, key, value, kwargs, row, window, causal, need)), None
 
 
 def _sdpa(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:

@@ -27,6 +27,7 @@ from torch.nn import functional
 
 from odb_factory.errors import one_line
 from odb_factory.model import attention, mixers
+from odb_factory.model.flat_row import flat_row
 from odb_factory.model.tiny_copy import WORDS, tiny_copy
 
 LENGTHS = (33, 5, 80, 21, 47)
@@ -220,7 +221,7 @@ class TinyCopy:
         if segments and self._installs:
             attention.install(model)
         spans = spans or [(row, 0, int(length)) for row, length in enumerate(batch["attention_mask"].sum(1))]
-        with attention.flat_row(segments, is_trial=True):
+        with flat_row(segments, is_trial=True):
             logits = model(**batch).logits
             losses = torch.cat(
                 [

@@ -1,17 +1,18 @@
 """Token mixers that carry state along the row (Gated DeltaNet, Mamba, short convolutions), inside a flat row.
 
 A mixer that is given a flat row lets one sample run into the next. `install` replaces the forward of each mixer of
-`KNOWN` in a model: inside `attention.flat_row` the hidden states [1, tokens, width] are laid out as right-padded rows
+`KNOWN` in a model: inside `flat_row` the hidden states [1, tokens, width] are laid out as right-padded rows
 [samples, longest, width], mixed with neither cache nor mask (the mixers are causal, so what stands to the right of a
 sample does not reach it), and packed again. Everything else in the model stays flat. Where no flat row is in progress
 (evaluation, generation) the mixer is called as before.
 
 Samples of similar length form a group, and the mixer runs once per group. A group computes at most `WASTE` of its
 tokens or `SMALL` positions in addition to its tokens, so a mixer holds at most 1.25 x tokens + 256 x groups positions
-of a row, whatever its lengths. The number of groups grows with the logarithm of longest / shortest.
+of a row, whatever its lengths. The number of groups grows with the logarithm of longest / shortest. Where every rank
+must call a mixer as often as the others, the number is fixed (`install(model, groups=EQUAL_GROUPS)`).
 
     undo = install(model)
-    with attention.flat_row((5, 3)):
+    with flat_row((5, 3)):
         model(input_ids=ids, position_ids=positions).loss.backward()  # ids: [1, 8]
     undo()
 """
@@ -31,6 +32,7 @@ from torch import Tensor, nn
 
 from odb_factory.errors import ConfigError
 from odb_factory.model import attention
+from odb_factory.model.flat_row import FlatRow, copy_to, row_in_progress
 
 KNOWN = (
     "GatedDeltaNet", "MambaMixer", "Mamba2Mixer", "BambaMixer", "FalconH1Mixer", "MambaLayer", "ShortConv",
@@ -42,23 +44,41 @@ RECURRENT_KINDS = ("linear_attention", "mamba", "mamba2", "conv", "hybrid", "rec
 WHOLE_BLOCKS = ("rwkv", "xlstm")
 """Model types whose blocks carry state in all of their parts, not in a mixer."""
 WASTE, SMALL = 0.25, 256
-"""Padding that a group may have: a part of its tokens, or so many positions, which cost less than another call."""
+"""Padding that a group may have: a part of its tokens, or this number of positions, which cost less than a call."""
+EQUAL_GROUPS = 4
+"""Groups of every row where ranks must call a mixer equally often."""
 
 
 class PaddedGroups:
     """The samples of a flat row in groups of similar length, each a block of right-padded rows.
 
-    segments: lengths of the samples in the row, in order. shapes: (rows, longest) of each group, longest first.
+    segments: lengths of the samples in the row, in order. number: of groups (None: what `WASTE` and `SMALL` make); with
+    fewer lengths the last groups are one empty position each, with more a group may have more padding.
+    shapes: (rows, longest) of each group, longest first.
     """
 
-    def __init__(self, segments: Sequence[int]):
+    def __init__(self, segments: Sequence[int], number: int | None = None):
+        waste = WASTE
+        starts = self._form(segments, waste)
+        while number is not None and len(self.shapes) > number:
+            waste *= 2
+            starts = self._form(segments, waste)
+        empty = 0 if number is None else number - len(self.shapes)
+        self.shapes += [(1, 1)] * empty
+        self.positions = sum(rows * longest for rows, longest in self.shapes)
+        """Positions of all groups, padding included."""
+        self._places = torch.cat([torch.arange(start, start + n) for start, n in zip(starts, segments)])
+        self._on_device: dict[torch.device, Tensor] = {}
+
+    def _form(self, segments: Sequence[int], waste: float) -> list[int]:
+        """Set `shapes`; returns where each sample starts among the positions of all groups."""
         self.shapes: list[tuple[int, int]] = []
         starts = [0] * len(segments)
         end = rows = longest = tokens = 0
         for number in sorted(range(len(segments)), key=lambda number: -segments[number]):
             length = segments[number]
             padding = (rows + 1) * longest - (tokens + length)
-            if rows and padding <= max(WASTE * (tokens + length), SMALL):
+            if rows and padding <= max(waste * (tokens + length), SMALL):
                 self.shapes.pop()
                 rows, tokens = rows + 1, tokens + length
             else:
@@ -66,15 +86,12 @@ class PaddedGroups:
             self.shapes.append((rows, longest))
             starts[number] = end
             end += longest
-        self.positions = end
-        """Positions of all groups, padding included."""
-        self._places = torch.cat([torch.arange(start, start + n) for start, n in zip(starts, segments)])
-        self._on_device: dict[torch.device, Tensor] = {}
+        return starts
 
     def places(self, device: torch.device) -> Tensor:
         """int64[tokens]: the position of each token of the row among those of all groups."""
         if device not in self._on_device:
-            self._on_device[device] = attention.copy_to(self._places, device)
+            self._on_device[device] = copy_to(self._places, device)
         return self._on_device[device]
 
     def unpack(self, row: Tensor) -> list[Tensor]:
@@ -91,14 +108,15 @@ class PaddedGroups:
         return padded.index_select(0, self.places(padded.device))[None]
 
 
-_groups: WeakKeyDictionary[attention.FlatRow, PaddedGroups] = WeakKeyDictionary()
-"""Made once for a row, for all layers."""
+_groups: WeakKeyDictionary[FlatRow, dict[int | None, PaddedGroups]] = WeakKeyDictionary()
+"""Of a row, by the number of groups: made once, for all layers."""
 
 
-def _groups_of(row: attention.FlatRow) -> PaddedGroups:
-    if row not in _groups:
-        _groups[row] = PaddedGroups(row.segments)
-    return _groups[row]
+def _groups_of(row: FlatRow, number: int | None) -> PaddedGroups:
+    of_row = _groups.setdefault(row, {})
+    if number not in of_row:
+        of_row[number] = PaddedGroups(row.segments, number)
+    return of_row[number]
 
 
 # Into a model and out of it
@@ -118,14 +136,14 @@ def describe(model: nn.Module) -> str:
     return " and ".join(f"{number} {name}" for name, number in counts.items())
 
 
-def install(model: nn.Module) -> Callable[[], None]:
+def install(model: nn.Module, groups: int | None = None) -> Callable[[], None]:
     """Let the mixers of `model` see padded groups inside a flat row; returns a function that undoes it.
 
-    The number of groups differs from rank to rank, so the forward of a mixer must not wait for other ranks (as under
-    ZeRO-3, which gathers the parameters of each of its parts).
+    groups: of every row (None: as its lengths need, so that their number differs from rank to rank). A number is needed
+    where the forward of a mixer waits for other ranks, as under ZeRO-3, which gathers the parameters of its parts.
     """
     added = [
-        (mixer.__dict__, functools.partial(_mix, mixer, mixer.forward), mixer.__dict__.get("forward"))
+        (mixer.__dict__, functools.partial(_mix, mixer, mixer.forward, groups), mixer.__dict__.get("forward"))
         for mixer in find(model)
         if getattr(mixer.forward, "func", None) is not _mix  # installed twice
     ]
@@ -142,12 +160,12 @@ def install(model: nn.Module) -> Callable[[], None]:
 
 
 @torch.compiler.disable(recursive=False)
-def _mix(mixer: nn.Module, own: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a mixer. own: its forward before `install`.
+def _mix(mixer: nn.Module, own: Callable[..., Any], number: int | None, /, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a mixer. own: its forward before `install`. number: of groups.
 
     Inside a flat row `own` gets the hidden states and what else has one entry per token; no cache, no mask.
     """
-    row = attention.row_in_progress()
+    row = row_in_progress()
     if row is None:
         return own(*args, **kwargs)
     signature = inspect.signature(MethodType(type(mixer).forward, mixer))
@@ -158,7 +176,7 @@ def _mix(mixer: nn.Module, own: Callable[..., Any], /, *args: Any, **kwargs: Any
             f"layout: {type(mixer).__name__} gets hidden states {list(states.shape)}, which are not the flat row of "
             f"{row.tokens} tokens in progress (prompt or prefix tuning adds tokens); set `layout: padded`."
         )
-    groups = _groups_of(row)
+    groups = _groups_of(row, number)
     by_token = {name: groups.unpack(value) for name, value in given.items() if _goes_by_token(value, row)}
     rest: dict[str, Any] = {name: None for name, parameter in signature.parameters.items() if _is_required(parameter)}
     if "use_cache" in signature.parameters:
@@ -169,7 +187,7 @@ def _mix(mixer: nn.Module, own: Callable[..., Any], /, *args: Any, **kwargs: Any
     return groups.pack(mixed)
 
 
-def _goes_by_token(value: Any, row: attention.FlatRow) -> bool:
+def _goes_by_token(value: Any, row: FlatRow) -> bool:
     return isinstance(value, Tensor) and value.shape[:2] == (1, row.tokens)
 
 

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from odb_factory.errors import DataError
-from odb_factory.model import attention
 from odb_factory.model.chunked import log_probs_of
+from odb_factory.model.flat_row import copy_to, flat_row, row_in_progress
 from odb_factory.model.head import WithoutLogits, forward_replaced
 
 
@@ -30,7 +30,7 @@ class FlatRows:
     """The rows of a batch as one row. inputs: in the place of those of the model (None: it gets none). labels: [1,
     total], the first of each row -100. index: int64[tokens], where each of the first tokens of the row stands in the
     rows laid end to end; what comes behind them is in no row. num_supervised: labels that are not -100. segments: of
-    `attention.flat_row`."""
+    `flat_row`."""
 
     inputs: Mapping[str, Any]
     labels: Tensor
@@ -43,12 +43,12 @@ class UnpadDoor:
     """Forwards of padded rows by a transformers model as those of one flat row without logits.
 
     model: also wrapped by PEFT, a reward head, DDP, FSDP or DeepSpeed. reason: why it cannot be; None where it can. The
-    first forward may find one, and then raises. A backward that runs forwards again is within `attention.flat_row`.
+    first forward may find one, and then raises. A backward that runs forwards again is within `flat_row`.
 
     Example::
 
         door = UnpadDoor(model)
-        with attention.flat_row(rows.segments), door.flat(rows):
+        with flat_row(rows.segments), door.flat(rows):
             logits = model(input_ids=ids, attention_mask=mask).logits  # [rows, length, 2], see `LabelLogProbs`
             (logits.log_softmax(-1).gather(2, labels.unsqueeze(2)) * weights).sum().backward()
     """
@@ -71,7 +71,7 @@ class UnpadDoor:
             raise DataError("layout: rows can be laid flat only where the model is given `input_ids` by name")
         shape = kwargs["input_ids"].shape
         given = {name: value for name, value in {**kwargs, **rows.inputs}.items() if name != "labels"}
-        with attention.flat_row(rows.segments):
+        with flat_row(rows.segments):
             if given.get("output_hidden_states"):
                 return self._hidden_states(rows, functools.partial(own, **given), shape)
             return self._log_probs(rows, functools.partial(own, **given), shape)
@@ -117,10 +117,9 @@ def positions_of_samples(model: nn.Module) -> contextlib.AbstractContextManager[
 
 
 def _with_positions(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    row, ids = attention.row_in_progress(), kwargs.get("input_ids")
+    row, ids = row_in_progress(), kwargs.get("input_ids")
     if row is not None and ids is not None and kwargs.get("position_ids") is None and ids.shape == (1, row.tokens):
-        positions = torch.cat([torch.arange(length) for length in row.segments])[None]
-        kwargs["position_ids"] = attention.copy_to(positions, ids.device)
+        kwargs["position_ids"] = copy_to(row.positions()[None], ids.device)
     return own(*args, **kwargs)
 
 

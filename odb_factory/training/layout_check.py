@@ -24,7 +24,7 @@ from odb_factory.data.measure import IGNORE_INDEX
 from odb_factory.data.samples import Sample
 from odb_factory.errors import DataError, one_line
 from odb_factory.log import get_logger
-from odb_factory.model import attention
+from odb_factory.model.flat_row import flat_row
 from odb_factory.model.head import WithoutLogits
 from odb_factory.training.checks import unwrapped
 from odb_factory.training.layout_trial import (
@@ -189,7 +189,7 @@ def _token_losses(trainer: Any, door: WithoutLogits, laid_out: LaidOut) -> dict[
         targets[row, start : end - 1] = ids[row, start + 1 : end]
 
     def run() -> Any:
-        with attention.flat_row(laid_out.segments):
+        with flat_row(laid_out.segments):
             return trainer.model_wrapped(**inputs)
 
     losses = door.token_losses(run, targets)

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import torch
 from torch.utils.data import IterableDataset
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from odb_factory.config import ODBConfig
 from odb_factory.errors import ConfigError
@@ -126,7 +127,7 @@ def _flat(
     undo = []
     for one in models:
         undo.append(without_cache(one))
-        undo.append(mixers.install(one))
+        undo.append(mixers.install(one, mixers.EQUAL_GROUPS if is_deepspeed_zero3_enabled() else None))
         if install:
             undo.append(attention.install(one))
     computed = [f"attention by {price or kernel}"] if kernel else []

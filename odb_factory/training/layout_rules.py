@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import transformers
 from packaging.version import Version
-from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from odb_factory.model import mixers
 from odb_factory.training.checks import unwrapped
@@ -49,8 +48,6 @@ def _unknown(trainer: Any, model: Any) -> str | None:
 
 
 def _mixers(trainer: Any, model: Any) -> str | None:
-    if is_deepspeed_zero3_enabled() and (found := mixers.describe(model)):
-        return f"ZeRO-3 gathers parameters for each call of {found}, and ranks would call them unequally often"
     return mixers.why_unusable(model)
 
 

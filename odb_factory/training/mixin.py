@@ -26,7 +26,7 @@ from odb_factory.comm.lifeline import lifeline_of
 from odb_factory.data.layout import UNPADDED
 from odb_factory.ending import ending
 from odb_factory.errors import ConfigError
-from odb_factory.model import attention
+from odb_factory.model.flat_row import flat_row
 from odb_factory.model.unpad import FlatRows, UnpadDoor, positions_of_samples
 from odb_factory.training import columns, probes
 from odb_factory.training.checkpoint_save import CheckpointMark, CheckpointSaver
@@ -255,7 +255,7 @@ class ODBTrainerMixin(Base):
         check_batch(self, box[0], computing.micro_batch.ids)
         if self.odb_check is not None:
             self._odb_check_batch(self.odb_check, box[0], measured.segments, len(computing.micro_batch.ids))
-        with attention.flat_row(measured.segments), self._odb_positions():
+        with flat_row(measured.segments), self._odb_positions():
             loss = super().training_step(model, box.pop())
         if not computing.is_weighed:
             raise ConfigError(_not_reached(self, "compute_loss"))

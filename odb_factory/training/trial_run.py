@@ -15,7 +15,7 @@ from odb_factory.data.samples import Measured, Sample
 from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.memory.meters import PeakMeter
 from odb_factory.memory.states import update_bytes
-from odb_factory.model import attention
+from odb_factory.model.flat_row import flat_row
 
 
 class TrialRuns:
@@ -65,7 +65,7 @@ class TrialRuns:
         trainer.odb_trial_units = max(measured.units, 1)
         try:
             with (
-                attention.flat_row(measured.segments),
+                flat_row(measured.segments),
                 trainer._odb_gradients_summed(trainer.model_wrapped, is_last=False),
             ):
                 trainer.training_step(trainer.model_wrapped, dict(batch))

@@ -37,6 +37,7 @@ from odb_factory.accounting.token_loss import weighted_token_loss
 from odb_factory.data.layout import FlatLayout, flatten
 from odb_factory.llamafactory.stages import STAGES
 from odb_factory.model import attention
+from odb_factory.model.flat_row import flat_row
 from odb_factory.planning import Sizes
 
 ATTENTION = {"sdpa": "sdpa", "eager": "eager", attention.NAME: "sdpa", FLASH: FLASH}
@@ -65,7 +66,7 @@ def gradients(model: Any, batch: dict[str, Any], segments: tuple[int, ...], weig
     """The loss with these weights of the samples, and its gradient by parameter."""
     model.zero_grad()
     inputs = {key: value for key, value in batch.items() if key != "labels"}
-    with attention.flat_row(segments):
+    with flat_row(segments):
         loss = weighted_token_loss(model(**inputs).logits, batch["labels"], weights, segments=segments)
         loss.backward()
     return loss.item(), {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}

@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 from toy import NUM_ROWS, Rows, item, pad
-from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, OPTConfig
+from training.flat_models import gradients, largest_difference, make_model
+from transformers import AutoModelForCausalLM, BloomConfig, DataCollatorWithFlattening
 
-from odb_factory import ConfigError, DataError, ODBDataLoader, check_flat, pop_step_info, weighted_loss, without_logits
+from odb_factory import ConfigError, DataError, ODBDataLoader, pop_step_info, unpad, weighted_loss, without_logits
+from odb_factory.model.flat_row import row_in_progress
 
 BUDGET = 128
 
@@ -176,12 +178,12 @@ def test_a_cache_that_hides_samples_is_switched_off(
         expected = losses(model, loader)
     with make(**settings) as loader:
         unchecked = losses(model, loader)
-    assert sum("call odb_factory.check_flat(model, loader)" in message for message in caplog.messages) == 1
+    assert sum("call odb_factory.unpad(model, loader)" in message for message in caplog.messages) == 1
     assert any(abs(unchecked[step] - expected[step]) > 1e-4 for step in expected), "what the check is there for"
     caplog.clear()
     monkeypatch.setattr("odb_factory.loop.iteration.say_what_to_expect", lambda *_, **__: None)
     with make(**settings) as loader:
-        check_flat(model, loader)
+        unpad(model, loader)
         assert losses(model, loader) == pytest.approx(expected, rel=1e-6)  # transformers' own loss is in float32
     assert not [record for record in caplog.records if record.levelname == "WARNING"] and model.training
 
@@ -189,20 +191,81 @@ def test_a_cache_that_hides_samples_is_switched_off(
 def test_models_that_cannot_be_flat_are_refused(tiny_text: Path) -> None:
     """I10: by name, or by what they compute."""
     model = AutoModelForCausalLM.from_pretrained(tiny_text).train()
-    seen = model.model.forward
-    model.model.forward = lambda *args, position_ids=None, **kwargs: seen(*args, **kwargs)  # ignores where samples end
+    norm = model.model.norm.forward
+    model.model.norm.forward = lambda states: norm(states + states.cumsum(1) / 10)  # of all that stands before it
     with make() as loader, pytest.raises(ConfigError, match="odb.layout: 'flat' is not right here: the model computes"):
-        check_flat(model, loader)
-    opt = AutoModelForCausalLM.from_config(
-        OPTConfig(vocab_size=128, hidden_size=16, num_hidden_layers=1, ffn_dim=16, num_attention_heads=2)
-    )
-    with make() as loader, pytest.raises(ConfigError, match="OPTForCausalLM computes something else on a flat row"):
-        check_flat(opt, loader)
+        unpad(model, loader)
+    bloom = AutoModelForCausalLM.from_config(BloomConfig(vocab_size=128, hidden_size=16, n_layer=1, n_head=2))
+    with make() as loader, pytest.raises(ConfigError, match="BloomForCausalLM computes something else on a flat row"):
+        unpad(bloom, loader)
     with make(layout="padded") as loader, pytest.raises(ConfigError, match="made with layout='flat'"):
-        check_flat(model, loader)
+        unpad(model, loader)
     torch.nn.init.constant_(model.model.norm.weight, torch.nan)
     with make() as loader, pytest.raises(ConfigError, match=r"loss of rows .* is nan, each alone in a plain batch"):
-        check_flat(model, loader)
+        unpad(model, loader)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "bamba", "lfm2", "llama"])
+def test_every_step_is_that_of_padded_batches(kind: str) -> None:
+    """I8, I10: with layers that carry state along a row, recomputed in the backward, and evaluated in between."""
+    model = make_model(kind, torch.float64).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    settings: dict[str, Any] = {"dataset": Rows(labelled, 24), "collate_fn": collate, "batch_size": 8}
+
+    def train(loader: ODBDataLoader, evaluate: bool) -> list[dict[str, torch.Tensor]]:
+        steps = []
+        for batch in loader:
+            info = pop_step_info(batch)
+            weighted_loss(model(**{key: batch[key] for key in batch if key != "labels"}).logits, batch["labels"], info)
+            labels = batch.pop("labels")
+            if evaluate:
+                evaluation = model.eval()(torch.tensor([[5, 6, 7, 8]])).logits
+                torch.testing.assert_close(evaluation, expected_evaluation, rtol=1e-6, atol=1e-6)
+                model.train()
+            weighted_loss(model(**batch).logits, labels, info).backward()
+            if info.ends_optimizer_step:
+                steps.append(gradients(model))
+                model.zero_grad()
+        return steps
+
+    expected_evaluation = model.eval()(torch.tensor([[5, 6, 7, 8]])).logits
+    model.train()
+    with make(layout="padded", **settings) as loader:
+        expected = train(loader, False)
+    before = [dict(vars(part)) for part in model.modules()]
+    with make(**settings) as loader:
+        undo = unpad(model, loader)
+        found = train(loader, True)
+    assert row_in_progress() is None
+    assert len(found) == len(expected) == 3
+    for mine, theirs in zip(found, expected):
+        assert largest_difference(mine, theirs) < 1e-6
+    undo()
+    assert [set(vars(part)) for part in model.modules()] == [set(names) for names in before]
+
+
+def test_the_info_of_another_batch_is_an_error(tiny_text: Path) -> None:
+    """Rows of one total, so that only their samples differ; and a row of another total."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_text).train()
+    with make(pad_to_multiple_of=BUDGET) as loader:
+        unpad(model, loader)
+        first, second, *_ = loader
+        info = [pop_step_info(batch) for batch in (first, second)]
+        assert info[0].segments != info[1].segments
+        with pytest.raises(ConfigError, match="the samples of this row are not those of the step info taken out last"):
+            model(**first)
+        model(**second)
+    with make() as loader:
+        unpad(model, loader)
+        batches = iter(loader)
+        batch = next(batches)
+        with pytest.raises(
+            ConfigError, match=r"given a row of \d+ tokens, and the step info.* is of no flat row; call"
+        ):
+            model(**{key: batch[key] for key in ("input_ids", "position_ids", "labels")})
+        pop_step_info(batch)
+        model(**batch)
+        del batches
 
 
 def test_mixed_precision_within_the_model_is_rounding(tiny_text: Path) -> None:
@@ -217,7 +280,7 @@ def test_mixed_precision_within_the_model_is_rounding(tiny_text: Path) -> None:
         return {"input_ids": ids, "labels": ids}
 
     with make(dataset=Rows(long, 24), collate_fn=collate, token_budget=1024) as loader:
-        check_flat(model, loader)
+        unpad(model, loader)
 
 
 def big_padded_batch(model: Any, ids: list[int], scaling: str) -> float:

@@ -28,6 +28,7 @@ from transformers import AutoModelForImageTextToText
 
 from odb_factory import ConfigError
 from odb_factory.model import attention
+from odb_factory.model.flat_row import FlatRow, flat_row
 
 LOSS, GRADIENT = 1e-14, 1e-13
 
@@ -146,10 +147,10 @@ def test_nothing_is_read_back_to_find_the_segments() -> None:
     states = [torch.empty(1, heads, 8, 16, device="meta") for heads in (4, 2, 2)]
     module = torch.nn.Module()
     module.num_key_value_groups = 2
-    with attention.flat_row((5, 3)):
+    with flat_row((5, 3)):
         attended, _ = attention.attend(module, *states, None, sliding_window=4)
     assert attended.shape == (1, 8, 4, 16)
-    row = attention.FlatRow((5, 3))
+    row = FlatRow((5, 3))
     ends = row.ends(torch.device("meta"))
     assert ends.shape == (3,) and ends.dtype == torch.int32 and ends is row.ends(torch.device("meta"))
 

@@ -29,6 +29,7 @@ from training.flat_models import (
 )
 
 from odb_factory.model import attention
+from odb_factory.model.flat_row import flat_row
 
 SAMPLES = (5, 9, 9, 3, 20, 1)
 HEADS = 4
@@ -70,7 +71,7 @@ def attend(
     module = torch.nn.Module()
     module.num_key_value_groups = states[0].shape[1] // states[1].shape[1]
     module.is_causal = causal
-    with attention.flat_row(SAMPLES):
+    with flat_row(SAMPLES):
         return attention.attend(module, *states, None, scaling=scale, sliding_window=window, dropout=0.0)[0]
 
 
@@ -91,8 +92,8 @@ def alone(
 
 
 def deviation(case: dict[str, Any], wrong: dict[str, Any] | None = None) -> float:
-    """Of the output and of each gradient, relative to its largest value (of a gradient that is 0: to the largest of all).
-    wrong: changes to what the product is told."""
+    """Of the output and of each gradient, relative to its largest value, of a gradient that is 0 to the largest of
+    all. wrong: changes to what the product is told."""
     inputs = states(**case)
     found, expected = attend(inputs, **case | (wrong or {})), alone(inputs, **case)
     assert found.shape == expected.shape and found.dtype == inputs[0].dtype
@@ -306,7 +307,7 @@ def test_a_forward_on_fake_cuda_tensors(kind: str, release: str, monkeypatch: py
     with fake_cuda(monkeypatch), torch_of(release):
         to_device(model)
         batch = {name: one.cuda() for name, one in flat_batch(samples()).items() if name != "labels"}
-        with attention.flat_row(LENGTHS):
+        with flat_row(LENGTHS):
             logits = model(**batch).logits
         assert logits.device.type == "cuda" and logits.shape[:2] == (1, sum(LENGTHS)) and logits.requires_grad
         with pytest.raises(DataDependentOutputException):

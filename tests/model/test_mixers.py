@@ -29,7 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen2AudioForConditio
 
 from odb_factory import ConfigError
 from odb_factory.model import attention, mixers
-from odb_factory.model.mixers import SMALL, WASTE, PaddedGroups
+from odb_factory.model.mixers import EQUAL_GROUPS, SMALL, WASTE, PaddedGroups
 
 ROUNDING = 2e-7
 """Of gradients: some families compute a part of their mixer in float32 whatever the weights are. Where more of it shows
@@ -37,8 +37,8 @@ on a processor (Zamba: 3e-6), it shows in padded rows as well, and flat ones may
 UNEVEN = (700, 30, 1, 290, 310, 45, 30, 2, 600)
 
 
-def both_doors(model: Any) -> Callable[[], None]:
-    undo = [mixers.install(model)]
+def both_doors(model: Any, groups: int | None = None) -> Callable[[], None]:
+    undo = [mixers.install(model, groups)]
     if model.config._attn_implementation == "sdpa" and attention.why_unusable(model) is None:
         undo.append(attention.install(model))
 
@@ -59,13 +59,13 @@ def alone(model: Any) -> tuple[float, dict[str, torch.Tensor]]:
     return total, summed
 
 
-def check_flat_is_alone(model: Any) -> None:
+def check_flat_is_alone(model: Any, groups: int | None = None) -> None:
     loss, gradient = alone(model)
     sum_of_losses(model, padded_batch(samples()))
     padded = largest_difference(gradients(model), gradient)
     assert padded < 1e-5
     limit = max(ROUNDING, 2 * padded)
-    undo = both_doors(model)
+    undo = both_doors(model, groups)
     assert float(sum_of_losses(model, flat_batch(samples()), LENGTHS)) == pytest.approx(loss, rel=limit)
     found = gradients(model)
     assert largest_difference(found, {name: gradient[name] for name in found}) < limit
@@ -130,6 +130,32 @@ def test_groups_hold_each_token_once_within_their_bound(lengths: list[int]) -> N
         tokens = int(block.count_nonzero())
         assert block.numel() - tokens <= max(WASTE * tokens, SMALL)
     assert len(blocks) <= 2 + math.log(max(lengths) / min(lengths)) / math.log(1 / (1 - WASTE)) * 2
+
+
+@given(st.lists(st.integers(1, 3000), min_size=1, max_size=40))
+def test_where_ranks_must_be_alike_each_row_has_as_many_groups(lengths: list[int]) -> None:
+    groups = PaddedGroups(lengths, EQUAL_GROUPS)
+    row = torch.arange(1, sum(lengths) + 1)[None]
+    blocks = groups.unpack(row)
+    assert len(blocks) == EQUAL_GROUPS and torch.equal(groups.pack(blocks), row)
+    rows = sorted(tuple(one[: int(one.count_nonzero())].tolist()) for block in blocks for one in block if one.any())
+    assert rows == sorted(tuple(one.tolist()) for one in row[0].split(lengths)), "whole samples, padded on the right"
+
+
+@pytest.mark.parametrize("kind", MIXERS)
+def test_rows_of_one_number_of_groups(kind: str) -> None:
+    """Loss and gradient; and that all calls of a mixer are in the backward, where ranks wait for each other again."""
+    model = make_model(kind, torch.float64)
+    check_flat_is_alone(model, groups=EQUAL_GROUPS)
+    undo = mixers.install(model, EQUAL_GROUPS)
+    calls: list[str] = []
+    for mixer in mixers.find(model):
+        part = next(one for one in mixer.modules() if isinstance(one, torch.nn.Linear))
+        part.register_forward_hook(lambda module, args, output: calls.append("forward"))
+        part.register_full_backward_hook(lambda module, before, after: calls.append("backward"))
+    sum_of_losses(model, flat_batch(samples()), LENGTHS)
+    assert calls.count("forward") == calls.count("backward") == EQUAL_GROUPS * len(mixers.find(model))
+    undo()
 
 
 def test_a_mixer_sees_nothing_as_large_as_samples_by_longest() -> None:

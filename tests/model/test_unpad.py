@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from odb_factory.data.layout import UNPADDED, FlatLayout, beside_rows
 from odb_factory.model import attention
 from odb_factory.model.chunked import AfterHead, log_probs_of
+from odb_factory.model.flat_row import flat_row
 from odb_factory.model.unpad import FlatRows, LabelLogProbs, UnpadDoor, positions_of_samples
 
 LENGTHS = (9, 4, 17, 6)
@@ -102,7 +103,7 @@ def test_rows_go_flat_through_the_model(model: Any, side: str, ld_alpha: float |
     model.gradient_checkpointing_enable({"use_reentrant": False})
     seen: list[int] = []
     hook = model.model.layers[0].register_forward_hook(lambda _, __, output: seen.append(output.shape[:2]))
-    with door.flat(FlatRows(**laid_out.pop(UNPADDED))), attention.flat_row(segments):
+    with door.flat(FlatRows(**laid_out.pop(UNPADDED))), flat_row(segments):
         sums, mean = scores(model, laid_out, ld_alpha)
         found = gradient(model, sums)
     hook.remove()
@@ -123,7 +124,7 @@ def test_a_model_that_is_given_token_ids_alone_takes_the_positions_of_samples() 
     samples = [torch.randint(0, 99, (1, length)) for length in LENGTHS]
     alone = torch.cat([model(input_ids=sample).logits for sample in samples], 1)
     undo = attention.install(model)
-    with attention.flat_row(LENGTHS), positions_of_samples(model):
+    with flat_row(LENGTHS), positions_of_samples(model):
         flat = model(input_ids=torch.cat(samples, 1)).logits
     undo()
     torch.testing.assert_close(flat, alone)

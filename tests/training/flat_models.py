@@ -10,7 +10,7 @@ import transformers
 from torch.nn import functional
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
-from odb_factory.model import attention
+from odb_factory.model.flat_row import flat_row
 
 VOCABULARY = 97
 LENGTHS = (3, 17, 9, 26, 12)
@@ -184,7 +184,7 @@ def sum_of_losses(model: Any, batch: dict[str, torch.Tensor], segments: tuple[in
     """Of all supervised tokens, with its gradient in the parameters."""
     model.zero_grad()
     inputs = {key: value for key, value in batch.items() if key != "labels"}
-    with attention.flat_row(segments):
+    with flat_row(segments):
         logits = model(**inputs).logits
         loss = functional.cross_entropy(
             logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum", ignore_index=-100

@@ -1,0 +1,78 @@
+"""The flat row that a model computes: the lengths of its samples, for whatever part of the model asks.
+
+Attention and mixers take the lengths from here, not from arguments that each model would have to hand down: a model
+cannot lose them on the way, and nothing is read back from the device. The row is global to the process, for autograd
+recomputes checkpointed layers in threads of its own, which have no context.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+
+class FlatRow:
+    """The flat row in forward and backward. segments: lengths of its samples (tokens), in order; they fill the row.
+
+    is_trial: the log does not name its kernel, which is not that of a training. number: counts the rows of the process.
+    """
+
+    def __init__(self, segments: Sequence[int], is_trial: bool = False):
+        self.number = next(_numbers)
+        self.segments, self.is_trial = tuple(segments), is_trial
+        self.tokens, self.longest = sum(segments), max(segments)
+        self.runs = [(len(list(run)), length) for length, run in itertools.groupby(segments)]
+        """Neighbours of equal length: (number of samples, length)."""
+        self._ends: dict[torch.device, Tensor] = {}
+
+    def positions(self) -> Tensor:
+        """int64[tokens], of each token within its sample."""
+        return torch.cat([torch.arange(length) for length in self.segments])
+
+    def ends(self, device: torch.device) -> Tensor:
+        """int32[segments + 1] there, copied once for all layers and without waiting for the device."""
+        if device not in self._ends:
+            ends = torch.tensor([0, *itertools.accumulate(self.segments)], dtype=torch.int32)
+            self._ends[device] = copy_to(ends, device)
+        return self._ends[device]
+
+
+def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host there, without waiting for the device."""
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+
+
+_row: FlatRow | None = None
+_numbers = itertools.count()
+
+
+def row_in_progress() -> FlatRow | None:
+    """The row that forward and backward are of; None for a padded micro-batch."""
+    return _row
+
+
+def begin_row(segments: Sequence[int]) -> None:
+    """From here on forward and backward are of this flat row; of a padded micro-batch where there are no segments."""
+    global _row
+    _row = FlatRow(segments) if segments else None
+
+
+@contextlib.contextmanager
+def flat_row(segments: Sequence[int], *, is_trial: bool = False) -> Iterator[None]:
+    """Within it forward and backward are of this flat row; of a padded micro-batch where there are no segments.
+
+    with flat_row((5, 3)):
+        model(input_ids=ids, position_ids=positions).loss.backward()  # ids: [1, 8]
+    """
+    global _row
+    before = _row
+    if before is None or before.segments != tuple(segments):
+        _row = FlatRow(segments, is_trial) if segments else None
+    try:
+        yield
+    finally:
+        _row = before
