@@ -62,6 +62,7 @@ CONNECT_S = 10.0
 LONGEST_LINE = 1 << 16
 COLLECTIVES = "/torch/distributed/"
 """In the name of the file where a main thread stands that waits in a collective of the training."""
+ALIVE = "which is alive"
 TORCHRUN = "TORCHELASTIC_RUN_ID"
 """In the environment of a process that torchrun has started."""
 
@@ -287,7 +288,7 @@ class Lifeline:
         least, rank, most, _ = known.streams.get(stream, [0, 0, 0, 0])
         if least == most or rank == self.rank:
             return ""
-        return f"rank {rank}, which is alive {known.texts.get(str(rank), '')}".rstrip()
+        return f"rank {rank}, {ALIVE} {known.texts.get(str(rank), '')}".rstrip()
 
     def latest(self) -> str:
         """Which rank is behind in any stream, as `late` says it."""
@@ -668,9 +669,15 @@ def known_failure(patience_s: float = 2 * TICK_S) -> str | None:
     return next((cause for line in _open if (cause := line.cause(patience_s))), None)
 
 
-def latest_wait() -> str:
-    """Which rank is behind, of any process group; empty if none is."""
-    return next((late for line in _open if (late := line.latest())), "")
+def latest_wait(patience_s: float = 4 * TICK_S) -> str:
+    """Which rank is behind, of any process group, and where it stands; empty if none is. Waits a little: this rank may
+    have gone ahead only now, by its failure."""
+    until = time.monotonic() + patience_s
+    while True:
+        late = next((late for line in _open if (late := line.latest())), "")
+        if (late and not late.endswith(ALIVE)) or time.monotonic() > until or not _open:
+            return late
+        time.sleep(TICK_S / 2)
 
 
 def end_all(reason: str | None) -> None:

@@ -108,6 +108,10 @@ def distance(one: Training, other: Training) -> Distance:
     return Distance(**largest, weights=float(difference / torch.stack([its.norm() for _, its in pairs]).norm()))
 
 
+ROUNDING = 2**-9
+"""Half the relative distance of bfloat16 numbers: the norm of a gradient may differ by it whatever stock's does."""
+
+
 def check(name: str, trained: dict[str, Training]) -> None:
     ours, stock = trained["odb"], trained["stock"]
     found = distance(ours, stock)
@@ -124,7 +128,7 @@ def check(name: str, trained: dict[str, Training]) -> None:
     assert ours.learning_rates == stock.learning_rates
     assert max(ours.num_micro_batches) > 1
     assert found.loss <= FACTOR * allowed.loss
-    assert found.grad_norm <= FACTOR * allowed.grad_norm
+    assert found.grad_norm <= max(FACTOR * allowed.grad_norm, ROUNDING)
     assert found.weights <= FACTOR * allowed.weights
 
 
