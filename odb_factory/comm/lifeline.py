@@ -62,6 +62,8 @@ CONNECT_S = 10.0
 LONGEST_LINE = 1 << 16
 COLLECTIVES = "/torch/distributed/"
 """In the name of the file where a main thread stands that waits in a collective of the training."""
+FAILED_COLLECTIVE = "a failed collective"
+"""The stream of those who were in it; the first by name, so that it is looked at first."""
 ALIVE = "which is alive"
 TORCHRUN = "TORCHELASTIC_RUN_ID"
 """In the environment of a process that torchrun has started."""
@@ -225,6 +227,10 @@ class Lifeline:
         """This rank makes its next call of a stream. phase: what it does there."""
         self._phases[stream] = phase
         self._counts[stream] = self._counts.get(stream, 0) + 1
+
+    def collective_failed(self) -> None:
+        """This rank was in a collective of the training that failed. A rank that was not is behind in this stream."""
+        self._counts[FAILED_COLLECTIVE] = 1
 
     def leave(self, stream: str) -> None:
         """This rank makes no more calls of a stream."""
@@ -670,8 +676,10 @@ def known_failure(patience_s: float = 2 * TICK_S) -> str | None:
 
 
 def latest_wait(patience_s: float = 4 * TICK_S) -> str:
-    """Which rank is behind, of any process group, and where it stands; empty if none is. Waits a little: this rank may
-    have gone ahead only now, by its failure."""
+    """After a collective of the training has failed: which rank did not come to it, and where that rank stands; empty
+    if none is known. Waits a little until the others have said where they are."""
+    for line in _open:
+        line.collective_failed()
     until = time.monotonic() + patience_s
     while True:
         late = next((late for line in _open if (late := line.latest())), "")
