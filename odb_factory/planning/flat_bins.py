@@ -61,10 +61,10 @@ def fewest_steps(samples: Samples) -> int:
     return -(-int(by_pool.max()) // samples.slots)
 
 
-def make_bins(samples: Samples, num_steps: int, model: CostModel) -> Bins:
-    """Empty bins for so many micro-steps: as many as there are slots, or samples if these are fewer.
+def make_bins(samples: Samples, num_steps: int, model: CostModel, *, dense: bool = False) -> Bins:
+    """Empty bins for this number of micro-steps: as many as there are slots, or samples if these are fewer.
 
-    Overlong samples get bins of their own in the first micro-steps, the longest first.
+    Overlong samples get bins of their own in the first micro-steps, the longest first. dense: see `_heights`.
     """
     num_classes = int(samples.sample_class.max()) + 1
     pool_of_class = np.arange(num_classes) // samples.num_modalities
@@ -85,7 +85,10 @@ def make_bins(samples: Samples, num_steps: int, model: CostModel) -> Bins:
     pool, step = pool[by_class], step[by_class]
     amounts, budgets = _amounts(samples, num_steps, model)
     targets = np.stack(
-        [_targets(samples, amount, most, pool, bin_class, step, frozen) for amount, most in zip(amounts.T, budgets)],
+        [
+            _targets(samples, amount, most, pool, bin_class, step, frozen, dense)
+            for amount, most in zip(amounts.T, budgets)
+        ],
         axis=1,
     )
     if num_classes == 1:
@@ -140,6 +143,7 @@ def _targets(
     bin_class: np.ndarray,
     step: np.ndarray,
     frozen: np.ndarray,
+    dense: bool,
 ) -> np.ndarray:
     """Of one dimension [bins]: the heights of the micro-steps, scaled so that together they hold a class exactly."""
     num_classes, num_pools = int(samples.sample_class.max()) + 1, int(samples.pool.max()) + 1
@@ -147,7 +151,7 @@ def _targets(
     bins_of = np.zeros((num_pools, num_steps), dtype=np.int64)
     np.add.at(bins_of, (pool[~frozen], step[~frozen]), 1)
     floor = _floor(samples, amount, most, step, frozen)
-    heights = np.minimum(_heights(amount[ordinary], samples.pool[ordinary], bins_of, floor), aim(most))
+    heights = np.minimum(_heights(amount[ordinary], samples.pool[ordinary], bins_of, floor, dense), aim(most))
     targets = np.where(frozen, 0, heights[step])
     load, planned = np.zeros((2, num_classes), dtype=np.int64)
     np.add.at(load, samples.sample_class[ordinary], amount[ordinary])
@@ -170,11 +174,16 @@ def _floor(samples: Samples, amount: np.ndarray, most: int, step: np.ndarray, fr
     return floor
 
 
-def _heights(amount: np.ndarray, pool: np.ndarray, bins_of: np.ndarray, floor: np.ndarray) -> np.ndarray:
+def _heights(
+    amount: np.ndarray, pool: np.ndarray, bins_of: np.ndarray, floor: np.ndarray, dense: bool
+) -> np.ndarray:
     """How full the fullest bin of each micro-step must be [micro-steps], as water finds its level.
 
     A micro-step with a sample above the mean is as costly as that sample, and its other bins can be filled as high;
-    what is left is shared by the other micro-steps in the same way. bins_of: of each pool in each micro-step.
+    what is left is shared by the other micro-steps in the same way. Of the largest samples each bin of a micro-step
+    takes one; dense: as many as it is high, so that the micro-steps behind it may be lower than what they would take.
+
+    bins_of: of each pool in each micro-step.
     """
     num_pools, num_steps = bins_of.shape
     order = np.lexsort((-amount, pool))
@@ -190,7 +199,11 @@ def _heights(amount: np.ndarray, pool: np.ndarray, bins_of: np.ndarray, floor: n
         height = np.maximum(np.maximum(-(-load // np.maximum(left, 1)), longest), floor[k])
         heights[k] = int(np.where(bins_of[:, k] > 0, height, 0).max())
         load = np.maximum(load - bins_of[:, k] * height, 0)
-        left, place = left - bins_of[:, k], np.minimum(place + bins_of[:, k], last)
+        taken = place + bins_of[:, k]
+        if dense:
+            held = before[place] + bins_of[:, k] * np.minimum(height, LARGEST_AMOUNT)
+            taken = np.maximum(np.searchsorted(before, held, side="right") - 1, taken)
+        left, place = left - bins_of[:, k], np.minimum(taken, last)
     return heights
 
 

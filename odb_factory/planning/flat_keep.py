@@ -12,7 +12,7 @@ import numpy as np
 
 from odb_factory.planning.cost import CostModel
 from odb_factory.planning.flat_best_fit import best_fit_decreasing, repair
-from odb_factory.planning.flat_bins import fewest_steps, make_bins
+from odb_factory.planning.flat_bins import Bins, fewest_steps, make_bins
 from odb_factory.planning.flat_exchange import fill_bins
 from odb_factory.planning.flat_polish import Filled, polish
 from odb_factory.planning.flat_samples import Samples
@@ -65,8 +65,17 @@ def lower_bound(samples: Samples, num_steps: int, model: CostModel) -> int:
 
 
 def fill(samples: Samples, num_steps: int, model: CostModel) -> Filled:
-    """All samples in bins of so many micro-steps; whether within the budgets is not promised."""
-    bins = make_bins(samples, num_steps, model)
+    """All samples in bins of this number of micro-steps; whether within the budgets is not promised."""
+    bins, dense = (make_bins(samples, num_steps, model, dense=dense) for dense in (False, True))
+    filled = _filled(samples, num_steps, model, bins)
+    if not np.array_equal(bins.targets, dense.targets):
+        other = _filled(samples, num_steps, model, dense)
+        if (other.within, -other.cost) > (filled.within, -filled.cost):
+            return other
+    return filled
+
+
+def _filled(samples: Samples, num_steps: int, model: CostModel, bins: Bins) -> Filled:
     filled = Filled(samples, model, fill_bins(bins), bins.pool, bins.bin_class, bins.step, bins.frozen)
     if not filled.within:
         filled = replace(filled, bin_of=repair(filled))

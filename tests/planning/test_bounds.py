@@ -255,7 +255,7 @@ def test_groups_of_many_ranks_agree_on_k(kind: Lengths, num_ranks: int, per_rank
 def test_many_draws(kind: Lengths, media: bool) -> None:
     shapes = itertools.product((1, 2, 4, 8, 16, 32, 64, 256), (16, 24, 32, 61))
     ratios = [ratio(draw(seed, kind, *shape, media=media)) for seed, shape in enumerate(shapes)]
-    assert max(ratios) <= (1.2 if media else 1.10) and np.mean(ratios) <= (1.07 if media else 1.02), ratios
+    assert max(ratios) <= (1.25 if media else 1.10) and np.mean(ratios) <= (1.07 if media else 1.02), ratios
 
 
 def every_packing(sizes: list[int], capacity: int) -> list[list[int]]:
