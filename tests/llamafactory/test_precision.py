@@ -112,6 +112,11 @@ ROUNDING = 2**-9
 """Half the relative distance of bfloat16 numbers: the norm of a gradient may differ by it whatever stock's does."""
 
 
+OF_PREFERENCES = 1e-4
+"""What sums of log-probabilities differ by in dpo's cuts. kto has no cut to compare with, for its loss depends on it,
+and one training in float32 may be nearer to stock's by chance."""
+
+
 def check(name: str, trained: dict[str, Training]) -> None:
     ours, stock = trained["odb"], trained["stock"]
     found = distance(ours, stock)
@@ -127,7 +132,7 @@ def check(name: str, trained: dict[str, Training]) -> None:
     assert ours.rows == stock.rows
     assert ours.learning_rates == stock.learning_rates
     assert max(ours.num_micro_batches) > 1
-    assert found.loss <= FACTOR * allowed.loss
+    assert found.loss <= FACTOR * max(allowed.loss, OF_PREFERENCES * ("kto" in name))
     assert found.grad_norm <= max(FACTOR * allowed.grad_norm, ROUNDING)
     assert found.weights <= FACTOR * allowed.weights
 
