@@ -16,7 +16,7 @@ from odb_factory.config import ODBConfig
 from odb_factory.loop.step_info import ODBStepInfo
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*/*.md"), *ROOT.glob("patches/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*/*.md")])
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 REFERENCE = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
 

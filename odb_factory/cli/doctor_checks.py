@@ -178,7 +178,7 @@ def other_packages(facts: Facts) -> list[Check]:
             Check(
                 "warning",
                 f"this LLaMA-Factory has odb keys of its own: {', '.join(facts.probe.own_keys)}",
-                "the plugin takes the block first; for one way in: `odb-factory patch revert PATH`, or a stock release",
+                "the plugin takes the block first; take the patch out (docs/versions.md), or install a stock release",
             )
         )
     return checks or [Check("ok", "no other package or patch for online batching is in the way")]

@@ -15,7 +15,6 @@ from odb_factory.version import __version__
 COMMANDS = {
     "demo": ("odb_factory.demo.demo", "train a tiny model with and without odb and compare"),
     "doctor": ("odb_factory.cli.doctor", "say whether odb will be active here, and what to fix"),
-    "patch": ("odb_factory.cli.patch", "put odb into a fork of LLaMA-Factory, or take it out"),
     "report": ("odb_factory.cli.report", "show what a run has done, or two side by side, as one HTML page"),
     "plan": ("odb_factory.cli.plan", "say what the budgets will do with a sample of the data"),
     "train": ("odb_factory.cli.train", "`llamafactory-cli train` with odb activated explicitly"),

@@ -1,6 +1,6 @@
 """Connect LLaMA-Factory's dataset, collator and trainer to `enable_odb`.
 
-Called by the plugin's hooks and by patched forks (`odb_factory/patches`): both do the same.
+Called by the plugin's hooks and by patched forks (`patches/` in the repository): both do the same.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `check_block` sees the arguments as they stand in the YAML, before LLaMA-Factory reads them and where possible before
 processes are started; `check_combination` sees what LLaMA-Factory has made of them. Both are called by the plugin's
-hooks and by patched forks (`odb_factory/patches`). Nothing heavy is imported for the first of them.
+hooks and by patched forks (`patches/` in the repository). Nothing heavy is imported for the first of them.
 """
 
 from __future__ import annotations

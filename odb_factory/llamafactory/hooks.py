@@ -11,8 +11,8 @@ Four more may be missing in a release: `launcher.launch` and `v1.launcher.launch
 are started, see `launch.py`), hparams.parser `get_ray_args` (Ray is refused), and train.callbacks
 `LogCallback.on_init_end` (it deletes the log of the run before, which a refused training must not do).
 
-The same names and meanings in LLaMA-Factory 0.9.4, 0.9.5 and the main branch (0.9.6.dev0). In a fork with the patch of
-`odb_factory/patches` the block never gets past the first seam, so that the patch has nothing to do and odb attaches
+The same names and meanings in LLaMA-Factory 0.9.4, 0.9.5 and the main branch (0.9.6.dev0). In a fork with one of the
+diffs in `patches/` the block never gets past the first seam, so that the patch has nothing to do and odb attaches
 once. This module is imported whenever LLaMA-Factory is, also for runs without odb, so it imports nothing heavy itself.
 """
 

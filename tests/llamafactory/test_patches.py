@@ -1,4 +1,4 @@
-"""The diffs for forks fit the released sources, train as the plugin does, and are put in whole or not at all."""
+"""The diffs for forks fit the released sources and train as the plugin does."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -18,16 +17,10 @@ from typing import Any
 import pytest
 from support import read_audit, read_log, run_llamafactory, training_config
 
-from odb_factory.cli import patch_fit
-from odb_factory.cli.main import main
-from odb_factory.cli.patch import PATCHES
-
 pytestmark = pytest.mark.timeout(240)
 
-REPOSITORY = Path(__file__).parents[2]
+PATCHES = {path.stem.removeprefix("llamafactory-"): path for path in Path(__file__).parents[2].glob("patches/*.diff")}
 DOWNLOAD_TIMEOUT_S = 60
-WORKFLOW, LOADER = "llamafactory/train/sft/workflow.py", "llamafactory/data/loader.py"
-TRAIN_CALL = "trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)"
 
 
 @pytest.fixture(scope="session")
@@ -50,49 +43,29 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return get
 
 
-@pytest.fixture
-def fork(checkout, tmp_path: Path) -> Path:
-    """A copy of the newest release, to be changed."""
-    shutil.copytree(checkout(max(PATCHES)) / "src", tmp_path / "fork" / "src")
-    return tmp_path / "fork"
+def apply(root: Path, release: str, *options: str) -> str:
+    """What `git apply` says. root: the folder of the source, in no repository."""
+    git = ["git", "apply", *options, str(PATCHES[release])]
+    ended = subprocess.run(git, cwd=root, capture_output=True, text=True, env=os.environ | {"GIT_DIR": "nowhere"})
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
 
 
 def content(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def edit(fork: Path, name: str, old: str, new: str) -> None:
-    path = fork / "src" / name
-    text = path.read_text(encoding="utf-8")
-    assert text.count(old) == 1
-    path.write_text(text.replace(old, new), encoding="utf-8")
-
-
-@pytest.mark.parametrize("layout", ["src", "."], ids=["checkout", "site-packages"])
 @pytest.mark.parametrize("release", sorted(PATCHES))
-def test_a_release_takes_its_patch_and_gives_it_back(checkout, tmp_path, capsys, release: str, layout: str) -> None:
-    shutil.copytree(checkout(release) / "src" / "llamafactory", tmp_path / layout / "llamafactory")
+def test_a_release_takes_its_patch_and_gives_it_back(checkout, tmp_path: Path, release: str) -> None:
+    shutil.copytree(checkout(release) / "src", tmp_path / "src")
     stock = content(tmp_path)
-
-    def patch(action: str) -> str:
-        assert main(["patch", action, str(tmp_path)]) == 0
-        out = capsys.readouterr().out
-        assert f"LLaMA-Factory {release}" in out
-        return out
-
-    assert f"The patch of {release} fits" in patch("check")
-    assert "not in it; nothing to do" in patch("revert")
-    assert content(tmp_path) == stock
-    assert "has been applied" in patch("apply")
+    apply(tmp_path, release)
     patched = content(tmp_path)
     changed = [name for name in stock if patched[name] != stock[name]]
     assert len(changed) == 8 and patched.keys() == stock.keys()
     for name in changed:
         compile(patched[name], name, "exec")
-    assert f"The patch of {release} is in it" in patch("check")
-    assert "already; nothing to do" in patch("apply")
-    assert content(tmp_path) == patched
-    assert "has been taken out" in patch("revert")
+    apply(tmp_path, release, "--reverse")
     assert content(tmp_path) == stock
 
 
@@ -117,7 +90,7 @@ def patched(checkout, tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip(f"there is no patch for llamafactory {release}, which is installed")
     folder = tmp_path_factory.mktemp("patched")
     shutil.copytree(checkout(release) / "src", folder / "src")
-    assert main(["patch", "apply", str(folder)]) == 0
+    apply(folder, release)
     return folder / "src"
 
 
@@ -228,120 +201,3 @@ def test_without_a_block_a_patched_fork_trains_where_odb_factory_is_not_installe
     assert len([entry for entry in read_log(tmp_path / "out") if "loss" in entry]) == 2
     said = done.stdout.splitlines()[-1]
     assert said.startswith("with a block:") and "odb_factory" in said
-
-
-# Forks: what has changed around the hunks, and what is in the way of all of them.
-
-
-def test_a_fork_with_other_neighbours_and_version_takes_it(fork, capsys) -> None:
-    edit(fork, WORKFLOW, "    # Training\n", "    report_to_us(trainer)\n")
-    edit(fork, WORKFLOW, "        trainer.save_model()\n", "        save_it_our_way(trainer)\n")
-    edit(fork, LOADER, "\n\nlogger = ", "\n\n# ours\n" * 40 + "\nlogger = ")
-    edit(fork, "llamafactory/extras/env.py", f'VERSION = "{max(PATCHES)}"', 'VERSION = "1.0.dev0"')
-    before = content(fork)
-    assert main(["patch", "apply", str(fork)]) == 0
-    workflow = (fork / "src" / WORKFLOW).read_text()
-    lines = [line.strip() for line in workflow.splitlines()]
-    assert lines.index("attach_block(trainer, data_args.odb)") + 2 == lines.index(f"train_result = {TRAIN_CALL}")
-    assert main(["patch", "revert", str(fork)]) == 0
-    assert content(fork) == before
-
-
-def test_a_hunk_without_its_place_is_shown_and_can_be_added_by_hand(fork, capsys) -> None:
-    edit(fork, WORKFLOW, f"        train_result = {TRAIN_CALL}", "        train_result = our_loop(trainer)")
-    before = content(fork)
-    for action in ("check", "apply"):
-        assert main(["patch", action, str(fork)]) == 1
-        out = capsys.readouterr().out
-        assert f"src/{WORKFLOW}, hunk 1: neither it nor its place was found" in out
-        assert f"src/{LOADER}, hunk 2: fits" in out
-        shown = out.split(f"\n\nsrc/{WORKFLOW}, hunk 1\n")[1]
-        assert "+            attach_block(trainer, data_args.odb)\n" in shown and "read_args" not in shown
-        assert content(fork) == before
-    by_hand = "".join(f"{line[1:]}\n" for line in shown.splitlines() if line.startswith("+"))
-    edit(fork, WORKFLOW, "        train_result = our", f"{by_hand}        train_result = our")
-    assert main(["patch", "check", str(fork)]) == 0
-    assert "is in it but for 9 of 10 hunks, which fit" in capsys.readouterr().out
-    for action in ("apply", "check", "revert"):
-        assert main(["patch", action, str(fork)]) == 0
-    assert content(fork) == before
-
-
-def test_two_places_for_one_hunk_are_refused(fork, capsys) -> None:
-    path = fork / "src" / WORKFLOW
-    text = path.read_text(encoding="utf-8")
-    path.write_text(text + text[text.index("def run_sft(") :].replace("def run_sft(", "def run_ours("))
-    before = content(fork)
-    assert main(["patch", "apply", str(fork)]) == 1
-    assert f"src/{WORKFLOW}, hunk 1: fits in more than one place" in capsys.readouterr().out
-    assert content(fork) == before
-
-
-def test_a_changed_patch_is_not_taken_out_in_part(fork, capsys) -> None:
-    assert main(["patch", "apply", str(fork)]) == 0
-    edit(fork, WORKFLOW, "attach_block(trainer, data_args.odb)", "attach_block(trainer, dict(data_args.odb))")
-    before = content(fork)
-    for action in ("check", "apply", "revert"):
-        capsys.readouterr()
-        assert main(["patch", action, str(fork)]) == 1
-        out = capsys.readouterr().out
-        assert f"src/{WORKFLOW}, hunk 1: neither" in out and f"src/{LOADER}, hunk 1: is in it" in out
-        assert content(fork) == before
-
-
-def test_a_failure_while_writing_leaves_the_tree_as_it_was(fork, capsys, monkeypatch) -> None:
-    before, replace, calls = content(fork), os.replace, []
-
-    def fail_at_the_third(source: Path, target: Path) -> None:
-        calls.append(target)
-        if len(calls) == 3:
-            raise PermissionError(13, "Permission denied", str(target))
-        replace(source, target)
-
-    monkeypatch.setattr(patch_fit.os, "replace", fail_at_the_third)
-    assert main(["patch", "apply", str(fork)]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert str(calls[2]) in line and "nothing has been changed" in line
-    assert content(fork) == before
-
-
-def test_a_path_without_llamafactory_and_a_missing_git_end_in_one_line(tmp_path, capsys, monkeypatch) -> None:
-    assert main(["patch", "check", str(tmp_path)]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert str(tmp_path) in line and "name a checkout" in line
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert main(["patch", "check", str(tmp_path)]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "git is not on PATH" in line and str(next(iter(PATCHES.values())).parent) in line
-
-
-def test_git_settings_and_repositories_of_the_user_do_not_matter(fork, monkeypatch) -> None:
-    """Also inside a repository, and with a configuration that would write other line ends."""
-    subprocess.run(["git", "init", "--quiet", str(fork)], check=True)
-    for config in (fork / "config", fork / ".git" / "config"):
-        with config.open("a") as lines:
-            lines.write("[core]\n\tautocrlf = true\n")
-    monkeypatch.setenv("GIT_CONFIG_GLOBAL", str(fork / "config"))
-    monkeypatch.setenv("GIT_DIR", str(fork / ".git"))
-    monkeypatch.setenv("TMPDIR", str(fork))
-    monkeypatch.setattr("tempfile.tempdir", None)
-    before = content(fork / "src")
-    assert main(["patch", "apply", str(fork)]) == 0
-    after = content(fork / "src")
-    changed = [name for name in before if after[name] != before[name]]
-    assert len(changed) == 8 and not any(b"\r" in after[name] for name in changed)
-
-
-def test_the_diffs_are_installed_with_the_package(tmp_path) -> None:
-    """What setuptools would put into a wheel is enough for the command."""
-    if find_spec("setuptools") is None:
-        pytest.skip("setuptools is not installed, which builds the package")
-    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(REPOSITORY / name, tmp_path / name)
-    shutil.copytree(REPOSITORY / "odb_factory", tmp_path / "odb_factory")
-    command = [sys.executable, "-c", "import setuptools; setuptools.setup()", "build_py", "--build-lib", "built"]
-    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=120)
-    code = "from odb_factory.cli.patch import PATCHES; print(*PATCHES.values())"
-    found = run_code(code, None, PYTHONPATH=str(tmp_path / "built")).stdout.split()
-    home = tmp_path / "built" / "odb_factory" / "patches"
-    assert sorted(found) == sorted(str(home / path.name) for path in PATCHES.values())
