@@ -174,9 +174,7 @@ def _floor(samples: Samples, amount: np.ndarray, most: int, step: np.ndarray, fr
     return floor
 
 
-def _heights(
-    amount: np.ndarray, pool: np.ndarray, bins_of: np.ndarray, floor: np.ndarray, dense: bool
-) -> np.ndarray:
+def _heights(amount: np.ndarray, pool: np.ndarray, bins_of: np.ndarray, floor: np.ndarray, dense: bool) -> np.ndarray:
     """How full the fullest bin of each micro-step must be [micro-steps], as water finds its level.
 
     A micro-step with a sample above the mean is as costly as that sample, and its other bins can be filled as high;

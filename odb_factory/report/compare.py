@@ -90,7 +90,7 @@ def headline_of_two(one: Mapping[str, Any], other: Mapping[str, Any], comparison
     """One sentence with what the logs show, and no time where they do not show that both did the same."""
     said = _what_both_did(one, other, comparison)
     ended = [diverged(run, run["name"]) for run in (one, other) if run["diverged_at"] is not None]
-    return f"{'; '.join([said, *ended])}."
+    return f"{'; '.join([*ended, said])}."
 
 
 def _what_both_did(one: Mapping[str, Any], other: Mapping[str, Any], comparison: Mapping[str, Any]) -> str:

@@ -15,7 +15,7 @@ from odb_factory.report.distributions import distributions, of_datasets, of_rank
 from odb_factory.report.files import FilesRead
 from odb_factory.report.history import Entry, History, read_history
 
-RATIOS = ("padding_ratio", "balance", "patch_balance", "budget_use", "data_wait_s", "micro_batches", "units")
+RATIOS = ("padding_ratio", "balance", "patch_balance", "budget_use", "data_wait_s", "micro_batches", "units_per_step")
 """Of a log entry, as in its `odb/...` metrics."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import itertools
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -259,3 +260,11 @@ def test_the_reference_has_every_field(tmp_path: Path) -> None:
     assert documented == {"--html", "--json"} | figures["runs"][0].keys() | figures["comparison"].keys()
     totals = re.search(r"^\| `totals` \|.*$", REFERENCE, re.MULTILINE)
     assert all(f"`{name}`" in totals[0] for name in figures["runs"][0]["totals"] if name != "seconds_from")
+
+
+def test_of_two_runs_the_headline_says_first_which_one_diverged(tmp_path: Path) -> None:
+    lines = [begin(), entry(1, BEGAN + 3, loss=4.0), entry(2, BEGAN + 6, loss=math.nan), end(2, BEGAN + 9)]
+    write_lines(tmp_path / "ours" / LOG, lines)
+    stock = write_stock(tmp_path / "stock", [4.0, 3.0])
+    headline = report([tmp_path / "ours", stock])["headline"]
+    assert headline.startswith("the loss of ours is NaN or infinite from optimizer step 2 on; ")

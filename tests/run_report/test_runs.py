@@ -89,6 +89,8 @@ def test_times_and_rates_are_of_the_log(runs: tuple[Path, Path]) -> None:
     took = lines[1]["time"] - lines[0]["time"]
     assert entries[1]["tokens_per_second"] == pytest.approx(lines[1]["sums"]["tokens"] / took)
     assert entries[1]["seconds_per_step"] == pytest.approx(took / 3)
+    for name in ("balance", "padding_ratio", "micro_batches", "units_per_step"):
+        assert [entry[name] for entry in entries] == [line["logs"][f"odb/{name}"] for line in lines], name
 
 
 def test_samples_are_known_by_data_set(runs: tuple[Path, Path]) -> None:
