@@ -16,7 +16,7 @@ from typing import Any
 from odb_factory.config import ODBConfig
 from odb_factory.config_values import AUTO
 from odb_factory.errors import ConfigError, quoted
-from odb_factory.llamafactory import layout, stream_length, streaming, uncaught
+from odb_factory.llamafactory import layout, streaming, uncaught
 from odb_factory.llamafactory.stages import STAGES
 from odb_factory.llamafactory.values import check_values, declared_arguments
 from odb_factory.log import get_logger
@@ -101,8 +101,8 @@ def check_block(args: Mapping[str, Any]) -> ODBConfig:
 def checked(args: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments with an `odb:` block, as a patched fork goes on with them; raises as `check_block` does."""
     args = with_whole_documents(layout.with_neat_packing_as_layout(args))
-    config = check_block(args)
-    return stream_length.with_max_steps(streaming.with_local_files_by_index(args), config)
+    check_block(args)
+    return streaming.with_local_files_by_index(args)
 
 
 def with_whole_documents(args: Mapping[str, Any]) -> dict[str, Any]:

@@ -105,7 +105,7 @@ def _wrapped(wrapper: Callable, original: Callable) -> Callable:
 def _get_train_args(original: Callable, args: Any = None) -> Any:
     global _active, _begin_log
     _active = _begin_log = None
-    from odb_factory.llamafactory import block, layout, probes, releases, stream_length, streaming
+    from odb_factory.llamafactory import block, layout, probes, releases, streaming
 
     if (read_args := releases.find_read_args()) is not None:
         args = read_args(args)
@@ -118,7 +118,7 @@ def _get_train_args(original: Callable, args: Any = None) -> Any:
     releases.tell_if_newer()
     args = block.with_whole_documents(layout.with_neat_packing_as_layout(args))
     config = block.check_block(args)
-    args = stream_length.with_max_steps(streaming.with_local_files_by_index(args), config)
+    args = streaming.with_local_files_by_index(args)
     probes.check_signatures()
     parsed = original({key: value for key, value in args.items() if key != "odb"})
     probes.check_arguments(parsed)

@@ -93,40 +93,11 @@ def test_what_stock_asks_of_a_stream_it_still_asks(config, changes, message) -> 
         get_train_args(config | STREAM | changes)
 
 
-CARD = """---
-dataset_info:
-  splits:
-  - name: train
-    num_examples: {rows}
----
-"""
-
-
-@pytest.mark.parametrize(
-    ("changes", "steps"),
-    [
-        ({}, 8),  # 32 rows, 2 epochs of 4 steps of 8
-        ({"val_size": 3, "odb": BLOCK | {"global_batch_size": 6}}, 10),
-        ({"dataloader_drop_last": True, "gradient_accumulation_steps": 3, "num_train_epochs": 1.5}, 3),
-        ({"max_steps": 5}, 5),
-        ({"odb": BLOCK | {"global_batch_size": "fill"}}, None),
-        ({"dataset": "shards,texts"}, None),
-    ],
-)
-def test_a_stream_of_known_length_needs_no_max_steps(config, data, caplog, request, changes, steps) -> None:
-    """The data set's card says how many rows it has."""
-    card = data / "shards" / "README.md"
-    card.write_text(CARD.format(rows=32), encoding="utf-8")
-    request.addfinalizer(card.unlink)
-    given = config | STREAM | {"max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": 2}
-    given |= {"per_device_train_batch_size": 4} | changes
-    if steps is None:
-        with pytest.raises(ValueError, match="specify `max_steps` in streaming mode"):
-            get_train_args(given)
-        return
-    assert get_train_args(given)[2].max_steps == steps
-    told = [message for message in caplog.messages if "that the cards of the stream's data sets state" in message]
-    assert len(told) == ("max_steps" not in changes) and all("\n" not in message for message in told)
+def test_a_stream_needs_max_steps_as_in_stock(config) -> None:
+    given = config | STREAM | {"max_steps": -1, "num_train_epochs": 2}
+    with pytest.raises(ValueError, match="specify `max_steps` in streaming mode"):
+        get_train_args(given)
+    assert get_train_args(given | {"max_steps": 5})[2].max_steps == 5
 
 
 def test_stocks_buffer_size_is_not_taken_for_ours(config) -> None:
