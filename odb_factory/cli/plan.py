@@ -46,9 +46,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _plan(given: argparse.Namespace) -> None:
     from odb_factory.dry_run.arguments import parsed, read_yaml
-    from odb_factory.dry_run.memory.table import memory_rows, parse_size
 
-    available = None if given.memory is None else parse_size(given.memory)
     for path in (given.json, given.png):
         if path is not None and not path.absolute().parent.is_dir():
             raise ConfigError(f"{path}: there is no folder {path.absolute().parent}; make it, or name another file.")
@@ -65,16 +63,15 @@ def _plan(given: argparse.Namespace) -> None:
         from odb_factory.dry_run.text import show
 
         found = look(asked, given.samples)
-        memory, notes = (None, ()) if available is None else memory_rows(found, available)
-    advice = advise(found, memory)
-    show(console, found, advice, memory, notes)
+    advice = advise(found)
+    show(console, found, advice)
     if given.json is not None:
-        content = to_dict(found, advice, memory, notes)
+        content = to_dict(found, advice)
         given.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     if given.png is not None:
         from odb_factory.dry_run.figure import draw
 
-        draw(found, memory, available, given.png)
+        draw(found, given.png)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -93,7 +90,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--samples", type=_at_least_one, metavar="N", default=SAMPLES, help=f"rows to observe (default: {SAMPLES})"
     )
-    parser.add_argument("--memory", metavar="SIZE", help="estimate what fits SIZE (80GiB) of memory on each rank")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw one page of plots there")
     return parser

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from odb_factory.dry_run.look import Look
-from odb_factory.dry_run.memory.table import MemoryRow, fitting
 from odb_factory.dry_run.outcome import Outcome
 from odb_factory.dry_run.plans import CLOSE, least_budget
 
@@ -32,19 +31,17 @@ class Advice:
     warnings: list[str]
 
 
-def advise(found: Look, memory: list[MemoryRow] | None) -> Advice:
-    """memory: the estimates for the budgets of the look, if they were asked for; budgets that do not fit are out."""
-    within = [one for one in found.budgets if fitting(one, memory)]
-    best = least_budget(within, found.own) if within else found.budgets[0]
+def advise(found: Look) -> Advice:
+    best = least_budget(found.budgets, found.own)
     assert best.token_budget is not None
-    patches, why_patches = _cap(found, best, is_known=memory is not None)
+    patches, why_patches = _cap(found, best)
     ranks = _most_ranks(found)
     layout, why_layout = _layout(found)
     parts = [f"token_budget: {best.token_budget}"]
     if patches is not None:
         parts.append(f"max_patches: {patches}")
     parts.append(f"layout: {layout}")
-    reasons = [_why_budget(found, best, is_known=memory is not None, none_fits=not within)]
+    reasons = [_why_budget(found, best)]
     if patches is not None:
         reasons.append(why_patches)
     reasons.append(why_layout)
@@ -59,17 +56,15 @@ def advise(found: Look, memory: list[MemoryRow] | None) -> Advice:
     )
 
 
-def _cap(found: Look, best: Outcome, *, is_known: bool) -> tuple[int | None, str]:
-    """A limit on patches that was looked at, and estimated, together with the budget of `best`; None where none is
-    needed."""
+def _cap(found: Look, best: Outcome) -> tuple[int | None, str]:
+    """A limit on patches that was looked at together with the budget of `best`; None where none is needed."""
     caps = found.patch_caps
     if not caps:
         return None, ""
     fastest = max(one.speed for one in caps)
     chosen = next(one for one in caps if one.speed >= CLOSE * fastest)
     least = chosen.max_patches or 1 << (chosen.most_patches - 1).bit_length()
-    is_estimated = not is_known or best.max_patches is None or least <= best.max_patches
-    if chosen.token_budget == best.token_budget and is_estimated:
+    if chosen.token_budget == best.token_budget:
         return least, f"no smaller limit on patches (a power of two) costs less than {1 - CLOSE:.0%} of the speed"
     return best.max_patches, "the limit on patches is the one that was looked at with this budget"
 
@@ -92,17 +87,13 @@ def _layout(found: Look) -> tuple[str, str]:
     )
 
 
-def _why_budget(found: Look, best: Outcome, *, is_known: bool, none_fits: bool) -> str:
-    if none_fits:
-        return "none of the budgets fits the memory by the estimate, and this is the smallest"
+def _why_budget(found: Look, best: Outcome) -> str:
     largest = max(one.token_budget or 0 for one in found.budgets)
-    if is_known:
-        return f"of the budgets that fit by the estimate no larger one is more than {1 - CLOSE:.0%} faster"
     chosen, own = best.token_budget or 0, found.own.token_budget or 0
     why = f"no larger one up to {largest:,} is more than {1 / CLOSE - 1:.0%} faster, and each needs more memory"
     if chosen == largest:
         why = f"of those looked at the largest, and more than {1 / CLOSE - 1:.0%} faster than any other"
-    return why if chosen <= own else f"{why} (--memory estimates whether it fits)"
+    return why if chosen <= own else f"{why} (`token_budget: auto` tries what fits)"
 
 
 def _busy(found: Look, ranks: int) -> str:

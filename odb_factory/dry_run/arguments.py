@@ -8,14 +8,13 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from odb_factory.config import ODBConfig, ResolvedConfig
-from odb_factory.dry_run.memory.estimate import ParsedArguments
 from odb_factory.errors import ConfigError
 from odb_factory.llamafactory.launch import check_yaml
 from odb_factory.llamafactory.layout import with_neat_packing_as_layout
@@ -27,6 +26,15 @@ NEEDS_ACCELERATOR = ("tf32", "ddp_backend", "pure_bf16")
 """Keys that are refused on a machine without an accelerator, and that no plan depends on."""
 OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun tells a process."""
+
+
+class ParsedArguments(NamedTuple):
+    """What LLaMA-Factory's parser gives."""
+
+    model: Any
+    data: Any
+    training: Any
+    finetuning: Any
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 from odb_factory.dry_run import efficiency
 from odb_factory.dry_run.advice import Advice
 from odb_factory.dry_run.look import Look
-from odb_factory.dry_run.memory.table import MemoryRow
 
 
-def to_dict(found: Look, advice: Advice, memory: Sequence[MemoryRow] | None, notes: Sequence[str]) -> dict[str, Any]:
+def to_dict(found: Look, advice: Advice) -> dict[str, Any]:
     """JSON types. These names are public."""
     sample, config = found.sample, found.config
     return {
@@ -44,7 +42,5 @@ def to_dict(found: Look, advice: Advice, memory: Sequence[MemoryRow] | None, not
         "by_ranks": [{"ranks": ranks} | dataclasses.asdict(one) for ranks, one in found.by_ranks],
         "patch_caps": [dataclasses.asdict(one) for one in found.patch_caps],
         "bound_by_longest": found.bound_by_longest,
-        "memory": None if memory is None else [dataclasses.asdict(row) for row in memory],
-        "memory_notes": list(notes),
         "advice": dataclasses.asdict(advice),
     }

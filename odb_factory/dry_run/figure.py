@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,24 +9,15 @@ import numpy as np
 
 from odb_factory.dry_run.distribution import ALL
 from odb_factory.dry_run.look import Look
-from odb_factory.dry_run.memory.table import MemoryRow
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 ODB, OTHER, FIXED, GROUPED, OWN = "#2a6f97", "#8ecae6", "#e9c46a", "#6a994e", "#9b2226"
-GIB = 2**30
-KINDS = {
-    "parameters": "#264653",
-    "gradients": "#2a9d8f",
-    "optimizer_state": "#8ab17d",
-    "activations": "#e9c46a",
-    "logits": "#e76f51",
-}
 
 
-def draw(found: Look, memory: Sequence[MemoryRow] | None, available: int | None, path: Path) -> None:
-    """Save a PNG: how long the samples are, what budgets and ranks do with them, and the memory if it was asked for."""
+def draw(found: Look, path: Path) -> None:
+    """Save a PNG: how long the samples are, what budgets and ranks do with them."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -36,8 +26,6 @@ def draw(found: Look, memory: Sequence[MemoryRow] | None, available: int | None,
     plots: list[Any] = [_samples, _speed, _shares]
     if found.by_ranks:
         plots.append(_ranks)
-    if memory is not None and available is not None:
-        plots.append(lambda axes, found: _memory(axes, memory, available))
     columns = 2
     rows = -(-len(plots) // columns)
     figure, grid = plt.subplots(rows, columns, figsize=(13, 4 * rows), layout="constrained", squeeze=False)
@@ -113,20 +101,6 @@ def _ranks(axes: Axes, found: Look) -> None:
     axes.bar(ranks, [one.step_efficiency for _, one in found.by_ranks], color=colors)
     axes.set(xlabel="ranks", ylabel="step efficiency", ylim=(0, 1.05))
     axes.set_title(f"the same {found.step_size:,} samples on other numbers of ranks", loc="left", fontsize=10)
-
-
-def _memory(axes: Axes, rows: Sequence[MemoryRow], available: int) -> None:
-    names = [f"{row.token_budget:,}" for row in rows]
-    bottom = np.zeros(len(rows))
-    for kind, color in KINDS.items():
-        amounts = np.array([getattr(row, kind) for row in rows]) / GIB
-        axes.bar(names, amounts, bottom=bottom, color=color, label=kind.replace("_", " "))
-        bottom += amounts
-    axes.plot(names, [row.peak / GIB for row in rows], marker="o", color="black", linestyle="", label="peak")
-    axes.axhline(available / GIB, color=OWN, linestyle="--", linewidth=1)
-    axes.set(xlabel="token_budget", ylabel="GiB on each rank")
-    axes.legend(fontsize=8)
-    axes.set_title("memory, an estimate", loc="left", fontsize=10)
 
 
 def _mark_own(axes: Axes, found: Look) -> None:

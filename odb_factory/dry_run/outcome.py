@@ -6,28 +6,12 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from odb_factory.accounting.statistics import StepStatistics
 from odb_factory.dry_run import efficiency
-from odb_factory.planning import Budget, BufferMetadata, Cost, MicroStepTotals
-from odb_factory.planning.plan import pool
+from odb_factory.planning import Budget, MicroStepTotals
 
 Totals = Sequence[Sequence[MicroStepTotals]]
 """Of each optimizer step its micro-steps."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The collated tensors of a micro-batch: rows, row length (tokens), patches."""
-
-    rows: int
-    row_length: int
-    patches: int
-
-    @property
-    def tokens(self) -> int:
-        return self.rows * self.row_length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +22,7 @@ class Outcome:
     micro_batches: K, its mean; least_micro_batches, most_micro_batches: of all optimizer steps. limit: the step
     efficiency that no plan exceeds; share_of_limit: of it. speed: predicted, as a multiple of that of fixed batches of
     this YAML's size. overlong: samples that break a budget alone. most_tokens, most_patches: of any rank in a
-    micro-step. heaviest: the micro-batches with most tokens, most patches, the longest rows and most rows.
+    micro-step.
     """
 
     name: str
@@ -62,7 +46,6 @@ class Outcome:
     overlong: int
     most_tokens: int
     most_patches: int
-    heaviest: tuple[Shape, ...] = ()
 
 
 def outcome(
@@ -74,7 +57,6 @@ def outcome(
     limit: float | None,
     stock: Totals,
     overlong: int = 0,
-    heaviest: tuple[Shape, ...] = (),
 ) -> Outcome:
     """found: by optimizer step. stock: those of fixed batches, of about the same samples."""
     totals, of_stock = (list(itertools.chain.from_iterable(steps)) for steps in (found, stock))
@@ -106,40 +88,4 @@ def outcome(
         overlong=overlong,
         most_tokens=max((one.max_rank_tokens for one in totals), default=0),
         most_patches=max((one.max_rank_patches for one in totals), default=0),
-        heaviest=heaviest,
     )
-
-
-class Heaviest:
-    """The micro-batches that ask for most memory, by what they ask for."""
-
-    def __init__(self, budget: Budget):
-        self.budget = budget
-        self._found: dict[str, tuple[int, Shape]] = {}
-
-    def add(self, buffers: Sequence[BufferMetadata], groups: Sequence[Sequence[Sequence[int]]]) -> None:
-        """Those of a plan."""
-        costs = costs_of(pool(buffers)[0])
-        for group in itertools.chain.from_iterable(groups):
-            if group:
-                self._compare(Shape(*self.budget.shape([costs[sample] for sample in group])))
-
-    def shapes(self) -> tuple[Shape, ...]:
-        return tuple(dict.fromkeys(shape for _, shape in self._found.values()))
-
-    def _compare(self, shape: Shape) -> None:
-        asked = {
-            "tokens": shape.tokens,
-            "patches": shape.patches,
-            "attention": shape.tokens * shape.row_length,
-            "rows": shape.rows,
-        }
-        for name, amount in asked.items():
-            if amount > self._found.get(name, (0, shape))[0]:
-                self._found[name] = amount, shape
-
-
-def costs_of(samples: np.ndarray) -> list[Cost]:
-    """Of samples as `ROW`."""
-    names = ("tokens", "patches", "units", "has_media", "modality", "leading_label", "has_audio")
-    return [Cost(*values) for values in zip(*(samples[name].tolist() for name in names))]

@@ -11,13 +11,14 @@ import numpy as np
 from odb_factory.data.stock_steps import OF_MICRO_BATCH, StockSteps, by_weight
 from odb_factory.dry_run import baselines, efficiency
 from odb_factory.dry_run.observe import Sample, Step
-from odb_factory.dry_run.outcome import Heaviest, Outcome, Shape, costs_of, outcome
+from odb_factory.dry_run.outcome import Outcome, outcome
 from odb_factory.dry_run.rounds import rounds
 from odb_factory.planning import (
     ROW,
     Budget,
     BufferMetadata,
     Collation,
+    Cost,
     MicroStepTotals,
     plan_in_groups,
     plan_optimizer_step,
@@ -50,10 +51,7 @@ def planned(sample: Sample, setting: Setting, budget: Budget) -> Outcome:
     """With odb, under this budget and in its layout."""
     steps = _within(sample.steps, setting, budget)
     table = np.concatenate([step.rows for step in steps] or [np.zeros(0, ROW)])
-    if setting.step_size is None:
-        totals, heaviest = _filled(table, sample, setting, budget)
-    else:
-        totals, heaviest = _kept(steps, setting, budget)
+    totals = _filled(table, sample, setting, budget) if setting.step_size is None else _kept(steps, setting, budget)
     limits = [efficiency.least_time(step.rows["tokens"], setting.ranks, budget.token_budget) for step in steps]
     if setting.step_size is None:  # whatever becomes of N: the load alone bounds it
         load = float(table["tokens"].sum(dtype=np.int64)) / setting.ranks
@@ -68,7 +66,6 @@ def planned(sample: Sample, setting: Setting, budget: Budget) -> Outcome:
         limit=tokens / (setting.ranks * sum(limits)) if limits else None,
         stock=_fixed(steps, setting),
         overlong=num_overlong(sample, budget),
-        heaviest=heaviest,
     )
 
 
@@ -83,10 +80,8 @@ def baseline(name: str, sample: Sample, setting: Setting) -> Outcome:
     return outcome(name, found, setting.ranks, None, limit=None, stock=stock)
 
 
-def _kept(
-    steps: Sequence[Step], setting: Setting, budget: Budget
-) -> tuple[list[list[MicroStepTotals]], tuple[Shape, ...]]:
-    found, heaviest = [], Heaviest(budget)
+def _kept(steps: Sequence[Step], setting: Setting, budget: Budget) -> list[list[MicroStepTotals]]:
+    found = []
     assert setting.step_size is not None
     stock = StockSteps(
         global_batch_size=setting.step_size,
@@ -106,17 +101,14 @@ def _kept(
             plan = plan_in_groups(buffers, budget, setting.group_size)
         else:
             plan = plan_optimizer_step(buffers, budget, balance=setting.balance)
-        heaviest.add(buffers, plan.groups)
         found.append(plan.totals)
-    return found, heaviest.shapes()
+    return found
 
 
-def _filled(
-    table: np.ndarray, sample: Sample, setting: Setting, budget: Budget
-) -> tuple[list[list[MicroStepTotals]], tuple[Shape, ...]]:
+def _filled(table: np.ndarray, sample: Sample, setting: Setting, budget: Budget) -> list[list[MicroStepTotals]]:
     """An epoch of the samples; of a part of the data set so many rounds that as many samples go out."""
     shares = [table[rank :: setting.ranks] for rank in range(setting.ranks)]
-    heaviest, totals = Heaviest(budget), []
+    totals: list[MicroStepTotals] = []
     for one in rounds(
         shares,
         budget,
@@ -127,13 +119,10 @@ def _filled(
         endless=not sample.is_whole and min(map(len, shares)) > 0,
         seed=setting.seed,
     ):
-        heaviest.add(one.windows, one.plan.groups)
         totals += one.plan.totals
         if sum(step.samples for step in totals) >= len(table):
             break
-    return [
-        totals[k : k + setting.accumulation] for k in range(0, len(totals), setting.accumulation)
-    ], heaviest.shapes()
+    return [totals[k : k + setting.accumulation] for k in range(0, len(totals), setting.accumulation)]
 
 
 def _fixed(steps: Sequence[Step], setting: Setting) -> list[list[MicroStepTotals]]:
@@ -153,6 +142,12 @@ def _within(steps: Sequence[Step], setting: Setting, budget: Budget) -> list[Ste
     return [step for step in kept if len(step.rows)]
 
 
+def _costs(samples: np.ndarray) -> list[Cost]:
+    """Of samples as `ROW`."""
+    names = ("tokens", "patches", "units", "has_media", "modality", "leading_label", "has_audio")
+    return [Cost(*values) for values in zip(*(samples[name].tolist() for name in names))]
+
+
 def _overlong(step: Step, budget: Budget) -> np.ndarray:
     """bool[samples]"""
-    return np.array([budget.overlong(cost) for cost in costs_of(step.rows)], dtype=bool)
+    return np.array([budget.overlong(cost) for cost in _costs(step.rows)], dtype=bool)

@@ -13,15 +13,13 @@ from odb_factory.dry_run import efficiency
 from odb_factory.dry_run.advice import Advice
 from odb_factory.dry_run.distribution import Part, Spread
 from odb_factory.dry_run.look import Look
-from odb_factory.dry_run.memory.table import MemoryRow
 from odb_factory.dry_run.outcome import Outcome
 
 NARROWEST = 120
 """Characters of a line where nobody looks at a terminal."""
-GIB = 2**30
 
 
-def show(console: Console, found: Look, advice: Advice, memory: list[MemoryRow] | None, notes: Sequence[str]) -> None:
+def show(console: Console, found: Look, advice: Advice) -> None:
     if not console.is_terminal:
         console.width = max(console.width, NARROWEST)
     parts: list[RenderableType] = [Text(_head(found)), _distribution(found.parts), _budgets(found)]
@@ -29,8 +27,6 @@ def show(console: Console, found: Look, advice: Advice, memory: list[MemoryRow] 
         parts.append(Text(_thinned(found)))
     if found.by_ranks:
         parts.append(_ranks(found))
-    if memory is not None:
-        parts += [_memory(memory), *(Text(f"  {note}") for note in notes)]
     parts.append(Text.assemble(("Recommended: ", "bold"), advice.sentence))
     parts += [Text.assemble(("Warning: ", "yellow"), line) for line in advice.warnings]
     if not found.asked.has_block:
@@ -120,20 +116,6 @@ def _ranks(found: Look) -> Table:
         use = "" if one.budget_use is None else f"{one.budget_use:.1%}"
         cells = (f"{ranks}", f"{one.micro_batches:.1f}", f"{one.balance:.1%}", use, f"{one.step_efficiency:.1%}")
         table.add_row(*cells, style="bold" if ranks == found.asked.ranks else None)
-    return table
-
-
-def _memory(rows: Sequence[MemoryRow]) -> Table:
-    table = _table(
-        "Memory of each rank, an estimate (GiB)", "token_budget", "parameters", "gradients", "optimizer", "activations",
-        "logits", "in chunks", "peak", "peak in chunks", "fits",
-    )  # fmt: skip
-    for row in rows:
-        amounts = (
-            row.parameters, row.gradients, row.optimizer_state, row.activations, row.logits, row.logits_with_fused_loss,
-            row.peak, row.peak_with_fused_loss,
-        )  # fmt: skip
-        table.add_row(f"{row.token_budget:,}", *(f"{n / GIB:.2f}" for n in amounts), "yes" if row.fits else "no")
     return table
 
 

@@ -90,7 +90,7 @@ def _check_auto(args: Any, config: ODBConfig, memory_meter: PeakMeter | None) ->
     if config.has_auto and memory_meter is None and meters.find_meter(args.device) is None:
         raise ConfigError(
             f"odb.{config.auto_keys[0]}: 'auto' tries micro-batches on an accelerator, and this training runs on the "
-            "CPU; set a number (`odb-factory plan --memory` estimates what an accelerator holds)."
+            "CPU; set a number (`odb-factory plan` says what it does with the data)."
         )
 
 

@@ -160,19 +160,13 @@ def test_a_yaml_without_a_block_is_planned_with_what_stock_holds(plan, tiny_text
     assert not (tmp_path / "out").exists(), "a look leaves nothing behind"
 
 
-def test_budgets_of_auto_and_what_fits(plan, tiny_text, rows_dir, tmp_path, capsys) -> None:
-    """`auto` needs an accelerator; the plan is made without one, and its estimates say what would fit."""
+def test_budgets_of_auto(plan, tiny_text, rows_dir, tmp_path, capsys) -> None:
+    """`auto` needs an accelerator; the plan is made without one."""
     block = {"token_budget": "auto", "max_patches": "auto", "memory_fraction": 0.8, "layout": "padded"}
     config = training_config(tiny_text, rows_dir, tmp_path / "out", cutoff_len=128, odb=block)
-    config |= {"per_device_train_batch_size": 4}
-    planned = plan(config, "--memory", "1GiB")
+    planned = plan(config | {"per_device_train_batch_size": 4})
     assert planned["own"]["token_budget"] == 4 * 128
     assert "token_budget: auto, here 512" in " ".join(capsys.readouterr().out.split())
-    rows = planned["memory"]
-    assert [row["token_budget"] for row in rows] == [one["token_budget"] for one in planned["budgets"]]
-    assert all(row["fits"] and row["logits"] > row["logits_with_fused_loss"] > 0 for row in rows)
-    peaks = [row["peak"] for row in rows]
-    assert peaks == sorted(peaks) and peaks[0] < peaks[-1]
 
 
 def test_mistakes_end_in_one_line(tiny_text, rows_dir, tmp_path, capsys) -> None:
@@ -201,7 +195,6 @@ def test_mistakes_end_in_one_line(tiny_text, rows_dir, tmp_path, capsys) -> None
         (str(asked), "dataset=empty"): ("dataset: empty", "has no row"),
         (str(asked), "dataset=unanswered"): ("3 invalid", "unanswered"),
         (str(asked), "model_name_or_path=./nowhere"): ("there is no './nowhere'",),
-        (str(asked), "--memory", "plenty"): ("--memory", "'plenty'", "80GiB"),
         (str(asked), "--png", str(tmp_path / "no" / "plan.png")): ("there is no folder",),
     }
     for arguments, words in cases.items():

@@ -8,22 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from odb_factory.config import ODBConfig
 from odb_factory.dry_run.advice import Advice, advise
-from odb_factory.dry_run.arguments import Asked, ranks_of
+from odb_factory.dry_run.arguments import Asked, ParsedArguments, ranks_of
 from odb_factory.dry_run.distribution import parts_of
 from odb_factory.dry_run.fields import to_dict
 from odb_factory.dry_run.look import Look
-from odb_factory.dry_run.memory.estimate import ParsedArguments
-from odb_factory.dry_run.memory.table import MemoryRow, parse_size
 from odb_factory.dry_run.observe import Sample, Step
 from odb_factory.dry_run.outcome import Outcome
 from odb_factory.dry_run.plans import budgets_around
 from odb_factory.dry_run.rows import Seen
-from odb_factory.errors import ConfigError
 from odb_factory.planning import ROW, Cost
 
 
@@ -67,29 +63,14 @@ def a_look(asked_for: Asked, budgets: list[Outcome], seen: list[Seen] | None = N
     return Look(asked=asked_for, sample=sample, parts=parts, budgets=budgets, **(plain | figures))
 
 
-def memory(budget: int, fits: bool) -> MemoryRow:
-    sizes = ("parameters", "gradients", "optimizer_state", "activations", "logits", "logits_with_fused_loss")
-    bytes_ = dict.fromkeys((*sizes, "peak", "peak_with_fused_loss"), 1)
-    return MemoryRow(token_budget=budget, max_patches=None, fits=fits, **bytes_)
-
-
 BUDGETS = [outcome(512, 1.2, overlong=3), outcome(1024, 1.9), outcome(2048, 1.99), outcome(4096, 2.0)]
 
 
 def test_the_smallest_budget_that_is_about_as_fast_as_any() -> None:
-    assert advise(a_look(asked(), BUDGETS), None).token_budget == 2048
+    assert advise(a_look(asked(), BUDGETS)).token_budget == 2048
     slow = [outcome(512, 1.999, overlong=3), *BUDGETS[1:]]
-    assert advise(a_look(asked(), slow), None).token_budget == 2048, "not one that samples break"
-    assert "--memory estimates" in advise(a_look(asked(), BUDGETS), None).sentence
-
-
-def test_what_does_not_fit_is_not_recommended() -> None:
-    found = a_look(asked(), BUDGETS)
-    fits = [memory(512, True), memory(1024, True), memory(2048, False), memory(4096, False)]
-    advice = advise(found, fits)
-    assert advice.token_budget == 1024 and "fit by the estimate" in advice.sentence
-    none = advise(found, [memory(one.token_budget or 0, False) for one in BUDGETS])
-    assert none.token_budget == 512 and "none of the budgets fits" in none.sentence
+    assert advise(a_look(asked(), slow)).token_budget == 2048, "not one that samples break"
+    assert "`token_budget: auto` tries what fits" in advise(a_look(asked(), BUDGETS)).sentence
 
 
 def test_patches_and_ranks() -> None:
@@ -100,34 +81,32 @@ def test_patches_and_ranks() -> None:
     ]
     ranks = [(1, outcome(1024, 2, step_efficiency=0.9)), (2, outcome(1024, 2, step_efficiency=0.85))]
     ranks.append((4, outcome(1024, 2, step_efficiency=0.5)))
-    advice = advise(a_look(asked(), BUDGETS, patch_caps=caps, by_ranks=ranks), None)
+    advice = advise(a_look(asked(), BUDGETS, patch_caps=caps, by_ranks=ranks))
     assert (advice.max_patches, advice.ranks) == (512, 2)
     assert "max_patches: 512" in advice.sentence and "2 ranks" in advice.sentence and "on 4 0.50" in advice.sentence
     caps[1:2] = []
-    assert advise(a_look(asked(), BUDGETS, patch_caps=caps), None).max_patches == 1024, (
-        "a power of two above what is used"
-    )
+    assert advise(a_look(asked(), BUDGETS, patch_caps=caps)).max_patches == 1024, "a power of two above what is used"
 
 
 def test_budgets_are_recommended_as_they_were_looked_at_together() -> None:
     caps = [outcome(2048, 1.98, max_patches=512), outcome(2048, 2.0, most_patches=900)]
     budgets = [dataclasses.replace(one, max_patches=(one.token_budget or 0) // 8) for one in BUDGETS]
     found = a_look(asked(max_patches=128), budgets, patch_caps=caps)
-    assert advise(found, None).max_patches == 512
-    for fits, chosen in ((2048, (2048, 256)), (1024, (1024, 128))):
-        advice = advise(found, [memory(one.token_budget or 0, (one.token_budget or 0) <= fits) for one in budgets])
-        assert (advice.token_budget, advice.max_patches) == chosen
-        assert "looked at with this budget" in advice.sentence
+    assert advise(found).max_patches == 512
+    budgets = [one for one in budgets if (one.token_budget or 0) <= 1024]
+    advice = advise(a_look(asked(max_patches=128), budgets, patch_caps=caps))
+    assert (advice.token_budget, advice.max_patches) == (1024, 128)
+    assert "looked at with this budget" in advice.sentence
 
 
 def warned(found: Look, *words: str) -> Advice:
-    advice = advise(found, None)
+    advice = advise(found)
     assert any(all(word in line for word in words) for line in advice.warnings), advice.warnings
     return advice
 
 
 def test_warnings() -> None:
-    assert advise(a_look(asked(), BUDGETS), None).warnings == []
+    assert advise(a_look(asked(), BUDGETS)).warnings == []
     warned(a_look(asked(4), BUDGETS, bound_by_longest=0.8), "in 80%", "the longest sample", "fewer ranks")
     empty = [outcome(1024, 1.9, budget_use=0.2, micro_batches=1.0)]
     warned(a_look(asked(2), empty), "fills 20%", "of 2 ranks")
@@ -152,19 +131,6 @@ def test_budgets_around_are_powers_of_two() -> None:
     assert budgets_around(asked(length_buckets=[512, 1024]), 1)[0] == 1024
 
 
-@pytest.mark.parametrize(
-    ("text", "size"), [("80GiB", 80 << 30), ("24GB", 24 * 10**9), ("1.5 gib", 3 << 29), ("512m", 512 * 10**6)]
-)
-def test_sizes_of_memory(text: str, size: int) -> None:
-    assert parse_size(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "80 GiBs", "0GiB", "24"])
-def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(ConfigError, match="80GiB"):
-        parse_size(text)
-
-
 def test_ranks_of_a_training_that_is_started_here() -> None:
     assert ranks_of({}) == max(torch.cuda.device_count(), 1)
     assert ranks_of({"WORLD_SIZE": "6"}) == 6
@@ -173,5 +139,5 @@ def test_ranks_of_a_training_that_is_started_here() -> None:
 
 def test_figures_are_json() -> None:
     found = a_look(asked(), BUDGETS, by_ranks=[(1, BUDGETS[1])])
-    content = json.loads(json.dumps(to_dict(found, advise(found, None), [memory(512, True)], ["a note"])))
-    assert content["by_ranks"][0]["ranks"] == 1 and content["memory"][0]["fits"]
+    content = json.loads(json.dumps(to_dict(found, advise(found))))
+    assert content["by_ranks"][0]["ranks"] == 1

@@ -166,7 +166,7 @@ def test_where_nothing_can_be_tried(tiny_text, tmp_path) -> None:
             trained(tmp_path, tiny_text, capacity, block, **changes)
         assert len(str(caught.value).splitlines()) == 1
 
-    refused("odb.token_budget: 'auto' tries .* on an accelerator.*plan --memory", {"token_budget": "auto"})
+    refused("odb.token_budget: 'auto' tries .* on an accelerator.*set a number", {"token_budget": "auto"})
     refused("odb.max_patches: 'auto' tries", {"token_budget": 64, "max_patches": "auto"})
     refused("those of a stream", {"token_budget": "auto"}, CAPACITY, dataset=Stream(), max_steps=1)
     with pytest.raises(ConfigError, match=r"odb.token_budget: 'auto' runs the model .* give a number"):

@@ -1,1 +1,0 @@
-"""Peak memory of a training, estimated without an accelerator and without weights."""
