@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeGuard
 from weakref import WeakKeyDictionary
 
 import torch
@@ -116,12 +116,11 @@ class _Door:
 
     def _forward(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         row, positions = row_in_progress(), kwargs.get("position_ids")
-        if isinstance(positions, Tensor) and positions.shape[-2] == 1 and kwargs.get("attention_mask") is None:
-            if row is not None and positions.shape[-1] == row.tokens:
-                self._make_sure(row, positions)
+        if _is_flat(positions) and kwargs.get("attention_mask") is None:
+            if row is not None and self._is_of(positions, row):
                 return own(*args, **kwargs)
             if self._model.training:
-                in_progress = "of no flat row" if row is None else f"of a row of {row.tokens}"
+                in_progress = "of no flat row" if row is None else f"of another row, of {row.tokens}"
                 raise ConfigError(
                     f"unpad: {type(self._model).__name__} is given a row of {positions.shape[-1]} tokens, and the step "
                     f"info taken out last is {in_progress}; call pop_step_info(batch) right before its forward."
@@ -129,12 +128,19 @@ class _Door:
         with flat_row(()):
             return own(*args, **kwargs)
 
-    def _make_sure(self, row: FlatRow, positions: Tensor) -> None:
-        """Where infos of several batches were taken out since the last forward, the last need not be of this one."""
+    def _is_of(self, positions: Tensor, row: FlatRow) -> bool:
+        """Whether these are the positions of the row in progress. They are looked at, for which the host waits for the
+        device, only in evaluations and where infos of several batches were taken out since the last forward."""
+        if positions.shape[-1] != row.tokens:
+            return False
         is_next = self._computed is not None and row.number <= self._computed + 1
+        if not (self._model.training and is_next) and not torch.equal(
+            positions.flatten(0, -2)[0].cpu(), row.positions()
+        ):
+            return False
         self._computed = row.number
-        if not is_next and not torch.equal(positions.flatten(0, -2)[0].cpu(), row.positions()):
-            raise ConfigError(
-                "unpad: the samples of this row are not those of the step info taken out last; call "
-                "pop_step_info(batch) right before the forward of each batch."
-            )
+        return True
+
+
+def _is_flat(positions: Any) -> TypeGuard[Tensor]:
+    return isinstance(positions, Tensor) and positions.dim() > 1 and positions.shape[-2] == 1

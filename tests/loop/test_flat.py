@@ -221,6 +221,10 @@ def test_every_step_is_that_of_padded_batches(kind: str) -> None:
             if evaluate:
                 evaluation = model.eval()(torch.tensor([[5, 6, 7, 8]])).logits
                 torch.testing.assert_close(evaluation, expected_evaluation, rtol=1e-6, atol=1e-6)
+                tokens = sum(info.segments)  # one sample as long as the row
+                row = {"input_ids": torch.arange(tokens)[None] % 90, "position_ids": torch.arange(tokens)[None]}
+                alone = model(**row).logits
+                torch.testing.assert_close(alone, model(row["input_ids"]).logits, rtol=1e-6, atol=1e-6)
                 model.train()
             weighted_loss(model(**batch).logits, labels, info).backward()
             if info.ends_optimizer_step:
@@ -252,7 +256,7 @@ def test_the_info_of_another_batch_is_an_error(tiny_text: Path) -> None:
         first, second, *_ = loader
         info = [pop_step_info(batch) for batch in (first, second)]
         assert info[0].segments != info[1].segments
-        with pytest.raises(ConfigError, match="the samples of this row are not those of the step info taken out last"):
+        with pytest.raises(ConfigError, match="step info taken out last is of another row"):
             model(**first)
         model(**second)
     with make() as loader:
