@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,23 +108,17 @@ def _points(entries: Sequence[Mapping[str, Any]], x_name: str, name: str) -> lis
 
 def _rows(
     runs: Sequence[Run], columns: Sequence[tuple[str, Mapping[int, float]]], x_name: str
-) -> tuple[list[str], list[list[str]]]:
-    """A row for each optimizer step that any run has logged, with its time where that is what the chart is over."""
+) -> tuple[list[str], list[int], Callable[[int], list[str]]]:
+    """The head of a table, the optimizer steps that any run has logged, and the cells of one, with its time where that
+    is what the chart is over."""
     steps = sorted({step for _, values in columns for step in values})
     head, times = [STEP], []
     if x_name == "seconds":
         times = [{e["step"]: e["seconds"] for e in (*run["evaluations"], *run["entries"])} for run in runs]
         head += [_called(run, "seconds") for run in runs]
     head += [name for name, _ in columns]
-    rows = [
-        [
-            f"{step:,}",
-            *(_cell(of_run.get(step)) for of_run in times),
-            *(_cell(values.get(step)) for _, values in columns),
-        ]
-        for step in steps
-    ]
-    return head, rows
+    values = [*times, *(one for _, one in columns)]
+    return head, steps, lambda step: [f"{step:,}", *(_cell(one.get(step)) for one in values)]
 
 
 def _cell(value: float | None) -> str:

@@ -221,4 +221,12 @@ def plain(figures: Any) -> Any:
 
 
 def to_json(figures: Mapping[str, Any]) -> str:
-    return json.dumps(plain(figures), indent=1, allow_nan=False) + "\n"
+    """A line for each key; of a run each of its own."""
+    named = {key: value if key == "runs" else plain(value) for key, value in figures.items()}  # runs are plain
+    runs = ",\n".join(_by_lines(run) for run in named.pop("runs"))
+    return _by_lines(named)[:-2] + f',\n"runs": [\n{runs}\n]\n}}\n'
+
+
+def _by_lines(values: Mapping[str, Any]) -> str:
+    lines = [f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in values.items()]
+    return "{\n" + ",\n".join(lines) + "\n}"

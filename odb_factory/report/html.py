@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
+from typing import Any
 
 MOST_ROWS = 40
 """Of the table under a chart; all entries are in the JSON."""
@@ -30,15 +31,22 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]], kind: str = "",
     return f'<div class="scroll"><table{of_kind}>{inner}</table></div>'
 
 
-def some(rows: Sequence[Sequence[object]]) -> Sequence[Sequence[object]]:
+def some(rows: Sequence[Any]) -> Sequence[Any]:
     """All rows, or `MOST_ROWS` of them at even distances, the first and the last among them."""
     last = len(rows) - 1
     return rows if last < MOST_ROWS else [rows[k * last // (MOST_ROWS - 1)] for k in range(MOST_ROWS)]
 
 
-def figure(title: str, caption: str, drawing: str, head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A chart and the table of what it shows. caption: HTML."""
-    shown, count = some(rows), len(rows)
+def figure(
+    title: str,
+    caption: str,
+    drawing: str,
+    head: Sequence[str],
+    rows: Sequence[Any],
+    cells: Callable[[Any], Sequence[object]] = list,
+) -> str:
+    """A chart and the table of what it shows. caption: HTML. cells: of a row, called for those that are shown."""
+    shown, count = [cells(row) for row in some(rows)], len(rows)
     of_all = f"{len(shown)} of {count} rows; all are in the JSON" if count > len(shown) else f"{count} rows"
     return (
         f"<figure><h3>{text(title)}</h3><p>{caption}</p>{drawing}"

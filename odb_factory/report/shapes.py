@@ -14,6 +14,8 @@ from typing import Any
 Check = Callable[[Any], bool]
 LARGEST = 2**53
 """Whole numbers up to it are exact as floats, and their sums fit into 64 bits."""
+LARGEST_NUMBER = 1e300
+"""Of figures that sums and ratios are made of: these do not overflow."""
 
 
 def count(value: Any) -> bool:
@@ -31,7 +33,9 @@ def positive(value: Any) -> bool:
 
 def number(value: Any) -> bool:
     """NaN and infinity among them, which a loss may be."""
-    return type(value) in (float, int) and (abs(value) < 1e300 or (type(value) is float and not math.isfinite(value)))
+    if type(value) is float:
+        return abs(value) < LARGEST_NUMBER or not math.isfinite(value)
+    return type(value) is int and abs(value) < LARGEST_NUMBER
 
 
 def finite(value: Any) -> bool:
@@ -57,18 +61,25 @@ def each(check: Check) -> Check:
 
 def by_name(check: Check) -> Check:
     """An object of such, whatever their keys."""
-    return lambda value: isinstance(value, dict) and all(map(check, value.values()))
+    return lambda value: type(value) is dict and all(map(check, value.values()))
 
 
 def fields(must: Mapping[str, Check], may: Mapping[str, Check] | None = None) -> Check:
     """An object with at least the keys of `must`."""
 
+    needed, possible = tuple(must.items()), tuple((may or {}).items())
+
     def check(value: Any) -> bool:
-        return (
-            isinstance(value, dict)
-            and all(name in value and is_right(value[name]) for name, is_right in must.items())
-            and all(value.get(name) is None or is_right(value[name]) for name, is_right in (may or {}).items())
-        )
+        if type(value) is not dict:
+            return False
+        for name, is_right in needed:
+            if name not in value or not is_right(value[name]):
+                return False
+        for name, is_right in possible:
+            found = value.get(name)
+            if found is not None and not is_right(found):
+                return False
+        return True
 
     return check
 
@@ -99,11 +110,12 @@ _LOG = fields(
     {"sums": lambda value: _SUMS(value) and by_name(number)(value), "rows": fields({}, _ROWS)},
 )
 _END = fields({"time": finite, "optimizer_step": count})
+_EVENT = fields({"event": text})
 _OF_EVENT = {"begin": _BEGIN, "log": _LOG, "end": _END}
 
 
 def run_log_line(value: Any) -> bool:
-    return fields({"event": text})(value) and _OF_EVENT.get(value["event"], lambda _: False)(value)
+    return _EVENT(value) and _OF_EVENT.get(value["event"], lambda _: False)(value)
 
 
 def elapsed(value: Any) -> bool:
