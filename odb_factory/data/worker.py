@@ -35,7 +35,8 @@ class BusyRows:
     """Which row each worker of a stage is at, for messages of the process that waits for them.
 
     A table in shared memory, a line for each worker and one for the process itself: process id, row (-1: none), and
-    since when (`time.monotonic`, which all processes of a machine have in common).
+    since when (`time.monotonic`, which all processes of a machine have in common). Workers beyond `num_workers` are not
+    in the table.
     """
 
     def __init__(self, num_workers: int = 0):
@@ -47,7 +48,7 @@ class BusyRows:
     def at(self, row: int) -> Iterator[None]:
         """The calling process works at this row."""
         info = get_worker_info()
-        line = self._table[-1 if info is None else info.id]
+        line = self._table[-1 if info is None else min(info.id, len(self._table) - 1)]
         line[:] = torch.tensor([os.getpid(), row, time.monotonic()], dtype=torch.float64)
         try:
             yield

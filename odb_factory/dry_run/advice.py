@@ -101,8 +101,9 @@ def _busy(found: Look, ranks: int) -> str:
     more = next((one for one in sorted(reached) if one > ranks), None)
     beyond = "" if more is None else f", on {more} {reached[more].step_efficiency:.2f}"
     return (
-        f"With token_budget {found.own.token_budget}, {found.step_size} samples of an optimizer step keep "
-        f"up to {ranks} rank{'s' * (ranks > 1)} busy (step efficiency {reached[ranks].step_efficiency:.2f}{beyond})."
+        f"With the YAML's own token_budget {found.own.token_budget}, {found.step_size} samples of an optimizer step "
+        f"keep up to {ranks} rank{'s' * (ranks > 1)} busy: efficiency {reached[ranks].step_efficiency:.2f}{beyond} "
+        f"(busy is at least {WELL_USED:.0%} of the best of any number of ranks)."
     )
 
 

@@ -33,10 +33,10 @@ def draw(found: Look, path: Path) -> None:
         plot(axes, found)
     for axes in list(grid.flat)[len(plots) :]:
         axes.axis("off")
-    layout = f"layout {found.layout}"
+    layout, ranks = f"layout {found.layout}", f"{found.asked.ranks} rank{'s' * (found.asked.ranks > 1)}"
     size = "filled optimizer steps" if found.step_size is None else f"{found.step_size:,} samples an optimizer step"
     figure.suptitle(
-        f"{found.asked.path.name}: {len(found.sample.seen):,} rows, {size}, {found.asked.ranks} rank(s), {layout}",
+        f"{found.asked.path.name}: {len(found.sample.seen):,} rows, {size}, {ranks}, {layout}",
         fontsize=11,
     )
     figure.savefig(path, dpi=100)
@@ -71,7 +71,8 @@ def _speed(axes: Axes, found: Look) -> None:
     axes.axhline(found.length_grouped.speed, color=GROUPED, linewidth=1.5, label="length-grouped")
     axes.axhline(found.fixed.speed, color=FIXED, linewidth=1.5, label="fixed batches")
     _mark_own(axes, found)
-    axes.set(xscale="log", xlabel="token_budget", ylabel="times fixed batches", ylim=(0, None))
+    axes.set(ylabel="times fixed batches", ylim=(0, None))
+    _budgets_along(axes, budgets)
     axes.legend(fontsize=8)
     axes.set_title("predicted speed (by the cost model, not measured)", loc="left", fontsize=10)
 
@@ -90,9 +91,17 @@ def _shares(axes: Axes, found: Look) -> None:
         budgets, [one.limit or 0.0 for one in found.budgets], color="black", linestyle=":", label="limit of efficiency"
     )
     _mark_own(axes, found)
-    axes.set(xscale="log", xlabel="token_budget", ylim=(0, 1.05))
+    axes.set(ylim=(0, 1.05))
+    _budgets_along(axes, budgets)
     axes.legend(fontsize=8)
     axes.set_title("what a budget does", loc="left", fontsize=10)
+
+
+def _budgets_along(axes: Axes, budgets: list[int]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(budgets, [f"{budget:,}" for budget in budgets], fontsize=8)
+    axes.minorticks_off()
+    axes.set_xlabel("token_budget")
 
 
 def _ranks(axes: Axes, found: Look) -> None:

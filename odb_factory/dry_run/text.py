@@ -74,8 +74,8 @@ def _budgets(found: Look) -> Table:
     size = found.asked.batch_size
     table = _table(
         f"Budgets (speed is predicted: a micro-step costs the tokens of the fullest rank and {efficiency.FIXED})",
-        "token_budget", "patches", "K", "padding", "balance", "patches", "use", "efficiency", "of limit", "overlong",
-        "speed",
+        "token_budget", "max_patches", "K", "padding", "balance", "patch balance", "budget use", "efficiency",
+        "of limit", "overlong", "speed",
     )  # fmt: skip
     for one in found.budgets:
         is_own = one.token_budget == found.own.token_budget
@@ -111,7 +111,9 @@ def _figures(name: str, one: Outcome) -> list[str]:
 
 
 def _ranks(found: Look) -> Table:
-    table = _table(f"On other numbers of ranks (N = {found.step_size:,})", "ranks", "K", "balance", "use", "efficiency")
+    table = _table(
+        f"On other numbers of ranks (N = {found.step_size:,})", "ranks", "K", "balance", "budget use", "efficiency"
+    )
     for ranks, one in found.by_ranks:
         use = "" if one.budget_use is None else f"{one.budget_use:.1%}"
         cells = (f"{ranks}", f"{one.micro_batches:.1f}", f"{one.balance:.1%}", use, f"{one.step_efficiency:.1%}")

@@ -8,10 +8,15 @@ from typing import Any
 
 import pytest
 from torch.utils.data import Dataset
+from toy import Rows as ToyRows
+from toy import pad
 
+from odb_factory.config import ODBConfig
+from odb_factory.data.items import ItemObserver
+from odb_factory.data.observe import ObservedDataset
 from odb_factory.dry_run.observe import chosen_positions, observe
-from odb_factory.dry_run.rows import Seen
-from odb_factory.planning import Cost
+from odb_factory.dry_run.rows import LookedAt, Seen
+from odb_factory.planning import Budget, Cost
 
 
 class Numbers(Dataset):
@@ -55,6 +60,14 @@ def test_an_optimizer_step_larger_than_the_sample_is_drawn_from_it() -> None:
     assert len(sample.steps) >= 2 and all(len(step.rows) == 4096 for step in sample.steps)
     seen = {row.cost.tokens for row in sample.seen if row.cost is not None}
     assert set(itertools.chain.from_iterable(step.rows["tokens"].tolist() for step in sample.steps)) <= seen
+
+
+def test_every_worker_observes() -> None:
+    config = ODBConfig(token_budget=4096).resolved()
+    observed = ObservedDataset(ToyRows(num_rows=200), ItemObserver(pad), config, Budget(4096))
+    looked_at = LookedAt(observed, None, 4096, "toy")
+    sample = observe(SimpleNamespace(looked_at=looked_at, order=list(range(200)), is_stream=False), 8, 200)
+    assert len(sample.seen) == 200 and all(seen.cost is not None for seen in sample.seen), sample.seen
 
 
 def test_it_ends_in_time_with_what_was_seen() -> None:
