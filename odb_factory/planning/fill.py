@@ -15,8 +15,8 @@ from odb_factory.planning.cost import Budget, CostModel
 from odb_factory.planning.flat_fill import fill_flat
 from odb_factory.planning.flat_samples import Samples
 from odb_factory.planning.matching import place
-from odb_factory.planning.metadata import BufferMetadata
-from odb_factory.planning.per_rank import Steps, plan_per_rank
+from odb_factory.planning.metadata import BufferMetadata, Steps
+from odb_factory.planning.per_rank import plan_per_rank
 from odb_factory.planning.plan import Plan, exceeds_limit, pool, to_plan
 from odb_factory.planning.pooled import plan_pooled
 

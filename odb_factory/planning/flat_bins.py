@@ -40,7 +40,7 @@ class Bins:
         return len(self.pool)
 
 
-def fewest_steps(samples: Samples) -> int:
+def fewest_flat_steps(samples: Samples) -> int:
     """No cut into fewer micro-steps is within the budgets.
 
     Of a class, all tokens must have room, and all patches; samples of more than half a bin cannot share one.

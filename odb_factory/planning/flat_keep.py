@@ -12,7 +12,7 @@ import numpy as np
 
 from odb_factory.planning.cost import CostModel
 from odb_factory.planning.flat_best_fit import best_fit_decreasing, repair
-from odb_factory.planning.flat_bins import Bins, fewest_steps, make_bins
+from odb_factory.planning.flat_bins import Bins, fewest_flat_steps, make_bins
 from odb_factory.planning.flat_exchange import fill_bins
 from odb_factory.planning.flat_polish import Filled, polish
 from odb_factory.planning.flat_samples import Samples
@@ -34,7 +34,7 @@ def cut_flat(samples: Samples, model: CostModel, least_steps: int = 0) -> list[l
     if not len(samples):
         return []
     model = samples.weigh(model)
-    least = max(fewest_steps(samples), least_steps)
+    least = max(fewest_flat_steps(samples), least_steps)
     found = fill(samples, least, model)
     if not found.within:
         found = fitted(samples, model, least_steps)
@@ -42,11 +42,11 @@ def cut_flat(samples: Samples, model: CostModel, least_steps: int = 0) -> list[l
         if len(samples) > FEW_SAMPLES:
             first = last = found.num_steps
         for num_steps in range(max(least + 1, first), last + 1):
-            if lower_bound(samples, num_steps, model) < found.cost:
+            if flat_lower_bound(samples, num_steps, model) < found.cost:
                 found = _cheaper(found, fill(samples, num_steps, model))
     if samples.num_modalities > 1:
         for num_steps in range(found.num_steps + 1, found.num_steps + 1 + NUM_CANDIDATES):
-            if lower_bound(samples, num_steps, model) < found.cost:
+            if flat_lower_bound(samples, num_steps, model) < found.cost:
                 found = _cheaper(found, fill(samples, num_steps, model))
     return in_order(found)
 
@@ -55,7 +55,7 @@ def _cheaper(found: Filled, other: Filled) -> Filled:
     return other if other.within and other.cost < found.cost else found
 
 
-def lower_bound(samples: Samples, num_steps: int, model: CostModel) -> int:
+def flat_lower_bound(samples: Samples, num_steps: int, model: CostModel) -> int:
     """No cut into so many micro-steps costs less: of each measure a pool's mean, or the largest sample."""
     num_pools = int(samples.pool.max()) + 1
     sums = np.zeros((num_pools, 5), dtype=np.int64)
@@ -80,7 +80,7 @@ def _filled(samples: Samples, num_steps: int, model: CostModel, bins: Bins) -> F
     if not filled.within:
         filled = replace(filled, bin_of=repair(filled))
     filled = min(filled, match_by_cost(filled), key=lambda one: one.cost)
-    polish(filled, lower_bound(samples, num_steps, model))
+    polish(filled, flat_lower_bound(samples, num_steps, model))
     return filled
 
 

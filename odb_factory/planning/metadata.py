@@ -62,3 +62,7 @@ def make_metadata(
         for cost, age, size, position in zip(costs, ages, sizes or zeros, positions or zeros)
     ]
     return BufferMetadata(np.array(rows, dtype=ROW), exhausted)
+
+
+Steps = list[list[np.ndarray | None]]
+"""For each micro-step the group of every rank, as positions in the table; None: the rank idles."""

@@ -15,6 +15,7 @@ import numpy as np
 
 from odb_factory.planning.candidates import Rows
 from odb_factory.planning.cost import CostModel
+from odb_factory.planning.metadata import Steps
 
 NUM_CAPS, LOWEST_CAP = 21, 0.8
 """Candidate caps are parts of the token budget, evenly from the lowest to the whole."""
@@ -24,9 +25,6 @@ CANDIDATES_PER_GROUP, MAX_CANDIDATES = 8, 1024
 """Groups are tried at about so many places in the stretch of one, and at no more places in all."""
 NUM_SAMPLED_RANKS = 32
 """The cap is chosen by what it means for so many ranks, spread over all."""
-
-Steps = list[list[np.ndarray | None]]
-"""For each micro-step the group of every rank, as positions in the table; None: the rank idles."""
 
 
 def plan_per_rank(

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from odb_factory.planning.cost import Budget
-from odb_factory.planning.metadata import ROW, BufferMetadata
-from odb_factory.planning.per_rank import Steps
+from odb_factory.planning.metadata import ROW, BufferMetadata, Steps
 
 MAX_REDISTRIBUTED_BYTES = 1 << 28
 """Where a rank holds more than that (256 MiB), samples stay where they are: it could have to hand over all of them."""

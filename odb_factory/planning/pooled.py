@@ -15,7 +15,7 @@ from odb_factory.planning.candidates import Rows
 from odb_factory.planning.cost import CostModel
 from odb_factory.planning.cuts import split_to_fill_slots
 from odb_factory.planning.matching import Group, assign_to_ranks
-from odb_factory.planning.per_rank import Steps
+from odb_factory.planning.metadata import Steps
 
 
 def plan_pooled(rows: Rows, owner_rank: np.ndarray, num_ranks: int, model: CostModel, *, final: bool) -> Steps:

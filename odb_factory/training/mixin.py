@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
     from odb_factory.data.collate import Collated
     from odb_factory.data.samples import Measured
-    from odb_factory.training.enable import ODBSettings
+    from odb_factory.training.settings import ODBSettings
 
     Base = Trainer
 else:

@@ -13,7 +13,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accelerate.utils import DistributedType
 from accelerate.utils.memory import clear_device_cache
@@ -27,10 +27,8 @@ from odb_factory.data.parts import Part
 from odb_factory.log import get_logger
 from odb_factory.planning import Limits
 from odb_factory.training.oom import MemoryWatch, is_out_of_memory
+from odb_factory.training.run import ODBRun
 from odb_factory.training.synchronize import DDP, Synchronizer, ZeRO1
-
-if TYPE_CHECKING:
-    from odb_factory.training.run import ODBRun
 
 logger = get_logger(__name__)
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+from torch import Tensor
 
 from odb_factory.accounting.loss_weights import MicroBatchLoss, token_weights
 from odb_factory.accounting.step_accounting import Begun, StepAccounting
 from odb_factory.accounting.summary import summary_line, write_summary
 from odb_factory.accounting.token_loss import TokenLoss
 from odb_factory.config import ResolvedConfig
+from odb_factory.data.collate import Collated
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.measure import IGNORE_INDEX
 from odb_factory.data.parts import Part
@@ -24,7 +27,6 @@ from odb_factory.planning import Limits
 from odb_factory.training.fill_schedule import FillSchedule
 from odb_factory.training.loss_rule import TrainerLoss
 from odb_factory.training.oom import MemoryWatch
-from odb_factory.training.oom_split import SplitSteps
 
 logger = get_logger(__name__)
 
@@ -52,6 +54,14 @@ class Computing:
     start: int = 0
     is_weighed: bool = False
     num_supervised: int | None = None
+
+
+class StepSplitter(Protocol):
+    """Takes the optimizer steps of a run and cuts micro-batches that run out of memory (`oom: split`)."""
+
+    def take(self, trainer: Any, model: Any, micro_batches: Iterator[Collated]) -> Tensor: ...
+
+    def close(self, *, failed: bool = False) -> None: ...
 
 
 class ODBRun:
@@ -85,7 +95,7 @@ class ODBRun:
         self.step: OptimizerStep | None = None
         self.computing: Computing | None = None
         self.memory = memory
-        self.split: SplitSteps | None = None
+        self.split: StepSplitter | None = None
         self._looks_at_labels, self._trainer_loss = looks_at_labels, trainer_loss
         self._anew: tuple[int, int] | None = None
         self._epochs_before = 0.0

@@ -17,8 +17,8 @@ from odb_factory.training.run import ODBRun
 from odb_factory.training.run_budgets import first_config
 
 if TYPE_CHECKING:
-    from odb_factory.training.enable import ODBSettings
     from odb_factory.training.run_arguments import RunArguments
+    from odb_factory.training.settings import ODBSettings
 
 logger = get_logger(__name__)
 
