@@ -9,21 +9,21 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset
 from transformers import Trainer
 
-from odb_factory.comm.data_parallel import check_process_group, world_size_of
+from odb_factory.comm.gloo import check_process_group, world_size_of
 from odb_factory.comm.lifeline import lifeline_of
 from odb_factory.config import ODBConfig
-from odb_factory.data.make_loader import make_config
+from odb_factory.data.dataloader_parts import make_config
 from odb_factory.data.measure import DEFAULT_PATCH_SIZE, Measure, measure_batch
 from odb_factory.data.observe import Observer
 from odb_factory.errors import ConfigError
-from odb_factory.memory.meters import PeakMeter
+from odb_factory.memory import PeakMeter
 from odb_factory.planning import Collation
 from odb_factory.training.checks import check_arguments, check_dummy_media, check_methods, check_stream
-from odb_factory.training.mixin import ODBTrainerMixin
 from odb_factory.training.settings import ODBSettings
+from odb_factory.training.trainer import ODBTrainerMixin
 
 if TYPE_CHECKING:
-    from odb_factory.loop.keys import TrainerKeys
+    from odb_factory.loop.dataloader import TrainerKeys
 
 
 def enable_odb(
@@ -47,7 +47,7 @@ def enable_odb(
     """Make `trainer.train()` form its batches online. Changes this one object; returns it.
 
     trainer: a `transformers.Trainer` (or of a subclass) that has not begun. Its dataset yields processed samples
-    (see `odb_factory.data.items.ItemObserver`), unless an observer is given.
+    (see `odb_factory.data.observe.ItemObserver`), unless an observer is given.
     config, or its keys one by one: `enable_odb(trainer, token_budget=8192, max_patches=16384)`.
     cost_fn: item -> `Cost` or tokens, where items tell their cost in their own way.
     observer: reads a row of the dataset as light features and a cost. collation: what the data collator adds to
@@ -62,7 +62,7 @@ def enable_odb(
     rows_from: settings that rows are made with (a template, a maximal length): a resume names those that have changed.
     not_flat: why flat micro-batches would be wrong, where the caller knows a reason (see the key `layout`).
     memory_meter: what budgets of `auto` are chosen by (default: what the accelerator counts); with a
-    `odb_factory.memory.meters.CPUMeter` they can be chosen on a CPU, for tests.
+    `odb_factory.memory.CPUMeter` they can be chosen on a CPU, for tests.
     about: what `odb-factory report` shall say of the run beside its training arguments (JSON types).
     A `compute_loss_func` of the trainer is called once for the samples of each weight in a micro-batch, with their
     units as `num_items_in_batch`, and the mean that it returns is weighed as a model's own; one that returns a sum

@@ -2,28 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import datasets
 import torch.distributed as dist
 from torch.utils.data import RandomSampler
 
-from odb_factory.comm.exchange import Exchange
+from odb_factory.comm.gloo import Exchange
 from odb_factory.config import ODBConfig, ResolvedConfig
-from odb_factory.data.components import dismantle
-from odb_factory.data.make_loader import make_loader
+from odb_factory.data.dataloader_parts import DataLoaderParts, dismantle, make_loader, unwrap
 from odb_factory.data.measure import Measure
-from odb_factory.data.observe import Observer
-from odb_factory.memory.meters import PeakMeter
+from odb_factory.data.observe import PATCHES_KEY, Observer
+from odb_factory.memory import PeakMeter
 from odb_factory.planning import Collation
-from odb_factory.training import agreement, columns
+from odb_factory.training import checks
+from odb_factory.training.checks import TrainerLoss, stock_mean
+from odb_factory.training.layout import Layout
 from odb_factory.training.layout_check import LayoutCheck
-from odb_factory.training.layout_choice import Layout
-from odb_factory.training.loss_rule import TrainerLoss, stock_mean
 from odb_factory.training.oom import MemoryWatch, why_not_split
 from odb_factory.training.oom_split import SplitSteps
 from odb_factory.training.run import ODBRun, RunLength
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Columns that the Trainer removes before odb would see them, though a cost is counted from them.
+
+
+class KeepColumns:
+    """A collator that is given the columns which the Trainer would have left."""
+
+    def __init__(self, collate_fn: Callable, columns: Sequence[str]):
+        self.collate_fn, self.columns = collate_fn, tuple(columns)
+
+    def __call__(self, items: Sequence[Mapping[str, Any]]) -> Any:
+        return self.collate_fn([{key: item[key] for key in self.columns if key in item} for item in items])
+
+
+def are_needed(stock: Any, train_dataset: Any, cost_fn: Callable | None) -> bool:
+    """Whether `stock`, the Trainer's DataLoader, lacks columns of `train_dataset` that costs are counted from."""
+    found = unwrap(stock).dataset
+    if not isinstance(found, datasets.Dataset) or not isinstance(train_dataset, datasets.Dataset):
+        return False
+    removed = set(train_dataset.column_names) - set(found.column_names)
+    return PATCHES_KEY in removed or (cost_fn is not None and bool(removed))
+
+
+def with_columns_of(whole: DataLoaderParts, stock: Any) -> DataLoaderParts:
+    """`whole`, which has all columns, with a collator that gets those of `stock` alone."""
+    kept: Any = unwrap(stock).dataset
+    return dataclasses.replace(whole, collate_fn=KeepColumns(whole.collate_fn, kept.column_names))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +91,7 @@ class ODBSettings:
         collator = getattr(parts.collate_fn, "data_collator", parts.collate_fn)
         pads_to = getattr(collator, "pad_to_multiple_of", None) or 1
         if source is not stock:
-            parts = columns.with_columns_of(parts, stock)
+            parts = with_columns_of(parts, stock)
         loader = make_loader(
             parts,
             config,
@@ -68,7 +100,7 @@ class ODBSettings:
             layout=layout.name,
             with_boundaries=layout.with_boundaries,
             process_group=self.process_group,
-            agree_on={**agreement.of_trainer(trainer), **self.agree_on},
+            agree_on={**checks.of_trainer(trainer), **self.agree_on},
             rows_from=self.rows_from,
             patch_size=self.patch_size,
             measure=self.measure,

@@ -11,15 +11,13 @@ import numpy as np
 import torch
 
 from odb_factory.config import ODBConfig
-from odb_factory.dry_run.advice import Advice, advise
-from odb_factory.dry_run.arguments import Asked, ParsedArguments, ranks_of
-from odb_factory.dry_run.distribution import parts_of
-from odb_factory.dry_run.fields import to_dict
-from odb_factory.dry_run.look import Look
-from odb_factory.dry_run.observe import Sample, Step
-from odb_factory.dry_run.outcome import Outcome
-from odb_factory.dry_run.plans import budgets_around
-from odb_factory.dry_run.rows import Seen
+from odb_factory.plan.advice import Advice, advise
+from odb_factory.plan.arguments import Asked, ParsedArguments, ranks_of
+from odb_factory.plan.look import Look, budgets_around
+from odb_factory.plan.observe import Sample, Step, parts_of
+from odb_factory.plan.rows import Seen
+from odb_factory.plan.show import to_dict
+from odb_factory.plan.simulate import Outcome
 from odb_factory.planning import ROW, Cost
 
 

@@ -7,8 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from odb_factory.dry_run.baselines import fixed_batches, length_grouped
-from odb_factory.dry_run.efficiency import FIXED, least_time, step_efficiency, time_of
+from odb_factory.plan.simulate import FIXED, fixed_batches, least_time, length_grouped, step_efficiency, time_of
 from odb_factory.planning import Budget, BufferMetadata, Collation, Cost, make_metadata, plan_optimizer_step
 
 

@@ -12,10 +12,9 @@ from toy import Rows as ToyRows
 from toy import pad
 
 from odb_factory.config import ODBConfig
-from odb_factory.data.items import ItemObserver
-from odb_factory.data.observe import ObservedDataset
-from odb_factory.dry_run.observe import chosen_positions, observe
-from odb_factory.dry_run.rows import LookedAt, Seen
+from odb_factory.data.observe import ItemObserver, ObservedDataset
+from odb_factory.plan.observe import chosen_positions, observe
+from odb_factory.plan.rows import LookedAt, Seen
 from odb_factory.planning import Budget, Cost
 
 

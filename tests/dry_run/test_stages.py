@@ -14,8 +14,8 @@ from llamafactory.train.tuner import run_exp
 from support import training_config
 from transformers.integrations import is_deepspeed_zero3_enabled
 
-from odb_factory.dry_run.arguments import parsed
-from odb_factory.dry_run.look import Look, look
+from odb_factory.plan.arguments import parsed
+from odb_factory.plan.look import Look, look
 
 pytestmark = pytest.mark.timeout(600)
 
