@@ -162,7 +162,7 @@ def test_each_rank_ends_in_one_line_and_torchrun_adds_none(config: dict[str, Any
         (f"odb:\n  token_budget: {'9' * 5000}\n", (), ("my.yaml", "cannot be read", "digits")),
         ("odb:\n  token_budget: 1\n  ~: 2\n", (), ("my.yaml", "cannot be read", "Key")),
         ("odb:\n  token_budget: 1\nx: \0\n", (), ("my.yaml", "cannot be read")),
-        (f"odb:\n  token_budget: {'[' * 2000}{']' * 2000}\n", (), ("my.yaml", "line 2", "cannot be read")),
+        (f"odb:\n  token_budget: {'[' * 2000}{']' * 2000}\n", (), ("my.yaml", "cannot be read")),
         (f"odb:\n  token_budget: '{'9' * 5000}'\n", (), ("odb.token_budget", " ... ", "without quotes")),
         ("odb:\n  token_budget: 1\nmodel_name_or_path: /no/pe\n", (), ("model_name_or_path", "'/no/pe'", "hub")),
         ("odb:\n  token_budget: 1\nmodel_name_or_path: a/b/c\n", (), ("model_name_or_path", "'a/b/c'", "hub")),
