@@ -9,8 +9,7 @@ from html import escape
 from typing import Any
 
 from odb_factory.report import html
-from odb_factory.report.read import number_text as number
-from odb_factory.report.read import percent
+from odb_factory.report.read import number, percent
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Charts as inline SVG, coloured by the style of the page: lines over a scale, and histograms.

@@ -9,8 +9,7 @@ from importlib import resources
 from typing import Any
 
 from odb_factory.report import charts, html
-from odb_factory.report.read import UNKNOWN, counted, percent, seconds_text
-from odb_factory.report.read import number_text as number
+from odb_factory.report.read import UNKNOWN, counted, number, percent, seconds_text
 from odb_factory.version import __version__
 
 # ----------------------------------------------------------------------------------------------------------------------

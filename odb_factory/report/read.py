@@ -21,7 +21,7 @@ import numpy as np
 UNKNOWN = "not known"
 
 
-def number_text(value: float | None, digits: int = 4) -> str:
+def number(value: float | None, digits: int = 4) -> str:
     """With thousands separated, so many significant digits of what is no whole number."""
     if value is None or not math.isfinite(value):
         return UNKNOWN if value is None else str(value)
@@ -34,7 +34,7 @@ def number_text(value: float | None, digits: int = 4) -> str:
 
 def counted(count: int, what: str) -> str:
     """ "1 sample", "12 samples"."""
-    return f"{number_text(count)} {what}{'' if count == 1 else 's'}"
+    return f"{number(count)} {what}{'' if count == 1 else 's'}"
 
 
 def percent(value: float | None, digits: int = 1) -> str:
