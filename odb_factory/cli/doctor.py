@@ -19,7 +19,7 @@ from rich.text import Text
 
 from odb_factory.cli.doctor_checks import CHECKS, ENTRY_POINT, OPTIONAL, OTHER_PACKAGE, SUPPORTED, Check, Facts
 from odb_factory.cli.doctor_probe import Probe
-from odb_factory.llamafactory import hooks
+from odb_factory.llamafactory import releases
 from odb_factory.version import installed_version
 
 PROBE_TIMEOUT_S = 300
@@ -67,7 +67,7 @@ def _checkpoint(console: Console, folder: Path) -> int:
 
 def gather() -> Facts:
     """Look at this Python: installed packages, the entry point, the environment, and the imports of a training."""
-    pins = {} if installed_version("llamafactory") is None else hooks.pins()
+    pins = {} if installed_version("llamafactory") is None else releases.pins()
     packages = [*SUPPORTED, *OPTIONAL, OTHER_PACKAGE, "torchvision", "torchaudio", *pins]
     versions = {name: installed_version(name) for name in packages} | {"python": platform.python_version()}
     declared = [point.value for point in metadata.entry_points(group="torch.backends", name="odb_factory")]

@@ -10,7 +10,7 @@ from typing import Literal
 from packaging.specifiers import SpecifierSet
 
 from odb_factory.cli.doctor_probe import Probe
-from odb_factory.llamafactory import hooks
+from odb_factory.llamafactory import releases
 from odb_factory.llamafactory.activation import DISABLE, SEAMS
 
 ENTRY_POINT = "odb_factory.llamafactory.activation:activate"
@@ -21,7 +21,7 @@ TORCH_SET = 'pip install --upgrade "torch>=2.5,<2.13" torchvision torchaudio'  #
 SUPPORTED = {
     "python": ">=3.11",
     "odb_factory": "",
-    "llamafactory": hooks.SUPPORTED,
+    "llamafactory": releases.SUPPORTED,
     "transformers": ">=4.55",
     "torch": ">=2.5,<2.13",
     "accelerate": "",
@@ -63,11 +63,11 @@ def versions(facts: Facts) -> list[Check]:
             checks.append(Check("problem", f"{name} is not installed", fix))
         elif not SpecifierSet(supported).contains(version, prereleases=True):
             checks.append(Check("problem", f"{name} {version} is not supported, {supported} is", fix))
-        elif name == "llamafactory" and hooks.is_newer(version):
+        elif name == "llamafactory" and releases.is_newer(version):
             checks.append(
                 Check(
                     "warning",
-                    f"llamafactory {version} is newer than what odb_factory was tested with ({hooks.NEWEST_TESTED})",
+                    f"llamafactory {version} is newer than what odb_factory was tested with ({releases.NEWEST_TESTED})",
                     "if all places are hooked (below) training goes on; a newer odb_factory may know this release",
                 )
             )
