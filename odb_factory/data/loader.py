@@ -2,7 +2,7 @@
 
 The first observes: rows become light samples in its workers. The second collates: its sampler
 yields whole micro-batches, its workers run the framework's collator. Between them one background
-thread plans, ahead of what is being collated (`passes.py`).
+thread plans, ahead of what is being collated (`Passes`).
 """
 
 from __future__ import annotations

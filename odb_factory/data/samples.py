@@ -76,7 +76,7 @@ def _share(part: tuple[int, int, int], whole: tuple[int, int, int]) -> float:
 class Sample:
     """One observed row: its index in the training dataset, its cost and its light features (see `serialize.pack`).
 
-    content: a checksum of what it says (see `content.checksum`); 0 if unknown.
+    content: a checksum of what it says (see `serialize.checksum`); 0 if unknown.
     """
 
     id: int

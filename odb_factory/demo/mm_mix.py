@@ -2,7 +2,7 @@
 
 Most samples are short (80 to 250 tokens, image tokens included), one in five is long (several
 hundred to several thousand): the shape that makes fixed-size batches wasteful. `build_mix` makes one
-from data the user has on disk; `mm_mix_builtin.py` makes one from files every installation has.
+from data the user has on disk; `build_builtin_mix` makes one from files every installation has.
 
 A mix is a folder with `mm_mix.json` (training rows), `mm_mix_val.json` and their entries `mm_mix` and
 `mm_mix_val` in `dataset_info.json`.

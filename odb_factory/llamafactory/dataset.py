@@ -373,7 +373,7 @@ class RowObserver:
 
     stage: says what a row costs.
     decode: also decode all media once, so that unreadable ones are known at observation.
-    model_type: of the model's config; says whether images and videos can share a micro-batch (see `one_pass.py`), as
+    model_type: of the model's config; says whether images and videos can share a micro-batch (see `one_pass`), as
     they do if it is not given.
     shards_parameters: ranks gather parameters in each run of a module, so that all must run it equally often.
     """

@@ -171,7 +171,7 @@ def _cost_after(
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Best fit (Johnson 1973): samples go, one at a time, into the bin with the least room that holds them.
-# Bins stay within the budgets by construction, which the exchanges of `flat_exchange` do not promise. Two uses: put
+# Bins stay within the budgets by construction, which exchanges do not promise. Two uses: put
 # all samples into as many bins as that takes, or move a few samples out of bins that break a budget.
 
 MAX_LOOKS = 64

@@ -32,7 +32,7 @@ _OPTIMIZER = re.compile(r"Use (\S+)(?: with (.*))?")
 
 
 def settings(asked: Mapping[str, Any]) -> dict[str, str]:
-    """asked: see `asked`. Those that are known, as text."""
+    """asked: see `read.asked`. Those that are known, as text."""
     found: dict[str, str] = {}
     if asked.get("ranks"):
         found["ranks"] = str(asked["ranks"])

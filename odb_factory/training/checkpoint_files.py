@@ -113,8 +113,7 @@ def read_trainer_state(folder: Path) -> TrainerRecord:
 # The files of a checkpoint that a training loads, and whether they can be.
 # The Trainer goes on with a fresh optimizer where `optimizer.pt` or `scheduler.pt` is missing, and a damaged file
 # ends it inside safetensors or pickle, long after the model has been loaded. So every file is looked at before: its
-# structure from its size, its head and its end, and its content where a hash was written with it
-# (`checkpoint_hashes.py`).
+# structure from its size, its head and its end, and its content where a hash was written with it.
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors", "adapter_model.bin")
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
