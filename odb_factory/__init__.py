@@ -16,19 +16,19 @@ if TYPE_CHECKING:
     from odb_factory.errors import ConfigError as ConfigError
     from odb_factory.errors import DataError as DataError
     from odb_factory.errors import ODBError as ODBError
-    from odb_factory.loop.check_loss import check_loss as check_loss
     from odb_factory.loop.dataloader import ODBDataLoader as ODBDataLoader
+    from odb_factory.loop.dataloader import ODBHandle as ODBHandle
+    from odb_factory.loop.dataloader import apply_odb as apply_odb
     from odb_factory.loop.step_info import ODBStepInfo as ODBStepInfo
+    from odb_factory.loop.step_info import check_loss as check_loss
     from odb_factory.loop.step_info import pop_step_info as pop_step_info
-    from odb_factory.loop.weighted_loss import weighted_loss as weighted_loss
-    from odb_factory.loop.weighted_loss import without_logits as without_logits
-    from odb_factory.loop.wrapping import ODBHandle as ODBHandle
-    from odb_factory.loop.wrapping import apply_odb as apply_odb
+    from odb_factory.loop.step_info import weighted_loss as weighted_loss
+    from odb_factory.loop.step_info import without_logits as without_logits
     from odb_factory.planning import Collation as Collation
     from odb_factory.planning import Cost as Cost
     from odb_factory.training.enable import ODBTrainer as ODBTrainer
     from odb_factory.training.enable import enable_odb as enable_odb
-    from odb_factory.training.mixin import ODBTrainerMixin as ODBTrainerMixin
+    from odb_factory.training.trainer import ODBTrainerMixin as ODBTrainerMixin
     from odb_factory.training.unpad import unpad as unpad
 
 _HOMES = {
@@ -39,17 +39,17 @@ _HOMES = {
     "ODBConfig": "odb_factory.config",
     "ODBDataLoader": "odb_factory.loop.dataloader",
     "ODBError": "odb_factory.errors",
-    "ODBHandle": "odb_factory.loop.wrapping",
+    "ODBHandle": "odb_factory.loop.dataloader",
     "ODBStepInfo": "odb_factory.loop.step_info",
     "ODBTrainer": "odb_factory.training.enable",
-    "ODBTrainerMixin": "odb_factory.training.mixin",
-    "apply_odb": "odb_factory.loop.wrapping",
-    "check_loss": "odb_factory.loop.check_loss",
+    "ODBTrainerMixin": "odb_factory.training.trainer",
+    "apply_odb": "odb_factory.loop.dataloader",
+    "check_loss": "odb_factory.loop.step_info",
     "enable_odb": "odb_factory.training.enable",
     "pop_step_info": "odb_factory.loop.step_info",
     "unpad": "odb_factory.training.unpad",
-    "weighted_loss": "odb_factory.loop.weighted_loss",
-    "without_logits": "odb_factory.loop.weighted_loss",
+    "weighted_loss": "odb_factory.loop.step_info",
+    "without_logits": "odb_factory.loop.step_info",
 }
 
 __all__ = ["__version__", *_HOMES]

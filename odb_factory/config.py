@@ -6,13 +6,180 @@ Standard library only: the block is checked before anything heavy is imported.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
-from odb_factory.config_rules import check_together
-from odb_factory.config_values import AUTO, check_value, is_optional, is_whole, unknown_key
 from odb_factory.errors import ConfigError, quoted
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Check one key of the `odb:` block by its declared type, range and choices. Standard library only.
+
+AUTO = "auto"
+"""What stands for a budget that is chosen before training."""
+
+NEAR = 0.7
+"""Similarity (of difflib, 0 to 1) from which an unknown key is taken for a misspelt one."""
+ELSEWHERE = {
+    "max_input_length": "it is called `token_budget`",
+    "join_mode": "it is called `join`, and has an effect with `global_batch_size: fill` only",
+    "loss_scaling_approx": "set `loss_scaling: approx`",
+    "no_sync": "leave it out; `balance: false` keeps samples on the rank that read them",
+    "no_warmup": "leave it out: the buffer is full from the first plan on",
+    "group_order_flip": "leave it out: the planner decides about the order",
+    "version": "leave it out: there is one planner",
+    "train_dataloader": "leave it out: the trainer is enough",
+    "train_dataset": "leave it out: the trainer is enough",
+    "training_args": "leave it out: the trainer is enough",
+}
+"""Names of the package online-dynamic-batching that are no keys here, and what to do (docs/migration.md)."""
+
+
+def unknown_key(name: Any, value: Any, known: Mapping[str, Any]) -> str:
+    """What is said of a key that does not exist: the nearest one, or what it seems to be instead."""
+    shown = " ".join(str(name).split())
+    key, colon, given = shown.partition(":")
+    if colon and value is None and key in known:
+        return f"odb.{shown}: YAML takes this for a key; put a space behind the colon, `{key}: {given or 8192}`."
+    if name in ELSEWHERE:
+        return f"odb.{shown}: {value!r} is a setting of online-dynamic-batching; here {ELSEWHERE[name]}."
+    near = difflib.get_close_matches(name.lower(), known, n=1, cutoff=NEAR) if isinstance(name, str) else []
+    hint = f"did you mean `{near[0]}`?" if near else f"known keys: {', '.join(known)}."
+    return f"odb.{shown}: {quoted(value)} is set, but there is no such key; {hint}"
+
+
+def is_optional(item: dataclasses.Field[Any]) -> bool:
+    return str(item.type).endswith("| None")
+
+
+def is_whole(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def check_value(item: dataclasses.Field[Any], value: Any) -> None:
+    """Check one key by its declared type, range and choices; raise a one-line `ConfigError`."""
+    choices, minimum, maximum = (item.metadata[name] for name in ("choices", "minimum", "maximum"))
+    optional = is_optional(item)
+    if value is None and optional:
+        return
+    if choices == (AUTO,) and value == AUTO:
+        return
+    if item.type == "float":
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= 1:
+            raise ConfigError(
+                f"odb.{item.name}: {quoted(value)} is not a share; write a number above 0 and at most 1, such as "
+                f"{item.default}."
+            )
+    elif choices and choices != (AUTO,) and not (minimum is not None and is_whole(value)):
+        if value not in choices:
+            hint = ""
+            if "none" in choices and value in (None, "None"):
+                hint = "; write the word none (YAML's null is no value), or leave the key out"
+            number = " or a whole number" if minimum is not None else ""
+            raise ConfigError(f"odb.{item.name}: {quoted(value)} is not one of {', '.join(choices)}{number}{hint}.")
+    elif item.type in ("bool", "bool | None"):
+        if not isinstance(value, bool):
+            raise ConfigError(f"odb.{item.name}: {quoted(value)} is not true or false.")
+    elif str(item.type).startswith("Sequence"):
+        numbers = isinstance(value, Sequence) and not isinstance(value, str) and len(value)
+        if not numbers or not all(is_whole(one) and minimum <= one <= maximum for one in value):
+            raise ConfigError(
+                f"odb.{item.name}: {quoted(value)} is not a list of whole numbers of at least {minimum}; write one, "
+                "for example [512, 1024, 2048], or none."
+            )
+    elif not is_whole(value):
+        also = "".join(f", or {word}" for word in (*choices, *(["none"] if optional else [])))
+        quotes = ", without quotes" if isinstance(value, str) and value.strip().isdecimal() else ""
+        raise ConfigError(
+            f"odb.{item.name}: {quoted(value)} is not a whole number; write one of at least {minimum}{also}{quotes}."
+        )
+    elif int(value) < minimum:
+        also = ", or leave the key out" if optional else ""
+        raise ConfigError(f"odb.{item.name}: {quoted(value)} is too small; the least is {minimum}{also}.")
+    elif int(value) > maximum:
+        raise ConfigError(f"odb.{item.name}: {quoted(value)} is too large; the most is {maximum}.")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Check what keys of the `odb:` block say together. Standard library only.
+
+
+def check_together(config: ODBConfig) -> None:
+    """Raise a one-line `ConfigError` for keys that speak against each other. Each of them alone has been checked."""
+    _check_sizes(config)
+    if config.oom == "split" and config.row_multiple > 1:
+        raise ConfigError(
+            f"odb.oom: 'split' cuts micro-batches to save memory, and `row_multiple: {config.row_multiple}` would fill "
+            "up the rows of their parts; leave one of both out."
+        )
+    if config.keeps:
+        _check_kept(config)
+    elif config.loss_scaling == "stock":
+        raise ConfigError(
+            "odb.loss_scaling: 'stock' weighs tokens as in the optimizer steps of stock training, which "
+            "`global_batch_size: fill` does not keep; choose exact, or keep them."
+        )
+    if config.balance and not config.join:
+        raise ConfigError(
+            "odb.balance: with `join: false` the epoch ends when one rank runs short, and balanced ranks run short "
+            "together; set `join: true`, or leave balance out."
+        )
+    if config.lr_scale != "none" and config.lr_reference_samples is None:
+        raise ConfigError(
+            f"odb.lr_scale: {config.lr_scale!r} needs a batch to scale from; set `lr_reference_samples` to the "
+            "samples of an optimizer step for which learning_rate was chosen, or leave lr_scale out."
+        )
+
+
+def _check_sizes(config: ODBConfig) -> None:
+    """The sizes that micro-batches are filled up to fit the budget, the layout and each other."""
+    if config.layout == "padded" and config.pad_to_multiple_of is not None:
+        raise ConfigError(
+            f"odb.pad_to_multiple_of: {config.pad_to_multiple_of} has no effect with `layout: padded`, whose rows "
+            "are padded as the data collator says; leave it out, or set `layout: flat`."
+        )
+    if isinstance(config.token_budget, int) and (config.pad_to_multiple_of or 1) > config.token_budget:
+        raise ConfigError(
+            f"odb.pad_to_multiple_of: {config.pad_to_multiple_of} is more than token_budget ({config.token_budget}), "
+            "which every flat micro-batch would break; choose a smaller multiple, or raise token_budget."
+        )
+    if config.row_multiple > 1 and config.layout == "flat":
+        raise ConfigError(
+            f"odb.row_multiple: {config.row_multiple} has no effect with `layout: flat`, whose micro-batches are one "
+            "row; leave it out, or set length_buckets."
+        )
+    if config.length_buckets is None:
+        return
+    multiple, largest = config.pad_to_multiple_of or 1, config.length_buckets[-1]
+    if isinstance(config.token_budget, int) and largest > config.token_budget:
+        raise ConfigError(
+            f"odb.length_buckets: {largest} is more than token_budget ({config.token_budget}), which nothing that is "
+            "filled up to it would keep; leave it out, or raise token_budget."
+        )
+    if wrong := [size for size in config.length_buckets if size % multiple]:
+        raise ConfigError(
+            f"odb.length_buckets: {wrong[0]} is no multiple of pad_to_multiple_of ({multiple}); choose multiples, "
+            "or leave one of the keys out."
+        )
+
+
+def _check_kept(config: ODBConfig) -> None:
+    """What has a meaning with `fill` only."""
+    if not config.join:
+        raise ConfigError(
+            "odb.join: false ends an epoch when one rank runs short, and kept optimizer steps have all samples; "
+            "leave it out, or set `global_batch_size: fill`."
+        )
+    if config.lr_scale != "none":
+        raise ConfigError(
+            f"odb.lr_scale: {config.lr_scale!r} has no effect on kept optimizer steps, which have the samples that "
+            "learning_rate was chosen for; leave it out, or set `global_batch_size: fill`."
+        )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 
 LARGEST = 2**32 - 1
 """The largest number a key takes; what random number generators accept as a seed."""

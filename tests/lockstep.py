@@ -15,21 +15,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
-from odb_factory.comm.codec import Failure, decode, encode
-from odb_factory.comm.coordinator import RankMetadata
-from odb_factory.comm.redistribute import make_buffers, redistribute
+from odb_factory.comm.coordinator import Failure, RankMetadata, decode, encode, make_buffers, redistribute
 from odb_factory.data import epoch as epoch_module
-from odb_factory.data.epoch import EpochContext, EpochPlanner
+from odb_factory.data.epoch import EpochContext, EpochPlanner, KeepEpoch
 from odb_factory.data.fill_epoch import FillEpoch
-from odb_factory.data.keep_epoch import KeepEpoch
-from odb_factory.data.sampler import ShardSampler, Start, shard
+from odb_factory.data.order import OF_STEP, ShardSampler, Start, StockMean, StockSteps, shard
 from odb_factory.data.samples import MicroBatch, OptimizerStep, Rejection, Sample, Task
 from odb_factory.data.serialize import pack
-from odb_factory.data.stock_steps import OF_STEP, StockMean, StockSteps
 from odb_factory.errors import CollectiveError
 from odb_factory.planning import Budget, Collation, Cost, Plan
-from odb_factory.planning.candidates import MAX_WAIT_ROUNDS
-from odb_factory.planning.per_rank import LOWEST_CAP
+from odb_factory.planning.fill import LOWEST_CAP
+from odb_factory.planning.padded import MAX_WAIT_ROUNDS
 
 Row = Sample | Rejection | Exception
 """What a sampler hands out; an exception is raised when it is its turn."""

@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy import int64
 
-from odb_factory.config import BUDGETS, ODBConfig
-from odb_factory.config_values import AUTO, ELSEWHERE
+from odb_factory.config import AUTO, BUDGETS, ELSEWHERE, ODBConfig
 from odb_factory.errors import ConfigError
 
 MIGRATION = Path(__file__).parents[1] / "docs" / "migration.md"

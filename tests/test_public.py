@@ -12,16 +12,14 @@ from test_docs import first_column
 from toy import a_micro_batch
 
 import odb_factory
-from odb_factory.accounting.audit import AUDIT_FILE, Audit
-from odb_factory.accounting.loss_weights import MicroBatchLoss
-from odb_factory.accounting.statistics import StepStatistics
-from odb_factory.accounting.summary import SUMMARY_FILE
+from odb_factory.accounting.losses import MicroBatchLoss
+from odb_factory.accounting.statistics import AUDIT_FILE, SUMMARY_FILE, Audit, StepStatistics
 from odb_factory.cli.report import PAGE
-from odb_factory.config_values import AUTO
+from odb_factory.config import AUTO
 from odb_factory.data.samples import Measured
-from odb_factory.loop import keys
-from odb_factory.report.history import RUN_LOG
-from odb_factory.training.run_log import RUN_LOG_FILE
+from odb_factory.loop import dataloader
+from odb_factory.report.read import RUN_LOG
+from odb_factory.training.run import RUN_LOG_FILE
 
 
 def test_names_of_the_package() -> None:
@@ -89,10 +87,12 @@ def test_keys_of_the_block() -> None:
 
 def test_typed_keys_are_those_of_the_block() -> None:
     """With the same types and choices; a loop of one's own takes those that have an effect in it."""
-    assert keys.TrainerKeys.__annotations__.keys() == {item.name for item in dataclasses.fields(odb_factory.ODBConfig)}
-    only_for_a_trainer = keys.TrainerKeys.__annotations__.keys() - keys.LoopKeys.__annotations__.keys()
+    assert dataloader.TrainerKeys.__annotations__.keys() == {
+        item.name for item in dataclasses.fields(odb_factory.ODBConfig)
+    }
+    only_for_a_trainer = dataloader.TrainerKeys.__annotations__.keys() - dataloader.LoopKeys.__annotations__.keys()
     assert only_for_a_trainer == {"lr_scale", "lr_reference_samples", "oom", "audit", "memory_fraction"}
-    hints = get_type_hints(keys.TrainerKeys)
+    hints = get_type_hints(dataloader.TrainerKeys)
     for item in dataclasses.fields(odb_factory.ODBConfig):
         if item.name == "global_batch_size":
             assert hints[item.name] == int | Literal["keep", "fill"]

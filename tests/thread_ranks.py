@@ -8,8 +8,7 @@ from functools import partial
 from typing import Any
 
 from odb_factory.comm.agreement import compare
-from odb_factory.comm.codec import Failure, decode, encode
-from odb_factory.comm.coordinator import RankMetadata
+from odb_factory.comm.coordinator import Failure, RankMetadata, decode, encode
 from odb_factory.errors import CollectiveError
 
 

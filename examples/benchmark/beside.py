@@ -23,12 +23,11 @@ from typing import Any
 
 from cuts import TOKEN_BUDGET, Epoch
 
-from odb_factory.comm.codec import decode, encode
-from odb_factory.comm.coordinator import RankMetadata
+from odb_factory.comm.coordinator import RankMetadata, decode, encode
 from odb_factory.config import ODBConfig
 from odb_factory.data.plan_process import Compute, PlanProcess, compute_here
 from odb_factory.planning import Budget, BufferMetadata, CostModel, plan_optimizer_step
-from odb_factory.planning.flat_groups import group_of, plan_group
+from odb_factory.planning.keep import group_of, plan_group
 
 WORKLOAD = "ShareGPT4o"
 GROUP_SIZE = ODBConfig.balance_group_size

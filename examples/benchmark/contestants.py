@@ -21,7 +21,7 @@ import processes
 from cuts import TOKEN_BUDGET, Cut, Epoch, cut_of_batches, cut_of_plan
 from simulation import LONGEST
 
-from odb_factory.dry_run.rounds import rounds
+from odb_factory.plan.simulate import rounds
 from odb_factory.planning import BufferMetadata, plan_optimizer_step
 
 WINDOW = 1024

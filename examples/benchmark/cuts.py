@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from simulation import PATCHES_PER_TOKEN, draw, draw_observed
 
-from odb_factory.dry_run.efficiency import FIXED, least_time
+from odb_factory.plan.simulate import FIXED, least_time
 from odb_factory.planning import Budget, MicroStepTotals
 
 FIXED_COST = FIXED

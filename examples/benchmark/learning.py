@@ -26,7 +26,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, Trainer, TrainingArguments
 
 from odb_factory import enable_odb
-from odb_factory.demo.runs import grouping_by_length
+from odb_factory.demo.demo import grouping_by_length
 from odb_factory.demo.tiny_model import build_tiny_qwen2
 
 BATCH_SIZE, EPOCHS, LEARNING_RATE = 8, 2, 2e-3

@@ -11,7 +11,7 @@ import yaml
 from simulation import LONGEST
 from train_workloads import build_vl
 
-from odb_factory.demo.runs import sft_config
+from odb_factory.demo.demo import sft_config
 from odb_factory.errors import ConfigError
 from odb_factory.llamafactory import activation
 from odb_factory.planning import make_metadata
@@ -35,9 +35,9 @@ def observed(config: Path) -> np.ndarray:
     """The samples of a LLaMA-Factory YAML that can be trained on, as `ROW`; spread over it where there are many."""
     activation.activate()
     with contextlib.redirect_stdout(sys.stderr):  # what is logged on the way
-        from odb_factory.dry_run.arguments import parsed
-        from odb_factory.dry_run.observe import observe
-        from odb_factory.dry_run.rows import open_rows
+        from odb_factory.plan.arguments import parsed
+        from odb_factory.plan.observe import observe
+        from odb_factory.plan.rows import open_rows
 
         with parsed(config, ranks=1) as asked:
             seen = observe(open_rows(asked, SAMPLES), asked.batch_size * asked.accumulation, SAMPLES).seen

@@ -32,11 +32,10 @@ import numpy as np
 from cuts import FIXED_COST, Epoch, least
 from simulation import draw
 
-from odb_factory.comm.codec import decode, encode
-from odb_factory.comm.coordinator import RankMetadata
-from odb_factory.dry_run.rounds import rounds
+from odb_factory.comm.coordinator import RankMetadata, decode, encode
+from odb_factory.plan.simulate import rounds
 from odb_factory.planning import Budget, BufferMetadata, CostModel, plan_buffers, plan_in_groups, plan_optimizer_step
-from odb_factory.planning.flat_groups import group_of, outline, plan_group
+from odb_factory.planning.keep import group_of, outline, plan_group
 
 WORKLOAD = "ShareGPT4o"
 WORKLOAD_OF_GROUPS = "UltraChat"

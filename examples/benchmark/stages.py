@@ -21,7 +21,7 @@ from typing import Any
 
 from train_workloads import GLOBAL_BATCH_SIZE, build_text
 
-from odb_factory.demo.runs import sft_config, train
+from odb_factory.demo.demo import sft_config, train
 
 ROWS, CUTOFF = 4, 1024
 STOCK = {f"stock, {rows} rows": rows for rows in (4, 2, 1)}

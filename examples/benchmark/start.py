@@ -85,7 +85,7 @@ def write_rows(folder: Path, count: int) -> Path:
 
 def start(model: Path, data: Path, rows: int, name: str, output: Path) -> Start:
     """Run the command line in a process of its own until it has taken one step. Raises `ODBError` if it fails."""
-    from odb_factory.demo.runs import train
+    from odb_factory.demo.demo import train
 
     marks = output / "marks.json"
     paths = {"model_name_or_path": str(model), "dataset_dir": str(data.parent), "output_dir": str(output)}

@@ -43,7 +43,7 @@ from report import (
 )
 from train_workloads import FIXED, GLOBAL_BATCH_SIZE, WORKLOADS, Workload
 
-from odb_factory.demo.runs import Run, padded_tokens, run_llamafactory, sft_config, train
+from odb_factory.demo.demo import Run, padded_tokens, run_llamafactory, sft_config, train
 
 SHORT = (FIXED, "odb")
 SHORT_SAMPLES = 64

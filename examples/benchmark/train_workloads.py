@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from simulation import lognormal
 
-from odb_factory.demo.mm_mix_builtin import build_builtin_mix
-from odb_factory.demo.runs import grouping_by_length
+from odb_factory.demo.demo import grouping_by_length
+from odb_factory.demo.mm_mix import build_builtin_mix
 from odb_factory.demo.tiny_model import build_tiny_qwen2, build_tiny_qwen3_vl
 
 FIXED = "fixed batch"

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from odb_factory.demo.mm_mix import Source, build_mix
-from odb_factory.demo.mm_mix_builtin import build_builtin_mix
+from odb_factory.demo.mm_mix import Source, build_builtin_mix, build_mix
 from odb_factory.demo.tiny_model import build_tiny_qwen3_vl
 from odb_factory.errors import ODBError
 

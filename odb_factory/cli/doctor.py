@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _checkpoint(console: Console, folder: Path) -> int:
-    from odb_factory.training.checkpoint_doctor import examine  # it imports torch
+    from odb_factory.training.checkpoint import examine  # it imports torch
 
     with console.status(f"reading {folder}"):
         checks = [Check("problem" if line.is_problem else "ok", line.text) for line in examine(folder)]

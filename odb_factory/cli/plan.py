@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _plan(given: argparse.Namespace) -> None:
-    from odb_factory.dry_run.arguments import parsed, read_yaml
+    from odb_factory.plan.arguments import parsed, read_yaml
 
     for path in (given.json, given.png):
         if path is not None and not path.absolute().parent.is_dir():
@@ -57,10 +57,9 @@ def _plan(given: argparse.Namespace) -> None:
     console = Console()
     read_yaml(given.config, given.overrides)  # a mistake in it shows before anything heavy is imported
     with console.status("reading the data"), parsed(given.config, given.overrides, given.ranks) as asked:
-        from odb_factory.dry_run.advice import advise
-        from odb_factory.dry_run.fields import to_dict
-        from odb_factory.dry_run.look import look
-        from odb_factory.dry_run.text import show
+        from odb_factory.plan.advice import advise
+        from odb_factory.plan.look import look
+        from odb_factory.plan.show import show, to_dict
 
         found = look(asked, given.samples)
     advice = advise(found)
@@ -69,7 +68,7 @@ def _plan(given: argparse.Namespace) -> None:
         content = to_dict(found, advice)
         given.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     if given.png is not None:
-        from odb_factory.dry_run.figure import draw
+        from odb_factory.plan.show import draw
 
         draw(found, given.png)
 

@@ -11,8 +11,8 @@ from typing import Any
 from odb_factory.errors import ODBError
 from odb_factory.report.compare import compare, diverged, headline_of_two
 from odb_factory.report.figures import read_run, to_json
-from odb_factory.report.numbers import UNKNOWN, counted, number, percent, seconds_text
 from odb_factory.report.page import make_page
+from odb_factory.report.read import UNKNOWN, counted, number, percent, seconds_text
 from odb_factory.version import __version__
 
 PAGE = "odb_report.html"

@@ -1,14 +1,22 @@
-"""What ranks tell each other, and the interface by which they do: `Coordinator`."""
+"""`Coordinator`: what ranks tell each other, as which bytes, and how samples travel between them."""
 
 from __future__ import annotations
 
+import bisect
+import dataclasses
+import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
+
+import numpy as np
 
 from odb_factory.comm.lifeline import Lifeline
-from odb_factory.planning import BufferMetadata, CostModel, Limits
+from odb_factory.planning import ROW, BufferMetadata, CostModel, Limits, Plan
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What ranks tell each other, and the interface by which they do: `Coordinator`.
 
 DIFFERENT_PLANS = (
     "the ranks have computed different plans from the same metadata ({}); give every rank the same versions of "
@@ -133,3 +141,106 @@ class SingleProcessCoordinator:
     def close(self) -> None:
         if self._lifeline is not None:
             self._lifeline.close()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Metadata as bytes. Nothing that comes from another rank is unpickled.
+
+MAX_REASON_CHARACTERS = 2000
+_JSON_LENGTH_BYTES = 4
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Failure:
+    """What a rank sends in place of something else: why it cannot go on."""
+
+    reason: str
+
+
+def encode(message: RankMetadata | Failure) -> bytes:
+    """The length of a JSON header, the header, the buffered samples as an array of `ROW` (29 bytes a sample)."""
+    if isinstance(message, Failure):
+        header: dict[str, object] = {"failure": message.reason[:MAX_REASON_CHARACTERS]}
+        rows = b""
+    else:
+        header = {
+            "exhausted": message.buffer.exhausted,
+            "rejected": message.rejected,
+            "overlong": message.overlong,
+            "order": message.order,
+            "model": dataclasses.astuple(message.model),
+            "limits": None if message.limits is None else dataclasses.astuple(message.limits),
+        }
+        rows = message.buffer.rows.tobytes()
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(_JSON_LENGTH_BYTES, "little") + text + rows
+
+
+def decode(message: bytes) -> RankMetadata | Failure:
+    """Undo `encode`."""
+    end = _JSON_LENGTH_BYTES + int.from_bytes(message[:_JSON_LENGTH_BYTES], "little")
+    header = json.loads(message[_JSON_LENGTH_BYTES:end])
+    if "failure" in header:
+        return Failure(header["failure"])
+    buffer = BufferMetadata(np.frombuffer(message, dtype=ROW, offset=end), header["exhausted"])
+    return RankMetadata(
+        buffer,
+        Counter(header["rejected"]),
+        header["overlong"],
+        header["order"],
+        CostModel(*header["model"]),
+        None if header["limits"] is None else Limits(*header["limits"]),
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Send the samples that a balanced plan gives to another rank than the one that holds them.
+
+T = TypeVar("T")
+_LENGTH_BYTES = 8
+
+
+def make_buffers(plan: Plan, rank: int, held: Sequence[T], encode: Callable[[T], bytes]) -> list[bytes]:
+    """What this rank sends to each rank: its samples in the order in which they will be taken, each behind its length.
+
+    held: the samples in this rank's buffer.
+    """
+    start, end = plan.starts[rank : rank + 2]
+    buffers = []
+    for taker, groups in enumerate(plan.groups):
+        mine = [held[row - start] for group in groups for row in group if start <= row < end] if taker != rank else []
+        encoded = map(encode, mine)
+        buffers.append(b"".join(part for one in encoded for part in (len(one).to_bytes(_LENGTH_BYTES, "little"), one)))
+    return buffers
+
+
+def redistribute(
+    plan: Plan,
+    rank: int,
+    held: Sequence[T],
+    all_to_all: Callable[[Sequence[bytes]], list[bytes]],
+    *,
+    encode: Callable[[T], bytes],
+    decode: Callable[[bytes], T],
+) -> dict[int, T]:
+    """The samples that this rank has for the plan, by their number in it.
+
+    All ranks know the plan, so what travels needs no address. Collective, unless the plan moves nothing.
+    """
+    samples = dict(enumerate(held, plan.starts[rank]))
+    if plan.moves:
+        received = [iter(_split(buffer)) for buffer in all_to_all(make_buffers(plan, rank, held, encode))]
+        for row in (row for group in plan.groups[rank] for row in group):
+            owner = bisect.bisect_right(plan.starts, row) - 1
+            if owner != rank:
+                samples[row] = decode(next(received[owner]))
+    return samples
+
+
+def _split(buffer: bytes) -> list[bytes]:
+    parts, position = [], 0
+    while position < len(buffer):
+        start = position + _LENGTH_BYTES
+        position = start + int.from_bytes(buffer[start - _LENGTH_BYTES : start], "little")
+        parts.append(buffer[start:position])
+    return parts

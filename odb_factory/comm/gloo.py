@@ -1,10 +1,12 @@
-"""Collectives on bytes, over a gloo process group."""
+"""Bytes between ranks over gloo process groups, with a limit on calls that may never return."""
 
 from __future__ import annotations
 
 import atexit
 import functools
 import itertools
+import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -13,13 +15,131 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from accelerate.state import AcceleratorState
+from torch.distributed.device_mesh import DeviceMesh
 
-from odb_factory.comm.bounded import bounded
-from odb_factory.comm.data_parallel import world_size_of
 from odb_factory.comm.lifeline import lifeline_of, patience_of
-from odb_factory.errors import CollectiveError, DataError, one_line
+from odb_factory.errors import CollectiveError, ConfigError, DataError, one_line
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Which ranks a loop's loader shares its samples with, as it is when the first batch is asked for.
+
+
+def find_process_group(given: dist.ProcessGroup | None, *, is_prepared: bool) -> dist.ProcessGroup | None:
+    """The data-parallel ranks: `given`, else those of accelerate's mesh, else None (the default group, if any).
+
+    is_prepared: accelerate has prepared the loader. Raises `ConfigError` where they cannot be told.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        _check_alone(given)
+        return None
+    if given is not None:
+        return given
+    return _of_accelerate() if is_prepared else None
+
+
+def world_size_of(group: dist.ProcessGroup | None) -> int:
+    """1 where torch.distributed is not initialised."""
+    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+
+
+def check_process_group(given: object) -> None:
+    """Raise `ConfigError` for what is no process group of this rank."""
+    if given is None or isinstance(given, dist.ProcessGroup):
+        return
+    if given is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ConfigError(
+            "process_group: this rank is not in it; make the loader on the ranks of the group, each with its own."
+        )
+    hint = ': take its group, mesh["dp"].get_group()' if isinstance(given, DeviceMesh) else ""
+    raise ConfigError(
+        f"process_group: expected the torch.distributed.ProcessGroup of the data-parallel ranks, found a "
+        f"{type(given).__name__}{hint}."
+    )
+
+
+def _check_alone(given: dist.ProcessGroup | None) -> None:
+    """A launcher has started several processes, and this one does not know of the others."""
+    if given is not None:
+        raise ConfigError("process_group: torch.distributed, to which it belonged, is no longer initialised.")
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if ranks.isdigit() and int(ranks) > 1:
+        raise ConfigError(
+            f"WORLD_SIZE: {ranks} processes were started, but torch.distributed is not initialised here, so each would "
+            "train on the whole dataset; call torch.distributed.init_process_group() before the first batch, or remove "
+            "WORLD_SIZE from the environment if this process trains alone."
+        )
+
+
+def _of_accelerate() -> dist.ProcessGroup | None:
+    state = AcceleratorState()
+    mesh: DeviceMesh | None = getattr(state, "ds_device_mesh", None)
+    if mesh is None:
+        mesh = getattr(state, "device_mesh", None)
+    if mesh is None:
+        return None
+    sizes = {name: mesh[name].size() for name in mesh.mesh_dim_names or ()}
+    if sizes.get("cp", 1) > 1 or sizes.get("sp", 1) > 1:
+        raise ConfigError(
+            "accelerate's mesh has a context or sequence parallel dimension, which cuts rows apart after they were "
+            "grouped; odb does not support it yet: set its size to 1."
+        )
+    for name in ("dp", *sizes):  # accelerate makes dp of several dimensions
+        if not name.startswith("dp"):
+            continue
+        try:
+            group = mesh[name].get_group()
+        except KeyError:
+            continue
+        if dist.get_world_size(group) == mesh.size() // sizes.get("tp", 1):
+            return group
+    raise ConfigError(
+        f"accelerate's mesh ({', '.join(f'{name} {size}' for name, size in sizes.items())}) has no data-parallel "
+        "dimension by which odb could deal out samples; give process_group=, the data-parallel ranks of this one."
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Calls that may never return, given a limit.
 
 T = TypeVar("T")
+
+CHECK_S = 0.1
+
+
+def bounded(call: Callable[[], T], limit_s: float, check: Callable[[float], None] = lambda waited_s: None) -> T:
+    """Return `call()`, or raise what it raises; raise `TimeoutError` if it has not returned after `limit_s` seconds.
+
+    check: called with the seconds waited while it has not returned; what it raises ends the wait. The call runs in a
+    daemon thread, which is given up then: torch makes process groups and asks its stores without another limit than
+    the patience of the group.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="odb-bounded", daemon=True)
+    thread.start()
+    started = time.monotonic()
+    while thread.is_alive():
+        thread.join(min(CHECK_S, limit_s))
+        waited_s = time.monotonic() - started
+        if thread.is_alive() and waited_s >= limit_s:
+            raise TimeoutError(f"no answer within {limit_s:g} s")
+        check(waited_s)
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Collectives on bytes, over a gloo process group.
+
 
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.0001, 0.02
 """Between two looks whether a collective has ended."""
@@ -189,3 +309,42 @@ def gather_once(message: bytes, silence_s: float, phase: str = "comparing what t
         return group.all_gather(message, phase)
     finally:
         group.close()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `Exchange`: what ranks tell each other in the training thread, over a gloo group of its own.
+
+
+class Exchange:
+    """Small messages of all data-parallel ranks to all of them; alone, of this rank to itself.
+
+    process_group: as in `make_coordinator`, whose group is used by the planning thread at the same time. All ranks make
+    theirs at the same place of the program. timeout_s: how long a rank may give no sign of life (seconds).
+
+        answers = Exchange(None, 600).gather(b"done", "optimizer step 3")  # [b"done", b"done"]
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None, timeout_s: float):
+        several = world_size_of(process_group) > 1
+        self._group = Group(process_group, timeout_s, "agreements of an optimizer step") if several else None
+        self._steps: str | None = None
+        self.world_size = 1 if self._group is None else self._group.world_size
+
+    def gather(self, message: bytes, phase: str) -> list[bytes]:
+        """The messages of all ranks, in rank order. phase: what it is about. Raises `CollectiveError` if a rank has
+        failed, is missed, or has taken a `step` that this one has not."""
+        return [message] if self._group is None else self._group.all_gather(message, phase, self._steps)
+
+    def step(self, phase: str) -> None:
+        """This rank takes the next of the steps that all ranks take. phase: which one."""
+        if self._group is not None:
+            self._steps = self._steps or self._group.lifeline.stream("steps")
+            self._group.lifeline.enter(self._steps, phase)
+
+    def close(self, *, failed: bool = False) -> None:
+        """Give the group back; safe to call twice. One that others may wait in is left to the end of the process."""
+        if self._group is not None:
+            if self._steps is not None:
+                self._group.lifeline.leave(self._steps)
+            self._group.close(failed=failed)
+            self._group = None

@@ -7,16 +7,17 @@ from collections.abc import Mapping, Sequence
 import torch.distributed as dist
 
 from odb_factory.comm.agreement import compare, ranks_alike
-from odb_factory.comm.codec import Failure, decode, encode
 from odb_factory.comm.coordinator import (
     DIFFERENT_PLANS,
     LEFT_EPOCH,
     Coordinator,
+    Failure,
     RankMetadata,
     SingleProcessCoordinator,
+    decode,
+    encode,
 )
-from odb_factory.comm.data_parallel import world_size_of
-from odb_factory.comm.gloo import Group
+from odb_factory.comm.gloo import Group, world_size_of
 from odb_factory.comm.lifeline import lifeline_of
 from odb_factory.errors import CollectiveError
 

@@ -9,11 +9,9 @@ from typing import Any
 import numpy as np
 from torch.utils.data import get_worker_info
 
-from odb_factory.data.layout import FlatLayout, beside_rows, flatten
+from odb_factory.data.layout import FlatLayout, LayoutError, PaddedLayout, beside_rows, flatten, pad_to_sizes
 from odb_factory.data.measure import Measure, batch_shape, count_patches, describe_batch, measure_batch
-from odb_factory.data.padding import PaddedLayout, pad_to_sizes
 from odb_factory.data.samples import Measured, MicroBatch, Sample, Task
-from odb_factory.data.segments import LayoutError
 from odb_factory.data.serialize import unpack
 from odb_factory.data.step_agreement import CollateNotes
 from odb_factory.data.worker import BusyRows, WorkerDataset, retried

@@ -1,9 +1,4 @@
-"""The flat layout: what the framework's collator returned, as one row in which the samples follow each other.
-
-A flat micro-batch has `input_ids` and `labels` [1, total], `position_ids` that begin anew with each segment, and no
-`attention_mask`: models of transformers then keep attention within a segment. A segment is a sample or, behind them,
-dummy media and what fills up to a multiple. Media tensors stay as they are, for their order is that of the samples.
-"""
+"""Lay out a micro-batch: flat, as one row, or padded to the planned sizes."""
 
 from __future__ import annotations
 
@@ -13,13 +8,125 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from odb_factory.data.measure import AUDIO_KEYS, GRID_KEYS, IGNORE_INDEX, PIXEL_KEYS, batch_shape
-from odb_factory.data.segments import LayoutError, Segments, find_segments
 from odb_factory.errors import DataError
-from odb_factory.planning import EVERY_SIZE, Sizes
+from odb_factory.planning import EVERY_SIZE, Budget, Sizes
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Where the tokens of each sample stand in what a collator returned: the segments of a flat row.
+
+
+class LayoutError(DataError):
+    """A batch that cannot be laid flat, whatever its samples."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """What follows each other in a flat row, and where it comes from.
+
+    index: int64[tokens], where each token of the row stands in the rows of the batch laid end to end.
+    lengths: of each segment (tokens). samples: the first so many segments are the samples, in batch order.
+    filled: tokens of the last segment that come from nowhere, and so are not in `index`; 0 if there is none.
+    """
+
+    index: Tensor
+    lengths: tuple[int, ...]
+    samples: int
+    filled: int
+
+    @property
+    def starts(self) -> list[int]:
+        return [0, *itertools.accumulate(self.lengths)][:-1]
+
+
+def find_segments(batch: Mapping[str, Any], tokens: Sequence[int], num_dummy: int, sizes: Sizes) -> Segments:
+    """batch, tokens: as `flatten` takes them. num_dummy: tokens of the dummy media in the first row. sizes: of the
+    total.
+
+    Raises `DataError` where the batch is not as told, `LayoutError` where its mask has holes.
+    """
+    rows, length = batch_shape(batch)
+    mask = batch.get("attention_mask")
+    real = mask != 0 if isinstance(mask, Tensor) and mask.shape == (rows, length) else None
+    if rows == len(tokens):
+        spans = _padded_rows(real, tokens, rows, length)
+        if num_dummy:
+            spans.append(_dummy(spans[0], num_dummy, length))
+    elif rows == 1:
+        spans = _one_row(real, tokens, length)
+    else:
+        raise DataError(
+            f"the collator made {rows} rows of {length} tokens of these {len(tokens)} samples, and a flat micro-batch "
+            "takes one row a sample, or all in one row; use a collator that makes them, or set `layout: padded`"
+        )
+    lengths = tuple(end - start for start, end in spans)
+    if min(lengths) < 1:
+        raise DataError(f"the collator made a row without tokens: its {len(lengths)} rows have {list(lengths)}")
+    index = np.concatenate([np.arange(start, end) for start, end in spans])
+    filled = sizes.up(len(index)) - len(index)
+    return Segments(
+        torch.from_numpy(index), lengths + ((filled,) if filled else ()), samples=len(tokens), filled=filled
+    )
+
+
+def _padded_rows(real: Tensor | None, tokens: Sequence[int], rows: int, length: int) -> list[tuple[int, int]]:
+    """Where each row's tokens begin and end in the rows laid end to end."""
+    if real is None:
+        if max(tokens) > length:
+            raise DataError(
+                f"the collator made rows of {length} tokens of samples of {list(tokens)}: they are cut; let it keep "
+                "every token, or say their length as collated (cost_fn)"
+            )
+        return [(row * length, row * length + count) for row, count in enumerate(tokens)]
+    counts = real.sum(1).tolist()
+    spans = []
+    for row, (count, from_left) in enumerate(zip(counts, real[:, 0].tolist())):
+        start = row * length + (0 if from_left else length - count)
+        spans.append((start, start + count))
+    flat = real.reshape(-1)
+    if not all(bool(flat[start:end].all()) for start, end in spans):
+        raise LayoutError(
+            "layout: the collator's `attention_mask` has zeros between the tokens of a row, which a flat micro-batch "
+            "cannot have; set `layout: padded`."
+        )
+    return spans
+
+
+def _dummy(first: tuple[int, int], num_tokens: int, length: int) -> tuple[int, int]:
+    """Dummy media stand where the first row's padding would begin."""
+    start, end = first
+    span = (end, end + num_tokens) if start == 0 else (start - num_tokens, start)
+    if span[0] < 0 or span[1] > length:
+        raise DataError(
+            f"the collator made a first row of {length} tokens, too short for {end - start} of its sample and "
+            f"{num_tokens} of the dummy media that it was seen to add to samples without media (collation)"
+        )
+    return span
+
+
+def _one_row(real: Tensor | None, tokens: Sequence[int], length: int) -> list[tuple[int, int]]:
+    """The collator has laid the samples into one row itself; what stands behind them is a segment too."""
+    ends = list(itertools.accumulate(tokens))
+    if ends[-1] > length or (real is not None and not bool(real[0, : ends[-1]].all())):
+        raise DataError(
+            f"the collator laid these {len(tokens)} samples of {ends[-1]} tokens into one row of {length}, so some are "
+            "left out; let it keep every token, or say their length as collated (cost_fn)"
+        )
+    spans = list(itertools.pairwise([0, *ends]))
+    return spans if ends[-1] == length else [*spans, (ends[-1], length)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The flat layout: what the framework's collator returned, as one row in which the samples follow each other.
+# A flat micro-batch has `input_ids` and `labels` [1, total], `position_ids` that begin anew with each segment, and no
+# `attention_mask`: models of transformers then keep attention within a segment. A segment is a sample or, behind
+# them, dummy media and what fills up to a multiple. Media tensors stay as they are, for their order is that of the
+# samples.
 
 BOUNDARY_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _DROPPED = ("attention_mask", "rope_deltas", *BOUNDARY_KEYS)
@@ -252,3 +359,57 @@ def _depends_on_rows(key: str, value: Any) -> LayoutError:
 
 def _shape(value: Any) -> str:
     return str(list(value.shape)) if isinstance(value, Tensor) else f"({type(value).__name__})"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Round a padded micro-batch up to the sizes that were planned: longer rows, and rows without labels behind them.
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedLayout:
+    """budget: whose sizes rows and row lengths are rounded up to."""
+
+    budget: Budget
+
+
+def pad_to_sizes(batch: Mapping[str, Any], layout: PaddedLayout) -> tuple[Mapping[str, Any], int]:
+    """The batch [rows, length] with rows and row length as its budget has them, and how many rows were added.
+
+    What is added is text without labels: the attention mask is 0 there, but for the first token of an added row, for
+    attention over nothing is not a number. Position ids go on counting, so that no row looks like several.
+    Raises `LayoutError` where the batch has what cannot be made longer. Where nothing is missing it stays as it is.
+
+        longer, added = pad_to_sizes(collator(items), PaddedLayout(Budget(64, sizes=Sizes(buckets=(32, 64), limit=64))))
+    """
+    rows, length = batch_shape(batch)
+    to_length = layout.budget.sizes.up(length)
+    more_rows, more = layout.budget.rows_of(rows, to_length) - rows, to_length - length
+    if not more_rows and not more:
+        return batch, 0
+    padded: MutableMapping[str, Any] = copy.copy(batch) if isinstance(batch, MutableMapping) else dict(batch)
+    for key, value in batch.items():
+        if key == "position_ids" and isinstance(value, Tensor) and value.dim() > 1:
+            padded[key] = _positions(value, more_rows if value.shape[-2] == rows else 0, more)
+        elif key == "attention_mask" and _shape_of(value) != (rows, length):
+            raise LayoutError(
+                f"odb.length_buckets: the collator's `attention_mask` has the shape {list(_shape_of(value))}, which is "
+                "not that of `input_ids`, so rows cannot be made longer; leave length_buckets and row_multiple out."
+            )
+        elif is_per_token(key, value, rows, length):
+            fill = {"input_ids": text_token(batch), "labels": IGNORE_INDEX}.get(key, 0)
+            padded[key] = functional.pad(value, (0, 0) * (value.dim() - 2) + (0, more, 0, more_rows), value=fill)
+    if more_rows and "attention_mask" in padded:
+        padded["attention_mask"][rows:, 0] = 1
+    return padded, more_rows
+
+
+def _positions(ids: Tensor, more_rows: int, more: int) -> Tensor:
+    """[..., rows, length] -> [..., rows + more_rows, length + more]"""
+    counting = torch.arange(1, more + 1, dtype=ids.dtype, device=ids.device)
+    ids = torch.cat([ids, ids[..., -1:] + counting], -1)
+    restarting = torch.arange(ids.shape[-1], dtype=ids.dtype, device=ids.device)
+    return torch.cat([ids, restarting.expand(*ids.shape[:-2], more_rows, -1)], -2)
+
+
+def _shape_of(value: Any) -> tuple[int, ...]:
+    return tuple(value.shape) if isinstance(value, Tensor) else ()

@@ -1,17 +1,27 @@
-"""Observe: turn dataset rows into light samples with a known cost, in worker processes."""
+"""Observe: turn dataset rows, or processed items, into light samples with a known cost."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import Any, Protocol
 
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
 from odb_factory.config import ODBConfig
-from odb_factory.data.content import checksum
+from odb_factory.data.measure import DEFAULT_PATCH_SIZE, count_patches, count_supervised, has_leading_label, is_ints
 from odb_factory.data.samples import Rejection, Sample
-from odb_factory.data.serialize import pack
+from odb_factory.data.serialize import checksum, pack, same_random_numbers
 from odb_factory.data.worker import BusyRows, WorkerDataset, retried
-from odb_factory.errors import DataError, one_line
-from odb_factory.planning import Budget, Cost
+from odb_factory.errors import ConfigError, DataError, one_line
+from odb_factory.planning import VIDEO, Budget, Cost
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Observe: turn dataset rows into light samples with a known cost, in worker processes.
 
 
 class RowDropped(Exception):
@@ -104,3 +114,208 @@ class ObservedDataset(WorkerDataset):
 
     def _where(self, index: int) -> str:
         return where(self.observer, self.dataset, index)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Observe processed samples: datasets whose items already are model inputs, of any kind and origin.
+
+PATCHES_KEY = "odb_n_patches"
+"""An item may bring its vision patches under this key; the collator does not see it."""
+GIVE_COST_FN = (
+    "give cost_fn=..., a function from an item to its size (tokens, pixels, frames) or to odb_factory.Cost(tokens, "
+    "patches, units); in a loop of your own the collated batch then needs neither `input_ids` nor `labels`"
+)
+EXPECTED = "expected a mapping with `input_ids` of shape [length] or [1, length] (list, array or tensor)"
+
+
+class ItemObserver:
+    """The `Observer` of a dataset whose items are mappings with `input_ids`, or anything that `cost_fn` can tell of.
+
+    `input_ids` and `labels`: list, array or tensor of shape [length] or [1, length]. Patches are taken from
+    `odb_n_patches`, or counted from the patch grids or pixel tensors. Where an item has no `labels`, it is
+    collated alone and the labels of that batch are counted; where it has no `input_ids` (text and images that the
+    collator tokenizes and processes), all its cost is that of this batch.
+
+    cost_fn: item -> `Cost`, or int (tokens; patches are then counted as without it). Where it gives no units,
+    labels are counted all the same.
+    loss_scaling: if it weighs by units, they must be known; else they may be 0 for want of labels.
+    takes_any_loss: with a `cost_fn` the loss need not be that of a language model. A sample then has the units of its
+        `Cost`; without these its label tokens are counted where it has `input_ids` and one label for each of them, and
+        any other sample is one unit.
+    counts_labels: whether units are counted from labels of tokens; None: not known before the first item.
+    """
+
+    def __init__(
+        self,
+        collate_fn: Callable[[list[Any]], Any],
+        *,
+        cost_fn: Callable[[Any], Cost | int] | None = None,
+        patch_size: int = DEFAULT_PATCH_SIZE,
+        loss_scaling: str = "exact",
+        takes_any_loss: bool = False,
+    ):
+        self.collate_fn, self.cost_fn, self.patch_size = collate_fn, cost_fn, patch_size
+        self.loss_scaling = loss_scaling
+        self.counts_labels = None if takes_any_loss and cost_fn is not None else True
+        self.needs_units = loss_scaling not in ("approx", "none")
+
+    def __call__(self, dataset: Any, index: int) -> tuple[Any, Cost]:
+        item = dataset[index]
+        cost = self._cost(item)
+        if cost.tokens < 1 or min(cost.patches, cost.units) < 0:
+            raise ItemError(
+                f"its cost is {cost.tokens} tokens, {cost.patches} patches and {cost.units} units, "
+                f"and there are no fewer than 1, 0 and 0 of them; mend cost_fn or {PATCHES_KEY!r}"
+            )
+        features = item
+        if isinstance(item, Mapping):
+            features = {key: value for key, value in item.items() if key != PATCHES_KEY}
+        if self.counts_labels is None:
+            self.counts_labels = cost.units == 0 and self._has_token_labels(features)
+        if cost.units == 0 and not self.counts_labels:
+            cost = dataclasses.replace(cost, units=1)
+        elif cost.units == 0:
+            labels = self._labels(features)
+            cost = dataclasses.replace(
+                cost,
+                units=cost.tokens if labels is None else count_supervised(labels),
+                leading_label=labels is not None and has_leading_label(labels),
+            )
+        return features, cost
+
+    def describe(self, dataset: Any, index: int) -> str:
+        return f"row {index} of the training dataset"
+
+    def _cost(self, item: Any) -> Cost:
+        given = None if self.cost_fn is None else self.cost_fn(item)
+        if isinstance(given, Cost):
+            return given
+        if self.cost_fn is not None and not isinstance(given, Real):
+            raise ItemError(
+                f"cost_fn returned {given!r}; let it return the size of an item (a whole number of at least 1) or an "
+                "odb_factory.Cost(tokens, patches, units)"
+            )
+        if given is None and isinstance(item, Mapping) and item.get("input_ids") is None:
+            return self._collated_cost(item)
+        tokens = _length(item) if given is None else int(given)
+        if not isinstance(item, Mapping):
+            return Cost(tokens)
+        patches = item.get(PATCHES_KEY)
+        patches = count_patches(item, self.patch_size) if patches is None else int(patches)
+        return Cost(tokens, patches, has_media=patches > 0, modality=_modality(item))
+
+    def _collated_cost(self, item: Mapping[str, Any]) -> Cost:
+        """Of an item that its collator makes model inputs of."""
+        try:
+            batch = self.collate_fn([copy.copy(item)])
+        except Exception as error:
+            raise ItemError(f"{_not_an_item(item)}, which its collator cannot take alone: {one_line(error)}") from error
+        if not isinstance(batch, Mapping) or np.shape(batch.get("input_ids", ()))[:-1] != (1,):
+            way_out = GIVE_COST_FN
+            if "chosen_input_ids" in item:
+                way_out = "for TRL's DPOTrainer call odb_factory.integrations.trl.enable_odb_dpo in place of enable_odb"
+            raise ItemError(f"{_not_an_item(item)}, of which its collator makes no row of `input_ids`; {way_out}")
+        mask, labels = batch.get("attention_mask"), batch.get("labels")
+        patches = count_patches(batch, self.patch_size)
+        return Cost(
+            tokens=_length(batch) if mask is None or np.ndim(mask) != 2 else int(np.asarray(mask).sum()),
+            patches=patches,
+            units=0 if labels is None else count_supervised(labels),
+            has_media=patches > 0,
+            modality=_modality(batch),
+            leading_label=labels is not None and has_leading_label(labels),
+        )
+
+    def _has_token_labels(self, features: Any) -> bool:
+        """Whether an item, or the batch that it makes alone, has one label for each of its `input_ids`."""
+        inputs = features
+        if not isinstance(features, Mapping) or features.get("labels") is None or features.get("input_ids") is None:
+            inputs = self.collate_fn([copy.copy(features)])
+        if not isinstance(inputs, Mapping) or inputs.get("labels") is None or inputs.get("input_ids") is None:
+            return False
+        labels, ids = np.asarray(inputs["labels"]), np.asarray(inputs["input_ids"])
+        return labels.dtype.kind == "i" and labels.ndim == ids.ndim > 0
+
+    def _labels(self, features: Any) -> Any:
+        """Those of an item, or of the batch that it makes alone; None if there are none and none are needed."""
+        labels = features.get("labels") if isinstance(features, Mapping) else None
+        if labels is None:
+            batch = self.collate_fn([copy.copy(features)])
+            labels = batch.get("labels") if isinstance(batch, Mapping) else None
+        if labels is None and self.needs_units:
+            raise ItemError(
+                f"loss_scaling {self.loss_scaling!r} weighs by units (supervised tokens), and neither the item nor its "
+                "collated batch has `labels`; add them (-100 where no loss is wanted), give cost_fn=... returning "
+                "odb_factory.Cost(tokens, patches, units), or choose loss_scaling 'approx' or 'none'"
+            )
+        return labels
+
+
+class _FirstItem(Dataset[tuple[str, bool | None]]):
+    """`self[0]`: observe the first item of a dataset; what is wrong with the kind of its items, or ""."""
+
+    def __init__(self, dataset: Any, observer: ItemObserver):
+        self.dataset, self.observer = dataset, observer
+
+    def __getitem__(self, index: int) -> tuple[str, bool | None]:
+        try:
+            self.observer(self.dataset, index)
+        except ItemError as error:
+            return str(error), None
+        except Exception:  # a row that cannot be read; the loader reports it, by its policy
+            return "", None
+        return "", self.observer.counts_labels
+
+
+def check_first_item(dataset: Any, observer: ItemObserver, *, num_workers: int, **options: Any) -> None:
+    """Read and observe the first item of a dataset with an index, and note what units of its items are counted from.
+
+    It is read where items will be, in a worker process if there are any: what a dataset opens for it is not inherited
+    by the workers to come. options: of torch's `DataLoader`. Random numbers are drawn as without it.
+    Raises `ConfigError` where items of this kind need a `cost_fn` or labels, or `cost_fn` returns what is no cost.
+    """
+    first = _FirstItem(dataset, observer)
+    if num_workers == 0:
+        with same_random_numbers():
+            message, counts_labels = first[0]
+    else:
+        generator = torch.Generator()
+        loader = DataLoader(first, sampler=[0], batch_size=None, num_workers=1, generator=generator, **options)
+        ((message, counts_labels),) = loader
+    if message:
+        raise ConfigError(f"dataset: {observer.describe(dataset, 0)}: {message}.")
+    observer.counts_labels = counts_labels
+
+
+def _modality(inputs: Mapping[str, Any]) -> int:
+    return VIDEO if any(inputs.get(key) is not None for key in ("video_grid_thw", "pixel_values_videos")) else 0
+
+
+def _not_an_item(item: Mapping[str, Any]) -> str:
+    return f"{EXPECTED}, found the keys {', '.join(map(str, item)) or 'none'}"
+
+
+def _length(item: Any) -> int:
+    """Tokens of an item; says what was found where it is not what was expected."""
+    if not isinstance(item, Mapping):
+        raise ItemError(f"{EXPECTED}, found {type(item).__name__}; {GIVE_COST_FN}")
+    shape = (len(item["input_ids"]),) if is_ints(item["input_ids"]) else np.shape(item["input_ids"])
+    if len(shape) == 0 or len(shape) > 2 or (len(shape) == 2 and shape[0] != 1):
+        raise ItemError(f"{EXPECTED}, found shape {list(shape)}")
+    return int(shape[-1])
+
+
+def check_dataset(dataset: Any, sampler: Any = None) -> None:
+    """Raise `ConfigError` where a DataLoader could not read `dataset`."""
+    if isinstance(dataset, IterableDataset):
+        return
+    kind = type(dataset)
+    reads_rows = hasattr(kind, "__getitem__") and kind.__getitem__ is not Dataset.__getitem__
+    if not reads_rows:
+        raise ConfigError(
+            f"dataset: a {kind.__name__} can be iterated only once or has no `__getitem__`; wrap it in a "
+            "torch.utils.data.IterableDataset whose `__iter__` begins anew, or give a dataset with `__getitem__` and "
+            "`__len__`."
+        )
+    if sampler is None and not hasattr(kind, "__len__"):
+        raise ConfigError(f"dataset: a {kind.__name__} has no `__len__`; add one, or give sampler=.")

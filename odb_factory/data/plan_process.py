@@ -10,16 +10,67 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 from odb_factory.comm.standing import is_stopped, waiting
-from odb_factory.data.parent_watch import watch_parent
 from odb_factory.errors import DataError, one_line
 
+# ----------------------------------------------------------------------------------------------------------------------
+# A worker process that watches the process that started it. No torch here: a planner's process needs none.
+# A DataLoader worker whose trainer was killed may never end by itself. It fills the pipe of its result queue, nobody
+# reads, and at its exit Python waits for the thread that feeds the pipe. So every worker of ours has a daemon thread
+# that ends it hard once its parent is gone, whatever the worker is doing.
+
 CHECK_S = 1.0
+"""How often a worker looks for its parent."""
+
+_watching: int | None = None
+"""The process whose parent is watched: a forked child inherits the variable, not the thread."""
+
+
+def watch_parent(pid: int) -> None:
+    """End this worker within about a second of the end of process `pid`, which started it.
+
+    Does nothing in `pid` itself: only a worker may be ended like this.
+    """
+    global _watching
+    if os.getpid() in (pid, _watching):
+        return
+    _watching = os.getpid()
+    threading.Thread(target=_watch, args=(pid,), name="odb-parent-watch", daemon=True).start()
+
+
+def _watch(pid: int) -> None:
+    # Where workers are forked, a later one holds the pipe that tells of the parent, too; but its id changes.
+    # With forkserver the system's parent is the server.
+    is_child = os.getppid() == pid
+    while not (_has_ended(pid) or (is_child and os.getppid() != pid)):
+        time.sleep(CHECK_S)
+    os._exit(1)
+
+
+def _has_ended(pid: int) -> bool:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        return not parent.is_alive()
+    # Its arguments are still being read, so multiprocessing does not know of the parent yet.
+    if os.name != "posix":
+        return False
+    try:
+        os.kill(pid, 0)  # sends nothing; on Windows it would end the process
+    except ProcessLookupError:
+        return True
+    return False
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+PLANNING_CHECK_S = 1.0
 """How often one who waits for a plan looks whether the process still lives."""
 
 P = ParamSpec("P")
@@ -67,14 +118,15 @@ class PlanProcess:
         try:
             self._connection.send((function, args, kwargs))
             with waiting(self._describe):
-                while not self._connection.poll(CHECK_S):
+                while not self._connection.poll(PLANNING_CHECK_S):
                     if self._exit_code(0) is not None:
                         raise EOFError
                 result, error = self._connection.recv()
         except (EOFError, OSError):
             raise DataError(
-                f"the process that plans ended by itself, exit code {self._exit_code(CHECK_S)}; look for the system's "
-                "out-of-memory killer, or set `collate_workers: 0`: then the training process plans, and collates."
+                f"the process that plans ended by itself, exit code {self._exit_code(PLANNING_CHECK_S)}; look for the "
+                "system's out-of-memory killer, or set `collate_workers: 0`: then the training process plans, and "
+                "collates."
             ) from None
         if error is not None:
             raise error

@@ -1,20 +1,82 @@
-"""What travels through the loader: light samples in, micro-batches of optimizer steps out."""
+"""What travels through the loader: light samples in, micro-batches of optimizer steps out, rows that are left out."""
 
 from __future__ import annotations
 
-from collections import Counter
+import threading
+from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
 
-from odb_factory.planning import Cost, MicroStepTotals
+from odb_factory.log import get_logger
+from odb_factory.planning import Budget, Cost, MicroStepTotals
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `Part`: samples of a micro-batch that go through the model by themselves, where memory does not hold all of them.
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """samples: what is collated, in the order of `whole.ids` from number `start` on; of an idle micro-batch the one it
+    is run with.
+
+        first, second = Part(micro_batch, loader.samples_of(micro_batch)).cut(loader.budget)
+    """
+
+    whole: MicroBatch
+    samples: list[Sample]
+    start: int = 0
+
+    @property
+    def is_whole(self) -> bool:
+        return self.whole.idle or len(self.samples) == len(self.whole.ids)
+
+    @property
+    def micro_batch(self) -> MicroBatch:
+        """The micro-batch as if it had these samples alone; what it says of all ranks stays."""
+        if self.is_whole:
+            return self.whole
+        return self.whole.only(range(self.start, self.start + len(self.samples)))
+
+    def take(self, of_whole: Sequence[T]) -> tuple[T, ...]:
+        """What is said of each sample of the whole, of these."""
+        return tuple(of_whole[self.start : self.start + len(self.samples)])
+
+    def cut(self, budget: Budget) -> tuple[Part, Part]:
+        """Two parts of which the larger is as small as can be: by tokens or patches as collated, whichever is more.
+
+        There are two samples or more. budget: of the plan, which knows what the collator adds.
+        """
+        costs = [sample.cost for sample in self.samples]
+        whole = budget.shape(costs)
+
+        def larger(at: int) -> float:
+            return max(_share(budget.shape(part), whole) for part in (costs[:at], costs[at:]))
+
+        at = min(range(1, len(costs)), key=larger)
+        return (
+            Part(self.whole, self.samples[:at], self.start),
+            Part(self.whole, self.samples[at:], self.start + at),
+        )
+
+
+def _share(part: tuple[int, int, int], whole: tuple[int, int, int]) -> float:
+    """Of the tokens or of the patches of the whole, whichever is more. Shapes as `Budget.shape` returns them."""
+    return max(part[0] * part[1] / (whole[0] * whole[1]), part[2] / max(whole[2], 1))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What travels through the loader: light samples in, micro-batches of optimizer steps out.
 
 
 @dataclass(slots=True)
 class Sample:
     """One observed row: its index in the training dataset, its cost and its light features (see `serialize.pack`).
 
-    content: a checksum of what it says (see `content.checksum`); 0 if unknown.
+    content: a checksum of what it says (see `serialize.checksum`); 0 if unknown.
     """
 
     id: int
@@ -167,3 +229,66 @@ class Measured:
 
     def is_within(self, token_budget: int, max_patches: int | None) -> bool:
         return self.rows * self.length <= token_budget and (max_patches is None or self.patches <= max_patches)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The rows that are left out: one way for all reasons, from the first read to collation.
+
+MAX_LOGGED = 10
+COLLATION = "collation"
+"""What rows are counted under that could be read when they were observed, and cannot be collated."""
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOutRow:
+    """A row that this rank leaves out. lost_weight: its share of the loss of its optimizer step, if that is lost."""
+
+    id: int
+    reason: str
+    message: str
+    epoch: int
+    lost_weight: float
+
+
+class LeftOut:
+    """What one rank leaves out. The first rows are logged; all of them wait for `through`, to be written.
+
+    path: of the file that they will be written to, for the log.
+    """
+
+    def __init__(self) -> None:
+        self.path: Path | None = None
+        self._num_logged = 0
+        self._lock = threading.Lock()
+        self._rows: deque[tuple[int, LeftOutRow]] = deque()
+
+    def leave_out(
+        self, ids: Sequence[int], reason: str, message: str, *, epoch: int, step: int, lost_weight: float = 0.0
+    ) -> None:
+        """Note that these rows are not trained on in an optimizer step (its index in the epoch). Any thread."""
+        with self._lock:
+            for id in ids:
+                self._rows.append((step, LeftOutRow(id, reason, message, epoch, lost_weight)))
+                self._log(reason, message)
+
+    def through(self, step: int) -> list[dict[str, Any]]:
+        """The rows of the optimizer steps up to this one that have not been asked for yet."""
+        with self._lock:
+            now = [row for index, row in self._rows if index <= step]
+            self._rows = deque(one for one in self._rows if one[0] > step)
+        return [asdict(row) for row in now]
+
+    def forget(self) -> None:
+        """A pass begins: rows of steps that were not taken will be found again."""
+        with self._lock:
+            self._rows.clear()
+
+    def _log(self, reason: str, message: str) -> None:
+        self._num_logged += 1
+        if self._num_logged <= MAX_LOGGED:
+            logger.warning("left out (%s): %s", reason, message)
+        if self._num_logged == MAX_LOGGED:
+            where = "counted" if self.path is None else f"listed in {self.path}"
+            logger.warning("further rows that are left out are not logged but %s", where)

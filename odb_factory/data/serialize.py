@@ -1,15 +1,15 @@
-"""Features of a sample as bytes: how they wait in the buffer, and how samples travel between ranks.
-
-Built-in values, numpy arrays, tensors and registered dataclasses are written as msgpack. Anything else is pickled,
-and then stays in this rank: what comes from another rank is never unpickled.
-"""
+"""Samples as bytes, and checksums of what rows say."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pickle
+import random
 import struct
-from collections.abc import Mapping
+import zlib
+from array import array
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 import msgpack
@@ -19,6 +19,11 @@ import torch
 from odb_factory.data.samples import Sample
 from odb_factory.errors import DataError
 from odb_factory.planning import Cost
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Features of a sample as bytes: how they wait in the buffer, and how samples travel between ranks.
+# Built-in values, numpy arrays, tensors and registered dataclasses are written as msgpack. Anything else is pickled,
+# and then stays in this rank: what comes from another rank is never unpickled.
 
 _PLAIN, _PICKLED = b"\0", b"\1"
 _TUPLE, _ARRAY, _TENSOR, _DATACLASS = 1, 2, 3, 4
@@ -141,3 +146,95 @@ def _not_plain(features: Any) -> list[str]:
         except (TypeError, ValueError, OverflowError):
             found.append(f"{key} ({type(value).__name__})")
     return found
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a row says, as a number: to notice that training data have changed.
+
+
+def checksum(features: Any, cost: Cost) -> int:
+    """32 bits, never 0, of a row's cost, token ids and labels: the same in every process and version.
+
+    Of a pair those of both answers. Not of its media, which are not read for it: a picture that is exchanged for one of
+    the same size goes unnoticed.
+    """
+    sizes = f"{cost.tokens} {cost.patches} {cost.units} {int(cost.has_media)} {cost.modality}"
+    sizes += " audio" * cost.has_audio
+    crc = zlib.crc32(sizes.encode())
+    named = features if isinstance(features, Mapping) else {}
+    for key in sorted(key for key in named if str(key).endswith(("input_ids", "labels"))):
+        crc = zlib.crc32(_numbers(named[key]), crc)
+    return crc or 1
+
+
+def _numbers(values: Any) -> bytes:
+    """Whole numbers of any container as 64 bits each, others as floats; nothing for what is not made of numbers."""
+    try:
+        if isinstance(values, list) and values and isinstance(values[0], int):
+            return array("q", values).tobytes()  # the usual case, a little faster so
+        flat = np.asarray(values).reshape(-1)
+        return flat.astype("<i8" if flat.dtype.kind in "iub" else "<f8").tobytes()
+    except (OverflowError, TypeError, ValueError):
+        return b""
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A checksum of what items say, to tell whether two ranks read the same.
+
+
+def fingerprint(value: Any, before: int = 0) -> int:
+    """CRC-32 of the text, whole numbers and arrays of whole numbers in `value`, whatever holds them.
+
+    Floating-point numbers, which augmentation may change, and objects of other kinds count by their type alone.
+
+        >>> fingerprint([{"input_ids": [1, 2]}]) == fingerprint([{"input_ids": [1, 3]}])
+        False
+    """
+    if isinstance(value, Mapping):
+        for key in sorted(value, key=repr):
+            before = fingerprint(value[key], fingerprint(key, before))
+        return _add(f"{len(value)} keys", before)
+    if isinstance(value, str | bool | int | None):
+        return _add(repr(value), before)
+    if isinstance(value, bytes):
+        return zlib.crc32(value, before)
+    if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.dtype != torch.bfloat16:
+        value = value.detach().numpy()
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biuSU":
+        return zlib.crc32(np.ascontiguousarray(value).tobytes(), _add(str(value.shape), before))
+    if isinstance(value, list | tuple):
+        if all(type(one) is int for one in value):
+            return _add(repr(value), before)
+        for one in value:
+            before = fingerprint(one, before)
+        return _add(f"{len(value)} items", before)
+    return _add(type(value).__name__, before)
+
+
+def of_rows(dataset: Any) -> object:
+    """What the first and the last row of a dataset with an index say, for ranks to compare; None if that is random.
+
+    A row that reads differently the second time (augmentation, masks drawn at random) says nothing about the data.
+    """
+    try:
+        with same_random_numbers():
+            first, again, last = (fingerprint(dataset[index]) for index in (0, 0, len(dataset) - 1))
+    except Exception as error:  # the loader reports what cannot be read
+        return type(error).__name__
+    return [first, last] if first == again else None
+
+
+@contextlib.contextmanager
+def same_random_numbers() -> Iterator[None]:
+    """Reading rows in here leaves the random numbers that come after as they are."""
+    states = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+
+
+def _add(text: str, before: int) -> int:
+    return zlib.crc32(text.encode(errors="surrogatepass"), before)

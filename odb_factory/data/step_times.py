@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from odb_factory.planning import CostModel, MicroStepTotals
-from odb_factory.planning.cost_fit import FEWEST_STEPS, PICOSECONDS, fit_cost_model
+from odb_factory.planning.cost import FEWEST_STEPS, PICOSECONDS, fit_cost_model
 
 STEPS_KEPT, WARM_UP_STEPS = 512, 5
 

@@ -17,11 +17,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
-from odb_factory.accounting.token_loss import in_float32
+from odb_factory.accounting.losses import in_float32
 from odb_factory.errors import ConfigError
-from odb_factory.loop.dataloader import ODBDataLoader
+from odb_factory.loop.dataloader import ODBDataLoader, ODBHandle
 from odb_factory.loop.step_info import ODBStepInfo, pop_step_info
-from odb_factory.loop.wrapping import ODBHandle
 
 
 class OptimizerStep:

@@ -6,7 +6,7 @@ Called by the plugin's hooks and by patched forks (`patches/` in the repository)
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from datasets import Dataset
@@ -14,26 +14,153 @@ from llamafactory.data.converter import align_dataset, get_dataset_converter
 from llamafactory.data.loader import _get_dataset_processor, _get_preprocessed_dataset
 from llamafactory.data.mm_plugin import BasePlugin, get_mm_plugin
 from llamafactory.train.callbacks import LogCallback
+from transformers import TrainerCallback
 
 from odb_factory.config import ODBConfig
-from odb_factory.data.pickling import Picklable
+from odb_factory.data.worker import Picklable
 from odb_factory.errors import ConfigError, DataError
-from odb_factory.llamafactory import agreement, probes, sources
-from odb_factory.llamafactory.about import about
-from odb_factory.llamafactory.callbacks import MirrorMaxSteps, Prepared, TellDropped
-from odb_factory.llamafactory.dataset import OnlineDataset, OpenMedia, RowObserver, TokenizedDataset
-from odb_factory.llamafactory.layout import why_not_flat
+from odb_factory.llamafactory import dataset as dataset_module
+from odb_factory.llamafactory import probes
+from odb_factory.llamafactory.block import why_not_flat
+from odb_factory.llamafactory.dataset import (
+    INVALID_ROW,
+    IndexedRows,
+    OnlineDataset,
+    OpenMedia,
+    RowObserver,
+    TokenizedDataset,
+    rows_from,
+)
 from odb_factory.llamafactory.media import MediaObserver
 from odb_factory.llamafactory.online_stream import OnlineStream, StreamObserver, first_rows, is_stream, online_stream
-from odb_factory.llamafactory.rows_from import rows_from
 from odb_factory.llamafactory.stages import STAGES, Stage
-from odb_factory.llamafactory.throughput import TellTokensPerSecond
 from odb_factory.log import get_logger
-from odb_factory.training import one_pass
+from odb_factory.training import unpad
 from odb_factory.training.checks import check_dummy_media
 from odb_factory.training.enable import enable_odb
 
+# ----------------------------------------------------------------------------------------------------------------------
+# What `odb-factory report` says of a training of LLaMA-Factory's beside its training arguments.
+
+FINETUNING = ("stage", "finetuning_type")
+OF_KIND = {"lora": ("lora_rank", "lora_target"), "dpo": ("pref_loss", "pref_beta")}
+"""Arguments that mean something with this finetuning_type or stage alone."""
+DATA = (
+    "template", "cutoff_len", "train_on_prompt", "mask_history", "dataset", "eval_dataset", "mix_strategy",
+    "interleave_probs", "max_samples", "val_size", "streaming",
+)  # fmt: skip
+
+
+def about(trainer: Any, dataset: Any) -> dict[str, object]:
+    """JSON types, except for `rows_of`. dataset: what it trains on.
+
+    rows_of: the names of several data sets, and of each row the number of its own (int16); see `training.run_log`.
+    """
+    said = _values(trainer.finetuning_args, FINETUNING)
+    for kind in list(said.values()):
+        said |= _values(trainer.finetuning_args, OF_KIND.get(str(kind), ()))
+    processor = getattr(dataset, "processor", None)
+    if processor is not None:
+        said |= _values(processor.data_args, DATA)
+    if isinstance(dataset, OnlineDataset) and isinstance(dataset.rows, IndexedRows):
+        names, numbers = dataset.rows.by_source()
+        if len(names) > 1:
+            said["rows_of"] = {"names": names, "numbers": numbers}
+    return said
+
+
+def _values(arguments: Any, names: Iterable[str]) -> dict[str, object]:
+    """Those that are set."""
+    found = {name: getattr(arguments, name, None) for name in names}
+    return {name: value for name, value in found.items() if value not in (None, False, [], "", 0)}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a run needs to hear of LLaMA-Factory's Trainer: to undo what was changed on it, and to tell its users.
+
 logger = get_logger(__name__)
+
+
+class Prepared(TrainerCallback):
+    """What a stage has changed on the trainer, until the training ends."""
+
+    def __init__(self, undo: Callable[[], None]):
+        self.undo = undo
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.undo()
+
+
+class BeginLog(TrainerCallback):
+    """Comes before LLaMA-Factory's log callback, and lets it delete the log of the run before when the first optimizer
+    step is done or the first entry is written: by then nothing of this training is refused any more."""
+
+    def __init__(self, begin: Callable[[], None]):
+        self._begin: Callable[[], None] | None = begin
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._begin is not None:
+            begin, self._begin = self._begin, None
+            begin()
+
+    on_log = on_train_end = on_step_end
+
+
+class MirrorMaxSteps(TrainerCallback):
+    """LLaMA-Factory's log callback reads the number of steps once; keep its copy up to date."""
+
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for callback in self.trainer.callback_handler.callbacks:
+            if isinstance(callback, LogCallback):
+                callback.max_steps = state.max_steps
+
+
+class TellDropped(TrainerCallback):
+    """Say once where LLaMA-Factory's own preprocessing drops rows, whose number nobody knows without a pass."""
+
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+        self.has_told = False
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        count = self.trainer.odb_run.loader.rejected[INVALID_ROW]
+        if count and not self.has_told:
+            self.has_told = True
+            logger.info(
+                "rows are left out (%d by optimizer step %d) that LLaMA-Factory's preprocessing drops; stock does so "
+                "before it shuffles and cuts, so its optimizer steps are others (without shuffling: from here on); set "
+                "tokenized_path, or remove such rows, to have exactly its steps",
+                count,
+                state.global_step,
+            )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `include_effective_tokens_per_second`, without the pass over the training data that LLaMA-Factory makes for it.
+
+
+class TellTokensPerSecond(TrainerCallback):
+    """Puts the figure among those of the training: tokens trained on, without padding, a second and rank.
+
+    LLaMA-Factory would preprocess every row once more behind the training, to count them, and is told not to.
+    """
+
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+        trainer.finetuning_args.include_effective_tokens_per_second = False
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        run, logs = self.trainer.odb_run, kwargs["logs"]
+        if run is not None and "train_runtime" in logs:
+            tokens = run.accounting.since_resume.tokens / run.loader.world_size
+            logs["effective_tokens_per_sec"] = tokens / logs["train_runtime"]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
 
 ROWS_TRIED_FOR_EXAMPLE = 16
 PADS_TILES = "MllamaPlugin"
@@ -54,35 +181,35 @@ def mark_source(dataset: Any, dataset_attr: Any, data_args: Any, training_args: 
                 "set dataloader_num_workers to 1 or more (LLaMA-Factory cuts it into so many shards)."
             )
         stream = align_dataset(dataset, dataset_attr, data_args, training_args)
-        sources.keep_first_rows(first_rows(stream))
+        dataset_module.keep_first_rows(first_rows(stream))
         return stream
     if not len(dataset):
         raise DataError(f"{dataset_attr} has no row; take it out of `dataset`, or raise max_samples or num_samples.")
-    if sources.is_convertible(dataset, dataset_attr):
+    if dataset_module.is_convertible(dataset, dataset_attr):
         converter = get_dataset_converter(dataset_attr.formatting, dataset_attr, data_args)
     else:
         dataset, converter = align_dataset(dataset, dataset_attr, data_args, training_args), None
-    source = sources.Source(dataset, dataset_attr, converter)
+    source = dataset_module.Source(dataset, dataset_attr, converter)
     source.check_columns()
     if converter is not None:
         one_row = probes.without_processes(data_args)
         probes.check_conversion(
             source.__getitem__, dataset, lambda rows: align_dataset(rows, dataset_attr, one_row, training_args)
         )
-    return sources.index_of(source)
+    return dataset_module.index_of(source)
 
 
 def is_online(dataset: Any, data_args: Any, is_eval: bool) -> bool:
     """Whether `online_dataset` stands in for LLaMA-Factory's preprocessing pass: for training data that is not
     to be stored at `tokenized_path`."""
-    return (sources.is_index(dataset) or is_stream(dataset)) and not is_eval and data_args.tokenized_path is None
+    return (dataset_module.is_index(dataset) or is_stream(dataset)) and not is_eval and data_args.tokenized_path is None
 
 
 def converted(dataset: Any, data_args: Any, training_args: Any) -> Any:
     """What LLaMA-Factory's preprocessing pass takes: the rows of an index, converted by its own pass."""
-    if not sources.is_index(dataset):
+    if not dataset_module.is_index(dataset):
         return dataset
-    return sources.through_pass(dataset, lambda rows, attr: align_dataset(rows, attr, data_args, training_args))
+    return dataset_module.through_pass(dataset, lambda rows, attr: align_dataset(rows, attr, data_args, training_args))
 
 
 def online_dataset(
@@ -102,7 +229,7 @@ def online_dataset(
     dataset: an index, or a stream. config: the block, where `data_args` do not hold it as a patched fork's do.
     """
     dataset_processor = _get_dataset_processor(data_args, stage, template, tokenizer, processor)
-    rows = sources.first_rows() if is_stream(dataset) else sources.IndexedRows(dataset)
+    rows = dataset_module.first_rows() if is_stream(dataset) else dataset_module.IndexedRows(dataset)
     of_rows = STAGES[stage].of_rows(data_args, len(rows))
     media = _media_of(of_rows, template, tokenizer, processor)
     online = OnlineDataset(rows, dataset_processor, media, of_rows)
@@ -175,7 +302,7 @@ def attach(trainer: Any, config: ODBConfig) -> None:
         stage,
         decode=config.on_error == "skip",
         model_type=trainer.model.config.model_type,
-        shards_parameters=one_pass.shards_parameters(trainer),
+        shards_parameters=unpad.shards_parameters(trainer),
     )
     enable_odb(
         trainer,
@@ -185,7 +312,7 @@ def attach(trainer: Any, config: ODBConfig) -> None:
         patch_size=rows.media.patch_size,
         measure=stage.measure,
         equal_weights=stage.equal_weights,
-        agree_on=agreement.settings_of(
+        agree_on=dataset_module.settings_of(
             dataset.head if isinstance(dataset, OnlineStream) else trainer.train_dataset, observer
         ),
         rows_from=rows_from(

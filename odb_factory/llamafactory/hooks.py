@@ -105,7 +105,7 @@ def _wrapped(wrapper: Callable, original: Callable) -> Callable:
 def _get_train_args(original: Callable, args: Any = None) -> Any:
     global _active, _begin_log
     _active = _begin_log = None
-    from odb_factory.llamafactory import block, layout, probes, releases, streaming
+    from odb_factory.llamafactory import block, probes, releases
 
     if (read_args := releases.find_read_args()) is not None:
         args = read_args(args)
@@ -116,9 +116,9 @@ def _get_train_args(original: Callable, args: Any = None) -> Any:
 
     _check_seams()
     releases.tell_if_newer()
-    args = block.with_whole_documents(layout.with_neat_packing_as_layout(args))
+    args = block.with_whole_documents(block.with_neat_packing_as_layout(args))
     config = block.check_block(args)
-    args = streaming.with_local_files_by_index(args)
+    args = block.with_local_files_by_index(args)
     probes.check_signatures()
     parsed = original({key: value for key, value in args.items() if key != "odb"})
     probes.check_arguments(parsed)
@@ -197,7 +197,7 @@ def _train(original: Callable, trainer: Any, *args: Any, **kwargs: Any) -> Any:
     if _active is None or getattr(trainer, "odb_settings", None) is not None:
         return original(trainer, *args, **kwargs)
     from odb_factory.llamafactory import attach
-    from odb_factory.llamafactory.callbacks import BeginLog
+    from odb_factory.llamafactory.attach import BeginLog
 
     attach.attach(trainer, _active)
     if _begin_log is not None:

@@ -20,7 +20,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from odb_factory.errors import ConfigError, one_line
-from odb_factory.llamafactory import block, layout, uncaught
+from odb_factory.llamafactory import block, uncaught
 from odb_factory.llamafactory.activation import LAUNCH_RECORD
 
 BLOCK_KEY = re.compile(r"""^["']?odb["']?\s*:""", re.MULTILINE)
@@ -88,7 +88,7 @@ def check_yaml(path: Path, overrides: Sequence[str]) -> None:
         block.check_keys(args)
         if "odb" in args:
             named = {str(key): value for key, value in args.items()}
-            block.check_block(layout.with_neat_packing_as_layout(named, tell=False))
+            block.check_block(block.with_neat_packing_as_layout(named, tell=False))
     _check_numbers(text, str(path))
 
 

@@ -26,9 +26,13 @@ from PIL import Image
 from odb_factory.data.measure import DEFAULT_PATCH_SIZE, count_patches
 from odb_factory.data.serialize import register_dataclass
 from odb_factory.errors import DataError
-from odb_factory.llamafactory.media_audio import clips_by_length
-from odb_factory.llamafactory.media_memory import memory_of_sizes
-from odb_factory.llamafactory.media_size import grid_from_size, metadata_is_exact, size_is_exact
+from odb_factory.llamafactory.media_sizes import (
+    clips_by_length,
+    grid_from_size,
+    memory_of_sizes,
+    metadata_is_exact,
+    size_is_exact,
+)
 
 EXIF_ORIENTATION, EXIF_ROTATED = 0x0112, (5, 6, 7, 8)
 LOSSLESS = (None, "PNG")

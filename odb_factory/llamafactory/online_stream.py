@@ -1,6 +1,6 @@
 """LLaMA-Factory's training data where they can only be iterated: rows as it aligns, mixes and shuffles them.
 
-Its preprocessing of them is put off to the observe workers, which are handed one row at a time (`data/stream.py`).
+Its preprocessing of them is put off to the observe workers, which are handed one row at a time (`data/order.py`).
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def check_images() -> None:
     import datasets
     from PIL import Image
 
-    from odb_factory.llamafactory import media_size
+    from odb_factory.llamafactory import media_sizes
 
     image = Image.frombytes("RGB", (3, 2), bytes(range(18)))
     stored = io.BytesIO()
@@ -109,7 +109,7 @@ def check_images() -> None:
     twice = _tried("datasets.Image.decode_example", feature.decode_example, again)
     if any(one.convert("RGB").tobytes() != image.tobytes() for one in (opened, twice)) or opened.format != "PNG":
         _differs("datasets.Image gives other pixels or another format than it was given")
-    blank = _tried("PIL.Image", media_size.SizeOnlyImage, (3, 2))
+    blank = _tried("PIL.Image", media_sizes.SizeOnlyImage, (3, 2))
     if (blank.size, blank.width, blank.height, blank.mode) != ((3, 2), 3, 2, "RGB"):
         _differs("PIL.Image.Image keeps its size or mode in another place")
 

@@ -1,25 +1,285 @@
-"""`ODBDataLoader`: a DataLoader that forms its batches online, for people with a training loop of their own."""
+"""`ODBDataLoader` and `apply_odb`: DataLoaders that form their batches online, for loops of one's own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, Self, TypedDict, TypeVar, Unpack
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Sampler
 
-from odb_factory.config import ODBConfig
-from odb_factory.data.items import check_dataset
-from odb_factory.errors import ConfigError
-from odb_factory.loop.accelerated import FixedBatchesRefused
-from odb_factory.loop.iteration import Iteration
-from odb_factory.loop.online import Online, State, T_co, check_sampler, loop_config
+from odb_factory.config import AUTO, BUDGETS, ODBConfig, ResolvedConfig
+from odb_factory.data.dataloader_parts import make_config, unwrap
+from odb_factory.data.observe import check_dataset
+from odb_factory.ending import ending
+from odb_factory.errors import ConfigError, DataError, one_line
+from odb_factory.log import get_logger
+from odb_factory.loop.iteration import FixedBatchesRefused, Iteration, checkpoint_with
+from odb_factory.loop.step_info import LOOP_LOSS_SCALINGS
 from odb_factory.planning import Collation, Cost
 
 if TYPE_CHECKING:
-    from odb_factory.loop.keys import LoopKeys
+    from accelerate import Accelerator
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The keys of `ODBConfig` as typed keyword arguments, for type checkers and completion.
+
+
+class CommonKeys(TypedDict, total=False):
+    """Keys that mean the same everywhere."""
+
+    global_batch_size: int | Literal["keep", "fill"]
+    layout: Literal["auto", "flat", "padded"]
+    pad_to_multiple_of: int | None
+    length_buckets: Sequence[int] | None
+    row_multiple: int
+    buffer_size: int
+    collate_workers: int | None
+    join: bool
+    balance: bool | None
+    balance_group_size: int
+    cost_model: Literal["tokens", "time"]
+    overlong: Literal["singleton", "drop", "error"]
+    on_error: Literal["raise", "skip"]
+    resume: Literal["strict", "ignore_data"]
+    exchange_timeout_s: int
+    seed: int | None
+
+
+class LoopKeys(CommonKeys, total=False):
+    """Keys with an effect in a training loop of one's own; there loss_scaling is `exact` unless given."""
+
+    token_budget: int
+    max_patches: int | None
+    loss_scaling: Literal["exact", "sample", "square", "approx", "none"]
+
+
+class TrainerKeys(CommonKeys, total=False):
+    """All keys: those of a loop, and those that only a trainer can honour."""
+
+    token_budget: int | Literal["auto"]
+    max_patches: int | Literal["auto"] | None
+    memory_fraction: float
+    loss_scaling: Literal["stock", "exact", "sample", "square", "approx", "none"]
+    lr_scale: Literal["none", "sqrt", "linear"]
+    oom: Literal["raise", "split"]
+    lr_reference_samples: int | None
+    audit: bool
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What `ODBDataLoader` and a DataLoader that `apply_odb` has changed have in common.
+
+logger = get_logger(__name__)
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Controls(Generic[T_co]):
+    """What can be asked of an online DataLoader. Generic as `DataLoader` is: only then may an object become one."""
+
+    _odb: Iteration
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next iteration. Without it every iteration is the epoch after the last one."""
+        self._odb.set_epoch(epoch)
+
+    @property
+    def epoch(self) -> int:
+        """Of the iteration under way or over, or of the next one after `set_epoch` or `load_state_dict`."""
+        return self._odb.epoch
+
+    @property
+    def num_optimizer_steps(self) -> int | None:
+        """Optimizer steps of an epoch; None where nobody knows (`global_batch_size: fill`, a dataset without a length).
+
+        With several ranks, all ask.
+        """
+        return self._odb.loader.num_optimizer_steps
+
+    def estimate_optimizer_steps(self) -> int:
+        """Optimizer steps of an epoch: `num_optimizer_steps`, or an estimate with `global_batch_size: fill`.
+
+        The estimate is that of the next epoch, or of the one under way, if all samples are as long as those seen until
+        now; it can be wrong by a factor where the data are sorted. It begins the epoch and waits for its first plan:
+        with several ranks, all call it. Raises `TypeError` for a dataset without a length.
+        """
+        return self._odb.estimate_optimizer_steps()
+
+    def stats(self) -> dict[str, float]:
+        """Padding, balance, waiting and throughput since the first batch, all ranks together, to be logged.
+
+        The names and meanings of the Trainer's `odb/...` figures, odb/left_out: rows that were left out, and
+        odb/over_budget: micro-batches of all ranks that the collator made larger than the budget.
+        Before the first batch: with several ranks, all ask.
+        """
+        return self._odb.accounting.stats()
+
+    def close(self) -> None:
+        """End the worker processes and give the process group of the planning back (on all ranks)."""
+        self._odb.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """After an error the other ranks are told why this one leaves. Raises what is known to be its cause."""
+        told = None if error is None else ending(error)
+        if told is not None and not (isinstance(told, SystemExit) and not told.code):
+            self._odb.abort(one_line(told))
+        self.close()
+        if told is not None and told is not error:
+            raise told from error
+
+
+class State:
+    """Not part of `Online`: accelerate would add counts of its own to the state of a DataLoader it has wrapped."""
+
+    _odb: Iteration
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this rank stands, behind the last optimizer step whose batches were all yielded (JSON types).
+
+        On the contract of torchdata's loaders; micro-batches of an unfinished optimizer step come again.
+        """
+        return self._odb.state()
+
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Go on from this rank's state, or from a list of all ranks', which also serves other ranks or settings.
+
+        Before the first batch of an iteration; the state's epoch is the next to be iterated, and `set_epoch` with that
+        epoch keeps the place in it. Raises `DataError` for what is no state of this rank, and where the data are not
+        those of the state.
+        """
+        loader = self._odb.loader
+        self._odb.load(_checked_states(state, loader.rank, loader.world_size))
+
+    def checkpoint_with(self, accelerator: Accelerator, name: str = "odb_state") -> None:
+        """Let `accelerator.save_state(folder)` and `load_state(folder)` keep this loader's state on every rank.
+
+        Call it once. Each rank writes `{name}_rank{r}.json`; give two loaders two names.
+        """
+        checkpoint_with(accelerator, self, name)
+        self._odb.is_checkpointed = True
+
+
+class Online(Controls[T_co]):
+    """Goes before a `DataLoader` class: the same object, iterated online. T_co: what its `collate_fn` returns."""
+
+    def __iter__(self) -> Iterator[T_co]:
+        return self._odb.batches()
+
+    def __len__(self) -> NoReturn:
+        raise TypeError(
+            "the number of batches is not known before they are formed; num_optimizer_steps says how many optimizer "
+            "steps an epoch has, and the step info where one ends and how much of the epoch is done (progress)"
+        )
+
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        """`accelerator.prepare` would build another DataLoader, of fixed batches; it leaves prepared ones alone."""
+        return True
+
+    @_is_accelerate_prepared.setter
+    def _is_accelerate_prepared(self, value: bool) -> None:
+        """`accelerator.prepare` sets it: from now on the batches are moved, and its mesh says who shares samples."""
+        self._odb.is_prepared = self._odb.moves_batches = value
+
+
+def loop_config(config: ODBConfig | None, block: Mapping[str, Any]) -> ResolvedConfig:
+    """The config, with `exact` for the default loss_scaling of a trainer.
+
+    Raises `ConfigError` for keys that have no effect outside of one.
+    """
+    for key in block:
+        if key in inspect.signature(DataLoader.__init__).parameters:
+            raise ConfigError(f"{key}: an argument of DataLoader that odb does not take here; leave it out.")
+    if block.get("join") is True and block.get("global_batch_size") != "fill":
+        logger.info(
+            'join=True has no effect: kept optimizer steps have all samples; it goes with global_batch_size="fill"'
+        )
+    if block.get("loss_scaling") == "stock":
+        raise ConfigError(
+            "odb.loss_scaling: 'stock' is the loss of a trainer, and a loop of your own makes its own; leave it out "
+            f"(exact), or choose one of {', '.join(LOOP_LOSS_SCALINGS)}."
+        )
+    config = make_config(config, block)
+    if config.has_auto:
+        key = next(key for key in BUDGETS if getattr(config, key) == AUTO)
+        raise ConfigError(
+            f"odb.{key}: 'auto' runs the model before training, which a loop of your own keeps to itself; give a "
+            "number."
+        )
+    if config.loss_scaling == "stock":
+        config = dataclasses.replace(config, loss_scaling="exact")
+    if config.audit:
+        raise ConfigError("odb.audit: True does not say where to; give audit_dir= instead.")
+    if config.oom != "raise":
+        raise ConfigError(
+            f"odb.oom: {config.oom!r} takes the micro-batches of an optimizer step once more, and this loop is yours; "
+            "leave it out, and lower token_budget if memory is short."
+        )
+    if config.lr_scale != "none":
+        raise ConfigError(
+            f"odb.lr_scale: {config.lr_scale!r} has no effect in a loop of your own, whose learning rate you set; "
+            "leave it out, and scale by optimizer_step_samples of the step info."
+        )
+    if config.pad_to_multiple_of is not None and config.layout != "flat":
+        raise ConfigError(
+            f"odb.pad_to_multiple_of: {config.pad_to_multiple_of} fills up flat micro-batches, and those of this loop "
+            "are padded, as its collator says; set `layout: flat`, or leave it out."
+        )
+    if config.lr_reference_samples is not None:
+        raise ConfigError("odb.lr_reference_samples: has no effect in a loop of your own; leave it out.")
+    return config.resolved()
+
+
+def check_sampler(sampler: object) -> None:
+    """Raise `ConfigError` for an order that is gone once it has been read."""
+    if isinstance(sampler, Iterator):
+        raise ConfigError(
+            f"sampler: a {type(sampler).__name__} can be iterated only once, and every epoch begins it anew; give a "
+            "list, or a torch.utils.data.Sampler."
+        )
+
+
+def _checked_states(state: object, rank: int, world_size: int) -> list[dict[str, Any]]:
+    """A list of states. Raises `DataError` for what cannot be gone on from on this rank."""
+    states = [state] if isinstance(state, Mapping) else state
+    if (
+        not isinstance(states, Sequence)
+        or not states
+        or not all(isinstance(one, Mapping) and {"version", "rank", "world_size"} <= one.keys() for one in states)
+    ):
+        raise DataError(
+            f"load_state_dict: {_short(state)} is not what state_dict() has returned; give this rank's, or a list of "
+            "those of all ranks."
+        )
+    only = states[0]
+    if len(states) == 1 and only["world_size"] == world_size and only["rank"] != rank:
+        raise DataError(
+            f"load_state_dict: rank {rank} was given the state of rank {only['rank']}; give each rank its own, or "
+            "every rank a list of all (accelerator.register_for_checkpointing keeps one for all ranks: call "
+            "checkpoint_with(accelerator) instead)."
+        )
+    return [dict(one) for one in states]
+
+
+def _short(value: object) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 40 else f"{text[:40]}..."
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `ODBDataLoader`: a DataLoader that forms its batches online, for people with a training loop of their own.
 
 
 class ODBDataLoader(Online[T_co], State, DataLoader[T_co]):
@@ -164,3 +424,96 @@ class ODBDataLoader(Online[T_co], State, DataLoader[T_co]):
                 "loader.checkpoint_with(accelerator) once, after prepare."
             )
         return True
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `apply_odb`: let a DataLoader that somebody else has built form its batches online.
+
+
+class ODBHandle(Controls[Any], State):
+    """What `apply_odb` has done to a DataLoader; iterates it, and `remove()` undoes it.
+
+    Example::
+
+        with apply_odb(dataloader, token_budget=8192) as loader:
+            for batch in loader:
+                info = pop_step_info(batch)
+    """
+
+    def __init__(self, dataloader: Any, loader: DataLoader[Any], stock: type[DataLoader[Any]], odb: Iteration):
+        self.dataloader, self._loader, self._stock, self._odb = dataloader, loader, stock, odb
+        self._collate_fn = loader.collate_fn
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({type(self.dataloader).__name__}, {self._odb})"
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.dataloader)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """After an error the other ranks are told why this one leaves."""
+        super().__exit__(kind, error, trace)
+        self.remove()
+
+    def remove(self) -> None:
+        """End the worker processes and let the DataLoader form its batches as before (on all ranks)."""
+        self.close()
+        if self._loader.__dict__.pop("_odb", None) is not None:
+            self._loader.__class__ = self._stock
+            self._loader.collate_fn = self._collate_fn
+
+
+def apply_odb(
+    dataloader: Any,
+    *,
+    gradient_accumulation_steps: int = 1,
+    cost_fn: Callable[[Any], Cost | int] | None = None,
+    collation: Collation | None = None,
+    audit_dir: str | Path | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    already_split: bool = False,
+    config: ODBConfig | None = None,
+    **block: Unpack[LoopKeys],
+) -> ODBHandle:
+    """Let a DataLoader that a framework has built form its batches online: in place, this one object only.
+
+    dataloader: torch's, or one that accelerate has prepared (leave accelerate's own gradient_accumulation_steps at 1).
+    Its dataset, order, collator and workers are kept, and so is the number of samples in an optimizer step: its batch
+    size x gradient_accumulation_steps x ranks. The other arguments are those of `ODBDataLoader`.
+    Raises `ConfigError` where its order cannot be told, or if it was applied before.
+
+    Example::
+
+        handle = apply_odb(dataloader, token_budget=8192)  # dataloader now forms its batches online
+        handle.remove()
+    """
+    loader = unwrap(dataloader)
+    if hasattr(loader, "_odb"):
+        raise ConfigError("apply_odb: this DataLoader forms its batches online already; call it once.")
+    if getattr(dataloader, "use_stateful_dataloader", False):
+        raise ConfigError(
+            "use_stateful_dataloader: True would keep the state of fixed batches; leave it out of accelerate's "
+            "DataLoaderConfiguration, and use state_dict() or checkpoint_with(accelerator) of what apply_odb returns."
+        )
+    config = loop_config(config, block)
+    check_sampler(loader.sampler)
+    check_dataset(loader.dataset, loader.sampler)
+    iteration = Iteration(
+        loader,
+        config,
+        gradient_accumulation_steps,
+        cost_fn=cost_fn,
+        collation=collation,
+        audit_dir=audit_dir,
+        process_group=process_group,
+        already_split=already_split,
+        is_fetched_ahead=loader is not dataloader,  # accelerate asks for a batch before it hands over the last
+    )
+    stock = type(loader)
+    loader.__class__ = type(stock.__name__, (Online, stock), {"__module__": stock.__module__})
+    loader._odb = iteration
+    handle = ODBHandle(dataloader, loader, stock, iteration)
+    loader.collate_fn = FixedBatchesRefused()
+    return handle

@@ -2,34 +2,169 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
 
-from odb_factory.accounting.expectation import say_what_to_expect
-from odb_factory.accounting.step_accounting import StepAccounting
-from odb_factory.comm.data_parallel import check_process_group, find_process_group, world_size_of
+from odb_factory.accounting.step_accounting import StepAccounting, say_what_to_expect
+from odb_factory.comm.gloo import check_process_group, find_process_group, world_size_of
 from odb_factory.comm.lifeline import lifeline_of
 from odb_factory.config import ResolvedConfig
 from odb_factory.data.collate import Collated
-from odb_factory.data.components import dismantle
-from odb_factory.data.items import ItemObserver, check_first_item
-from odb_factory.data.loader import ODBLoader
-from odb_factory.data.make_loader import make_loader
-from odb_factory.data.pickling import Picklable
-from odb_factory.data.task_sampler import Pass
-from odb_factory.errors import ConfigError
+from odb_factory.data.dataloader_parts import dismantle, make_loader
+from odb_factory.data.loader import ABORT_S, ODBLoader
+from odb_factory.data.observe import ItemObserver, check_first_item
+from odb_factory.data.state import read_checked, write_checked
+from odb_factory.data.worker import Picklable
+from odb_factory.data.workers import Pass
+from odb_factory.ending import ending
+from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.log import get_logger
-from odb_factory.loop.accelerated import check_accumulation, to_device
-from odb_factory.loop.last_resort import LastResort
-from odb_factory.loop.receipts import Receipts
-from odb_factory.loop.step_info import make_step_info, put_step_info
+from odb_factory.loop.step_info import Receipts, make_step_info, put_step_info
 from odb_factory.model.flat_row import begin_row
 from odb_factory.planning import Collation
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What accelerate does for a DataLoader it has prepared, done for one whose batches are formed online.
+
+
+class Stateful(Protocol):
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Sequence[dict[str, Any]]) -> None: ...
+
+
+class FixedBatchesRefused:
+    """In the place of a DataLoader's `collate_fn`: nobody calls it while the batches are formed online.
+
+    Who does has built another DataLoader from the attributes of this one, as `accelerate.skip_first_batches` does.
+    """
+
+    def __call__(self, items: Any) -> Any:
+        raise ConfigError(
+            "a DataLoader was built from the parts of one whose batches odb forms online, as "
+            "accelerate.skip_first_batches does, and would yield fixed batches; to go on in the middle of an epoch use "
+            "state_dict() and load_state_dict(), and else the online loader itself."
+        )
+
+
+def to_device(batch: Any, *, pin_memory: bool) -> Any:
+    """Where accelerate puts the batches of the DataLoaders it has prepared."""
+    return send_to_device(batch, AcceleratorState().device, non_blocking=pin_memory)
+
+
+def check_accumulation() -> None:
+    """Raise `ConfigError` where accelerate would end optimizer steps by a count of its own."""
+    theirs = GradientState().num_steps
+    if theirs != 1:
+        raise ConfigError(
+            f"gradient_accumulation_steps: {theirs} in the Accelerator, which would end its optimizer steps by that "
+            "count, and odb cuts each into as many micro-batches as it needs; leave it at 1 there (give it to "
+            "ODBDataLoader or apply_odb), and step where the step info says ends_optimizer_step."
+        )
+
+
+def checkpoint_with(accelerator: Accelerator, loader: Stateful, name: str) -> None:
+    """Write the loader's state with `accelerator.save_state`, one file a rank, and read it with `load_state`.
+
+    Loading raises `DataError` where a file is missing or damaged.
+    """
+
+    def save(models: Any, weights: Any, folder: str) -> None:
+        state = loader.state_dict()
+        path = _file(folder, name, state["rank"])
+        try:
+            write_checked(path, {"state": state})
+        except OSError as error:
+            raise DataError(f"{path}: cannot be written ({one_line(error)}); the checkpoint is not whole.") from None
+
+    def load(models: Any, folder: str) -> None:
+        if not _file(folder, name, 0).exists():
+            raise DataError(
+                f"{folder}: holds no {name}_rank0.json, so nobody knows which samples were trained on; it was saved "
+                "without checkpoint_with(accelerator). Load it without that call to begin the epoch anew."
+            )
+        # A folder that was written before, by more ranks, has files of ranks that are no more.
+        states = [_read(folder, name, 0)]
+        states += [_read(folder, name, rank) for rank in range(1, states[0]["world_size"])]
+        loader.load_state_dict(states)
+
+    accelerator.register_save_state_pre_hook(save)
+    accelerator.register_load_state_pre_hook(load)
+
+
+def _file(folder: str, name: str, rank: int) -> Path:
+    return Path(folder, f"{name}_rank{rank}.json")
+
+
+def _read(folder: str, name: str, rank: int) -> dict[str, Any]:
+    path = _file(folder, name, rank)
+    try:
+        content = read_checked(path)
+        state = content.part("state")
+        state.require(state.whole("rank") == rank, "rank", "it is of another rank")
+        state.whole("world_size", 1)
+    except DataError as error:
+        raise DataError(
+            f"{path}: {error}; load another checkpoint, or load this one without checkpoint_with(accelerator) to begin "
+            "the epoch anew."
+        ) from None
+    return content.mapping("state")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# End a loader that nobody has closed: when it is garbage-collected, or when the program ends.
+
+
+class LastResort:
+    """owner: whose end is waited for. It must not be reachable from `loader`."""
+
+    def __init__(self, owner: object, loader: ODBLoader):
+        # The exit of the program is another matter: by then it is known whether an error has ended it.
+        self._at_exit = partial(_at_exit, weakref.ref(loader), id(_last_error()), os.getpid())
+        atexit.register(self._at_exit)
+        self._finalizer = weakref.finalize(owner, _collected, loader, self._at_exit, os.getpid())
+        self._finalizer.atexit = False
+
+    def cancel(self) -> None:
+        """The loader is closed otherwise."""
+        self._finalizer.detach()
+        atexit.unregister(self._at_exit)
+
+
+def _collected(loader: ODBLoader, at_exit: partial[None], pid: int) -> None:
+    atexit.unregister(at_exit)
+    if os.getpid() == pid and not sys.is_finalizing():
+        loader.release()
+
+
+def _at_exit(loader: weakref.ref[ODBLoader], error_before: int, pid: int) -> None:
+    """Tell the other ranks of the error that ends this program; not of one that a notebook's cell has ended with."""
+    left, error = loader(), _last_error()
+    if left is None or os.getpid() != pid:
+        return
+    if error is not None and id(error) != error_before:
+        left.abort(one_line(ending(error)))
+    else:
+        left.close(ABORT_S)
+
+
+def _last_error() -> BaseException | None:
+    return getattr(sys, "last_value", None)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 
 logger = get_logger(__name__)
 

@@ -1,18 +1,36 @@
-"""`ODBStepInfo`: what a training loop has to know of a micro-batch. Travels beside the model inputs of a batch."""
+"""`ODBStepInfo`, and the loss that a loop of one's own makes with it."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, MutableMapping, Sequence
+import itertools
+import math
+import weakref
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from odb_factory.accounting.loss_weights import micro_batch_loss, token_weights
+import torch
+from torch import Tensor, nn
+
+from odb_factory.accounting.losses import (
+    IN_BATCH,
+    TokenLoss,
+    in_batch_loss,
+    in_float32,
+    micro_batch_loss,
+    token_weights,
+    weighted_token_loss,
+)
 from odb_factory.config import LOSS_SCALINGS
-from odb_factory.data.samples import Measured, MicroBatch
+from odb_factory.data.samples import Measured, MicroBatch, Sample
 from odb_factory.errors import ConfigError, DataError
+from odb_factory.log import get_logger
 from odb_factory.model.flat_row import begin_row
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `ODBStepInfo`: what a training loop has to know of a micro-batch. Travels beside the model inputs of a batch.
 
 STEP_INFO_KEY = "odb_step_info"
 LOOP_LOSS_SCALINGS = tuple(scaling for scaling in LOSS_SCALINGS if scaling != "stock")
@@ -199,3 +217,146 @@ def pop_step_info(batch: object, loss_scaling: str | None = None) -> ODBStepInfo
         raise ValueError(f"loss_scaling: {loss_scaling!r} is not one of {', '.join(LOOP_LOSS_SCALINGS)}.")
     weights = token_weights(info._micro_batch, loss_scaling, info._world_size)
     return dataclasses.replace(info, loss_scaling=loss_scaling, token_weights=weights)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `weighted_loss`, `without_logits`: the loss of a micro-batch whose tokens weigh differently.
+
+
+def weighted_loss(logits: Tensor, labels: Tensor, info: ODBStepInfo) -> Tensor:
+    """A micro-batch's part of the loss of its optimizer step, with any `loss_scaling`; `backward()` takes it as it is.
+
+    logits: [rows, length, vocabulary]; labels: [rows, length], -100 where no loss is wanted; padded or flat, as the
+    micro-batch is. Shifted and in float32 as in transformers' causal models; what a model adds to its own loss (for the
+    routers of a mixture of experts) is not in it. Raises `DataError` where the rows (flat: segments) are not the
+    samples of the micro-batch.
+
+    Example::
+
+        info = pop_step_info(batch)
+        weighted_loss(model(**batch).logits, batch["labels"], info).backward()
+    """
+    weights = info.token_weights or (0.0,)
+    if len(set(weights)) == 1:  # so it does not matter which row is which
+        return weighted_token_loss(logits, labels, weights[:1] * len(logits))
+    return weighted_token_loss(logits, labels, (*weights, *[0.0] * info.filler_rows), segments=info.segments)
+
+
+def without_logits(model: nn.Module) -> Callable[[Mapping[str, Any], ODBStepInfo], Tensor]:
+    """The same loss, computed in the forward of a transformers model without a matrix of logits, if that is possible.
+
+    model: as trained, also wrapped by PEFT, DDP, FSDP or DeepSpeed. Losses that it adds (for the routers of a mixture
+    of experts) are included, by the micro-batch's share. Where the model needs its logits, one line says why, and the
+    loss is made from them.
+    Returns a function of the model's inputs with labels, and of the step info.
+
+    Example::
+
+        loss_of = without_logits(model)
+        for batch in loader:
+            info = pop_step_info(batch)
+            loss_of(batch, info).backward()
+    """
+    token_loss: TokenLoss | None = None
+
+    def loss_of(batch: Mapping[str, Any], info: ODBStepInfo) -> Tensor:
+        nonlocal token_loss
+        if token_loss is None:  # by now engines have wrapped the model
+            token_loss = TokenLoss(model, info.loss_scaling)
+        loss = micro_batch_loss(info._micro_batch, info.loss_scaling, info._world_size, info.filler_rows)
+        with token_loss.weighing(loss.row_weights, info.segments, max(info.units, 1)):
+            output = model(**batch)
+        return in_float32(output["loss"] if isinstance(output, dict) else output[0]) * loss.scale
+
+    return loss_of
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `check_loss`: make sure that the loss of a loop does not depend on which samples share a micro-batch (I8).
+
+SAMPLES = 4
+TOLERANCE = 0.01
+"""Relative difference that is taken for rounding, in bfloat16 too; in-batch negatives differ by far more."""
+
+
+def check_loss(dataloader: Any, loss_fn: Callable[[Any], Tensor]) -> None:
+    """Check on four samples that the mean loss of a batch is the mean of the losses of its halves.
+
+    dataloader: an `ODBDataLoader` (or what `apply_odb` returns), not yet iterated. It begins the epoch. With several
+    ranks, all call it.
+    loss_fn: batch, as the loader yields it (on the CPU, without step info) -> mean loss, a scalar. It runs without
+    gradients; put a model with dropout into eval mode, for its losses are random numbers else.
+    Raises `ConfigError` where the loss compares samples with each other, as in-batch negatives do.
+
+    Example::
+
+        check_loss(loader, lambda batch: functional.cross_entropy(model(batch["x"]), batch["y"]))
+    """
+    name = in_batch_loss(loss_fn.modules()) if isinstance(loss_fn, nn.Module) else None
+    if name is not None:
+        raise ConfigError(f"check_loss: {name} {IN_BATCH}.")
+    iteration = getattr(dataloader, "_odb", None)
+    if iteration is None or not iteration.loader.has_rows:
+        raise ConfigError("check_loss: give the ODBDataLoader that the loop iterates, of a dataset with an index.")
+    loader = iteration.loader
+    loader.begin()
+    samples = list(itertools.islice(loader.first_samples(), SAMPLES))
+    samples = [sample for sample in samples if sample.cost.modality == samples[0].cost.modality]
+    if len(samples) < 2:
+        raise ConfigError(f"check_loss: the first {SAMPLES} rows have no two samples that could share a micro-batch.")
+
+    def loss_of(samples: Sequence[Sample]) -> float:
+        with torch.no_grad():
+            return float(loss_fn(loader.groups.collate(list(samples))[1]))
+
+    half = len(samples) // 2
+    whole, again = loss_of(samples), loss_of(samples)
+    if not math.isclose(whole, again, rel_tol=TOLERANCE, abs_tol=1e-6):
+        raise ConfigError(
+            f"check_loss: the loss of the same batch is {whole:.4g}, and {again:.4g} the second time; put the model "
+            "into eval mode for the check, or draw no random numbers in loss_fn."
+        )
+    halves = [(loss_of(part), sum(one.cost.units for one in part)) for part in (samples[:half], samples[half:])]
+    mean = sum(loss * units for loss, units in halves) / sum(units for _, units in halves)
+    if not math.isclose(whole, mean, rel_tol=TOLERANCE, abs_tol=1e-6):
+        raise ConfigError(
+            f"check_loss: the mean loss of {len(samples)} samples is {whole:.4g}, and that of their halves, weighed by "
+            f"units, {mean:.4g}: it {IN_BATCH}; or it is no mean over the units of `Cost`; or the model depends on "
+            "padding or on batch statistics."
+        )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Notice a loop that never takes the step info out of its batches, so that no loss is weighed.
+
+NOT_TAKEN = (
+    "a batch was dropped with its step info in it, so its loss was not weighed: call pop_step_info(batch) before "
+    "model(**batch), which may swallow the key, and multiply the mean loss by loss_scale (said once)."
+)
+MOST_WATCHED = 64
+"""Batches whose step info may still be taken out; a loop that collects more of them is not watched."""
+logger = get_logger(__name__)
+
+
+class Receipts:
+    """Of the step infos handed over in an iteration, those that have not been taken out yet."""
+
+    def __init__(self) -> None:
+        self._handed_over: list[tuple[weakref.ref[ODBStepInfo], Receipt]] = []
+        self._has_warned = False
+
+    def begin(self) -> None:
+        """The iteration before may have been broken off with a batch in hand."""
+        self._handed_over = []
+
+    def add(self, info: ODBStepInfo) -> None:
+        """The batch alone may hold the info from now on."""
+        self._handed_over.append((weakref.ref(info), info.receipt))
+
+    def check(self) -> None:
+        """Say, once, that a step info has gone with its batch and was never taken out."""
+        open_ones = [(info, receipt) for info, receipt in self._handed_over if not receipt.taken]
+        if not self._has_warned and any(info() is None for info, _ in open_ones):
+            self._has_warned = True
+            logger.warning(NOT_TAKEN)
+        self._handed_over = [(info, receipt) for info, receipt in open_ones if info() is not None][-MOST_WATCHED:]

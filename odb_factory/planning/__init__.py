@@ -1,12 +1,17 @@
 """Pure planning: cost, grouping under budgets, alignment over ranks, order. No I/O, no torch."""
 
-from odb_factory.planning.cost import VIDEO, Budget, Collation, Cost, CostModel, Limits
+from odb_factory.planning.cost import EVERY_SIZE, VIDEO, Budget, Collation, Cost, CostModel, Limits, Sizes
 from odb_factory.planning.fill import plan_buffers
-from odb_factory.planning.flat_groups import plan_in_groups
-from odb_factory.planning.keep import plan_optimizer_step
-from odb_factory.planning.metadata import ROW, BufferMetadata, make_metadata
-from odb_factory.planning.plan import MAX_REDISTRIBUTED_BYTES, MicroStepTotals, Plan, exceeds_limit
-from odb_factory.planning.sizes import EVERY_SIZE, Sizes
+from odb_factory.planning.keep import plan_in_groups, plan_optimizer_step
+from odb_factory.planning.plan import (
+    MAX_REDISTRIBUTED_BYTES,
+    ROW,
+    BufferMetadata,
+    MicroStepTotals,
+    Plan,
+    exceeds_limit,
+    make_metadata,
+)
 
 __all__ = [
     "EVERY_SIZE",

@@ -1,14 +1,61 @@
-"""What a sample costs, what a group costs once collated, and the budgets that bound it (I4)."""
+"""Fit a cost model to measured times of micro-steps."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
-from odb_factory.planning.sizes import EVERY_SIZE, Amount, Sizes
+# ----------------------------------------------------------------------------------------------------------------------
+# A few sizes that lengths and rows are rounded up to, so that kernels which are compiled or tuned by shape see few.
+
+Amount = TypeVar("Amount", int, np.ndarray)
+"""A whole number, or an array of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Sizes in tokens: of padded rows, or, where the layout is flat, of whole micro-batches.
+
+    multiple: sizes are multiples of this.
+    buckets: ascending, each a multiple of `multiple`. What is longer than the last is rounded up to a multiple of the
+        last; (): there are none, and every multiple is a size.
+    limit: the largest size that a budget allows; one that would be larger is this, unless the length is.
+
+        Sizes(buckets=(512, 2048), limit=5000).up(np.array([3, 600, 4100, 6000]))  # [512, 2048, 5000, 6144]
+    """
+
+    multiple: int = 1
+    buckets: tuple[int, ...] = ()
+    limit: int = 0
+
+    def up(self, length: Amount) -> Amount:
+        """The size of a length, or of each of an array of them. A larger length has no smaller size; 0 stays."""
+        rounded: Amount = -(-length // self.multiple) * self.multiple
+        if not self.buckets:
+            return rounded
+        last = self.buckets[-1]
+        beyond = -(-rounded // last) * last
+        if isinstance(rounded, np.ndarray):
+            beyond = np.where(rounded <= self.limit, np.minimum(beyond, self.limit), beyond)
+            sizes = np.array((0, *self.buckets))
+            place = np.searchsorted(sizes, rounded)
+            within: np.ndarray = np.where(place < len(sizes), sizes[np.minimum(place, len(sizes) - 1)], beyond)
+            return within
+        if rounded > last:
+            return min(beyond, self.limit) if rounded <= self.limit else beyond
+        return next(size for size in (0, *self.buckets) if size >= rounded)
+
+
+EVERY_SIZE = Sizes()
+"""Nothing is rounded up."""
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What a sample costs, what a group costs once collated, and the budgets that bound it (I4).
 
 VIDEO = 1
 """The modality of samples with videos, where they are one (see `Cost`)."""
@@ -218,3 +265,44 @@ class Budget:
     def overlong(self, cost: Cost) -> bool:
         """Whether this sample breaks a budget even when it travels alone."""
         return not self.fits((cost,))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+FEWEST_STEPS = 32
+"""From fewer micro-steps nothing is fitted."""
+OUTLIER = 3.0
+"""A micro-step that takes so many times what the model says (an evaluation, a checkpoint) is left out of the fit."""
+PICOSECONDS = 1e12
+"""A fitted model counts in these, as whole numbers."""
+
+
+def fit_cost_model(measured: np.ndarray) -> tuple[CostModel | None, float] | None:
+    """Fit seconds = a + b tokens + c patches + d attention by least squares, none negative.
+
+    measured: [micro-steps, 4], the most padded tokens, patches and attention (rows x padded row length squared) of
+    any rank, and seconds. Returns the model in picoseconds (None if nothing but a fixed time was found) and R2, how
+    much of the differences in time it explains, at most 1; None while there are fewer than `FEWEST_STEPS`.
+
+        model, r2 = fit_cost_model(np.array([[16384, 0, 16384 * 2048, 0.41], ...]))
+
+    Non-negative least squares by Lawson and Hanson (1974), in scipy; once more without outliers.
+    """
+    if len(measured) < FEWEST_STEPS:
+        return None
+    from scipy.optimize import nnls  # not at start-up: few runs ask for it
+
+    steps = np.column_stack([np.ones(len(measured)), measured]).astype(np.float64)
+    for _ in range(2):
+        features, seconds = steps[:, :4], steps[:, 4]
+        scale = np.maximum(features.max(axis=0), 1.0)
+        weights, _ = nnls(features / scale, seconds)
+        predicted = features / scale @ weights
+        is_ordinary = seconds <= OUTLIER * np.maximum(predicted, np.median(seconds) / OUTLIER)
+        unexplained, variation = ((seconds - other) ** 2 for other in (predicted, seconds.mean()))
+        r2 = float(1 - unexplained.sum() / max(variation.sum(), 1e-12))
+        if is_ordinary.all() or is_ordinary.sum() < FEWEST_STEPS:
+            break
+        steps = steps[is_ordinary]
+    model = CostModel(*(int(weight * PICOSECONDS) for weight in weights / scale))
+    return model if model.token or model.patch or model.square else None, r2

@@ -2,20 +2,135 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from odb_factory.planning.candidates import Rows
 from odb_factory.planning.cost import Budget, CostModel
-from odb_factory.planning.cuts import cut_by_one_cap, cut_by_stretches, fewest_steps
-from odb_factory.planning.flat_keep import cut_flat
-from odb_factory.planning.flat_samples import Samples
-from odb_factory.planning.matching import Cut, PoolGroup, make_cut, place
-from odb_factory.planning.metadata import BufferMetadata
-from odb_factory.planning.plan import Plan, exceeds_limit, pool, to_plan
-from odb_factory.planning.pools import Pools, lower_bound
-from odb_factory.planning.two_caps import cut_by_two_caps
+from odb_factory.planning.flat import Bins, Samples, fewest_flat_steps, make_bins
+from odb_factory.planning.flat_search import Filled, best_fit_decreasing, fill_bins, polish, repair
+from odb_factory.planning.padded import (
+    Cut,
+    PoolGroup,
+    Pools,
+    Rows,
+    cut_by_one_cap,
+    cut_by_stretches,
+    cut_by_two_caps,
+    fewest_steps,
+    lower_bound,
+    make_cut,
+    place,
+)
+from odb_factory.planning.plan import BufferMetadata, MicroStepTotals, Plan, exceeds_limit, pool, to_plan
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Cut the samples of an optimizer step into flat micro-batches: K bins for every rank, as even as can be.
+# Ranks that share parameters wait for each other in the vision tower and in the language model. So a micro-step costs
+# what the most tokens, the most patches and the most squared lengths of any rank cost, each of these by itself.
+
+FEW_SAMPLES = 4096
+"""Of more samples best fit is not improved on: that would take too long."""
+FLAT_CANDIDATES = 3
+"""So many K are tried at most beside the least. Of one modality a larger K is never better where a smaller one fits,
+for two micro-steps as one cost no more; it is needed where bins would have to be fuller than exchanges can make them.
+Modalities share no bin, so that ranks which wait for the bin of one can do better in more micro-steps."""
+
+
+def cut_flat(samples: Samples, model: CostModel, least_steps: int = 0) -> list[list[PoolGroup]]:
+    """The groups of each micro-step; of `least_steps` at least, as far as there are samples.
+
+    Every sample is in a group, and groups of two or more are within the budgets. The costliest micro-step comes first.
+    """
+    if not len(samples):
+        return []
+    model = samples.weigh(model)
+    least = max(fewest_flat_steps(samples), least_steps)
+    found = fill(samples, least, model)
+    if not found.within:
+        found = fitted(samples, model, least_steps)
+        first, last = found.num_steps - FLAT_CANDIDATES + 1, found.num_steps + 1
+        if len(samples) > FEW_SAMPLES:
+            first = last = found.num_steps
+        for num_steps in range(max(least + 1, first), last + 1):
+            if flat_lower_bound(samples, num_steps, model) < found.cost:
+                found = _cheaper(found, fill(samples, num_steps, model))
+    if samples.num_modalities > 1:
+        for num_steps in range(found.num_steps + 1, found.num_steps + 1 + FLAT_CANDIDATES):
+            if flat_lower_bound(samples, num_steps, model) < found.cost:
+                found = _cheaper(found, fill(samples, num_steps, model))
+    return in_order(found)
+
+
+def _cheaper(found: Filled, other: Filled) -> Filled:
+    return other if other.within and other.cost < found.cost else found
+
+
+def flat_lower_bound(samples: Samples, num_steps: int, model: CostModel) -> int:
+    """No cut into so many micro-steps costs less: of each measure a pool's mean, or the largest sample."""
+    num_pools = int(samples.pool.max()) + 1
+    sums = np.zeros((num_pools, 5), dtype=np.int64)
+    np.add.at(sums, samples.pool, samples.measures)
+    most = np.maximum((-(-sums // samples.slots)).max(axis=0), samples.measures.max(axis=0))
+    return num_steps * model.fixed + int(most[:3] @ np.array([model.token, model.patch, model.square]))
+
+
+def fill(samples: Samples, num_steps: int, model: CostModel) -> Filled:
+    """All samples in bins of this number of micro-steps; whether within the budgets is not promised."""
+    bins, dense = (make_bins(samples, num_steps, model, dense=dense) for dense in (False, True))
+    filled = _filled(samples, num_steps, model, bins)
+    if not np.array_equal(bins.targets, dense.targets):
+        other = _filled(samples, num_steps, model, dense)
+        if (other.within, -other.cost) > (filled.within, -filled.cost):
+            return other
+    return filled
+
+
+def _filled(samples: Samples, num_steps: int, model: CostModel, bins: Bins) -> Filled:
+    filled = Filled(samples, model, fill_bins(bins), bins.pool, bins.bin_class, bins.step, bins.frozen)
+    if not filled.within:
+        filled = replace(filled, bin_of=repair(filled))
+    filled = min(filled, match_by_cost(filled), key=lambda one: one.cost)
+    polish(filled, flat_lower_bound(samples, num_steps, model))
+    return filled
+
+
+def match_by_cost(filled: Filled) -> Filled:
+    """The same bins in other micro-steps: of each pool the costliest in the first, and so on."""
+    samples, pool = filled.samples, filled.pool
+    costs = filled.shapes(filled.sums) @ filled.weights
+    order = np.lexsort((-costs, pool))
+    step = np.empty_like(filled.step)
+    step[order] = (np.arange(len(order)) - np.searchsorted(pool, pool)) // samples.slots
+    return replace(filled, step=step)
+
+
+def in_order(filled: Filled) -> list[list[PoolGroup]]:
+    """Its groups by micro-step: those with most groups first, for a rank idles behind its last; then by cost."""
+    samples = filled.samples
+    active = np.bincount(filled.step, minlength=filled.num_steps)
+    order = np.lexsort((-filled.maxima()[:, 0], -filled.step_costs(), -active))
+    by_bin = np.argsort(filled.bin_of, kind="stable")
+    ends = np.cumsum(np.bincount(filled.bin_of, minlength=len(filled.step)))
+    groups = np.split(samples.index[by_bin], ends[:-1])
+    return [
+        [(int(filled.pool[i]), groups[i]) for i in np.flatnonzero(filled.step == step).tolist()]
+        for step in order.tolist()
+    ]
+
+
+def fitted(samples: Samples, model: CostModel, least_steps: int) -> Filled:
+    """Bins by best fit, always within the budgets, in as many micro-steps as that takes."""
+    bin_of, bin_class = best_fit_decreasing(samples, least_steps)
+    frozen = np.bincount(bin_of, samples.overlong, minlength=len(bin_class)) > 0
+    step, pool = np.zeros_like(bin_class), bin_class // samples.num_modalities
+    return match_by_cost(Filled(samples, model, bin_of, pool, bin_class, step, frozen))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Plan one optimizer step whose samples are given: all of them, on all ranks, cut into K micro-steps.
 
 NUM_CANDIDATES = 4
 """So many K are tried, from the least that the budgets allow."""
@@ -82,3 +197,135 @@ def _best_cut(pools: Pools) -> Cut:
             if other is not None and other.cost < best.cost:
                 best = other
     return best
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Plan an optimizer step of very many ranks in groups: samples travel within a group only.
+# A group is ranks that follow each other, best those of whole nodes. It is planned by itself, from what its own ranks
+# hold, so that planning does not grow with the number of ranks. What the groups agree on is K: the most that any
+# needs.
+
+MAX_AGREEMENTS = 16
+"""Rounds in which groups plan anew to reach the K of the group that needs most. Usually one is enough."""
+MAXIMA = ("max_rank_tokens", "max_rank_patches", "max_rank_attention")
+
+
+@dataclass(frozen=True)
+class GroupOutline:
+    """What ranks of other groups have to know of the plan of a group.
+
+    checksum: of the plan, the same on all ranks of the group. num_ranks, num_samples: of the group. totals: of each
+    micro-step, over the ranks of the group.
+    """
+
+    checksum: int
+    num_ranks: int
+    num_samples: int
+    totals: list[MicroStepTotals]
+
+    def to_bytes(self) -> bytes:
+        numbers = [self.checksum, self.num_ranks, self.num_samples]
+        numbers += [number for one in self.totals for number in dataclasses.astuple(one)]
+        return np.array(numbers, dtype="<i8").tobytes()
+
+    @classmethod
+    def from_bytes(cls, message: bytes) -> GroupOutline:
+        checksum, num_ranks, num_samples, *rest = np.frombuffer(message, dtype="<i8").tolist()
+        width = len(dataclasses.fields(MicroStepTotals))
+        totals = [MicroStepTotals(*rest[start : start + width]) for start in range(0, len(rest), width)]
+        return cls(checksum, num_ranks, num_samples, totals)
+
+
+def group_of(rank: int, num_ranks: int, group_size: int) -> range:
+    """The ranks of the group that this rank is in; the last group may have fewer."""
+    first = rank - rank % group_size
+    return range(first, min(first + group_size, num_ranks))
+
+
+def plan_group(
+    buffers: Sequence[BufferMetadata], budget: Budget, ranks: range, *, model: CostModel, least_steps: int = 0
+) -> Plan:
+    """The part of a group in an optimizer step; see `plan_optimizer_step`, whose promises it keeps for its ranks.
+
+    buffers: one a rank, of all ranks; samples are numbered through them, and ranks of other groups have no group in the
+    plan. least_steps: K at least, as far as there are samples.
+    """
+    if budget.layout != "flat":
+        raise ValueError(f"samples are balanced in groups of ranks where the layout is flat, not {budget.layout!r}")
+    table, starts, owner_rank = pool([buffers[rank] for rank in ranks])
+    samples = Samples(table, np.arange(len(table)), np.zeros_like(owner_rank), len(ranks), budget)
+    cut = cut_flat(samples, model, least_steps)
+    steps = [place(step, owner_rank, len(ranks), balance=True) for step in cut]
+    plan = to_plan(steps, table, starts, owner_rank, budget, False, False)
+    all_starts = np.cumsum([0, *(len(buffer.rows) for buffer in buffers)]).tolist()
+    offset = all_starts[ranks.start]
+    of_rank = [[[sample + offset for sample in group] for group in groups] for groups in plan.groups]
+    groups = [of_rank[rank - ranks.start] if rank in ranks else [] for rank in range(len(buffers))]
+    final = all(buffer.exhausted for buffer in buffers)
+    return dataclasses.replace(plan, groups=groups, starts=all_starts, final=final)
+
+
+def outline(plan: Plan, ranks: range) -> GroupOutline:
+    num_samples = plan.starts[ranks.stop] - plan.starts[ranks.start]
+    return GroupOutline(plan.checksum(), len(ranks), num_samples, plan.totals)
+
+
+def steps_to_reach(outlines: Sequence[GroupOutline]) -> int:
+    """K for which groups have to plan anew, because another needs so many micro-steps; 0 where none has to.
+
+    outlines: one a group. A group with too few samples for that idles at the end.
+    """
+    num_steps = max(len(one.totals) for one in outlines)
+    reachable = (min(num_steps, -(-one.num_samples // one.num_ranks)) for one in outlines)
+    return num_steps if any(len(one.totals) < steps for one, steps in zip(outlines, reachable)) else 0
+
+
+def disagreement(outlines: Sequence[GroupOutline]) -> RuntimeError:
+    """The error when groups have not reached the same K in `MAX_AGREEMENTS` rounds."""
+    counts = [len(one.totals) for one in outlines]
+    return RuntimeError(
+        f"groups of ranks do not agree on the number of micro-steps: after {MAX_AGREEMENTS} rounds of planning they "
+        f"have {counts[:8]}; this is a bug in odb_factory; set odb.balance_group_size to the number of ranks, or "
+        "odb.balance: false"
+    )
+
+
+def joined(plan: Plan, ranks: range, outlines: Sequence[GroupOutline]) -> Plan:
+    """The plan of a group once all have agreed on K: empty groups where its ranks idle, totals of all ranks."""
+    num_steps = max(len(one.totals) for one in outlines)
+    groups = [own + [[]] * (num_steps - len(own)) if rank in ranks else own for rank, own in enumerate(plan.groups)]
+    totals = [_sum([one.totals[k] for one in outlines if k < len(one.totals)]) for k in range(num_steps)]
+    return dataclasses.replace(plan, groups=groups, totals=totals)
+
+
+def plan_in_groups(
+    buffers: Sequence[BufferMetadata], budget: Budget, group_size: int, *, model: CostModel = CostModel()
+) -> Plan:
+    """The parts of all groups as one plan: what the ranks together do.
+
+    plan = plan_in_groups(buffers, Budget(16384, layout="flat"), group_size=256)
+    """
+    groups = [group_of(first, len(buffers), group_size) for first in range(0, len(buffers), group_size)]
+    plans = [plan_group(buffers, budget, ranks, model=model) for ranks in groups]
+    for _ in range(MAX_AGREEMENTS):
+        outlines = list(map(outline, plans, groups))
+        least_steps = steps_to_reach(outlines)
+        if not least_steps:
+            break
+        plans = [
+            plan
+            if len(plan.totals) == least_steps
+            else plan_group(buffers, budget, ranks, model=model, least_steps=least_steps)
+            for plan, ranks in zip(plans, groups)
+        ]
+    else:
+        raise disagreement(outlines)
+    parts = [joined(plan, ranks, outlines) for plan, ranks in zip(plans, groups)]
+    of_rank = [part.groups[rank] for part, ranks in zip(parts, groups) for rank in ranks]
+    return dataclasses.replace(parts[0], groups=of_rank)
+
+
+def _sum(totals: Sequence[MicroStepTotals]) -> MicroStepTotals:
+    names = [item.name for item in dataclasses.fields(MicroStepTotals)]
+    columns = {name: [getattr(one, name) for one in totals] for name in names}
+    return MicroStepTotals(**{name: max(ns) if name in MAXIMA else sum(ns) for name, ns in columns.items()})

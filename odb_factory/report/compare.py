@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from odb_factory.report.numbers import counted, number, percent, seconds_text
-from odb_factory.report.settings import side_by_side
+from odb_factory.report.page import side_by_side
+from odb_factory.report.read import counted, number, percent, seconds_text
 
 ROUNDING = 1e-4
 """Losses that differ by no more, relatively, are called the same: batches are summed in another order."""

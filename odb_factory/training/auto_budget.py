@@ -7,23 +7,198 @@ more, the heaviest of real samples. All ranks run the same and decide by what al
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import itertools
+import json
 import math
+import random
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from odb_factory.config import ODBConfig
-from odb_factory.config_values import AUTO
+import numpy as np
+import torch
+from torch import Tensor
+
+from odb_factory import memory
+from odb_factory.config import AUTO, ODBConfig
+from odb_factory.data.collate import NotCollated
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.samples import Measured, Sample
-from odb_factory.errors import ConfigError
+from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.log import get_logger
-from odb_factory.memory import meters
-from odb_factory.memory.budgets import DataShape, Tried, TriedShape, largest, rounded
-from odb_factory.memory.meters import PeakMeter
-from odb_factory.training.trial_run import TrialRuns
-from odb_factory.training.untouched import untouched
+from odb_factory.memory import DataShape, PeakMeter, Tried, TriedShape, largest, rounded, update_bytes
+from odb_factory.model.flat_row import flat_row
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A training that has not begun, as it was before micro-batches were tried on it.
+
+ACCUMULATION = "current_gradient_accumulation_steps"
+"""What a loss is divided by; the Trainer's loop says it when it asks for the first batch."""
+METRICS = "_stored_metrics"
+"""Where trl's trainers of preferences collect what they log."""
+
+
+@contextlib.contextmanager
+def untouched(trainer: Any) -> Iterator[None]:
+    """Afterwards gradients, buffers, modes of modules and random numbers are as they were.
+
+    Weights and the optimizer are what nobody in it changes. What is tried must have gradients of zero: where an engine
+    keeps them to itself (DeepSpeed), they stay there and add nothing.
+    """
+    model = trainer.model_wrapped
+    without = [parameter for parameter in model.parameters() if parameter.grad is None]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    modes = [(module, module.training) for module in model.modules()]
+    # DDP: whether the next forward brings the buffers of rank 0 to all.
+    synced = getattr(model, "require_forward_param_sync", None)
+    metrics = copy.deepcopy(getattr(trainer, METRICS, None))
+    syncs_gradients = trainer.accelerator.sync_gradients
+    numbers = random_states(trainer.args.device)
+    attributes = set(vars(trainer))
+    trainer.__dict__.setdefault(ACCUMULATION, 1)
+    try:
+        yield
+    finally:
+        for parameter in without:
+            parameter.grad = None
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+        for module, training in modes:
+            module.training = training
+        if synced is not None:
+            model.require_forward_param_sync = synced
+        if metrics is not None:
+            setattr(trainer, METRICS, metrics)
+        for name in set(vars(trainer)) - attributes:
+            delattr(trainer, name)
+        trainer.accelerator.sync_gradients = syncs_gradients
+        set_random_states(trainer.args.device, numbers)
+
+
+def random_states(device: torch.device) -> tuple[Any, ...]:
+    """States of the random numbers of Python, numpy, torch on the CPU, and torch on `device`."""
+    own = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+    return random.getstate(), np.random.get_state(), torch.get_rng_state(), own
+
+
+def set_random_states(device: torch.device, states: tuple[Any, ...]) -> None:
+    python, numpy, cpu, own = states
+    random.setstate(python)
+    np.random.set_state(numpy)
+    torch.set_rng_state(cpu)
+    if own is not None:
+        torch.get_device_module(device).set_rng_state(own, device)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Forward and backward of the wrapped model on micro-batches that are made up, to see how much memory they need.
+
+
+class TrialRuns:
+    """Micro-batches of samples of `loader`, on all ranks alike: each runs the same, and hears of the others' peaks.
+
+    While it is there the state that the optimizer will have takes its place in memory.
+    """
+
+    def __init__(self, trainer: Any, loader: ODBLoader, meter: PeakMeter):
+        self._trainer, self._loader, self._meter = trainer, loader, meter
+        size = state_bytes(trainer)
+        try:
+            self._state = torch.empty(size, dtype=torch.uint8, device=trainer.args.device)
+        except torch.OutOfMemoryError:
+            raise ConfigError(
+                f"odb.token_budget: 'auto' found no room for the {size / 2**30:.1f} GiB of state that the optimizer "
+                "will have; train fewer weights (LoRA), or share them out (ZeRO, FSDP)."
+            ) from None
+        self.count = 0
+
+    def limits(self, fraction: float) -> tuple[int, ...]:
+        """Bytes that each rank may use."""
+        return tuple(self._of_all_ranks(self._meter.limit(fraction)))
+
+    def peaks(self, samples: Sequence[Sample]) -> tuple[Measured, tuple[int | None, ...]]:
+        """What the samples are as collated, and the peak of each rank in bytes; None where it ran out of memory.
+
+        Raises `DataError` where they cannot be collated, and `ConfigError` where ranks cannot go on after an error.
+        """
+        self.count += 1
+        try:
+            measured, batch = self._loader.groups.collate(list(samples))
+        except NotCollated as error:
+            raise DataError(f"rows cannot be tried for a budget: {error}") from None
+        peaks = self._of_all_ranks(self._meter.peak(lambda: self._run(batch, measured), self._held()))
+        if None in peaks and (self._trainer.is_deepspeed_enabled or self._trainer.is_fsdp_enabled):
+            raise ConfigError(
+                f"odb.token_budget: 'auto' ran out of memory at {measured.rows * measured.length} tokens and "
+                f"{measured.patches} patches, and where weights or gradients are shared out among ranks no rank can go "
+                f"on after that; set `token_budget: {max(measured.rows * measured.length // 2, 1)}`, and max_patches."
+            )
+        return measured, tuple(peaks)
+
+    def _run(self, batch: Any, measured: Measured) -> None:
+        """As a micro-batch is computed that does not end its optimizer step; its gradients are zeros."""
+        trainer = self._trainer
+        trainer.odb_trial_units = max(measured.units, 1)
+        try:
+            with (
+                flat_row(measured.segments),
+                trainer._odb_gradients_summed(trainer.model_wrapped, is_last=False),
+            ):
+                trainer.training_step(trainer.model_wrapped, dict(batch))
+        finally:
+            trainer.odb_trial_units = None
+
+    def _held(self) -> Iterator[Tensor]:
+        yield self._state
+        for parameter in self._trainer.model_wrapped.parameters():
+            yield parameter
+            if parameter.grad is not None:
+                yield parameter.grad
+        yield from self._trainer.model_wrapped.buffers()
+
+    def _of_all_ranks(self, mine: int | None) -> list[Any]:
+        return [json.loads(answer) for answer in self._trainer._odb_gather(json.dumps(mine).encode())]
+
+
+def state_bytes(trainer: Any) -> int:
+    """What the optimizer of a training that has not begun will keep on this rank, beyond what it has."""
+    optimizer = trainer.optimizer
+    while hasattr(optimizer, "optimizer"):  # accelerate's wrapper, DeepSpeed's
+        optimizer = optimizer.optimizer
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return 0  # one of DeepSpeed's, which has made its state when it was made
+    weights = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
+    new = [_local(one) for one in weights if not optimizer.state.get(one)]
+    try:
+        return sum(
+            update_bytes(type(optimizer), optimizer.defaults, dtype, device).of(group)
+            for (dtype, device), group in _by_kind(new).items()
+        )
+    except Exception as error:
+        raise ConfigError(
+            f"odb.token_budget: 'auto' cannot tell how much memory {type(optimizer).__name__} will need "
+            f"({one_line(error)}); set a number."
+        ) from error
+
+
+def _by_kind(weights: Sequence[Tensor]) -> dict[tuple[torch.dtype, torch.device], list[Tensor]]:
+    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for one in weights:
+        groups.setdefault((one.dtype, one.device), []).append(one)
+    return groups
+
+
+def _local(weight: Tensor) -> Tensor:
+    """The part of a sharded weight that is on this rank."""
+    to_local = getattr(weight, "to_local", None)
+    return weight if to_local is None else to_local()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 
 logger = get_logger(__name__)
 
@@ -61,7 +236,7 @@ def choose_budgets(trainer: Any, loader: ODBLoader, config: ODBConfig, memory_me
         return Budgets(int(config.token_budget), None)
     began = time.perf_counter()
     with untouched(trainer):
-        meter = memory_meter or meters.find_meter(trainer.args.device)
+        meter = memory_meter or memory.find_meter(trainer.args.device)
         assert meter is not None, "`check_arguments` refuses a CPU"
         search = _Search(TrialRuns(trainer, loader, meter), loader, config, samples)
         budgets, why = search.run()

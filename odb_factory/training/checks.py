@@ -1,22 +1,41 @@
-"""What cannot work with online batches, refused in one line before the first step."""
+"""What is checked, compared between ranks and said before the first optimizer step."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sized
+import contextlib
+import dataclasses
+import inspect
+import json
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from enum import Enum
 from importlib import metadata
 from typing import Any
 
+import numpy as np
+import torch
 from packaging.version import Version
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from odb_factory.accounting.loss_weights import IN_BATCH, in_batch_loss
+from odb_factory import memory
+from odb_factory.accounting.losses import IN_BATCH, in_batch_loss
+from odb_factory.comm.agreement import MayDiffer
 from odb_factory.config import ODBConfig
+from odb_factory.data.measure import IGNORE_INDEX
+from odb_factory.data.order import OF_MICRO_BATCH, OF_STEP, StockMean
 from odb_factory.errors import ConfigError, DataError
 from odb_factory.log import get_logger
-from odb_factory.memory import meters
-from odb_factory.memory.meters import PeakMeter
+from odb_factory.memory import PeakMeter
+from odb_factory.model.own_loss import counts_items
 from odb_factory.planning import Collation
 from odb_factory.training.oom import deepspeed_config, why_not_split
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What cannot work with online batches, refused in one line before the first step.
 
 logger = get_logger(__name__)
 
@@ -87,7 +106,7 @@ def _check_fill(args: Any, config: ODBConfig) -> None:
 
 
 def _check_auto(args: Any, config: ODBConfig, memory_meter: PeakMeter | None) -> None:
-    if config.has_auto and memory_meter is None and meters.find_meter(args.device) is None:
+    if config.has_auto and memory_meter is None and memory.find_meter(args.device) is None:
         raise ConfigError(
             f"odb.{config.auto_keys[0]}: 'auto' tries micro-batches on an accelerator, and this training runs on the "
             "CPU; set a number (`odb-factory plan` says what it does with the data)."
@@ -296,3 +315,325 @@ def check_methods(trainer: Any) -> None:
 
 def _origin(function: Any) -> str:
     return f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', type(function).__name__)}"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What stock makes the loss of an optimizer step of, and how a loss that the trainer computes weighs samples.
+
+LOOK_AT_THE_LOSS_ONLY = ("odb_factory.", "transformers.", "llamafactory.")
+"""Packages whose trainers, in training, read nothing but the loss of what a model returns."""
+
+
+def stock_mean(trainer: Any, loss: TrainerLoss | None, *, equal_weights: bool) -> StockMean:
+    """As the Trainer of transformers divides, whose line is named in the comments. loss: in place of the model's own.
+    equal_weights: of `enable_odb`; the loss is a mean of the trainer's own.
+
+    Models with a processor take no number of tokens under LLaMA-Factory, which sets `model_accepts_loss_kwargs`.
+    """
+    args, counts_tokens = trainer.args, trainer.model_accepts_loss_kwargs
+    if loss is not None and loss.is_smoother:
+        # The mean of a micro-batch. `training_step` divides it by the accumulation where no tokens are counted;
+        # `compute_loss` multiplies it by the number of processes where they are counted on all of them.
+        sums_up_to = 1 if args.average_tokens_across_devices else args.world_size
+        return StockMean("micro_batch", sums_up_to if counts_tokens else None, counts_first=not loss.shifts)
+    if loss is not None and not loss.takes_num_items:
+        # LLaMA-Factory's asft: its own `compute_loss` returns the mean of a micro-batch, and `training_step` does not
+        # divide what a loss function returns.
+        return StockMean("micro_batch", args.world_size, counts_first=False)
+    if loss is None and not counts_tokens:
+        return OF_MICRO_BATCH
+    if loss is None and not equal_weights and not counts_items(trainer.model):
+        # `training_step` does not divide the mean of a micro-batch by the accumulation: it takes it for a share of the
+        # optimizer step. So stock adds these means up.
+        sums_up_to = 1 if args.average_tokens_across_devices else args.world_size
+        return StockMean("micro_batch", sums_up_to, counts_first=False)
+    several_means = args.world_size > 1 and not args.average_tokens_across_devices
+    return StockMean("rank") if several_means else OF_STEP
+
+
+class TrainerLoss:
+    """The loss that a trainer computes from outputs and labels, in place of the model's own.
+
+    That is its `compute_loss_func` or, if there is none, its label smoother. Each returns the mean over the tokens of
+    what it is given, or their sum divided by `num_items_in_batch`. So that samples of a micro-batch weigh differently,
+    it is called once for the samples of each weight, with their part of the outputs and labels.
+
+    is_smoother: it is the label smoother. shifts: it compares each token with the label behind it.
+    takes_num_items: it is told by how many tokens to divide.
+    """
+
+    def __init__(self, trainer: Any):
+        self._trainer = trainer
+        self.is_smoother = trainer.compute_loss_func is None
+        self._place = "label_smoother" if self.is_smoother else "compute_loss_func"
+        function = getattr(trainer, self._place)
+        self.shifts = not self.is_smoother or shifts_labels(unwrapped(trainer.model))
+        parameters = inspect.signature(function).parameters.values()
+        self.takes_num_items = any(
+            one.name == "num_items_in_batch" or one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters
+        )
+        function = getattr(function, "func", function)  # of a functools.partial
+        self._name = f"compute_loss_func ({getattr(function, '__qualname__', type(function).__name__)})"
+        if self.is_smoother:
+            self._name = f"label_smoothing_factor: {trainer.args.label_smoothing_factor}"
+
+    @classmethod
+    def of(cls, trainer: Any) -> TrainerLoss | None:
+        """None where the loss is the model's own."""
+        return None if trainer.compute_loss_func is None and trainer.label_smoother is None else cls(trainer)
+
+    @contextlib.contextmanager
+    def weighing(self, row_weights: Sequence[float] | None, segments: Sequence[int], num_units: int) -> Iterator[None]:
+        """While `compute_loss` runs. row_weights, segments: of `MicroBatchLoss` and `Measured`; num_units: of the
+        micro-batch.
+
+        Raises `ConfigError` at the end where `compute_loss` has not used this loss.
+        """
+        function: Callable[..., Tensor] = getattr(self._trainer, self._place)
+        calls = 0
+
+        def weighed(outputs: Any, labels: Tensor, *args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            given = [(1 / num_units, (outputs, labels, *args))]
+            if row_weights is not None:
+                self._check_logits(outputs, labels)
+                given = _by_weight((outputs, labels, *args), labels, row_weights, segments)
+            losses = []
+            for weight, part in given:
+                predicted = part[1][:, 1:] if self.shifts else part[1]
+                num_items = (predicted != IGNORE_INDEX).sum()
+                more = {"num_items_in_batch": num_items} if "num_items_in_batch" in kwargs else {}
+                losses.append(function(*part, **kwargs | more) * (num_items * weight))
+            return sum(losses[1:], losses[0])
+
+        setattr(self._trainer, self._place, weighed)
+        try:
+            yield
+        finally:
+            setattr(self._trainer, self._place, function)
+        if not calls:
+            raise ConfigError(
+                f"{self._name}: compute_loss of {type(self._trainer).__name__} does not use it, and odb divides the "
+                "loss as the Trainer divides that one; leave it out."
+            )
+
+    def _check_logits(self, outputs: Any, labels: Tensor) -> None:
+        logits = outputs.get("logits") if isinstance(outputs, dict) else outputs[0]
+        if not isinstance(logits, Tensor) or logits.shape[:2] != labels.shape:
+            raise ConfigError(
+                f"{self._name}: the samples of a micro-batch have different weights here, and "
+                f"{type(unwrapped(self._trainer.model)).__name__} returns no logits of its rows (a fused kernel such "
+                "as Liger's computes the loss itself); turn the kernel off, or set `loss_scaling: exact`."
+            )
+
+
+def why_logits(trainer: Any) -> str | None:
+    """Why a micro-batch's logits are wanted beside the model's own loss; None where only the loss is."""
+    for kind in type(trainer).__mro__:
+        if "compute_loss" in vars(kind) and not kind.__module__.startswith(LOOK_AT_THE_LOSS_ONLY):
+            return f"compute_loss of {kind.__module__}.{kind.__qualname__} may read its outputs"
+    return None
+
+
+def shifts_labels(model: Any) -> bool:
+    """Whether the Trainer has its label smoother shift the labels: for what transformers lists as a causal model."""
+    return type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+
+def _by_weight(
+    given: tuple[Any, ...], labels: Tensor, row_weights: Sequence[float], segments: Sequence[int]
+) -> list[tuple[float, tuple[Any, ...]]]:
+    """For each weight but 0 what is given of its samples: their rows or, of a flat micro-batch, their segments."""
+    weights = sorted(set(row_weights) - {0.0})
+    if segments:
+        ends = np.cumsum(segments)
+        places = [np.arange(end - length, end) for end, length in zip(ends, segments)]
+    else:
+        places = [np.array([row]) for row in range(len(row_weights))]
+    of_weight = [
+        np.concatenate([place for place, weight in zip(places, row_weights) if weight == one]) for one in weights
+    ]
+    order = torch.from_numpy(np.concatenate(of_weight))
+    sizes, dim, shape = list(map(len, of_weight)), 1 if segments else 0, labels.shape
+
+    def cut(value: Any) -> Sequence[Any]:
+        if isinstance(value, Tensor) and value.shape[:2] == shape:
+            return value.index_select(dim, order.to(value.device, non_blocking=True)).split(sizes, dim)
+        if isinstance(value, dict) and value:
+            return [type(value)(**dict(zip(value, part))) for part in zip(*map(cut, value.values()))]
+        if isinstance(value, tuple | list) and value:
+            return [type(value)(part) for part in zip(*map(cut, value))]
+        return [value] * len(sizes)
+
+    return list(zip(weights, cut(given)))
+
+
+@contextlib.contextmanager
+def without_average_tokens(args: Any) -> Iterator[None]:
+    """Within it the Trainer does not multiply a loss by the number of processes, which our weights do already."""
+    before = args.average_tokens_across_devices
+    args.average_tokens_across_devices = False
+    try:
+        yield
+    finally:
+        args.average_tokens_across_devices = before
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is said once at the start of a training about the model and its loss.
+
+
+DROPOUT_OF_ATTENTION = ("attention_dropout", "dropout")
+
+
+def say_what_differs(trainer: Any, *, counts_tokens: bool) -> None:
+    """Of the model and its loss what a user would not expect. counts_tokens: the loss is a mean over tokens."""
+    random = list(_dropouts(trainer.model))
+    if random:
+        name, rate = random[0]
+        more = f" and {len(random) - 1} more" if len(random) > 1 else ""
+        logger.info(
+            "dropout is active in the model (%s: %g%s): its random masks are drawn for each micro-batch, so losses "
+            "differ from stock's as with another seed",
+            name,
+            rate,
+            more,
+        )
+    loss = TrainerLoss.of(trainer) if counts_tokens else None
+    if loss is not None and not loss.shifts:
+        logger.warning(
+            "label_smoothing_factor: %g: transformers compares each token of a %s with its own label in place of the "
+            "next one, in stock training too; set it to 0",
+            trainer.args.label_smoothing_factor,
+            type(unwrapped(trainer.model)).__name__,
+        )
+
+
+def _dropouts(model: nn.Module) -> Iterator[tuple[str, float]]:
+    """Name and rate of all that draws random masks in training; attention modules keep theirs as a number."""
+    for name, module in model.named_modules():
+        keys = ("p",) if isinstance(module, _DropoutNd) else DROPOUT_OF_ATTENTION
+        rates = [vars(module).get(key) for key in keys]
+        yield from [(name, rate) for rate in rates if isinstance(rate, float) and rate > 0][:1]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Whether the ranks of a node write to the same folder.
+
+
+def compare_output_dirs(output_dir: str, gather: Callable[[bytes], list[bytes]]) -> None:
+    """Warn, in one line, where ranks of one node have different ones. Collective.
+
+    A checkpoint would then lie in parts in several folders, and none could be gone on from. Nodes may have disks of
+    their own. gather: gives what each rank says to all ranks.
+    """
+    mine = [socket.gethostname(), os.path.abspath(output_dir)]
+    first: dict[str, tuple[int, str]] = {}
+    for rank, answer in enumerate(gather(json.dumps(mine).encode())):
+        node, folder = json.loads(answer)
+        other, expected = first.setdefault(node, (rank, folder))
+        if folder != expected:
+            logger.warning(
+                "output_dir: rank %d of this node has %r and rank %d has %r, so a checkpoint would lie in parts "
+                "in both and could not be gone on from; give all ranks one folder (no time or process id in its name)",
+                other,
+                expected,
+                rank,
+                folder,
+            )
+            return
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What the ranks of a training compare before the first step: arguments, the model's config (I11).
+
+NOT_COMPARED = {
+    # Of one process or one node, or compared elsewhere: `compare_output_dirs`, `find_checkpoint`, the odb: block.
+    "_name_or_path", "device_map", "local_rank", "logging_dir", "odb", "output_dir", "resume_from_checkpoint",
+    "transformers_version",
+    # Secret.
+    "hf_hub_token", "hub_token", "ms_hub_token", "om_hub_token", "push_to_hub_token", "swanlab_api_key",
+    "swanlab_lark_secret", "swanlab_lark_webhook_url",
+}  # fmt: skip
+MAY_DIFFER = {
+    # Where things are on a node.
+    "adapter_folder", "adapter_name_or_path", "base_model_name_or_path", "cache_dir", "dataset_dir", "media_dir",
+    "model_name_or_path", "new_special_tokens_config", "nvme_path", "offload_folder", "ref_model",
+    "ref_model_adapters", "reward_model", "reward_model_adapters", "tokenized_path",
+    # How fast data are read.
+    "data_shared_file_system", "dataloader_num_workers", "dataloader_persistent_workers", "dataloader_pin_memory",
+    "dataloader_prefetch_factor", "overwrite_cache", "preprocessing_num_workers",
+    # What is printed, logged and uploaded.
+    "debug", "disable_tqdm", "enable_torch_profiler", "log_level", "log_level_replica", "log_on_each_node",
+    "plot_loss", "print_param_status", "profile_modules", "project", "push_to_hub", "report_to", "run_name",
+    "skip_memory_metrics", "use_swanlab",
+    # How the process runs.
+    "ddp_timeout", "low_cpu_mem_usage", "master_addr", "master_port", "overwrite_output_dir", "use_cpu",
+}  # fmt: skip
+PREFIXES_THAT_MAY_DIFFER = ("export_", "hub_", "profiler_", "ray_", "sglang_", "swanlab_", "trackio_", "vllm_")
+"""Of arguments for trackers, profilers, and what comes after the training."""
+
+
+def of_arguments(*owners: Any) -> dict[str, object]:
+    """All fields of argument dataclasses as settings: nested values under dotted keys, such as `fsdp_config.version`.
+
+    Fields of one process, and secrets, are left out; those that change nothing of what is trained may differ.
+    """
+    found: dict[str, object] = {}
+    for owner in owners:
+        for item in dataclasses.fields(owner):
+            if item.name == "deepspeed":  # the path of a config, or the config
+                _add(found, item.name, deepspeed_config(owner))
+            elif not item.name.startswith("_"):
+                _add(found, item.name, getattr(owner, item.name, None))
+    return found
+
+
+def of_trainer(trainer: Any) -> dict[str, object]:
+    """Training arguments, trainer, loss function, model and adapters."""
+    loss = trainer.compute_loss_func
+    model = unwrapped(trainer.model)
+    found: dict[str, object] = {
+        **of_arguments(trainer.args),
+        "trainer": type(trainer).__name__,
+        "compute_loss_func": getattr(loss, "__qualname__", type(loss).__name__),
+        "model": type(model).__name__,
+    }
+    _add(found, "model.config", getattr(model, "config", None))
+    _add(found, "peft_config", getattr(trainer.model, "peft_config", None))
+    return found
+
+
+def _add(found: dict[str, object], key: str, value: Any) -> None:
+    """Put a value, or what is inside it, under its key."""
+    name = key.rpartition(".")[2]
+    if name in NOT_COMPARED:
+        return
+    value = _plain(value)
+    if isinstance(value, dict) and value:
+        for inner in sorted(value):
+            _add(found, f"{key}.{inner}", value[inner])
+        return
+    may_differ = name in MAY_DIFFER or name.startswith(PREFIXES_THAT_MAY_DIFFER)
+    found[key] = MayDiffer(value) if may_differ else value
+
+
+def _plain(value: Any) -> Any:
+    """Numbers, texts, lists and dicts; of other objects what they say of themselves, but not where they are."""
+    if isinstance(value, Enum):
+        return value.value
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, set | frozenset):
+        return sorted(map(_plain, value), key=repr)
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    if hasattr(value, "to_dict"):
+        return _plain(value.to_dict())
+    if dataclasses.is_dataclass(value):
+        return {item.name: _plain(getattr(value, item.name)) for item in dataclasses.fields(value)}
+    text = repr(value)
+    return type(value).__name__ if " at 0x" in text else text

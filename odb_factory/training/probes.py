@@ -22,9 +22,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback
 
-from odb_factory.data.components import dismantle
+from odb_factory.data.dataloader_parts import dismantle
 from odb_factory.errors import ConfigError
-from odb_factory.training.loss_rule import without_average_tokens
+from odb_factory.training.checks import without_average_tokens
 
 LOSS = 3.0
 NUM_ITEMS = 8

@@ -2,25 +2,157 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from odb_factory.accounting.expectation import say_what_to_expect
-from odb_factory.config import BUDGETS
+from transformers import TrainerCallback
+
+from odb_factory.accounting.step_accounting import say_what_to_expect
+from odb_factory.config import BUDGETS, ODBConfig, ResolvedConfig
 from odb_factory.log import get_logger
 from odb_factory.training import checkpoint
 from odb_factory.training.auto_budget import choose_budgets
+from odb_factory.training.checkpoint import read_states
+from odb_factory.training.checkpoint_files import RANK_FILE, by_rank
 from odb_factory.training.checks import check_hooks
-from odb_factory.training.layout_choice import Layout, fall_back, resolve_layout
+from odb_factory.training.layout import Layout, fall_back, resolve_layout
 from odb_factory.training.run import ODBRun
-from odb_factory.training.run_budgets import first_config
 
 if TYPE_CHECKING:
-    from odb_factory.training.enable import ODBSettings
-    from odb_factory.training.run_arguments import RunArguments
+    from odb_factory.training.settings import ODBSettings
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Training arguments that are others while odb trains.
+# The Trainer's own accumulation is 1, so that what it counts are optimizer steps, and it skips no batches after a
+# resume, for the loader stands where it has to. It makes no pass over all data beforehand, to count tokens or to sort
+# by length. Checkpoints and experiment trackers are shown the arguments as they were given, and DeepSpeed's engine is
+# made for an accumulation of 1 as well.
+
+GAS, TRAIN_BATCH, MICRO_BATCH = "gradient_accumulation_steps", "train_batch_size", "train_micro_batch_size_per_gpu"
+RUNNING = {
+    GAS: 1,
+    "ignore_data_skip": True,
+    "include_tokens_per_second": False,  # `ODBTrainerMixin.log` gives the figure
+    "group_by_length": False,
+}
+SAMPLING = "train_sampling_strategy"
+"""What `group_by_length` is in transformers 5, one of several."""
+
+
+class RunArguments:
+    """accumulation, counts_tokens: `gradient_accumulation_steps`, `include_tokens_per_second` as they were given."""
+
+    def __init__(self, trainer: Any):
+        self._args, self._world_size = trainer.args, trainer.args.world_size
+        self._running: dict[str, Any] = {name: value for name, value in RUNNING.items() if hasattr(trainer.args, name)}
+        if getattr(trainer.args, SAMPLING, None) == "group_by_length":
+            self._running[SAMPLING] = "random"
+        self._given = {name: getattr(trainer.args, name) for name in self._running}
+        self._engine_configs = _deepspeed_configs(trainer)
+        self.accumulation: int = self._given[GAS]
+        self.counts_tokens = bool(self._given.get("include_tokens_per_second"))
+
+    @contextlib.contextmanager
+    def changed(self) -> Iterator[None]:
+        """Within it they are as a run needs them, for the Trainer and for DeepSpeed."""
+        before = [{key: config[key] for key in (GAS, TRAIN_BATCH) if key in config} for config in self._engine_configs]
+        for config in self._engine_configs:
+            config[GAS] = 1
+            if isinstance(config.get(MICRO_BATCH), int):
+                config[TRAIN_BATCH] = config[MICRO_BATCH] * self._world_size
+        self.hide()
+        try:
+            yield
+        finally:
+            self.show()
+            for config, values in zip(self._engine_configs, before):
+                for key in (GAS, TRAIN_BATCH):
+                    config.pop(key, None)
+                config.update(values)
+
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[None]:
+        """Within it they are as they were given."""
+        self.show()
+        try:
+            yield
+        finally:
+            self.hide()
+
+    def show(self) -> None:
+        for name, value in self._given.items():
+            setattr(self._args, name, value)
+
+    def hide(self) -> None:
+        for name, value in self._running.items():
+            setattr(self._args, name, value)
+
+
+class HideArguments(TrainerCallback):
+    """The last callback: at the begin of the training the others have seen the arguments as they were given."""
+
+    def __init__(self, arguments: RunArguments):
+        self.arguments = arguments
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.arguments.hide()
+
+
+def _deepspeed_configs(trainer: Any) -> list[dict[str, Any]]:
+    """The configurations that an engine is made from: that of the arguments, and accelerate's, if it is another."""
+    plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
+    found = [
+        getattr(getattr(trainer.args, "hf_deepspeed_config", None), "config", None),
+        getattr(plugin, "deepspeed_config", None),
+        getattr(getattr(plugin, "hf_ds_config", None), "config", None),
+    ]
+    configs = [config for config in found if isinstance(config, dict)]
+    return list({id(config): config for config in configs}.values())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The budgets of a run where the config says `auto`: from its checkpoint, or to be chosen when the model is wrapped.
 
 logger = get_logger(__name__)
+
+
+def first_config(config: ODBConfig, folder: str | None, rank: int, ranks: int) -> tuple[ResolvedConfig, bool]:
+    """The config to begin with, and whether its budgets are those to train with.
+
+    folder: the checkpoint that is gone on from, whose budgets are kept. Else they stand for ones that are not known
+    yet: each sample is a micro-batch of its own, so that little is read before there are better ones.
+    """
+    if not config.has_auto:
+        return config.resolved(), True
+    asked = config.auto_keys
+    kept = {} if folder is None else _kept(Path(folder), rank, ranks)
+    if set(asked) <= kept.keys():
+        chosen = {key: kept[key] for key in asked}
+        logger.info(
+            "%s, as chosen when this training began; a number in the YAML takes its place",
+            ", ".join(f"{key}: auto is {'none' if value is None else value}" for key, value in chosen.items()),
+        )
+        return config.resolved(**chosen), True
+    least = max(config.pad_to_multiple_of or 1, *(config.length_buckets or ()), 1)
+    stand_in: dict[str, int | None] = {"token_budget": least, "max_patches": None}
+    return dataclasses.replace(
+        config.resolved(**{key: stand_in[key] for key in asked}), overlong="singleton", buffer_size=1
+    ), False
+
+
+def _kept(folder: Path, rank: int, ranks: int) -> dict[str, int | None]:
+    """What a checkpoint says; nothing where it was written without odb. What is damaged is told when it is loaded."""
+    if not by_rank(folder, RANK_FILE):
+        return {}
+    kept: dict[str, int | None] = read_states(folder, rank, ranks)[0].run.get("budgets", {})
+    return kept
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 class RunStart:

@@ -10,7 +10,7 @@ from statistics import fmean
 import pytest
 from accounting.steps import Row, cut, optimizer_step, random_rows
 
-from odb_factory.accounting.loss_weights import micro_batch_loss, token_weights
+from odb_factory.accounting.losses import micro_batch_loss, token_weights
 
 Losses = list[list[float]]
 """Of each sample the losses of its supervised tokens."""

@@ -16,11 +16,10 @@ import torch
 from accounting.steps import Row, cut, measured, optimizer_step, random_rows
 from support import read_audit
 
+from odb_factory.accounting.statistics import summary_line
 from odb_factory.accounting.step_accounting import StepAccounting
-from odb_factory.accounting.summary import summary_line
 from odb_factory.config import ODBConfig
-from odb_factory.data.left_out import LeftOut
-from odb_factory.data.samples import Measured, MicroBatch, OptimizerStep
+from odb_factory.data.samples import LeftOut, Measured, MicroBatch, OptimizerStep
 from odb_factory.data.step_agreement import Lost
 from odb_factory.data.step_times import StepTimes
 from odb_factory.errors import ConfigError, DataError

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy, log_softmax
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Qwen2MoeConfig, Qwen2MoeForCausalLM
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from odb_factory.accounting.token_loss import TokenLoss, weighted_token_loss
+from odb_factory.accounting.losses import TokenLoss, weighted_token_loss
 from odb_factory.errors import ConfigError, DataError
 
 ROW_WEIGHTS = (0.07, 0.3)

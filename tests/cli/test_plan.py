@@ -15,7 +15,7 @@ from support import run_llamafactory, training_config, write_dataset
 
 from odb_factory.cli.main import main
 from odb_factory.cli.plan import QUIET
-from odb_factory.demo.mm_mix_builtin import build_builtin_mix
+from odb_factory.demo.mm_mix import build_builtin_mix
 
 pytestmark = pytest.mark.timeout(600)
 

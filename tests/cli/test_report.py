@@ -14,8 +14,9 @@ from run_report.browser import open_page
 from run_report.folders import BEGAN, audit_line, begin, end, entry, write_lines, write_stock
 
 from odb_factory.cli.main import main
-from odb_factory.report.numbers import number, seconds_text
-from odb_factory.report.svg import MOST_POINTS, Series, histogram, lines
+from odb_factory.report.charts import MOST_POINTS, Series, histogram, lines
+from odb_factory.report.read import number as number
+from odb_factory.report.read import seconds_text
 
 EVIL = '<script>alert(1)</script><img src="http://example.invalid/x.png">&'
 

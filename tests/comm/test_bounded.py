@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from odb_factory.comm.bounded import bounded
+from odb_factory.comm.gloo import bounded
 from odb_factory.errors import CollectiveError
 
 

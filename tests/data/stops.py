@@ -18,8 +18,8 @@ from toy import pad
 from odb_factory.config import ODBConfig
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.observe import RowDropped
+from odb_factory.data.progress import OptimizerStepRule
 from odb_factory.data.samples import MicroBatch
-from odb_factory.data.step_rule import OptimizerStepRule
 from odb_factory.planning import Cost
 
 LENGTHS = [3 + k * 7 % 23 if k % 11 else 0 for k in range(60)]

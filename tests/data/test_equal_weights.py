@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from odb_factory.data.stock_steps import OF_MICRO_BATCH, StockSteps, by_weight, stock_means
+from odb_factory.data.order import OF_MICRO_BATCH, StockSteps, by_weight, stock_means
 from odb_factory.planning import Budget, BufferMetadata, Cost, make_metadata, plan_optimizer_step
 
 STOCK = StockSteps(global_batch_size=8, batch_size=2, world_size=2, num_samples=None, mean=OF_MICRO_BATCH)

@@ -29,9 +29,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lockstep import Row, check_kept, check_promises, rejection, run_kept, run_shards, sample, stock_steps
 
-from odb_factory.data import fill_epoch, keep_epoch
-from odb_factory.data.stock_steps import StockSteps
-from odb_factory.planning import ROW, Budget, BufferMetadata, Plan, candidates, plan_buffers, plan_optimizer_step
+from odb_factory.data import epoch as epoch_module
+from odb_factory.data import fill_epoch
+from odb_factory.data.order import StockSteps
+from odb_factory.planning import ROW, Budget, BufferMetadata, Plan, padded, plan_buffers, plan_optimizer_step
 
 LENGTHS = (2, 3, 7)
 BUDGET, FLAT = Budget(6), Budget(6, layout="flat")
@@ -166,7 +167,7 @@ def test_every_small_flat_world_keeps_its_promises(capsys: pytest.CaptureFixture
 @pytest.mark.full_grid
 def test_every_small_world_in_which_little_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """I5, I7: five samples are too few for the real bound to be reached; here it is one round."""
-    for module in (candidates, lockstep):
+    for module in (padded, lockstep):
         monkeypatch.setattr(module, "MAX_WAIT_ROUNDS", 1)
     for (num_ranks, max_samples), (accumulation, join) in itertools.product([(1, 5), (2, 3)], MODES):
         for buffer_size in range(2, max_samples + 1):
@@ -203,7 +204,7 @@ def explore_kept(
 ) -> int:
     """Check every kept world of a kind; how many there are. again: a second time, its ranks run in reverse order."""
     count = 0
-    with mock.patch.object(keep_epoch, "plan_optimizer_step", remembered(plan_optimizer_step)):
+    with mock.patch.object(epoch_module, "plan_optimizer_step", remembered(plan_optimizer_step)):
         for rows, stock, balance in kept_worlds(num_ranks, max_samples, max_size, rejected):
             options: dict[str, Any] = {"budget": budget, "balance": balance, "on_wire": False}
             epochs = run_kept(rows, stock, **options)

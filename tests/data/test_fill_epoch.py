@@ -20,7 +20,7 @@ from odb_factory.data.fill_epoch import FillEpoch
 from odb_factory.data.samples import Rejection, Sample
 from odb_factory.errors import CollectiveError, DataError
 from odb_factory.planning import Budget, Collation
-from odb_factory.planning.candidates import MAX_WAIT_ROUNDS
+from odb_factory.planning.padded import MAX_WAIT_ROUNDS
 
 
 @st.composite

@@ -12,14 +12,13 @@ from lockstep import of_all_ranks, stock_steps
 from planning_strategies import costs
 from thread_ranks import Seat, run_ranks
 
-from odb_factory.data import group_plan
-from odb_factory.data.epoch import EpochContext
-from odb_factory.data.keep_epoch import KeepEpoch
+from odb_factory.data import epoch
+from odb_factory.data.epoch import EpochContext, KeepEpoch
 from odb_factory.data.samples import MicroBatch, Sample
 from odb_factory.data.serialize import pack
 from odb_factory.errors import CollectiveError
-from odb_factory.planning import Budget, BufferMetadata, Cost, CostModel, flat_groups, make_metadata, plan_in_groups
-from odb_factory.planning.flat_groups import GroupOutline, group_of, outline, plan_group
+from odb_factory.planning import Budget, BufferMetadata, Cost, CostModel, keep, make_metadata, plan_in_groups
+from odb_factory.planning.keep import GroupOutline, group_of, outline, plan_group
 
 BUDGET = Budget(64, 32, layout="flat")
 
@@ -122,7 +121,7 @@ def test_an_outline_travels_whole() -> None:
 
 def test_groups_that_never_agree_on_k_end_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """I5: every agreement has a bound; where ranks run it, and in the plan of all groups at once."""
-    for module in (flat_groups, group_plan):
+    for module in (keep, epoch):
         monkeypatch.setattr(module, "steps_to_reach", lambda outlines: 3)
     samples = [Sample(i, Cost(10, units=1), pack({})) for i in range(16)]
     for error in run_ranks(4, lambda seat: epoch_of(seat, samples, 16, 2)):

@@ -30,8 +30,8 @@ from lockstep import (
 from planning_strategies import budgets, collated, costs
 from torch.utils.data import BatchSampler
 
+from odb_factory.data.order import OF_MICRO_BATCH, OF_STEP, StockMean, StockSteps
 from odb_factory.data.samples import Rejection, Sample
-from odb_factory.data.stock_steps import OF_MICRO_BATCH, OF_STEP, StockMean, StockSteps
 from odb_factory.errors import CollectiveError
 from odb_factory.planning import Budget, Collation
 

@@ -25,8 +25,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from thread_ranks import run_ranks
 
-from odb_factory.data.resume.keep_state import KeepState
-from odb_factory.data.stock_steps import StockMean
+from odb_factory.data.order import StockMean
+from odb_factory.data.state import KeepState
 from odb_factory.errors import CollectiveError, ConfigError, DataError
 
 EIGHT = KEEP | {"global_batch_size": 8}

@@ -33,7 +33,7 @@ from data.layout_models import (
 from stock import load_stock
 from support import training_config
 
-from odb_factory.accounting.token_loss import weighted_token_loss
+from odb_factory.accounting.losses import weighted_token_loss
 from odb_factory.data.layout import FlatLayout, flatten
 from odb_factory.llamafactory.stages import STAGES
 from odb_factory.model import attention

@@ -25,9 +25,9 @@ from odb_factory.comm.coordinator import SingleProcessCoordinator
 from odb_factory.config import ODBConfig
 from odb_factory.data.collate import Failure
 from odb_factory.data.loader import ODBLoader
-from odb_factory.data.loader_workers import OBSERVE_CHUNK
 from odb_factory.data.observe import MediaCut, RowDropped
-from odb_factory.data.step_rule import OptimizerStepRule
+from odb_factory.data.progress import OptimizerStepRule
+from odb_factory.data.workers import OBSERVE_CHUNK
 from odb_factory.errors import DataError
 from odb_factory.planning import Collation, Cost
 

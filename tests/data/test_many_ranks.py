@@ -18,7 +18,7 @@ from planning_strategies import budgets, costs, sized
 from odb_factory.data.samples import Rejection, Sample
 from odb_factory.errors import CollectiveError
 from odb_factory.planning import Budget, Collation, Cost, CostModel
-from odb_factory.planning.candidates import MAX_WAIT_ROUNDS
+from odb_factory.planning.padded import MAX_WAIT_ROUNDS
 
 Case = tuple[list[list[Row]], dict[str, Any]]
 REASONS = ("overlong", "unreadable", "unsupervised")

@@ -17,13 +17,12 @@ from torch.utils.data import DataLoader
 from toy import Rows, pad
 
 from odb_factory.config import ODBConfig
-from odb_factory.data.components import dismantle
+from odb_factory.data.dataloader_parts import dismantle, make_loader
 from odb_factory.data.loader import ODBLoader
-from odb_factory.data.make_loader import make_loader
 from odb_factory.data.plan_process import PlanProcess
 from odb_factory.errors import DataError
 from odb_factory.planning import Budget, Cost, CostModel, make_metadata, plan_buffers, plan_optimizer_step
-from odb_factory.planning.flat_groups import plan_group
+from odb_factory.planning.keep import plan_group
 
 BUFFERS = [make_metadata([Cost(tokens) for tokens in (5, 9, 2, 7)], [0] * 4, exhausted=False) for _ in range(2)]
 

@@ -9,7 +9,7 @@ from collections.abc import Generator
 
 import pytest
 
-from odb_factory.data.prefetch import POLL_S, BackgroundPrefetcher
+from odb_factory.data.workers import POLL_S, BackgroundPrefetcher
 
 
 def counting(begun: list[int], closed: list[bool], number: int = 100) -> Generator[int, None, None]:

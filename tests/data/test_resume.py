@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from thread_ranks import Table
 
-from odb_factory.data.resume.done_bitmap import pack_done
+from odb_factory.data.order import OF_MICRO_BATCH
+from odb_factory.data.state import pack_done
 from odb_factory.data.step_times import StepTimes
-from odb_factory.data.stock_steps import OF_MICRO_BATCH
 from odb_factory.errors import DataError
 from odb_factory.planning import Cost, CostModel
 

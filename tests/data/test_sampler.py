@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, RandomSampler
 
-from odb_factory.data.components import dismantle
-from odb_factory.data.sampler import FINGERPRINTED, ShardSampler, Start
+from odb_factory.data.dataloader_parts import dismantle
+from odb_factory.data.order import FINGERPRINTED, ShardSampler, Start
 
 
 @given(st.integers(0, 150), st.integers(1, 4), st.integers(1, 20), st.integers(0, 9), st.integers(0, 150))

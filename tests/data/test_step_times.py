@@ -8,7 +8,7 @@ import torch
 
 from odb_factory.data.step_times import WARM_UP_STEPS, StepTimes
 from odb_factory.planning import CostModel, MicroStepTotals
-from odb_factory.planning.cost_fit import FEWEST_STEPS
+from odb_factory.planning.cost import FEWEST_STEPS
 
 FIXED, TOKEN, PATCH, SQUARE = 0.05, 2e-5, 1e-5, 3e-9
 

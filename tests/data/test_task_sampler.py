@@ -5,8 +5,7 @@ from __future__ import annotations
 import queue
 from typing import Any
 
-from odb_factory.data.prefetch import POLL_S
-from odb_factory.data.task_sampler import Pass, TaskSampler
+from odb_factory.data.workers import POLL_S, Pass, TaskSampler
 
 
 class LatePlans:

@@ -24,9 +24,8 @@ from transformers.trainer_utils import seed_worker
 
 from odb_factory import ConfigError
 from odb_factory.config import ODBConfig
-from odb_factory.data.components import dismantle
+from odb_factory.data.dataloader_parts import dismantle, make_loader
 from odb_factory.data.loader import ODBLoader
-from odb_factory.data.make_loader import make_loader
 from odb_factory.data.worker import worker_seed
 
 BLOCK = {"token_budget": 128, "buffer_size": 16, "global_batch_size": "fill"}

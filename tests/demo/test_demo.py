@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from odb_factory.demo import demo
-from odb_factory.demo.figure import draw
-from odb_factory.demo.runs import Batch, Run
+from odb_factory.demo.demo import Batch, Run, draw
 
 
 def make_run(folder: Path, name: str, *, seconds: float, steps: list[list[tuple[list[int], int]]]) -> Run:

@@ -14,10 +14,13 @@ transformers = pytest.importorskip("transformers")
 
 from PIL import Image, ImageChops, ImageFont  # noqa: E402
 
-from odb_factory.demo import mm_mix_builtin, pictures  # noqa: E402
-from odb_factory.demo.mm_mix import Source, build_mix  # noqa: E402
-from odb_factory.demo.mm_mix_builtin import build_builtin_mix  # noqa: E402
-from odb_factory.demo.pictures import draw_text  # noqa: E402
+from odb_factory.demo import mm_mix  # noqa: E402
+from odb_factory.demo.mm_mix import (  # noqa: E402
+    Source,
+    build_builtin_mix,
+    build_mix,
+    draw_text,
+)
 from odb_factory.demo.tiny_model import build_tiny_qwen3_vl  # noqa: E402
 from odb_factory.errors import DataError  # noqa: E402
 
@@ -98,7 +101,7 @@ def test_facts_of_a_known_picture() -> None:
     """Left half dark blue, right half white: brighter on the right, landscape."""
     image = Image.new("RGB", (300, 100), (40, 80, 190))
     image.paste("white", (200, 0, 300, 100))
-    answers = dict(pictures.facts(image))
+    answers = dict(mm_mix.facts(image))
     assert answers["How large is the picture?"] == "300 by 100 pixels."
     assert answers["How many pixels has it?"] == "30000."
     assert answers["Which colour covers most of it?"] == "Mostly blue."
@@ -117,7 +120,7 @@ def test_validation_shares_no_topic_and_no_picture_with_training(mix: Path) -> N
 
 @pytest.mark.parametrize("count", range(1, 20))
 def test_hold_out_parts_the_items(count: int) -> None:
-    train, val = mm_mix_builtin._hold_out(list(range(count)))
+    train, val = mm_mix._hold_out(list(range(count)))
     assert train and val
     assert sorted(train + val) == list(range(count)) or (count == 1 and train == val == [0])
 
@@ -135,9 +138,9 @@ def test_same_seed_same_bytes_another_seed_another_mix(tmp_path: Path) -> None:
 
 
 def test_a_missing_package_is_tolerated_two_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    find_spec = pictures.importlib.util.find_spec
+    find_spec = mm_mix.importlib.util.find_spec
     missing = {"gradio"}
-    monkeypatch.setattr(pictures.importlib.util, "find_spec", lambda name: None if name in missing else find_spec(name))
+    monkeypatch.setattr(mm_mix.importlib.util, "find_spec", lambda name: None if name in missing else find_spec(name))
     summary = build_builtin_mix(tmp_path / "mix", samples=20)
     assert summary.train == 20 and "video" not in summary.parts
     missing.add("matplotlib")

@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from odb_factory.demo import tiny_tokenizer  # noqa: E402
+from odb_factory.demo import tiny_model  # noqa: E402
 from odb_factory.demo.tiny_model import build_tiny_qwen2, build_tiny_qwen3_vl  # noqa: E402
 
 TEXTS = [
@@ -49,7 +49,7 @@ def test_tokenizer_compresses_the_text_it_was_trained_on(processor) -> None:
 def test_tokenizer_is_trained_with_the_rule_that_qwen2_loads_it_with() -> None:
     from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
-    assert tiny_tokenizer.SPLIT_RULE == PRETOKENIZE_REGEX
+    assert tiny_model.SPLIT_RULE == PRETOKENIZE_REGEX
 
 
 def test_special_ids_of_config_and_tokenizer_match(model_folder: Path, processor) -> None:

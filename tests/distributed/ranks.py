@@ -27,8 +27,8 @@ from distributed.launch import free_port
 from odb_factory.comm.process_group import make_coordinator
 from odb_factory.config import ODBConfig
 from odb_factory.data.loader import ODBLoader
-from odb_factory.data.step_rule import OptimizerStepRule
-from odb_factory.data.stock_steps import StockMean
+from odb_factory.data.order import StockMean
+from odb_factory.data.progress import OptimizerStepRule
 from odb_factory.planning import Cost
 
 TESTS = Path(__file__).parents[1]

@@ -77,8 +77,8 @@ def ended(config: dict[str, Any]) -> str:
 
 def each(rank: int, *, config: dict[str, Any]) -> dict[str, str]:
     """All in one process: a failed agreement leaves the ranks able to begin anew."""
+    from odb_factory import memory
     from odb_factory.llamafactory import activation
-    from odb_factory.memory import meters
 
     activation.activate()
     os.environ["LOCAL_RANK"] = str(rank)
@@ -92,7 +92,7 @@ def each(rank: int, *, config: dict[str, Any]) -> dict[str, str]:
         found["build"] = ended(config)
     paths = {"model_name_or_path": config["model_name_or_path"] + "/."} if rank else {}
     found["paths"] = ended(config | paths)
-    with mock.patch.object(meters, "find_meter", return_value=None if rank else meters.CPUMeter(1)):
+    with mock.patch.object(memory, "find_meter", return_value=None if rank else memory.CPUMeter(1)):
         found["one refused"] = ended(config | {"odb": {"token_budget": "auto"}})
     both_refused = {"accelerator_config": {"dispatch_batches": True}}
     found["both refused"] = ended(config | both_refused)

@@ -11,8 +11,7 @@ from distributed.rows import write_uneven_rows
 from llamafactory.train.tuner import run_exp
 from support import read_jsonl, read_log, training_config
 
-from odb_factory import ConfigError
-from odb_factory.memory import meters
+from odb_factory import ConfigError, memory
 
 CAPACITY = 60 * 2**20
 
@@ -33,7 +32,7 @@ def test_tokens_and_patches_of_images(tiny_vl, tmp_path, monkeypatch, caplog) ->
     with pytest.raises(ConfigError, match=r"odb\.token_budget: 'auto' tries micro-batches on an accelerator"):
         run("refused", token_budget="auto")
     with monkeypatch.context() as context:
-        context.setattr(meters, "find_meter", lambda device: meters.CPUMeter(CAPACITY))
+        context.setattr(memory, "find_meter", lambda device: memory.CPUMeter(CAPACITY))
         auto = run("auto", token_budget="auto", max_patches="auto")
     (line,) = [one.getMessage() for one in caplog.records if "token_budget: auto is" in one.getMessage()]
     tokens, patches = map(int, re.findall(r"auto is (\d+)", line))

@@ -19,9 +19,9 @@ from support import training_config, write_dataset
 from odb_factory.config import ODBConfig
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.observe import ObservedDataset
+from odb_factory.data.progress import OptimizerStepRule
 from odb_factory.data.samples import Rejection
 from odb_factory.data.serialize import unpack
-from odb_factory.data.step_rule import OptimizerStepRule
 from odb_factory.llamafactory.dataset import OnlineDataset, OpenMedia, RowObserver, TokenizedDataset
 from odb_factory.llamafactory.media import EncodedImage
 from odb_factory.llamafactory.stages import STAGES

@@ -23,7 +23,7 @@ from support import training_config
 from odb_factory.config import ODBConfig
 from odb_factory.data.observe import ObservedDataset, RowDropped
 from odb_factory.errors import DataError
-from odb_factory.llamafactory import sources
+from odb_factory.llamafactory import dataset as dataset_module
 from odb_factory.llamafactory.dataset import OnlineDataset, RowObserver
 from odb_factory.llamafactory.media import EncodedImage
 from odb_factory.llamafactory.stages import STAGES
@@ -242,12 +242,12 @@ def test_images_stored_in_the_dataset_have_the_pixels_of_stock(tiny_vl, tmp_path
 def test_media_that_the_pass_would_encode_anew_are_left_to_it(column: str, feature: Any) -> None:
     rows = datasets.Dataset.from_dict({"media": []}, features=datasets.Features({"media": feature}))
     attr = _attr(**{column: "media"})
-    assert not sources.is_convertible(rows, attr)
-    assert sources.is_convertible(rows, _attr()), "a column that is not used does not matter"
+    assert not dataset_module.is_convertible(rows, attr)
+    assert dataset_module.is_convertible(rows, _attr()), "a column that is not used does not matter"
 
 
 def test_a_stream_is_left_to_stock() -> None:
-    assert not sources.is_convertible(datasets.Dataset.from_dict({"text": ["a"]}).to_iterable_dataset(), _attr())
+    assert not dataset_module.is_convertible(datasets.Dataset.from_dict({"text": ["a"]}).to_iterable_dataset(), _attr())
 
 
 def _attr(**columns: str) -> Any:
@@ -259,7 +259,7 @@ def _attr(**columns: str) -> Any:
 def test_a_source_that_stock_converted_gives_its_rows(tiny_vl, formats, tmp_path, monkeypatch) -> None:
     config = training_config(tiny_vl, formats, tmp_path / "out", dataset=",".join(NAMES))
     stock = load(config)
-    monkeypatch.setattr(sources, "is_convertible", lambda rows, attr: False)
+    monkeypatch.setattr(dataset_module, "is_convertible", lambda rows, attr: False)
     assert rows_of(load(config | {"odb": BLOCK})["train_dataset"]) == rows_of(stock["train_dataset"])
 
 
@@ -325,16 +325,16 @@ def test_a_dataset_that_does_not_fit_its_description_is_refused_at_once(tiny_tex
 
 def test_an_index_with_a_mapping_is_read_without_gathering_row_by_row() -> None:
     """`val_size`, `num_samples` and interleaving make one. Eight bytes a row are what it holds."""
-    sources.forget()
+    dataset_module.forget()
     count = 20_000
     rows = datasets.Dataset.from_dict({"text": [""] * count})
-    index = sources.index_of(sources.Source(rows, SimpleNamespace(num_samples=None), None))
+    index = dataset_module.index_of(dataset_module.Source(rows, SimpleNamespace(num_samples=None), None))
     mapped = index.train_test_split(test_size=100, seed=1)["train"]
-    expected = mapped[sources.SOURCE_ROW]
+    expected = mapped[dataset_module.SOURCE_ROW]
     tracemalloc.start()
-    indexed = sources.IndexedRows(mapped)
+    indexed = dataset_module.IndexedRows(mapped)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert [indexed._row[i] for i in range(len(indexed))] == list(expected)
     assert peak < 24 * count
-    sources.forget()
+    dataset_module.forget()

@@ -28,9 +28,8 @@ from llamafactory.hparams import DataArguments, ModelArguments
 from llamafactory.model.patcher import patch_processor
 from PIL import Image
 
-from odb_factory.data.layout import FlatLayout, flatten
+from odb_factory.data.layout import FlatLayout, LayoutError, flatten
 from odb_factory.data.measure import measure_batch
-from odb_factory.data.segments import LayoutError
 from odb_factory.data.serialize import pack, unpack
 from odb_factory.llamafactory.attach import PADS_TILES
 from odb_factory.llamafactory.dataset import OnlineDataset, OpenMedia, RowObserver

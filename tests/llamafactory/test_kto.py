@@ -23,8 +23,7 @@ from transformers import TrainerCallback
 from odb_factory.data.observe import RowDropped
 from odb_factory.errors import ConfigError
 from odb_factory.llamafactory.dataset import OnlineDataset
-from odb_factory.llamafactory.stages import STAGES
-from odb_factory.llamafactory.stages.kto_partners import Partners
+from odb_factory.llamafactory.stages import STAGES, Partners
 from odb_factory.training.run import ODBRun
 
 GRADIENT = 2e-6

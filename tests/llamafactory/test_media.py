@@ -16,9 +16,8 @@ from PIL import Image
 from transformers import AutoTokenizer, CLIPImageProcessor, LlavaProcessor
 
 from odb_factory.data.serialize import pack, unpack
-from odb_factory.llamafactory.dataset import OnlineDataset, OpenMedia, RowObserver
+from odb_factory.llamafactory.dataset import OnlineDataset, OpenMedia, RowObserver, StoredRows
 from odb_factory.llamafactory.media import MediaObserver
-from odb_factory.llamafactory.sources import StoredRows
 from odb_factory.llamafactory.stages import STAGES
 
 SIDE, PATCH = 56, 14

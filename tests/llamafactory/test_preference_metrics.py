@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from accounting.steps import cut, optimizer_step, random_rows
 
-from odb_factory.accounting.loss_weights import micro_batch_loss
-from odb_factory.llamafactory.stages.kto_metrics import ExampleMetrics
+from odb_factory.accounting.losses import micro_batch_loss
+from odb_factory.llamafactory.kto import ExampleMetrics
 from odb_factory.training.pair_metrics import PairMetrics
 from odb_factory.training.run import Computing
 

@@ -19,7 +19,7 @@ from PIL import Image
 from support import training_config
 
 from odb_factory.errors import ConfigError
-from odb_factory.llamafactory import media, media_size, probes
+from odb_factory.llamafactory import media, media_sizes, probes
 
 pytestmark = pytest.mark.versions
 
@@ -120,7 +120,7 @@ def test_other_sizes_of_images_turn_to_the_real_processor(
 
     def halved(self: Any, images: Any, **kwargs: Any) -> Any:
         answer = regular(self, images, **kwargs)
-        if isinstance(images[0], media_size.SizeOnlyImage):
+        if isinstance(images[0], media_sizes.SizeOnlyImage):
             answer["images"] = [image.resize((image.width // 2, image.height // 2)) for image in answer["images"]]
         return answer
 
@@ -138,7 +138,7 @@ def test_another_meaning_of_video_metadata_turns_to_the_real_processor(
     plugin = mm_plugin.Qwen3VLPlugin
     if not hasattr(plugin, "_get_video_token_metadata"):
         pytest.skip("this release decodes videos to know their size")
-    video = media_size.write_video(tmp_path / "tiny.avi")
+    video = media_sizes.write_video(tmp_path / "tiny.avi")
     observer = load(config).media
     real = int(observer.original._get_mm_inputs([], [video], [], observer.processor)["video_grid_thw"].prod())
     assert real > 0 and observer._metadata_is_exact
@@ -155,7 +155,7 @@ def test_another_meaning_of_video_metadata_turns_to_the_real_processor(
         (datasets.Image, "decode_example", lambda image: image.rotate(180)),
         (datasets.Image, "decode_example", lambda image: None),
         (datasets.Image, "encode_example", lambda cell: cell["bytes"]),
-        (media_size, "SizeOnlyImage", lambda image: Image.new("RGB", (1, 1))),
+        (media_sizes, "SizeOnlyImage", lambda image: Image.new("RGB", (1, 1))),
     ],
 )
 def test_other_images_are_found(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, change: Callable) -> None:

@@ -17,7 +17,7 @@ from llamafactory.train.tuner import run_exp
 from support import read_jsonl, read_log, run_llamafactory, training_config
 
 from odb_factory.errors import DataError
-from odb_factory.planning.cost_fit import FEWEST_STEPS
+from odb_factory.planning.cost import FEWEST_STEPS
 
 BLOCK = {"token_budget": 1024, "buffer_size": 24, "audit": True}
 

@@ -23,7 +23,7 @@ from transformers.models.auto.modeling_auto import (
 from odb_factory.model import attention
 from odb_factory.model.check import Difference, TinyCopy, Verdict, check_architecture, quiet
 from odb_factory.model.tiny_copy import tiny_copy
-from odb_factory.training.layout_rules import why_not_flat
+from odb_factory.training.layout import why_not_flat
 
 _TEXT = """
 llama mistral ministral ministral3 mixtral qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next qwen3_5_text qwen3_5_moe_text

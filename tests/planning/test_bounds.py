@@ -12,15 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lower_bounds import fewest_bins, grouped_bound, least_wait, padded_bound, table_of
 
-from odb_factory.planning import (
-    Budget,
-    BufferMetadata,
-    Collation,
-    CostModel,
-    Plan,
-    plan_in_groups,
-    plan_optimizer_step,
-)
+from odb_factory.planning import Budget, BufferMetadata, Collation, CostModel, Plan, plan_in_groups, plan_optimizer_step
 
 BUDGET = 16384
 Lengths = Callable[[np.random.Generator, int], np.ndarray]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from planning_strategies import budgets, collated, costs, within
 
 from odb_factory.planning import Budget, Collation, Cost, make_metadata
-from odb_factory.planning.candidates import Rows
+from odb_factory.planning.padded import Rows
 
 windows = st.lists(costs(), max_size=30)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from odb_factory.planning import CostModel
-from odb_factory.planning.cost_fit import FEWEST_STEPS, fit_cost_model
+from odb_factory.planning.cost import FEWEST_STEPS, fit_cost_model
 
 TRUE = CostModel(fixed=50_000_000_000, token=20_000_000, patch=10_000_000, square=3000)
 

@@ -34,7 +34,7 @@ from odb_factory.planning import (
     plan_in_groups,
     plan_optimizer_step,
 )
-from odb_factory.planning.candidates import MAX_WAIT_ROUNDS
+from odb_factory.planning.padded import MAX_WAIT_ROUNDS
 
 MODELS = [
     (CostModel(2), CostModel(8, 4, 1)),  # where it does not say what a patch costs, four count as a token

@@ -18,8 +18,8 @@ from planning_strategies import budgets, costs, flat_budgets, shape_of, within
 
 from odb_factory import planning
 from odb_factory.planning import MAX_REDISTRIBUTED_BYTES, Budget, Collation, Cost, CostModel, Plan, make_metadata
-from odb_factory.planning.candidates import MAX_WAIT_ROUNDS
-from odb_factory.planning.per_rank import LOWEST_CAP
+from odb_factory.planning.fill import LOWEST_CAP
+from odb_factory.planning.padded import MAX_WAIT_ROUNDS
 
 
 @st.composite

@@ -16,11 +16,9 @@ from run_report.folders import BEGAN, audit_line, begin, end, entry, orders, wri
 from test_docs import REFERENCE, first_column
 
 from odb_factory.cli.report import report
-from odb_factory.report.audit import read_audit
-from odb_factory.report.distributions import histogram
-from odb_factory.report.figures import read_run, to_json
-from odb_factory.report.files import FilesRead
+from odb_factory.report.figures import histogram, read_run, to_json
 from odb_factory.report.page import make_page
+from odb_factory.report.read import FilesRead, read_audit
 
 LOG = "odb_log.jsonl"
 

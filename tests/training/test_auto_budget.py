@@ -18,7 +18,7 @@ from training.test_enable import audit, ids, make
 from transformers import Trainer
 
 from odb_factory import ConfigError, ODBDataLoader, enable_odb
-from odb_factory.memory.meters import CPUMeter
+from odb_factory.memory import CPUMeter
 from odb_factory.training import run_start
 
 MIB = 2**20

@@ -23,10 +23,10 @@ from odb_factory.data.serialize import pack
 from odb_factory.model import attention, mixers
 from odb_factory.model.check import Verdict
 from odb_factory.planning import Cost
-from odb_factory.training import layout_check, layout_choice, layout_rules
-from odb_factory.training.layout_check import compare
-from odb_factory.training.layout_choice import resolve_layout
-from odb_factory.training.layout_trial import of_flat_batch
+from odb_factory.training import layout as layout_module
+from odb_factory.training import layout_check
+from odb_factory.training.layout import resolve_layout
+from odb_factory.training.layout_check import compare, of_flat_batch
 
 BUDGET = 256
 
@@ -38,8 +38,8 @@ def trainer_of(model: Any, folder: Path, **changes: Any) -> Trainer:
 
 def without_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the check of the real model is left."""
-    monkeypatch.setattr(layout_rules, "RULES", ())
-    monkeypatch.setattr(layout_choice, "check", lambda model, installs: Verdict())
+    monkeypatch.setattr(layout_module, "RULES", ())
+    monkeypatch.setattr(layout_module, "check", lambda model, installs: Verdict())
 
 
 def config(layout: str = "auto") -> ODBConfig:
@@ -98,7 +98,7 @@ def test_a_model_of_ones_own_is_refused(tmp_path: Path) -> None:
 
 def test_old_masks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.5.1+cu124")
-    monkeypatch.setattr(layout_rules.transformers, "__version__", "4.57.1")
+    monkeypatch.setattr(layout_module.transformers, "__version__", "4.57.1")
     trainer = trainer_of(make_model("llama", kernel="eager"), tmp_path)
     assert "torch >= 2.6" in resolve_layout(trainer, config()).reason
 

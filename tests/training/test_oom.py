@@ -22,10 +22,9 @@ from training.gradient_ranks import RECORD
 from training.oom_ranks import RESULTS, Short, train, zero
 
 from odb_factory import ConfigError, ODBConfig, ODBDataLoader
-from odb_factory.accounting.loss_weights import loss_of, token_weights
+from odb_factory.accounting.losses import loss_of, token_weights
 from odb_factory.config import LOSS_SCALINGS
-from odb_factory.data.parts import Part
-from odb_factory.data.samples import Measured, MicroBatch, Sample
+from odb_factory.data.samples import Measured, MicroBatch, Part, Sample
 from odb_factory.errors import CollectiveError, OutOfMemoryError
 from odb_factory.planning import Budget, Cost
 from odb_factory.training.oom import MemoryWatch, is_out_of_memory

@@ -12,7 +12,7 @@ from training.test_enable import FILL, make
 from transformers import Trainer, TrainerCallback
 
 from odb_factory import ConfigError, enable_odb
-from odb_factory.training.schedule import ScheduleClock, follow_clock
+from odb_factory.training.fill_schedule import ScheduleClock, follow_clock
 
 SHORT_THEN_LONG = [3] * 200 + [60] * 60
 

@@ -1,0 +1,307 @@
+"""The loss of a micro-batch: the weight of each unit in its optimizer step, and weighted token losses (I8, I9)."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from odb_factory.data.measure import IGNORE_INDEX
+from odb_factory.data.samples import MicroBatch
+from odb_factory.errors import ConfigError, DataError
+from odb_factory.model.head import WithoutLogits
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The weight of every unit within its optimizer step, and the loss that is made of them (I8, I9).
+# With `loss_scaling` one of these, a unit of sample s, which has n units, weighs
+#     stock     1 / (num_stock_means x stock_units of s)     what it weighs in stock training
+#     exact     1 / (units of the step)                       the mean over the units of the step
+#     sample    1 / (samples of the step x n)                 every sample weighs the same
+#     square    1 / (sum of the roots x sqrt(n))              a sample weighs the root of its units
+#     approx    as exact, with the micro-batch's share of the step's input tokens in place of its units
+#     none      1 / (micro-batches of all ranks x units of this one)      the mean of micro-batch means
+# All that is summed up is known from the plan, so no communication is needed.
+
+IN_BATCH = (
+    "compares the samples of a micro-batch with each other (in-batch negatives), and odb decides anew in each "
+    "optimizer step which samples share one; train without odb"
+)
+_IN_BATCH_LOSSES = (
+    "MultipleNegativesRankingLoss", "MultipleNegativesSymmetricRankingLoss", "CachedMultipleNegativesRankingLoss",
+    "CachedMultipleNegativesSymmetricRankingLoss", "GISTEmbedLoss", "CachedGISTEmbedLoss", "MegaBatchMarginLoss",
+    "BatchAllTripletLoss", "BatchHardTripletLoss", "BatchSemiHardTripletLoss", "BatchHardSoftMarginTripletLoss",
+    "CoSENTLoss", "AnglELoss", "ContrastiveTensionLossInBatchNegatives",
+)  # fmt: skip
+"""Classes of sentence-transformers."""
+
+
+def in_batch_loss(modules: Iterable[object]) -> str | None:
+    """The first of these whose loss is known to depend on which samples share a micro-batch."""
+    names = (type(module).__name__ for module in modules)
+    return next((name for name in names if name in _IN_BATCH_LOSSES), None)
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatchLoss:
+    """How the loss of a micro-batch is made: `scale` times the model's loss.
+
+    scale: the micro-batch's share of the loss of its optimizer step, times the ranks that gradients are averaged over;
+        0 on an idle micro-batch.
+    row_weights: None: the model's loss is its own mean over the units of the micro-batch. Else one number a
+        sample, which is a row or a segment of a flat one: in place of that mean goes the weighted one, the sum of
+        row weight x token loss (see `TokenLoss`). Rows without a sample (`row_multiple`) weigh 0.
+
+    Losses that a model adds to the one of its tokens (of the routers of a mixture of experts) are multiplied by `scale`
+    too: over an optimizer step their mean by the micro-batches' shares. Stock takes their plain mean over its own
+    micro-batches where its loss is a mean of means, and their sum where it is a mean over tokens; as they depend on
+    which samples meet in a micro-batch, no other cut of the same samples gives the very same.
+    """
+
+    scale: float
+    row_weights: tuple[float, ...] | None
+
+
+def token_weights(micro_batch: MicroBatch, loss_scaling: str, world_size: int) -> tuple[float, ...]:
+    """Of each sample of the micro-batch the weight of each of its units, times `world_size`; () if idle.
+
+    world_size: the data-parallel ranks, over which the engine averages gradients; it sums them over micro-batches.
+    """
+    if micro_batch.whole is not None:
+        planned = token_weights(micro_batch.whole, loss_scaling, world_size)
+        return tuple(planned[i] for i in micro_batch.numbers)
+    step, units = micro_batch.step, micro_batch.units
+    divisors: list[float]
+    match loss_scaling:
+        case "stock":
+            divisors = [step.num_stock_means * n for n in micro_batch.stock_units]
+        case "exact":
+            divisors = [step.units for _ in units]
+        case "sample":
+            divisors = [step.samples * n for n in units]
+        case "square":
+            divisors = [step.root_units * math.sqrt(n) for n in units]
+        case "approx":
+            divisors = [step.tokens * micro_batch.num_units / micro_batch.tokens for _ in units]
+        case _:
+            divisors = [step.num_active * micro_batch.num_units for _ in units]
+    return tuple(world_size / divisor for divisor in divisors)
+
+
+def micro_batch_loss(
+    micro_batch: MicroBatch, loss_scaling: str, world_size: int, filler_rows: int = 0
+) -> MicroBatchLoss:
+    """What the weights of `token_weights` make of the model's loss; its own mean wherever they are all equal."""
+    return loss_of(token_weights(micro_batch, loss_scaling, world_size), micro_batch.units, filler_rows)
+
+
+def loss_of(weights: Sequence[float], units: Sequence[int], filler_rows: int = 0) -> MicroBatchLoss:
+    """weights: of each sample that of each of its units (none: an idle micro-batch); units: how many it has.
+
+    filler_rows: of `Measured`; they weigh nothing.
+    """
+    if len(set(weights)) <= 1:
+        return MicroBatchLoss(weights[0] * sum(units) if weights else 0.0, None)
+    scale = sum(weight * n for weight, n in zip(weights, units))
+    return MicroBatchLoss(scale, (*(weight / scale for weight in weights), *[0.0] * filler_rows))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Weighted token losses: from logits, and in the forward of a transformers model, there without logits if it can be.
+
+
+def weighted_token_loss(
+    logits: Tensor,
+    labels: Tensor | None,
+    row_weights: Sequence[float],
+    *,
+    segments: Sequence[int] = (),
+    shift_labels: Tensor | None = None,
+    ignore_index: int = IGNORE_INDEX,
+) -> Tensor:
+    """Sum over the rows of row weight x the sum of the row's token losses, in float32 also in autocast (float64 stays).
+
+    logits: [rows, length, vocabulary]; labels: [rows, length], `ignore_index` where there is no loss. The token at t
+    predicts label t + 1, as in transformers' `ForCausalLMLoss`; shift_labels: labels that are shifted already.
+    row_weights: one a row; of a flat micro-batch one a sample. segments: of a flat one, as in `Measured`; what is
+    behind the samples weighs nothing.
+    The peak of memory is that of the mean: beside it stands one number a token. Nothing waits for the device.
+    Raises `DataError` where the logits are not those of these rows or segments.
+    """
+    rows, length = logits.shape[:2]
+    if segments and (rows, length) != (1, sum(segments)):
+        raise DataError(
+            f"the model computes its loss over logits of {rows} rows of {length} tokens and the micro-batch is one row "
+            f"of {sum(segments)}, so the weights of its samples cannot be told; set `loss_scaling: exact`."
+        )
+    if not segments and rows != len(row_weights):
+        raise DataError(
+            f"the model computes its loss over logits of {rows} rows and the micro-batch has {len(row_weights)} "
+            "samples, so their weights cannot be told; set `loss_scaling: exact`."
+        )
+    if shift_labels is None:
+        assert labels is not None
+        shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    with _without_autocast(logits.device.type):
+        logits = in_float32(logits)
+        targets = shift_labels.to(logits.device).reshape(-1)
+        losses = functional.cross_entropy(
+            logits.reshape(-1, logits.shape[-1]), targets, ignore_index=ignore_index, reduction="none"
+        )
+        weights = _to_device(_by_position(row_weights, segments), losses)
+        return (losses.view(rows, -1) * weights).sum()
+
+
+def _by_position(row_weights: Sequence[float], segments: Sequence[int]) -> np.ndarray:
+    """The weights as [rows, 1] or, of a flat row, as [1, length]."""
+    if not segments:
+        return np.asarray(row_weights, dtype=np.float64)[:, None]
+    return np.repeat([*row_weights, *[0.0] * (len(segments) - len(row_weights))], segments)[None]
+
+
+def in_float32(values: Tensor) -> Tensor:
+    """The values in float32, so that sums and products of losses do not round to bfloat16 or half; float64 stays."""
+    return values if values.dtype == torch.float64 else values.float()
+
+
+def sum_of_losses(losses: Sequence[Tensor], *, skip_non_finite: bool) -> Tensor:
+    """The loss of an optimizer step: the sum of the weighted losses of its micro-batches, in float32 (float64 stays).
+
+    losses: one scalar a micro-batch. skip_non_finite: NaN and infinite losses are left out unless all are, as the
+    Trainer's `logging_nan_inf_filter` does; it sees one loss an optimizer step here. Does not wait for the device.
+    """
+    stacked = in_float32(torch.stack(tuple(losses)))
+    total = stacked.sum()
+    if skip_non_finite:
+        finite = stacked.isfinite()
+        total = torch.where(finite.any(), stacked.where(finite, 0.0).sum(), total)
+    return total
+
+
+def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
+    """Autocast may round any product to bfloat16 or half; which products it does is different from device to device."""
+    if not torch.amp.is_autocast_available(device_type):  # the device "meta"
+        return contextlib.nullcontext()
+    return torch.autocast(device_type, enabled=False)
+
+
+def _to_device(values: np.ndarray, like: Tensor) -> Tensor:
+    """As a tensor where `like` is, of its type, without waiting for the device: from pinned memory, asynchronously."""
+    tensor = torch.as_tensor(values, dtype=like.dtype)
+    if like.device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(like.device, non_blocking=True)
+
+
+class TokenLoss:
+    """Lets a model's own forward compute the weighted loss, so that what it adds (of routers) stays in.
+
+    model: a transformers model, also wrapped by PEFT, DDP, FSDP, DeepSpeed or torch.compile. The loss is computed
+    without logits (`odb_factory.model.head`) where the model allows it. Otherwise causal models call
+    `self.loss_function(logits, labels, ...)`; while `weighing` lasts, that is this object. One object serves a whole
+    run. loss_scaling: the word that error messages name. needs_logits: why the logits are wanted, where they are.
+
+    Example::
+
+        token_loss = TokenLoss(model, "sample")
+        with token_loss.weighing(loss.row_weights, measured.segments, num_units):
+            output = model(**batch)
+        (output.loss * loss.scale).backward()
+    """
+
+    def __init__(self, model: nn.Module, loss_scaling: str, needs_logits: str | None = None):
+        self._loss_scaling = loss_scaling
+        models = [module for module in model.modules() if _has_loss_function(module)]
+        self._name = type(models[0] if models else model).__name__
+        self._models: list[Any] = [module for module in models if _is_causal(module)]
+        self._row_weights: Sequence[float] = ()
+        self._segments: Sequence[int] = ()
+        self._calls = 0
+        self.without_logits = WithoutLogits(model, needs_logits)
+
+    @contextlib.contextmanager
+    def weighing(
+        self,
+        row_weights: Sequence[float] | None,
+        segments: Sequence[int] = (),
+        num_units: int = 1,
+        num_supervised: int | None = None,
+    ) -> Iterator[None]:
+        """For one forward with labels. row_weights: one a row of the micro-batch; of a flat one, with these segments
+        (`Measured.segments`), one a sample; None: all tokens weigh 1 / num_units, as in the model's own mean.
+
+        num_supervised: tokens with a loss, if known. Raises `ConfigError` at the end where the model has computed its
+        loss otherwise and the weights differ.
+        """
+        weights: float | Tensor = 1 / num_units
+        if row_weights is not None:
+            weights = torch.from_numpy(_by_position(row_weights, segments))
+        with self.without_logits.weighing(weights, num_supervised), self._in_loss_function(row_weights, segments):
+            yield
+        if row_weights is not None and not self._calls and not self.without_logits.acted:
+            raise ConfigError(
+                f"odb.loss_scaling: {self._loss_scaling!r} gives the samples of a micro-batch different weights, and "
+                f"{self._name} computes its loss without transformers' ForCausalLMLoss (by a fused kernel such as "
+                "Liger's, or by code of its own), which odb does not replace: "
+                f"{self.without_logits.reason or 'its forward was not reached'}; set `loss_scaling: exact`, or turn "
+                "the kernel off."
+            )
+
+    @contextlib.contextmanager
+    def _in_loss_function(self, row_weights: Sequence[float] | None, segments: Sequence[int]) -> Iterator[None]:
+        self._calls = 0
+        if row_weights is None:
+            yield
+            return
+        self._row_weights, self._segments = row_weights, segments
+        own = [module.loss_function for module in self._models]
+        try:
+            for module in self._models:
+                module.loss_function = self
+            yield
+        finally:
+            for module, function in zip(self._models, own):
+                module.loss_function = function
+
+    def __call__(
+        self,
+        logits: Tensor,
+        labels: Tensor | None,
+        vocab_size: int | None = None,
+        num_items_in_batch: Any = None,
+        ignore_index: int = IGNORE_INDEX,
+        shift_labels: Tensor | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """What the model calls; the signature is that of `ForCausalLMLoss`."""
+        self._calls += 1
+        return weighted_token_loss(
+            logits,
+            labels,
+            self._row_weights,
+            segments=self._segments,
+            shift_labels=shift_labels,
+            ignore_index=ignore_index,
+        )
+
+
+def _has_loss_function(module: nn.Module) -> bool:
+    """Whether it is one of transformers' models and takes labels; a vision tower is one and does not."""
+    kind = type(module)  # whose forward says what it takes, however the module's own has been wrapped
+    function = getattr(kind, "loss_function", None)
+    return (
+        isinstance(function, property) and function.fset is not None and "labels" in signature(kind.forward).parameters
+    )
+
+
+def _is_causal(module: Any) -> bool:
+    from transformers.loss.loss_utils import LOSS_MAPPING  # heavy, and a loop of one's own may have no such model
+
+    return module.loss_function is LOSS_MAPPING["ForCausalLM"]

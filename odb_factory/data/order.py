@@ -1,0 +1,478 @@
+"""In which order rows are read: the shard of a rank, the reader of a stream, the optimizer steps of stock."""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset, Sampler, get_worker_info
+
+from odb_factory.comm.agreement import ranks_alike
+from odb_factory.config import ODBConfig
+from odb_factory.data.observe import ItemError, ObservedDataset, Observer
+from odb_factory.data.samples import Rejection, Sample
+from odb_factory.data.serialize import fingerprint, pack, unpack
+from odb_factory.data.worker import BusyRows, WorkerDataset
+from odb_factory.errors import ConfigError, DataError, one_line
+from odb_factory.planning import Budget, BufferMetadata, Collation
+from odb_factory.planning.plan import pool
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The order of an epoch, and the shard of it that one rank draws.
+
+FINGERPRINTED = 64
+DIFFERENT_ORDERS = (
+    "the ranks draw their samples in different orders ({}), so some would be lost and others trained on twice; give "
+    "every rank the same whole sampler, seeded alike (each takes its own share of it), not a share of it."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Where a rank begins in the order of an epoch.
+
+    done: bool a position of the order, what is left out (None: nothing).
+    replay: numbers in this rank's shard that come once more, in ascending order, before it goes on with number `first`.
+    stop: the position of the order before which it ends (None: its end).
+    block: positions of an optimizer step, for `ShardSampler.checksum_through` (0: none are kept).
+    """
+
+    done: np.ndarray | None = None
+    replay: tuple[int, ...] = ()
+    first: int = 0
+    stop: int | None = None
+    block: int = 0
+
+
+def shard(order: Iterable[Any], rank: int, world_size: int, start: Start) -> Iterator[tuple[int, Any]]:
+    """(position in the order, item) of what a rank draws: every `world_size`-th item of those that are left."""
+    left: Iterator[tuple[int, Any]] = enumerate(order)
+    if start.done is not None:
+        done = start.done
+        left = ((i, item) for i, item in left if i >= len(done) or not done[i])
+    mine = itertools.islice(left, rank, start.stop, world_size)
+    if not start.replay:
+        yield from itertools.islice(mine, start.first, None)
+        return
+    replay = set(start.replay)
+    for number, pair in enumerate(mine):
+        if number >= start.first or number in replay:
+            yield pair
+
+
+class ShardSampler(Sampler[int]):
+    """The shard of a rank in `sampler`: no padding, no index twice (I2).
+
+    start: where the next iteration begins. fingerprint: a checksum of the first indices of the order that was begun
+    last, to compare between ranks and runs. first: those indices, of all ranks.
+    """
+
+    def __init__(self, sampler: Any, rank: int, world_size: int):
+        self.sampler, self.rank, self.world_size = sampler, rank, world_size
+        self.start = Start()
+        self.fingerprint = 0
+        self.first: list[int] = []
+        self._checksums: dict[int, int] = {}
+
+    def peek(self) -> int:
+        """The fingerprint of the order that comes next, which stays the next."""
+        with self._generators_kept():
+            self._open()
+        return self.fingerprint
+
+    def whole(self) -> Iterator[int]:
+        """Indices of all ranks: the first of the order that was begun last, then those of an order drawn for this."""
+        yield from self.first
+        with self._generators_kept():
+            order = [int(index) for index in self.sampler]
+        yield from order
+
+    @contextmanager
+    def _generators_kept(self) -> Iterator[None]:
+        """An order that is drawn here leaves those to come as they would have been."""
+        generator = getattr(self.sampler, "generator", None)
+        before = None if generator is None else generator.get_state()
+        with torch.random.fork_rng(devices=[]):
+            yield
+        if generator is not None:
+            generator.set_state(before)
+
+    def __iter__(self) -> Iterator[int]:
+        self._checksums = {}
+        order = self._open()
+        if self.start.block:
+            order = itertools.chain.from_iterable(self._blocks(order, self.start.block))
+        return (index for _, index in shard(order, self.rank, self.world_size, self.start))
+
+    def _open(self) -> Iterator[int]:
+        order = map(int, self.sampler)
+        self.first = list(itertools.islice(order, FINGERPRINTED))
+        self.fingerprint = zlib.crc32(repr((len(self.sampler), self.first)).encode())
+        return itertools.chain(self.first, order)
+
+    def _blocks(self, order: Iterator[int], size: int) -> Iterator[list[int]]:
+        checksum = self.fingerprint
+        for number in itertools.count():
+            block = list(itertools.islice(order, size))
+            if not block:
+                return
+            checksum = zlib.crc32(np.array(block, dtype="<i8").tobytes(), checksum)
+            self._checksums[number] = checksum
+            yield block
+
+    def checksum_through(self, block: int) -> int:
+        """Of all indices of the order up to the end of this block, of which every rank has drawn its own.
+
+        No earlier block is asked for after it.
+        """
+        for earlier in [number for number in self._checksums if number < block]:
+            del self._checksums[earlier]
+        return self._checksums.get(block, self.fingerprint)
+
+    def common(self, place: tuple[int, ...]) -> int:
+        """What `compare` compares: a number made of the order and the place in it."""
+        return zlib.crc32(repr((self.fingerprint, place)).encode())
+
+    def compare(self, numbers: Sequence[int]) -> str | None:
+        """Why the ranks, with these numbers of `common`, cannot go on; None if they can."""
+        return DIFFERENT_ORDERS.format(ranks_alike(numbers)) if len(set(numbers)) > 1 else None
+
+    def set_epoch(self, epoch: int) -> None:
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A dataset that is iterated: one reader on each rank takes its share of it, observe workers are handed raw items.
+
+ITEMS_COMPARED = 16
+"""Of a stream, read ahead and held until they are observed."""
+DIFFERENT_STREAMS = (
+    "the ranks iterate different streams ({}), so samples would be lost: each takes its own share of the one stream "
+    "that all iterate alike; if the dataset gives every rank a part of its own, set already_split=True, else let it "
+    "yield the same items in the same order on every rank."
+)
+SAME_STREAMS = (
+    "already_split=True (or datasets.distributed.split_dataset_by_node), but ranks iterate the same stream ({}), so "
+    "each sample would be trained on several times; leave it out, or give each rank a part of its own."
+)
+
+
+def is_split_by_node(stream: Any) -> bool:
+    """Whether `datasets.distributed.split_dataset_by_node` has given each rank a part of it, or it says so itself.
+
+    Raises `ConfigError` for a release of `datasets` whose streams do not tell.
+    """
+    if type(stream).__module__.startswith("datasets.") and not hasattr(stream, "_distributed"):
+        raise ConfigError(
+            "dataset: this release of datasets does not tell whether split_dataset_by_node has split a stream, so parts"
+            " of it could be lost; say so yourself with already_split=True, or install datasets 4.0."
+        )
+    return getattr(stream, "already_split", False) or getattr(stream, "_distributed", None) is not None
+
+
+class StreamStart(NamedTuple):
+    """What a reader yields before the items. fingerprint: of the first items, 0 if there are none."""
+
+    fingerprint: int
+
+
+class RawItem(NamedTuple):
+    """An item as the dataset has yielded it.
+
+    id: its position in the stream. content: the item; packed if it goes to another process. problem: why it cannot.
+    """
+
+    id: int
+    content: Any
+    is_packed: bool = False
+    problem: str | None = None
+
+
+class StreamReader(WorkerDataset, IterableDataset):
+    """The share of a rank of a dataset that is iterated: raw items, a `StreamStart` before them.
+
+    The id of an item is its position in the stream. All ranks iterate the same stream, unless it is split between
+    them beforehand (`is_split`), and then each all of its own; the ranks compare their first items. One process reads,
+    however many observe what it has read, so that order and ids are the same. A resumed stream is read from its
+    beginning, what is done passed over: a state of its own, where it has one, may forget what waits in it (that of
+    `datasets` loses its shuffle buffer).
+    """
+
+    fingerprint = 0
+    """Of the order, for a state: a stream is not begun to find out what it will yield."""
+
+    def __init__(self, dataset: Any, rank: int, world_size: int, *, is_split: bool = False):
+        self.dataset = dataset
+        self.rank, self.world_size = rank, world_size
+        self.is_split = is_split or is_split_by_node(dataset)
+        self.start = Start()
+        self._begun = StreamStart(0)
+
+    def __iter__(self) -> Iterator[StreamStart | RawItem | Rejection]:
+        first: list[Any] = []
+        rest: Iterator[Any] = iter(())
+        try:
+            rest = iter(self.dataset)
+            first.extend(itertools.islice(rest, ITEMS_COMPARED))
+        except Exception as error:
+            rest = _raising(error)
+        yield StreamStart(fingerprint(first) if first else 0)
+        whole = (0, 1) if self.is_split else (self.rank, self.world_size)
+        pairs = shard(itertools.chain(first, rest), *whole, self.start)
+        position = -1
+        while True:
+            try:
+                position, item = next(pairs)
+            except StopIteration:
+                return
+            except Exception as error:
+                message = (
+                    f"the dataset raised an error while it was iterated, behind item {position}: {one_line(error)}; "
+                    "nothing can be read behind it, so mend the dataset (`on_error: skip` is for items alone)."
+                )
+                yield Rejection(position + 1, "unreadable", message, fatal=True)
+                return
+            yield _raw(position * self.world_size + self.rank if self.is_split else position, item)
+
+    def items(self, read: Iterable[Any]) -> Iterator[RawItem | Rejection]:
+        """What has been read, perhaps in a worker process, without the `StreamStart`, which is kept."""
+        for item in read:
+            if isinstance(item, StreamStart):
+                self._begun = item
+            else:
+                yield item
+
+    def common(self, place: tuple[int, ...]) -> int:
+        """What `compare` compares: a number made of the first items and, unless the stream is split, the place."""
+        return self._begun.fingerprint if self.is_split else zlib.crc32(repr((self._begun, place)).encode())
+
+    def compare(self, numbers: Sequence[int]) -> str | None:
+        """Why the ranks, with these numbers of `common`, cannot go on; None if they can."""
+        if self.is_split:
+            begun = [number for number in numbers if number]
+            return SAME_STREAMS.format(ranks_alike(numbers)) if len(set(begun)) < len(begun) else None
+        return DIFFERENT_STREAMS.format(ranks_alike(numbers)) if len(set(numbers)) > 1 else None
+
+    def peek(self) -> int:
+        return self.fingerprint
+
+    def checksum_through(self, block: int) -> int:
+        """Of a stream only the first items are compared."""
+        return 0
+
+    def set_epoch(self, epoch: int) -> None:
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+
+class Arriving:
+    """The batch sampler of the observe workers of a stream: the chunks that its reader hands on, as they come.
+
+    chunks: of the epoch that begins. ahead: chunks that torch asks for when it starts the workers, in the caller's
+    thread; those are empty, so that nobody waits there until the stream yields.
+    """
+
+    def __init__(self, reader: StreamReader, ahead: int):
+        self.reader, self.ahead = reader, ahead
+        self.chunks: Iterator[list[Any]] = iter(())
+
+    def __iter__(self) -> Iterator[list[RawItem | Rejection]]:
+        # Taken when the first is asked for, since torch makes an iterator that it does not use; and kept by nobody
+        # else, since leaving the epoch must end the process that reads.
+        chunks, self.chunks = self.chunks, iter(())
+        yield from itertools.repeat([], self.ahead)
+        for chunk in chunks:
+            yield list(self.reader.items(chunk))
+
+
+class ObservedItems(WorkerDataset):
+    """The dataset of the observe workers of a stream: `self[item]` is what becomes of a raw item, the index itself.
+
+    dataset: the user's, for `worker_init_fn` alone. It is there in a forked worker and not sent to any other.
+    """
+
+    def __init__(self, dataset: Any, observer: Observer, config: ODBConfig, budget: Budget, busy: BusyRows):
+        self.dataset = dataset
+        self._current = CurrentItem()
+        self._observed = ObservedDataset(self._current, observer, config, budget, busy)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        make, arguments, state = super().__reduce__()
+        return make, arguments, state | {"dataset": None}
+
+    def __getitem__(self, item: RawItem | Rejection) -> Sample | Rejection:
+        if isinstance(item, Rejection):
+            return item
+        self._current.raw = item
+        return self._observed[item.id]
+
+
+class CurrentItem:
+    """What an observer is given for a dataset: whatever index it asks for, it gets the item that is observed now."""
+
+    raw: RawItem
+
+    def __getitem__(self, index: int) -> Any:
+        if self.raw.problem is not None:
+            raise ItemError(
+                f"it cannot be sent to an observe worker ({self.raw.problem}); let it hold what pickle takes, or set "
+                "num_workers to 0."
+            )
+        return unpack(self.raw.content) if self.raw.is_packed else self.raw.content
+
+
+def _raw(id: int, item: Any) -> RawItem:
+    """Packed here where this process is a worker: a queue would tell nobody that it cannot pickle an item."""
+    if get_worker_info() is None:
+        return RawItem(id, item)
+    try:
+        return RawItem(id, pack(item), is_packed=True)
+    except Exception as error:
+        return RawItem(id, None, problem=one_line(error))
+
+
+def _raising(error: Exception) -> Iterator[Any]:
+    raise error
+    yield
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The optimizer steps of stock training: which samples they are made of, and what they weigh there.
+
+
+@dataclass(frozen=True, slots=True)
+class StockMean:
+    """What stock makes the loss of an optimizer step of: means over tokens.
+
+    over: each is the mean over the tokens of the whole "step", of a "rank", or of a "micro_batch".
+    divisor: the loss is the sum of these means divided by it; None: divided by their number.
+    counts_first: the mean counts the first label of a sample too, which no token predicts.
+    """
+
+    over: Literal["step", "rank", "micro_batch"] = "step"
+    divisor: int | None = None
+    counts_first: bool = True
+
+
+OF_STEP = StockMean()
+OF_MICRO_BATCH = StockMean("micro_batch", counts_first=False)
+"""Of a model that takes the mean itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StockSteps:
+    """The optimizer steps of stock training, which are kept.
+
+    global_batch_size: N, samples of an optimizer step on all ranks. batch_size: rows of a micro-batch of stock's.
+    world_size: data-parallel ranks. num_samples: of an epoch that are trained on (without those that `drop_last` leaves
+    out), None if nobody knows. not_trained: those that `drop_last` leaves out.
+    mean: what stock's loss is made of.
+    equal_weights: samples that stock weighs differently do not share a micro-batch.
+    is_split: every rank iterates a stream of its own.
+    """
+
+    global_batch_size: int
+    batch_size: int
+    world_size: int
+    num_samples: int | None
+    not_trained: int = 0
+    mean: StockMean = OF_STEP
+    equal_weights: bool = False
+    is_split: bool = False
+
+    @property
+    def steps_an_epoch(self) -> int | None:
+        return None if self.num_samples is None else -(-self.num_samples // self.global_batch_size)
+
+    def position(self, rank: int, number: int) -> int:
+        """Where the sample that this rank draws with this number stands in the order of all ranks."""
+        if not self.is_split:
+            return rank + number * self.world_size
+        micro_step, row = divmod(number, self.batch_size)
+        return (micro_step * self.world_size + rank) * self.batch_size + row
+
+    def first_number(self, rank: int, step: int) -> int:
+        """The number of the first sample that this rank draws for an optimizer step, or for one behind it."""
+        if self.is_split:
+            micro_steps, rest = divmod(step * self.global_batch_size, self.batch_size * self.world_size)
+            return micro_steps * self.batch_size + min(max(rest - rank * self.batch_size, 0), self.batch_size)
+        return max(0, -(-(step * self.global_batch_size - rank) // self.world_size))
+
+    def progress(self, step: int) -> float | None:
+        """Share of the epoch once this optimizer step is taken, as stock says it: in whole micro-steps of its own."""
+        if self.num_samples is None:
+            return None
+        of_all_ranks = self.batch_size * self.world_size
+        total = max(-(-self.num_samples // of_all_ranks), 1)
+        done, rest = divmod((step + 1) * self.global_batch_size, of_all_ranks)
+        return min(done + rest / of_all_ranks, total) / total
+
+
+class StockMeans(NamedTuple):
+    """Of each sample of an optimizer step (int64[len(rows)]): the tokens that stock divides its losses by (`units`),
+    how many of them are its own (`counted`), the number of that mean (`means`). num_means: that stock averages."""
+
+    units: np.ndarray
+    counted: np.ndarray
+    means: np.ndarray
+    num_means: int
+
+
+def stock_means(rows: np.ndarray, stock: StockSteps) -> StockMeans:
+    """What stock's loss divides by.
+
+    rows: all samples of an optimizer step, as `ROW`.
+    """
+    mean = stock.mean
+    counted = rows["units"].astype(np.int64)
+    if mean.counts_first:
+        counted += rows["leading_label"]
+    group = np.zeros(len(rows), dtype=np.int64)
+    if mean.over != "step":
+        group = rows["position"] // stock.batch_size
+    if mean.over == "rank":
+        group %= stock.world_size
+    tokens = np.bincount(group, weights=counted).astype(np.int64)
+    num_means = int(np.count_nonzero(tokens)) if mean.divisor is None else mean.divisor
+    return StockMeans(tokens[group], counted, group, num_means)
+
+
+def by_weight(buffers: Sequence[BufferMetadata], stock: StockSteps) -> list[BufferMetadata]:
+    """The same samples, of a modality of their own for each weight that stock gives, so that no group mixes them.
+
+    Weights differ where stock's micro-batches have different sizes: at the end of an epoch, and where rows were left
+    out.
+    """
+    rows, starts, _ = pool(buffers)
+    if not len(rows):
+        return list(buffers)
+    divisors = stock_means(rows, stock).units
+    kinds, kind = np.unique(np.stack((rows["modality"], divisors)), axis=1, return_inverse=True)
+    if kinds.shape[1] > np.iinfo(np.uint8).max:
+        raise DataError(f"stock would give the samples of an optimizer step {kinds.shape[1]} different weights")
+    rows["modality"] = kind.reshape(-1)
+    parts = [rows[start:end] for start, end in itertools.pairwise(starts)]
+    return [BufferMetadata(part, buffer.exhausted) for part, buffer in zip(parts, buffers)]
+
+
+def stock_input_tokens(rows: np.ndarray, stock: StockSteps, rank: int, collation: Collation) -> int:
+    """Padded tokens of the batches that stock would have collated on this rank of these samples (as `ROW`)."""
+    slots = rows["position"] // stock.batch_size
+    mine = np.flatnonzero(slots % stock.world_size == rank)
+    mine = mine[np.argsort(rows["position"][mine], kind="stable")]
+    total = 0
+    for batch in np.split(mine, np.flatnonzero(np.diff(slots[mine])) + 1):
+        if len(batch):
+            tokens = rows["row_tokens"][batch]
+            dummy_tokens, _ = collation.dummies(
+                int(rows["has_media"][batch].sum()), int(rows["has_audio"][batch].sum())
+            )
+            total += len(batch) * collation.length(int(tokens.max()), int(tokens[0]), dummy_tokens)
+    return total

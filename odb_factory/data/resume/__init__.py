@@ -1,1 +1,0 @@
-"""Where an epoch stands: kept as optimizer steps are consumed, written as a state, gone on from."""

@@ -1,0 +1,448 @@
+"""The two stages of an `ODBLoader`, each an ordinary torch DataLoader: one observes rows, one collates micro-batches.
+
+A dataset that is iterated has a third before them, which reads. All start their workers when an epoch begins, in the
+caller's thread, before the planning thread of that epoch runs: where workers are forked, no thread of ours that draws,
+plans or logs can hold a lock then. What still runs is the thread that watches the other ranks; it holds locks of its
+own store and of nothing that a worker uses. The same goes for workers that others fork in the middle of an epoch, such
+as those of transformers' evaluation: what the planning thread may hold just then is the locks of our queues, which they
+never touch; Python and libc make those of the interpreter, of logging and of memory anew in a forked process.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import queue
+import threading
+import warnings
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterator
+from pickle import PicklingError
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from odb_factory.comm.standing import waiting
+from odb_factory.config import ODBConfig
+from odb_factory.data.collate import GroupDataset
+from odb_factory.data.epoch import EpochPlanner
+from odb_factory.data.layout import FlatLayout, PaddedLayout
+from odb_factory.data.measure import DEFAULT_PATCH_SIZE, Measure, measure_batch
+from odb_factory.data.observe import ObservedDataset, Observer, where
+from odb_factory.data.order import Arriving, ObservedItems, ShardSampler, StreamReader
+from odb_factory.data.plan_process import PlanProcess
+from odb_factory.data.samples import Rejection, Sample, Task
+from odb_factory.data.step_agreement import CollateNotes, StepAgreement
+from odb_factory.data.worker import BusyRows, Picklable, WorkerInit, worker_seed
+from odb_factory.ending import LESS_MEMORY, why_worker_failed
+from odb_factory.errors import ConfigError, DataError, one_line
+from odb_factory.planning import Budget
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Run a generator ahead of its consumer, in one background thread that is always joined.
+
+POLL_S = 0.02
+
+
+class BackgroundPrefetcher:
+    """The items of `source`, produced by a daemon thread so many ahead; its exception is raised in `poll`.
+
+    An item is begun when there is room for it: what the source holds for one that waits is not held beside `ahead`.
+    The thread runs from `start` on, so that a caller can fork what it needs before.
+    """
+
+    def __init__(self, source: Generator[Any, None, None], ahead: int = 1):
+        self._items: queue.Queue = queue.Queue()
+        self._room = threading.Semaphore(ahead - 1)  # beside the first
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(source,), name="odb-planner", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def poll(self, timeout: float | None = POLL_S) -> Any:
+        """The next item. Raises `queue.Empty` if there is none within `timeout` seconds, StopIteration at the end."""
+        if self._thread.ident is None:
+            raise queue.Empty
+        item, error = self._items.get(timeout=timeout)
+        self._room.release()
+        if error is None:
+            return item
+        try:
+            raise error
+        finally:
+            del error  # a frame that holds the error it raised would keep both alive, and the workers with them
+
+    def stop(self) -> None:
+        """Let the thread end when it can."""
+        self._stop.set()
+
+    def close(self, timeout_s: float) -> None:
+        """Close the source and end the thread, within `timeout_s` if it is stuck in a worker or a peer."""
+        self.stop()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+
+    def _run(self, source: Generator[Any, None, None]) -> None:
+        try:
+            # A source that has not begun could not tell the other ranks, which wait for its first item, that it leaves.
+            self._items.put((next(source), None))
+            while self._has_room():
+                self._items.put((next(source), None))
+            source.close()
+        except BaseException as error:
+            if not self._stop.is_set():  # nobody would take it, and its frames hold the workers
+                self._items.put((None, error))
+
+    def _has_room(self) -> bool:
+        """Wait for it; False if the thread is to end."""
+        while not self._stop.is_set():
+            if self._room.acquire(timeout=POLL_S):
+                return True
+        return False
+
+
+class InlinePrefetcher:
+    """The same interface in the caller's own thread, for a loader without worker processes."""
+
+    def __init__(self, source: Generator[Any, None, None]):
+        self._source = source
+
+    def start(self) -> None:
+        pass
+
+    def poll(self, timeout: float | None = POLL_S) -> Any:
+        return next(self._source)
+
+    def stop(self) -> None:
+        pass
+
+    def close(self, timeout_s: float) -> None:
+        self._source.close()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Between the planner and the collating workers: one pass over an epoch, and the sampler that hands its tasks on.
+
+
+class Pass:
+    """One pass over an epoch: its planner, what is planned and not yet handed on, its batches, how it failed.
+
+    plans: the planner's lists of tasks, made ahead. agreement: of all ranks on its optimizer steps. process: where
+    planners compute, if not here.
+    in_flight: tasks handed on whose batches have not been taken yet; keeps_tasks: they are in `handed_on`, in order,
+    until somebody takes them out. epoch_steps: optimizer steps of the epoch as its first plan says.
+    """
+
+    def __init__(
+        self,
+        planner: EpochPlanner,
+        plans: BackgroundPrefetcher | InlinePrefetcher,
+        agreement: StepAgreement,
+        *,
+        process: PlanProcess | None = None,
+        keeps_tasks: bool = False,
+    ):
+        self.planner, self.plans, self.agreement = planner, plans, agreement
+        self.process, self.keeps_tasks = process, keeps_tasks
+        self.tasks: deque[Task] = deque()
+        self.handed_on: deque[Task] = deque()
+        self.in_flight = 0
+        self.batches: Iterator | None = None
+        self.error: Exception | None = None
+        self.epoch_steps = 0
+        self.taken = False
+
+    def stop(self) -> None:
+        """Let the threads end when they can."""
+        self.plans.stop()
+        self.agreement.stop()
+
+    def close(self, timeout_s: float) -> None:
+        self.stop()
+        self.plans.close(timeout_s)
+        self.agreement.close(timeout_s)
+        if self.process is not None:
+            self.process.close()
+        self.batches = None
+        self.tasks.clear()
+        self.handed_on.clear()
+
+    def hand_on(self) -> Task:
+        """The next task, to be collated."""
+        task = self.tasks.popleft()
+        self.in_flight += 1
+        if self.keeps_tasks:
+            self.handed_on.append(task)
+        return task
+
+
+class TaskSampler:
+    """The sampler of the collating loader: planned tasks, and None while there is none yet.
+
+    It waits a moment for a plan only if no batch is in flight, for torch asks here before it hands over one that is
+    ready. torch hands the tasks to its workers in turn; None comes once for each, so that a task always goes to the
+    same worker, whenever its plan was ready, and meets the same random numbers there (I6).
+    """
+
+    current: Pass
+
+    def __init__(self, num_workers: int):
+        self._num_workers = max(num_workers, 1)
+
+    def __iter__(self) -> Iterator[Task | None]:
+        current = self.current
+        while True:
+            while current.tasks:
+                yield current.hand_on()
+            try:
+                current.tasks.extend(current.plans.poll(0 if current.in_flight else POLL_S))
+            except queue.Empty:
+                yield from itertools.repeat(None, self._num_workers)
+            except StopIteration:
+                return
+            except Exception as error:
+                # Not through torch's frames, which would keep its workers alive with the traceback.
+                current.error = error
+                return
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+OBSERVE_CHUNK = 8
+"""Samples an observe worker hands over at a time: fewer messages, still a short first wait."""
+OBSERVES, COLLATES, READS = range(3)
+"""The stages, by which their workers draw other random numbers."""
+END = object()
+"""What `take` returns behind the last."""
+
+
+class LoaderWorkers:
+    """The DataLoaders that read, observe and collate, and the worker processes of all.
+
+    order: the rows of this rank, epoch by epoch; its `start` says where the next pass begins. feed: where tasks go in.
+    threaded: whether processes collate them. window: micro-batches that they collate ahead. notes: what they report
+    beside their batches.
+
+    read_row: observes a row of the dataset, by its number, in this process; None for a stream.
+
+    num_workers: observe workers, and as many collate workers where the config does not say. A dataset that is iterated
+    has one worker more, which reads it for all of them, begun anew in each epoch. persistent_workers, timeout (seconds
+    that a worker may take for its next result; 0: any), worker_init_fn, pin_memory and the others: as in torch, for all
+    stages; only what is collated is pinned. generator: torch's, whose seed is that of the workers (None: the global).
+    Raises `ConfigError` where what the workers need cannot be sent to them.
+    already_split: a dataset that is iterated gives every rank a part of its own.
+    with_boundaries: flat batches carry what `varlen_arguments` returns.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        sampler: Any,
+        observer: Observer,
+        collate_fn: Callable[[list[Any]], Any],
+        config: ODBConfig,
+        budget: Budget,
+        rank: int,
+        world_size: int,
+        patch_size: int = DEFAULT_PATCH_SIZE,
+        measure: Measure = measure_batch,
+        num_workers: int = 0,
+        prefetch_factor: int = 2,
+        persistent_workers: bool = False,
+        timeout: float = 0,
+        pin_memory: bool = False,
+        pin_memory_device: str = "",
+        multiprocessing_context: Any = None,
+        worker_init_fn: Callable[[int], None] | None = None,
+        generator: torch.Generator | None = None,
+        already_split: bool = False,
+        with_boundaries: bool = False,
+    ):
+        collate_workers = num_workers if config.collate_workers is None else config.collate_workers
+        self.feed = TaskSampler(collate_workers)
+        self.threaded = collate_workers > 0
+        self.notes: CollateNotes | None = None
+        self._collate_workers, self._persistent = collate_workers, persistent_workers
+        self.window = prefetch_factor * collate_workers
+        self._dataset, self._observer = dataset, observer
+        self._rank, self._generator, self._context = rank, generator, multiprocessing_context
+
+        self._observed, self.collated = BusyRows(num_workers), BusyRows(collate_workers)
+
+        def loader(source: Any, workers: int, **kwargs: Any) -> DataLoader:
+            if workers:
+                kwargs = {
+                    "persistent_workers": persistent_workers,
+                    "prefetch_factor": prefetch_factor,
+                    "timeout": timeout,
+                    "multiprocessing_context": multiprocessing_context,
+                    "worker_init_fn": WorkerInit(worker_init_fn),
+                } | kwargs
+            return DataLoader(source, num_workers=workers, collate_fn=_identity, generator=torch.Generator(), **kwargs)
+
+        self._reading: DataLoader | None = None
+        if sampler is None:
+            reader = StreamReader(dataset, rank, world_size, is_split=already_split)
+            # One that lives on would not hear of another epoch or state.
+            once = {"persistent_workers": False} if num_workers else {}
+            self._reading = loader(reader, min(num_workers, 1), batch_size=OBSERVE_CHUNK, **once)
+            items = ObservedItems(dataset, observer, config, budget, self._observed)
+            self._arriving = Arriving(reader, prefetch_factor * num_workers)
+            self.order: Any = reader
+            self.read_row: Callable[[int], Sample | Rejection] | None = None
+            self._observing: DataLoader | None = loader(items, num_workers, batch_sampler=self._arriving)
+            self._all_rows: Callable[[], Iterator[Sample | Rejection]] = functools.partial(_observed, dataset, items)
+        else:
+            rows = ObservedDataset(dataset, observer, config, budget, self._observed)
+            self.read_row = rows.__getitem__
+            self.order = ShardSampler(sampler, rank, world_size)
+            self._observing = loader(rows, num_workers, batch_size=OBSERVE_CHUNK, sampler=self.order)
+            self._all_rows = lambda: map(rows.__getitem__, self.order.whole())
+        made = budget.collation
+        layout: FlatLayout | PaddedLayout | None = None
+        if budget.layout == "flat":
+            layout = FlatLayout(
+                made.dummy_media_tokens,
+                budget.sizes,
+                with_boundaries,
+                made.dummy_audio_tokens,
+                made.rows,
+                made.batches,
+            )
+        elif budget.rounds_up:
+            layout = PaddedLayout(budget)
+        by_labels = getattr(observer, "counts_labels", True)
+        self.groups = GroupDataset(
+            Picklable(collate_fn, "collate_fn"),
+            patch_size,
+            dataset,
+            layout,
+            measure,
+            busy=self.collated,
+            budget=None if by_labels else budget,
+            skips=config.on_error == "skip",
+        )
+        self._collating: DataLoader | None = loader(
+            self.groups,
+            collate_workers,
+            sampler=self.feed,
+            batch_size=None,
+            pin_memory=pin_memory,
+            pin_memory_device=pin_memory_device,
+        )
+
+    @property
+    def is_closed(self) -> bool:
+        return self._observing is None
+
+    def observe(self, epoch: int) -> Iterator[Sample | Rejection]:
+        """The rows of this rank in the epoch that `order` is set to."""
+        if self._reading is not None:
+            self._arriving.chunks = _taken(self._start(self._reading, READS, epoch), "reads", BusyRows())
+        return itertools.chain.from_iterable(
+            _taken(self._start(self._observing, OBSERVES, epoch), "observes", self._observed)
+        )
+
+    def collate(self, epoch: int) -> Iterator[Any]:
+        """What becomes of the tasks of `feed`; to be asked with `take`."""
+        if self.threaded and (self.notes is None or not self._persistent):
+            self.notes = self.groups.notes = CollateNotes(self._collate_workers)
+        batches = self._start(self._collating, COLLATES, epoch)
+        if self.notes is not None:
+            self.notes.forget()
+        return batches
+
+    def plan(self) -> PlanProcess | None:
+        """What plans an epoch; None: the caller's own thread, for nothing here has processes."""
+        return PlanProcess(self._context) if self.threaded else None
+
+    def describe(self, index: int) -> str:
+        """Where a row comes from, for messages."""
+        return where(self._observer, self._dataset, index)
+
+    def usable_rows(self) -> Iterator[Sample]:
+        """The rows in the order of all ranks that can be trained on, observed in this process."""
+        return (row for row in self._all_rows() if isinstance(row, Sample))
+
+    def find_dummy_sample(self) -> Sample:
+        """The first usable row in the order of all ranks, for idle micro-batches of a rank whose shard had none."""
+        reasons: dict[int, str] = {}  # a row may be looked at twice
+        for row in self._all_rows():
+            if isinstance(row, Sample):
+                return row
+            reasons[row.id] = row.reason
+        unsupervised = "no token carries loss; cutoff_len may cut the answers off, and nothing would be learned"
+        named = [
+            f"{count} {reason}{f' ({unsupervised})' if reason == 'unsupervised' else ''}"
+            for reason, count in Counter(reasons.values()).items()
+        ]
+        raise DataError(
+            f"no row of the training dataset can be trained on: {', '.join(named) or 'it is empty'}; the "
+            "warnings above name the first of them."
+        )
+
+    def close(self) -> None:
+        """End the worker processes."""
+        self._observed.close()
+        self.collated.close()
+        self._reading = self._observing = self._collating = None
+        self.notes = self.groups.notes = None
+
+    def _start(self, loader: DataLoader | None, stage: int, epoch: int) -> Iterator[Any]:
+        """Begin an epoch; starts the workers, unless they live on.
+
+        Their seeds follow torch's global one, or that of the user's generator, of which nothing is drawn: a training
+        sees the same random numbers with and without us, and workers of an epoch the same after a resume.
+        """
+        assert loader is not None, "the loader has been closed"
+        seed = torch.initial_seed() if self._generator is None else self._generator.initial_seed()
+        loader.generator.manual_seed(worker_seed(seed, self._rank, stage, epoch))
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Got pickle error")  # torch says it before it raises
+                return iter(loader)
+        except (TypeError, AttributeError, PicklingError) as error:
+            context = loader.multiprocessing_context or torch.multiprocessing
+            if not loader.num_workers or context.get_start_method() == "fork":
+                raise
+            raise ConfigError(
+                f"dataset: {type(self._dataset).__name__}, or its observer, cannot be sent to a worker process, as the "
+                f"start methods 'spawn' and 'forkserver' have to ({one_line(error)}); make it picklable, choose 'fork' "
+                "(multiprocessing.set_start_method), or take no workers (num_workers and collate_workers 0)."
+            ) from None
+
+
+def take(batches: Iterator[Any], task: str, busy: BusyRows) -> Any:
+    """What the workers of a DataLoader give next, or `END`. busy: where they are.
+
+    Raises `DataError` where a worker has died or is not heard of; what a worker has raised is in its message.
+    """
+    try:
+        with waiting(functools.partial(busy.describe, task)):
+            return next(batches, END)
+    except (ConnectionError, EOFError, FileNotFoundError, MemoryError, RuntimeError) as error:
+        where, why = busy.describe(task), why_worker_failed(error)
+        if str(error).startswith("DataLoader timed out after"):
+            why = f"{str(error).rstrip('.')}; look for what it waits for, or raise `timeout`."
+        elif isinstance(error, ConnectionError | EOFError | FileNotFoundError):
+            why = f"a DataLoader worker was killed while it handed over its result ({one_line(error)}); {LESS_MEMORY}"
+        if why is None:
+            raise
+        raise DataError(f"nothing came from {where}: {why}") from None
+
+
+def _taken(batches: Iterator[Any], task: str, busy: BusyRows) -> Iterator[Any]:
+    return iter(functools.partial(take, batches, task, busy), END)
+
+
+def _observed(stream: Any, items: ObservedItems) -> Iterator[Sample | Rejection]:
+    """A stream from its beginning, read and observed in this process."""
+    reader = StreamReader(stream, 0, 1)
+    return (items[item] for item in reader.items(reader))
+
+
+def _identity(item: Any) -> Any:
+    return item

@@ -1,0 +1,302 @@
+"""KTO under LLaMA-Factory: its KL estimates, what its trainer logs, and what both rely on."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from odb_factory.data.collate import Collated
+from odb_factory.data.layout import UNPADDED
+from odb_factory.data.samples import MicroBatch
+from odb_factory.errors import ConfigError
+from odb_factory.model.unpad import FlatRows
+from odb_factory.training.pair_metrics import PreferenceMetrics, begins_step
+from odb_factory.training.run import Computing
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The KL estimates of KTO: those that stock takes over its own micro-steps, or one of the whole optimizer step.
+# The loss of an example depends on an estimate of the KL divergence from the reference model: the mean over examples
+# of the log-ratio of an answer to another prompt. Stock takes it over the micro-batches of all ranks in a micro-step.
+# Here examples meet in other micro-batches, so the forwards that stock runs within each micro-batch for it are run
+# for all micro-batches of the optimizer step before the first of them is trained on: as many as in stock, in another
+# order, and one reduction over ranks an optimizer step in place of one a micro-step.
+# With `loss_scaling: stock` every example has the estimate of the stock micro-step that it is in, so that its loss is
+# stock's; with every other one it has that of the optimizer step, so that the gradient is that of one large batch.
+
+REPLACED = ("forward", "concatenated_forward", "kto_loss")
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What the loss of each example of a micro-batch takes from those that it is estimated with; [examples], on device.
+
+    tags: whether it is a desirable one. kl: the estimate, at least 0. sft_factor: of the loss that `pref_ftx` adds,
+    (examples / desirable examples) squared of the batch that stock adds it in.
+    """
+
+    tags: Tensor
+    kl: Tensor
+    sft_factor: Tensor
+
+
+class StepKL:
+    """Estimates the KL divergence for the optimizer steps of a `CustomKTOTrainer` while a run is under way.
+
+    kl: the sum of the estimates of the last optimizer step. num_examples: its examples on all ranks, by their kind.
+    """
+
+    def __init__(self, trainer: Any):
+        self.trainer = trainer
+        self.kl = 0.0
+        self.num_examples = {"chosen": 0, "rejected": 0}
+        self._estimates: list[Estimate] = []
+        self._is_estimating = False
+
+    def install(self) -> None:
+        """Until `uninstall`, on this trainer alone."""
+        for name in REPLACED:
+            setattr(self.trainer, name, functools.partial(getattr(self, f"_{name}"), getattr(self.trainer, name)))
+        self.trainer.odb_before_step = self.estimate
+
+    def uninstall(self) -> None:
+        for name in (*REPLACED, "odb_before_step"):
+            vars(self.trainer).pop(name, None)
+
+    def estimate(self, model: Any, micro_batches: Sequence[Collated]) -> None:
+        """Run what is needed of all micro-batches of an optimizer step, idle ones too: ranks run forwards together."""
+        began = time.perf_counter()
+        model.train()
+        if callable(getattr(self.trainer.optimizer, "train", None)):  # of optimizers that average weights by themselves
+            self.trainer.optimizer.train()
+        self._is_estimating = True
+        try:
+            ratios = [self._log_ratios(model, batch) for _, _, batch in micro_batches]
+        finally:
+            self._is_estimating = False
+        ratio = torch.cat(ratios).cpu().double().split([len(one) for one in ratios])
+        sums = torch.zeros(3, self._num_batches, dtype=torch.float64)
+        for (micro_batch, _, batch), ratio_of in zip(micro_batches, ratio):
+            if not micro_batch.idle:
+                tags = batch["kto_tags"].cpu()
+                counted = torch.stack((torch.ones_like(ratio_of), tags.double(), ratio_of))
+                sums.index_add_(1, self._batch_of(micro_batch), counted)
+        device = self.trainer.accelerator.device
+        sums = self.trainer.accelerator.reduce(sums.float().to(device), "sum")
+        examples, chosen, total = sums
+        # An empty batch is NaN until it is left out.
+        steps = (total / examples).view(-1, self._num_ranks).nanmean(1).nan_to_num().clamp(min=0)
+        kl, sft_factor = steps.repeat_interleave(self._num_ranks), (examples / chosen.clamp(min=1)).square()
+        self._estimates = []
+        for micro_batch, _, batch in micro_batches:
+            of = self._batch_of(micro_batch).to(device) if not micro_batch.idle else 0
+            tags = batch["kto_tags"].to(device)
+            self._estimates.append(Estimate(tags, kl[of].expand(len(tags)), sft_factor[of].expand(len(tags))))
+        self.kl = steps.sum().item()
+        of_both, num_chosen = round(examples.sum().item()), round(chosen.sum().item())
+        self.num_examples = {"chosen": num_chosen, "rejected": of_both - num_chosen}
+        self.trainer.odb_run.loader.times.wait(time.perf_counter() - began)  # no micro-batch takes longer for it
+
+    @property
+    def _is_stock(self) -> bool:
+        return bool(self.trainer.odb_run.config.loss_scaling == "stock")
+
+    @property
+    def _num_ranks(self) -> int:
+        """Batches that an estimate is the mean of the means of."""
+        return int(self.trainer.args.world_size) if self._is_stock else 1
+
+    @property
+    def _num_batches(self) -> int:
+        """Stock's micro-batches of an optimizer step, of all ranks; or one that holds all examples."""
+        if not self._is_stock:
+            return 1
+        rows = int(self.trainer.args.per_device_train_batch_size) * self._num_ranks
+        return -(-int(self.trainer.odb_run.loader.global_batch_size) // rows) * self._num_ranks
+
+    def _batch_of(self, micro_batch: MicroBatch) -> Tensor:
+        """Of each example the number of its batch."""
+        if self._is_stock:
+            return torch.tensor(micro_batch.stock_batches)
+        return torch.zeros(len(micro_batch.ids), dtype=torch.long)
+
+    def _log_ratios(self, model: Any, batch: Mapping[str, Any]) -> Tensor:
+        """Of each answer to another prompt, the log-probability by the model less that by the reference; [examples]."""
+        needed = {key: value for key, value in batch.items() if f"kl_{key}" not in batch}
+        with torch.no_grad(), self.trainer.compute_loss_context_manager():
+            inputs = self.trainer._prepare_inputs(needed)
+            rows = inputs.pop(f"kl_{UNPADDED}", None)
+            with contextlib.nullcontext() if rows is None else self.trainer.odb_flat(FlatRows(**rows)):
+                policy = self.trainer.concatenated_forward(model, inputs)[4]
+                reference = self.trainer.compute_reference_log_probs(model, inputs)[2]
+        return policy - reference
+
+    # In place of methods of the trainer
+
+    @property
+    def _computing(self) -> Computing | None:
+        run = self.trainer.odb_run
+        return None if run is None else run.computing
+
+    def _forward(self, stock: Callable, model: Any, batch: Mapping[str, Any], prefix: str = "") -> Any:
+        """Of the two forwards that stock runs of a micro-batch the one that is needed now; both in an evaluation."""
+        if not self._is_estimating and self._computing is None:
+            return stock(model, batch, prefix=prefix)
+        if self._is_estimating == (prefix == "kl_"):
+            return stock(model, batch, prefix=prefix)
+        nothing = torch.zeros(len(batch["kto_tags"]), device=batch["kto_tags"].device)
+        return nothing, nothing, nothing
+
+    def _concatenated_forward(self, stock: Callable, model: Any, batch: Mapping[str, Any]) -> Any:
+        """The average log-probabilities of the desirable answers, which `pref_ftx` alone looks at, are weighed:
+        stock multiplies the sum of their losses by (examples / desirable examples) squared of a batch."""
+        *others, chosen_logps_avg = stock(model, batch)
+        if (computing := self._computing) is not None:
+            estimate, num, num_chosen = self._estimate(computing), len(batch["kto_tags"]), len(chosen_logps_avg)
+            chosen_logps_avg = chosen_logps_avg * estimate.sft_factor[estimate.tags] * (num_chosen / num) ** 2
+        return *others, chosen_logps_avg
+
+    def _kto_loss(
+        self,
+        stock: Callable,
+        policy_chosen: Tensor,
+        policy_rejected: Tensor,
+        policy_kl: Tensor,
+        reference_chosen: Tensor,
+        reference_rejected: Tensor,
+        reference_kl: Tensor,
+    ) -> Any:
+        """Stock's loss of log-ratios from which the estimate has been taken already, which it does first of all."""
+        if (computing := self._computing) is None:
+            return stock(policy_chosen, policy_rejected, policy_kl, reference_chosen, reference_rejected, reference_kl)
+        estimate = self._estimate(computing)
+        chosen, rejected = policy_chosen - reference_chosen, policy_rejected - reference_rejected
+        zero = torch.zeros_like
+        calculates, self.trainer.calculate_KL = self.trainer.calculate_KL, False  # and no reduction over ranks
+        try:
+            losses, _, _, kl = stock(
+                chosen - estimate.kl[estimate.tags],
+                rejected - estimate.kl[~estimate.tags],
+                zero(policy_kl),
+                zero(chosen),
+                zero(rejected),
+                zero(reference_kl),
+            )
+        finally:
+            self.trainer.calculate_KL = calculates
+        beta = self.trainer.beta
+        return losses, beta * chosen.detach(), beta * rejected.detach(), kl
+
+    def _estimate(self, computing: Computing) -> Estimate:
+        whole = self._estimates[computing.micro_batch.index]
+        mine = slice(computing.start, computing.start + max(len(computing.micro_batch.ids), 1))
+        return Estimate(whole.tags[mine], whole.kl[mine], whole.sft_factor[mine])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What LLaMA-Factory's trainer for KTO logs of its own, over what was trained.
+# It reduces the figures of the ranks as a vector without names, so every rank stores the same keys in the same order.
+
+KINDS = ("chosen", "rejected")
+KEYS_OF_A_KIND = ("rewards/{}_sum", "logps/{}_sum", "logits/{}_sum", "count/{}")
+
+
+class ExampleMetrics(PreferenceMetrics):
+    """Those of KTO: sums over the desirable and over the undesirable examples, which LLaMA-Factory adds up over ranks
+    and divides by their numbers. Stock says those of rank 0 alone.
+
+    `kl` is the sum of the estimates that were used (see `StepKL`), as stock's is the sum of its own.
+    """
+
+    counts = ("sums", "num_examples")
+
+    def __init__(self, trainer: Any, step_kl: StepKL):
+        super().__init__(trainer)
+        self.step_kl = step_kl
+        self.num_examples: Counter[str] = Counter()
+
+    def forget(self) -> None:
+        super().forget()
+        self.num_examples.clear()
+
+    def add(self, computing: Computing, metrics: dict[str, Any]) -> None:
+        if begins_step(computing):
+            self.num_examples.update(self.step_kl.num_examples)
+            self.sums["kl"] += self.step_kl.kl if self.trainer.args.process_index == 0 else 0.0
+        known = {key.format(kind) for key in KEYS_OF_A_KIND for kind in KINDS}
+        if unknown := metrics.keys() - known - {"kl"}:
+            raise ConfigError(
+                f"odb: the trainer for KTO makes the figures {', '.join(sorted(unknown))}, which are not known here; "
+                "install a supported release of LLaMA-Factory (`odb-factory doctor` names them)."
+            )
+        if not computing.micro_batch.idle:
+            for key in metrics.keys() & known:
+                self.sums[key] += metrics[key]
+
+    def figures(self) -> dict[str, float]:
+        # Of a kind that no rank has seen there must be no key: LLaMA-Factory divides by the number of its examples.
+        kinds = [kind for kind in KINDS if self.num_examples[kind]]
+        keys = [key.format(kind) for kind in kinds for key in KEYS_OF_A_KIND]
+        return {key: self.sums[key] for key in (*keys, "kl")}
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What `StepKL` relies on in LLaMA-Factory's trainer for KTO and in trl's, tried before training.
+
+PARAMETERS = {
+    "forward": ("model", "batch", "prefix"),
+    "concatenated_forward": ("model", "batch"),
+    "compute_reference_log_probs": ("model", "batch"),
+    "get_batch_loss_metrics": ("model", "batch"),
+    "kto_loss": (
+        "policy_chosen_logps", "policy_rejected_logps", "policy_KL_logps",
+        "reference_chosen_logps", "reference_rejected_logps", "reference_KL_logps",
+    ),
+}  # fmt: skip
+"""Methods of the trainer, and what they take first."""
+KL = 0.5
+
+
+def check_trainer(trainer: Any) -> None:
+    """Raises a one-line `ConfigError` where a method takes other arguments, or the loss is not one of the log-ratio
+    less the estimate. Ranks call it together."""
+    for name, expected in PARAMETERS.items():
+        method = getattr(trainer, name, None)
+        found = tuple(inspect.signature(method).parameters) if method is not None else ()
+        if found[: len(expected)] != expected:
+            _differs(f"{type(trainer).__name__}.{name} takes {', '.join(found) or 'nothing'}")
+    if not getattr(trainer, "calculate_KL", False):
+        _differs(f"{type(trainer).__name__}.calculate_KL is not True")
+    device = trainer.accelerator.device
+    chosen, rejected = torch.tensor([2.0, -1.0], device=device), torch.tensor([1.0, 0.25, -3.0], device=device)
+    examples = torch.full((5,), KL, device=device)
+    with torch.no_grad():
+        stock = _losses(trainer, chosen, rejected, examples)
+        trainer.calculate_KL = False
+        try:
+            ours = _losses(trainer, chosen - KL, rejected - KL, examples)
+        finally:
+            trainer.calculate_KL = True
+    if stock.shape != ours.shape or not torch.allclose(stock, ours) or not 0 < stock.std() < 1:
+        _differs(f"{type(trainer).__name__}.kto_loss is no loss of the log-ratios less the KL estimate")
+
+
+def _losses(trainer: Any, chosen: torch.Tensor, rejected: torch.Tensor, kl: torch.Tensor) -> torch.Tensor:
+    zero = torch.zeros_like
+    losses: torch.Tensor = trainer.kto_loss(chosen, rejected, kl, zero(chosen), zero(rejected), zero(kl))[0]
+    return losses
+
+
+def _differs(what: str) -> None:
+    raise ConfigError(
+        f"odb: {what}, so odb_factory could not estimate its KL divergence as this release means it; install a "
+        "supported release (`odb-factory doctor` names them)."
+    )

@@ -1,0 +1,501 @@
+"""LLaMA-Factory's stages of training: what each of them calls a sample, and what a sample costs.
+
+One `Stage` object each; `STAGES` has them by the name in the YAML. Nothing heavy is imported.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from odb_factory.data.measure import IGNORE_INDEX, count_patches, count_supervised, has_leading_label, measure_batch
+from odb_factory.data.samples import Measured
+from odb_factory.planning import Collation, Cost
+
+if TYPE_CHECKING:
+    from odb_factory.llamafactory.media import MediaObserver
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `Stage`: what differs between LLaMA-Factory's stages of training.
+
+MEDIA = ("images", "videos", "audios")
+PROBE_TOKENS = 8
+
+
+class Stage(ABC):
+    """One object a stage; it holds no state of a run, and is sent to worker processes.
+
+    collator: its class, among LLaMA-Factory's that take a template; other stages make theirs themselves.
+    name: as in the YAML. unit: what stock's loss is a mean over, for messages. column: what every processed row has.
+    dropped: why LLaMA-Factory's preprocessing leaves a row out. trainer: where its trainer is, module and class.
+    pads_to: its workflow has rows padded to a multiple of so many tokens.
+    takes_media: its collator does. equal_weights: the loss of a micro-batch is one mean whose units cannot be weighed
+    one by one, so samples that stock weighs differently do not share one.
+    prepares_steps: it looks at all micro-batches of an optimizer step before the first is trained on.
+    rows: that its collator makes of a sample. batches: of `Collation`.
+    """
+
+    name: str
+    unit: str
+    trainer: tuple[str, str]
+    collator: str
+    column: str = "input_ids"
+    dropped: str = "the turns do not end in one answer to a prompt"
+    pads_to: int = 8
+    takes_media: bool = True
+    equal_weights: bool = False
+    prepares_steps: bool = False
+    rows: int = 1
+    batches: tuple[str, ...] = ()
+
+    def of_training(self, finetuning_args: Any, tokenizer: Any) -> Stage:
+        """The stage as a training has it: what `cost` and `measure` know of its arguments."""
+        return self
+
+    def of_rows(self, data_args: Any, num_rows: int) -> Stage:
+        """The stage as a training dataset of so many rows has it: what `together` and `settings` know of it."""
+        return self
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """What ranks must have in common for their rows to be the same, beside the arguments that they compare."""
+        return {}
+
+    def refuse(self, value_of: Callable[..., Any]) -> str | None:
+        """Why an argument of this stage cannot be right, in one line; None: they can.
+
+        value_of(key, default): an argument of LLaMA-Factory's, as it stands in the YAML or as it has been read.
+        """
+        return None
+
+    def together(self, index: int) -> Sequence[int]:
+        """The rows that LLaMA-Factory's preprocessing must have in one batch to make this one; itself is the last."""
+        return (index,)
+
+    def preprocess(self, processor: Any, rows: Sequence[Mapping[str, Any]]) -> Mapping[str, list[Any]]:
+        """What LLaMA-Factory's dataset processor makes of a row: columns of one entry, or of none if it drops it.
+
+        rows: converted, those of `together`.
+        """
+        encoded: Mapping[str, list[Any]] = processor.preprocess_dataset(
+            {key: [value] for key, value in rows[-1].items()}
+        )
+        return encoded
+
+    def answers(self, features: Mapping[str, Any]) -> Sequence[list[int]]:
+        """The token ids of all that media placeholders were put into, in the order of preprocessing."""
+        return (features[self.column],)
+
+    @abstractmethod
+    def cost(self, features: Mapping[str, Any], media: MediaObserver) -> Cost:
+        """Of a processed row, as it will be collated."""
+
+    def measure(self, batch: Mapping[str, Any], patch_size: int = 14, segments: tuple[int, ...] = ()) -> Measured:
+        """Of a collated micro-batch. patch_size, segments: of `measure_batch`."""
+        return measure_batch(batch, patch_size, segments)
+
+    def make_collator(self, template: Any, tokenizer: Any, processor: Any) -> Any:
+        """As its workflow makes it, for a look before there is a model."""
+        from llamafactory.data import collator  # heavy, and not needed to check a YAML
+
+        make = getattr(collator, self.collator)
+        return make(
+            template=template,
+            tokenizer=tokenizer,
+            processor=processor,
+            pad_to_multiple_of=self.pads_to,
+            label_pad_token_id=IGNORE_INDEX,
+        )
+
+    @abstractmethod
+    def collation(self, collator: Any, patch_size: int) -> Collation:
+        """What this collator adds to a micro-batch; learnt by collating one short sample without media."""
+
+    def prepare(self, trainer: Any) -> Callable[[], None]:
+        """Change on a trainer what its run needs; returns what undoes it. Its evaluations must stay stock's."""
+        return lambda: None
+
+
+def media_cost(features: Mapping[str, Any], media: MediaObserver, input_ids: list[int]) -> dict[str, Any]:
+    """The arguments of `Cost` that media decide, where the collator takes those of a row once."""
+    images, videos, audios = (features.get(key) for key in MEDIA)
+    return {
+        "patches": media.count_patches(images, videos, audios, input_ids),
+        "has_media": media.has_media(images, videos),
+        "has_audio": bool(audios),
+    }
+
+
+def _dummies(collator: Any, sample: Mapping[str, Any], patch_size: int) -> tuple[int, int, int, int]:
+    """Tokens and patches of the fake image, then of the fake audio, that a collator injects.
+
+    sample: text of `PROBE_TOKENS` tokens, collated alone.
+    """
+    template = getattr(collator, "template", None)
+    if template is None:  # a collator of the user's own, which injects nothing
+        return 0, 0, 0, 0
+    unpadded = copy.copy(collator)
+    unpadded.pad_to_multiple_of = None
+    plugin = template.mm_plugin
+    both = _injected(unpadded, sample, patch_size)
+    if plugin.image_token is None:
+        image = (0, 0)
+    elif plugin.audio_token is None:
+        image = both
+    else:
+        without = copy.copy(unpadded)
+        without.get_rope_func = None  # positions are not asked for, and may need audio
+        without.template = copy.copy(template)
+        without.template.mm_plugin = copy.copy(plugin)
+        without.template.mm_plugin.audio_token = None
+        image = _injected(without, sample, patch_size)
+    return (*image, both[0] - image[0], both[1] - image[1])
+
+
+def _injected(collator: Any, sample: Mapping[str, Any], patch_size: int) -> tuple[int, int]:
+    """Tokens of the first row, and patches."""
+    batch = collator([copy.deepcopy(dict(sample))])
+    return batch["input_ids"].shape[1] - PROBE_TOKENS, count_patches(batch, patch_size)
+
+
+def probe_answer(collator: Any) -> dict[str, list[int]]:
+    """A short row of nothing but padding tokens. collator: one without a tokenizer is not asked to collate it."""
+    tokenizer = getattr(collator, "tokenizer", None)
+    return {
+        "input_ids": [0 if tokenizer is None else tokenizer.pad_token_id] * PROBE_TOKENS,
+        "attention_mask": [1] * PROBE_TOKENS,
+        "labels": [IGNORE_INDEX] * PROBE_TOKENS,
+    }
+
+
+def probe_collation(
+    collator: Any, sample: Mapping[str, Any], patch_size: int, rows: int = 1, batches: tuple[str, ...] = ()
+) -> Collation:
+    """What this collator makes of one sample of `PROBE_TOKENS` tokens without media. rows, batches: of `Collation`."""
+    image_tokens, image_patches, audio_tokens, audio_patches = _dummies(collator, sample, patch_size)
+    return Collation(
+        pad_to_multiple_of=getattr(collator, "pad_to_multiple_of", None) or 1,
+        dummy_media_tokens=image_tokens,
+        dummy_media_patches=image_patches,
+        dummy_audio_tokens=audio_tokens,
+        dummy_audio_patches=audio_patches,
+        rows=rows,
+        batches=batches,
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Stages whose loss is a mean over tokens: supervised fine-tuning and pre-training.
+
+
+class Sft(Stage):
+    """`stage: sft`."""
+
+    name = "sft"
+    unit = "supervised token"
+    trainer = ("llamafactory.train.sft.trainer", "CustomSeq2SeqTrainer")
+    collator = "SFTDataCollatorWith4DAttentionMask"
+
+    def cost(self, features: Mapping[str, Any], media: MediaObserver) -> Cost:
+        ids, labels = features["input_ids"], features["labels"]
+        return Cost(
+            tokens=len(ids),
+            units=count_supervised(labels),
+            leading_label=has_leading_label(labels),
+            **media_cost(features, media, ids),
+        )
+
+    def collation(self, collator: Any, patch_size: int) -> Collation:
+        return probe_collation(collator, probe_answer(collator), patch_size)
+
+
+class Pt(Stage):
+    """`stage: pt`: whole documents. Their labels are made by the collator, which masks every padding token, also those
+    of a tokenizer that pads with its end-of-text token."""
+
+    name = "pt"
+    unit = "supervised token"
+    trainer = ("llamafactory.train.pt.trainer", "CustomTrainer")
+    takes_media = False
+    pad_token_id: int | None = None
+
+    def of_training(self, finetuning_args: Any, tokenizer: Any) -> Pt:
+        stage = copy.copy(self)
+        stage.pad_token_id = tokenizer.pad_token_id
+        return stage
+
+    def answers(self, features: Mapping[str, Any]) -> Sequence[list[int]]:
+        return ()
+
+    def cost(self, features: Mapping[str, Any], media: MediaObserver) -> Cost:
+        ids = features["input_ids"]
+        return Cost(
+            tokens=len(ids),
+            units=len(ids) - 1 - ids[1:].count(self.pad_token_id),
+            leading_label=ids[0] != self.pad_token_id,
+            has_media=True,  # it brings none, and the collator adds none beside it
+        )
+
+    def make_collator(self, template: Any, tokenizer: Any, processor: Any) -> Any:
+        from transformers import DataCollatorForLanguageModeling
+
+        return DataCollatorForLanguageModeling(tokenizer=tokenizer, mlm=False)
+
+    def collation(self, collator: Any, patch_size: int) -> Collation:
+        return Collation(pad_to_multiple_of=getattr(collator, "pad_to_multiple_of", None) or 1)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Stages whose samples are pairs of a chosen and a rejected answer: reward models, and DPO with its variants.
+# The collator makes two rows of a pair, all chosen ones first, padded to one length: padded, a pair costs two rows of
+# the longer answer, and flat both answers. It brings its media twice. The loss is a mean over pairs.
+
+SIDES = ("chosen", "rejected")
+DIVIDES_BY_LENGTH = ("ipo", "orpo", "simpo")
+"""Losses (`pref_loss`) that take the mean log-probability of an answer, which an empty one does not have."""
+
+
+class Pairs(Stage):
+    unit = "pair"
+    column = "chosen_input_ids"
+    collator = "PairwiseDataCollatorWithPadding"
+    dropped = "the turns do not end in two answers to a prompt"
+    equal_weights = True
+    rows = len(SIDES)
+    batches = ("",)
+
+    def answers(self, features: Mapping[str, Any]) -> Sequence[list[int]]:
+        return [features[f"{side}_input_ids"] for side in SIDES]
+
+    def cost(self, features: Mapping[str, Any], media: MediaObserver) -> Cost:
+        once = media_cost(features, media, features["chosen_input_ids"])
+        lengths = [len(ids) for ids in self.answers(features)]
+        return Cost(
+            tokens=sum(lengths),
+            row_tokens=self.rows * max(lengths),
+            units=self._units(features),
+            **(once | {"patches": 2 * once["patches"]}),
+        )
+
+    def _units(self, features: Mapping[str, Any]) -> int:
+        return 1
+
+    def measure(self, batch: Mapping[str, Any], patch_size: int = 14, segments: tuple[int, ...] = ()) -> Measured:
+        """batch: as the collator returned it, also where it is laid flat for the model."""
+        found = measure_batch(batch, patch_size)
+        rows, length = (1, sum(segments)) if segments else (found.rows, found.length)
+        return Measured(rows, length, found.patches, found.rows // self.rows, segments)
+
+    def collation(self, collator: Any, patch_size: int) -> Collation:
+        answer = probe_answer(collator)
+        pair = {f"{side}_{name}": value for side in SIDES for name, value in answer.items()}
+        return probe_collation(collator, pair | dict.fromkeys(MEDIA), patch_size, self.rows, self.batches)
+
+
+class Rm(Pairs):
+    """`stage: rm`."""
+
+    name = "rm"
+    trainer = ("llamafactory.train.rm.trainer", "PairwiseTrainer")
+
+    def refuse(self, value_of: Callable[..., Any]) -> str | None:
+        if value_of("include_effective_tokens_per_second"):
+            return (
+                "include_effective_tokens_per_second: True would preprocess the whole dataset once more, as odb counts "
+                "the tokens of a pair with their padding; read odb/tokens_per_micro_step and remove the key."
+            )
+        return None
+
+
+class Dpo(Pairs):
+    """`stage: dpo`, with every `pref_loss`. Each micro-batch goes through the reference model as well, which keeps no
+    activations: budgets are those of the model that is trained."""
+
+    name = "dpo"
+    trainer = ("llamafactory.train.dpo.trainer", "CustomDPOTrainer")
+    needs_labels: tuple[str, ...] = ()
+
+    def of_training(self, finetuning_args: Any, tokenizer: Any) -> Stage:
+        stage = copy.copy(self)
+        if finetuning_args.pref_loss in DIVIDES_BY_LENGTH:
+            stage.needs_labels = SIDES
+        elif finetuning_args.pref_ftx > 0:
+            stage.needs_labels = ("chosen",)
+        return stage
+
+    def _units(self, features: Mapping[str, Any]) -> int:
+        """0 where an answer has no token left and the loss would divide by their number."""
+        return int(all(count_supervised(features[f"{side}_labels"]) for side in self.needs_labels))
+
+    def prepare(self, trainer: Any) -> Callable[[], None]:
+        from odb_factory.training.pair_metrics import PairMetrics
+
+        metrics = PairMetrics(trainer)
+        metrics.install()
+        return metrics.uninstall
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Which row's answer LLaMA-Factory pairs a row's prompt with, to estimate the KL divergence of KTO.
+# Its preprocessing goes through the training data in batches, `datasets.map` of `preprocessing_batch_size` rows
+# within each of `preprocessing_num_workers` shards, and gives every prompt the answer of the row before it in its
+# batch, the first one that of the last. Loading, mixing and splitting come before that pass and shuffling behind it,
+# and a row that the pass drops has lent its answer first: so the number of a row says which row its partner is,
+# without a pass.
+
+
+@dataclass(frozen=True, slots=True)
+class Partners:
+    """The partner of each row: `partners[row]`, a number of the same dataset.
+
+    num_rows: of the training dataset as it would be preprocessed. batch_size, num_shards: of the pass.
+
+    Example::
+
+        partners = Partners(num_rows=5, batch_size=2, num_shards=1)
+        [partners[row] for row in range(5)]  # [1, 0, 3, 2, 4]
+    """
+
+    num_rows: int
+    batch_size: int
+    num_shards: int
+
+    @classmethod
+    def of_pass(cls, num_rows: int, data_args: Any) -> Partners:
+        """data_args: LLaMA-Factory's. `datasets` uses no more shards than there are rows, and for no batch size one
+        batch a shard."""
+        num_shards = min(data_args.preprocessing_num_workers or 1, max(num_rows, 1))
+        batch_size = data_args.preprocessing_batch_size or 0
+        return cls(num_rows, batch_size if batch_size > 0 else max(num_rows, 1), num_shards)
+
+    def __getitem__(self, row: int) -> int:
+        first, end = self._shard(row)
+        first += (row - first) // self.batch_size * self.batch_size
+        return row - 1 if row > first else min(first + self.batch_size, end) - 1
+
+    def _shard(self, row: int) -> tuple[int, int]:
+        """[first, end) of the shard of a row: contiguous, as even as they can be, the longer ones first."""
+        size, num_longer = divmod(self.num_rows, self.num_shards)
+        in_longer = num_longer * (size + 1)
+        if row < in_longer:
+            first = row - row % (size + 1)
+            return first, first + size + 1
+        first = row - (row - in_longer) % size
+        return first, first + size
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Stage kto: examples that are desirable or not, each with an answer to another prompt to estimate a divergence from.
+# The collator makes two batches of the examples, of their own answers and of those others, which go through the model
+# one after the other: the budget bounds each of them, so an example costs the longer of its two rows. What is kept
+# for a backward, which is where memory goes, is kept of one only.
+
+NOT_HANDED_ON = ("videos", "audios")
+OF_BOTH_KINDS = "one preference type"
+
+
+class Kto(Stage):
+    """`stage: kto`. batches: what the columns of the two answers begin with."""
+
+    name = "kto"
+    unit = "example"
+    trainer = ("llamafactory.train.kto.trainer", "CustomKTOTrainer")
+    collator = "KTODataCollatorWithPadding"
+    equal_weights = True
+    prepares_steps = True
+    batches = ("", "kl_")
+    partners = Partners(num_rows=0, batch_size=1, num_shards=1)
+
+    def of_rows(self, data_args: Any, num_rows: int) -> Stage:
+        stage = copy.copy(self)
+        stage.partners = Partners.of_pass(num_rows, data_args)
+        return stage
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """The number of processes decides which rows are pairs."""
+        return {"shards of preprocessing (preprocessing_num_workers)": self.partners.num_shards}
+
+    def together(self, index: int) -> Sequence[int]:
+        partner = self.partners[index]
+        return (index,) if partner == index else (partner, index)
+
+    def preprocess(self, processor: Any, rows: Sequence[Mapping[str, Any]]) -> Mapping[str, list[Any]]:
+        """LLaMA-Factory gives the first prompt of a batch the last answer; here the partner's, which has no prompt."""
+        *partner, row = rows
+        examples = {key: [value] for key, value in row.items()}
+        if partner:
+            examples["_response"] = [row["_response"], partner[0]["_response"]]
+        logger = logging.getLogger(type(processor).__module__)
+        logger.addFilter(_is_about_rows)
+        try:
+            encoded: Mapping[str, list[Any]] = processor.preprocess_dataset(examples)
+        except IndexError:
+            if examples["_response"][-1]:
+                raise
+            raise ValueError(
+                "it is paired with the answer of the row before it, which has none; LLaMA-Factory itself fails there"
+            ) from None
+        finally:
+            logger.removeFilter(_is_about_rows)
+        return encoded
+
+    def answers(self, features: Mapping[str, Any]) -> Sequence[list[int]]:
+        return [features[f"{answer}input_ids"] for answer in self.batches]
+
+    def cost(self, features: Mapping[str, Any], media: MediaObserver) -> Cost:
+        for name in NOT_HANDED_ON:
+            if features.get(name):
+                raise ValueError(f"it has {name}, which LLaMA-Factory's trainer for KTO does not hand to the model")
+        answers = self.answers(features)
+        return Cost(tokens=max(map(len, answers)), units=1, **media_cost(features, media, answers[0]))
+
+    def measure(self, batch: Mapping[str, Any], patch_size: int = 14, segments: tuple[int, ...] = ()) -> Measured:
+        """Flat, the longer rows of all examples follow each other, as the plan counts them."""
+        found = measure_batch(batch, patch_size)
+        if not segments:
+            longer = max(found.length, batch["kl_input_ids"].shape[1])
+            return dataclasses.replace(found, length=longer, units=found.rows)
+        own, others = (batch[f"{answer}attention_mask"].sum(1) for answer in self.batches)
+        length = sum(segments) + int((others - own).clamp(min=0).sum())
+        return Measured(1, length, found.patches, found.rows, segments)
+
+    def collation(self, collator: Any, patch_size: int) -> Collation:
+        answer = probe_answer(collator)
+        example: dict[str, Any] = {f"{kind}{name}": value for kind in self.batches for name, value in answer.items()}
+        example |= dict.fromkeys(MEDIA) | {"kto_tags": True}
+        return probe_collation(collator, example, patch_size, batches=self.batches)
+
+    def prepare(self, trainer: Any) -> Callable[[], None]:
+        from odb_factory.llamafactory import kto
+        from odb_factory.llamafactory.kto import ExampleMetrics, StepKL
+
+        kto.check_trainer(trainer)
+        step_kl = StepKL(trainer)
+        metrics = ExampleMetrics(trainer, step_kl)
+        step_kl.install()
+        metrics.install()
+
+        def undo() -> None:
+            metrics.uninstall()
+            step_kl.uninstall()
+
+        return undo
+
+
+def _is_about_rows(record: logging.LogRecord) -> bool:
+    """Not the warning that a batch holds desirable or undesirable examples only, as a batch of one always does."""
+    return OF_BOTH_KINDS not in record.getMessage()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+STAGES: dict[str, Stage] = {stage.name: stage for stage in (Sft(), Pt(), Rm(), Dpo(), Kto())}
+
+__all__ = ["STAGES", "Stage"]

@@ -1,1 +1,0 @@
-"""How much memory a micro-batch takes: measured, modelled, estimated without an accelerator."""

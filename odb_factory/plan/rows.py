@@ -1,0 +1,297 @@
+"""The training rows of a YAML, opened by LLaMA-Factory's own functions, and the layout that they will have."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import itertools
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import datasets
+import torch
+from accelerate.data_loader import SeedableRandomSampler
+from llamafactory.data import get_dataset, get_template_and_fix_tokenizer, loader
+from llamafactory.model import load_config, load_tokenizer
+from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
+
+from odb_factory.data.observe import ObservedDataset, Observer
+from odb_factory.data.samples import Rejection
+from odb_factory.data.serialize import unpack
+from odb_factory.data.worker import WorkerDataset
+from odb_factory.errors import DataError, ODBError, one_line
+from odb_factory.llamafactory.attach import training_rows
+from odb_factory.llamafactory.block import why_not_flat
+from odb_factory.llamafactory.dataset import IndexedRows, OnlineDataset, RowObserver, TokenizedDataset
+from odb_factory.llamafactory.online_stream import OnlineStream, StreamObserver
+from odb_factory.llamafactory.stages import STAGES, Stage
+from odb_factory.plan.arguments import Asked
+from odb_factory.planning import Budget, Collation, Cost
+from odb_factory.training.layout import Layout, resolve_layout
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The training rows of a YAML, opened by LLaMA-Factory's own functions, and what one of them turns out to be.
+
+PREPROCESSED_AS = {"dpo": "rm"}
+"""What a workflow calls its stage when it asks for a dataset, where that is not its own name."""
+NEAR_THE_CUT = 0.9
+"""Rows of this share of cutoff_len and more are preprocessed once more without it."""
+UNCUT = 1 << 30
+NO_ROW = "corresponds to no data"
+"""What `datasets` says of a file without rows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """What a row turned out to be. source: the data set of the mix it is from.
+
+    cost: None where it is not trained on, for the `reason` (see `Rejection`), said in `message`. bytes: of its features
+    as they travel. uncut: its tokens as they would be without cutoff_len, 0 where it is not cut off.
+    """
+
+    index: int
+    source: str
+    cost: Cost | None = None
+    bytes: int = 0
+    uncut: int = 0
+    reason: str = ""
+    message: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """looked_at: `looked_at[index]` is what a row turned out to be. order: of the first epoch; of a stream the rows
+    that were read, for nobody knows its length. sources: the data sets of the mix. collation: what the collator adds.
+    dataset: what is trained on.
+    """
+
+    looked_at: LookedAt
+    order: list[int]
+    is_stream: bool
+    sources: tuple[str, ...]
+    stage: Stage
+    collation: Collation
+    dataset: Any
+    tokenizer: Any
+
+
+class LookedAt(WorkerDataset):
+    """Observes rows as a training does, and notes what else a plan tells of them."""
+
+    def __init__(self, observed: ObservedDataset, uncut: Any, cutoff_len: int, source: str):
+        self.dataset, self.observed = observed.dataset, observed
+        self.uncut, self.cutoff_len, self.source = uncut, cutoff_len, source
+
+    def __getitem__(self, index: int) -> Seen:
+        row = self.observed[index]
+        rows = getattr(self.dataset, "rows", None)
+        source = rows.dataset_name(index) if isinstance(rows, IndexedRows) else self.source
+        if isinstance(row, Rejection):
+            return Seen(index=index, source=source, reason=row.reason, message=row.message)
+        features = unpack(row.features)
+        return Seen(
+            index=index, source=source, cost=row.cost, bytes=len(row.features), uncut=self._uncut(index, features)
+        )
+
+    def _uncut(self, index: int, features: Mapping[str, Any]) -> int:
+        if self.uncut is None or max(_lengths(features)) < NEAR_THE_CUT * self.cutoff_len:
+            return 0
+        try:
+            whole = self.uncut[index]
+        except ValueError:  # what is wrong with it lies behind the cut
+            return self.cutoff_len
+        return max(_lengths(whole)) if sum(_lengths(whole)) > sum(_lengths(features)) else 0
+
+
+def _lengths(features: Mapping[str, Any]) -> list[int]:
+    return [len(ids) for key, ids in features.items() if key.endswith("input_ids")]
+
+
+def open_rows(asked: Asked, samples: int) -> Rows:
+    """samples: of a stream so many are read. Raises what a training would raise before it loads the model."""
+    model_args, data_args, training_args, finetuning_args = asked.parsed
+    name = finetuning_args.stage
+    tokenizer_module = load_tokenizer(model_args)
+    tokenizer, processor = tokenizer_module["tokenizer"], tokenizer_module["processor"]
+    template = get_template_and_fix_tokenizer(tokenizer, data_args)
+    stage_of_data = PREPROCESSED_AS.get(name, name)
+    with _no_evaluation(data_args), _silence(), _naming(data_args):  # it prints an example
+        found = get_dataset(template, *asked.parsed[:3], stage=stage_of_data, **tokenizer_module)["train_dataset"]
+    stage = STAGES[name].of_training(finetuning_args, tokenizer)
+    dataset = training_rows(found, stage, template, tokenizer, processor)
+    shards = is_deepspeed_zero3_enabled() or bool(training_args.fsdp)
+    of_rows = RowObserver(
+        dataset.media,
+        stage,
+        decode=asked.config.on_error == "skip",
+        model_type=load_config(model_args).model_type,
+        shards_parameters=asked.ranks > 1 and shards,
+    )
+    collation = stage.collation(stage.make_collator(template, tokenizer, processor), dataset.media.patch_size)
+    observer: Observer
+    if isinstance(dataset, OnlineStream):
+        rows: Any = list(itertools.islice(dataset, samples))
+        order = list(range(len(rows)))
+        observer = StreamObserver(of_rows, dataset.head)
+        uncut: Any = _StreamUncut(rows, _uncut(dataset.head))
+    else:
+        rows, order = dataset, _order(asked, dataset)
+        observer = of_rows
+        uncut = None if isinstance(dataset, TokenizedDataset) else _uncut(dataset)
+    # Whether a sample breaks a budget is asked for each budget.
+    config = dataclasses.replace(asked.config, overlong="singleton")
+    observed = ObservedDataset(rows, observer, config, Budget(asked.config.token_budget))
+    whole = ", ".join(data_args.dataset or [str(data_args.tokenized_path)])
+    indexed = getattr(dataset, "rows", None)
+    return Rows(
+        looked_at=LookedAt(observed, uncut, data_args.cutoff_len, whole),
+        order=order,
+        is_stream=isinstance(dataset, OnlineStream),
+        sources=indexed.dataset_names if isinstance(indexed, IndexedRows) else (whole,),
+        stage=stage,
+        collation=collation,
+        dataset=dataset,
+        tokenizer=tokenizer,
+    )
+
+
+def _order(asked: Asked, dataset: Any) -> list[int]:
+    """Of the first epoch, as the Trainer's sampler and ours have it."""
+    if asked.parsed.finetuning.disable_shuffling:
+        order = list(range(len(dataset)))
+    else:
+        sampler = SeedableRandomSampler(dataset, generator=torch.Generator(), data_seed=asked.seed)
+        sampler.set_epoch(0)
+        order = [int(index) for index in sampler]
+    if not asked.parsed.training.dataloader_drop_last:
+        return order
+    return order[: len(order) - len(order) % (asked.batch_size * asked.ranks)]
+
+
+def _uncut(online: OnlineDataset) -> OnlineDataset:
+    """The same rows as they would be if nothing were cut off."""
+    whole = copy.copy(online)
+    whole.processor = copy.copy(online.processor)
+    whole.processor.data_args = copy.copy(online.processor.data_args)
+    whole.processor.data_args.cutoff_len = UNCUT
+    return whole
+
+
+class _StreamUncut:
+    def __init__(self, rows: list[Any], head: OnlineDataset):
+        self.rows, self.head = rows, head
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.head.features_of([self.rows[index]])
+
+
+@contextlib.contextmanager
+def _no_evaluation(data_args: Any) -> Iterator[None]:
+    """Rows that are evaluated are held out and not preprocessed, and nothing is stored at tokenized_path."""
+    split = getattr(loader, "split_dataset", None)
+    if split is not None:  # else they are preprocessed, as in a training
+        loader.split_dataset = lambda *args, **kwargs: (split(*args, **kwargs)[0], {})
+    data_args.eval_dataset = None
+    path = data_args.tokenized_path
+    if path is not None and not os.path.isdir(path):
+        data_args.tokenized_path = None
+    try:
+        yield
+    finally:
+        if split is not None:
+            loader.split_dataset = split
+
+
+@contextlib.contextmanager
+def _naming(data_args: Any) -> Iterator[None]:
+    """An error of `datasets` does not say which data set it is about."""
+    try:
+        yield
+    except (ValueError, datasets.exceptions.DatasetsError) as error:
+        if isinstance(error, ODBError):
+            raise
+        which = f"dataset: {', '.join(data_args.dataset or [])}"
+        if NO_ROW in str(error):
+            one = "it" if len(data_args.dataset or []) == 1 else "one of them"
+            raise DataError(f"{which}: {one} has no row; take it out, or look at its file.") from error
+        raise DataError(f"{which}: cannot be read: {one_line(error).rstrip('.')}.") from error
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        yield
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Which layout the run would have: asked of the rules of a training, with the model's class and no weights.
+
+ACCELERATOR = torch.device("cuda")
+"""What a training is taken to run on, unless its YAML says `use_cpu`."""
+
+
+def layout_of(asked: Asked, rows: Rows) -> Layout:
+    """As resolved before training; what the check of a few real samples finds is not known.
+
+    Raises `ConfigError` where `layout: flat` is refused.
+    """
+    if asked.config.layout == "padded":
+        return resolve_layout(SimpleNamespace(train_dataset=rows.dataset, model=torch.nn.Module()), asked.config)
+    try:
+        with _quiet():
+            model = _without_weights(asked, rows.tokenizer)
+    except Exception as error:  # a model of its own code, or a release that builds it otherwise
+        name: Literal["flat", "padded"] = "flat" if asked.config.layout == "flat" else "padded"
+        return Layout(name, f"taken for granted, for the model cannot be built without its weights: {one_line(error)}")
+    trainer = SimpleNamespace(
+        model=model,
+        train_dataset=rows.dataset,
+        finetuning_args=asked.parsed.finetuning,
+        args=SimpleNamespace(
+            device=torch.device("cpu") if asked.uses_cpu else ACCELERATOR,
+            neftune_noise_alpha=asked.parsed.training.neftune_noise_alpha,
+            label_smoothing_factor=asked.parsed.training.label_smoothing_factor,
+            bf16=asked.parsed.training.bf16,
+            fp16=asked.parsed.training.fp16,
+        ),
+    )
+    layout = resolve_layout(trainer, asked.config, why_not_flat(trainer))
+    layout.undo()
+    return layout
+
+
+def _without_weights(asked: Asked, tokenizer: Any) -> Any:
+    """The base model as LLaMA-Factory builds it from its config, on torch's meta device."""
+    from llamafactory.model import load_model
+
+    model_args, finetuning_args = copy.copy(asked.parsed.model), copy.copy(asked.parsed.finetuning)
+    model_args.train_from_scratch = True  # from the config
+    for key in ("adapter_name_or_path", "quantization_bit", "mixture_of_depths"):
+        setattr(model_args, key, None)
+    model_args.enable_liger_kernel = model_args.print_param_status = False
+    finetuning_args.finetuning_type = "full"
+    deepspeed = getattr(asked.parsed.training, "hf_deepspeed_config", None)
+    unset_hf_deepspeed_config()  # with ZeRO-3 weights would be dealt out to ranks as they are made
+    try:
+        with torch.device("meta"):
+            return load_model(tokenizer, model_args, finetuning_args, is_trainable=True)
+    finally:
+        if deepspeed is not None:
+            set_hf_deepspeed_config(deepspeed)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """What is logged while the model is built concerns no training."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)

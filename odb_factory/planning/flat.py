@@ -1,0 +1,303 @@
+"""Samples and bins of a plan of flat micro-batches: what a sample adds to a bin, and how full bins shall be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from odb_factory.planning.cost import Budget, CostModel
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The samples of a plan of flat micro-batches: what each adds to a bin, and what a bin costs.
+# A flat micro-batch is a bin: its tokens, its patches and its squared lengths are sums over its samples.
+
+PATCHES_PER_TOKEN = 4
+"""Where the model does not say what a patch costs, so many cost as much as a token: vision towers merge 2 x 2."""
+LEAST_TOKEN_SHARE = 16
+"""Where tokens cost little or nothing they still count one part in so many: the budget is in tokens."""
+
+
+class Samples:
+    """Samples to put into bins. They stay within their class: ranks that share samples, and one modality.
+
+    table: array of `ROW`. index: the samples to take, as positions in `table` [n]. pool: of each of them the ranks it
+    may go to: one pool for all ranks that share their samples, or one for each rank [n].
+    slots: ranks that share a pool.
+
+    tokens, patches, has_media, has_audio follow `index` [n]. overlong: the sample breaks a budget alone, so it goes
+    alone [n].
+    sample_class: numbers of the classes, pool by pool [n].
+    """
+
+    def __init__(self, table: np.ndarray, index: np.ndarray, pool: np.ndarray, slots: int, budget: Budget):
+        rows = table[index]
+        self.table, self.index, self.pool, self.slots, self.budget = table, index, pool, slots, budget
+        self.tokens = rows["tokens"].astype(np.int64)
+        self.patches = rows["patches"].astype(np.int64)
+        self.has_media, self.has_audio = rows["has_media"], rows["has_audio"]
+        self.age = rows["age"].astype(np.int64)
+        modalities, modality = np.unique(rows["modality"], return_inverse=True)
+        self.num_modalities = max(len(modalities), 1)
+        self.sample_class = pool * self.num_modalities + modality
+        self.overlong = ~budget.holds_flat(self.measures)
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def of(self, chosen: np.ndarray) -> Samples:
+        """Some of them, as positions in these."""
+        return Samples(self.table, self.index[chosen], self.pool[chosen], self.slots, self.budget)
+
+    @cached_property
+    def measures(self) -> np.ndarray:
+        """Tokens, patches, squared length, and whether it has media and audio [n, 5]."""
+        columns = [self.tokens, self.patches, self.tokens**2, self.has_media, self.has_audio]
+        return np.stack(columns, axis=1, dtype=np.int64, casting="unsafe")
+
+    def sums(self, bin_of: np.ndarray, num_bins: int) -> np.ndarray:
+        """`measures` of each bin [bins, 5]."""
+        sums = np.zeros((num_bins, 5), dtype=np.int64)
+        np.add.at(sums, bin_of, self.measures)
+        return sums
+
+    def weigh(self, model: CostModel) -> CostModel:
+        """The model that bins are balanced by: `model`, with something for tokens and patches where it has nothing."""
+        tokens, patches, squares, *_ = (int(total) for total in self.measures.sum(axis=0))
+        rest = model.patch * patches + model.square * squares
+        token = max(model.token, -(-rest // (LEAST_TOKEN_SHARE * max(tokens, 1))), 1)
+        if model.patch or not patches:
+            return replace(model, token=token)
+        scale = PATCHES_PER_TOKEN
+        return CostModel(scale * model.fixed, scale * token, token, scale * model.square)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Bins for the samples of a plan: how many of each class, in which micro-steps, and how full they shall be.
+
+LARGEST_AMOUNT = 1 << 28
+"""Amounts are whole numbers of at most this, so that products of two do not overflow."""
+AMOUNT_OF_A_BIN = 1 << 20
+"""What an average bin holds, in these, if it is more."""
+MARGIN = 64
+"""Bins are aimed to be below the budget by one part in this many."""
+SHARE_BITS = 20
+"""Targets are scaled to the load of a class in fixed-point numbers of this precision."""
+
+
+@dataclass(frozen=True, eq=False)
+class Bins:
+    """Bins in the order of their classes, and what is to be balanced between them.
+
+    pool, bin_class, step: of each bin [bins]. frozen: it holds an overlong sample and nothing else [bins].
+    amounts: what each sample adds in each dimension, in one unit of cost [n, dimensions]; tokens come first.
+    targets: what each bin shall hold of it [bins, dimensions].
+    """
+
+    samples: Samples
+    pool: np.ndarray
+    bin_class: np.ndarray
+    step: np.ndarray
+    frozen: np.ndarray
+    amounts: np.ndarray
+    targets: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.pool)
+
+
+def fewest_flat_steps(samples: Samples) -> int:
+    """No cut into fewer micro-steps is within the budgets.
+
+    Of a class, all tokens must have room, and all patches; samples of more than half a bin cannot share one.
+    """
+    budget, ordinary = samples.budget, ~samples.overlong
+    num_classes = int(samples.sample_class.max(initial=-1)) + 1
+    needed = np.zeros(num_classes, dtype=np.int64)
+    np.maximum.at(needed, samples.sample_class[ordinary], 1)
+    for measure, most in ((samples.tokens, budget.token_budget), (samples.patches, budget.max_patches)):
+        if most is not None:
+            loads, halves = np.zeros((2, num_classes), dtype=np.int64)
+            np.add.at(loads, samples.sample_class[ordinary], measure[ordinary])
+            np.add.at(halves, samples.sample_class[ordinary], 2 * measure[ordinary] > most)
+            needed = np.maximum(np.maximum(needed, halves), -(-loads // max(most, 1)))
+    np.add.at(needed, samples.sample_class[samples.overlong], 1)
+    by_pool = np.zeros(num_classes, dtype=np.int64)
+    np.add.at(by_pool, np.arange(num_classes) // samples.num_modalities, needed)
+    return -(-int(by_pool.max()) // samples.slots)
+
+
+def make_bins(samples: Samples, num_steps: int, model: CostModel, *, dense: bool = False) -> Bins:
+    """Empty bins for this number of micro-steps: as many as there are slots, or samples if these are fewer.
+
+    Overlong samples get bins of their own in the first micro-steps, the longest first. dense: see `_heights`.
+    """
+    num_classes = int(samples.sample_class.max()) + 1
+    pool_of_class = np.arange(num_classes) // samples.num_modalities
+    num_overlong = np.bincount(samples.sample_class[samples.overlong], minlength=num_classes)
+    shared = _share_out(samples, num_steps, pool_of_class, num_overlong)
+    # In a pool bins for overlong samples come first; those of other classes take turns.
+    sizes = np.concatenate([num_overlong, shared])
+    of_class = np.tile(np.arange(num_classes), 2)
+    frozen = np.repeat(np.arange(2 * num_classes) < num_classes, sizes)
+    bin_class = np.repeat(of_class, sizes)
+    turn = np.arange(len(bin_class)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    turn = (2 * turn + 1) * AMOUNT_OF_A_BIN // np.maximum(2 * np.repeat(sizes, sizes), 1)
+    order = np.lexsort((bin_class, turn, ~frozen, pool_of_class[bin_class]))
+    pool = pool_of_class[bin_class[order]]
+    step = (np.arange(len(order)) - np.searchsorted(pool, pool)) // samples.slots
+    by_class = np.lexsort((step, ~frozen[order], bin_class[order]))
+    bin_class, frozen = bin_class[order][by_class], frozen[order][by_class]
+    pool, step = pool[by_class], step[by_class]
+    amounts, budgets = _amounts(samples, num_steps, model)
+    targets = np.stack(
+        [
+            _targets(samples, amount, most, pool, bin_class, step, frozen, dense)
+            for amount, most in zip(amounts.T, budgets)
+        ],
+        axis=1,
+    )
+    if num_classes == 1:
+        for d in range(1, targets.shape[1]):
+            targets[:, d] = _reachable_targets(samples, amounts[:, [0, d]], budgets[d], step, frozen, targets[:, 0])
+    return Bins(samples, pool, bin_class, step, frozen, amounts, targets)
+
+
+def _share_out(samples: Samples, num_steps: int, pool_of_class: np.ndarray, num_overlong: np.ndarray) -> np.ndarray:
+    """Bins for the ordinary samples of each class, by load (D'Hondt's method), at most one a sample [classes]."""
+    num_classes = len(pool_of_class)
+    count = np.bincount(samples.sample_class, minlength=num_classes) - num_overlong
+    taken = np.zeros(pool_of_class[-1] + 1, dtype=np.int64)
+    np.add.at(taken, pool_of_class, num_overlong)
+    room = np.maximum(num_steps * samples.slots - taken, 0)[pool_of_class]
+    if samples.num_modalities == 1:
+        fewer: np.ndarray = np.minimum(room, count)
+        return fewer
+    load = np.zeros(num_classes, dtype=np.int64)
+    np.add.at(load, samples.sample_class, np.where(samples.overlong, 0, samples.tokens))
+    shared = np.zeros(num_classes, dtype=np.int64)
+    for first in range(0, num_classes, samples.num_modalities):
+        own = np.s_[first : first + samples.num_modalities]
+        for _ in range(int(room[first])):
+            left = shared[own] < count[own]
+            if not left.any():
+                break
+            # A class without a bin comes first.
+            weight = np.where(shared[own] > 0, load[own] // np.maximum(shared[own], 1), load[own] + load[own].sum())
+            shared[first + int(np.where(left, weight, -1).argmax())] += 1
+    return shared
+
+
+def _amounts(samples: Samples, num_steps: int, model: CostModel) -> tuple[np.ndarray, list[int]]:
+    """`Bins.amounts`, and of each dimension the most that a bin may hold by the budgets."""
+    budget, measures = samples.budget, samples.measures
+    most = [budget.token_budget, budget.max_patches if budget.max_patches is not None else int(measures[:, 1].sum()), 0]
+    most[2] = budget.token_budget * int(samples.tokens.max())
+    weights = [model.token, model.patch, model.square]
+    totals = [weight * int(total) for weight, total in zip(weights, measures.sum(axis=0))]
+    kept = [0, *(d for d in (1, 2) if totals[d])]
+    unit = max(sum(totals) // (max(num_steps * samples.slots, 1) * (int(samples.pool.max()) + 1) * AMOUNT_OF_A_BIN), 1)
+    amounts = [np.minimum(weights[d] * measures[:, d] // unit, LARGEST_AMOUNT) for d in kept]
+    return np.stack(amounts, axis=1), [min(weights[d] * most[d] // unit, LARGEST_AMOUNT) for d in kept]
+
+
+def _targets(
+    samples: Samples,
+    amount: np.ndarray,
+    most: int,
+    pool: np.ndarray,
+    bin_class: np.ndarray,
+    step: np.ndarray,
+    frozen: np.ndarray,
+    dense: bool,
+) -> np.ndarray:
+    """Of one dimension [bins]: the heights of the micro-steps, scaled so that together they hold a class exactly."""
+    num_classes, num_pools = int(samples.sample_class.max()) + 1, int(samples.pool.max()) + 1
+    num_steps, ordinary = int(step.max(initial=0)) + 1, ~samples.overlong
+    bins_of = np.zeros((num_pools, num_steps), dtype=np.int64)
+    np.add.at(bins_of, (pool[~frozen], step[~frozen]), 1)
+    floor = _floor(samples, amount, most, step, frozen)
+    heights = np.minimum(_heights(amount[ordinary], samples.pool[ordinary], bins_of, floor, dense), aim(most))
+    targets = np.where(frozen, 0, heights[step])
+    load, planned = np.zeros((2, num_classes), dtype=np.int64)
+    np.add.at(load, samples.sample_class[ordinary], amount[ordinary])
+    np.add.at(planned, bin_class, targets)
+    num_bins = np.bincount(bin_class[~frozen], minlength=num_classes)
+    missing = np.maximum(load - planned, 0) // np.maximum(num_bins, 1)
+    share = np.minimum((load << SHARE_BITS) // np.maximum(planned, 1), 1 << SHARE_BITS)
+    return np.where(frozen, 0, (targets * share[bin_class] >> SHARE_BITS) + missing[bin_class])
+
+
+def aim(most: int) -> int:
+    """The target for a bin that may hold `most`: exchanges end near their target, not at it, and often above it."""
+    return most - most // MARGIN
+
+
+def _floor(samples: Samples, amount: np.ndarray, most: int, step: np.ndarray, frozen: np.ndarray) -> np.ndarray:
+    """How full the bins of each micro-step may be at no cost: all ranks wait for the overlong sample of one."""
+    has_overlong = np.bincount(step[frozen], minlength=int(step.max(initial=0)) + 1) > 0
+    floor: np.ndarray = np.where(has_overlong, min(most, int(amount[samples.overlong].max(initial=0))), 0)
+    return floor
+
+
+def _heights(amount: np.ndarray, pool: np.ndarray, bins_of: np.ndarray, floor: np.ndarray, dense: bool) -> np.ndarray:
+    """How full the fullest bin of each micro-step must be [micro-steps], as water finds its level.
+
+    A micro-step with a sample above the mean is as costly as that sample, and its other bins can be filled as high;
+    what is left is shared by the other micro-steps in the same way. Of the largest samples each bin of a micro-step
+    takes one; dense: as many as it is high, so that the micro-steps behind it may be lower than what they would take.
+
+    bins_of: of each pool in each micro-step.
+    """
+    num_pools, num_steps = bins_of.shape
+    order = np.lexsort((-amount, pool))
+    amount, pool = amount[order], pool[order]
+    first = np.searchsorted(pool, np.arange(num_pools + 1))
+    before = np.concatenate([[0], np.cumsum(amount)])
+    load, place, last = before[first[1:]] - before[first[:-1]], first[:-1].copy(), first[1:]
+    padded = np.append(amount, 0)
+    heights = np.zeros(num_steps, dtype=np.int64)
+    left = bins_of.sum(axis=1)
+    for k in range(num_steps):
+        longest = np.where(place < last, padded[np.minimum(place, len(amount))], 0)
+        height = np.maximum(np.maximum(-(-load // np.maximum(left, 1)), longest), floor[k])
+        heights[k] = int(np.where(bins_of[:, k] > 0, height, 0).max())
+        load = np.maximum(load - bins_of[:, k] * height, 0)
+        taken = place + bins_of[:, k]
+        if dense:
+            held = before[place] + bins_of[:, k] * np.minimum(height, LARGEST_AMOUNT)
+            taken = np.maximum(np.searchsorted(before, held, side="right") - 1, taken)
+        left, place = left - bins_of[:, k], np.minimum(taken, last)
+    return heights
+
+
+def _reachable_targets(
+    samples: Samples, amounts: np.ndarray, most: int, step: np.ndarray, frozen: np.ndarray, tokens: np.ndarray
+) -> np.ndarray:
+    """Targets of one dimension for samples of one class, such that tokens can reach theirs too [bins].
+
+    The samples with the largest amounts go first. A micro-step takes them until its bins are as high as its largest
+    sample or the mean requires, or until their tokens are used up.
+
+    amounts: tokens and the dimension in question [n, 2]. tokens: the targets for tokens [bins].
+    """
+    ordinary, num_steps = ~samples.overlong, int(step.max(initial=0)) + 1
+    own = amounts[ordinary]
+    own = own[np.argsort(-own[:, 1], kind="stable")]
+    before = np.zeros((len(own) + 1, 2), dtype=np.int64)
+    np.cumsum(own, axis=0, out=before[1:])
+    num_bins = np.bincount(step[~frozen], minlength=num_steps)
+    room = np.zeros(num_steps, dtype=np.int64)
+    np.add.at(room, step[~frozen], tokens[~frozen])
+    floor = _floor(samples, amounts[:, 1], most, step, frozen)
+    heights, start, left = np.zeros(num_steps, dtype=np.int64), 0, int(num_bins.sum())
+    for k in np.flatnonzero(num_bins).tolist():
+        rest = own[start:, 1]
+        height = min(max(int(rest.sum()) // left, int(rest.max(initial=0)), int(floor[k])), aim(most))
+        limits = before[start] + np.array([room[k], height * num_bins[k]])
+        ends = [int(np.searchsorted(before[:, d], limits[d], side="right")) - 1 for d in (0, 1)]
+        end = len(own) if left == num_bins[k] else max(min(ends), start)
+        heights[k] = (before[end, 1] - before[start, 1]) // num_bins[k]
+        start, left = end, left - int(num_bins[k])
+    return np.where(frozen, 0, heights[step])

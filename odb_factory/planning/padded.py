@@ -1,0 +1,559 @@
+"""Cut samples into padded micro-batches: pools, caps on the padded shape, and which groups run together."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from odb_factory.planning.cost import Budget, CostModel
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The order in which groups are cut out of the samples that a plan may choose from.
+
+MAX_WAIT_ROUNDS = 32
+"""A sample that was held back in so many rounds is overdue: it goes before all others."""
+AGING_DENOMINATOR = 256
+"""Until then each round raises the priority of a sample by one part in so many."""
+
+
+class Rows:
+    """Samples in the order in which groups are cut out of them: each modality by itself, from long to short.
+
+    A group is a stretch [start, end) of this order: neighbours differ little in length, so little is padded.
+
+    table: array of `ROW`. index: the samples to take, as positions in `table` [n]. pool: of each of them the pool it
+    belongs to [n]; groups never mix pools, and one pool follows the other (default: all in one).
+
+    index, length (padded row length in tokens) and the like follow the sorted order [n]. Those named `_before` are
+    sums over all samples before each position, and over all at the end [n + 1]. max_end: where a group that starts
+    here must end at the latest, for its pool, modality and patches. most_overdue: the position of the sample that is
+    overdue the longest, if one is.
+    """
+
+    def __init__(self, table: np.ndarray, index: np.ndarray, budget: Budget, pool: np.ndarray | None = None):
+        self.budget = budget
+        rows = table[index]
+        kind = rows["modality"].astype(np.int64)
+        if pool is not None:
+            kind += pool.astype(np.int64) << 8
+        order = np.lexsort((-rows["patches"], -rows["row_tokens"], kind))
+        self.index, rows, kind = index[order], rows[order], kind[order]
+        tokens, waited = rows["row_tokens"].astype(np.int64), rows["age"].astype(np.int64)
+        multiple = budget.collation.pad_to_multiple_of
+        length = budget.sizes.up(np.maximum(-(-tokens // multiple) * multiple, 1))
+        priority = tokens * (AGING_DENOMINATOR + np.minimum(waited, MAX_WAIT_ROUNDS))
+        summed = [priority, rows["patches"], rows["has_media"], rows["has_audio"], waited >= MAX_WAIT_ROUNDS]
+        self._columns = np.array([tokens, length, kind, waited, *summed], dtype=np.int64)
+        self._measure()
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def _measure(self) -> None:
+        self.tokens, self.length, kind, waited = self._columns[:4]
+        sums = np.zeros((len(self._columns) - 4, len(self) + 1), dtype=np.int64)
+        np.cumsum(self._columns[4:], axis=1, out=sums[:, 1:])
+        self.priority_before, self.patches_before, self.media_before, self.audio_before, self.overdue_before = sums
+        self.most_overdue = int(np.lexsort((self.index, -waited))[0]) if self.overdue_before[-1] else None
+        self.max_end = self._max_end(kind)
+
+    def _max_end(self, kind: np.ndarray) -> np.ndarray:
+        ends = np.searchsorted(kind, kind, side="right")
+        if self.budget.max_patches is not None:
+            most = self.patches_before[:-1] + self.budget.max_patches
+            within = np.searchsorted(self.patches_before, most, side="right") - 1
+            ends = np.minimum(ends, np.maximum(within, np.arange(len(kind)) + 1))
+        return ends
+
+    def without(self, start: int, end: int) -> None:
+        """Take a group out."""
+        gone = np.s_[start:end]
+        self.index, self._columns = np.delete(self.index, gone), np.delete(self._columns, gone, axis=1)
+        self._measure()
+
+    def group(self, start: int, end: int) -> np.ndarray:
+        """Its samples, the shortest first: dummy media added to the first row then rarely make it the longest."""
+        return self.index[start:end][::-1]
+
+    def shape(self, start: int, end: int) -> tuple[int, int, int]:
+        """(rows, padded row length in tokens, patches) of a group as collated."""
+        media = int(self.media_before[end] - self.media_before[start])
+        audio = int(self.audio_before[end] - self.audio_before[start])
+        collation = self.budget.collation
+        dummy_tokens, dummy_patches = collation.dummies(media, audio)
+        length = collation.length(int(self.tokens[start]), int(self.tokens[end - 1]), dummy_tokens)
+        length = self.budget.sizes.up(length)
+        patches = int(self.patches_before[end] - self.patches_before[start]) + dummy_patches
+        return self.budget.rows_of(end - start, length), length, patches
+
+    def shapes(self, starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """`shape` of many groups, none of them empty."""
+        collation, lengths = self.budget.collation, self.length[starts]
+        patches = self.patches_before[ends] - self.patches_before[starts]
+        if collation.has_dummies:
+            media = self.media_before[ends] - self.media_before[starts]
+            audio = self.audio_before[ends] - self.audio_before[starts]
+            dummy_tokens, dummy_patches = collation.dummies(media, audio)
+            first = self.tokens[ends - 1] + dummy_tokens
+            first = -(-first // collation.pad_to_multiple_of) * collation.pad_to_multiple_of
+            lengths, patches = np.maximum(lengths, self.budget.sizes.up(first)), patches + dummy_patches
+        return self.budget.rows_of(ends - starts, lengths), lengths, patches
+
+    def cost(self, start: int, end: int, model: CostModel) -> int:
+        """Of a group, in the unit of the model."""
+        rows, length, patches = self.shape(start, end)
+        return model.of(rows * length, patches, rows * length * length)
+
+    def costs(self, starts: np.ndarray, ends: np.ndarray, model: CostModel) -> np.ndarray:
+        """`cost` of many groups, none of them empty."""
+        rows, lengths, patches = self.shapes(starts, ends)
+        padded = rows * lengths
+        return model.of(padded, patches, padded * lengths)
+
+    def largest_fitting_end(self, start: int, end: int, token_cap: int) -> int:
+        """The end that a group of at most `token_cap` padded tokens can have, at most `end`, with one sample at least.
+
+        Both budgets are kept (I4): a group without media is made larger by what the collator adds to it.
+        """
+        while end - start > 1:
+            rows, length, patches = self.shape(start, end)
+            if rows * length <= token_cap and self.budget.holds(rows, length, patches):
+                break
+            # Fewer rows are never shorter, so this many is the most that can fit.
+            end = max(start + 1, min(end - 1, start + token_cap // max(length, 1)))
+        return end
+
+    def next_fit(self, token_cap: int) -> list[tuple[int, int]]:
+        """All of them in groups of at most `token_cap` padded tokens, each as large as it can be.
+
+        Next-fit decreasing (Johnson 1973), with the padded size of a bin instead of the sum.
+        """
+        ends = np.minimum(np.arange(len(self)) + np.maximum(token_cap // self.length, 1), self.max_end).tolist()
+        groups, start = [], 0
+        while start < len(ends):
+            end = self.largest_fitting_end(start, ends[start], token_cap)
+            groups.append((start, end))
+            start = end
+        return groups
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The samples of an optimizer step as pools that groups are cut from, and how large a group can be.
+# All arithmetic is on integers, so that every rank computes the same.
+
+NO_CAP = 1 << 62
+
+
+@dataclass(frozen=True, eq=False)
+class Pools:
+    """The samples of an optimizer step, in pools: one for all ranks that share their samples, or one for each rank.
+
+    rows: all samples, pool after pool. bounds: where each pool starts in them, and the end [pools + 1].
+    slots: groups that a pool gives to each micro-step: the number of ranks that share it.
+    """
+
+    rows: Rows
+    bounds: np.ndarray
+    slots: int
+    model: CostModel
+
+    @property
+    def starts(self) -> np.ndarray:
+        return self.bounds[:-1]
+
+    @property
+    def ends(self) -> np.ndarray:
+        return self.bounds[1:]
+
+    @cached_property
+    def pool_of(self) -> np.ndarray:
+        """The pool of each sample [n]."""
+        return np.repeat(np.arange(len(self.starts)), np.diff(self.bounds))
+
+    @cached_property
+    def single_costs(self) -> np.ndarray:
+        """What each sample costs alone [n]."""
+        starts = np.arange(len(self.rows))
+        costs: np.ndarray = self.rows.costs(starts, starts + 1, self.model)
+        return costs
+
+    @cached_property
+    def largest_ends(self) -> np.ndarray:
+        """The largest ends that the budgets allow [n + 1]."""
+        ends: np.ndarray = next_ends(self, np.array([[NO_CAP]]))[0]
+        return ends
+
+    @cached_property
+    def cap_range(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of each pool the lowest cap at which every sample can go alone, and the highest that any group asks for."""
+        low, high = np.zeros((2, len(self.starts)), dtype=np.int64)
+        np.maximum.at(low, self.pool_of, self.single_costs)
+        largest = self.rows.costs(np.arange(len(self.rows)), self.largest_ends[:-1], self.model)
+        np.maximum.at(high, self.pool_of, largest)
+        # A sample alone can cost more than one in a group: dummy media are added where there are no others.
+        return low, np.maximum(low, high)
+
+    @cached_property
+    def load(self) -> tuple[int, int]:
+        """What the fullest pool and the longest sample cost where nothing is padded, fixed costs left out."""
+        rows, model = self.rows, self.model
+        costs = model.of(rows.tokens, np.diff(rows.patches_before), rows.tokens * rows.tokens) - model.fixed
+        before = np.concatenate([[0], np.cumsum(costs)])
+        return int((before[self.ends] - before[self.starts]).max()), int(costs.max())
+
+
+def lower_bound(pools: Pools, num_steps: int) -> int:
+    """No cut into so many micro-steps is cheaper: the longest sample goes alone, or nothing is padded.
+
+    What can make a group cheaper than the sum of its samples is not counted (dummy media that are not needed).
+    """
+    load, longest = pools.load
+    return num_steps * pools.model.fixed + max(-(-load // pools.slots), longest)
+
+
+def next_ends(pools: Pools, caps: np.ndarray) -> np.ndarray:
+    """The largest end of a group within both budgets and a cap on its cost, for every start; an array [caps, n + 1].
+
+    caps: [caps, 1], or [1, n] for a cap of its own for every start. A sample that breaks a budget goes alone. A start
+    whose sample alone costs more than the cap is its own end: nothing can be cut there.
+    """
+    rows, model = pools.rows, pools.model
+    num_rows, budget = len(rows), rows.budget
+    starts, unlimited = np.arange(num_rows), np.int64(num_rows)
+    variable = caps - model.fixed
+
+    def most_rows(lengths: np.ndarray) -> np.ndarray:
+        unit = model.token * lengths + model.square * lengths * lengths
+        by_cost = np.where(unit > 0, variable // np.maximum(unit, 1), unlimited)
+        most: np.ndarray = budget.token_budget // lengths
+        return np.where(by_cost >= most, most, by_cost // budget.row_multiple * budget.row_multiple)
+
+    ends = np.minimum(starts + np.maximum(most_rows(rows.length), 1), rows.max_end)
+    starts = np.broadcast_to(starts, ends.shape)
+    if model.patch:
+        low, high = starts + 1, ends
+        while (low < high).any():
+            middle = (low + high + 1) // 2
+            fits = rows.costs(starts, middle, model) <= caps
+            low, high = np.where(fits, middle, low), np.where(fits, high, middle - 1)
+        ends = low
+    if budget.collation.has_dummies:
+        while True:
+            collated, lengths, patches = rows.shapes(starts, ends)
+            count, padded = ends - starts, collated * lengths
+            exceeds = (padded > budget.token_budget) | (model.of(padded, patches, padded * lengths) > caps)
+            if budget.max_patches is not None:
+                exceeds |= patches > budget.max_patches
+            exceeds &= count > 1
+            if not exceeds.any():
+                break
+            fewer = np.maximum(np.minimum(count - 1, most_rows(lengths)), 1)
+            ends = np.where(exceeds, starts + fewer, ends)
+    ends = np.where(pools.single_costs <= caps, ends, starts)
+    return np.concatenate([ends, np.full((len(ends), 1), num_rows)], axis=1)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Which groups run at the same time, and on which rank.
+
+Group = tuple[int, int]
+"""A stretch [start, end) of the sorted samples."""
+PoolGroup = tuple[int, np.ndarray]
+"""A pool and a group of its samples, as positions in the table."""
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """All samples in groups, each group in a micro-step.
+
+    starts, ends, pools, steps: of each group its stretch, its pool, and its micro-step [groups]; the groups of a pool
+    follow each other, the costliest first. cost: the sum over micro-steps of the costliest group.
+    """
+
+    starts: np.ndarray
+    ends: np.ndarray
+    pools: np.ndarray
+    steps: np.ndarray
+    cost: int
+
+
+def make_cut(pools: Pools, groups: list[list[Group]]) -> Cut:
+    """Match the groups of every pool by cost: the costliest of all pools go into the first micro-step, and so on.
+
+    Sorted order is the match for which the sum of the maxima is least; where costs are equal, patches decide.
+    groups: of each pool.
+    """
+    sizes = np.array([len(own) for own in groups])
+    pool = np.repeat(np.arange(len(groups)), sizes)
+    starts, ends = np.array([group for own in groups for group in own], dtype=np.int64).reshape(-1, 2).T
+    costs = pools.rows.costs(starts, ends, pools.model)
+    _, _, patches = pools.rows.shapes(starts, ends)
+    order = np.lexsort((starts, -patches, -costs, pool))
+    steps = (np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)) // pools.slots
+    largest = np.zeros(int(steps.max(initial=-1)) + 1, dtype=np.int64)
+    np.maximum.at(largest, steps, costs[order])
+    return Cut(starts[order], ends[order], pool, steps, int(largest.sum()))
+
+
+def assign_to_ranks(groups: Sequence[np.ndarray], owner_rank: np.ndarray, num_ranks: int) -> list[np.ndarray | None]:
+    """Give the groups of a micro-step to ranks, at most one to each: first where a rank holds most of a group.
+
+    groups: at most `num_ranks`, as positions in the table. owner_rank: of each position the rank that holds it.
+    """
+    assigned: list[np.ndarray | None] = [None] * num_ranks
+    which = np.repeat(np.arange(len(groups)), [len(group) for group in groups])
+    pairs, counts = np.unique(which * num_ranks + owner_rank[np.concatenate(groups)], return_counts=True)
+    left = dict.fromkeys(range(len(groups)))
+    for pair in pairs[np.argsort(-counts, kind="stable")].tolist():
+        group, rank = divmod(pair, num_ranks)
+        if assigned[rank] is None and group in left:
+            assigned[rank] = groups[group]
+            del left[group]
+    free = (rank for rank in range(num_ranks) if assigned[rank] is None)
+    for group, rank in zip(left, free):
+        assigned[rank] = groups[group]
+    return assigned
+
+
+def place(
+    groups: Sequence[PoolGroup], owner_rank: np.ndarray, num_ranks: int, *, balance: bool
+) -> list[np.ndarray | None]:
+    """The group of each rank in a micro-step: any group (`assign_to_ranks`), or, without balance, that of its pool."""
+    if balance:
+        return assign_to_ranks([group for _, group in groups], owner_rank, num_ranks)
+    of_rank = dict(groups)
+    return [of_rank.get(rank) for rank in range(num_ranks)]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Ways to cut all samples of an optimizer step into groups for K micro-steps.
+# Ranks wait for the costliest group of a micro-step. So a micro-step is given a *cap* on the cost of its groups, and
+# a cut is found by walking through the sorted samples and making each group as large as the cap allows.
+
+PRECISION = 12
+"""The one cap is searched to one part in 2 ** PRECISION."""
+MAX_SLOTS = 4
+"""Micro-steps are stretches of the sorted samples where no more ranks share them."""
+MIN_CAPS, MAX_CAPS, MAX_STATES, FINER_CAPS = 32, 256, 1 << 18, 16
+"""Caps of single micro-steps are tried at so many values; at fewer, or not at all, for very many samples. Those that
+are used are then tried at so many more."""
+
+
+def walk(ends: list[int], start: int, end: int) -> list[Group]:
+    """The groups from `start` on, each as large as it can be."""
+    groups = []
+    while start < end:
+        assert ends[start] > start
+        groups.append((start, ends[start]))
+        start = ends[start]
+    return groups
+
+
+def _after(ends: np.ndarray, num_groups: int) -> np.ndarray:
+    """Where so many groups lead to, from every start [caps, n + 1]: the walk is doubled as often as needed."""
+    reached = np.broadcast_to(np.arange(ends.shape[1]), ends.shape)
+    while num_groups:
+        if num_groups & 1:
+            reached = np.take_along_axis(ends, reached, axis=1)
+        num_groups >>= 1
+        if num_groups:
+            ends = np.take_along_axis(ends, ends, axis=1)
+    return reached
+
+
+def fewest_steps(pools: Pools) -> int:
+    """The least K that the budgets allow."""
+    ends = pools.largest_ends.tolist()
+    bounds = zip(pools.starts.tolist(), pools.ends.tolist())
+    return max(-(-len(walk(ends, start, end)) // pools.slots) for start, end in bounds)
+
+
+def cut_by_one_cap(pools: Pools, num_steps: int) -> Cut:
+    """All micro-steps have one cap, the lowest at which the samples of a pool fit into their slots (bisection).
+
+    This is multiprocessor scheduling by the dual of bin packing (MULTIFIT: Coffman, Garey and Johnson 1978).
+    """
+    slots = num_steps * pools.slots
+    low, high = pools.cap_range
+    while (searching := (high - low) << PRECISION > high).any():
+        middle = (low + high) // 2
+        tried = next_ends(pools, middle[pools.pool_of][None])
+        fits = _after(tried, slots)[0, pools.starts] >= pools.ends
+        low, high = np.where(searching & ~fits, middle + 1, low), np.where(searching & fits, middle, high)
+    chosen = next_ends(pools, high[pools.pool_of][None])[0].tolist()
+    groups = [walk(chosen, *bounds) for bounds in zip(pools.starts.tolist(), pools.ends.tolist())]
+    return fill_slots(pools, groups, slots)
+
+
+def cut_by_stretches(pools: Pools) -> Cut | None:
+    """Of one pool: each micro-step takes the samples that follow, with a cap of its own (shortest path).
+
+    Best where few ranks share the samples; for a single rank, which waits for nobody, it is the cheapest cut of all,
+    but for the values of caps that are tried.
+    """
+    rows, model = pools.rows, pools.model
+    starts, highest = np.arange(len(rows)), int(pools.cap_range[1].max())
+    num_caps = min(MAX_CAPS, MAX_STATES // len(rows))
+    if num_caps < MIN_CAPS or pools.slots > MAX_SLOTS or highest <= model.fixed:
+        return None
+    spacing = -(-(highest - model.fixed) // num_caps)
+    caps = np.arange(highest, model.fixed, -max(spacing, 1))
+    while True:
+        ends = next_ends(pools, caps[:, None])
+        following = _after(ends, pools.slots)
+        costs = np.where(following[:, :-1] > starts, caps[:, None], NO_CAP)
+        least, chosen = np.zeros(len(rows) + 1, dtype=np.int64), [0] * len(rows)
+        for start in range(len(rows) - 1, -1, -1):
+            total = costs[:, start] + least[following[:, start]]
+            chosen[start] = int(total.argmin())
+            least[start] = total[chosen[start]]
+        start, groups, used = 0, [], set()
+        while start < len(rows):
+            cap, end = chosen[start], int(following[chosen[start], start])
+            groups += walk(ends[cap].tolist(), start, end)
+            used.add(int(caps[cap]))
+            start = end
+        finer = min(FINER_CAPS, MAX_STATES // (len(rows) * len(used)))
+        if spacing <= 1 or finer <= 1:
+            return fill_slots(pools, [groups], -(-len(groups) // pools.slots) * pools.slots)
+        # Once more, with the values between those that were used and the next lower ones.
+        between = spacing * np.arange(finer) // finer
+        caps, spacing = np.unique(np.array(sorted(used))[:, None] - between)[::-1], 1
+        caps = np.append(highest, caps[(caps > model.fixed) & (caps < highest)])
+
+
+def fill_slots(pools: Pools, groups: list[list[Group]], slots: int) -> Cut:
+    """The cut with groups split until every slot has one, as far as there are samples: no rank idles without need."""
+    return make_cut(pools, [split_to_fill_slots(pools.rows, own, slots) for own in groups])
+
+
+def split_to_fill_slots(rows: Rows, groups: list[Group], slots: int) -> list[Group]:
+    """Split groups, the one with most rows first, until there are `slots` of them or none can be split."""
+    grows = rows.budget.collation.has_dummies
+    heap = [(start - end, start, end) for start, end in groups]
+    heapq.heapify(heap)
+    whole: list[Group] = []
+    while heap and len(heap) + len(whole) < slots and heap[0][0] < -1:
+        _, start, end = heapq.heappop(heap)
+        # A half without the media of the whole gets dummy media, which may be too much for it. Then the longest or the
+        # shortest goes alone: the media are not in both, and what keeps them fits as it did. Where both audio and other
+        # media are told apart, even that may be too much.
+        places = ((start + end) // 2, start + 1, end - 1)
+        middles = (k for k in places if not grows or (_fits(rows, start, k) and _fits(rows, k, end)))
+        middle = next(middles, None)
+        if middle is None:
+            whole.append((start, end))
+            continue
+        for half in ((start, middle), (middle, end)):
+            heapq.heappush(heap, (half[0] - half[1], *half))
+    return [*whole, *((start, end) for _, start, end in heap)]
+
+
+def _fits(rows: Rows, start: int, end: int) -> bool:
+    return rows.largest_fitting_end(start, end, rows.budget.token_budget) == end
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Micro-steps with two caps: where few groups have to hold all samples, one cap fits either the long or the short.
+
+TWO_CAPS_PRECISION = 6
+"""The lower cap is searched to one part in 2 ** PRECISION of what it may be."""
+FEWEST_TWO_CAPS, MOST_TWO_CAPS, MOST_TWO_CAP_STATES = 6, 24, 1 << 17
+"""The higher cap is tried at so many values; at fewer, or not at all, where that makes too many states."""
+
+
+def cut_by_two_caps(pools: Pools, num_first: int, num_second: int, below: int) -> Cut | None:
+    """`num_first` micro-steps have one cap and `num_second` a lower one; nothing if that costs `below` or more.
+
+    Both kinds of groups may follow each other in any order: how far i groups of one kind and j of the other can reach
+    is found by dynamic programming over (i, j). The higher cap is tried at some values, the lower one is bisected.
+    """
+    model = pools.model
+    first_slots, second_slots = num_first * pools.slots, num_second * pools.slots
+    num_states = len(pools.starts) * (min(first_slots, second_slots) + 1) * (first_slots + second_slots)
+    num_caps = min(MOST_TWO_CAPS, MOST_TWO_CAP_STATES // num_states)
+    if num_caps < FEWEST_TWO_CAPS or not len(pools.rows):
+        return None
+    lowest, highest = (int(caps.max()) for caps in pools.cap_range)
+    lowest = max(lowest, below // (num_first + num_second))
+    highest = min(highest, (below - 1 - num_second * model.fixed) // num_first)
+    if highest < lowest:
+        return None
+    first = np.unique(lowest + (highest - lowest) * np.arange(num_caps) // (num_caps - 1))
+    # Beside each the lower one must be so low that the whole costs less than `below`.
+    high = np.minimum((below - 1 - num_first * first) // num_second, first)
+    bound = lower_bound(pools, num_first + num_second)
+    low = np.maximum((bound - num_first * first) // num_second, model.fixed)
+    first_ends = next_ends(pools, first[:, None])
+    fits = high >= low
+    for k in range(TWO_CAPS_PRECISION + 1):
+        middle = (low + high) // 2 if k else high
+        trying = np.flatnonzero(fits & (low <= high))
+        second_ends = next_ends(pools, middle[trying, None])
+        *_, reached = _reach(first_ends[trying], second_ends, first_slots, second_slots, pools.starts)
+        reaches = np.zeros_like(fits)
+        reaches[trying] = (reached[-1] >= pools.ends).all(axis=1)
+        if not k:
+            fits = reaches
+            if not fits.any():
+                return None
+        else:
+            high, low = np.where(reaches, middle, high), np.where(reaches, low, middle + 1)
+    which = int(np.where(fits, num_first * first + num_second * high, NO_CAP).argmin())
+    second_ends = next_ends(pools, high[which : which + 1, None])
+    layers = list(_reach(first_ends[which : which + 1], second_ends, first_slots, second_slots, pools.starts))
+    groups = [
+        _path([layer[:, 0, pool].tolist() for layer in layers], first_ends[which].tolist(), second_slots, int(end))
+        for pool, end in enumerate(pools.ends)
+    ]
+    return fill_slots(pools, groups, first_slots + second_slots)
+
+
+def _reach(
+    first_ends: np.ndarray, second_ends: np.ndarray, first_slots: int, second_slots: int, starts: np.ndarray
+) -> Iterator[np.ndarray]:
+    """How far groups of two kinds can reach from `starts`, in any order: layer t has all ways to use t of them.
+
+    first_ends, second_ends: [caps, n + 1]. Yields arrays [i, caps, pools] for i of the first kind and t - i of the
+    second, i counted from max(0, t - second_slots).
+    """
+    num_caps, width = first_ends.shape
+    offset = (np.arange(num_caps) * width)[:, None]
+    first_flat, second_flat = first_ends.ravel(), second_ends.ravel()
+    layer = np.broadcast_to(starts, (1, num_caps, len(starts)))
+    yield layer
+    for t in range(1, first_slots + second_slots + 1):
+        before, lowest = max(0, t - 1 - second_slots), max(0, t - second_slots)
+        highest = min(first_slots, t)
+        places = layer + offset
+        following = np.zeros((highest - lowest + 1, *layer.shape[1:]), dtype=np.int64)
+        by_second = second_flat[places[lowest - before : highest - before + 1]]
+        following[: len(by_second)] = by_second
+        by_first = first_flat[places[max(lowest - 1 - before, 0) : highest - before]]
+        tail = following[len(following) - len(by_first) :]
+        np.maximum(tail, by_first, out=tail)
+        layer = following
+        yield layer
+
+
+def _path(layers: list[list[int]], first_ends: list[int], second_slots: int, end: int) -> list[Group]:
+    """The groups on the way to the last state of `_reach`. layers: [t][i], of one cap and one pool."""
+    groups, i = [], 0
+    position = layers[-1][i]
+    for t in range(len(layers) - 1, 0, -1):
+        lowest, before = max(0, t - second_slots), max(0, t - 1 - second_slots)
+        count = lowest + i
+        start = layers[t - 1][count - 1 - before] if count else -1
+        if count and first_ends[start] == position:
+            i = count - 1 - before
+        else:
+            i = count - before
+            start = layers[t - 1][i]
+        if start < min(position, end):
+            groups.append((start, min(position, end)))
+        position = start
+    return groups[::-1]
