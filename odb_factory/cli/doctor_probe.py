@@ -64,10 +64,10 @@ def run() -> Probe:
 def _kernels(gpus: list[str]) -> dict[str, str]:
     import torch
 
-    from odb_factory.model.attention import kernels_of
+    from odb_factory.model.attention import Need, kernel_of
 
     devices = {name: torch.device("cuda", index) for index, name in enumerate(gpus)} or {"cpu": torch.device("cpu")}
-    return {name: kernels_of(device, torch.bfloat16) for name, device in devices.items()}
+    return {name: kernel_of(Need(device=device, dtype=torch.bfloat16)) for name, device in devices.items()}
 
 
 def _activate_anyway(probe: Probe) -> None:

@@ -1,19 +1,15 @@
 """Attention of a flat row: `odb_varlen`, an attention function and a mask function that transformers calls.
 
-Each call is computed by the first kernel of `KERNELS` that lacks nothing the call needs:
+| kernel | where |
+|---|---|
+| flash or flex attention of the model | as configured; `odb_varlen` is not installed there |
+| `aten::_flash_attention_forward` | CUDA from Ampere on, bfloat16 or float16, heads of at most 256 values, no dropout |
+| `sdpa` on runs of samples of equal length | everywhere; exact, and not quadratic in the row |
 
-| kernel | where | what it takes |
-|---|---|---|
-| flash or flex attention of the model | as configured; `odb_varlen` is not installed there | |
-| `torch.nn.attention.varlen.varlen_attn` | CUDA, torch >= 2.10 | 2.10: no scale, no window; 2.11, 2.12: all |
-| `aten::_flash_attention_forward` | CUDA, torch >= 2.5 | all |
-| `sdpa` on runs of samples of equal length | everywhere | all; exact, and not quadratic in the row |
-
-What a release of torch takes is read from the signature and the schema, never from the version. Both kernels of torch
-need bfloat16 or float16, and heads of at most 256 values; smaller heads of odd sizes are filled with zeros. No kernel
-caps scores (`why_unusable`). Where no flat row is under way (an evaluation), both functions are those of `sdpa`.
-
-The lengths of the samples come from `flat_row`.
+The operator is torch's own variable-length flash kernel, which `torch.nn.attention.varlen` calls, too. One call with
+scale, windows and grouped heads serves torch 2.5 to 2.13; its schema is read, never the version. Smaller heads of odd
+sizes are filled with zeros. No kernel caps scores (`why_unusable`). Where no flat row is in progress (an evaluation),
+both functions are those of `sdpa`. The lengths of the samples come from `flat_row`.
 """
 
 from __future__ import annotations
@@ -35,6 +31,7 @@ from odb_factory.model.flat_row import FlatRow, row_in_progress
 logger = get_logger(__name__)
 
 NAME = "odb_varlen"
+FLASH, RUNS = "torch's aten::_flash_attention_forward", "sdpa on runs of samples of equal length"
 LARGEST_HEAD, HEAD_MULTIPLE = 256, 8
 """Values of a head in torch's flash kernels: the largest number, and what it is a multiple of."""
 FIRST_CAPABILITY = (8, 0)
@@ -66,7 +63,7 @@ def attend(
 ) -> tuple[Tensor, None]:
     """query [1, heads, tokens, head size], key and value [1, key heads, tokens, head size] -> [1, tokens, heads, size].
 
-    Raises `ConfigError` where a flat row is under way and these are not its tokens: it must not attend across samples.
+    Raises `ConfigError` where these are not the tokens of the flat row in progress: it must not attend across samples.
     """
     row = row_in_progress()
     if row is None or attention_mask is not None:
@@ -74,28 +71,27 @@ def attend(
     if not query.shape[0] == 1 or not query.shape[2] == key.shape[2] == row.tokens:
         raise ConfigError(
             f"layout: {type(module).__name__} attends from {list(query.shape)} to {list(key.shape)}, which is not the "
-            f"flat row of {row.tokens} tokens that is under way (prompt or prefix tuning adds tokens of its own); set "
-            "`layout: padded`."
+            f"flat row of {row.tokens} tokens in progress (prompt or prefix tuning adds tokens); set `layout: padded`."
         )
     window: int | None = kwargs.get("sliding_window")
     if window is not None and window >= row.longest:
         window = None
-    causal = kwargs.get("is_causal")
-    causal = getattr(module, "is_causal", True) if causal is None else causal
     need = Need(
         device=query.device,
         dtype=_dtype_of_sdpa(query),
         size=query.shape[-1],
         value_size=value.shape[-1],
         scale=kwargs.get("scaling"),
-        window=window is not None,
-        grouped=query.shape[1] != key.shape[1],
         dropout=kwargs.get("dropout") or 0.0,
     )
-    choice = choose(need)
+    why_no_flash = need.why_no_flash()
     if not row.is_trial:
-        announce(choice)
-    return choice.kernel.compute(Call(module, query, key, value, kwargs, row, window, causal, need)), None
+        announce(_kernel(why_no_flash))
+    if why_no_flash is not None:
+        return _run_by_run(row, window, module, (query, key, value), kwargs), None
+    causal = kwargs.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    return _flash(row, window, (query, key, value), need, causal), None
 
 
 def _sdpa(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
@@ -111,7 +107,7 @@ def _dtype_of_sdpa(query: Tensor) -> torch.dtype:
     return query.dtype
 
 
-# The table of kernels
+# The choice of a kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +115,6 @@ class Need:
     """What one call of attention needs of a kernel.
 
     dtype: the one sdpa would compute in. size: values of a head of query and key. scale: None for size ** -0.5.
-    window: samples are longer than the sliding window. grouped: fewer key heads than heads.
     """
 
     device: torch.device
@@ -127,13 +122,11 @@ class Need:
     size: int = 128
     value_size: int = 128
     scale: float | None = None
-    window: bool = False
-    grouped: bool = False
     dropout: float = 0.0
 
     @property
     def kernel_size(self) -> int:
-        """Values of a head as torch's flash kernels get them, filled up with zeros."""
+        """Values of a head as torch's flash kernel gets them, filled up with zeros."""
         return -(-max(self.size, self.value_size) // HEAD_MULTIPLE) * HEAD_MULTIPLE
 
     @property
@@ -142,85 +135,17 @@ class Need:
         scale = self.size**-0.5 if self.scale is None else self.scale
         return None if scale == self.kernel_size**-0.5 else scale
 
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One call of attention. query, key, value, kwargs: as the model gives them to `attend`. window: None for all."""
-
-    module: torch.nn.Module
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    kwargs: dict[str, Any]
-    row: FlatRow
-    window: int | None
-    causal: bool
-    need: Need
-
-    def for_flash(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int, int]:
-        """query, key, value: [tokens, heads, kernel_size], contiguous; ends of samples, twice; the longest, twice."""
-        query, key, value = (
-            functional.pad(states[0].to(self.need.dtype), (0, self.need.kernel_size - states.shape[-1]))
-            .transpose(0, 1)
-            .contiguous()
-            for states in (self.query, self.key, self.value)
-        )
-        ends = self.row.ends(query.device)
-        return query, key, value, ends, ends, self.row.longest, self.row.longest
-
-    def of_flash(self, attended: Tensor) -> Tensor:
-        """[tokens, heads, kernel_size] -> [1, tokens, heads, value size]"""
-        return attended[None, ..., : self.need.value_size]
-
-
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    """A way to compute the attention of a flat row. lacks: the reason why it cannot meet a need; None: it can."""
-
-    name: str
-    lacks: Callable[[Need], str | None]
-    compute: Callable[[Call], Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The kernel for a need. why: what the kernels before it lack; empty for the first."""
-
-    kernel: Kernel
-    why: str
-
-    def __str__(self) -> str:
-        return f"{self.kernel.name}, because {self.why}" if self.why else self.kernel.name
-
-
-def choose(need: Need) -> Choice:
-    """The first kernel of the table that can meet `need`.
-
-    str(choose(Need(device=torch.device("cpu"), dtype=torch.float32)))
-    """
-    reasons: list[str] = []
-    for kernel in KERNELS:
-        reason = kernel.lacks(need)
-        if reason is None:
-            return Choice(kernel, "; ".join(dict.fromkeys(reasons)))
-        reasons.append(reason)
-    raise AssertionError("the last kernel of the table can meet every need")
-
-
-_announced: set[Choice] = set()
-"""The choices that the log has named in this training."""
-
-
-def announce(choice: Choice) -> None:
-    """Log a kernel the first time that it is used in a training, but not in a compiled graph, which would break."""
-    if not torch.compiler.is_compiling() and choice not in _announced:
-        _announced.add(choice)
-        logger.info("attention of flat rows: %s", choice)
-
-
-def why_no_flash(need: Need) -> str | None:
-    """What keeps torch's flash kernels from `need` whatever function calls them; None: nothing."""
-    return device_lacks(need.device) or _need_lacks(need)
+    def why_no_flash(self) -> str | None:
+        """What keeps torch's flash kernel from this call; None: nothing."""
+        if (why := device_lacks(self.device)) is not None:
+            return why
+        if self.dtype not in (torch.bfloat16, torch.float16):
+            return f"the model computes in {str(self.dtype).removeprefix('torch.')}, not in bf16 or fp16"
+        if self.kernel_size > LARGEST_HEAD:
+            return f"heads have {self.size} values, more than {LARGEST_HEAD}"
+        if self.dropout:
+            return f"attention has dropout ({self.dropout:g})"
+        return None if FLASH_FORWARD else "aten::_flash_attention_forward of this torch has an unknown schema"
 
 
 def device_lacks(device: torch.device) -> str | None:
@@ -239,62 +164,27 @@ def device_lacks(device: torch.device) -> str | None:
     return None
 
 
-def _need_lacks(need: Need) -> str | None:
-    if need.dtype not in (torch.bfloat16, torch.float16):
-        return f"the model computes in {str(need.dtype).removeprefix('torch.')}, not in bf16 or fp16"
-    if need.kernel_size > LARGEST_HEAD:
-        return f"heads have {need.size} values, more than {LARGEST_HEAD}"
-    if need.dropout:
-        return f"attention has dropout ({need.dropout:g})"
-    return None
+def kernel_of(need: Need) -> str:
+    """Name and reason of the kernel that `need` gets.
+
+    kernel_of(Need(device=torch.device("cuda", 0), dtype=torch.bfloat16))  # "torch's aten::_flash_attention_forward"
+    """
+    return _kernel(need.why_no_flash())
 
 
-# torch.nn.attention.varlen.varlen_attn
+def _kernel(why_no_flash: str | None) -> str:
+    return FLASH if why_no_flash is None else f"{RUNS}, because {why_no_flash}"
 
 
-def find_varlen_attn() -> tuple[Callable[..., Any], frozenset[str]] | None:
-    """The function of this torch and the names of its keyword arguments; None where there is no such function."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn as function
-    except ImportError:
-        return None
-    names = list(inspect.signature(function).parameters)
-    known = names[:7] == ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
-    return (function, frozenset(names[7:])) if known else None
+_announced: set[str] = set()
+"""The kernels that the log has named in this training."""
 
 
-VARLEN_ATTN = find_varlen_attn()
-"""Found once, outside of what torch.compile traces."""
-
-
-def _varlen_attn_lacks(need: Need) -> str | None:
-    if (why := why_no_flash(need)) is not None:
-        return why
-    takes = frozenset() if VARLEN_ATTN is None else VARLEN_ATTN[1]
-    if not takes & {"window_size", "is_causal"}:
-        return "this torch has no varlen_attn that is known"
-    if need.window and "window_size" not in takes:
-        return "varlen_attn of this torch takes no sliding window"
-    if need.kernel_scale is not None and "scale" not in takes:
-        return "varlen_attn of this torch takes no scale"
-    return None
-
-
-def _by_varlen_attn(call: Call) -> Tensor:
-    assert VARLEN_ATTN is not None, "the table has asked"
-    (function, takes), need = VARLEN_ATTN, call.need
-    given: dict[str, Any] = {}
-    if "window_size" in takes:
-        before = -1 if call.window is None else call.window - 1
-        given["window_size"] = (before, 0 if call.causal or need.window else -1)
-    else:
-        given["is_causal"] = call.causal
-    if need.kernel_scale is not None:
-        given["scale"] = need.kernel_scale
-    if need.grouped and "enable_gqa" in takes:
-        given["enable_gqa"] = True
-    attended: Tensor = function(*call.for_flash(), **given)
-    return call.of_flash(attended)
+def announce(kernel: str) -> None:
+    """Log a kernel the first time that it is used in a training, but not in a compiled graph, which would break."""
+    if not torch.compiler.is_compiling() and kernel not in _announced:
+        _announced.add(kernel)
+        logger.info("attention of flat rows: %s", kernel)
 
 
 # aten::_flash_attention_forward
@@ -328,45 +218,46 @@ def find_flash_forward() -> Callable[..., Any] | None:
 
 
 FLASH_FORWARD = find_flash_forward()
+"""Found once, outside of what torch.compile traces."""
 
 
-def _flash_forward_lacks(need: Need) -> str | None:
-    why = why_no_flash(need)
-    if why is None and FLASH_FORWARD is None:
-        why = "aten::_flash_attention_forward of this torch has an unknown schema"
-    return why
-
-
-def _by_flash_forward(call: Call) -> Tensor:
-    assert FLASH_FORWARD is not None, "the table has asked"
-    window = call.window
+def _flash(row: FlatRow, window: int | None, states: Sequence[Tensor], need: Need, causal: bool) -> Tensor:
+    """states: query, key, value as of `attend`."""
+    assert FLASH_FORWARD is not None, "`why_no_flash` has asked"
+    packed = (  # [tokens, heads, kernel_size]
+        functional.pad(heads[0].to(need.dtype), (0, need.kernel_size - heads.shape[-1])).transpose(0, 1).contiguous()
+        for heads in states
+    )
+    ends = row.ends(states[0].device)
     attended: Tensor = FLASH_FORWARD(
-        *call.for_flash(),
+        *packed,
+        *(ends, ends, row.longest, row.longest),
         0.0,  # dropout
-        call.causal and window is None,
+        causal and window is None,
         False,  # debug mask
-        scale=call.need.kernel_scale,
+        scale=need.kernel_scale,
         window_size_left=None if window is None else window - 1,
         window_size_right=None if window is None else 0,
     )[0]
-    return call.of_flash(attended)
+    return attended[None, ..., : need.value_size]
 
 
 # sdpa, run by run
 
 
-def _run_by_run(call: Call) -> Tensor:
-    """The samples of a run go together, as rows of a padded micro-batch do."""
-    tokens = [rows * length for rows, length in call.row.runs]
+def _run_by_run(
+    row: FlatRow, window: int | None, module: torch.nn.Module, states: Sequence[Tensor], kwargs: dict[str, Any]
+) -> Tensor:
+    """The samples of a run go together, as rows of a padded micro-batch do. states: query, key, value."""
+    tokens = [rows * length for rows, length in row.runs]
     parts = []
-    for run, *states in zip(call.row.runs, *(_parts(heads[0], tokens) for heads in (call.query, call.key, call.value))):
-        q, k, v = (heads.unflatten(1, run).transpose(0, 1) for heads in states)
+    for run, *of_run in zip(row.runs, *(_parts(heads[0], tokens) for heads in states)):
+        q, k, v = (heads.unflatten(1, run).transpose(0, 1) for heads in of_run)
         length = q.shape[2]
-        if call.window is None or length <= call.window:
-            part = _sdpa(call.module, q, k, v, None, **call.kwargs)[0]
+        if window is None or length <= window:
+            part = _sdpa(module, q, k, v, None, **kwargs)[0]
         else:
-            band = _band(length, call.window, q.device)
-            part = _sdpa(call.module, q, k, v, band, **call.kwargs | {"is_causal": False})[0]
+            part = _sdpa(module, q, k, v, _band(length, window, q.device), **kwargs | {"is_causal": False})[0]
         parts.append(part.flatten(0, 1))
     return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
 
@@ -380,22 +271,6 @@ def _band(length: int, window: int, device: torch.device) -> Tensor:
     """bool[1, 1, length, length]: each token sees itself and the `window - 1` before it."""
     square = torch.ones(length, length, dtype=torch.bool, device=device)
     return square.tril().triu(1 - window)[None, None]
-
-
-KERNELS = (
-    Kernel("torch's varlen_attn", _varlen_attn_lacks, _by_varlen_attn),
-    Kernel("torch's aten::_flash_attention_forward", _flash_forward_lacks, _by_flash_forward),
-    Kernel("sdpa on runs of samples of equal length", lambda need: None, _run_by_run),
-)
-
-
-def kernels_of(device: torch.device, dtype: torch.dtype) -> str:
-    """The kernels for flat rows there, with and without a sliding window, in a few words.
-
-    kernels_of(torch.device("cuda", 0), torch.bfloat16)  # "torch's varlen_attn"
-    """
-    plain, window = (str(choose(Need(device=device, dtype=dtype, window=window))) for window in (False, True))
-    return plain if plain == window else f"{plain}; with a sliding window {window}"
 
 
 # Into a model and out of it
@@ -435,24 +310,15 @@ def install(model: Any) -> Callable[[], None]:
     return lambda: model.set_attn_implementation({key: before})
 
 
-def expected(model: Any, device: torch.device, dtype: torch.dtype) -> Choice:
-    """The kernel for the training of `model`, by its config. A layer that needs another one announces that itself."""
+def expected(model: Any, device: torch.device, dtype: torch.dtype) -> str:
+    """The kernel for the training of `model`, by its config. A layer that needs another one logs that itself."""
     config = text_config(model)
-    heads = config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    need = Need(
-        device=device,
-        dtype=dtype,
-        size=size,
-        value_size=size,
-        window=bool(getattr(config, "sliding_window", None)),
-        grouped=(getattr(config, "num_key_value_heads", None) or heads) != heads,
-        dropout=getattr(config, "attention_dropout", None) or 0.0,
-    )
-    choice = choose(need)
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    dropout = getattr(config, "attention_dropout", None) or 0.0
+    kernel = kernel_of(Need(device=device, dtype=dtype, size=size, value_size=size, dropout=dropout))
     _announced.clear()
-    _announced.add(choice)
-    return choice
+    _announced.add(kernel)
+    return kernel
 
 
 def text_config(model: Any) -> Any:

@@ -1,4 +1,4 @@
-"""torch's variable-length flash kernel without a GPU: a CPU kernel in its place, and `varlen_attn` of each release.
+"""torch's variable-length flash kernel without a GPU: a CPU kernel in its place.
 
 The CPU kernel checks what the CUDA kernel checks (dtypes, shapes, strides, ends), and that the ends fill the row. It
 computes in float64 and returns the dtype that it is given. The formula of autograd around it is torch's own.
@@ -7,11 +7,8 @@ computes in float64 and returns the dtype that it is given. The formula of autog
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
-import sys
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,8 +16,6 @@ import torch
 from torch import Tensor
 
 from odb_factory.model import attention
-
-aten = torch.ops.aten
 
 
 def _samples(
@@ -117,109 +112,6 @@ def _backward(
         of_values = torch.einsum("hij,ihd->jhd", chances, above).unflatten(1, (key_heads, -1)).sum(2)
         grads.append((torch.einsum("hij,jhd->ihd", of_scores, keys), of_keys, of_values))
     return tuple(torch.cat(parts).to(q.dtype) for parts in zip(*grads))
-
-
-# `varlen_attn` with the signature of each release
-
-
-def _flash(*args: Any, **kwargs: Any) -> Tensor:
-    return aten._flash_attention_forward(*args, **kwargs)[0]
-
-
-def varlen_attn_of_2_10(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
-    max_q: int,
-    max_k: int,
-    is_causal: bool = False,
-    return_aux: Any = None,
-) -> Tensor:
-    return _flash(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, 0.0, is_causal, False)
-
-
-def varlen_attn_of_2_11(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
-    max_q: int,
-    max_k: int,
-    *,
-    return_aux: Any = None,
-    scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-) -> Tensor:
-    return _flash(
-        *(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, 0.0, window_size == (-1, 0), False),
-        scale=scale,
-        window_size_left=window_size[0],
-        window_size_right=window_size[1],
-    )
-
-
-def varlen_attn_of_2_12(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    *,
-    return_aux: Any = None,
-    scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    enable_gqa: bool = False,
-    seqused_k: Tensor | None = None,
-    block_table: Tensor | None = None,
-    num_splits: int | None = None,
-) -> Tensor:
-    if not enable_gqa and query.size(1) != key.size(1):
-        raise ValueError("fewer key heads without enable_gqa")
-    return _flash(
-        *(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, 0.0, window_size == (-1, 0), False),
-        scale=scale,
-        window_size_left=window_size[0],
-        window_size_right=window_size[1],
-    )
-
-
-SIGNATURES: dict[str, Callable[..., Tensor] | None] = {
-    "2.9": None,  # has no such function
-    "2.10": varlen_attn_of_2_10,
-    "2.11": varlen_attn_of_2_11,
-    "2.12": varlen_attn_of_2_12,
-}
-INSTALLED = "installed"
-"""The `varlen_attn` of the torch that is installed, if there is one."""
-
-
-@contextlib.contextmanager
-def torch_of(release: str) -> Iterator[list[str]]:
-    """`varlen_attn` as in that release of torch; yields a list that gets "varlen_attn" at each call of it."""
-    calls: list[str] = []
-    name = "torch.nn.attention.varlen"
-    with pytest.MonkeyPatch.context() as patch:
-        if release != INSTALLED:
-            function = SIGNATURES[release]
-            patch.setitem(sys.modules, name, None if function is None else _module(function, calls))
-        patch.setattr(attention, "VARLEN_ATTN", attention.find_varlen_attn())
-        yield calls
-
-
-def _module(function: Callable[..., Tensor], calls: list[str]) -> types.ModuleType:
-    @functools.wraps(function)  # inspect.signature sees the one of `function`
-    def counted(*args: Any, **kwargs: Any) -> Tensor:
-        calls.append("varlen_attn")
-        return function(*args, **kwargs)
-
-    module = types.ModuleType("torch.nn.attention.varlen")
-    module.varlen_attn = counted
-    return module
 
 
 @contextlib.contextmanager

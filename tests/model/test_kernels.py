@@ -7,14 +7,13 @@ CUDA tensors, in which reading a value back from the device raises.
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from model.flash_on_cpu import INSTALLED, SIGNATURES, flash_on_cpu, torch_of
+from model.flash_on_cpu import flash_on_cpu
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from training.flat_models import (
@@ -29,6 +28,7 @@ from training.flat_models import (
 )
 
 from odb_factory.model import attention
+from odb_factory.model.attention import FLASH, RUNS
 from odb_factory.model.flat_row import flat_row
 
 SAMPLES = (5, 9, 9, 3, 20, 1)
@@ -48,13 +48,6 @@ CASES: dict[str, dict[str, Any]] = {
     "fp16": {"dtype": torch.float16, "window": 4},
     "not causal": {"causal": False},
 }
-BY_VARLEN = {
-    "2.9": (),
-    "2.10": ("plain", "grouped", "window longer than samples", "values of another size", "largest", "not causal"),
-    "2.11": tuple(CASES),
-    "2.12": tuple(CASES),
-}
-"""The cases in which `varlen_attn` of a release has all arguments; the operator computes the others."""
 
 
 def states(
@@ -108,31 +101,21 @@ def deviation(case: dict[str, Any], wrong: dict[str, Any] | None = None) -> floa
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("release", SIGNATURES)
-def test_each_release_of_torch(release: str, case: str) -> None:
-    """With the signature that it has, and by its kernel: not one sample after the other."""
-    with flash_on_cpu() as kernel, torch_of(release) as varlen:
-        assert deviation(CASES[case]) < ROUNDING[CASES[case].get("dtype", torch.bfloat16)]
-    assert kernel == ["forward", "backward"]
-    assert len(varlen) == (case in BY_VARLEN[release])
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_the_torch_that_is_installed(case: str) -> None:
-    with flash_on_cpu() as kernel, torch_of(INSTALLED):
+def test_the_operator_of_torch(case: str) -> None:
+    """By its kernel: not one sample after the other."""
+    with flash_on_cpu() as kernel:
         assert deviation(CASES[case]) < ROUNDING[CASES[case].get("dtype", torch.bfloat16)]
     assert kernel == ["forward", "backward"]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_runs_of_samples_of_equal_length(case: str) -> None:
-    with torch_of("2.9"):
-        assert deviation(CASES[case]) < 2 * ROUNDING[CASES[case].get("dtype", torch.bfloat16)]
+    assert deviation(CASES[case]) < 2 * ROUNDING[CASES[case].get("dtype", torch.bfloat16)]
 
 
 @pytest.mark.parametrize("wrong", [{"window": 5}, {"window": None}, {"scale": 0.5}])
 def test_the_comparison_finds_faults(wrong: dict[str, Any]) -> None:
-    with flash_on_cpu(), torch_of("2.12"):
+    with flash_on_cpu():
         assert deviation(CASES["window"], wrong) > 0.1
 
 
@@ -146,15 +129,14 @@ def test_autocast_decides_the_dtype() -> None:
     assert kernel == []
 
 
-@pytest.mark.parametrize("release", [INSTALLED, "2.9"])
-def test_torch_compile_traces_it_in_one_graph(release: str) -> None:
+def test_torch_compile_traces_it_in_one_graph() -> None:
     """With `fullgraph`, which raises where a graph would break."""
     inputs = states(**CASES["window"])
 
     def attended(*states: Tensor) -> Tensor:
         return attend([one * 1 for one in states], **CASES["window"])
 
-    with flash_on_cpu() as kernel, torch_of(release):
+    with flash_on_cpu() as kernel:
         expected = attend(inputs, **CASES["window"])
         torch._dynamo.reset()
         compiled = torch.compile(attended, backend="eager", fullgraph=True)(*inputs)
@@ -165,11 +147,6 @@ def test_torch_compile_traces_it_in_one_graph(release: str) -> None:
 
 
 CUDA = attention.Need(device=torch.device("cuda", 0), dtype=torch.bfloat16)
-VARLEN, OPERATOR, RUNS = (
-    "torch's varlen_attn",
-    "torch's aten::_flash_attention_forward",
-    "sdpa on runs of samples of equal length",
-)
 
 
 @pytest.fixture
@@ -181,24 +158,18 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize(
-    ("release", "changes", "chosen"),
+    ("changes", "chosen"),
     [
-        ("2.12", {}, VARLEN),
-        ("2.11", {"scale": 0.3, "window": True, "grouped": True}, VARLEN),
-        ("2.10", {"grouped": True, "scale": 128**-0.5}, VARLEN),
-        ("2.10", {"window": True}, f"{OPERATOR}, because varlen_attn of this torch takes no sliding window"),
-        ("2.10", {"scale": 0.3}, f"{OPERATOR}, because varlen_attn of this torch takes no scale"),
-        ("2.10", {"value_size": 192}, f"{OPERATOR}, because varlen_attn of this torch takes no scale"),
-        ("2.9", {}, f"{OPERATOR}, because this torch has no varlen_attn that is known"),
-        ("2.12", {"dtype": torch.float32}, f"{RUNS}, because the model computes in float32, not in bf16 or fp16"),
-        ("2.12", {"size": 264}, f"{RUNS}, because heads have 264 values, more than 256"),
-        ("2.12", {"dropout": 0.1}, f"{RUNS}, because attention has dropout (0.1)"),
-        ("2.12", {"device": torch.device("cpu")}, f"{RUNS}, because the device is cpu, not CUDA"),
+        ({}, FLASH),
+        ({"scale": 0.3, "value_size": 192}, FLASH),
+        ({"dtype": torch.float32}, f"{RUNS}, because the model computes in float32, not in bf16 or fp16"),
+        ({"size": 264}, f"{RUNS}, because heads have 264 values, more than 256"),
+        ({"dropout": 0.1}, f"{RUNS}, because attention has dropout (0.1)"),
+        ({"device": torch.device("cpu")}, f"{RUNS}, because the device is cpu, not CUDA"),
     ],
 )
-def test_the_choice_and_its_reason(release: str, changes: dict[str, Any], chosen: str) -> None:
-    with torch_of(release):
-        assert str(attention.choose(replace(CUDA, **changes))) == chosen
+def test_the_choice_and_its_reason(changes: dict[str, Any], chosen: str) -> None:
+    assert attention.kernel_of(replace(CUDA, **changes)) == chosen
 
 
 @pytest.mark.parametrize(
@@ -215,12 +186,12 @@ def test_a_gpu_without_flash_kernels(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: built)
     monkeypatch.setattr(torch.version, "hip", hip)
-    assert attention.kernels_of(CUDA.device, CUDA.dtype) == f"{RUNS}, because {reason}"
+    assert attention.kernel_of(CUDA) == f"{RUNS}, because {reason}"
 
 
 @pytest.mark.usefixtures("hopper")
 def test_a_torch_of_the_future(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unknown signatures are not called: the samples go run by run."""
+    """An unknown schema is not called: the samples go run by run."""
 
     class Operator:
         class default:
@@ -229,8 +200,7 @@ def test_a_torch_of_the_future(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", Operator)
     monkeypatch.setattr(attention, "FLASH_FORWARD", attention.find_flash_forward())
-    with torch_of("2.9"):
-        assert str(attention.choose(CUDA)).startswith(f"{RUNS}, because this torch has no varlen_attn that is known; ")
+    assert attention.kernel_of(CUDA).startswith(f"{RUNS}, because aten::_flash_attention_forward of this torch has an")
 
 
 # Whole models
@@ -261,14 +231,12 @@ def test_whole_models(kind: str, checkpointing: bool | None) -> None:
     assert kernel.count("backward") == layers
 
 
-@pytest.mark.parametrize("release", [INSTALLED, "2.9"])
-def test_the_engine_of_autograd_on_meta_tensors(release: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_of_autograd_on_meta_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the device "meta", where nothing can be read back, by torch's own shape functions."""
     monkeypatch.setattr(attention, "device_lacks", lambda device: None)
     inputs = [one.detach().to("meta").requires_grad_() for one in states(key_heads=2, size=24, value_size=16)]
-    with torch_of(release):
-        attended = attend(inputs, window=4, scale=0.4)
-        attended.sum().backward()
+    attended = attend(inputs, window=4, scale=0.4)
+    attended.sum().backward()
     assert attended.shape == (1, sum(SAMPLES), HEADS, 16)
     assert [one.grad.shape for one in inputs] == [one.shape for one in inputs]
 
@@ -296,15 +264,14 @@ def to_device(model: torch.nn.Module) -> None:
             module._buffers[name] = torch.empty_like(buffer, device="cuda")
 
 
-@pytest.mark.parametrize("release", [INSTALLED, "2.11", "2.10", "2.9"])
 @pytest.mark.parametrize("kind", ["qwen3", "mistral"])
-def test_a_forward_on_fake_cuda_tensors(kind: str, release: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forward_on_fake_cuda_tensors(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every layer by a kernel of torch, on the device, and nothing is read back from it."""
     used: list[str] = []
-    monkeypatch.setattr(attention, "announce", lambda choice: used.append(choice.kernel.name))
+    monkeypatch.setattr(attention, "announce", used.append)
     model = make_model(kind, torch.bfloat16)
     attention.install(model)
-    with fake_cuda(monkeypatch), torch_of(release):
+    with fake_cuda(monkeypatch):
         to_device(model)
         batch = {name: one.cuda() for name, one in flat_batch(samples()).items() if name != "labels"}
         with flat_row(LENGTHS):
@@ -312,18 +279,4 @@ def test_a_forward_on_fake_cuda_tensors(kind: str, release: str, monkeypatch: py
         assert logits.device.type == "cuda" and logits.shape[:2] == (1, sum(LENGTHS)) and logits.requires_grad
         with pytest.raises(DataDependentOutputException):
             logits.sum().item()
-    assert len(used) == model.config.num_hidden_layers
-    windows = kind == "mistral" and release == "2.10"
-    assert set(used) <= ({OPERATOR} if windows or release == "2.9" else {VARLEN, OPERATOR})
-
-
-def test_signatures_are_those_of_the_releases() -> None:
-    """The stand-in of the installed release has its signature, where one is kept."""
-    release = ".".join(torch.__version__.split(".")[:2])
-    if SIGNATURES.get(release) is None:
-        pytest.skip(f"no signature is kept for torch {release}")
-    from torch.nn.attention.varlen import varlen_attn
-
-    kept = inspect.signature(SIGNATURES[release]).parameters.values()
-    real = inspect.signature(varlen_attn).parameters.values()
-    assert [(one.name, one.kind, one.default) for one in kept] == [(one.name, one.kind, one.default) for one in real]
+    assert used == [FLASH] * model.config.num_hidden_layers

@@ -148,7 +148,7 @@ def test_a_model_of_which_no_copy_can_be_made_is_checked_on_real_rows(
             "flat",
             "odb_varlen: sdpa on runs of samples of equal length, because",
         ),
-        ("sdpa", "cuda", "auto", "flat", "odb_varlen: torch's varlen_attn"),
+        ("sdpa", "cuda", "auto", "flat", "odb_varlen: torch's aten::_flash_attention_forward"),
         ("sdpa", "cpu", "padded", "padded", "as configured"),
         ("eager", "cpu", "auto", "flat", "square of a whole row"),
         ("eager", "cuda", "auto", "padded", "square of a whole row"),
