@@ -15,10 +15,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from odb_factory.config import ODBConfig
 from odb_factory.data.measure import DEFAULT_PATCH_SIZE, count_patches, count_supervised, has_leading_label, is_ints
 from odb_factory.data.samples import Rejection, Sample
-from odb_factory.data.serialize import checksum, pack, same_random_numbers
+from odb_factory.data.serialize import checksum, pack
 from odb_factory.data.worker import BusyRows, WorkerDataset, retried
 from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.planning import VIDEO, Budget, Cost
+from odb_factory.random_numbers import kept_random_numbers
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Observe: turn dataset rows into light samples with a known cost, in worker processes.
@@ -276,7 +277,7 @@ def check_first_item(dataset: Any, observer: ItemObserver, *, num_workers: int, 
     """
     first = _FirstItem(dataset, observer)
     if num_workers == 0:
-        with same_random_numbers():
+        with kept_random_numbers():
             message, counts_labels = first[0]
     else:
         generator = torch.Generator()

@@ -5,12 +5,11 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import torch
 from torch.utils.data import IterableDataset, Sampler, get_worker_info
 
 from odb_factory.comm.agreement import ranks_alike
@@ -22,6 +21,7 @@ from odb_factory.data.worker import BusyRows, WorkerDataset
 from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.planning import Budget, BufferMetadata, Collation
 from odb_factory.planning.plan import pool
+from odb_factory.random_numbers import kept_random_numbers
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The order of an epoch, and the shard of it that one rank draws.
@@ -82,26 +82,20 @@ class ShardSampler(Sampler[int]):
 
     def peek(self) -> int:
         """The fingerprint of the order that comes next, which stays the next."""
-        with self._generators_kept():
+        with self._kept():
             self._open()
         return self.fingerprint
 
     def whole(self) -> Iterator[int]:
         """Indices of all ranks: the first of the order that was begun last, then those of an order drawn for this."""
         yield from self.first
-        with self._generators_kept():
+        with self._kept():
             order = [int(index) for index in self.sampler]
         yield from order
 
-    @contextmanager
-    def _generators_kept(self) -> Iterator[None]:
-        """An order that is drawn here leaves those to come as they would have been."""
-        generator = getattr(self.sampler, "generator", None)
-        before = None if generator is None else generator.get_state()
-        with torch.random.fork_rng(devices=[]):
-            yield
-        if generator is not None:
-            generator.set_state(before)
+    def _kept(self) -> AbstractContextManager[None]:
+        """An order that is drawn within leaves the orders to come unchanged."""
+        return kept_random_numbers(generator=getattr(self.sampler, "generator", None))
 
     def __iter__(self) -> Iterator[int]:
         self._checksums = {}

@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import pickle
-import random
-import struct
 import zlib
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgpack
@@ -19,6 +17,7 @@ import torch
 from odb_factory.data.samples import Sample
 from odb_factory.errors import DataError
 from odb_factory.planning import Cost
+from odb_factory.random_numbers import kept_random_numbers
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Features of a sample as bytes: how they wait in the buffer, and how samples travel between ranks.
@@ -27,8 +26,6 @@ from odb_factory.planning import Cost
 
 _PLAIN, _PICKLED = b"\0", b"\1"
 _TUPLE, _ARRAY, _TENSOR, _DATACLASS = 1, 2, 3, 4
-_SAMPLE = struct.Struct("<qqqqq??qI")
-"""id, tokens, row_tokens, patches, units, has_media, has_audio, modality, content; the packed features follow."""
 _dataclasses: dict[str, type] = {}
 T = TypeVar("T", bound=type)
 
@@ -66,22 +63,19 @@ def sample_to_bytes(sample: Sample) -> bytes:
             f"row {sample.id} holds {', '.join(_not_plain(unpack(sample.features)))}, which cannot be sent to another "
             "rank; let items hold lists, strings, numbers, arrays, tensors or paths, or set `balance: false`"
         )
-    cost = sample.cost
-    media = cost.has_media, cost.has_audio, cost.modality
-    head = _SAMPLE.pack(sample.id, cost.tokens, cost.row_tokens, cost.patches, cost.units, *media, sample.content)
-    return head + sample.features
+    return msgpack.packb([sample.id, dataclasses.astuple(sample.cost), sample.features, sample.content])
 
 
 def sample_from_bytes(received: bytes) -> Sample:
-    """Undo `sample_to_bytes`. Raises `DataError` for bytes that it has not made."""
-    features = received[_SAMPLE.size :]
+    """Undo `sample_to_bytes`. Raises `DataError` for bytes of another origin."""
+    try:
+        sample_id, cost, features, content = msgpack.unpackb(received)
+        sample = Sample(sample_id, Cost(*cost), features, content)
+    except (TypeError, ValueError, msgpack.UnpackException):
+        features = b""
     if features[:1] != _PLAIN:
         raise DataError("a sample from another rank is damaged; look for other versions of odb_factory among the ranks")
-    sample_id, tokens, row_tokens, patches, units, has_media, has_audio, modality, content = _SAMPLE.unpack(
-        received[: _SAMPLE.size]
-    )
-    cost = Cost(tokens, patches, units, has_media, modality, has_audio=has_audio, row_tokens=row_tokens)
-    return Sample(sample_id, cost, features, content)
+    return sample
 
 
 def _own(value: Any) -> Any:
@@ -149,64 +143,50 @@ def _not_plain(features: Any) -> list[str]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What a row says, as a number: to notice that training data have changed.
+# What rows say, as a number: to notice that training data have changed, or differ between ranks.
 
 
 def checksum(features: Any, cost: Cost) -> int:
     """32 bits, never 0, of a row's cost, token ids and labels: the same in every process and version.
 
-    Of a pair those of both answers. Not of its media, which are not read for it: a picture that is exchanged for one of
-    the same size goes unnoticed.
+    For a pair: of both answers. Media are not read: a picture replaced by another one of the same size goes unnoticed.
     """
-    sizes = f"{cost.tokens} {cost.patches} {cost.units} {int(cost.has_media)} {cost.modality}"
-    sizes += " audio" * cost.has_audio
-    crc = zlib.crc32(sizes.encode())
     named = features if isinstance(features, Mapping) else {}
-    for key in sorted(key for key in named if str(key).endswith(("input_ids", "labels"))):
-        crc = zlib.crc32(_numbers(named[key]), crc)
-    return crc or 1
+    tokens = {key: value for key, value in named.items() if str(key).endswith(("input_ids", "labels"))}
+    return fingerprint([dataclasses.astuple(cost), tokens], floats=True) or 1
 
 
-def _numbers(values: Any) -> bytes:
-    """Whole numbers of any container as 64 bits each, others as floats; nothing for what is not made of numbers."""
-    try:
-        if isinstance(values, list) and values and isinstance(values[0], int):
-            return array("q", values).tobytes()  # the usual case, a little faster so
-        flat = np.asarray(values).reshape(-1)
-        return flat.astype("<i8" if flat.dtype.kind in "iub" else "<f8").tobytes()
-    except (OverflowError, TypeError, ValueError):
-        return b""
+def fingerprint(value: Any, before: int = 0, *, floats: bool = False) -> int:
+    """CRC-32 of the text and numbers in `value`, whatever container holds them.
 
-
-# ----------------------------------------------------------------------------------------------------------------------
-# A checksum of what items say, to tell whether two ranks read the same.
-
-
-def fingerprint(value: Any, before: int = 0) -> int:
-    """CRC-32 of the text, whole numbers and arrays of whole numbers in `value`, whatever holds them.
-
-    Floating-point numbers, which augmentation may change, and objects of other kinds count by their type alone.
+    Floating-point numbers, which augmentation may change, count with `floats` only; else, like objects of other kinds,
+    by their type.
 
         >>> fingerprint([{"input_ids": [1, 2]}]) == fingerprint([{"input_ids": [1, 3]}])
         False
     """
     if isinstance(value, Mapping):
         for key in sorted(value, key=repr):
-            before = fingerprint(value[key], fingerprint(key, before))
+            before = fingerprint(value[key], fingerprint(key, before), floats=floats)
         return _add(f"{len(value)} keys", before)
-    if isinstance(value, str | bool | int | None):
+    if isinstance(value, str | bool | int | None) or (floats and isinstance(value, float)):
         return _add(repr(value), before)
     if isinstance(value, bytes):
         return zlib.crc32(value, before)
     if isinstance(value, torch.Tensor) and value.device.type == "cpu" and value.dtype != torch.bfloat16:
         value = value.detach().numpy()
-    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biuSU":
-        return zlib.crc32(np.ascontiguousarray(value).tobytes(), _add(str(value.shape), before))
+    if isinstance(value, np.ndarray | np.generic):
+        kind, before = value.dtype.kind, _add(str(value.shape), before)
+        if kind in "biu" or (floats and kind == "f"):
+            value = value.astype("<f8" if kind == "f" else "<i8")
+        if kind in "biuSU" or (floats and kind == "f"):
+            return zlib.crc32(np.ascontiguousarray(value).tobytes(), before)
     if isinstance(value, list | tuple):
-        if all(type(one) is int for one in value):
-            return _add(repr(value), before)
+        if value and type(value[0]) is int:
+            with contextlib.suppress(TypeError, OverflowError):  # the usual case, faster, and as an array counts
+                return zlib.crc32(array("q", value).tobytes(), _add(f"({len(value)},)", before))
         for one in value:
-            before = fingerprint(one, before)
+            before = fingerprint(one, before, floats=floats)
         return _add(f"{len(value)} items", before)
     return _add(type(value).__name__, before)
 
@@ -214,26 +194,14 @@ def fingerprint(value: Any, before: int = 0) -> int:
 def of_rows(dataset: Any) -> object:
     """What the first and the last row of a dataset with an index say, for ranks to compare; None if that is random.
 
-    A row that reads differently the second time (augmentation, masks drawn at random) says nothing about the data.
+    A row that reads differently the second time (augmentation, random masks) says nothing about the data.
     """
     try:
-        with same_random_numbers():
+        with kept_random_numbers():
             first, again, last = (fingerprint(dataset[index]) for index in (0, 0, len(dataset) - 1))
     except Exception as error:  # the loader reports what cannot be read
         return type(error).__name__
     return [first, last] if first == again else None
-
-
-@contextlib.contextmanager
-def same_random_numbers() -> Iterator[None]:
-    """Reading rows in here leaves the random numbers that come after as they are."""
-    states = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
 
 
 def _add(text: str, before: int) -> int:

@@ -12,13 +12,11 @@ import copy
 import itertools
 import json
 import math
-import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,6 +29,7 @@ from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.log import get_logger
 from odb_factory.memory import DataShape, PeakMeter, Tried, TriedShape, largest, rounded, update_bytes
 from odb_factory.model.flat_row import flat_row
+from odb_factory.random_numbers import kept_random_numbers
 
 # ----------------------------------------------------------------------------------------------------------------------
 # A training that has not begun, as it was before micro-batches were tried on it.
@@ -56,11 +55,11 @@ def untouched(trainer: Any) -> Iterator[None]:
     synced = getattr(model, "require_forward_param_sync", None)
     metrics = copy.deepcopy(getattr(trainer, METRICS, None))
     syncs_gradients = trainer.accelerator.sync_gradients
-    numbers = random_states(trainer.args.device)
     attributes = set(vars(trainer))
     trainer.__dict__.setdefault(ACCUMULATION, 1)
     try:
-        yield
+        with kept_random_numbers(trainer.args.device):
+            yield
     finally:
         for parameter in without:
             parameter.grad = None
@@ -76,22 +75,6 @@ def untouched(trainer: Any) -> Iterator[None]:
         for name in set(vars(trainer)) - attributes:
             delattr(trainer, name)
         trainer.accelerator.sync_gradients = syncs_gradients
-        set_random_states(trainer.args.device, numbers)
-
-
-def random_states(device: torch.device) -> tuple[Any, ...]:
-    """States of the random numbers of Python, numpy, torch on the CPU, and torch on `device`."""
-    own = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
-    return random.getstate(), np.random.get_state(), torch.get_rng_state(), own
-
-
-def set_random_states(device: torch.device, states: tuple[Any, ...]) -> None:
-    python, numpy, cpu, own = states
-    random.setstate(python)
-    np.random.set_state(numpy)
-    torch.set_rng_state(cpu)
-    if own is not None:
-        torch.get_device_module(device).set_rng_state(own, device)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

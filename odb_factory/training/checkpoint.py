@@ -20,7 +20,7 @@ from odb_factory.comm.gloo import Exchange
 from odb_factory.data.state import KeepState, read_checked
 from odb_factory.errors import CollectiveError, ConfigError, DataError, ODBError, one_line
 from odb_factory.log import get_logger
-from odb_factory.training.auto_budget import random_states, set_random_states
+from odb_factory.random_numbers import kept_random_numbers, random_states
 from odb_factory.training.checkpoint_files import (
     HASHES,
     MARKER,
@@ -641,7 +641,7 @@ class CheckpointSaver:
             if isinstance(callback, CheckpointMark):
                 callback.mark(trainer.state)
         self.exchange.gather(b"1", f"the begin of saving {folder.name}")
-        with contextlib.nullcontext() if step is None else _random_numbers_of(step, trainer.args.device):
+        with kept_random_numbers(trainer.args.device, states=None if step is None else step.random):
             yield
         self.exchange.gather(b"1", f"the end of saving {folder.name}")
         if not folder.is_dir():
@@ -680,13 +680,3 @@ class CheckpointSaver:
     def _marks(self) -> bool:
         """Whether this rank writes the marker: one of each node does."""
         return bool(self._trainer.args.local_process_index == 0)
-
-
-@contextlib.contextmanager
-def _random_numbers_of(step: _StepBegin, device: Any) -> Iterator[None]:
-    now = random_states(device)
-    set_random_states(device, step.random)
-    try:
-        yield
-    finally:
-        set_random_states(device, now)

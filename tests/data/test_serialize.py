@@ -6,6 +6,7 @@ import pickle
 import sys
 from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
 import torch
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from toy import a_micro_batch
 
 from odb_factory.data.samples import Sample
-from odb_factory.data.serialize import pack, sample_from_bytes, sample_to_bytes, unpack
+from odb_factory.data.serialize import checksum, pack, sample_from_bytes, sample_to_bytes, unpack
 from odb_factory.errors import DataError
 from odb_factory.llamafactory.media import EncodedImage
 from odb_factory.planning import Cost
@@ -169,10 +170,20 @@ def test_what_comes_from_another_rank_is_not_unpickled() -> None:
         def __reduce__(self) -> Any:
             return pytest.fail, ("code of another rank was run",)
 
-    sample = Sample(7, Cost(1), pack({"input_ids": [1]}))
-    harmful = sample_to_bytes(sample)[: -len(sample.features)] + b"\1" + pickle.dumps(Harmful())
-    with pytest.raises(DataError, match="damaged"):
-        sample_from_bytes(harmful)
+    harmful = msgpack.packb([7, [1], b"\1" + pickle.dumps(Harmful()), 0])
+    for received in (harmful, sample_to_bytes(Sample(7, Cost(1), pack({"input_ids": [1]})))[:-5], b"", b"\1"):
+        with pytest.raises(DataError, match="damaged"):
+            sample_from_bytes(received)
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.array, torch.tensor])
+def test_what_a_row_says_is_its_numbers_whatever_holds_them(kind: Any) -> None:
+    cost = Cost(3, 2, 1)
+    row = checksum({"input_ids": [1, 2, 3], "labels": [1, 2, 3]}, cost)
+    assert checksum({"input_ids": kind([1, 2, 3]), "labels": kind([1, 2, 3]), "pixel_values": 1}, cost) == row
+    for ids, other in (([1, 2, 4], cost), ([1, 2, 3], Cost(3, 2, 2)), ([1.0, 2.0, 3.0], cost)):
+        assert checksum({"input_ids": kind(ids), "labels": kind([1, 2, 3])}, other) != row
+    assert checksum({"labels": kind([0.5])}, cost) != checksum({"labels": kind([0.25])}, cost)
 
 
 @pytest.mark.parametrize(("ids", "idle"), [((), True), ((0,), False), ((3, 4), False)])
