@@ -21,14 +21,19 @@ from odb_factory.comm.agreement import of_block, releases
 from odb_factory.comm.coordinator import Coordinator, SingleProcessCoordinator
 from odb_factory.config import ResolvedConfig
 from odb_factory.data.collate import Collated, Failure, GroupDataset, Salvaged
+from odb_factory.data.dataloader_parts import DataLoaderParts
 from odb_factory.data.epoch import EpochContext
-from odb_factory.data.observe import Observer
+from odb_factory.data.layout import FlatLayout, PaddedLayout
+from odb_factory.data.measure import DEFAULT_PATCH_SIZE, Measure, measure_batch
+from odb_factory.data.observe import ItemObserver, Observer
 from odb_factory.data.plan_process import compute_here
 from odb_factory.data.progress import Layout, OptimizerStepRule, Progress, progress_for
 from odb_factory.data.samples import COLLATION, LeftOut, MicroBatch, OptimizerStep, Sample
+from odb_factory.data.serialize import of_rows
 from odb_factory.data.state import DataState
 from odb_factory.data.step_agreement import Agreed, LateRow, Lost, StepAgreement
 from odb_factory.data.step_times import StepTimes
+from odb_factory.data.worker import Picklable
 from odb_factory.data.workers import END, BackgroundPrefetcher, InlinePrefetcher, LoaderWorkers, Pass, take
 from odb_factory.errors import CollectiveError, ConfigError, DataError, one_line
 from odb_factory.log import get_logger
@@ -50,6 +55,16 @@ def make_budget(config: ResolvedConfig, collation: Collation, layout: Layout) ->
         layout,
         Sizes(multiple, tuple(config.length_buckets or ()), limit),
         1 if is_flat else config.row_multiple,
+    )
+
+
+def make_layout(budget: Budget, *, with_boundaries: bool) -> FlatLayout | PaddedLayout | None:
+    """What is done to collated batches; None: they stay as the collator returns them."""
+    if budget.layout != "flat":
+        return PaddedLayout(budget) if budget.rounds_up else None
+    made = budget.collation
+    return FlatLayout(
+        made.dummy_media_tokens, budget.sizes, with_boundaries, made.dummy_audio_tokens, made.rows, made.batches
     )
 
 
@@ -380,35 +395,40 @@ KEYS_OF_ROWS = ("overlong", "token_budget", "max_patches", "loss_scaling")
 class ODBLoader:
     """Iterate over the collated micro-batches of one epoch on this rank: (`MicroBatch`, `Measured`, batch).
 
-    dataset: what `observer` reads rows from; sampler: row indices of one epoch over all ranks, with
-    `set_epoch` if the order changes, None for a dataset that is iterated; collate_fn: the framework's
-    collator, unchanged. layout: in which the micro-batches come, whatever the config asks for. rule: what makes an
-    optimizer step. agree_on: settings, beside the config's, that all ranks must have in common. rows_from: what rows
-    are made with; a state keeps it. workers: what else `LoaderWorkers` takes.
+    parts: the dataset that `observer` reads rows from, its order over all ranks, the framework's collator, unchanged,
+    and the workers. rule: what makes an optimizer step. collation: what the collator adds to a group (default: its
+    `pad_to_multiple_of`). layout: of the micro-batches, whatever the config asks for; with_boundaries: flat ones carry
+    what `varlen_arguments` returns. measure, patch_size: how collated batches are measured.
+    coordinator: the data-parallel ranks (default: this process alone). With several ranks, all make their loaders at
+    the same place of the program. agree_on: settings, beside the config's, that all ranks must have in common.
+    rows_from: what rows are made with; a state keeps it.
     counts_labels: units are counted from the labels of batches; else a `cost_fn` tells them.
     budget: as configured. lowered: to what the training has lowered it since (see `lower`).
-    left_out: rows that this rank leaves out.
+    left_out: rows that this rank leaves out. groups: what collates its micro-batches, in its layout.
     Call `close` when done; it ends the worker processes.
     """
 
     def __init__(
         self,
-        dataset: Any,
-        *,
-        sampler: Any,
-        observer: Observer,
-        collate_fn: Callable,
+        parts: DataLoaderParts,
         config: ResolvedConfig,
-        collation: Collation = Collation(),
-        layout: Layout = "padded",
+        *,
+        observer: Observer,
         rule: OptimizerStepRule,
+        collation: Collation | None = None,
+        layout: Layout = "padded",
+        with_boundaries: bool = False,
+        measure: Measure = measure_batch,
+        patch_size: int = DEFAULT_PATCH_SIZE,
         seed: int = 0,
         coordinator: Coordinator | None = None,
         agree_on: Mapping[str, object] | None = None,
         rows_from: Mapping[str, object] | None = None,
-        **workers: Any,
     ):
-        self.dataset, self.config, self.layout = dataset, config, layout
+        self.dataset, self.config, self.layout = parts.dataset, config, layout
+        collation = collation or Collation(
+            pad_to_multiple_of=getattr(parts.collate_fn, "pad_to_multiple_of", None) or 1
+        )
         self.counts_labels = bool(getattr(observer, "counts_labels", True))
         self._coordinator = coordinator or SingleProcessCoordinator()
         self.rank, self.world_size = rank, world_size = self._coordinator.rank, self._coordinator.world_size
@@ -416,21 +436,22 @@ class ODBLoader:
         self.budget = budget = make_budget(config, collation, layout)
         self.lowered: Limits | None = None
         self.left_out = LeftOut()
-        self._workers = LoaderWorkers(
-            dataset,
-            sampler=sampler,
-            observer=observer,
-            collate_fn=collate_fn,
-            config=config,
-            budget=budget,
-            rank=rank,
-            world_size=world_size,
-            **workers,
+        self.groups = GroupDataset(
+            Picklable(parts.collate_fn, "collate_fn"),
+            patch_size,
+            parts.dataset,
+            make_layout(budget, with_boundaries=with_boundaries),
+            measure,
+            budget=None if self.counts_labels else budget,
+            skips=config.on_error == "skip",
         )
+        self._workers = LoaderWorkers(parts, observer, self.groups, config, budget, rank, world_size)
         self._order = self._workers.order
         # The length of a stream that is split is that of this rank's part, or of the whole; nobody says which.
         is_split = getattr(self._order, "is_split", False)
-        self.num_samples: int | None = None if is_split else _length(dataset if sampler is None else sampler)
+        self.num_samples: int | None = (
+            None if is_split else _length(parts.dataset if parts.sampler is None else parts.sampler)
+        )
         context = EpochContext(
             budget=budget,
             num_samples=self.num_samples,
@@ -466,6 +487,9 @@ class ODBLoader:
             "number of samples": self.num_samples,
             **(agree_on or {}),
         }
+        if isinstance(observer, ItemObserver) and parts.sampler is not None and world_size > 1:
+            # A rank with a part of its own would take a share of that part alone.
+            settings["what the first and the last row of the dataset say"] = of_rows(parts.dataset)
         self._passes = Passes(
             self._workers,
             context,
@@ -594,11 +618,6 @@ class ODBLoader:
         if self._workers.read_row is not None:
             rows = map(self._workers.read_row, dict.fromkeys(self._order.first))
             yield from (row for row in rows if isinstance(row, Sample))
-
-    @property
-    def groups(self) -> GroupDataset:
-        """What collates its micro-batches, in its layout."""
-        return self._workers.groups
 
     def begin(self) -> None:
         """Begin the epoch, unless begun, and wait for its first plan. Collective."""

@@ -30,6 +30,10 @@ from odb_factory.errors import ConfigError, one_line
 # whatever needs only the config works as before, and whatever needs a weight raises instead of returning another
 # number.
 
+NOT_SENT = (
+    "cannot be sent to a worker process, as the start methods 'spawn' and 'forkserver' require ({}); make it "
+    "picklable, choose 'fork' (multiprocessing.set_start_method), or use no workers (num_workers and collate_workers 0)."
+)
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
 
 
@@ -56,11 +60,7 @@ class Picklable:
         try:
             _Pickler(buffer, self._models).dump(self.inner)
         except Exception as error:
-            raise ConfigError(
-                f"{self.role}: {type(self.inner).__name__} cannot be sent to a worker process, as the start methods "
-                f"'spawn' and 'forkserver' have to ({one_line(error)}); make it picklable, choose 'fork' "
-                "(multiprocessing.set_start_method), or take no workers (num_workers and collate_workers 0)."
-            ) from None
+            raise ConfigError(f"{self.role}: {type(self.inner).__name__} {NOT_SENT.format(one_line(error))}") from None
         return pickle.loads, (buffer.getvalue(),)
 
 

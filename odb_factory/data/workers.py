@@ -26,15 +26,14 @@ from torch.utils.data import DataLoader
 from odb_factory.comm.standing import waiting
 from odb_factory.config import ODBConfig
 from odb_factory.data.collate import GroupDataset
+from odb_factory.data.dataloader_parts import DataLoaderParts
 from odb_factory.data.epoch import EpochPlanner
-from odb_factory.data.layout import FlatLayout, PaddedLayout
-from odb_factory.data.measure import DEFAULT_PATCH_SIZE, Measure, measure_batch
 from odb_factory.data.observe import ObservedDataset, Observer, where
 from odb_factory.data.order import Arriving, ObservedItems, ShardSampler, StreamReader
 from odb_factory.data.plan_process import PlanProcess
 from odb_factory.data.samples import Rejection, Sample, Task
 from odb_factory.data.step_agreement import CollateNotes, StepAgreement
-from odb_factory.data.worker import BusyRows, Picklable, WorkerInit, worker_seed
+from odb_factory.data.worker import NOT_SENT, BusyRows, WorkerInit, worker_seed
 from odb_factory.ending import LESS_MEMORY, why_worker_failed
 from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.planning import Budget
@@ -219,120 +218,81 @@ END = object()
 
 
 class LoaderWorkers:
-    """The DataLoaders that read, observe and collate, and the worker processes of all.
+    """The DataLoaders that read, observe and collate, made of `parts`, and the worker processes of all.
 
-    order: the rows of this rank, epoch by epoch; its `start` says where the next pass begins. feed: where tasks go in.
-    threaded: whether processes collate them. window: micro-batches that they collate ahead. notes: what they report
-    beside their batches.
-
+    groups: what collates. order: the rows of this rank, epoch by epoch; its `start` says where the next pass begins.
+    feed: where tasks go in. threaded: whether processes collate them. window: micro-batches that they collate ahead.
+    notes: what they report beside their batches.
     read_row: observes a row of the dataset, by its number, in this process; None for a stream.
 
-    num_workers: observe workers, and as many collate workers where the config does not say. A dataset that is iterated
-    has one worker more, which reads it for all of them, begun anew in each epoch. persistent_workers, timeout (seconds
-    that a worker may take for its next result; 0: any), worker_init_fn, pin_memory and the others: as in torch, for all
-    stages; only what is collated is pinned. generator: torch's, whose seed is that of the workers (None: the global).
+    There are `num_workers` observe workers, and as many collate workers where the config does not say. A dataset that
+    is iterated has one worker more, which reads it for all of them, restarted in each epoch. Only what is collated is
+    pinned. The seed of `generator` is that of the workers (None: the global one).
     Raises `ConfigError` where what the workers need cannot be sent to them.
-    already_split: a dataset that is iterated gives every rank a part of its own.
-    with_boundaries: flat batches carry what `varlen_arguments` returns.
     """
 
     def __init__(
         self,
-        dataset: Any,
-        *,
-        sampler: Any,
+        parts: DataLoaderParts,
         observer: Observer,
-        collate_fn: Callable[[list[Any]], Any],
+        groups: GroupDataset,
         config: ODBConfig,
         budget: Budget,
         rank: int,
         world_size: int,
-        patch_size: int = DEFAULT_PATCH_SIZE,
-        measure: Measure = measure_batch,
-        num_workers: int = 0,
-        prefetch_factor: int = 2,
-        persistent_workers: bool = False,
-        timeout: float = 0,
-        pin_memory: bool = False,
-        pin_memory_device: str = "",
-        multiprocessing_context: Any = None,
-        worker_init_fn: Callable[[int], None] | None = None,
-        generator: torch.Generator | None = None,
-        already_split: bool = False,
-        with_boundaries: bool = False,
     ):
+        num_workers = parts.num_workers
         collate_workers = num_workers if config.collate_workers is None else config.collate_workers
         self.feed = TaskSampler(collate_workers)
         self.threaded = collate_workers > 0
         self.notes: CollateNotes | None = None
-        self._collate_workers, self._persistent = collate_workers, persistent_workers
-        self.window = prefetch_factor * collate_workers
-        self._dataset, self._observer = dataset, observer
-        self._rank, self._generator, self._context = rank, generator, multiprocessing_context
-
+        self.window = parts.prefetch_factor * collate_workers
+        self.groups = groups
+        self._parts, self._observer, self._collate_workers, self._rank = parts, observer, collate_workers, rank
         self._observed, self.collated = BusyRows(num_workers), BusyRows(collate_workers)
-
-        def loader(source: Any, workers: int, **kwargs: Any) -> DataLoader:
-            if workers:
-                kwargs = {
-                    "persistent_workers": persistent_workers,
-                    "prefetch_factor": prefetch_factor,
-                    "timeout": timeout,
-                    "multiprocessing_context": multiprocessing_context,
-                    "worker_init_fn": WorkerInit(worker_init_fn),
-                } | kwargs
-            return DataLoader(source, num_workers=workers, collate_fn=_identity, generator=torch.Generator(), **kwargs)
+        groups.busy = self.collated
 
         self._reading: DataLoader | None = None
-        if sampler is None:
-            reader = StreamReader(dataset, rank, world_size, is_split=already_split)
-            # One that lives on would not hear of another epoch or state.
+        self._observing: DataLoader | None
+        if parts.sampler is None:
+            reader = StreamReader(parts.dataset, rank, world_size, is_split=parts.already_split)
+            # A persistent worker would not hear of another epoch or state.
             once = {"persistent_workers": False} if num_workers else {}
-            self._reading = loader(reader, min(num_workers, 1), batch_size=OBSERVE_CHUNK, **once)
-            items = ObservedItems(dataset, observer, config, budget, self._observed)
-            self._arriving = Arriving(reader, prefetch_factor * num_workers)
+            self._reading = self._loader(reader, min(num_workers, 1), batch_size=OBSERVE_CHUNK, **once)
+            items = ObservedItems(parts.dataset, observer, config, budget, self._observed)
+            self._arriving = Arriving(reader, parts.prefetch_factor * num_workers)
             self.order: Any = reader
             self.read_row: Callable[[int], Sample | Rejection] | None = None
-            self._observing: DataLoader | None = loader(items, num_workers, batch_sampler=self._arriving)
-            self._all_rows: Callable[[], Iterator[Sample | Rejection]] = functools.partial(_observed, dataset, items)
-        else:
-            rows = ObservedDataset(dataset, observer, config, budget, self._observed)
-            self.read_row = rows.__getitem__
-            self.order = ShardSampler(sampler, rank, world_size)
-            self._observing = loader(rows, num_workers, batch_size=OBSERVE_CHUNK, sampler=self.order)
-            self._all_rows = lambda: map(rows.__getitem__, self.order.whole())
-        made = budget.collation
-        layout: FlatLayout | PaddedLayout | None = None
-        if budget.layout == "flat":
-            layout = FlatLayout(
-                made.dummy_media_tokens,
-                budget.sizes,
-                with_boundaries,
-                made.dummy_audio_tokens,
-                made.rows,
-                made.batches,
+            self._observing = self._loader(items, num_workers, batch_sampler=self._arriving)
+            self._all_rows: Callable[[], Iterator[Sample | Rejection]] = functools.partial(
+                _observed, parts.dataset, items
             )
-        elif budget.rounds_up:
-            layout = PaddedLayout(budget)
-        by_labels = getattr(observer, "counts_labels", True)
-        self.groups = GroupDataset(
-            Picklable(collate_fn, "collate_fn"),
-            patch_size,
-            dataset,
-            layout,
-            measure,
-            busy=self.collated,
-            budget=None if by_labels else budget,
-            skips=config.on_error == "skip",
-        )
-        self._collating: DataLoader | None = loader(
-            self.groups,
+        else:
+            rows = ObservedDataset(parts.dataset, observer, config, budget, self._observed)
+            self.read_row = rows.__getitem__
+            self.order = ShardSampler(parts.sampler, rank, world_size)
+            self._observing = self._loader(rows, num_workers, batch_size=OBSERVE_CHUNK, sampler=self.order)
+            self._all_rows = lambda: map(rows.__getitem__, self.order.whole())
+        self._collating: DataLoader | None = self._loader(
+            groups,
             collate_workers,
             sampler=self.feed,
             batch_size=None,
-            pin_memory=pin_memory,
-            pin_memory_device=pin_memory_device,
+            pin_memory=parts.pin_memory,
+            pin_memory_device=parts.pin_memory_device,
         )
+
+    def _loader(self, source: Any, num_workers: int, **options: Any) -> DataLoader:
+        parts = self._parts
+        if num_workers:
+            options = {
+                "persistent_workers": parts.persistent_workers,
+                "prefetch_factor": parts.prefetch_factor,
+                "timeout": parts.timeout,
+                "multiprocessing_context": parts.multiprocessing_context,
+                "worker_init_fn": WorkerInit(parts.worker_init_fn),
+            } | options
+        return DataLoader(source, num_workers=num_workers, collate_fn=_identity, generator=torch.Generator(), **options)
 
     @property
     def is_closed(self) -> bool:
@@ -348,7 +308,7 @@ class LoaderWorkers:
 
     def collate(self, epoch: int) -> Iterator[Any]:
         """What becomes of the tasks of `feed`; to be asked with `take`."""
-        if self.threaded and (self.notes is None or not self._persistent):
+        if self.threaded and (self.notes is None or not self._parts.persistent_workers):
             self.notes = self.groups.notes = CollateNotes(self._collate_workers)
         batches = self._start(self._collating, COLLATES, epoch)
         if self.notes is not None:
@@ -357,11 +317,11 @@ class LoaderWorkers:
 
     def plan(self) -> PlanProcess | None:
         """What plans an epoch; None: the caller's own thread, for nothing here has processes."""
-        return PlanProcess(self._context) if self.threaded else None
+        return PlanProcess(self._parts.multiprocessing_context) if self.threaded else None
 
     def describe(self, index: int) -> str:
         """Where a row comes from, for messages."""
-        return where(self._observer, self._dataset, index)
+        return where(self._observer, self._parts.dataset, index)
 
     def usable_rows(self) -> Iterator[Sample]:
         """The rows in the order of all ranks that can be trained on, observed in this process."""
@@ -398,7 +358,8 @@ class LoaderWorkers:
         sees the same random numbers with and without us, and workers of an epoch the same after a resume.
         """
         assert loader is not None, "the loader has been closed"
-        seed = torch.initial_seed() if self._generator is None else self._generator.initial_seed()
+        generator = self._parts.generator
+        seed = torch.initial_seed() if generator is None else generator.initial_seed()
         loader.generator.manual_seed(worker_seed(seed, self._rank, stage, epoch))
         try:
             with warnings.catch_warnings():
@@ -409,9 +370,7 @@ class LoaderWorkers:
             if not loader.num_workers or context.get_start_method() == "fork":
                 raise
             raise ConfigError(
-                f"dataset: {type(self._dataset).__name__}, or its observer, cannot be sent to a worker process, as the "
-                f"start methods 'spawn' and 'forkserver' have to ({one_line(error)}); make it picklable, choose 'fork' "
-                "(multiprocessing.set_start_method), or take no workers (num_workers and collate_workers 0)."
+                f"dataset: {type(self._parts.dataset).__name__}, or its observer, {NOT_SENT.format(one_line(error))}"
             ) from None
 
 

@@ -20,11 +20,13 @@ from torch.utils.data import DataLoader
 from odb_factory.accounting.step_accounting import StepAccounting, say_what_to_expect
 from odb_factory.comm.gloo import check_process_group, find_process_group, world_size_of
 from odb_factory.comm.lifeline import lifeline_of
+from odb_factory.comm.process_group import make_coordinator
 from odb_factory.config import ResolvedConfig
 from odb_factory.data.collate import Collated
-from odb_factory.data.dataloader_parts import dismantle, make_loader
+from odb_factory.data.dataloader_parts import dismantle
 from odb_factory.data.loader import ABORT_S, ODBLoader
 from odb_factory.data.observe import ItemObserver, check_first_item
+from odb_factory.data.progress import OptimizerStepRule
 from odb_factory.data.state import read_checked, write_checked
 from odb_factory.data.worker import Picklable
 from odb_factory.data.workers import Pass
@@ -207,7 +209,7 @@ class Iteration:
             raise ConfigError(f"gradient_accumulation_steps: {accumulation!r} is not a whole number of at least 1.")
         generator = dataloader.generator
         seed = next(s for s in (config.seed, generator and generator.initial_seed(), 0) if s is not None)
-        parts = dismantle(dataloader, seed)
+        parts = dismantle(dataloader, seed, already_split=already_split)
         if already_split and parts.sampler is not None:
             raise ConfigError(
                 "already_split: this dataset has an index, of which every rank takes its own share; give each rank the "
@@ -228,15 +230,14 @@ class Iteration:
             options["multiprocessing_context"] = parts.multiprocessing_context
             check_first_item(parts.dataset, observer, num_workers=parts.num_workers, **options)
         self._make = partial(
-            make_loader,
+            ODBLoader,
             parts,
             config,
             observer=observer,
+            rule=OptimizerStepRule(batch_size=parts.batch_size, accumulation=accumulation, drop_last=parts.drop_last),
             collation=collation,
             layout="flat" if config.layout == "flat" else "padded",
-            accumulation=accumulation,
             seed=seed,
-            already_split=already_split,
             agree_on={"already_split": already_split},
         )
         if world_size_of(process_group) > 1:  # a rank that dies from here on ends the others
@@ -274,7 +275,7 @@ class Iteration:
             if self._is_closed:
                 raise ConfigError("odb: this loader has been closed; make another one.")
             group = find_process_group(self._process_group, is_prepared=self.is_prepared)
-            loader = self._make(process_group=group)
+            loader = self._make(coordinator=make_coordinator(group, self.config.exchange_timeout_s))
             loader.set_epoch(self._epoch)
             accounting = StepAccounting(
                 loader,

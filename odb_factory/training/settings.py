@@ -12,10 +12,14 @@ import torch.distributed as dist
 from torch.utils.data import RandomSampler
 
 from odb_factory.comm.gloo import Exchange
+from odb_factory.comm.process_group import make_coordinator
 from odb_factory.config import ODBConfig, ResolvedConfig
-from odb_factory.data.dataloader_parts import DataLoaderParts, dismantle, make_loader, unwrap
+from odb_factory.data.dataloader_parts import DataLoaderParts, dismantle, unwrap
+from odb_factory.data.loader import ODBLoader
 from odb_factory.data.measure import Measure
-from odb_factory.data.observe import PATCHES_KEY, Observer
+from odb_factory.data.observe import PATCHES_KEY, ItemObserver, Observer
+from odb_factory.data.progress import OptimizerStepRule
+from odb_factory.data.worker import Picklable
 from odb_factory.memory import PeakMeter
 from odb_factory.planning import Collation
 from odb_factory.training import checks
@@ -92,22 +96,31 @@ class ODBSettings:
         pads_to = getattr(collator, "pad_to_multiple_of", None) or 1
         if source is not stock:
             parts = with_columns_of(parts, stock)
-        loader = make_loader(
+        loader = ODBLoader(
             parts,
             config,
-            observer=self.observer,
+            observer=self.observer
+            or ItemObserver(
+                Picklable(parts.collate_fn, "collate_fn"),
+                cost_fn=self.cost_fn,
+                patch_size=self.patch_size,
+                loss_scaling=config.loss_scaling,
+            ),
+            rule=OptimizerStepRule(
+                batch_size=parts.batch_size,
+                accumulation=args.gradient_accumulation_steps,
+                drop_last=parts.drop_last,
+                stock_mean=stock_mean(trainer, loss, equal_weights=self.equal_weights),
+                equal_weights=self.equal_weights,
+            ),
             collation=self.collation or Collation(pad_to_multiple_of=pads_to),
             layout=layout.name,
             with_boundaries=layout.with_boundaries,
-            process_group=self.process_group,
+            coordinator=make_coordinator(self.process_group, config.exchange_timeout_s),
             agree_on={**checks.of_trainer(trainer), **self.agree_on},
             rows_from=self.rows_from,
             patch_size=self.patch_size,
             measure=self.measure,
-            cost_fn=self.cost_fn,
-            accumulation=args.gradient_accumulation_steps,
-            stock_mean=stock_mean(trainer, loss, equal_weights=self.equal_weights),
-            equal_weights=self.equal_weights,
             seed=seed,
         )
         counts_steps = args.max_steps > 0

@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset
 from toy import pad
 
 from odb_factory.config import ODBConfig
+from odb_factory.data.dataloader_parts import DataLoaderParts
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.observe import RowDropped
 from odb_factory.data.progress import OptimizerStepRule
@@ -50,20 +51,22 @@ def make_loader(lengths: Sequence[int], seat: Any, **options: Any) -> ODBLoader:
     observer = options.pop("observer", None) or Observer()
     rule = {key: options.pop(key) for key in OptimizerStepRule.__dataclass_fields__ if key in options}
     config = {"token_budget": 32, "buffer_size": 8, "collate_workers": 0, "global_batch_size": "fill", "balance": False}
-    workers, collate_fn = options.pop("num_workers", 0), options.pop("collate_fn", pad)
+    workers = options.pop("num_workers", 0)
     return ODBLoader(
-        stream(lengths, seat.rank, seat.world_size) if stream else lengths,
-        already_split=stream is not None and stream.is_split,
-        sampler=None if stream else SeedableRandomSampler(lengths, generator=torch.Generator(), data_seed=seed),
+        DataLoaderParts(
+            dataset=stream(lengths, seat.rank, seat.world_size) if stream else lengths,
+            sampler=None if stream else SeedableRandomSampler(lengths, generator=torch.Generator(), data_seed=seed),
+            collate_fn=options.pop("collate_fn", pad),
+            num_workers=workers,
+            multiprocessing_context="fork" if workers else None,
+            already_split=stream is not None and stream.is_split,
+        ),
+        ODBConfig(**config | options),
         observer=observer,
-        collate_fn=collate_fn,
-        config=ODBConfig(**config | options),
         layout=options.get("layout", "padded"),
         rule=OptimizerStepRule(**rule),
         seed=seed,
         coordinator=seat,
-        num_workers=workers,
-        multiprocessing_context="fork" if workers else None,
     )
 
 

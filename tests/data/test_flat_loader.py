@@ -22,6 +22,7 @@ from data.test_loader import (
 from thread_ranks import run_ranks
 
 from odb_factory.config import ODBConfig
+from odb_factory.data.dataloader_parts import DataLoaderParts
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.progress import OptimizerStepRule
 from odb_factory.errors import CollectiveError
@@ -127,11 +128,9 @@ def test_ranks_that_lay_out_otherwise_stop() -> None:
 
     def drive(seat: Any) -> list[Any]:
         loader = ODBLoader(
-            toy_rows(),
-            sampler=EpochOrder(60),
+            DataLoaderParts(dataset=toy_rows(), sampler=EpochOrder(60), collate_fn=collate),
+            ODBConfig(token_budget=100, collate_workers=0),
             observer=ToyObserver(),
-            collate_fn=collate,
-            config=ODBConfig(token_budget=100, collate_workers=0),
             layout="flat" if seat.rank == 0 else "padded",
             rule=OptimizerStepRule(),
             coordinator=seat,

@@ -24,6 +24,7 @@ from torch.utils.data import get_worker_info
 from odb_factory.comm.coordinator import SingleProcessCoordinator
 from odb_factory.config import ODBConfig
 from odb_factory.data.collate import Failure
+from odb_factory.data.dataloader_parts import DataLoaderParts
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.observe import MediaCut, RowDropped
 from odb_factory.data.progress import OptimizerStepRule
@@ -139,15 +140,13 @@ def open_loader(rows: list[Row], workers: tuple[int, int] = (0, 0), **options: A
     config = {"token_budget": 100, "buffer_size": 16, "collate_workers": workers[1], "global_batch_size": "fill"}
     config |= {key: options.pop(key) for key in ODBConfig.__dataclass_fields__ if key in options}
     rule = {key: options.pop(key) for key in OptimizerStepRule.__dataclass_fields__ if key in options}
+    parts = {"sampler": EpochOrder(len(rows)), "collate_fn": pad, "num_workers": workers[0]}
+    parts |= {key: options.pop(key) for key in DataLoaderParts.__dataclass_fields__ if key in options}
     loader = ODBLoader(
-        rows,
-        config=ODBConfig(**config),
-        layout=config.get("layout", "padded"),
+        DataLoaderParts(dataset=rows, multiprocessing_context="fork" if any(workers) else None, **parts),
+        ODBConfig(**config),
         rule=OptimizerStepRule(**rule),
-        num_workers=workers[0],
-        multiprocessing_context="fork" if any(workers) else None,
-        **{"sampler": EpochOrder(len(rows)), "observer": ToyObserver(), "collate_fn": pad, "collation": COLLATION}
-        | options,
+        **{"observer": ToyObserver(), "collation": COLLATION, "layout": config.get("layout", "padded")} | options,
     )
     try:
         yield loader

@@ -17,9 +17,11 @@ from torch.utils.data import DataLoader
 from toy import Rows, pad
 
 from odb_factory.config import ODBConfig
-from odb_factory.data.dataloader_parts import dismantle, make_loader
+from odb_factory.data.dataloader_parts import dismantle
 from odb_factory.data.loader import ODBLoader
+from odb_factory.data.observe import ItemObserver
 from odb_factory.data.plan_process import PlanProcess
+from odb_factory.data.progress import OptimizerStepRule
 from odb_factory.errors import DataError
 from odb_factory.planning import Budget, Cost, CostModel, make_metadata, plan_buffers, plan_optimizer_step
 from odb_factory.planning.keep import plan_group
@@ -131,7 +133,9 @@ def test_it_ends_with_its_parent() -> None:
 @pytest.mark.parametrize("block", [{}, {"global_batch_size": "fill", "buffer_size": 16}], ids=["keep", "fill"])
 def test_a_loader_with_workers_plans_in_it_and_ends_in_a_line_if_it_is_killed(block: dict[str, object]) -> None:
     stock = DataLoader(Rows(), batch_size=2, collate_fn=pad, num_workers=1)
-    loader: ODBLoader = make_loader(dismantle(stock, seed=0), ODBConfig(token_budget=128, **block), seed=0)
+    config = ODBConfig(token_budget=128, **block)
+    rule = OptimizerStepRule(batch_size=2)
+    loader = ODBLoader(dismantle(stock, seed=0), config, observer=ItemObserver(pad), rule=rule)
     try:
         batches = iter(loader)
         next(batches)

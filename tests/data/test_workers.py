@@ -23,10 +23,13 @@ from toy import NUM_ROWS, Rows, item, pad
 from transformers.trainer_utils import seed_worker
 
 from odb_factory import ConfigError
+from odb_factory.comm.process_group import make_coordinator
 from odb_factory.config import ODBConfig
-from odb_factory.data.dataloader_parts import dismantle, make_loader
+from odb_factory.data.dataloader_parts import dismantle
 from odb_factory.data.loader import ODBLoader
-from odb_factory.data.worker import worker_seed
+from odb_factory.data.observe import ItemObserver
+from odb_factory.data.progress import OptimizerStepRule
+from odb_factory.data.worker import Picklable, worker_seed
 
 BLOCK = {"token_budget": 128, "buffer_size": 16, "global_batch_size": "fill"}
 
@@ -36,7 +39,10 @@ def wrapped(dataset: Any = None, collate_fn: Any = pad, **options: Any) -> Itera
     """Ours for the DataLoader with these options."""
     options = {"num_workers": 1} | options
     stock = DataLoader(Rows() if dataset is None else dataset, collate_fn=collate_fn, **options)
-    loader = make_loader(dismantle(stock, seed=0), ODBConfig(**BLOCK), seed=0)
+    parts = dismantle(stock, seed=0)
+    rule = OptimizerStepRule(batch_size=parts.batch_size, drop_last=parts.drop_last)
+    observer = ItemObserver(Picklable(collate_fn, "collate_fn"))
+    loader = ODBLoader(parts, ODBConfig(**BLOCK), observer=observer, rule=rule, coordinator=make_coordinator(None, 60))
     try:
         yield loader
     finally:

@@ -26,6 +26,7 @@ from distributed.launch import free_port
 
 from odb_factory.comm.process_group import make_coordinator
 from odb_factory.config import ODBConfig
+from odb_factory.data.dataloader_parts import DataLoaderParts
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.order import StockMean
 from odb_factory.data.progress import OptimizerStepRule
@@ -171,18 +172,20 @@ def toy_loader(
         rule["stock_mean"] = StockMean(rule["stock_mean"])
     config = {"token_budget": 100, "buffer_size": 8, "global_batch_size": "fill", "balance": False}
     loader = ODBLoader(
-        [2 + k * 7 % 39 for k in range(num_rows)],
-        sampler=range(num_rows) if sampler is None else sampler,
+        DataLoaderParts(
+            dataset=[2 + k * 7 % 39 for k in range(num_rows)],
+            sampler=range(num_rows) if sampler is None else sampler,
+            collate_fn=Collator(bad),
+            num_workers=workers[0],
+            persistent_workers=True,
+            multiprocessing_context=start_method if any(workers) else None,
+        ),
+        ODBConfig(**config | {"collate_workers": workers[1]} | options),
         observer=Observer(hangs),
-        collate_fn=Collator(bad),
-        config=ODBConfig(**config | {"collate_workers": workers[1]} | options),
         rule=OptimizerStepRule(**{"accumulation": 2} | rule),
         seed=seed,
         coordinator=make_coordinator(process_group, timeout_s),
         agree_on=agree_on,
-        num_workers=workers[0],
-        persistent_workers=True,
-        multiprocessing_context=start_method if any(workers) else None,
     )
     try:
         yield loader

@@ -21,6 +21,7 @@ from distributed.rows import row
 from support import MARK, end_marked_processes, marked_processes, proc_words, shimmed, training_config, write_dataset
 
 from odb_factory.config import ODBConfig
+from odb_factory.data.dataloader_parts import DataLoaderParts
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.progress import OptimizerStepRule
 
@@ -64,17 +65,22 @@ class SlowStart(Observer):
         time.sleep(3600)
 
 
-def toy(start_method: str, rows: list[int], workers: tuple[int, int], **parts: Any) -> ODBLoader:
+def toy(
+    start_method: str, rows: list[int], workers: tuple[int, int], *, observer: Any = None, collate_fn: Any = None
+) -> ODBLoader:
     return ODBLoader(
-        rows,
-        sampler=range(len(rows)),
-        config=ODBConfig(
+        DataLoaderParts(
+            dataset=rows,
+            sampler=range(len(rows)),
+            collate_fn=collate_fn or Collator(),
+            num_workers=workers[0],
+            multiprocessing_context=start_method,
+        ),
+        ODBConfig(
             token_budget=10**6, buffer_size=1, collate_workers=workers[1], global_batch_size="fill", balance=False
         ),
+        observer=observer or Observer(),
         rule=OptimizerStepRule(),
-        num_workers=workers[0],
-        multiprocessing_context=start_method,
-        **{"observer": Observer(), "collate_fn": Collator()} | parts,
     )
 
 

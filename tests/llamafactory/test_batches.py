@@ -17,6 +17,7 @@ from stock import load_stock
 from support import training_config, write_dataset
 
 from odb_factory.config import ODBConfig
+from odb_factory.data.dataloader_parts import DataLoaderParts
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.observe import ObservedDataset
 from odb_factory.data.progress import OptimizerStepRule
@@ -108,16 +109,18 @@ def test_batches_equal_stock_bit_for_bit_and_keep_both_budgets(
     """
     setting = request.getfixturevalue(name)
     loader = ODBLoader(
-        setting.dataset,
-        sampler=range(len(setting.dataset)),
+        DataLoaderParts(
+            dataset=setting.dataset,
+            sampler=range(len(setting.dataset)),
+            collate_fn=OpenMedia(setting.collator),
+            num_workers=1,
+            multiprocessing_context=start_method,
+        ),
+        setting.config,
         observer=setting.observer,
-        collate_fn=OpenMedia(setting.collator),
-        config=setting.config,
         collation=setting.collation,
         rule=OptimizerStepRule(batch_size=6),
         patch_size=setting.dataset.media.patch_size,
-        num_workers=1,
-        multiprocessing_context=start_method,
     )
     stock_rows = setting.stock["train_dataset"]
     seen: list[int] = []
