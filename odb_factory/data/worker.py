@@ -32,7 +32,8 @@ from odb_factory.errors import ConfigError, one_line
 
 NOT_SENT = (
     "cannot be sent to a worker process, as the start methods 'spawn' and 'forkserver' require ({}); make it "
-    "picklable, choose 'fork' (multiprocessing.set_start_method), or use no workers (num_workers and collate_workers 0)."
+    "picklable, choose 'fork' (multiprocessing.set_start_method), or use no workers (num_workers and "
+    "collate_workers 0)."
 )
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
 
