@@ -10,16 +10,12 @@ import functools
 import importlib.metadata
 import importlib.util
 import io
-import json
 import random
-import subprocess
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import numpy as np
-import processes
-from cuts import TOKEN_BUDGET, Cut, Epoch, cut_of_batches, cut_of_plan
-from simulation import LONGEST
+import rivals
+from simulation import LONGEST, TOKEN_BUDGET, Cut, Epoch, cut_of_batches, cut_of_plan
 
 from odb_factory.plan.simulate import rounds
 from odb_factory.planning import BufferMetadata, plan_optimizer_step
@@ -78,38 +74,15 @@ def length_grouped(epoch: Epoch, batch_size: int, count: int, rows: int) -> Cut 
     return cut_of_batches(samples, _deal(batches, epoch.ranks), len(samples) // batch_size)
 
 
-class Rebalancer:
-    """`BatchRebalanceSampler` of a transformers that is newer than LLaMA-Factory allows, in its own environment."""
-
-    def __init__(self, python: str):
-        command = [python, str(Path(__file__).with_name("rebalance.py"))]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self.version = self._answer()
-
-    def __call__(self, epoch: Epoch, batch_size: int, count: int, rows: int) -> Cut | str:
-        if why := _rows_fit(epoch, batch_size, rows):
-            return why
-        if epoch.ranks > REBALANCE_RANKS:
-            return f"every rank computes the batches of all: too slow for more than {REBALANCE_RANKS} ranks here"
-        samples = _first(epoch, batch_size, min(count, REBALANCE_STEPS))
-        asked = {"lengths": samples["tokens"].tolist(), "batch_size": batch_size, "ranks": epoch.ranks}
-        asked["accumulation"] = batch_size // (rows * epoch.ranks)
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(asked) + "\n")
-        self.process.stdin.flush()
-        return cut_of_batches(samples, list(zip(*self._answer())), len(samples) // batch_size)
-
-    def _answer(self) -> list[Batches]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"rebalance.py ended with exit code {self.process.wait()}")
-        return json.loads(line)
-
-    def close(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        self.process.wait()
+def rebalanced(epoch: Epoch, batch_size: int, count: int, rows: int, ask: rivals.Rebalancer) -> Cut | str:
+    """transformers' `batch_rebalance`."""
+    if why := _rows_fit(epoch, batch_size, rows):
+        return why
+    if epoch.ranks > REBALANCE_RANKS:
+        return f"every rank computes the batches of all: too slow for more than {REBALANCE_RANKS} ranks here"
+    samples = _first(epoch, batch_size, min(count, REBALANCE_STEPS))
+    of_ranks = ask(samples["tokens"].tolist(), batch_size, epoch.ranks, batch_size // (rows * epoch.ranks))
+    return cut_of_batches(samples, list(zip(*of_ranks)), len(samples) // batch_size)
 
 
 def keep(epoch: Epoch, batch_size: int, count: int, layout: str, balance: bool) -> Cut:
@@ -191,12 +164,12 @@ def dynabatch(epoch: Epoch) -> Cut | str:
 
 
 def really_run(epoch: Epoch, name: str, most_ranks: int) -> Cut | str:
-    """A whole loader, a process a rank."""
+    """A whole loader, with a process a rank."""
     if epoch.ranks > most_ranks:
         return f"it is run with a process a rank: too many here for {epoch.ranks:,} ranks (`--processes {most_ranks}`)"
     if epoch.images:
         return "its processes are given text"
-    padded = processes.run(name, epoch.shares, token_budget=TOKEN_BUDGET, window=WINDOW)
+    padded = rivals.run(name, epoch.shares, token_budget=TOKEN_BUDGET, window=WINDOW)
     tokens, samples = int(epoch.samples["tokens"].sum()), len(epoch.samples)
     return Cut(epoch.ranks, padded.sum(axis=0), padded.max(axis=0), tokens, samples, padded.shape[1])
 
@@ -220,14 +193,16 @@ ODB_WAYS = {
 ONLINE = "online-dynamic-batching"
 
 
-def keeping(rebalancer: Rebalancer | None) -> dict[str, Kept]:
+def keeping(rebalancer: rivals.Rebalancer | None) -> dict[str, Kept]:
     """Who keeps N, by name."""
 
     def missing(epoch: Epoch, batch_size: int, count: int, rows: int) -> str:
         return "no environment with a newer transformers (`--newer-transformers`)"
 
     version = f" (transformers {rebalancer.version})" if rebalancer else ""
-    ways = {"fixed": fixed, "length-grouped": length_grouped, f"batch_rebalance{version}": rebalancer or missing}
+    ways = {"fixed": fixed, "length-grouped": length_grouped, f"batch_rebalance{version}": missing}
+    if rebalancer:
+        ways[f"batch_rebalance{version}"] = functools.partial(rebalanced, ask=rebalancer)
     found: dict[str, Kept] = {
         f"{name}, {rows} row{'s' * (rows > 1)}": functools.partial(way, rows=rows)
         for name, way in ways.items()
@@ -238,7 +213,7 @@ def keeping(rebalancer: Rebalancer | None) -> dict[str, Kept]:
 
 def choosing(most_ranks: int) -> dict[str, Own]:
     """Who chooses N, by name. most_ranks: up to so many, whole loaders are run."""
-    published = {name: functools.partial(really_run, name=name, most_ranks=most_ranks) for name in processes.PUBLISHED}
+    published = {name: functools.partial(really_run, name=name, most_ranks=most_ranks) for name in rivals.LOADERS}
     if not published:
         published[ONLINE] = lambda epoch: "it is not installed"
     version = f" {importlib.metadata.version('dynabatch')}" if importlib.util.find_spec("dynabatch") else ""

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from train_workloads import GLOBAL_BATCH_SIZE, build_text
+import page
+from workloads import GLOBAL_BATCH_SIZE, build_text
 
 from odb_factory.demo.demo import sft_config, train
 
@@ -133,17 +134,16 @@ def compare(name: str, folder: Path, models: dict[str, Path], data: Path, seeds:
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:
-    """CPU seconds, medians; what odb takes of the best of stock, and of stock's 4 rows."""
+    """CPU seconds, medians; odb as a share of the best of stock, and of stock's 4 rows."""
     names = list(next(iter(results.values()))["cpu_seconds"])
-    heads = ["training", *names, "odb by the best of stock", "odb by 4 rows", "losses differ by at most"]
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    rows = []
     for name, result in results.items():
         median = {who: statistics.median(found) for who, found in result["cpu_seconds"].items()}
-        best = min(median[who] for who in STOCK)
-        cells = [f"{median[who]:.1f}" for who in names]
-        cells += [f"{median['odb'] / best:.2f}", f"{median['odb'] / median['stock, 4 rows']:.2f}"]
-        lines.append(f"| {' | '.join([name, *cells, format(result['losses_differ_by'], '.0e')])} |")
-    return "\n".join(lines)
+        best, ours = min(median[who] for who in STOCK), median["odb"]
+        of_stock = [f"{ours / best:.2f}", f"{ours / median['stock, 4 rows']:.2f}"]
+        rows.append([name, *(f"{median[who]:.1f}" for who in names), *of_stock, f"{result['losses_differ_by']:.0e}"])
+    heads = ["training", *names, "odb by the best of stock", "odb by 4 rows", "losses differ by at most"]
+    return page.table(heads, rows)
 
 
 def main() -> None:
@@ -156,8 +156,7 @@ def main() -> None:
     folder = given.output_dir.resolve()
     models, data = build(folder, given.samples)
     results = {name: compare(name, folder, models, data, given.seeds) for name in given.trainings}
-    (folder / "stages.json").write_text(json.dumps(results, indent=2), encoding="utf-8")
-    print(table(results))
+    page.write(folder, results, [table(results)])
 
 
 if __name__ == "__main__":

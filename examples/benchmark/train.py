@@ -20,42 +20,101 @@ import argparse
 import json
 import statistics
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import matplotlib
 import numpy as np
-from report import (
-    COLUMNS,
-    PADDING,
-    SAMPLES,
-    SECONDS,
-    VALIDATION,
-    Column,
-    Result,
-    ahead_of_odb,
-    balance,
-    draw,
-    draw_losses,
-    furthest_loss,
-    markdown,
-    shares,
-    whole,
-)
-from train_workloads import FIXED, GLOBAL_BATCH_SIZE, WORKLOADS, Workload
+import page
+from page import furthest_loss, shares
+from workloads import FIXED, GLOBAL_BATCH_SIZE, WORKLOADS, Workload
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
 
 from odb_factory.demo.demo import Run, padded_tokens, run_llamafactory, sft_config, train
 
 SHORT = (FIXED, "odb")
 SHORT_SAMPLES = 64
-OPTIMIZER_STEPS = Column("optimizer_steps", "optimizer steps", whole)
-CPU_SECONDS = Column("cpu_seconds", "CPU seconds", "{:.1f}".format, "least")
-"""Of the busiest training process: other work on the machine changes them less than the seconds of the clock."""
-SPREAD = Column("seconds_spread", "its spread", "{0[0]:.1f} to {0[1]:.1f}".format)
-VALIDATION_SPREAD = Column("validation_loss_spread", "its spread", "{0[0]:.3f} to {0[1]:.3f}".format)
-TRAIN_COLUMNS = [OPTIMIZER_STEPS]
-for known in COLUMNS:
-    TRAIN_COLUMNS.append(known)
-    TRAIN_COLUMNS += [SPREAD, CPU_SECONDS] if known is SECONDS else [VALIDATION_SPREAD] if known is VALIDATION else []
+Result = dict[str, Any]
+"""What one training came to, by the keys of the columns; `name` is the contestant's."""
+
+
+class Column(NamedTuple):
+    """best: whether "most" or "least" is best, if either is. of_steps: compared only among contestants with as many
+    optimizer steps as odb."""
+
+    key: str
+    label: str
+    show: Callable[[Any], str]
+    best: str | None = None
+    of_steps: bool = False
+
+
+COLUMNS = (
+    Column("optimizer_steps", "optimizer steps", "{:,.0f}".format),
+    Column("samples_per_second", "samples/s", "{:.1f}".format, "most"),
+    Column("tokens_per_second", "real tokens/s", "{:,.0f}".format, "most"),
+    Column("padded_tokens_per_second", "padded tokens/s", "{:,.0f}".format),
+    Column("padding", "padding", "{:.1%}".format, "least"),
+    Column("balance", "balance", "{:.2f}".format, "most"),
+    Column("steps", "micro-steps", "{:,.0f}".format),
+    Column("seconds", "seconds", "{:.1f}".format, "least"),
+    Column("seconds_spread", "their spread", "{0[0]:.1f} to {0[1]:.1f}".format),
+    # Of the busiest training process: other work on the machine changes them less than the seconds of the clock.
+    Column("cpu_seconds", "CPU seconds", "{:.1f}".format, "least"),
+    Column("seconds_to_first_step", "s to first step", "{:.1f}".format, "least"),
+    Column("peak_padded_tokens", "peak padded tokens", "{:,.0f}".format),
+    Column("peak_memory", "peak memory, MiB", lambda value: f"{value / 2**20:,.0f}", "least"),
+    Column("train_loss", "training loss", "{:.3f}".format, "least", of_steps=True),
+    Column("validation_loss", "validation loss", "{:.3f}".format, "least", of_steps=True),
+)
+
+
+def shown(column: Column, result: Result) -> str:
+    value = result[column.key]
+    return "" if value is None else column.show(value)
+
+
+def best_of(column: Column, results: Sequence[Result]) -> dict[str, str]:
+    """The names of the contestants with the best figure of a column, as it is shown; empty where none is better."""
+    values = {result["name"]: result[column.key] for result in results if result[column.key] is not None}
+    if column.of_steps:
+        steps = {result["name"]: result["optimizer_steps"] for result in results}
+        values = {name: value for name, value in values.items() if steps[name] == steps["odb"]}
+    if column.best is None or len(values) < 2:
+        return {}
+    best = column.show(max(values.values()) if column.best == "most" else min(values.values()))
+    return {name: best for name, value in values.items() if column.show(value) == best}
+
+
+def table(title: str, results: Sequence[Result]) -> str:
+    """A row for each contestant, the best of each column in bold."""
+    best = {column: best_of(column, results) for column in COLUMNS}
+    rows = []
+    for result in results:
+        cells = {column: shown(column, result) for column in COLUMNS}
+        bold = [f"**{text}**" if result["name"] in best[column] else text for column, text in cells.items()]
+        rows.append([result["name"], *bold])
+    return page.table([title, *(column.label for column in COLUMNS)], rows)
+
+
+def ahead_of_odb(results: Sequence[Result]) -> str:
+    """In which figures another contestant, not a variant of odb, is better than odb."""
+    ours = next(result for result in results if result["name"] == "odb")
+    others = [result for result in results if not result["name"].startswith("odb")]
+    found = []
+    for column in COLUMNS:
+        best = best_of(column, [*others, ours])
+        if best and "odb" not in best:
+            found.append(f"{column.label} ({' and '.join(best)}: {min(best.values())}, odb: {shown(column, ours)})")
+    return f"Ahead of odb, by means: {'; '.join(found)}." if found else "By means odb is ahead in every figure."
+
+
+def balance(padded: Sequence[Sequence[int]]) -> float:
+    """Mean over steps of the mean over the largest padded tokens of the ranks. padded: of each rank, by step."""
+    return sum(sum(step) / len(step) / max(step) for step in zip(*padded)) / min(map(len, padded))
 
 
 def result(name: str, run: Run, samples: int, real_tokens: int, validation_loss: float) -> Result:
@@ -111,8 +170,8 @@ def mean_of(runs: list[Result]) -> Result:
 
 def same_training(fixed: Result, ours: Result) -> str:
     """How far the losses of odb are from those of fixed batches, optimizer step by optimizer step, of all seeds."""
-    seconds = shares(fixed, ours, lambda run: run["seconds"])
-    cpu = statistics.median(shares(fixed, ours, lambda run: run["cpu_seconds"]))
+    seconds = shares(fixed, ours, "seconds")
+    cpu = statistics.median(shares(fixed, ours, "cpu_seconds"))
     return (
         f"{ours['name']} and fixed batches: {len(fixed['losses'])} optimizer steps each, whose training losses differ "
         f"by {furthest_loss(fixed, ours):.1e} at most, relatively; in {statistics.median(seconds):.1%} of the time "
@@ -122,19 +181,16 @@ def same_training(fixed: Result, ours: Result) -> str:
 
 def overhead(fixed: Result, ours: Result) -> str:
     """What odb costs where nothing can be won: an optimizer step, and all of it with what stock does before them."""
-
-    def of_a_step(run: Result) -> float:
-        return statistics.median(np.diff(run["ends"])[1:])
-
-    def in_all(run: Result) -> float:
-        return run["seconds_to_first_step"] + run["seconds"]
-
-    said = []
-    for found in (shares(fixed, ours, of_a_step), shares(fixed, ours, in_all)):
-        said.append(f"{statistics.median(found):.1%} ({min(found):.1%} to {max(found):.1%})")
+    found = []
+    for run in (*fixed["runs"], *ours["runs"]):
+        run["a_step"] = float(np.median(np.diff(run["ends"])[1:]))
+        run["in_all"] = run["seconds_to_first_step"] + run["seconds"]
+    for key in ("a_step", "in_all"):
+        share = shares(fixed, ours, key)
+        found.append(f"{statistics.median(share):.1%} ({min(share):.1%} to {max(share):.1%})")
     return (
-        f"{ours['name']}: from the third on, an optimizer step takes {said[0]} of the time of fixed batches; from the "
-        f"start of the process to the end of the last optimizer step it takes {said[1]}."
+        f"{ours['name']}: from the third on, an optimizer step takes {found[0]} of the time of fixed batches; from the "
+        f"start of the process to the end of the last optimizer step it takes {found[1]}."
     )
 
 
@@ -181,25 +237,42 @@ def main() -> None:
     folder = given.output_dir.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     chosen = [workload for workload in WORKLOADS if workload.name in given.workloads]
-    print(f"One epoch, {GLOBAL_BATCH_SIZE} samples an optimizer step, mean of {given.seeds} seed(s);", end=" ")
-    print("rows of a fixed batch and token_budget:", end=" ")
-    print("; ".join(f"{w.name} {w.rows} x {w.row:,} = {w.token_budget:,}" for w in chosen))
-    tables: dict[str, list[Result]] = {}
+    sizes = "; ".join(f"{one.name} {one.rows} x {one.row:,} = {one.token_budget:,}" for one in chosen)
+    tables = [
+        f"One epoch, {GLOBAL_BATCH_SIZE} samples an optimizer step, mean of {given.seeds} seed(s); rows of a fixed "
+        f"batch and token_budget: {sizes}."
+    ]
+    trainings: dict[str, list[Result]] = {}
     for workload in chosen:
         for ranks in given.ranks:
             title = f"{workload.name}, {ranks} rank{'s' * (ranks > 1)}"
-            results = tables[title] = compare(workload, folder, ranks, given.seeds, given.short)
+            results = trainings[title] = compare(workload, folder, ranks, given.seeds, given.short)
             of = {result["name"]: result for result in results}
-            print(f"\n{markdown(title, results, TRAIN_COLUMNS)}\n")
-            for name in ("odb", "odb, padded"):
-                if name in of:
-                    print(same_training(of[FIXED], of[name]), end=" ")
-                if name in of and workload.alike:
-                    print(overhead(of[FIXED], of[name]), end=" ")
-            print(f"{ahead_of_odb(results, TRAIN_COLUMNS)}", flush=True)
-    (folder / "train.json").write_text(json.dumps(tables, indent=2), encoding="utf-8")
-    draw(tables, [SAMPLES, CPU_SECONDS, PADDING, VALIDATION], folder / "train.png")
-    draw_losses(tables, folder / "losses.png")
+            said = []
+            for name in (name for name in ("odb", "odb, padded") if name in of):
+                said.append(same_training(of[FIXED], of[name]))
+                said += [overhead(of[FIXED], of[name])] if workload.alike else []
+            tables += [table(title, results), " ".join([*said, ahead_of_odb(results)])]
+    draw_losses(trainings, folder / "losses.png")
+    page.write(folder, {"trainings": trainings}, tables)
+
+
+def draw_losses(trainings: dict[str, list[Result]], path: Path) -> None:
+    """Save a PNG: the training losses over optimizer steps and over time, of contestants that keep the batch."""
+    figure, panels = pyplot.subplots(len(trainings), 2, figsize=(10, 3 * len(trainings)), squeeze=False)
+    for (title, results), (steps, times) in zip(trainings.items(), panels):
+        for result in results:
+            if result["name"] in (FIXED, "length-grouped", "odb"):
+                losses, ends = (result["runs"][0][key] for key in ("losses", "ends"))
+                style = {"label": result["name"], "linestyle": "--" if result["name"] == "odb" else "-"}
+                steps.plot(range(1, len(losses) + 1), losses, **style)
+                times.plot(ends, losses, **style)
+        steps.set(xlabel="optimizer step", ylabel="training loss", title=title)
+        times.set(xlabel="seconds of training")
+        steps.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the `train` benchmark trains: tiny models, their data, and what each contestant changes in the configuration."""
+"""What the benchmarks train: tiny models, their data, and what each contestant changes in the configuration."""
 
 from __future__ import annotations
 
