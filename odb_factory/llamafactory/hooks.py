@@ -13,7 +13,7 @@ are started, see `launch.py`), hparams.parser `get_ray_args` (Ray is refused), a
 
 The same names and meanings in LLaMA-Factory 0.9.4, 0.9.5 and the main branch (0.9.6.dev0). In a fork with one of the
 diffs in `patches/` the block never gets past the first seam, so that the patch has nothing to do and odb attaches
-once. This module is imported whenever LLaMA-Factory is, also for runs without odb, so it imports nothing heavy itself.
+once. This module is imported whenever LLaMA-Factory is, also for runs without odb, and imports nothing heavy itself.
 """
 
 from __future__ import annotations
@@ -26,10 +26,18 @@ from typing import Any
 from odb_factory.config import ODBConfig
 from odb_factory.errors import ConfigError
 from odb_factory.llamafactory import uncaught
-from odb_factory.llamafactory.stages import STAGES
 from odb_factory.log import get_logger
 
 logger = get_logger(__name__)
+
+TRAINERS = {
+    "sft": ("llamafactory.train.sft.trainer", "CustomSeq2SeqTrainer"),
+    "pt": ("llamafactory.train.pt.trainer", "CustomTrainer"),
+    "rm": ("llamafactory.train.rm.trainer", "PairwiseTrainer"),
+    "dpo": ("llamafactory.train.dpo.trainer", "CustomDPOTrainer"),
+    "kto": ("llamafactory.train.kto.trainer", "CustomKTOTrainer"),
+}
+"""Module and class of LLaMA-Factory's trainer of each stage."""
 
 _active: ODBConfig | None = None
 """The `odb:` block of the training that this process runs; LLaMA-Factory runs one at a time."""
@@ -198,12 +206,13 @@ def _train(original: Callable, trainer: Any, *args: Any, **kwargs: Any) -> Any:
         return original(trainer, *args, **kwargs)
     from odb_factory.llamafactory import attach
     from odb_factory.llamafactory.attach import BeginLog
+    from odb_factory.llamafactory.stages import STAGES
 
     attach.attach(trainer, _active)
     if _begin_log is not None:
         trainer.callback_handler.callbacks.insert(0, BeginLog(_begin_log))
     stage = STAGES[trainer.finetuning_args.stage]
-    of_others = [".".join((*one.trainer, "train")) for one in STAGES.values() if one is not stage]
+    of_others = [".".join((*names, "train")) for name, names in TRAINERS.items() if name != stage.name]
     logger.info(
         "online dynamic batching is on; stage %s, unit: %s; hooked: %s",
         stage.name,
@@ -219,7 +228,7 @@ _WRAPPERS: dict[str, dict[str, Callable]] = {
         "align_dataset": _align_dataset,
         "_get_preprocessed_dataset": _get_preprocessed_dataset,
     },
-    **{stage.trainer[0]: {f"{stage.trainer[1]}.train": _train} for stage in STAGES.values()},
+    **{module: {f"{name}.train": _train} for module, name in TRAINERS.values()},
 }
 _OPTIONAL: dict[str, dict[str, Callable]] = {
     "llamafactory.hparams.parser": {"get_ray_args": _get_ray_args},

@@ -33,7 +33,7 @@ class Stage(ABC):
 
     collator: its class, among LLaMA-Factory's that take a template; other stages make theirs themselves.
     name: as in the YAML. unit: what stock's loss is a mean over, for messages. column: what every processed row has.
-    dropped: why LLaMA-Factory's preprocessing leaves a row out. trainer: where its trainer is, module and class.
+    dropped: why LLaMA-Factory's preprocessing leaves a row out.
     pads_to: its workflow has rows padded to a multiple of so many tokens.
     takes_media: its collator does. equal_weights: the loss of a micro-batch is one mean whose units cannot be weighed
     one by one, so samples that stock weighs differently do not share one.
@@ -43,7 +43,6 @@ class Stage(ABC):
 
     name: str
     unit: str
-    trainer: tuple[str, str]
     collator: str
     column: str = "input_ids"
     dropped: str = "the turns do not end in one answer to a prompt"
@@ -199,7 +198,6 @@ class Sft(Stage):
 
     name = "sft"
     unit = "supervised token"
-    trainer = ("llamafactory.train.sft.trainer", "CustomSeq2SeqTrainer")
     collator = "SFTDataCollatorWith4DAttentionMask"
 
     def cost(self, features: Mapping[str, Any], media: MediaObserver) -> Cost:
@@ -221,7 +219,6 @@ class Pt(Stage):
 
     name = "pt"
     unit = "supervised token"
-    trainer = ("llamafactory.train.pt.trainer", "CustomTrainer")
     takes_media = False
     pad_token_id: int | None = None
 
@@ -302,7 +299,6 @@ class Rm(Pairs):
     """`stage: rm`."""
 
     name = "rm"
-    trainer = ("llamafactory.train.rm.trainer", "PairwiseTrainer")
 
     def refuse(self, value_of: Callable[..., Any]) -> str | None:
         if value_of("include_effective_tokens_per_second"):
@@ -318,7 +314,6 @@ class Dpo(Pairs):
     activations: budgets are those of the model that is trained."""
 
     name = "dpo"
-    trainer = ("llamafactory.train.dpo.trainer", "CustomDPOTrainer")
     needs_labels: tuple[str, ...] = ()
 
     def of_training(self, finetuning_args: Any, tokenizer: Any) -> Stage:
@@ -405,7 +400,6 @@ class Kto(Stage):
 
     name = "kto"
     unit = "example"
-    trainer = ("llamafactory.train.kto.trainer", "CustomKTOTrainer")
     collator = "KTODataCollatorWithPadding"
     equal_weights = True
     prepares_steps = True

@@ -18,8 +18,10 @@ from distributed.ranks import GROUP_TIMEOUT, Outcome, run_ranks
 from toy import Rows, pad
 
 from odb_factory import ODBDataLoader
+from odb_factory.comm import lifeline
 
 STEP = 4
+BORDER = 0.5
 NOTICED_S = 10.0
 """A rank that is gone ends the waits of the others within this time."""
 THAW_S = 20
@@ -49,12 +51,15 @@ FAULTS: dict[str, Callable[[], None]] = {
 }
 
 
-def train(rank: int, *, victim: int, fault: str, step: int, started: str, exchange_timeout_s: int | None = None) -> int:
+def train(
+    rank: int, *, victim: int, fault: str, step: float, started: str, exchange_timeout_s: int | None = None
+) -> int:
     """Steps that end in a collective of all ranks, as those of a training do; rank `victim` has the fault at `step`, or
-    before its first batch (-1). `started`: a file whose time is that of the fault."""
+    before its first batch (-1), or between two steps (+ BORDER). `started`: a file whose time is that of the fault."""
     limit: dict[str, Any] = {} if exchange_timeout_s is None else {"exchange_timeout_s": exchange_timeout_s}
+    lifeline.LINE_EVERY_S = 2.0  # not once a minute
 
-    def act(number: int) -> None:
+    def act(number: float) -> None:
         if rank == victim and number == step:
             Path(started).touch()
             FAULTS[fault]()
@@ -75,6 +80,7 @@ def train(rank: int, *, victim: int, fault: str, step: int, started: str, exchan
         for number, _ in enumerate(loader):
             act(number)
             dist.all_reduce(torch.ones(1))
+            act(number + BORDER)
     return number + 1
 
 
@@ -84,7 +90,7 @@ class Cell:
     latest end of the other rank, after the fault."""
 
     fault: str
-    step: int
+    step: float
     said: tuple[str, ...]
     ends_s: float = NOTICED_S
     exchange_timeout_s: int | None = None
@@ -160,7 +166,10 @@ def test_the_last_line_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
 
 def test_a_rank_that_sleeps_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Longer than exchange_timeout_s, which is for ranks that give no sign of life."""
-    first, second, _ = run(tmp_path, monkeypatch, Cell("sleeps", STEP, (), exchange_timeout_s=3))
+    """Longer than exchange_timeout_s, which is for ranks that give no sign of life; one rank says whom it waits for."""
+    first, second, _ = run(tmp_path, monkeypatch, Cell("sleeps", STEP + BORDER, (), exchange_timeout_s=3))
     assert (first.returncode, second.returncode) == (0, 0), (first, second)
     assert first.value == second.value > 2 * STEP
+    waits = [line for line in first.said.splitlines() if "rank 0 has waited" in line]
+    assert waits and all(text in waits[0] for text in ASLEEP[:3]), first
+    assert "has waited" not in second.said

@@ -32,6 +32,14 @@ def test_only_the_standard_library_is_imported() -> None:
     assert run(code).stdout.strip() == "['odb_factory']"
 
 
+def test_a_run_without_a_block_imports_neither_planner_nor_workers() -> None:
+    code = (
+        "import sys, llamafactory.train.tuner\n"
+        "print(*sorted({name.split('.')[1] for name in sys.modules if name.startswith('odb_factory.')}))"
+    )
+    assert run(code).stdout.split() == ["config", "errors", "llamafactory", "log", "version"]
+
+
 def test_a_failure_warns_and_never_reaches_import_torch() -> None:
     code = (
         "import sys, odb_factory.llamafactory.activation as a\n"

@@ -357,10 +357,13 @@ def test_optimizers_that_step_in_a_backward_are_refused(tiny_text, tmp_path, opt
 
 
 def test_active_dropout_is_told_in_one_line(tiny_text, tmp_path, caplog) -> None:
-    for rate in (0.0, 0.1):
+    """Of attention, and of a module such as LLaMA-Factory's value head of a reward model has by default."""
+    for attention, head in ((0.0, 0.0), (0.1, 0.0), (0.0, 0.1)):
         trainer = make(Trainer, tiny_text, tmp_path, max_steps=1)
-        trainer.model.model.layers[0].self_attn.attention_dropout = rate
+        trainer.model.model.layers[0].self_attn.attention_dropout = attention
+        trainer.model.summary = torch.nn.Dropout(head)
         enable_odb(trainer, **BLOCK)
         trainer.train()
-    (told,) = [one.getMessage() for one in caplog.records if "dropout is" in one.getMessage()]
-    assert "model.layers.0.self_attn: 0.1" in told and "\n" not in told
+    of_attention, of_head = [one.getMessage() for one in caplog.records if "dropout is" in one.getMessage()]
+    assert "model.layers.0.self_attn: 0.1" in of_attention and "(summary: 0.1)" in of_head
+    assert "\n" not in of_attention + of_head
