@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from odb_factory.loop.step_info import pop_step_info as pop_step_info
     from odb_factory.loop.step_info import weighted_loss as weighted_loss
     from odb_factory.loop.step_info import without_logits as without_logits
+    from odb_factory.model.unpad import unpad as unpad
     from odb_factory.planning import Collation as Collation
     from odb_factory.planning import Cost as Cost
     from odb_factory.training.enable import ODBTrainer as ODBTrainer
     from odb_factory.training.enable import enable_odb as enable_odb
     from odb_factory.training.trainer import ODBTrainerMixin as ODBTrainerMixin
-    from odb_factory.training.unpad import unpad as unpad
 
 _HOMES = {
     "Collation": "odb_factory.planning",
@@ -47,7 +47,7 @@ _HOMES = {
     "check_loss": "odb_factory.loop.step_info",
     "enable_odb": "odb_factory.training.enable",
     "pop_step_info": "odb_factory.loop.step_info",
-    "unpad": "odb_factory.training.unpad",
+    "unpad": "odb_factory.model.unpad",
     "weighted_loss": "odb_factory.loop.step_info",
     "without_logits": "odb_factory.loop.step_info",
 }

@@ -35,7 +35,7 @@ from odb_factory.llamafactory.media import MediaObserver
 from odb_factory.llamafactory.online_stream import OnlineStream, StreamObserver, first_rows, is_stream, online_stream
 from odb_factory.llamafactory.stages import STAGES, Stage
 from odb_factory.log import get_logger
-from odb_factory.training import unpad
+from odb_factory.model.tower import shards_parameters
 from odb_factory.training.checks import check_dummy_media
 from odb_factory.training.enable import enable_odb
 
@@ -302,7 +302,7 @@ def attach(trainer: Any, config: ODBConfig) -> None:
         stage,
         decode=config.on_error == "skip",
         model_type=trainer.model.config.model_type,
-        shards_parameters=unpad.shards_parameters(trainer),
+        shards_parameters=shards_parameters(trainer),
     )
     enable_odb(
         trainer,

@@ -208,8 +208,8 @@ def why_not_flat(trainer: Any) -> str | None:
     if not STAGES[trainer.finetuning_args.stage].batches:
         return None
     # What a trainer reads of its rows comes from the door at the output embedding.
+    from odb_factory.model.check import models_of
     from odb_factory.model.unpad import UnpadDoor
-    from odb_factory.training.layout import models_of
 
     reasons = (UnpadDoor(model).reason for model in models_of(trainer))
     return next((reason for reason in reasons if reason is not None), None)

@@ -22,9 +22,9 @@ from odb_factory.data.serialize import checksum
 from odb_factory.errors import DataError, ODBError
 from odb_factory.llamafactory.media import EncodedImage, MediaObserver, check_sizes, decoded
 from odb_factory.llamafactory.stages import Stage
+from odb_factory.model.tower import TWICE, takes_both
 from odb_factory.planning import VIDEO, Cost
 from odb_factory.training.checks import of_arguments
-from odb_factory.training.unpad import TWICE, takes_both
 
 # ----------------------------------------------------------------------------------------------------------------------
 # LLaMA-Factory's datasets as loaded, each row converted to its common format when it is needed.

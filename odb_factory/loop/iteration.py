@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import sys
 import weakref
@@ -18,7 +19,7 @@ from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
 
 from odb_factory.accounting.step_accounting import StepAccounting, say_what_to_expect
-from odb_factory.comm.gloo import check_process_group, find_process_group, world_size_of
+from odb_factory.comm.gloo import check_process_group, find_process_group, gather_once, world_size_of
 from odb_factory.comm.lifeline import lifeline_of
 from odb_factory.comm.process_group import make_coordinator
 from odb_factory.config import ResolvedConfig
@@ -28,6 +29,7 @@ from odb_factory.data.loader import ABORT_S, ODBLoader
 from odb_factory.data.observe import ItemObserver, check_first_item
 from odb_factory.data.progress import OptimizerStepRule
 from odb_factory.data.state import read_checked, write_checked
+from odb_factory.data.trial import TrialBatches, trial_batches
 from odb_factory.data.worker import Picklable
 from odb_factory.data.workers import Pass
 from odb_factory.ending import ending
@@ -329,6 +331,15 @@ class Iteration:
         items = iter(loader)
         assert loader.under_way is not None
         return self._batches(loader, items, loader.under_way)
+
+    def trial_batches(self) -> TrialBatches:
+        """A few rows of the epoch that has begun, by which `unpad` checks the model."""
+        return trial_batches(self.loader)
+
+    def gather(self, content: Any) -> list[Any]:
+        """What each rank says (JSON types), to all ranks."""
+        answers = gather_once(json.dumps(content).encode(), self.config.exchange_timeout_s)
+        return [json.loads(answer) for answer in answers]
 
     def close(self) -> None:
         if self._is_closed:

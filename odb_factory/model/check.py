@@ -1,12 +1,18 @@
-"""Check on a tiny random copy of a model, on the host, in a second, that it keeps the samples of a flat row apart.
+"""Which layout a training gets: as configured, or with `auto` flat where nothing speaks against it (I10).
 
-The samples have 5 to 80 tokens. Windows, chunks, top-k and original contexts of the copy are shorter than most of them,
-so the check sees mechanisms that a few short samples of the dataset do not reach. It compares the token losses and the
-gradient of one flat row with those of each sample alone in stock. Where they differ, it computes a padded micro-batch
-too, which shows whether padding alone changes the model. Router losses of a mixture of experts are figures of a whole
-micro-batch and are left out.
-
-All ranks find the same: the check depends on class and config, draws its own random numbers and runs no collective.
+Four things speak, in this order:
+1. `RULES`: what no check computes (images, arguments of the training, releases), by name.
+2. The attention kernel: `odb_varlen` takes the place of sdpa where it computes the same; flash and flex attention stay;
+   sdpa otherwise and eager are exact, but their price grows with the square of the row, so an accelerator takes them
+   only if asked to. Mixers that carry state along the row see padded groups of samples (`model/mixers.py`).
+3. A tiny random copy of the model, on the host, in a second (`check`). Its samples have 5 to 80 tokens, and its
+   windows, chunks, top-k and original contexts are shorter than most of them. Token losses and gradient of one flat row
+   are compared with those of each sample alone in stock. Where they differ, a padded micro-batch is computed too, which
+   shows whether padding alone changes the model. Router losses of a mixture of experts are figures of a whole
+   micro-batch and are left out. All ranks find the same: the check depends on class and config, draws its own random
+   numbers and runs no collective.
+4. The real model on a few short samples, before it is trained (`check_rows`): flat, padded and alone, in eval mode
+   without gradients. The difference between padded and alone is rounding, which bounds that of flat.
 """
 
 from __future__ import annotations
@@ -16,19 +22,236 @@ import copy
 import inspect
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
+from packaging.version import Version
 from torch import Tensor
 from torch.nn import functional
+from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from odb_factory.errors import one_line
+from odb_factory.errors import ConfigError, DataError, one_line
+from odb_factory.log import get_logger
 from odb_factory.model import attention, mixers
 from odb_factory.model.flat_row import flat_row
+from odb_factory.model.head import WithoutLogits, evaluating
 from odb_factory.model.tiny_copy import WORDS, tiny_copy
+
+logger = get_logger(__name__)
+
+
+def unwrapped(model: Any) -> Any:
+    """The model inside an adapter or an engine's wrapper, as far as they tell."""
+    while True:
+        if hasattr(model, "module"):
+            model = model.module
+        elif hasattr(model, "v_head"):  # TRL's model with a reward head
+            model = model.pretrained_model
+        elif hasattr(model, "get_base_model"):  # PEFT's
+            return model.get_base_model()
+        else:
+            return model
+
+
+def models_of(trainer: Any) -> list[Any]:
+    """The models that see a micro-batch: the one that is trained and, in some stages, its reference."""
+    models = (trainer.model, getattr(trainer, "ref_model", None))
+    return [unwrapped(model) for model in models if model is not None]
+
+
+def shifts_labels(model: Any) -> bool:
+    """Whether the Trainer has its label smoother shift the labels: for what transformers lists as a causal model."""
+    return type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Rules by name: model (unwrapped), arguments of the training -> why the model cannot take flat rows, or None.
+
+CROSS_ATTENTION = ("mllama",)
+"""Models whose text attends to the images of its row."""
+WHOLE_ROW_KERNELS = ("sdpa", "eager", "flex_attention")
+"""They see the ends of samples in a mask that transformers makes from positions."""
+
+
+def _unknown(model: Any, args: Any) -> str | None:
+    if not hasattr(getattr(model, "config", None), "get_text_config"):
+        return f"{type(model).__name__} is no model of transformers, and nothing is known of its attention"
+    return None
+
+
+def _cross_attention(model: Any, args: Any) -> str | None:
+    name = model.config.model_type
+    return f"{name} attends from every token of a row to all images of that row" if name in CROSS_ATTENTION else None
+
+
+def _noise(model: Any, args: Any) -> str | None:
+    alpha = getattr(args, "neftune_noise_alpha", None)
+    return f"neftune_noise_alpha: {alpha} scales its noise by the length of the row" if alpha else None
+
+
+def _first_labels(model: Any, args: Any) -> str | None:
+    factor = getattr(args, "label_smoothing_factor", 0)
+    if not factor or shifts_labels(model):
+        return None
+    return (
+        f"label_smoothing_factor: {factor} counts the first label of a sample for {type(model).__name__}, and a flat "
+        "row has none"
+    )
+
+
+def _masks(model: Any, args: Any) -> str | None:
+    """transformers 4 looks for packed samples with torch >= 2.6 only."""
+    kernel = attention.text_config(model)._attn_implementation
+    old = Version(torch.__version__) < Version("2.6") and Version(transformers.__version__) < Version("5")
+    if not old or kernel not in WHOLE_ROW_KERNELS:
+        return None
+    return (
+        f"the masks that transformers {transformers.__version__} makes for {kernel} with torch {torch.__version__} do "
+        "not tell samples apart (torch >= 2.6 does)"
+    )
+
+
+RULES: tuple[Callable[[Any, Any], str | None], ...] = (
+    _unknown,
+    lambda model, args: mixers.why_unusable(model),
+    _cross_attention,
+    _noise,
+    _first_labels,
+    _masks,
+)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The choice, and the model set up for it.
+
+PRICE = "exact, but its attention costs the square of a whole row"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The layout of a run. reason: why, in a few words.
+
+    with_boundaries: the batch says where segments end, for kernels that would otherwise read it back from the device.
+    undo: puts the model back as it was.
+    """
+
+    name: Literal["padded", "flat"]
+    reason: str
+    with_boundaries: bool = False
+    undo: Callable[[], None] = lambda: None
+
+
+def resolve_layout(
+    models: Sequence[Any], layout: str, args: Any, *, refused: str | None = None, is_stream: bool = False
+) -> Layout:
+    """The layout of a training; with a flat one all models are set up for it.
+
+    models: of `models_of`, without a wrapper of an engine. layout: as configured. args: of the training (device, bf16,
+    ...). refused: why flat micro-batches would be wrong, where the caller knows a reason. is_stream: rows cannot be
+    read by their number. Raises `ConfigError` where `layout: flat` is refused.
+    """
+    if layout == "padded":
+        return Layout("padded", "as configured")
+    if layout == "auto" and is_stream:
+        return Layout("padded", "the rows of a stream cannot be looked at before training; `layout: flat` does without")
+    why = refused or next((reason for rule in RULES if (reason := rule(models[0], args)) is not None), None)
+    return _padded(layout, why) if why is not None else _by_kernel(models, layout, args)
+
+
+def fall_back(found: Layout, layout: str, why: str) -> Layout:
+    """The padded layout in the place of a flat one that was found wrong, with one line; the model is put back.
+
+    layout: as configured. Raises `ConfigError` where that is flat.
+    """
+    padded = _padded(layout, why)
+    found.undo()
+    logger.warning("layout: padded, because %s", why)
+    return padded
+
+
+def not_right(why: str) -> ConfigError:
+    """The error of a training with `layout: flat`."""
+    return ConfigError(f"odb.layout: 'flat' is not right here: {why}; set `layout: padded`, or auto.")
+
+
+def _padded(layout: str, why: str) -> Layout:
+    if layout == "flat":
+        raise not_right(why)
+    return Layout("padded", why)
+
+
+def _by_kernel(models: Sequence[Any], layout: str, args: Any) -> Layout:
+    model = models[0]
+    kernel = attention.text_config(model)._attn_implementation or "eager"
+    if not mixers.has_attention(model):
+        return _flat(models, layout, "")
+    if "flash" in kernel:
+        kinds = {parameter.kind for parameter in inspect.signature(model.forward).parameters.values()}
+        return _flat(models, layout, kernel, with_boundaries=inspect.Parameter.VAR_KEYWORD in kinds)
+    why_not = "" if kernel != "sdpa" else attention.why_unusable(model)
+    if why_not is None:
+        dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else model.dtype
+        used = attention.expected(model, args.device, dtype)
+        return _flat(models, layout, f"{attention.NAME}: {used}", install=True)
+    if kernel == "flex_attention" or (kernel not in ("sdpa", "eager") and layout == "flat"):
+        return _flat(models, layout, kernel)
+    if kernel not in ("sdpa", "eager"):
+        return _padded(layout, f"nothing is known of the attention kernel {kernel}")
+    price = f"{kernel}: {PRICE}" + (f"; {attention.NAME} does not take its place: {why_not}" if why_not else "")
+    if args.device.type != "cpu" and layout != "flat":
+        return _padded(layout, f"{price}; `layout: flat` has it all the same")
+    return _flat(models, layout, price)
+
+
+def _flat(
+    models: Sequence[Any], layout: str, kernel: str, *, with_boundaries: bool = False, install: bool = False
+) -> Layout:
+    """kernel: by what attention is computed, in words; empty where there is none. install: `odb_varlen`."""
+    for one in {(type(one), one.config.to_json_string()): one for one in models}.values():
+        verdict = check(one, installs=install)
+        if verdict.why_wrong is not None:
+            return _padded(layout, verdict.why_wrong)
+        if verdict.why_unknown is not None:
+            logger.info("the layout is checked on real rows alone: %s", verdict.why_unknown)
+        if verdict.neighbours is not None:
+            logger.info("layout: %s", verdict.neighbours)
+    undo = contextlib.ExitStack()
+    for one in models:
+        undo.callback(without_cache(one))
+        undo.callback(mixers.install(one, mixers.EQUAL_GROUPS if is_deepspeed_zero3_enabled() else None))
+        if install:
+            undo.callback(attention.install(one))
+    reason = "as configured" if layout == "flat" else "model and attention kernel allow it"
+    computed = [f"attention by {kernel}"] if kernel else []
+    if found := mixers.describe(models[0]):
+        computed.append(f"{found} by padded groups of samples")
+    return Layout("flat", f"{reason}, {'; '.join(computed)}", with_boundaries, undo.close)
+
+
+def without_cache(model: Any) -> Callable[[], None]:
+    """Switch off the cache of keys and values, beside which transformers does not look for samples in a row.
+
+    Training has no use for it; the Trainer itself switches it off, but not in the config of a language model that is a
+    part of a larger one.
+    """
+    configs = [config for config in (model.config, attention.text_config(model)) if getattr(config, "use_cache", None)]
+    for config in configs:
+        config.use_cache = False
+
+    def undo() -> None:
+        for config in configs:
+            config.use_cache = True
+
+    return undo
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The check of a tiny random copy.
 
 LENGTHS = (33, 5, 80, 21, 47)
 """Tokens of the samples."""
@@ -235,3 +458,259 @@ class TinyCopy:
             parameters = [one for one in model.parameters() if one.requires_grad]
             gradient = torch.autograd.grad((losses * weights).sum(), parameters, allow_unused=True)
         return Outcome(losses.detach(), list(gradient))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The check of the real model on a few short samples.
+
+TIMES_ROUNDING = 10
+"""Allowed difference of flat, as a multiple of the difference between padded and alone."""
+LEAST_EPS = 4
+"""Allowed difference in any case: this multiple of the rounding of the dtype, times the largest loss."""
+
+
+NUM_SAMPLES = 3
+TEXT_KEYS = {
+    *("input_ids", "labels", "position_ids"),
+    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
+}
+"""What a flat batch of text has: it can be cut apart again."""
+FURTHER = 8
+"""Tokens by which the second padded layout of a batch that was cut apart is longer."""
+Span = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class LaidOut:
+    """A batch without labels. spans: number of a sample -> (row, first token, end). segments: of a flat row."""
+
+    batch: dict[str, Any]
+    spans: dict[int, Span]
+    segments: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """Samples by their number: each alone, padded in two ways, flat. As many batches whatever the samples, so that
+    ranks run the model equally often. ids: rows of the dataset. has_logits: a flat micro-batch is trained with them."""
+
+    alone: list[LaidOut]
+    padded: list[LaidOut]
+    flat: LaidOut
+    ids: tuple[int, ...] = ()
+    has_logits: bool = True
+
+
+def of_batches(
+    alone: Sequence[dict[str, Any]],
+    padded: Sequence[dict[str, Any]],
+    flat: dict[str, Any],
+    segments: Sequence[int],
+    tokens: Sequence[int],
+    ids: tuple[int, ...],
+    has_logits: bool,
+) -> Trial:
+    """Model inputs of the same samples. alone: of each. padded: of all, and of the last and the first; both are empty
+    where samples can only be collated flat. segments: of `flat`; tokens, ids: of the samples; has_logits: of `Trial`.
+
+    Padding is on either side, and dummy media are masked like it. Where samples have several rows, each row is a
+    sample here: the first rows of all samples, then the second ones.
+    """
+    total = len(ids)
+    if not alone:
+        return of_flat_batch(flat, segments[:total], ids)
+
+    def in_rows(batch: dict[str, Any], *numbers: int) -> LaidOut:
+        mask = batch.get("attention_mask")
+        spans = {}
+        for row in range(len(batch["input_ids"])):
+            turn, place = divmod(row, len(numbers))
+            start = 0 if mask is None else int(mask[row].argmax())
+            length = tokens[numbers[place]] if mask is None else int((mask[row] != 0).sum())
+            spans[turn * total + numbers[place]] = (row, start, start + length)
+        return LaidOut(batch, spans)
+
+    together, other = padded
+    return Trial(
+        [in_rows(batch, number) for number, batch in enumerate(alone)],
+        [in_rows(together, *range(total)), in_rows(other, total - 1, 0)],
+        LaidOut(flat, _behind_each_other(segments[: len(together["input_ids"])]), tuple(segments)),
+        ids,
+        has_logits,
+    )
+
+
+def of_flat_batch(batch: Mapping[str, Any], segments: Sequence[int], ids: tuple[int, ...] = ()) -> Trial:
+    """A flat batch of text, cut apart again. segments: those of its samples, the first of the row.
+
+    Of many samples `NUM_SAMPLES` are taken, of a single one twice and more. Raises `DataError` for media.
+    """
+    if not set(batch) <= TEXT_KEYS or batch["position_ids"].dim() != 2:
+        raise DataError("samples with media that lie in one row cannot be taken apart to compare the layouts")
+    spans = _behind_each_other(segments)
+    pieces = [batch["input_ids"][0, start:end] for _, start, end in spans.values()]
+    pieces = list(itertools.islice(itertools.cycle(pieces), NUM_SAMPLES))
+    lengths = tuple(len(piece) for piece in pieces)
+
+    def padded(of: Sequence[Tensor], more: int, numbers: Sequence[int]) -> LaidOut:
+        length = max(map(len, of)) + more
+        ids = torch.stack([functional.pad(piece, (0, length - len(piece))) for piece in of])
+        mask = torch.stack([(torch.arange(length) < len(piece)).long() for piece in of]).to(ids.device)
+        spans = {number: (row, 0, len(of[row])) for row, number in enumerate(numbers)}
+        return LaidOut({"input_ids": ids, "attention_mask": mask}, spans)
+
+    row = {
+        "input_ids": torch.cat(pieces)[None],
+        "position_ids": torch.cat([torch.arange(length) for length in lengths]).to(pieces[0].device)[None],
+    }
+    return Trial(
+        [padded([piece], 0, [number]) for number, piece in enumerate(pieces)],
+        [padded(pieces, more, range(NUM_SAMPLES)) for more in (0, FURTHER)],
+        LaidOut(row, _behind_each_other(lengths), lengths),
+        ids,
+    )
+
+
+def _behind_each_other(segments: Sequence[int]) -> dict[int, Span]:
+    ends = [0, *itertools.accumulate(segments)]
+    return {number: (0, start, end) for number, (start, end) in enumerate(itertools.pairwise(ends))}
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """How a training runs its model. model: as wrapped. prepare: moves inputs to the device. gather: gives what each
+    rank says (JSON types) to all ranks. context: of autocast."""
+
+    model: Any
+    prepare: Callable[[dict[str, Any]], dict[str, Any]]
+    gather: Callable[[Any], list[Any]]
+    context: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+
+
+def check_rows(runs: Runs, make: Callable[[], Trial]) -> str | None:
+    """Why flat rows are not what padded ones are, as all ranks see it; None where they are. Collective.
+
+    Where `make` fails on a rank no rank runs the model, whose wrapper may wait for all of them.
+    """
+    found: dict[str, Any] = {}
+    trial = None
+    try:
+        trial = make()
+    except Exception as error:
+        found = {"error": one_line(error)}
+    why = _of_all_ranks(runs, found)
+    if why is not None or trial is None:
+        return why
+    why = _positions(runs.model, trial.flat.batch)
+    if why is not None:  # on all ranks alike
+        return why
+    try:
+        found = {**_deviations(runs, trial), "rows": trial.ids}
+    except Exception as error:
+        found = {"error": one_line(error)}
+    return _of_all_ranks(runs, found)
+
+
+def _positions(model: Any, batch: Mapping[str, Any]) -> str | None:
+    """Whether the model would make positions of images itself, for which it needs rows: few samples may show none."""
+    maker = next((type(part).__name__ for part in unwrapped(model).modules() if hasattr(part, "get_rope_index")), None)
+    if maker is None or batch["position_ids"].dim() == 3:
+        return None
+    return (
+        f"the collator gives no position_ids, and {maker} can make those of images from padded rows only (a collator "
+        "can call its get_rope_index, as LLaMA-Factory's does)"
+    )
+
+
+def _of_all_ranks(runs: Runs, found: dict[str, Any]) -> str | None:
+    """The failure of the first rank that has one, if any."""
+    of_ranks = runs.gather(found)
+    for rank, one in enumerate(of_ranks):
+        where = f" (rank {rank})" if len(of_ranks) > 1 else ""
+        if "error" in one:
+            return f"the check of the layout could not be made{where}: {one['error'].rstrip('.')}"
+        if one and not math.isfinite(one["loss"]):
+            return (
+                f"the model's loss of {_named(one['rows'])} is {one['loss']}{where}, each alone in a plain batch: its "
+                "weights or its inputs are damaged, and no layout can be compared"
+            )
+        if one and not one["flat"] <= one["tolerance"]:  # also where it is no number
+            return (
+                f"the model computes something else on a flat row: token losses of {_named(one['rows'])} differ by "
+                f"{one['flat']:.1e} from each alone, padded by {one['padded']:.1e}{where}"
+            )
+    return None
+
+
+def _named(rows: Sequence[int]) -> str:
+    return f"rows {', '.join(map(str, dict.fromkeys(rows)))}" if rows else "the same samples"
+
+
+def _deviations(runs: Runs, trial: Trial) -> dict[str, float]:
+    """The largest token loss of samples alone, the largest differences from it, flat and padded, and the tolerance."""
+    door = WithoutLogits(runs.model)
+    with evaluating(runs.model), runs.context():
+        alone: dict[int, Tensor] = {}
+        with _dtypes_within(runs.model) as dtypes:
+            for laid_out in trial.alone:
+                alone |= _token_losses(runs, door, laid_out)
+        padded = [_difference(_token_losses(runs, door, laid_out), alone) for laid_out in trial.padded]
+        flat = _token_losses(runs, door, trial.flat)
+    if door.reason is not None and not trial.has_logits:
+        raise DataError(door.reason)
+    eps = max(torch.finfo(dtype).eps for dtype in dtypes | {torch.float32})  # norms and softmax: float32 at most
+    every = torch.cat([losses.flatten() for losses in alone.values()])
+    largest = float(every.abs().max()) if every.numel() else 0.0
+    tolerance = max(TIMES_ROUNDING * max(padded), LEAST_EPS * eps * max(largest, 1.0))
+    return {"loss": largest, "flat": _difference(flat, alone), "padded": max(padded), "tolerance": tolerance}
+
+
+def _token_losses(runs: Runs, door: WithoutLogits, laid_out: LaidOut) -> dict[int, Tensor]:
+    """Of each sample (by number) the loss of every token but its first, supervised or not: [tokens - 1]."""
+    inputs = runs.prepare(dict(laid_out.batch))
+    ids = inputs["input_ids"]
+    targets = torch.full_like(ids, -100)
+    for row, start, end in laid_out.spans.values():
+        targets[row, start : end - 1] = ids[row, start + 1 : end]
+
+    def run() -> Any:
+        with flat_row(laid_out.segments):
+            return runs.model(**inputs)
+
+    losses = door.token_losses(run, targets)
+    if losses is None:
+        losses = _by_logits(run(), targets)
+    return {number: losses[row, start : end - 1] for number, (row, start, end) in laid_out.spans.items()}
+
+
+def _by_logits(outputs: Any, targets: Tensor) -> Tensor:
+    """[rows, length]; 0 where there is no target."""
+    logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
+    if not isinstance(logits, Tensor) or logits.shape[:2] != targets.shape:
+        raise DataError("the model returns no logits of all tokens to compare the layouts by")
+    rows = (row if row.dtype == torch.float64 else row.float() for row in logits)
+    return torch.stack([functional.cross_entropy(row, target, reduction="none") for row, target in zip(rows, targets)])
+
+
+def _difference(some: dict[int, Tensor], alone: dict[int, Tensor]) -> float:
+    """The largest difference; NaN where there is one."""
+    found = [float((losses - alone[number]).abs().max()) for number, losses in some.items() if losses.numel()]
+    return math.nan if any(map(math.isnan, found)) else max(found, default=0.0)
+
+
+@contextlib.contextmanager
+def _dtypes_within(model: Any) -> Iterator[set[torch.dtype]]:
+    """Those that its layers give out meanwhile: whoever set them (the weights, autocast, accelerate, FSDP)."""
+    seen: set[torch.dtype] = set()
+
+    def look(_: Any, __: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and output.is_floating_point():
+            seen.add(output.dtype)
+
+    layers = [module for module in model.modules() if next(module.children(), None) is None]
+    hooks = [layer.register_forward_hook(look) for layer in layers]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -192,7 +192,7 @@ class WithoutLogits:
             return seen[-1][1]
 
         try:
-            with self.head_computes(known), _evaluating(self._model):
+            with self.head_computes(known), evaluating(self._model):
                 output = run()
         except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             if not seen or isinstance(error, torch.OutOfMemoryError):
@@ -349,7 +349,7 @@ def _after_head(logits: Tensor, changed: Tensor) -> AfterHead | None:
 
 
 @contextlib.contextmanager
-def _evaluating(model: Any) -> Iterator[None]:
+def evaluating(model: Any) -> Iterator[None]:
     """Without gradients, dropout and checkpoints; each module is as it was afterwards."""
     before = [(module, module.training) for module in model.modules()]
     for module, _ in before:

@@ -14,15 +14,21 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, TypeGuard
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from odb_factory.errors import DataError
+from odb_factory.errors import ConfigError, DataError
+from odb_factory.log import get_logger
+from odb_factory.model.check import Runs, check_rows, not_right, of_batches, resolve_layout, unwrapped
 from odb_factory.model.chunked import log_probs_of
-from odb_factory.model.flat_row import copy_to, flat_row, row_in_progress
+from odb_factory.model.flat_row import FlatRow, copy_to, flat_row, row_in_progress
 from odb_factory.model.head import WithoutLogits, forward_replaced
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,3 +166,114 @@ class LabelLogProbs(Tensor):
             f"{name} needs logits, and the layout is flat: there are log-probabilities of labels only; set `layout: "
             "padded` in the odb block."
         )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `unpad`: the model of any loop computes flat micro-batches (I10).
+
+
+def unpad(model: nn.Module, dataloader: Any) -> Callable[[], None]:
+    """Let a model of transformers compute flat micro-batches, and check it on a few rows; before the first batch.
+
+    Its attention and its recurrent layers then keep samples apart by the lengths in the step info that was taken out
+    last: call `pop_step_info(batch)` right before the forward of that batch. Everything else that the model is given is
+    computed as before: in eval mode, with an `attention_mask`, of several rows. Its cache of keys and values is
+    switched off, because transformers does not look for samples in a row beside it.
+
+    model: as the loop calls it, wrapped or not, where it will be trained. dataloader: an `ODBDataLoader` (or what
+    `apply_odb` has changed) with `layout="flat"`, not yet iterated. It begins the epoch. With several ranks, all call
+    it. Returns a function that puts the model back as it was. A model may be set up for several dataloaders.
+    Raises `ConfigError` on all ranks where the losses of tokens depend on the other samples of their row.
+
+    Example::
+
+        with ODBDataLoader(dataset, token_budget=8192, layout="flat", collate_fn=collate) as loader:
+            unpad(model, loader)
+            for batch in loader:
+                info = pop_step_info(batch)
+                (model(**batch).loss * info.loss_scale).backward()
+    """
+    iteration = getattr(dataloader, "_odb", None)
+    if iteration is None or iteration.config.layout != "flat":
+        raise ConfigError("unpad: give the ODBDataLoader that the loop iterates, made with layout='flat'.")
+    if not iteration.loader.has_rows:
+        raise ConfigError(
+            "unpad: the rows of a stream cannot be read by their number; try the model with a dataset of a few such "
+            "rows first, and let its `unpad` stand."
+        )
+    inner, device = unwrapped(model), next(model.parameters()).device
+    is_first = inner not in _undone_by
+    if is_first:
+        layout = resolve_layout([inner], "flat", SimpleNamespace(device=device, bf16=False, fp16=False))
+        door = _LoopDoor(inner)
+
+        def undo() -> None:
+            del _undone_by[inner]
+            door.leave()
+            layout.undo()
+
+        _undone_by[inner] = undo
+        logger.info("layout: %s (%s)", layout.name, layout.reason)
+
+    def to_device(batch: dict[str, Any]) -> dict[str, Any]:
+        return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
+
+    iteration.loader.begin()
+    why = check_rows(Runs(model, to_device, iteration.gather), lambda: of_batches(*iteration.trial_batches()))
+    if why is not None:
+        if is_first:
+            _undone_by[inner]()
+        raise not_right(why)
+    iteration.is_checked = True
+    return _undone_by[inner]
+
+
+_undone_by: WeakKeyDictionary[nn.Module, Callable[[], None]] = WeakKeyDictionary()
+"""Of each model that is set up, what puts it back."""
+
+
+class _LoopDoor:
+    """The forward of a model whose loop says by `pop_step_info` which row it computes."""
+
+    def __init__(self, model: nn.Module):
+        self._model, self._before = model, vars(model).get("forward")
+        self._added = model.forward = functools.partial(self._forward, model.forward)
+        self._computed: int | None = None  # the number of the last row that the model has computed
+
+    def leave(self) -> None:
+        if vars(self._model).get("forward") is not self._added:
+            return  # somebody has wrapped it since; where no row is in progress it has no effect
+        del self._model.forward
+        if self._before is not None:
+            self._model.forward = self._before
+
+    def _forward(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        row, positions = row_in_progress(), kwargs.get("position_ids")
+        if _is_flat(positions) and kwargs.get("attention_mask") is None:
+            if row is not None and self._is_of(positions, row):
+                return own(*args, **kwargs)
+            if self._model.training:
+                in_progress = "of no flat row" if row is None else f"of another row, of {row.tokens}"
+                raise ConfigError(
+                    f"unpad: {type(self._model).__name__} is given a row of {positions.shape[-1]} tokens, and the step "
+                    f"info taken out last is {in_progress}; call pop_step_info(batch) right before its forward."
+                )
+        with flat_row(()):
+            return own(*args, **kwargs)
+
+    def _is_of(self, positions: Tensor, row: FlatRow) -> bool:
+        """Whether these are the positions of the row in progress. They are looked at, for which the host waits for the
+        device, only in evaluations and where infos of several batches were taken out since the last forward."""
+        if positions.shape[-1] != row.tokens:
+            return False
+        is_next = self._computed is not None and row.number <= self._computed + 1
+        if not (self._model.training and is_next) and not torch.equal(
+            positions.flatten(0, -2)[0].cpu(), row.positions()
+        ):
+            return False
+        self._computed = row.number
+        return True
+
+
+def _is_flat(positions: Any) -> TypeGuard[Tensor]:
+    return isinstance(positions, Tensor) and positions.dim() > 1 and positions.shape[-2] == 1

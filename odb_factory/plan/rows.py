@@ -18,6 +18,7 @@ import torch
 from accelerate.data_loader import SeedableRandomSampler
 from llamafactory.data import get_dataset, get_template_and_fix_tokenizer, loader
 from llamafactory.model import load_config, load_tokenizer
+from torch.utils.data import IterableDataset
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
@@ -31,9 +32,9 @@ from odb_factory.llamafactory.block import why_not_flat
 from odb_factory.llamafactory.dataset import IndexedRows, OnlineDataset, RowObserver, TokenizedDataset
 from odb_factory.llamafactory.online_stream import OnlineStream, StreamObserver
 from odb_factory.llamafactory.stages import STAGES, Stage
+from odb_factory.model.check import Layout, models_of, resolve_layout
 from odb_factory.plan.arguments import Asked
 from odb_factory.planning import Budget, Collation, Cost
-from odb_factory.training.layout import Layout, resolve_layout
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The training rows of a YAML, opened by LLaMA-Factory's own functions, and what one of them turns out to be.
@@ -242,7 +243,7 @@ def layout_of(asked: Asked, rows: Rows) -> Layout:
     Raises `ConfigError` where `layout: flat` is refused.
     """
     if asked.config.layout == "padded":
-        return resolve_layout(SimpleNamespace(train_dataset=rows.dataset, model=torch.nn.Module()), asked.config)
+        return resolve_layout([], "padded", None)
     try:
         with _quiet():
             model = _without_weights(asked, rows.tokenizer)
@@ -251,7 +252,6 @@ def layout_of(asked: Asked, rows: Rows) -> Layout:
         return Layout(name, f"taken for granted, for the model cannot be built without its weights: {one_line(error)}")
     trainer = SimpleNamespace(
         model=model,
-        train_dataset=rows.dataset,
         finetuning_args=asked.parsed.finetuning,
         args=SimpleNamespace(
             device=torch.device("cpu") if asked.uses_cpu else ACCELERATOR,
@@ -261,7 +261,13 @@ def layout_of(asked: Asked, rows: Rows) -> Layout:
             fp16=asked.parsed.training.fp16,
         ),
     )
-    layout = resolve_layout(trainer, asked.config, why_not_flat(trainer))
+    layout = resolve_layout(
+        models_of(trainer),
+        asked.config.layout,
+        trainer.args,
+        refused=why_not_flat(trainer),
+        is_stream=isinstance(rows.dataset, IterableDataset),
+    )
     layout.undo()
     return layout
 

@@ -19,7 +19,6 @@ from packaging.version import Version
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from odb_factory import memory
 from odb_factory.accounting.losses import IN_BATCH, in_batch_loss
@@ -30,6 +29,7 @@ from odb_factory.data.order import OF_MICRO_BATCH, OF_STEP, StockMean
 from odb_factory.errors import ConfigError, DataError
 from odb_factory.log import get_logger
 from odb_factory.memory import PeakMeter
+from odb_factory.model.check import shifts_labels, unwrapped
 from odb_factory.model.own_loss import counts_items
 from odb_factory.planning import Collation
 from odb_factory.training.oom import deepspeed_config, why_not_split
@@ -279,19 +279,6 @@ def _check_labels(model: Any) -> None:
         )
 
 
-def unwrapped(model: Any) -> Any:
-    """The model inside an adapter or an engine's wrapper, as far as they tell."""
-    while True:
-        if hasattr(model, "module"):
-            model = model.module
-        elif hasattr(model, "v_head"):  # TRL's model with a reward head
-            model = model.pretrained_model
-        elif hasattr(model, "get_base_model"):  # PEFT's
-            return model.get_base_model()
-        else:
-            return model
-
-
 # Methods
 
 
@@ -434,11 +421,6 @@ def why_logits(trainer: Any) -> str | None:
         if "compute_loss" in vars(kind) and not kind.__module__.startswith(LOOK_AT_THE_LOSS_ONLY):
             return f"compute_loss of {kind.__module__}.{kind.__qualname__} may read its outputs"
     return None
-
-
-def shifts_labels(model: Any) -> bool:
-    """Whether the Trainer has its label smoother shift the labels: for what transformers lists as a causal model."""
-    return type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
 def _by_weight(

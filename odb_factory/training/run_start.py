@@ -8,17 +8,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch.utils.data import IterableDataset
 from transformers import TrainerCallback
 
 from odb_factory.accounting.step_accounting import say_what_to_expect
 from odb_factory.config import BUDGETS, ODBConfig, ResolvedConfig
+from odb_factory.data.trial import trial_batches
 from odb_factory.log import get_logger
+from odb_factory.model.check import Layout, check_rows, fall_back, models_of, of_batches, resolve_layout
 from odb_factory.training import checkpoint
 from odb_factory.training.auto_budget import choose_budgets
 from odb_factory.training.checkpoint import read_states
 from odb_factory.training.checkpoint_files import RANK_FILE, by_rank
 from odb_factory.training.checks import check_hooks
-from odb_factory.training.layout import Layout, fall_back, resolve_layout
 from odb_factory.training.run import ODBRun
 
 if TYPE_CHECKING:
@@ -158,8 +160,8 @@ def _kept(folder: Path, rank: int, ranks: int) -> dict[str, int | None]:
 class RunStart:
     """Begins the run of one `train()`, and once more where its layout or its budgets turn out otherwise.
 
-    trainer: an `ODBTrainerMixin`, whose `odb_run`, `odb_layout` and `odb_check` it sets. stock: its train dataloader;
-    source: the same with all columns of the dataset, where they are needed.
+    trainer: an `ODBTrainerMixin`, whose `odb_run`, `odb_layout` and `odb_is_unchecked` it sets. stock: its train
+    dataloader; source: the same with all columns of the dataset, where they are needed.
     config: of the run, whose budgets are numbers. lacks_budgets: they only stand for ones that are to be chosen.
     """
 
@@ -174,7 +176,13 @@ class RunStart:
 
     def first(self) -> ODBRun:
         """As the settings say."""
-        layout = resolve_layout(self._trainer, self._settings.config, self._settings.not_flat)
+        layout = resolve_layout(
+            models_of(self._trainer),
+            self._settings.config.layout,
+            self._trainer.args,
+            refused=self._settings.not_flat,
+            is_stream=isinstance(self._trainer.train_dataset, IterableDataset),
+        )
         run = self._begin(layout)
         logger.info("layout: %s (%s)", layout.name, layout.reason)
         return run
@@ -193,20 +201,21 @@ class RunStart:
 
     def _with_checked_layout(self) -> ODBRun:
         run: ODBRun = self._trainer.odb_run
-        check = self._trainer.odb_check
-        if check is None or check.needs_batch:
+        if not self._trainer.odb_is_unchecked or not run.loader.has_rows:
             return run
-        self._trainer.odb_check = None
-        why = check.of_rows(self._trainer)
-        return run if why is None else self._again(fall_back(self._trainer.odb_layout, self._settings.config, why))
+        self._trainer.odb_is_unchecked = False
+        why = check_rows(self._trainer.odb_runs(), lambda: of_batches(*trial_batches(run.loader)))
+        if why is None:
+            return run
+        return self._again(fall_back(self._trainer.odb_layout, self._settings.config.layout, why))
 
     def _begin(self, layout: Layout) -> ODBRun:
         """A run that stands where it begins or goes on, its first plan made."""
         trainer = self._trainer
         trainer.odb_layout = layout
         with self._arguments.shown():
-            run, check = self._settings.make_run(trainer, self._source, self._stock, layout, self.config)
-            trainer.odb_run, trainer.odb_check = run, check
+            run = self._settings.make_run(trainer, self._source, self._stock, layout, self.config)
+            trainer.odb_run, trainer.odb_is_unchecked = run, layout.name == "flat"
         if self._settings.config.has_auto:
             run.budgets = {key: getattr(self.config, key) for key in BUDGETS}
         if trainer.odb_checkpoint is not None:

@@ -21,11 +21,10 @@ from odb_factory.data.observe import PATCHES_KEY, ItemObserver, Observer
 from odb_factory.data.progress import OptimizerStepRule
 from odb_factory.data.worker import Picklable
 from odb_factory.memory import PeakMeter
+from odb_factory.model.check import Layout
 from odb_factory.planning import Collation
 from odb_factory.training import checks
 from odb_factory.training.checks import TrainerLoss, stock_mean
-from odb_factory.training.layout import Layout
-from odb_factory.training.layout_check import LayoutCheck
 from odb_factory.training.oom import MemoryWatch, why_not_split
 from odb_factory.training.oom_split import SplitSteps
 from odb_factory.training.run import ODBRun, RunLength
@@ -80,10 +79,8 @@ class ODBSettings:
     memory_meter: PeakMeter | None
     about: Mapping[str, object]
 
-    def make_run(
-        self, trainer: Any, source: Any, stock: Any, layout: Layout, config: ResolvedConfig
-    ) -> tuple[ODBRun, LayoutCheck | None]:
-        """A run, and the check of its layout where that is flat.
+    def make_run(self, trainer: Any, source: Any, stock: Any, layout: Layout, config: ResolvedConfig) -> ODBRun:
+        """A run.
 
         stock: the train dataloader that the trainer would use; source: the same, perhaps with all its columns. config:
         with the budgets that were chosen.
@@ -140,4 +137,4 @@ class ODBSettings:
         if is_split:
             exchange = Exchange(self.process_group, self.config.exchange_timeout_s)
             run.split = SplitSteps(run, exchange, run.memory)
-        return run, LayoutCheck(loader) if layout.name == "flat" else None
+        return run

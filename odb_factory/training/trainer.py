@@ -31,7 +31,9 @@ from odb_factory.data.state import remove_unfinished
 from odb_factory.ending import ending
 from odb_factory.errors import ConfigError
 from odb_factory.log import get_logger
+from odb_factory.model.check import Layout, Runs, check_rows, models_of, not_right, of_flat_batch, unwrapped
 from odb_factory.model.flat_row import flat_row
+from odb_factory.model.tower import check_batch, one_pass
 from odb_factory.model.unpad import FlatRows, UnpadDoor, positions_of_samples
 from odb_factory.training import probes
 from odb_factory.training import settings as settings_module
@@ -41,16 +43,12 @@ from odb_factory.training.checks import (
     check_trainer,
     compare_output_dirs,
     say_what_differs,
-    unwrapped,
     why_logits,
     without_average_tokens,
 )
 from odb_factory.training.fill_schedule import scale_learning_rate
-from odb_factory.training.layout import Layout, models_of, not_right
-from odb_factory.training.layout_check import LayoutCheck
 from odb_factory.training.run import ODBRun, RunLog
 from odb_factory.training.run_start import HideArguments, RunArguments, RunStart
-from odb_factory.training.unpad import check_batch, one_pass
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What the Trainer sees as its train dataloader: its batches are optimizer steps.
@@ -225,7 +223,7 @@ class ODBTrainerMixin(Base):
     odb_settings: makes the run, given the trainer and its stock train dataloader; None: stock behaviour.
     odb_run: the run of the `train()` under way; None outside of it, where everything is stock's.
     odb_arguments: the training arguments that the run changes; None outside of `train()`.
-    odb_layout: of its micro-batches. odb_check: what is still to be made sure of about a flat one.
+    odb_layout: of its micro-batches. odb_is_unchecked: it is flat, and not yet checked.
     odb_start: makes the run.
     odb_trial_units: of a micro-batch that is only tried.
     odb_token_loss: of the model as trained; None before its first micro-batch. odb_doors: by which rows that the
@@ -240,7 +238,7 @@ class ODBTrainerMixin(Base):
     odb_arguments: RunArguments | None = None
     odb_saver: CheckpointSaver | None = None
     odb_layout: Layout | None = None
-    odb_check: LayoutCheck | None = None
+    odb_is_unchecked: bool = False
     odb_start: RunStart | None = None
     odb_trial_units: int | None = None
     odb_token_loss: TokenLoss | None = None
@@ -295,7 +293,7 @@ class ODBTrainerMixin(Base):
                 raise told from error
             finally:
                 saver.close()
-                self.odb_arguments = self.odb_saver = self.odb_check = self.odb_start = self.odb_token_loss = None
+                self.odb_arguments = self.odb_saver = self.odb_start = self.odb_token_loss = None
                 self.odb_doors = ()
                 if self.odb_run is not None:
                     self.odb_run.close()
@@ -412,8 +410,8 @@ class ODBTrainerMixin(Base):
         assert self.odb_run is not None and self.odb_run.computing is not None
         computing = self.odb_run.computing
         check_batch(self, box[0], computing.micro_batch.ids)
-        if self.odb_check is not None:
-            self._odb_check_batch(self.odb_check, box[0], measured.segments, len(computing.micro_batch.ids))
+        if self.odb_is_unchecked:
+            self._odb_check_batch(box[0], measured.segments[: max(len(computing.micro_batch.ids), 1)])
         with flat_row(measured.segments), self._odb_positions():
             loss = super().training_step(model, box.pop())
         if not computing.is_weighed:
@@ -424,12 +422,17 @@ class ODBTrainerMixin(Base):
         reference = getattr(self, "ref_model", None)
         return contextlib.nullcontext() if reference is None else positions_of_samples(unwrapped(reference))
 
-    def _odb_check_batch(self, check: LayoutCheck, batch: Any, segments: tuple[int, ...], num_samples: int) -> None:
-        """The check of a flat layout where rows cannot be read by their number: by the first micro-batch."""
-        self.odb_check = None
-        why = check.of_batch(self, batch, segments, max(num_samples, 1))
+    def _odb_check_batch(self, batch: Any, segments: tuple[int, ...]) -> None:
+        """Check a flat layout where rows cannot be read by their number: by the first micro-batch. segments: those of
+        its samples."""
+        self.odb_is_unchecked = False
+        why = check_rows(self.odb_runs(), lambda: of_flat_batch(batch, segments))
         if why is not None:
             raise not_right(why)
+
+    def odb_runs(self) -> Runs:
+        """How the check of a flat layout runs the model."""
+        return Runs(self.model_wrapped, self._prepare_inputs, self.odb_gather_json, self.compute_loss_context_manager)
 
     @contextlib.contextmanager
     def _odb_gradients_summed(self, model: Any, *, is_last: bool) -> Iterator[None]:

@@ -21,9 +21,8 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from odb_factory.model import attention
-from odb_factory.model.check import Difference, TinyCopy, Verdict, check_architecture, quiet
+from odb_factory.model.check import RULES, Difference, TinyCopy, Verdict, check_architecture, quiet
 from odb_factory.model.tiny_copy import tiny_copy
-from odb_factory.training.layout import why_not_flat
 
 _TEXT = """
 llama mistral ministral ministral3 mixtral qwen2 qwen2_moe qwen3 qwen3_moe qwen3_next qwen3_5_text qwen3_5_moe_text
@@ -174,7 +173,7 @@ def look_at(name: str) -> Family:
         kernel = attention.text_config(copy)._attn_implementation
         installs = kernel == "sdpa" and attention.why_unusable(copy) is None
         verdict = check_architecture(model_class, config, kernel, installs)
-        rule = why_not_flat(SimpleNamespace(model=copy, args=SimpleNamespace()))
+        rule = next((why for one in RULES if (why := one(copy, SimpleNamespace())) is not None), None)
         mutated: Difference | str
         try:
             tiny = TinyCopy(model_class, config, kernel, installs)

@@ -20,13 +20,11 @@ from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 from odb_factory import ConfigError, ODBConfig, enable_odb
 from odb_factory.data.samples import Sample
 from odb_factory.data.serialize import pack
+from odb_factory.data.trial import rows_to_choose_from
 from odb_factory.model import attention, mixers
-from odb_factory.model.check import Verdict
+from odb_factory.model import check as check_module
+from odb_factory.model.check import Layout, Verdict, check_rows, models_of, of_flat_batch
 from odb_factory.planning import Cost
-from odb_factory.training import layout as layout_module
-from odb_factory.training import layout_check
-from odb_factory.training.layout import resolve_layout
-from odb_factory.training.layout_check import compare, of_flat_batch
 
 BUDGET = 256
 
@@ -38,12 +36,16 @@ def trainer_of(model: Any, folder: Path, **changes: Any) -> Trainer:
 
 def without_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the check of the real model is left."""
-    monkeypatch.setattr(layout_module, "RULES", ())
-    monkeypatch.setattr(layout_module, "check", lambda model, installs: Verdict())
+    monkeypatch.setattr(check_module, "RULES", ())
+    monkeypatch.setattr(check_module, "check", lambda model, installs: Verdict())
 
 
 def config(layout: str = "auto") -> ODBConfig:
     return ODBConfig(token_budget=BUDGET, layout=layout)
+
+
+def resolve_layout(trainer: Trainer, config: ODBConfig, refused: str | None = None) -> Layout:
+    return check_module.resolve_layout(models_of(trainer), config.layout, trainer.args, refused=refused)
 
 
 # By name, or by a tiny copy
@@ -98,7 +100,7 @@ def test_a_model_of_ones_own_is_refused(tmp_path: Path) -> None:
 
 def test_old_masks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.5.1+cu124")
-    monkeypatch.setattr(layout_module.transformers, "__version__", "4.57.1")
+    monkeypatch.setattr(check_module.transformers, "__version__", "4.57.1")
     trainer = trainer_of(make_model("llama", kernel="eager"), tmp_path)
     assert "torch >= 2.6" in resolve_layout(trainer, config()).reason
 
@@ -201,7 +203,7 @@ def test_the_cache_is_off_while_it_trains(tmp_path: Path) -> None:
 def check(trainer: Trainer) -> str | None:
     enable_odb(trainer, config())
     rows = samples()
-    return compare(trainer, of_flat_batch(flat_batch(rows), LENGTHS))
+    return check_rows(trainer.odb_runs(), lambda: of_flat_batch(flat_batch(rows), LENGTHS))
 
 
 @pytest.mark.parametrize("kind", [*REFUSED, *MIXERS])
@@ -315,7 +317,7 @@ def test_what_the_check_finds_is_trained_padded(
     without_rules(monkeypatch)
     saved = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "cosine", "block": block}
     auto = train(make_model("falcon"), tmp_path / "auto", "auto", **saved)
-    told = [message for message in caplog.messages if message.startswith("layout: padded, for ")]
+    told = [message for message in caplog.messages if message.startswith("layout: padded, because ")]
     assert len(told) == 1 and "something else on a flat row" in told[0]
     padded = train(make_model("falcon"), tmp_path / "padded", "padded", **saved)
     assert losses(auto) == losses(padded)
@@ -356,8 +358,8 @@ def train_where_one_rank_finds_it_wrong(rank: int, output_dir: str) -> tuple[lis
     """Returns the losses of a training with `auto`, and what `flat` ends in."""
     os.environ["LOCAL_RANK"] = str(rank)
     if rank == 1:
-        found = layout_check._deviations
-        layout_check._deviations = lambda trainer, trial: found(trainer, trial) | {"flat": 1.0, "tolerance": 0.5}
+        found = check_module._deviations
+        check_module._deviations = lambda runs, trial: found(runs, trial) | {"flat": 1.0, "tolerance": 0.5}
     auto = train(make_model("llama"), Path(output_dir, "auto"), "auto", per_device_train_batch_size=4)
     with pytest.raises(ConfigError) as stopped:
         train(make_model("llama"), Path(output_dir, "flat"), "flat", per_device_train_batch_size=4)
@@ -380,5 +382,5 @@ def test_all_ranks_decide_alike(tmp_path: Path) -> None:
 def test_few_rows_are_read_to_choose_from_where_rows_are_long(length: int, expected: int) -> None:
     """The main process reads them, one after the other, before the first optimizer step."""
     rows = (Sample(i, Cost(length), pack({})) for i in itertools.count())
-    assert len(list(layout_check.rows_to_choose_from(rows))) == expected
+    assert len(list(rows_to_choose_from(rows))) == expected
     assert next(rows).id == expected, "no further row is read"

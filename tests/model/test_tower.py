@@ -12,8 +12,8 @@ import torch
 import transformers
 
 from odb_factory.errors import DataError
-from odb_factory.training import unpad as module
-from odb_factory.training.unpad import FAMILIES, check_batch, one_pass
+from odb_factory.model import tower as module
+from odb_factory.model.tower import FAMILIES, check_batch, one_pass
 
 Grid = tuple[int, int, int]
 KEYS = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw")

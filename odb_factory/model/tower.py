@@ -1,0 +1,173 @@
+"""Images and videos of a micro-batch go through the vision tower together.
+
+A model of transformers runs its tower once for the images of a batch and once for its videos. ZeRO-3 and FSDP gather
+parameters in each run of a module, with all ranks, so that all must run it equally often: a rank that holds a row with
+both would wait for the others for ever. DDP does not take two runs of a module whose activations are computed again by
+reentrant checkpoints, which are LLaMA-Factory's. Here the tower runs once for both, as it does on every other rank. In
+the families of `FAMILIES` both go through the same weights, each frame by itself, so nothing else changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.integrations import is_deepspeed_zero3_enabled
+
+from odb_factory.errors import DataError
+
+FAMILIES: tuple[str, ...] = (
+    "qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "qwen2_5_omni_thinker", "qwen3_vl", "qwen3_vl_moe", "qwen3_5",
+    "qwen3_5_moe",
+)  # fmt: skip
+"""By the `model_type` of their config. GLM-4V and InternVL are none: with one token for images and for frames, a model
+refuses a batch with both, or gives the features to the wrong rows."""
+if int(transformers.__version__.partition(".")[0]) > 4:  # before, its forward fails on a batch with both
+    FAMILIES += ("qwen3_omni_moe", "qwen3_omni_moe_thinker")
+METHODS = ("get_image_features", "get_video_features")
+PIXELS = ("pixel_values", "pixel_values_videos")
+TWICE = (
+    "{} has both images and videos, for which this model ({}) runs its vision tower twice, and under ZeRO-3 and FSDP "
+    "all ranks must run it equally often; train with ZeRO-2 or DDP, or part them."
+)
+
+
+def takes_both(model_type: str) -> bool:
+    """Whether images and videos can share a micro-batch of this family."""
+    return model_type in FAMILIES
+
+
+def has_both(batch: Any) -> bool:
+    return isinstance(batch, Mapping) and all(batch.get(key) is not None for key in PIXELS)
+
+
+def shards_parameters(trainer: Any) -> bool:
+    """Whether ranks gather parameters in each run of a module. trainer: a `transformers.Trainer`."""
+    return trainer.args.world_size > 1 and (is_deepspeed_zero3_enabled() or trainer.is_fsdp_enabled)
+
+
+def check_batch(trainer: Any, batch: Any, ids: tuple[int, ...]) -> None:
+    """Raise `DataError` before a forward for which the other ranks would wait. ids: rows of the batch."""
+    family = trainer.model.config.model_type
+    if has_both(batch) and shards_parameters(trainer) and not takes_both(family):
+        rows = f"row {ids[0]}" if len(ids) == 1 else f"the micro-batch of rows {', '.join(map(str, ids))}"
+        raise DataError(TWICE.format(rows, family))
+
+
+@contextlib.contextmanager
+def one_pass(*models: Any) -> Iterator[None]:
+    """Within it these models run their vision tower once for a batch with images and videos.
+
+    Where a model has none, or is of another family, it stays as it is.
+
+        with one_pass(model):
+            model(**batch).loss.backward()  # with both pixel_values and pixel_values_videos
+    """
+    with contextlib.ExitStack() as stack:
+        for model in models:
+            for module in model.modules() if isinstance(model, nn.Module) else ():
+                if _has_tower(module):
+                    stack.callback(_Together(module).undo)
+        yield
+
+
+def _has_tower(module: nn.Module) -> bool:
+    """Whether its forward calls the tower; what wraps it has the methods, too, and hands them on."""
+    family = getattr(getattr(module, "config", None), "model_type", None)
+    return family in FAMILIES and "visual" in dict(module.named_children())
+
+
+class _Together:
+    """Of one module: the features of images and videos are computed when those of images are asked for."""
+
+    def __init__(self, module: Any):
+        self._module = module
+        self._images, self._videos = (getattr(module, name) for name in METHODS)
+        self._batch: Mapping[str, Any] | None = None
+        self._of_videos: Any = None
+        self._hook = module.register_forward_pre_hook(self._begin, with_kwargs=True)
+        module.get_image_features, module.get_video_features = self.image_features, self.video_features
+
+    def undo(self) -> None:
+        self._hook.remove()
+        for name in METHODS:
+            delattr(self._module, name)
+
+    def _begin(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._batch, self._of_videos = (kwargs if has_both(kwargs) else None), None
+
+    def image_features(self, pixel_values: Tensor, image_grid_thw: Tensor | None = None, **kwargs: Any) -> Any:
+        batch, self._batch = self._batch, None
+        if batch is None:
+            return self._images(pixel_values, image_grid_thw, **kwargs)
+        assert image_grid_thw is not None
+        videos = batch["pixel_values_videos"].to(pixel_values.dtype)
+        frames = _frames(batch["video_grid_thw"])
+        both = self._images(torch.cat([pixel_values, videos]), torch.cat([image_grid_thw, frames]), **kwargs)
+        merged = self._module.visual.spatial_merge_size**2
+        parts = _Parts(image_grid_thw.prod(-1).tolist(), batch["video_grid_thw"].prod(-1).tolist(), merged)
+        of_images, self._of_videos = parts.of(both)
+        return of_images
+
+    def video_features(self, pixel_values_videos: Tensor, video_grid_thw: Tensor | None = None, **kwargs: Any) -> Any:
+        found, self._of_videos = self._of_videos, None
+        return self._videos(pixel_values_videos, video_grid_thw, **kwargs) if found is None else found
+
+
+def _frames(grid: Tensor) -> Tensor:
+    """Videos as images: a row (1, height, width) for each of their frames; the tower looks at each by itself."""
+    frames = grid.repeat_interleave(grid[:, 0], dim=0)
+    frames[:, 0] = 1
+    return frames
+
+
+class _Parts:
+    """Cuts what the tower says of all into what it would have said of images and of videos.
+
+    images, videos: patches of each. merged: patches that make one embedding.
+    """
+
+    def __init__(self, images: list[int], videos: list[int], merged: int):
+        self._sizes = tuple([patches // merged for patches in part] for part in (images, videos))
+        self._embeddings = tuple(map(sum, self._sizes))
+        self._patches = sum(images), sum(videos)
+
+    def of(self, found: Any) -> tuple[Any, Any]:
+        """A tensor of all patches or embeddings, one tensor an image, or a tuple, list or mapping of these."""
+        if isinstance(found, Tensor):
+            for lengths in (self._embeddings, self._patches):
+                if len(found) == sum(lengths):
+                    return found[: lengths[0]], found[lengths[0] :]
+        elif isinstance(found, Mapping):
+            halves = {key: self.of(value) for key, value in found.items()}
+            of_images, of_videos = ({key: half[n] for key, half in halves.items()} for n in (0, 1))
+            return type(found)(**of_images), type(found)(**of_videos)
+        elif isinstance(found, list | tuple):
+            if self._is_one_each(found):
+                images, videos = self.of(torch.cat(list(found)))
+                return type(found)(images.split(self._sizes[0])), type(found)(videos.split(self._sizes[1]))
+            pairs = [self.of(value) for value in found]
+            return type(found)(images for images, _ in pairs), type(found)(videos for _, videos in pairs)
+        elif found is None:
+            return None, None
+        raise DataError(
+            f"the vision tower's features of images and videos together are {_shape(found)}, where "
+            f"{sum(self._embeddings)} embeddings were expected: this release of transformers computes them in another "
+            "way; take one that docs/support.md names, or leave rows with videos out."
+        )
+
+    def _is_one_each(self, found: list[Any] | tuple[Any, ...]) -> bool:
+        """Whether these are the embeddings of each image and frame, and not of each of some layers those of all."""
+        return (
+            len(found) > 1
+            and all(isinstance(one, Tensor) for one in found)
+            and sum(map(len, found)) == sum(self._embeddings)
+        )
+
+
+def _shape(found: Any) -> str:
+    return str(tuple(found.shape)) if isinstance(found, Tensor) else f"a {type(found).__name__}"
