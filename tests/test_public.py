@@ -14,7 +14,7 @@ from toy import a_micro_batch
 import odb_factory
 from odb_factory.accounting.losses import MicroBatchLoss
 from odb_factory.accounting.statistics import AUDIT_FILE, SUMMARY_FILE, Audit, StepStatistics
-from odb_factory.cli.report import PAGE
+from odb_factory.cli.main import PAGE
 from odb_factory.data.samples import Measured
 from odb_factory.loop import dataloader
 from odb_factory.report.read import RUN_LOG

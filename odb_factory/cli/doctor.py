@@ -1,72 +1,121 @@
-"""`odb-factory doctor`: says whether activation will work here, and how to fix what is in the way."""
+"""`odb-factory doctor`: whether activation will work here, and how to fix what is in the way. Imports no torch."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
+from typing import Literal, NamedTuple
 
+from packaging.specifiers import SpecifierSet
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from odb_factory.cli.doctor_checks import CHECKS, ENTRY_POINT, OPTIONAL, OTHER_PACKAGE, SUPPORTED, Check, Facts
 from odb_factory.cli.doctor_probe import Probe
 from odb_factory.llamafactory import releases
+from odb_factory.llamafactory.activation import DISABLE, SEAMS
 from odb_factory.version import installed_version
 
 PROBE_TIMEOUT_S = 300
+ENTRY_POINT = "odb_factory.llamafactory.activation:activate"
+AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+OTHER_PACKAGE = "online-dynamic-batching"
+TORCH_SET = 'pip install --upgrade "torch>=2.5,<2.13" torchvision torchaudio'  # setup.cfg says why below 2.13
+SUPPORTED = {
+    "python": ">=3.11",
+    "odb_factory": "",
+    "llamafactory": releases.SUPPORTED,
+    "transformers": ">=4.55",
+    "torch": ">=2.5,<2.13",
+    "accelerate": "",
+    "datasets": "",
+}
+"""What must be installed, and which versions odb_factory supports (all, where LLaMA-Factory itself sets them)."""
+_FIXES = {"python": "make an environment with a Python of 3.11 or newer", "torch": TORCH_SET}
+OPTIONAL = {"deepspeed": 'only ZeRO needs it: pip install "odb_factory[deepspeed]"'}
 _COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
 
 
-def main(argv: Sequence[str]) -> int:
-    """Print every check and one verdict. Returns 0 if `llamafactory-cli train` will be activated, 1 if not.
+class Check(NamedTuple):
+    """ok; warning: activation works, something else may not; problem: activation does not work."""
 
-    Given a checkpoint, it looks at that alone: 0 if all of it can be loaded.
+    status: Literal["ok", "warning", "problem"]
+    what: str
+    fix: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What the machine looks like: versions by package (None: not installed), the entry point, environment, imports.
+
+    pins: the versions that LLaMA-Factory asks for, by package.
     """
-    parser = argparse.ArgumentParser(prog="odb-factory doctor", description=__doc__)
-    parser.add_argument("checkpoint", nargs="?", type=Path, help="compare the files of this checkpoint instead")
-    arguments = parser.parse_args(argv)
+
+    versions: Mapping[str, str | None]
+    pins: Mapping[str, SpecifierSet] = field(default_factory=dict)
+    entry_point: str | None = ENTRY_POINT
+    environment: Mapping[str, str] = field(default_factory=dict)
+    probe: Probe = field(default_factory=Probe)
+
+
+def examine_environment() -> int:
+    """Print every check and one verdict. Returns 0 if `llamafactory-cli train` will be activated, 1 if not."""
     console = Console()
-    if arguments.checkpoint is not None:
-        return _checkpoint(console, arguments.checkpoint)
     with console.status("importing torch and LLaMA-Factory"):
-        facts = gather()
-    checks = [check for examine in CHECKS for check in examine(facts)]
-    if console.is_terminal:
-        console.print(_table(checks))
-    else:
-        _print_plain(checks)
-    num_problems = sum(check.status == "problem" for check in checks)
-    console.print(_verdict(facts, num_problems), markup=False, highlight=False, soft_wrap=True)
+        facts = _gather()
+    num_problems = _print(console, checks_of(facts))
+    verdict = "Ready: `llamafactory-cli train` forms batches online for every YAML with an odb: block."
+    if num_problems:
+        verdict = f"Not ready: {num_problems} problem{'s' if num_problems > 1 else ''} to fix."
+    probe = facts.probe
+    if num_problems == 1 and probe.hooked and not (probe.active or probe.unhooked or probe.switched_off):
+        verdict += " Until then, `odb-factory train my.yaml` activates odb_factory by itself."
+    console.print(verdict, markup=False, highlight=False, soft_wrap=True)
     return 1 if num_problems else 0
 
 
-def _checkpoint(console: Console, folder: Path) -> int:
+def examine_checkpoint(folder: Path) -> int:
+    """Print what is wrong with a checkpoint. Returns 0 if all of it can be loaded, 1 if not."""
     from odb_factory.training.checkpoint import examine  # it imports torch
 
+    console = Console()
     with console.status(f"reading {folder}"):
         checks = [Check("problem" if line.is_problem else "ok", line.text) for line in examine(folder)]
-    if console.is_terminal:
-        console.print(_table(checks))
-    else:
-        _print_plain(checks)
-    num_problems = sum(check.status == "problem" for check in checks)
+    num_problems = _print(console, checks)
     print(
         f"Not whole: {num_problems} problem{'s' * (num_problems > 1)}." if num_problems else "The checkpoint is whole."
     )
     return 1 if num_problems else 0
 
 
-def gather() -> Facts:
-    """Look at this Python: installed packages, the entry point, the environment, and the imports of a training."""
+def _print(console: Console, checks: Iterable[Check]) -> int:
+    """Print checks, as a table on a terminal. Returns the number of problems."""
+    table, num_problems = Table("", "what", title="odb-factory doctor"), 0
+    for status, what, fix in checks:
+        num_problems += status == "problem"
+        if console.is_terminal:
+            table.add_row(Text(status, _COLOURS[status]), Text.assemble(what, (f"\n-> {fix}" if fix else "", "bold")))
+        else:
+            print(f"{status:8} {what}" + (f"\n{'':8} -> {fix}" if fix else ""))
+    if console.is_terminal:
+        console.print(table)
+    return num_problems
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Look at this Python.
+
+
+def _gather() -> Facts:
+    """Installed packages, the entry point, the environment, and the imports of a training."""
     pins = {} if installed_version("llamafactory") is None else releases.pins()
     packages = [*SUPPORTED, *OPTIONAL, OTHER_PACKAGE, "torchvision", "torchaudio", *pins]
     versions = {name: installed_version(name) for name in packages} | {"python": platform.python_version()}
@@ -95,26 +144,144 @@ def _probe() -> Probe:
     return Probe(crash=f"exit code {ended.returncode}: {last_line}")
 
 
-def _table(checks: list[Check]) -> Table:
-    table = Table("", "what", title="odb-factory doctor")
-    for check in checks:
-        fix = Text(f"\n-> {check.fix}", "bold") if check.fix else ""
-        table.add_row(Text(check.status, _COLOURS[check.status]), Text(check.what).append_text(Text.assemble(fix)))
-    return table
+# ----------------------------------------------------------------------------------------------------------------------
+# The checks: generators over what was found.
 
 
-def _print_plain(checks: list[Check]) -> None:
-    for check in checks:
-        print(f"{check.status:8} {check.what}")
-        if check.fix:
-            print(f"{'':8} -> {check.fix}")
+def checks_of(facts: Facts) -> Iterator[Check]:
+    for examine in CHECKS:
+        yield from examine(facts)
 
 
-def _verdict(facts: Facts, num_problems: int) -> str:
-    if not num_problems:
-        return "Ready: `llamafactory-cli train` forms batches online for every YAML with an odb: block."
-    verdict = f"Not ready: {num_problems} problem{'s' if num_problems > 1 else ''} to fix."
+def _versions(facts: Facts) -> Iterator[Check]:
+    for name, supported in SUPPORTED.items():
+        version, fix = facts.versions.get(name), _FIXES.get(name, f'pip install "{name}{supported}"')
+        if version is None:
+            yield Check("problem", f"{name} is not installed", fix)
+        elif not SpecifierSet(supported).contains(version, prereleases=True):
+            yield Check("problem", f"{name} {version} is not supported, {supported} is", fix)
+        elif name == "llamafactory" and releases.is_newer(version):
+            yield Check(
+                "warning",
+                f"llamafactory {version} is newer than what odb_factory was tested with ({releases.NEWEST_TESTED})",
+                "if all places are hooked (below) training goes on; a newer odb_factory may know this release",
+            )
+        else:
+            yield Check("ok", f"{name} {version}" + (f" (supported: {supported})" if supported else ""))
+    for name, hint in OPTIONAL.items():
+        version = facts.versions.get(name)
+        yield Check("ok", f"{name} {version}" if version else f"{name} is not installed; {hint}")
+
+
+def _pins(facts: Facts) -> Iterator[Check]:
+    """Packages that LLaMA-Factory was not released with: neither it nor odb_factory has been tested with them."""
+    others = {
+        name: (version, specifier)
+        for name, specifier in facts.pins.items()
+        if (version := facts.versions.get(name)) and not specifier.contains(version, prereleases=True)
+    }
+    for name, (version, specifier) in others.items():
+        what = f"{name} {version} is outside what LLaMA-Factory asks for ({specifier})"
+        yield Check("warning", what, f'pip install "{name}{specifier}"')
+    if not others:
+        yield Check("ok", "every package is within the versions that LLaMA-Factory asks for")
+
+
+def _entry_point(facts: Facts) -> Iterator[Check]:
+    if facts.entry_point == ENTRY_POINT:
+        yield Check("ok", "the entry point that activates odb_factory is declared")
+        return
+    how = "is not declared" if facts.entry_point is None else f"names {facts.entry_point}"
+    yield Check(
+        "problem",
+        f"the entry point that activates odb_factory {how}: its metadata is missing or old",
+        "install it again: pip install odb_factory (in a checkout: pip install -e .)",
+    )
+
+
+def _activation(facts: Facts) -> Iterator[Check]:
+    probe, environment = facts.probe, facts.environment
+    if "torch" in probe.errors:
+        yield Check("problem", f"torch cannot be imported: {probe.errors['torch']}", "fix torch first")
+    elif probe.crash:
+        what = f"importing torch and LLaMA-Factory ended the process: {probe.crash}"
+        yield Check("problem", what, f'see it in full with: python -c "import torch, {SEAMS[-1]}"')
+    elif probe.switched_off:
+        yield Check("problem", f"{DISABLE}={environment.get(DISABLE)} switches odb_factory off", f"unset {DISABLE}")
+    elif probe.active:
+        yield Check("ok", "`import torch` activates odb_factory")
+    elif (value := environment.get(AUTOLOAD, "1")) != "1":
+        yield Check("problem", f"{AUTOLOAD}={value} stops torch from calling entry points", f"unset {AUTOLOAD}")
+    elif facts.entry_point == ENTRY_POINT:  # else its own check has named the problem
+        yield Check("problem", "torch does not call the entry point", TORCH_SET)
+
+
+def _launcher(facts: Facts) -> Iterator[Check]:
+    value = facts.environment.get("USE_V1", "")
+    if value.lower() in ("true", "y", "1"):
+        what = f"USE_V1={value} selects LLaMA-Factory's v1 trainer, which odb does not drive"
+        yield Check("problem", what, "unset USE_V1")
+
+
+def _seams(facts: Facts) -> Iterator[Check]:
     probe = facts.probe
-    if num_problems == 1 and probe.hooked and not (probe.active or probe.unhooked or probe.switched_off):
-        verdict += " Until then, `odb-factory train my.yaml` activates odb_factory by itself."
-    return verdict
+    failed = [name for name in SEAMS if name in probe.errors]
+    if failed:
+        what = f"{failed[0]} cannot be imported: {probe.errors[failed[0]]}"
+        yield Check("problem", what, "fix what the message names; `llamafactory-cli version` shows it in full")
+    elif probe.unhooked:
+        yield Check(
+            "problem",
+            f"not found in this LLaMA-Factory, or not hooked: {', '.join(probe.unhooked)}",
+            f'install a supported release: pip install "llamafactory{SUPPORTED["llamafactory"]}"',
+        )
+    elif probe.hooked:  # else torch failed, which its own check has named
+        yield Check("ok", f"all {len(probe.hooked)} places in LLaMA-Factory where odb_factory comes in are hooked")
+
+
+def _other_packages(facts: Facts) -> Iterator[Check]:
+    if version := facts.versions.get(OTHER_PACKAGE):
+        yield Check(
+            "warning",
+            f"{OTHER_PACKAGE} {version} is installed, which forms batches online too",
+            f"use one of the two in a run: take its calls (`import odb`) out, or pip uninstall {OTHER_PACKAGE}",
+        )
+    if facts.probe.own_keys:
+        yield Check(
+            "warning",
+            f"this LLaMA-Factory has odb keys of its own: {', '.join(facts.probe.own_keys)}",
+            "the plugin takes the block first; take the patch out (docs/versions.md), or install a stock release",
+        )
+    if not version and not facts.probe.own_keys:
+        yield Check("ok", "no other package or patch for online batching is in the way")
+
+
+def _media_libraries(facts: Facts) -> Iterator[Check]:
+    for name, media in (("torchvision", "images and videos"), ("torchaudio", "audio")):
+        if error := facts.probe.errors.get(name):
+            fix = f"models with {media} need it; install a set that works together: {TORCH_SET}"
+            yield Check("warning", f"{name} cannot be loaded beside torch: {error}", fix)
+        elif version := facts.versions.get(name):
+            yield Check("ok", f"{name} {version} loads beside torch")
+
+
+def _devices(facts: Facts) -> Iterator[Check]:
+    """GPUs, and what computes flat rows of a model that is loaded with sdpa (`flash_attn: auto`, `sdpa`)."""
+    gpus = facts.probe.gpus
+    seen = f"{len(gpus)} GPU{'s' if len(gpus) > 1 else ''}: {', '.join(dict.fromkeys(gpus))}"
+    yield Check("ok", f"{seen if gpus else 'no CUDA GPU seen'}; {os.cpu_count()} CPU cores")
+    for name, kernels in facts.probe.kernels.items():
+        yield Check("ok", f"attention of flat rows (sdpa models) on {name}: {kernels}")
+
+
+CHECKS: tuple[Callable[[Facts], Iterator[Check]], ...] = (
+    _versions,
+    _pins,
+    _entry_point,
+    _activation,
+    _launcher,
+    _seams,
+    _other_packages,
+    _media_libraries,
+    _devices,
+)

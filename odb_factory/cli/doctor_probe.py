@@ -45,7 +45,10 @@ def run() -> Probe:
     if not _imports("torch", probe):
         return probe
     probe.active = activation.is_active()
-    _activate_anyway(probe)
+    activation.activate()
+    probe.switched_off = not activation.is_active()
+    os.environ.pop(activation.DISABLE, None)
+    activation.activate()  # so that the seams can be judged whatever is switched off
     import torch
 
     probe.gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
@@ -56,26 +59,13 @@ def run() -> Probe:
         _look_at_seams(probe)
         data_arguments = sys.modules["llamafactory.hparams.parser"].DataArguments
         names = [item.name for item in dataclasses.fields(data_arguments)]
-        probe.kernels = _kernels(probe.gpus)
+        from odb_factory.model.attention import Need, kernel_of
+
+        devices = {name: torch.device("cuda", index) for index, name in enumerate(probe.gpus)}
+        devices = devices or {"cpu": torch.device("cpu")}
+        probe.kernels = {name: kernel_of(Need(device=device, dtype=torch.bfloat16)) for name, device in devices.items()}
         probe.own_keys = [name for name in names if name in ("odb", "use_odb") or name.startswith("odb_")]
     return probe
-
-
-def _kernels(gpus: list[str]) -> dict[str, str]:
-    import torch
-
-    from odb_factory.model.attention import Need, kernel_of
-
-    devices = {name: torch.device("cuda", index) for index, name in enumerate(gpus)} or {"cpu": torch.device("cpu")}
-    return {name: kernel_of(Need(device=device, dtype=torch.bfloat16)) for name, device in devices.items()}
-
-
-def _activate_anyway(probe: Probe) -> None:
-    """Activate as `odb-factory train` would, so that the seams can be judged whatever is switched off."""
-    activation.activate()
-    probe.switched_off = not activation.is_active()
-    os.environ.pop(activation.DISABLE, None)
-    activation.activate()
 
 
 def _look_at_seams(probe: Probe) -> None:

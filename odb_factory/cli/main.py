@@ -1,24 +1,24 @@
-"""The `odb-factory` command: finds the sub-command and runs it."""
+"""The `odb-factory` command: its sub-commands and their arguments."""
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import importlib
+import json
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
-from odb_factory.errors import ODBError
+from odb_factory.errors import ConfigError, ODBError, one_line
 from odb_factory.version import __version__
 
-# name: (module with a `main(argv)` that returns an exit code (None: 0), what it does). A module is imported only when
-# it is called for.
-COMMANDS = {
-    "demo": ("odb_factory.demo.demo", "train a tiny model with and without odb and compare"),
-    "doctor": ("odb_factory.cli.doctor", "say whether odb will be active here, and what to fix"),
-    "report": ("odb_factory.cli.report", "show what a run has done, or two side by side, as one HTML page"),
-    "plan": ("odb_factory.cli.plan", "say what the budgets will do with a sample of the data"),
-    "train": ("odb_factory.cli.train", "`llamafactory-cli train` with odb activated explicitly"),
-}
+SAMPLES = 2000
+PAGE = "odb_report.html"
+CHILD = Path(__file__).with_name("train_child.py")
+QUIET = {"LLAMAFACTORY_VERBOSITY": "ERROR", "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
+"""Environment of `plan`, which trains nothing; tokenizers would warn because its workers are forked."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="odb-factory",
         description="Online dynamic batching for LLaMA-Factory.",
-        epilog="`odb-factory COMMAND --help` says more about one.",
+        epilog="`odb-factory COMMAND --help` explains one command.",
     )
     parser.add_argument("--version", action="version", version=f"odb-factory {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -35,10 +35,204 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Whatever follows the command's name is the command's to read.
     arguments, rest = parser.parse_known_args(argv)
     try:
-        return importlib.import_module(COMMANDS[arguments.command][0]).main(rest) or 0
+        return COMMANDS[arguments.command][0](rest)
     except ODBError as error:
         print(f"odb-factory {arguments.command}: {error}", file=sys.stderr)
         return 1
+
+
+def demo(argv: Sequence[str]) -> int:
+    return importlib.import_module("odb_factory.demo.demo").main(argv) or 0
+
+
+def train(argv: Sequence[str]) -> int:
+    """Activate odb_factory, then be `llamafactory-cli train` with the same arguments.
+
+    Returns 2 without training if `ODB_FACTORY_DISABLE` is set. Errors of LLaMA-Factory pass through.
+    """
+    parser = argparse.ArgumentParser(
+        prog="odb-factory train",
+        description="Run `llamafactory-cli train` with odb_factory activated explicitly: for "
+        "TORCH_DEVICE_BACKEND_AUTOLOAD=0, a torch older than 2.5, or an installation without metadata.",
+        usage="odb-factory train CONFIG.yaml [key=value ...]",
+    )
+    _add_yaml(parser)
+    given = parser.parse_args(argv)
+    if not _activated("train", "unset it, or use `llamafactory-cli train` to train without odb."):
+        return 2
+
+    from llamafactory import cli, launcher
+
+    from odb_factory.llamafactory.probes import check_launcher
+
+    # The file that the launcher gives to torchrun, where it starts several processes.
+    check_launcher(launcher)
+    launcher.__file__ = str(CHILD)
+    sys.argv = ["llamafactory-cli", "train", str(given.config), *given.overrides]
+    cli.main()
+    return 0
+
+
+def plan(argv: Sequence[str]) -> int:
+    """Print what a training of this YAML would do. Returns 2 if `ODB_FACTORY_DISABLE` is set; raises `ODBError`."""
+    parser = argparse.ArgumentParser(
+        prog="odb-factory plan",
+        description="Look before you train: observe a sample of the data, plan it as a training would, and say what "
+        "its budgets, and others, do with it. Nothing is trained.",
+    )
+    _add_yaml(parser)
+    parser.add_argument(
+        "--ranks", type=_at_least_one, metavar="N", help="plan for N ranks (default: those of a training started here)"
+    )
+    parser.add_argument(
+        "--samples", type=_at_least_one, metavar="N", default=SAMPLES, help=f"rows to observe (default: {SAMPLES})"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw one page of plots there")
+    given = parser.parse_intermixed_args(argv)
+    if not _activated("plan", "unset it."):
+        return 2
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+
+    from odb_factory.llamafactory.uncaught import TRACEBACK, shows_tracebacks
+
+    try:
+        _plan(given)
+    except ODBError:
+        raise
+    except Exception as error:
+        if shows_tracebacks():
+            raise
+        raise ODBError(f"{one_line(error)} ({TRACEBACK}=1 shows where)") from None
+    return 0
+
+
+def _plan(given: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from odb_factory.plan.arguments import parsed, read_yaml
+
+    for path in (given.json, given.png):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ConfigError(f"{path}: there is no folder {path.absolute().parent}; make it, or name another file.")
+        if path is not None and path.is_dir():
+            raise ConfigError(f"{path}: this is a folder; name a file in it.")
+    if given.png is not None and given.png.suffix.lower() != ".png":
+        raise ConfigError(f"--png: {given.png} does not end in .png; name a file that does.")
+    console = Console()
+    read_yaml(given.config, given.overrides)  # a mistake in it shows before anything heavy is imported
+    with console.status("reading the data"), parsed(given.config, given.overrides, given.ranks) as asked:
+        from odb_factory.plan.advice import advise
+        from odb_factory.plan.look import look
+        from odb_factory.plan.show import draw, show, to_dict
+
+        found = look(asked, given.samples)
+    advice = advise(found)
+    show(console, found, advice)
+    if given.json is not None:
+        given.json.write_text(json.dumps(to_dict(found, advice), indent=2) + "\n", encoding="utf-8")
+    if given.png is not None:
+        draw(found, given.png)
+
+
+def report(argv: Sequence[str]) -> int:
+    """Write the page; print the headline and where it is. Raises `ODBError` where there is no run or it cannot be
+    written."""
+    parser = argparse.ArgumentParser(
+        prog="odb-factory report",
+        description="What one run has done, or two side by side, as one HTML page and as JSON.",
+    )
+    parser.add_argument(
+        "output_dir", metavar="OUTPUT_DIR", type=Path, help="output_dir of a training, ended or under way"
+    )
+    parser.add_argument("other_dir", metavar="OTHER_DIR", type=Path, nargs="?", help="another one, to compare with")
+    parser.add_argument("--html", metavar="FILE", type=Path, help=f"the page (OUTPUT_DIR/{PAGE})")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="the figures of the page; - prints them")
+    given = parser.parse_args(argv)
+    page = given.html or given.output_dir / PAGE
+    prints_figures = str(given.json) == "-"
+    if given.json is not None and not prints_figures and given.json.resolve() == page.resolve():
+        raise ODBError(f"{page}: the page (--html) and its figures (--json) cannot be one file; give --json another.")
+
+    from odb_factory.report.compare import report_of
+    from odb_factory.report.figures import to_json
+    from odb_factory.report.page import make_page
+
+    figures = report_of([folder for folder in (given.output_dir, given.other_dir) if folder is not None])
+    _write(page, make_page(figures, datetime.datetime.now()), "--html")
+    if prints_figures:
+        print(to_json(figures), end="")
+        return 0
+    if given.json is not None:
+        _write(given.json, to_json(figures), "--json")
+    print(figures["headline"])
+    for run in figures["runs"]:
+        for note in run["notes"]:
+            print(f"{run['name']}: {note}")
+    for note in (figures["comparison"] or {}).get("notes", []):
+        print(note)
+    print(f"The page: {page}" + (f"; the figures: {given.json}" if given.json else ""))
+    return 0
+
+
+def doctor(argv: Sequence[str]) -> int:
+    """Returns 0 if `llamafactory-cli train` will be activated (or if a checkpoint is whole), 1 if not."""
+    parser = argparse.ArgumentParser(
+        prog="odb-factory doctor",
+        description="Say whether odb_factory will be active here, and how to fix what is in the way.",
+    )
+    parser.add_argument("checkpoint", nargs="?", type=Path, help="compare the files of this checkpoint instead")
+    given = parser.parse_args(argv)
+
+    from odb_factory.cli.doctor import examine_checkpoint, examine_environment
+
+    return examine_environment() if given.checkpoint is None else examine_checkpoint(given.checkpoint)
+
+
+COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
+    "demo": (demo, "train a tiny model with and without odb and compare"),
+    "doctor": (doctor, "say whether odb will be active here, and what to fix"),
+    "report": (report, "show what a run has done, or two side by side, as one HTML page"),
+    "plan": (plan, "say what the budgets will do with a sample of the data"),
+    "train": (train, "`llamafactory-cli train` with odb activated explicitly"),
+}
+"""name: (function of its arguments that returns an exit code, what it does)."""
+
+
+def _add_yaml(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", metavar="CONFIG.yaml", type=Path, help="a LLaMA-Factory training YAML")
+    parser.add_argument(
+        "overrides", metavar="key=value", nargs="*", default=[], help="changes to it, such as odb.token_budget=4096"
+    )
+
+
+def _at_least_one(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def _activated(command: str, fix: str) -> bool:
+    """Activate odb_factory, or print why it cannot be."""
+    from odb_factory.llamafactory import activation
+
+    activation.activate()
+    if not activation.is_active():
+        switch = f"{activation.DISABLE}={os.environ.get(activation.DISABLE)}"
+        print(f"odb-factory {command}: {switch} switches odb_factory off; {fix}", file=sys.stderr)
+    return activation.is_active()
+
+
+def _write(path: Path, text: str, option: str) -> None:
+    """An existing file stays whole until the new one is."""
+    aside = path.with_name(f"{path.name}.part") if path.is_file() or not path.exists() else path
+    try:
+        aside.write_text(text, encoding="utf-8")
+        if aside != path:
+            aside.replace(path)
+    except OSError as error:
+        raise ODBError(f"{path}: cannot be written ({error.strerror}); give another file with {option}.") from None
 
 
 if __name__ == "__main__":

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from odb_factory.report.figures import read_run
 from odb_factory.report.page import side_by_side
-from odb_factory.report.read import counted, number, percent, seconds_text
+from odb_factory.report.read import UNKNOWN, counted, number, percent, seconds_text
+from odb_factory.version import __version__
 
 ROUNDING = 1e-4
 """Losses that differ by no more, relatively, are called the same: batches are summed in another order."""
@@ -129,3 +132,31 @@ def _losses(comparison: Mapping[str, Any]) -> str:
     if first is None:
         return f", with the same losses to {largest:.1e}" if largest else ", with the very same losses"
     return f", with losses that differ from optimizer step {number(first)} on, by {percent(largest, 2)} at most"
+
+
+def report_of(folders: Sequence[Path]) -> dict[str, Any]:
+    """The figures of one run or two; see docs/reference.md."""
+    runs = [read_run(folder) for folder in folders]
+    if len(runs) == 2 and runs[0]["name"] == runs[1]["name"]:
+        for run in runs:
+            run["name"] = run["folder"]
+    comparison = compare(*runs) if len(runs) == 2 else None
+    headline = _headline(runs[0]) if comparison is None else headline_of_two(runs[0], runs[1], comparison)
+    return {"odb_factory": __version__, "headline": headline, "runs": runs, "comparison": comparison}
+
+
+def _headline(run: Mapping[str, Any]) -> str:
+    totals = run["totals"]
+    steps = counted(totals["optimizer_steps"], "optimizer step")
+    said = steps if totals["samples"] is None else f"{counted(totals['samples'], 'sample')} in {steps}"
+    if totals["seconds"] is not None:
+        said += f", {seconds_text(totals['seconds'])}"
+    known = [("padding", percent(totals["padding_ratio"])), ("balance", number(totals["balance"], 3))]
+    said += "".join(f"{';' if name == 'padding' else ','} {name} {value}" for name, value in known if value != UNKNOWN)
+    if run["diverged_at"] is not None:
+        said += f"; {diverged(run)}"
+    losses = [entry["loss"] for entry in run["entries"] if entry["loss"] is not None]
+    if losses and run["diverged_at"] is None:
+        said += f"; loss from {number(losses[0])} to {number(losses[-1])}"
+    state = "" if run["finished"] else "so far: "
+    return f"{run['name']}: {state}{said}."

@@ -13,8 +13,7 @@ from distributed.rows import INVALID, row, write_uneven_rows
 from llamafactory.train.tuner import run_exp
 from support import run_llamafactory, training_config, write_dataset
 
-from odb_factory.cli.main import main
-from odb_factory.cli.plan import QUIET
+from odb_factory.cli.main import QUIET, main
 from odb_factory.demo.mm_mix import build_builtin_mix
 
 pytestmark = pytest.mark.timeout(600)

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from run_report.folders import BEGAN, audit_line, begin, end, entry, write_lines, write_stock
 
-from odb_factory.cli.report import report
 from odb_factory.errors import ODBError
+from odb_factory.report.compare import report_of as report
 from odb_factory.report.figures import read_run, to_json
 from odb_factory.report.page import make_page
 

@@ -15,7 +15,7 @@ import pytest
 from run_report.folders import BEGAN, audit_line, begin, end, entry, orders, write_lines, write_stock
 from test_docs import REFERENCE, first_column
 
-from odb_factory.cli.report import report
+from odb_factory.report.compare import report_of as report
 from odb_factory.report.figures import histogram, read_run, to_json
 from odb_factory.report.page import make_page
 from odb_factory.report.read import FilesRead, read_audit

@@ -17,7 +17,7 @@ from support import read_jsonl, read_log, training_config
 from training.test_resume import BLOCK, train
 
 from odb_factory.cli.main import main
-from odb_factory.cli.report import report
+from odb_factory.report.compare import report_of as report
 from odb_factory.report.figures import read_run
 
 LIMIT_S = 240

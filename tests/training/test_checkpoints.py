@@ -17,7 +17,7 @@ from toy import NUM_ROWS
 from training.test_resume import BLOCK, FILL, audit, train
 from transformers import Trainer
 
-from odb_factory.cli.doctor import main as doctor
+from odb_factory.cli.main import doctor
 from odb_factory.errors import ConfigError, DataError, ODBError
 from odb_factory.training import checkpoint_files
 from odb_factory.training.checkpoint import find_checkpoint, read_states
