@@ -37,7 +37,7 @@ class Failure:
             return self.cause
         if len(self.ids) == 1:
             skips = " (`on_error: skip` leaves out media that cannot be decoded)" if on_error == "raise" else ""
-            return f"{describe(self.ids[0])}: cannot be collated: {self.cause}; mend or remove the row{skips}."
+            return f"{describe(self.ids[0])}: cannot be collated: {self.cause}; fix or remove the row{skips}."
         rows = ", ".join(map(str, self.ids))
         return f"rows {rows} cannot be collated together (each can alone): {self.cause}"
 
@@ -72,12 +72,13 @@ class NotCollated(DataError):
 class GroupDataset(WorkerDataset):
     """The dataset of the collating workers: `self[task]` is the collated batch of that task, the index itself.
 
-    dataset: the user's, for `worker_init_fn` alone. It is there in a forked worker and not sent to any other.
     layout: how batches are laid flat, or padded further; None: they stay as the collator returns them. notes: where
     workers tell which micro-batches they have collated. skips: rows that cannot be collated are left out.
     budget: of samples whose units are not counted from labels: a batch without `input_ids` has the shape that its
         samples were planned with.
     """
+
+    sends_dataset = False
 
     def __init__(
         self,
@@ -99,10 +100,6 @@ class GroupDataset(WorkerDataset):
     def padded(self) -> GroupDataset:
         """The same, with batches as the collator returns them."""
         return GroupDataset(self.collate_fn, self.patch_size, self.dataset, measure=self.measure, budget=self.budget)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        make, arguments, state = super().__reduce__()
-        return make, arguments, state | {"dataset": None}
 
     def __getitem__(self, task: Task | None) -> Collated | Salvaged | Failure | None:
         if task is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Protocol
 
@@ -15,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from odb_factory.config import ODBConfig
 from odb_factory.data.measure import DEFAULT_PATCH_SIZE, count_patches, count_supervised, has_leading_label, is_ints
 from odb_factory.data.samples import Rejection, Sample
-from odb_factory.data.serialize import checksum, pack
+from odb_factory.data.serialize import checksum, pack, unpack
 from odb_factory.data.worker import BusyRows, WorkerDataset, retried
 from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.planning import VIDEO, Budget, Cost
@@ -42,13 +43,13 @@ class ItemError(DataError):
 
 
 class Observer(Protocol):
-    """Runs the framework's template, tokenizer and multimodal plugin on one row."""
+    """Makes light features of one item of a dataset and counts their cost."""
 
-    def __call__(self, dataset: Any, index: int) -> tuple[Mapping[str, Any], Cost]:
-        """The light features of a row and its cost. May raise `RowDropped`, `MediaCut` or anything else."""
+    def __call__(self, item: Any, /) -> tuple[Mapping[str, Any], Cost]:
+        """Light features and cost of `dataset[index]`. May raise `RowDropped`, `MediaCut` or anything else."""
 
     def describe(self, dataset: Any, index: int) -> str:
-        """Where the row comes from, for messages: dataset, row, files."""
+        """Where `dataset[index]` comes from, for messages: dataset, row, files."""
 
 
 def where(observer: Observer, dataset: Any, index: int) -> str:
@@ -59,8 +60,33 @@ def where(observer: Observer, dataset: Any, index: int) -> str:
         return f"row {index} of the training dataset"
 
 
+@dataclass(frozen=True, slots=True)
+class RawItem:
+    """An item as a stream has yielded it; `self[id]` is the item, as if the stream were a dataset with an index.
+
+    id: its position in the stream. content: the item; packed if it was sent to another process. problem: why it cannot.
+    """
+
+    id: int
+    content: Any
+    is_packed: bool = False
+    problem: str | None = None
+
+    def __getitem__(self, id: int) -> Any:
+        if self.problem is not None:
+            raise ItemError(
+                f"it cannot be sent to an observe worker ({self.problem}); let it hold what pickle takes, or set "
+                "num_workers to 0."
+            )
+        return unpack(self.content) if self.is_packed else self.content
+
+
 class ObservedDataset(WorkerDataset):
-    """`dataset[i]` as `Sample`, or as `Rejection` where the row cannot be used. Never raises for a row."""
+    """`self[i]` observes `dataset[i]`, `self[raw_item]` an item of a stream. Never raises for a row.
+
+    Returns a `Sample`, or a `Rejection` where the row cannot be used; one that the reader of a stream has made is
+    returned as it is.
+    """
 
     def __init__(
         self, dataset: Any, observer: Observer, config: ODBConfig, budget: Budget, busy: BusyRows | None = None
@@ -68,16 +94,24 @@ class ObservedDataset(WorkerDataset):
         self.dataset, self.observer, self.config, self.budget = dataset, observer, config, budget
         self.busy = busy or BusyRows()
 
-    def __getitem__(self, index: int) -> Sample | Rejection:
+    def __getitem__(self, row: int | RawItem | Rejection) -> Sample | Rejection:
+        if isinstance(row, Rejection):
+            return row
+        index, source = (row.id, row) if isinstance(row, RawItem) else (row, self.dataset)
+
+        def reject(reason: str, what: str, way_out: str = "", fatal: bool = False) -> Rejection:
+            """way_out: added where the policy is to stop; elsewhere what it advises has been done."""
+            message = f"{where(self.observer, source, index)}: {what.rstrip('.')}"
+            return Rejection(index, reason, f"{message}; {way_out}." if fatal and way_out else f"{message}.", fatal)
+
         try:
             with self.busy.at(index):
-                features, cost = retried(lambda: self.observer(self.dataset, index), (RowDropped, MediaCut, ItemError))
+                features, cost = retried(lambda: self.observer(source[index]), (RowDropped, MediaCut, ItemError))
             sample = Sample(index, cost, pack(features), checksum(features, cost))
         except RowDropped as error:
-            return Rejection(index, error.reason, f"{self._where(index)}: {error}")
+            return Rejection(index, error.reason, f"{where(self.observer, source, index)}: {error}")
         except MediaCut as error:
-            return self._reject(
-                index,
+            return reject(
                 "media_cut",
                 str(error),
                 "such a sample cannot travel as a singleton either: "
@@ -86,35 +120,25 @@ class ObservedDataset(WorkerDataset):
             )
         except Exception as error:
             is_item = isinstance(error, ItemError)
-            return self._reject(
-                index,
+            return reject(
                 "unreadable",
                 str(error) if is_item else one_line(error),
-                "" if is_item else "mend or remove the row, or set `on_error: skip` to go on without such rows",
+                "" if is_item else "fix or remove the row, or set `on_error: skip` to leave such rows out",
                 fatal=self.config.on_error == "raise",
             )
         if cost.units == 0:
-            return self._reject(index, "unsupervised", "no label carries loss (truncation may have cut them off)")
+            return reject("unsupervised", "no label carries loss (truncation may have cut them off)")
         if self.config.overlong != "singleton" and self.budget.overlong(cost):
             found, budget = f"{cost.tokens} tokens", f"{self.budget.token_budget} tokens"
             if self.budget.max_patches is not None:
                 found, budget = f"{found} and {cost.patches} patches", f"{budget} and {self.budget.max_patches} patches"
-            return self._reject(
-                index,
+            return reject(
                 "overlong",
                 f"{found} break the budget of {budget} alone",
                 "raise the budget, or set `overlong: singleton` or `drop`",
                 fatal=self.config.overlong == "error",
             )
         return sample
-
-    def _reject(self, index: int, reason: str, what: str, way_out: str = "", fatal: bool = False) -> Rejection:
-        """way_out: said where the policy is to stop; elsewhere what it advises has been done."""
-        message = f"{self._where(index)}: {what.rstrip('.')}"
-        return Rejection(index, reason, f"{message}; {way_out}." if fatal and way_out else f"{message}.", fatal)
-
-    def _where(self, index: int) -> str:
-        return where(self.observer, self.dataset, index)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -160,13 +184,12 @@ class ItemObserver:
         self.counts_labels = None if takes_any_loss and cost_fn is not None else True
         self.needs_units = loss_scaling not in ("approx", "none")
 
-    def __call__(self, dataset: Any, index: int) -> tuple[Any, Cost]:
-        item = dataset[index]
+    def __call__(self, item: Any) -> tuple[Any, Cost]:
         cost = self._cost(item)
         if cost.tokens < 1 or min(cost.patches, cost.units) < 0:
             raise ItemError(
                 f"its cost is {cost.tokens} tokens, {cost.patches} patches and {cost.units} units, "
-                f"and there are no fewer than 1, 0 and 0 of them; mend cost_fn or {PATCHES_KEY!r}"
+                f"and the least are 1, 0 and 0; fix cost_fn or {PATCHES_KEY!r}"
             )
         features = item
         if isinstance(item, Mapping):
@@ -260,7 +283,7 @@ class _FirstItem(Dataset[tuple[str, bool | None]]):
 
     def __getitem__(self, index: int) -> tuple[str, bool | None]:
         try:
-            self.observer(self.dataset, index)
+            self.observer(self.dataset[index])
         except ItemError as error:
             return str(error), None
         except Exception:  # a row that cannot be read; the loader reports it, by its policy

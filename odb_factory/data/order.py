@@ -13,13 +13,12 @@ import numpy as np
 from torch.utils.data import IterableDataset, Sampler, get_worker_info
 
 from odb_factory.comm.agreement import ranks_alike
-from odb_factory.config import ODBConfig
-from odb_factory.data.observe import ItemError, ObservedDataset, Observer
-from odb_factory.data.samples import Rejection, Sample
-from odb_factory.data.serialize import fingerprint, pack, unpack
-from odb_factory.data.worker import BusyRows, WorkerDataset
+from odb_factory.data.observe import RawItem
+from odb_factory.data.samples import Rejection
+from odb_factory.data.serialize import fingerprint, pack
+from odb_factory.data.worker import WorkerDataset
 from odb_factory.errors import ConfigError, DataError, one_line
-from odb_factory.planning import Budget, BufferMetadata, Collation
+from odb_factory.planning import BufferMetadata, Collation
 from odb_factory.planning.plan import pool
 from odb_factory.random_numbers import kept_random_numbers
 
@@ -177,18 +176,6 @@ class StreamStart(NamedTuple):
     fingerprint: int
 
 
-class RawItem(NamedTuple):
-    """An item as the dataset has yielded it.
-
-    id: its position in the stream. content: the item; packed if it goes to another process. problem: why it cannot.
-    """
-
-    id: int
-    content: Any
-    is_packed: bool = False
-    problem: str | None = None
-
-
 class StreamReader(WorkerDataset, IterableDataset):
     """The share of a rank of a dataset that is iterated: raw items, a `StreamStart` before them.
 
@@ -284,42 +271,6 @@ class Arriving:
         yield from itertools.repeat([], self.ahead)
         for chunk in chunks:
             yield list(self.reader.items(chunk))
-
-
-class ObservedItems(WorkerDataset):
-    """The dataset of the observe workers of a stream: `self[item]` is what becomes of a raw item, the index itself.
-
-    dataset: the user's, for `worker_init_fn` alone. It is there in a forked worker and not sent to any other.
-    """
-
-    def __init__(self, dataset: Any, observer: Observer, config: ODBConfig, budget: Budget, busy: BusyRows):
-        self.dataset = dataset
-        self._current = CurrentItem()
-        self._observed = ObservedDataset(self._current, observer, config, budget, busy)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        make, arguments, state = super().__reduce__()
-        return make, arguments, state | {"dataset": None}
-
-    def __getitem__(self, item: RawItem | Rejection) -> Sample | Rejection:
-        if isinstance(item, Rejection):
-            return item
-        self._current.raw = item
-        return self._observed[item.id]
-
-
-class CurrentItem:
-    """What an observer is given for a dataset: whatever index it asks for, it gets the item that is observed now."""
-
-    raw: RawItem
-
-    def __getitem__(self, index: int) -> Any:
-        if self.raw.problem is not None:
-            raise ItemError(
-                f"it cannot be sent to an observe worker ({self.raw.problem}); let it hold what pickle takes, or set "
-                "num_workers to 0."
-            )
-        return unpack(self.raw.content) if self.raw.is_packed else self.raw.content
 
 
 def _raw(id: int, item: Any) -> RawItem:

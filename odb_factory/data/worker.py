@@ -195,13 +195,16 @@ class WorkerDataset(Dataset):
 
     Sent to a process that is being started, it makes that one watch its parent before anything else is unpickled, which
     may take long or never end. Pickled for any other purpose, or copied, it does not.
+    sends_dataset: False where `dataset` is for `worker_init_fn` alone: it is there in a forked worker and sent to no
+    other.
     """
 
     dataset: Any
+    sends_dataset = True
 
     def __reduce__(self) -> tuple[Any, ...]:
         watch = _ParentWatch(os.getpid()) if get_spawning_popen() is not None else None
-        return _new, (watch, type(self)), self.__dict__
+        return _new, (watch, type(self)), self.__dict__ if self.sends_dataset else self.__dict__ | {"dataset": None}
 
 
 class _ParentWatch:

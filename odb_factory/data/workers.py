@@ -29,7 +29,7 @@ from odb_factory.data.collate import GroupDataset
 from odb_factory.data.dataloader_parts import DataLoaderParts
 from odb_factory.data.epoch import EpochPlanner
 from odb_factory.data.observe import ObservedDataset, Observer, where
-from odb_factory.data.order import Arriving, ObservedItems, ShardSampler, StreamReader
+from odb_factory.data.order import Arriving, ShardSampler, StreamReader
 from odb_factory.data.plan_process import PlanProcess
 from odb_factory.data.samples import Rejection, Sample, Task
 from odb_factory.data.step_agreement import CollateNotes, StepAgreement
@@ -252,6 +252,7 @@ class LoaderWorkers:
         self._observed, self.collated = BusyRows(num_workers), BusyRows(collate_workers)
         groups.busy = self.collated
 
+        rows = ObservedDataset(parts.dataset, observer, config, budget, self._observed)
         self._reading: DataLoader | None = None
         self._observing: DataLoader | None
         if parts.sampler is None:
@@ -259,16 +260,15 @@ class LoaderWorkers:
             # A persistent worker would not hear of another epoch or state.
             once = {"persistent_workers": False} if num_workers else {}
             self._reading = self._loader(reader, min(num_workers, 1), batch_size=OBSERVE_CHUNK, **once)
-            items = ObservedItems(parts.dataset, observer, config, budget, self._observed)
+            rows.sends_dataset = False
             self._arriving = Arriving(reader, parts.prefetch_factor * num_workers)
             self.order: Any = reader
             self.read_row: Callable[[int], Sample | Rejection] | None = None
-            self._observing = self._loader(items, num_workers, batch_sampler=self._arriving)
+            self._observing = self._loader(rows, num_workers, batch_sampler=self._arriving)
             self._all_rows: Callable[[], Iterator[Sample | Rejection]] = functools.partial(
-                _observed, parts.dataset, items
+                _observed, parts.dataset, rows
             )
         else:
-            rows = ObservedDataset(parts.dataset, observer, config, budget, self._observed)
             self.read_row = rows.__getitem__
             self.order = ShardSampler(parts.sampler, rank, world_size)
             self._observing = self._loader(rows, num_workers, batch_size=OBSERVE_CHUNK, sampler=self.order)
@@ -397,10 +397,10 @@ def _taken(batches: Iterator[Any], task: str, busy: BusyRows) -> Iterator[Any]:
     return iter(functools.partial(take, batches, task, busy), END)
 
 
-def _observed(stream: Any, items: ObservedItems) -> Iterator[Sample | Rejection]:
+def _observed(stream: Any, rows: ObservedDataset) -> Iterator[Sample | Rejection]:
     """A stream from its beginning, read and observed in this process."""
     reader = StreamReader(stream, 0, 1)
-    return (items[item] for item in reader.items(reader))
+    return (rows[item] for item in reader.items(reader))
 
 
 def _identity(item: Any) -> Any:

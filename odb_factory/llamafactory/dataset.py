@@ -361,15 +361,13 @@ class TokenizedDataset(Dataset):
 
 
 class Rows(Protocol):
-    """`self[i]` is a processed row, made of `rows[i]`, which is not."""
+    """`rows[i]` is a row that is not processed."""
 
     rows: Any
 
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
-
 
 class RowObserver:
-    """The observer of both.
+    """The observer of both: counts what a processed row costs.
 
     stage: says what a row costs.
     decode: also decode all media once, so that unreadable ones are known at observation.
@@ -391,8 +389,7 @@ class RowObserver:
         self.model_type, self.shards_parameters = model_type, shards_parameters
         self.videos_apart = model_type is not None and not takes_both(model_type)
 
-    def __call__(self, dataset: Rows, index: int) -> tuple[dict[str, Any], Cost]:
-        features = dataset[index]
+    def __call__(self, features: dict[str, Any]) -> tuple[dict[str, Any], Cost]:
         images, videos, audios = (features.get(key) for key in ("images", "videos", "audios"))
         if self.videos_apart and self.shards_parameters and images and videos:
             raise ValueError(TWICE.format("it", self.model_type))
@@ -480,6 +477,6 @@ def settings_of(dataset: OnlineDataset | TokenizedDataset, observer: Observer) -
 def _content(dataset: Any, observer: Observer, index: int) -> object:
     """A checksum of a row; for one that cannot be read, the kind of its error: it is the loader's to report."""
     try:
-        return checksum(*observer(dataset, index))
+        return checksum(*observer(dataset[index]))
     except Exception as error:
         return type(error).__name__

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -49,21 +50,11 @@ class StreamObserver:
     def __init__(self, observer: RowObserver, head: OnlineDataset):
         self.observer, self.head = observer, head
 
-    def __call__(self, dataset: Any, index: int) -> tuple[dict[str, Any], Cost]:
-        return self.observer(_Streamed(dataset, self.head), index)
+    def __call__(self, row: dict[str, Any]) -> tuple[dict[str, Any], Cost]:
+        return self.observer(self.head.features_of([row]))
 
-    def describe(self, dataset: Any, index: int) -> str:
-        return self.observer.describe(_Streamed(dataset, self.head), index)
-
-
-class _Streamed:
-    """What `RowObserver` reads from. rows: `rows[index]` is the raw row at hand."""
-
-    def __init__(self, rows: Any, head: OnlineDataset):
-        self.rows, self.head = rows, head
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.head.features_of([self.rows[index]])
+    def describe(self, rows: Any, index: int) -> str:
+        return self.observer.describe(SimpleNamespace(rows=rows), index)
 
 
 def is_stream(dataset: Any) -> bool:

@@ -28,13 +28,13 @@ KEEP: dict[str, Any] = {"global_batch_size": "keep", "balance": True, "accumulat
 
 
 class Observer:
-    """A row is its length; 0: dropped. changed: {row: the token that it is made of, if that is not 1}."""
+    """A row is (its number, its length); 0: dropped. changed: {row: the token that it is made of, if that is not 1}."""
 
     def __init__(self, changed: dict[int, int] | None = None):
         self.changed = changed or {}
 
-    def __call__(self, dataset: Any, index: int) -> tuple[dict[str, Any], Cost]:
-        length = dataset[index]
+    def __call__(self, item: tuple[int, int]) -> tuple[dict[str, Any], Cost]:
+        index, length = item
         if length == 0:
             raise RowDropped("invalid", "it is empty")
         ids = [self.changed.get(index, 1)] * length
@@ -54,7 +54,7 @@ def make_loader(lengths: Sequence[int], seat: Any, **options: Any) -> ODBLoader:
     workers = options.pop("num_workers", 0)
     return ODBLoader(
         DataLoaderParts(
-            dataset=stream(lengths, seat.rank, seat.world_size) if stream else lengths,
+            dataset=stream(lengths, seat.rank, seat.world_size) if stream else list(enumerate(lengths)),
             sampler=None if stream else SeedableRandomSampler(lengths, generator=torch.Generator(), data_seed=seed),
             collate_fn=options.pop("collate_fn", pad),
             num_workers=workers,
@@ -121,10 +121,10 @@ class Stream(IterableDataset):
     is_split = False
 
     def __init__(self, lengths: Sequence[int], rank: int, world_size: int):
-        self.lengths = lengths
+        self.rows = list(enumerate(lengths))
 
     def __iter__(self) -> Any:
-        return iter(self.lengths)
+        return iter(self.rows)
 
 
 class SplitStream(Stream):
@@ -133,7 +133,8 @@ class SplitStream(Stream):
     is_split = True
 
     def __init__(self, lengths: Sequence[int], rank: int, world_size: int):
-        super().__init__(lengths[rank::world_size], rank, world_size)
+        super().__init__(lengths, rank, world_size)
+        self.rows = self.rows[rank::world_size]
 
 
 def ids_of(taken: list[list[MicroBatch]], epoch: int = 0) -> Counter:

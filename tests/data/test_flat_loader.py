@@ -36,9 +36,9 @@ DUMMY = Collation(pad_to_multiple_of=4, dummy_media_tokens=3, dummy_media_patche
 class MediaObserver(ToyObserver):
     """Every third row brings an image of four patches."""
 
-    def __call__(self, dataset: list[Row], index: int) -> tuple[dict[str, Any], Cost]:
-        features, cost = super().__call__(dataset, index)
-        if index % 3:
+    def __call__(self, row: Row) -> tuple[dict[str, Any], Cost]:
+        features, cost = super().__call__(row)
+        if row.index % 3:
             return features, cost
         return features | {"media": True}, Cost(cost.tokens, 4, cost.units, has_media=True)
 

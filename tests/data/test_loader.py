@@ -48,6 +48,7 @@ KEEP = {"global_batch_size": "keep", "batch_size": 2, "accumulation": 4}
 class Row:
     """tokens: its length. fate: what happens to it on the way, nothing as a rule."""
 
+    index: int
     tokens: int
     fate: str = ""
 
@@ -55,8 +56,7 @@ class Row:
 class ToyObserver:
     """Reads a `Row`; its ids are all the row's own index + 1, so that a batch tells what it is made of."""
 
-    def __call__(self, dataset: list[Row], index: int) -> tuple[dict[str, Any], Cost]:
-        row = dataset[index]
+    def __call__(self, row: Row) -> tuple[dict[str, Any], Cost]:
         match row.fate:
             case "raise":
                 raise OSError("image file is truncated")
@@ -70,7 +70,7 @@ class ToyObserver:
                 kill_worker()
             case "slow":
                 time.sleep(0.02)
-        ids = [index + 1] * row.tokens
+        ids = [row.index + 1] * row.tokens
         supervised = 0 if row.fate == "unsupervised" else row.tokens - 1
         labels = [IGNORE] * (row.tokens - supervised) + ids[:supervised]
         return {"input_ids": ids, "labels": labels, "fate": row.fate}, Cost(row.tokens, 0, supervised)
@@ -130,7 +130,7 @@ class EpochOrder:
 
 def toy_rows(num_rows: int = 60, **fates: str) -> list[Row]:
     """Rows of 2 to 40 tokens; `r7="raise"` gives row 7 that fate."""
-    return [Row(2 + (i * 7) % 39, fates.get(f"r{i}", "")) for i in range(num_rows)]
+    return [Row(i, 2 + (i * 7) % 39, fates.get(f"r{i}", "")) for i in range(num_rows)]
 
 
 @contextmanager
@@ -357,9 +357,9 @@ def test_two_ranks_take_the_same_steps_and_share_the_rows(mode: dict[str, Any]) 
 class CountingObserver(ToyObserver):
     seen = 0
 
-    def __call__(self, dataset: list[Row], index: int) -> tuple[dict[str, Any], Cost]:
+    def __call__(self, row: Row) -> tuple[dict[str, Any], Cost]:
         self.seen += 1
-        return super().__call__(dataset, index)
+        return super().__call__(row)
 
     def settled(self) -> int:
         """Rows observed, once no further one has been for a while."""
@@ -533,7 +533,7 @@ def test_rows_without_a_supervised_token_are_left_out_and_counted(workers: tuple
 
 @pytest.mark.parametrize("workers", [(0, 0), (2, 2)])
 def test_rows_that_are_all_unusable_are_an_error(workers: tuple[int, int]) -> None:
-    rows = [Row(5, "raise"), Row(5, "unsupervised"), Row(5, "dropped")]
+    rows = [Row(0, 5, "raise"), Row(1, 5, "unsupervised"), Row(2, 5, "dropped")]
     with open_loader(rows, workers, on_error="skip") as loader, within(20):
         message = failure(loader)
     assert message.startswith("no row of the training dataset can be trained on")
@@ -549,7 +549,7 @@ def test_an_empty_dataset_is_an_error() -> None:
 @pytest.mark.parametrize("overlong", ["singleton", "drop", "error"])
 def test_an_overlong_row_meets_its_policy(workers: tuple[int, int], overlong: str) -> None:
     """100 tokens fill the budget, 101 are padded beyond it."""
-    rows = [Row(10), Row(100), Row(101), Row(10), Row(500), Row(10)]
+    rows = [Row(*pair) for pair in enumerate((10, 100, 101, 10, 500, 10))]
     with open_loader(rows, workers, overlong=overlong) as loader, within(20):
         if overlong == "error":
             message = failure(loader)
@@ -587,7 +587,7 @@ def test_a_row_that_cannot_be_collated_is_named(workers: tuple[int, int]) -> Non
 
 
 def test_rows_that_cannot_be_collated_together_are_named() -> None:
-    rows = [Row(10), Row(10, "loner"), Row(10)]
+    rows = [Row(0, 10), Row(1, 10, "loner"), Row(2, 10)]
     with open_loader(rows) as loader:
         message = failure(loader)
     assert message.startswith("rows ")
@@ -668,5 +668,5 @@ def test_no_advice_to_set_what_is_set(on_error: str, advised: bool) -> None:
     """A row that is found to be bad only when it is collated."""
 
     failure = Failure((3,), "ValueError: cannot be padded").message("row {}".format, on_error)
-    assert failure.startswith("row 3: cannot be collated: ValueError: cannot be padded; mend or remove the row")
+    assert failure.startswith("row 3: cannot be collated: ValueError: cannot be padded; fix or remove the row")
     assert ("on_error" in failure) == advised

@@ -193,8 +193,8 @@ def test_other_rows_of_the_same_lengths_are_noticed(at_end: bool) -> None:
 class Random(Observer):
     """Rows are drawn at random each time they are read."""
 
-    def __call__(self, dataset: Any, index: int) -> tuple[dict[str, Any], Cost]:
-        features, cost = super().__call__(dataset, index)
+    def __call__(self, item: tuple[int, int]) -> tuple[dict[str, Any], Cost]:
+        features, cost = super().__call__(item)
         features["input_ids"] = [next(COUNT)] * cost.tokens
         return features, cost
 

@@ -36,9 +36,9 @@ class Telling(Observer):
         super().__init__()
         self.folder = folder
 
-    def __call__(self, dataset: Any, index: int) -> tuple[dict[str, Any], Cost]:
+    def __call__(self, item: tuple[int, int]) -> tuple[dict[str, Any], Cost]:
         (self.folder / str(os.getpid())).touch()
-        return super().__call__(dataset, index)
+        return super().__call__(item)
 
 
 def test_all_workers_observe_and_none_of_them_reads(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ def _kill_group(process: forks.Forked) -> None:
 
 
 class Observer:
-    """A row is its length. Every id of row k is k + 1, so that a batch tells what it is made of.
+    """A row is (its number, its length). Every id of row k is k + 1, so that a batch tells what it is made of.
 
     hangs: (row, epoch) that is never done.
     """
@@ -120,11 +120,12 @@ class Observer:
     def __init__(self, hangs: tuple[int, int] | None = None):
         self.hangs, self.seen = hangs, Counter()
 
-    def __call__(self, dataset: list[int], index: int) -> tuple[dict[str, Any], Cost]:
+    def __call__(self, row: tuple[int, int]) -> tuple[dict[str, Any], Cost]:
+        index, length = row
         if self.hangs and index == self.hangs[0] and self.seen[index] == self.hangs[1]:
             time.sleep(3600)
         self.seen[index] += 1
-        ids = [index + 1] * dataset[index]
+        ids = [index + 1] * length
         return {"input_ids": ids, "labels": ids}, Cost(len(ids), 0, len(ids) - 1)
 
     def describe(self, dataset: list[int], index: int) -> str:
@@ -173,7 +174,7 @@ def toy_loader(
     config = {"token_budget": 100, "buffer_size": 8, "global_batch_size": "fill", "balance": False}
     loader = ODBLoader(
         DataLoaderParts(
-            dataset=[2 + k * 7 % 39 for k in range(num_rows)],
+            dataset=[(k, 2 + k * 7 % 39) for k in range(num_rows)],
             sampler=range(num_rows) if sampler is None else sampler,
             collate_fn=Collator(bad),
             num_workers=workers[0],

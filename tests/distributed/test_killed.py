@@ -70,7 +70,7 @@ def toy(
 ) -> ODBLoader:
     return ODBLoader(
         DataLoaderParts(
-            dataset=rows,
+            dataset=list(enumerate(rows)),
             sampler=range(len(rows)),
             collate_fn=collate_fn or Collator(),
             num_workers=workers[0],

@@ -351,4 +351,4 @@ def test_a_row_with_images_and_videos_is_refused_where_ranks_share_parameters(vl
         vl.dataset.media, STAGES["sft"], decode=False, model_type="llava_next_video", shards_parameters=True
     )
     with pytest.raises(ValueError, match="both images and videos.*llava_next_video.*ZeRO-2 or DDP"):
-        observer([features], 0)
+        observer(features)

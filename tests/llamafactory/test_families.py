@@ -98,7 +98,7 @@ class Setting:
             OnlineDataset(rows, self.rows, self.media, stage),
             RowObserver(self.media, stage, decode=False),
         )
-        return [observer(dataset, index) for index in range(len(rows))]
+        return [observer(dataset[index]) for index in range(len(rows))]
 
 
 def why_not_here(family: Family) -> str | None:
@@ -233,7 +233,7 @@ def test_videos_are_apart_from_images_where_the_model_runs_its_tower_for_each(
     rows = make_rows("image and video", tmp_path)
     dataset = OnlineDataset(rows, setting.rows, setting.media, STAGES["sft"])
     observer = RowObserver(setting.media, STAGES["sft"], decode=False, model_type=model_type)
-    assert [observer(dataset, index)[1].modality for index in range(2)] == [0, VIDEO if apart else 0]
+    assert [observer(dataset[index])[1].modality for index in range(2)] == [0, VIDEO if apart else 0]
 
 
 COLUMNS = {

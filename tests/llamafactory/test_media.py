@@ -69,7 +69,7 @@ def stock_features(llava: SimpleNamespace, index: int) -> dict[str, Any]:
 def test_rows_costs_and_batches_equal_stock(llava: SimpleNamespace) -> None:
     features = []
     for index, count in enumerate((0, 1, 2)):
-        own, cost = llava.observer(llava.online, index)
+        own, cost = llava.observer(llava.online[index])
         stock = stock_features(llava, index)
         assert (own["input_ids"], own["labels"]) == (stock["input_ids"], stock["labels"])
         assert cost.tokens == len(stock["input_ids"])

@@ -101,7 +101,7 @@ def test_a_read_that_fails_once_is_tried_again(tmp_path) -> None:
 
 
 def test_raise_ends_in_one_line(tmp_path) -> None:
-    with pytest.raises(DataError, match="row 31 .*no pixels in 31; mend or remove the row") as caught:
+    with pytest.raises(DataError, match="row 31 .*no pixels in 31; fix or remove the row") as caught:
         train(tmp_path, Failing({31}), num_workers=1, on_error="raise")
     assert "\n" not in str(caught.value)
 

@@ -522,7 +522,7 @@ def test_items_of_any_kind_with_a_cost_function(cost_fn: Callable[[Any], Any]) -
         assert rows_of(loader) == EVERY_ROW
     with pytest.raises(ConfigError) as caught:
         make(Rows(pairs), collate_fn=collate)
-    assert "found tuple; give cost_fn=..." in str(caught.value) and "mend or remove" not in str(caught.value)
+    assert "found tuple; give cost_fn=..." in str(caught.value) and "fix or remove" not in str(caught.value)
 
 
 def test_a_cost_in_tokens_alone_leaves_patches_to_be_counted() -> None:

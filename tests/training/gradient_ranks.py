@@ -44,8 +44,7 @@ class InOrder(Trainer):
 
 
 class Observer:
-    def __call__(self, dataset: list[dict[str, Any]], index: int) -> tuple[dict[str, Any], Cost]:
-        row = dataset[index]
+    def __call__(self, row: dict[str, Any]) -> tuple[dict[str, Any], Cost]:
         supervised = sum(label != IGNORE for label in row["labels"][1:])
         patches = len(row.get("pixel_values", []))
         return dict(row), Cost(len(row["input_ids"]), patches, supervised, has_media=patches > 0)
