@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import mmap
@@ -19,17 +18,27 @@ from odb_factory.errors import ConfigError, one_line
 from odb_factory.planning import MicroStepTotals
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Sums over what was trained on, and the figures that are made of them.
+# Sums over what was trained on, and the figures that are made of them. The fields of `StepStatistics` are the one list
+# of sums: the others name the fields they use.
+
+OF_MICRO_STEP = ("samples", "tokens", "padded_tokens", "units", "patches", "moved", "moved_bytes")
+"""Sums of fields of `MicroStepTotals`."""
+SUMMARY = (
+    "samples", "micro_steps", "idle_micro_batches", "tokens", "padded_tokens", "units", "units_cv", "padding_ratio",
+    "balance", "patch_balance", "moved", "moved_bytes", "oom_cuts", "lost_weight", "data_wait_s", "seconds",
+)  # fmt: skip
+"""Entries of `odb_summary.json`. These names are public."""
+CLOCK = ("started", "seconds_before")
 
 
 @dataclass
 class StepStatistics:
     """Sums over micro-steps, all ranks together; tokens are real, padded_tokens and patches as collated.
 
-    awaited_tokens, awaited_patches: what there would be if every rank had as many as the one with most in the
-    micro-step. squared_units: of optimizer steps, all ranks together. oom_cuts: how often memory did not hold a
-    micro-batch, or a part of one, and it was cut in two. lost_weight: the loss of rows that were lost after their
-    optimizer step had begun, in shares of the loss of an optimizer step.
+    awaited_tokens, awaited_patches: the sums if every rank had as many as the fullest one in each micro-step.
+    squared_units: of optimizer steps, all ranks together. oom_cuts: how often a micro-batch, or a part of one, was cut
+    in two because memory did not hold it. lost_weight: the loss of rows lost after their optimizer step had begun, as
+    a share of the loss of an optimizer step.
     """
 
     micro_steps: int = 0
@@ -53,17 +62,12 @@ class StepStatistics:
 
     def add(self, totals: MicroStepTotals, world_size: int) -> None:
         """Count a micro-step over all ranks."""
+        for name in OF_MICRO_STEP:
+            setattr(self, name, getattr(self, name) + getattr(totals, name))
         self.micro_steps += 1
         self.idle_micro_batches += world_size - totals.active_ranks
-        self.samples += totals.samples
-        self.tokens += totals.tokens
-        self.padded_tokens += totals.padded_tokens
-        self.units += totals.units
-        self.patches += totals.patches
         self.awaited_tokens += world_size * totals.max_rank_tokens
         self.awaited_patches += world_size * totals.max_rank_patches
-        self.moved += totals.moved
-        self.moved_bytes += totals.moved_bytes
 
     def add_optimizer_step(self, step: OptimizerStep) -> None:
         """Count an optimizer step whose micro-steps have all been added."""
@@ -71,7 +75,7 @@ class StepStatistics:
         self.squared_units += step.units**2
 
     def lose(self, rows: Sequence[LateRow]) -> None:
-        """Take rows out that were counted and not trained on."""
+        """Subtract rows that were counted and not trained on."""
         self.samples -= len(rows)
         self.tokens -= sum(row.tokens for row in rows)
         self.units -= sum(row.units for row in rows)
@@ -79,7 +83,7 @@ class StepStatistics:
         self.idle_micro_batches += sum(row.empties for row in rows)
 
     def wait(self, seconds: float) -> None:
-        """Count time spent waiting for data. What comes before the first micro-step is when the sums begin."""
+        """Count time spent waiting for data. The clock starts with the wait before the first micro-step."""
         if not self.micro_steps and not self.data_wait_s:
             self.started = time.perf_counter() - seconds
         self.data_wait_s += seconds
@@ -91,7 +95,7 @@ class StepStatistics:
 
     @property
     def balance(self) -> float:
-        """Padded tokens of all ranks as a share of what they wait for, 0 to 1: 1 where no rank waits for another."""
+        """Padded tokens of all ranks as a share of awaited_tokens, 0 to 1: 1 if no rank waits for another."""
         return self.padded_tokens / self.awaited_tokens if self.awaited_tokens else 1.0
 
     @property
@@ -101,7 +105,7 @@ class StepStatistics:
 
     @property
     def units_cv(self) -> float:
-        """How much optimizer steps differ in units: standard deviation over mean, 0 where all are alike."""
+        """Standard deviation of the units of an optimizer step over their mean; 0 if all steps are alike."""
         if not self.units or not self.optimizer_steps:
             return 0.0
         mean = self.units / self.optimizer_steps
@@ -112,34 +116,15 @@ class StepStatistics:
         return self.seconds_before + time.perf_counter() - self.started
 
     def state_dict(self) -> dict[str, Any]:
-        """What a `StepStatistics` is made from that goes on with these sums."""
+        """Arguments of a `StepStatistics` that continues these sums."""
         return {**self.sums(), "seconds_before": self.seconds}
 
     def sums(self) -> dict[str, float]:
         """The sums alone, without the clock."""
-        clock = ("started", "seconds_before")
-        return {name: value for name, value in dataclasses.asdict(self).items() if name not in clock}
+        return {name: value for name, value in vars(self).items() if name not in CLOCK}
 
     def summary(self) -> dict[str, float]:
-        """The entries of `odb_summary.json` that are sums over the run, or made of such. These names are public."""
-        return {
-            "samples": self.samples,
-            "micro_steps": self.micro_steps,
-            "idle_micro_batches": self.idle_micro_batches,
-            "tokens": self.tokens,
-            "padded_tokens": self.padded_tokens,
-            "units": self.units,
-            "units_cv": self.units_cv,
-            "padding_ratio": self.padding_ratio,
-            "balance": self.balance,
-            "patch_balance": self.patch_balance,
-            "moved": self.moved,
-            "moved_bytes": self.moved_bytes,
-            "oom_cuts": self.oom_cuts,
-            "lost_weight": self.lost_weight,
-            "data_wait_s": self.data_wait_s,
-            "seconds": self.seconds,
-        }
+        return {name: getattr(self, name) for name in SUMMARY}
 
     def metrics(self, token_budget: int, world_size: int) -> dict[str, float]:
         """The `odb/...` entries of a log line. These names are public.
@@ -153,42 +138,45 @@ class StepStatistics:
             "odb/samples_per_micro_step": round(self.samples / micro_steps, 2),
             "odb/tokens_per_micro_step": round(self.tokens / micro_steps, 1),
             "odb/units_per_step": round(self.units / optimizer_steps, 1),
-            "odb/units_cv": round(self.units_cv, 4),
-            "odb/padding_ratio": round(self.padding_ratio, 4),
             "odb/budget_use": round(self.padded_tokens / (micro_steps * world_size * token_budget), 4),
-            "odb/balance": round(self.balance, 4),
-            "odb/patch_balance": round(self.patch_balance, 4),
             "odb/samples_per_second": round(self.samples / self.seconds, 3),
-            "odb/data_wait_s": round(self.data_wait_s, 4),
+            **{
+                f"odb/{name}": round(getattr(self, name), 4)
+                for name in ("units_cv", "padding_ratio", "balance", "patch_balance", "data_wait_s")
+            },
         }
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `odb_audit_rank{r}.jsonl`: line by line what was trained on.
+# Files of one JSON object a line: the audit, and the rows left out.
 
 AUDIT_FILE = "odb_audit_rank{rank}.jsonl"
-
-
 LEFT_OUT_FILE = "odb_left_out_rank{rank}.jsonl"
 
 
 class Lines:
-    """A file of one JSON object a line.
+    """A file of one JSON object a line, opened with the first line.
 
-    The file is opened with the first line. append: go on after the lines of the run that is resumed; what that one did
-    after its last checkpoint then stands there twice. Raises `ConfigError` where the file cannot be opened.
+    what: its name in an error. append: continue the file of the run that is resumed; what that run wrote after its last
+    checkpoint is then in the file twice. Raises `ConfigError` if the file cannot be opened.
     """
 
-    what = "the list of rows left out"
-
-    def __init__(self, path: Path):
-        self.path, self.append = path, False
+    def __init__(self, path: Path, what: str):
+        self.path, self.what, self.append = path, what, False
         self._file: TextIO | None = None
 
     def add(self, line: Mapping[str, Any]) -> None:
         if self._file is None:
-            self._file = self._open()
-        self._file.write(json.dumps(line) + "\n")
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                if self.append and self.path.exists():
+                    cut_off_last_line(self.path)
+                self._file = self.path.open("a" if self.append else "w", encoding="utf-8")
+            except OSError as error:
+                raise ConfigError(
+                    f"{self.path}: {self.what} cannot be written ({one_line(error)}); give another folder."
+                ) from error
+        self._file.write(json.dumps(line, default=str) + "\n")
 
     def flush(self) -> None:
         if self._file is not None:
@@ -198,66 +186,46 @@ class Lines:
         if self._file is not None:
             self._file.close()
 
-    def _open(self) -> TextIO:
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            if self.append and self.path.exists():
-                cut_off_last_line(self.path)
-            return self.path.open("a" if self.append else "w", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(
-                f"{self.path}: {self.what} cannot be written ({one_line(error)}); give another folder."
-            ) from None
 
+def audit_line(
+    micro_batch: MicroBatch,
+    measured: Measured,
+    loss: MicroBatchLoss,
+    optimizer_step: int,
+    data_wait_s: float = 0.0,
+    part: int = 0,
+    parts: int = 1,
+) -> dict[str, Any]:
+    """The line of a micro-batch that this rank has trained on. The key names are public.
 
-class Audit(Lines):
-    """One line a micro-batch that this rank has trained on. The key names are public."""
-
-    what = "the audit"
-
-    def __init__(self, folder: str | Path, rank: int):
-        super().__init__(Path(folder) / AUDIT_FILE.format(rank=rank))
-
-    def write(
-        self,
-        micro_batch: MicroBatch,
-        measured: Measured,
-        loss: MicroBatchLoss,
-        optimizer_step: int,
-        data_wait_s: float = 0.0,
-        *,
-        part: int = 0,
-        parts: int = 1,
-    ) -> None:
-        """optimizer_step: of the run, from 1. data_wait_s: waited for data since the line before. part, parts: of a
-        micro-batch that was cut (`oom: split`), from 0."""
-        line: dict[str, Any] = {
-            "epoch": micro_batch.step.epoch,
-            "optimizer_step": optimizer_step,
-            "micro_batch": micro_batch.index,
-            "micro_batches": micro_batch.step.num_micro_batches,
-            "part": part,
-            "parts": parts,
-            "ids": list(micro_batch.ids),
-            "lengths": list(micro_batch.lengths),
-            "rows": measured.rows,
-            "length": measured.length,
-            "segments": list(measured.segments),
-            "patches": measured.patches,
-            "units": micro_batch.num_units,
-            # On the mean loss of the micro-batch, or on each token loss of each sample.
-            "weight": loss.scale
-            if loss.row_weights is None
-            else [loss.scale * weight for weight in loss.row_weights[: len(micro_batch.ids)]],
-            "idle": micro_batch.idle,
-            "data_wait_s": round(data_wait_s, 4),
-            "time": round(time.time(), 3),
-        }
-        self.add(line)
+    optimizer_step: of the run, from 1. data_wait_s: waited for data since the line before. part, parts: of a
+    micro-batch that was cut (`oom: split`), from 0.
+    """
+    weights = loss.row_weights and [loss.scale * weight for weight in loss.row_weights[: len(micro_batch.ids)]]
+    return {
+        "epoch": micro_batch.step.epoch,
+        "optimizer_step": optimizer_step,
+        "micro_batch": micro_batch.index,
+        "micro_batches": micro_batch.step.num_micro_batches,
+        "part": part,
+        "parts": parts,
+        "ids": list(micro_batch.ids),
+        "lengths": list(micro_batch.lengths),
+        "rows": measured.rows,
+        "length": measured.length,
+        "segments": list(measured.segments),
+        "patches": measured.patches,
+        "units": micro_batch.num_units,
+        # Of the mean loss of the micro-batch, or of each token loss of each sample.
+        "weight": loss.scale if weights is None else weights,
+        "idle": micro_batch.idle,
+        "data_wait_s": round(data_wait_s, 4),
+        "time": round(time.time(), 3),
+    }
 
 
 def cut_off_last_line(path: Path) -> None:
-    """Take away what stands behind the last line end, where a kill has cut off a line; reads from the end only."""
+    """Remove what follows the last line end (a kill may have cut off a line); reads from the end only."""
     with path.open("r+b") as file:
         if path.stat().st_size == 0:
             return

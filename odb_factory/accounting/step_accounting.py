@@ -6,13 +6,14 @@ import dataclasses
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from odb_factory.accounting.losses import MicroBatchLoss, loss_of, token_weights
-from odb_factory.accounting.statistics import LEFT_OUT_FILE, Audit, Lines, StepStatistics
+from odb_factory.accounting.statistics import AUDIT_FILE, LEFT_OUT_FILE, Lines, StepStatistics, audit_line
 from odb_factory.config import ResolvedConfig
 from odb_factory.data.collate import Collated
 from odb_factory.data.loader import ODBLoader
@@ -23,23 +24,25 @@ from odb_factory.log import get_logger
 from odb_factory.planning import Limits
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What is said once at the start: how large optimizer steps are, how they are cut, how full the budgets get.
+# Logged once at the start: how large optimizer steps are, how they are cut, how full the budgets get.
 
 logger = get_logger(__name__)
 
 MOSTLY_EMPTY = 0.5
-"""Budgets that are filled by less than this get a line of advice."""
+"""Budgets filled by less get a line of advice."""
 
 
 def say_what_to_expect(
     loader: ODBLoader, config: ResolvedConfig, first: OptimizerStep | None, *, in_loop: bool = False
 ) -> None:
-    """first: the optimizer step that comes first, if it is planned. in_loop: of a loop, where no line tells layout."""
+    """first: the first optimizer step, if it is planned. in_loop: of a custom loop, where no other line names the
+    layout."""
     if first is None:
         return
     limits = Limits(config.token_budget, config.max_patches).least(loader.lowered)
     filled = first.padded_tokens / (first.num_micro_batches * loader.world_size * limits.token_budget)
-    cut = f"{_count(first.num_micro_batches, 'micro-batch', 'es')} on {_ranks(loader.world_size)}"
+    ranks = "one rank" if loader.world_size == 1 else f"each of {loader.world_size} ranks"
+    cut = f"{_count(first.num_micro_batches, 'micro-batch', 'es')} on {ranks}"
     budgets = (
         f"fills {filled:.0%} of their budgets (token_budget {limits.token_budget}, max_patches {limits.max_patches}"
         f"{', lowered by oom: split' if loader.lowered else ''}); "
@@ -49,7 +52,7 @@ def say_what_to_expect(
         unit = "supervised token" if loader.counts_labels else "sample, or what cost_fn says"
         budgets += f", layout {loader.layout}, a unit is a {unit}"
     samples = "a stream of unknown length" if loader.num_samples is None else f"{loader.num_samples} samples"
-    an_epoch, size = loader.num_optimizer_steps, loader.global_batch_size
+    size = loader.global_batch_size
     if size is None:
         if loader.num_samples is not None:
             samples += f" in about {loader.estimate_optimizer_steps()} optimizer steps an epoch"
@@ -57,16 +60,16 @@ def say_what_to_expect(
             samples += " (figures of the Trainer above are bounds)"
         logger.info("%s; the first has %s and %s", samples, cut, budgets)
         return
-    if an_epoch is not None:
-        samples += f", {_count(an_epoch, 'optimizer step')} an epoch"
+    if loader.num_optimizer_steps is not None:
+        samples += f", {_count(loader.num_optimizer_steps, 'optimizer step')} an epoch"
     each = f"each of {_count(min(size, loader.num_samples or size), 'sample')}"
     if config.global_batch_size == "keep":
         each += " as without odb" if in_loop else " as in stock training"
     logger.info("%s, %s; the first is cut into %s and %s", samples, each, cut, budgets)
     if filled > 1:
         logger.warning(
-            "token_budget %d is less than most samples of the first optimizer step have, so each of them is trained on "
-            "alone; raise token_budget, or lower cutoff_len",
+            "token_budget %d is smaller than most samples of the first optimizer step: most micro-batches will hold "
+            "one sample; raise token_budget, or lower cutoff_len",
             config.token_budget,
         )
     if size <= loader.world_size and (loader.num_samples is None or loader.num_samples > size):
@@ -85,7 +88,7 @@ def say_what_to_expect(
             size,
             100 * filled,
             config.token_budget,
-            _ranks(loader.world_size),
+            ranks,
         )
 
 
@@ -93,43 +96,47 @@ def _count(number: int, noun: str, plural: str = "s") -> str:
     return f"{number} {noun}{'' if number == 1 else plural}"
 
 
-def _ranks(world_size: int) -> str:
-    return "one rank" if world_size == 1 else f"each of {world_size} ranks"
-
-
 # ----------------------------------------------------------------------------------------------------------------------
-# `BatchChecks`: compare every collated micro-batch with what was planned, before it is trained on.
+# `BatchChecks`: compare every collated micro-batch with its plan, before it is trained on.
 
 
 class BatchChecks:
-    """Call it with each micro-batch, the shape of its collated tensors and, where there are any, its labels.
+    """Call it with each micro-batch, the shape of its collated tensors and, if there are any, its labels.
 
-    Raises `DataError` where the collator has left out samples, where it has left out or moved labels that the loss is
-    weighed by, or where the samples' weights differ and their rows (in a flat micro-batch: segments) cannot be told.
-    Returns whether a micro-batch of several samples is beyond a budget. Warns once of each kind: a sample beyond a
-    budget, a micro-batch that grew beyond one in the collator, samples that share one row though they are not flat,
-    rows in another order than their ids. Labels are looked at where they are, so they are given before they go to an
-    accelerator. counts_labels: units are counted from labels; else a `cost_fn` tells them.
+    Raises `DataError` if the collator has left out samples, has left out or moved labels that the loss is weighed by,
+    or if the samples' weights differ and their rows (flat: segments) cannot be told apart. Warns once of each kind: a
+    sample beyond a budget, a micro-batch that grew beyond one in the collator, samples that share one row although they
+    are not flat, rows in another order than their ids. Labels are read before they go to an accelerator.
+    counts_labels: units are counted from labels; else a `cost_fn` gives them.
     """
 
     def __init__(self, config: ResolvedConfig, *, counts_labels: bool = True):
         self._config, self._counts_labels = config, counts_labels
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
 
     def __call__(self, micro_batch: MicroBatch, measured: Measured, labels: Any = None) -> None:
         if micro_batch.idle:
             return
-        _check_samples(micro_batch, measured)
-        if self._config.loss_scaling not in ("approx", "none"):
-            _check_units(micro_batch, measured)
+        ids = list(micro_batch.ids)
+        # One row a sample, or all in one row; a collator of pairs may make more rows.
+        shares_one_row = measured.rows == 1 and measured.length >= micro_batch.tokens
+        if not measured.segments and measured.rows < len(ids) and not shares_one_row:
+            raise DataError(
+                f"rows {ids}: the collator made {measured.rows} rows of {measured.length} tokens of "
+                f"these {len(ids)} samples, so some were left out; keep every sample, or leave such rows out "
+                "of the dataset (a row without supervised tokens is left out and counted)."
+            )
+        if self._config.loss_scaling not in ("approx", "none") and measured.units != micro_batch.num_units:
+            raise DataError(
+                f"rows {ids}: the collator left {measured.units} units of "
+                f"{micro_batch.num_units} observed, so the loss cannot be weighed exactly; use a collator that "
+                "keeps labels as they are (and `ignore_pad_token_for_loss: true`), or set `loss_scaling: approx`."
+            )
         self._check_rows(micro_batch, measured, labels if self._counts_labels else None)
         self._check_budget(micro_batch, measured)
 
     def _check_rows(self, micro_batch: MicroBatch, measured: Measured, labels: Any) -> None:
-        """One row a sample, in their order, is what weights that differ, and the ids of the step info, rely on.
-
-        So are segments: the first ones are the samples.
-        """
+        """Weights that differ, and the ids of the step info, rely on one row (flat: segment) a sample, in order."""
         ids, rows = list(micro_batch.ids), measured.rows - measured.filler_rows
         if measured.segments:
             rows = len(ids)
@@ -150,23 +157,27 @@ class BatchChecks:
             )
         if not torch.is_tensor(labels) or rows != len(ids):
             return
-        found = _units_of(labels, measured.segments)
+        carries = labels != IGNORE_INDEX
+        samples = carries[0].split(measured.segments) if measured.segments else carries
+        found = [int(one[1:].sum()) for one in samples]
         if found == [*micro_batch.units, *[0] * (len(found) - len(ids))]:
             return
-        told = f"rows {ids}: the collator returns them with {found} units and they have "
-        told += f"{list(micro_batch.units)}, so it has changed their order or their labels"
+        problem = (
+            f"rows {ids}: the collator returns them with {found} units and they have {list(micro_batch.units)}, so it "
+            "has changed their order or their labels"
+        )
         if differ:
             raise DataError(
-                f"{told}, and loss_scaling {scaling!r} gives them different weights; use a collator that keeps both, "
-                "or set `loss_scaling: exact`."
+                f"{problem}, and loss_scaling {scaling!r} gives them different weights; use a collator that keeps "
+                "both, or set `loss_scaling: exact`."
             )
-        self._warn_once("order", f"{told}; `ids` of the step info and of the audit are not in the order of the rows")
+        self._warn_once("order", f"{problem}; `ids` of the step info and of the audit are not in the order of the rows")
 
     def _check_budget(self, micro_batch: MicroBatch, measured: Measured) -> None:
-        tokens, max_patches = measured.rows * measured.length, self._config.max_patches
+        max_patches = self._config.max_patches
         if measured.is_within(self._config.token_budget, max_patches):
             return
-        shape, budget = f"{tokens} tokens", f"{self._config.token_budget} tokens"
+        shape, budget = f"{measured.rows * measured.length} tokens", f"{self._config.token_budget} tokens"
         if max_patches is not None:
             shape, budget = f"{shape} and {measured.patches} patches", f"{budget} and {max_patches} patches"
         if len(micro_batch.ids) == 1:
@@ -183,75 +194,62 @@ class BatchChecks:
         )
 
     def _warn_once(self, kind: str, message: str) -> None:
-        if kind not in self._said:
-            self._said.add(kind)
+        if kind not in self._warned:
+            self._warned.add(kind)
             logger.warning("%s", message)
-
-
-def _units_of(labels: torch.Tensor, segments: tuple[int, ...]) -> list[int]:
-    """Labels that carry loss in each row of `labels` [rows, length], or in each segment of its only row."""
-    if not segments:
-        return (labels[:, 1:] != IGNORE_INDEX).sum(1).tolist()
-    carries = labels[0] != IGNORE_INDEX
-    return [int(one[1:].sum()) for one in carries.split(segments)]
-
-
-def _check_samples(micro_batch: MicroBatch, measured: Measured) -> None:
-    """One row a sample, or all in one row; a collator of pairs may make more rows."""
-    if measured.segments:
-        return  # it was laid flat by its samples
-    shares_one_row = measured.rows == 1 and measured.length >= micro_batch.tokens
-    if measured.rows < len(micro_batch.ids) and not shares_one_row:
-        raise DataError(
-            f"rows {list(micro_batch.ids)}: the collator made {measured.rows} rows of {measured.length} tokens of "
-            f"these {len(micro_batch.ids)} samples, so some were left out; keep every sample, or leave such rows out "
-            "of the dataset (a row without supervised tokens is left out and counted)."
-        )
-
-
-def _check_units(micro_batch: MicroBatch, measured: Measured) -> None:
-    if measured.units != micro_batch.num_units:
-        raise DataError(
-            f"rows {list(micro_batch.ids)}: the collator left {measured.units} units of "
-            f"{micro_batch.num_units} observed, so the loss cannot be weighed exactly; use a collator that "
-            "keeps labels as they are (and `ignore_pad_token_for_loss: true`), or set `loss_scaling: approx`."
-        )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 class Trained(NamedTuple):
-    """What all ranks have trained on; padded_tokens as collated."""
+    """Samples and tokens trained on by all ranks; padded_tokens as collated."""
 
     samples: int = 0
     tokens: int = 0
     padded_tokens: int = 0
 
 
-class Begun(NamedTuple):
-    """A micro-batch, or a part of one, that has been handed to the model."""
+@dataclass(slots=True)
+class Computing:
+    """A micro-batch, or a part of one, in forward and backward.
+
+    start: of a part, the number of its first sample in the micro-batch. num_supervised: tokens with a loss, if the
+    loss is a mean over them. is_weighed: the loss has been computed with its weights.
+    """
 
     micro_batch: MicroBatch
     measured: Measured
     loss: MicroBatchLoss
+    start: int = 0
+    num_supervised: int | None = None
+    is_weighed: bool = False
+
+    @property
+    def num_items(self) -> int:
+        """Units that the loss is a mean over (>= 1)."""
+        return max(self.measured.units, 1)
+
+    @property
+    def begins_step(self) -> bool:
+        return self.micro_batch.index == self.start == 0
 
 
 class StepAccounting:
-    """The accounting of one run of a loader, for a trainer as for a loop of one's own.
+    """The accounting of one run of a loader, in a trainer or in a custom loop.
 
-    audit_dir: where `odb_audit_rank{r}.jsonl` is written, left_out_dir: `odb_left_out_rank{r}.jsonl`; None: nowhere.
-    is_fetched_ahead: a framework asks for a micro-batch before it hands over the one before, so what `end` closes is
-        trained on only then.
+    audit_dir: folder of `odb_audit_rank{r}.jsonl`, left_out_dir: of `odb_left_out_rank{r}.jsonl`; None: not written.
+    is_fetched_ahead: a framework asks for a micro-batch before it hands over the previous one, so the micro-batch that
+        `end` closes is trained on only then.
     optimizer_steps: taken in the run, those before a resume included. num_over_budget: micro-batches of two or more
         samples that the collator made larger than the budget, on all ranks.
-    interval_before: what `interval_metrics` was last asked for.
+    computing: the micro-batch between `begin` and `end`. interval_before: what `interval_metrics` returned last.
 
     Example::
 
         for micro_batch, measured, batch in loader:
-            loss = accounting.begin(micro_batch, measured, batch.get("labels"))
-            (model(**batch).loss * loss.scale).backward()  # where loss.row_weights is None
+            loss = accounting.begin(micro_batch, measured, batch.get("labels")).loss
+            (model(**batch).loss * loss.scale).backward()  # if loss.row_weights is None
             accounting.end()
             if micro_batch.ends_optimizer_step: ...
     """
@@ -268,23 +266,25 @@ class StepAccounting:
         self.loader, self.config = loader, config
         self.total, self.interval, self.interval_before = StepStatistics(), StepStatistics(), StepStatistics()
         self.optimizer_steps = self.num_over_budget = 0
+        self.computing: Computing | None = None
         self._is_fetched_ahead = is_fetched_ahead
         self._checks = BatchChecks(config, counts_labels=loader.counts_labels)
-        self._audit = None if audit_dir is None else Audit(audit_dir, loader.rank)
+        self._audit: Lines | None = None
         self._left_out_file: Lines | None = None
+        if audit_dir is not None:
+            self._audit = Lines(Path(audit_dir) / AUDIT_FILE.format(rank=loader.rank), "the audit")
         if left_out_dir is not None:
-            self._left_out_file = Lines(Path(left_out_dir) / LEFT_OUT_FILE.format(rank=loader.rank))
-            loader.left_out.path = self._left_out_file.path
+            path = Path(left_out_dir) / LEFT_OUT_FILE.format(rank=loader.rank)
+            self._left_out_file, loader.left_out.path = Lines(path, "the list of rows left out"), path
         loader.weigh_by(self._shares)
         self._before = Trained()
         self._step: OptimizerStep | None = None
-        self._under_way: Begun | None = None
         self._left_out: Counter[str] = Counter()
         self._not_trained = self._overlong = 0
         self._waited = 0.0  # since the audit's last line
 
     def next(self, collated: Iterator[Collated]) -> Collated | None:
-        """What the loader hands on next, None behind the last; counts the time spent waiting for it."""
+        """The loader's next micro-batch, None after the last; counts the time spent waiting for it."""
         asked = time.perf_counter()
         item = next(collated, None)
         waited = time.perf_counter() - asked
@@ -300,12 +300,13 @@ class StepAccounting:
         labels: Any = None,
         *,
         weights: Sequence[float] | None = None,
-    ) -> MicroBatchLoss:
-        """Check a micro-batch; its forward comes next, and its loss is made as the answer says.
+        start: int = 0,
+    ) -> Computing:
+        """Check a micro-batch whose forward comes next; its loss is made as the answer's `loss` says.
 
-        labels: as collated ([rows, length]) and not yet moved to an accelerator, where there are any. weights: of a
-        part of a micro-batch what `token_weights` gives its samples in the whole. Raises `DataError` where the
-        collator has changed what was planned.
+        labels: as collated ([rows, length]) and not yet moved to an accelerator, if there are any. weights, start: of a
+        part of a micro-batch: its samples' `token_weights` in the whole, and the number of its first sample. Raises
+        `DataError` if the collator has changed what was planned.
         """
         self._checks(micro_batch, measured, labels)
         step, before = micro_batch.step, self._step
@@ -314,31 +315,28 @@ class StepAccounting:
         self._step = step
         if weights is None:
             weights = token_weights(micro_batch, self.config.loss_scaling, self.loader.world_size)
-        loss = loss_of(weights, micro_batch.units, measured.filler_rows)
-        self._under_way = Begun(micro_batch, measured, loss)
+        self.computing = Computing(
+            micro_batch, measured, loss_of(weights, micro_batch.units, measured.filler_rows), start
+        )
         if not self._is_fetched_ahead:
             self.loader.times.begin(micro_batch.totals)
-        return loss
+        return self.computing
 
     def end(self) -> None:
         """Count the micro-batch whose backward is done and, with the last one of an optimizer step, that step."""
-        begun = self.set_aside()
+        done, self.computing = self.computing, None
+        assert done is not None, "begin comes first"
         if self._is_fetched_ahead:
-            self.loader.times.begin(begun.micro_batch.totals)
-        self.count(begun.micro_batch, [begun])
+            self.loader.times.begin(done.micro_batch.totals)
+        self.count(done.micro_batch, [done])
 
-    def set_aside(self) -> Begun:
-        """What `begin` was given last, for `count`: its backward is done, and may have to be done again."""
-        assert self._under_way is not None, "begin comes first"
-        begun, self._under_way = self._under_way, None
-        return begun
-
-    def count(self, micro_batch: MicroBatch, parts: Sequence[Begun]) -> None:
+    def count(self, micro_batch: MicroBatch, parts: Sequence[Computing]) -> None:
         """Count a micro-batch as `end` does, which was trained on in these parts."""
-        for part, (trained, measured, loss) in enumerate(parts):
+        for part, done in enumerate(parts):
             if self._audit is not None:
-                place = {"part": part, "parts": len(parts)}
-                self._audit.write(trained, measured, loss, self.optimizer_steps + 1, self._waited, **place)
+                step = self.optimizer_steps + 1
+                line = audit_line(done.micro_batch, done.measured, done.loss, step, self._waited, part, len(parts))
+                self._audit.add(line)
                 self._waited = 0.0
         for statistics in (self.total, self.interval):
             statistics.add(micro_batch.totals, self.loader.world_size)
@@ -366,7 +364,7 @@ class StepAccounting:
         return metrics
 
     def cut(self, times: int) -> None:
-        """So many micro-batches, or parts of them, have been cut in two in an optimizer step, on all ranks."""
+        """Count micro-batches, or parts of them, of all ranks that were cut in two in an optimizer step."""
         self.total.oom_cuts += times
         self.interval.oom_cuts += times
 
@@ -374,23 +372,20 @@ class StepAccounting:
         """`metrics`, and odb/left_out: rows left out on all ranks; odb/over_budget: micro-batches of all ranks that the
         collator made larger than the budget."""
         self._take_lost()
-        return self.metrics() | {
-            "odb/left_out": self.left_out.total(),
-            "odb/over_budget": self.num_over_budget,
-        }
+        return self.metrics() | {"odb/left_out": self.left_out.total(), "odb/over_budget": self.num_over_budget}
 
     @property
     def left_out(self) -> Counter[str]:
-        """Rows left out on all ranks, by reason; of the epoch under way as of its last plan."""
+        """Rows left out on all ranks, by reason; in the current epoch as of its last plan."""
         return self._left_out if self._step is None else self._left_out + self._step.rejected
 
     @property
     def since_resume(self) -> Trained:
-        """Since this process began."""
+        """Since the start of this process."""
         return Trained(*(now - before for now, before in zip(self._trained(), self._before)))
 
     def summary(self) -> dict[str, Any]:
-        """What `odb_summary.json` says; the names are public."""
+        """The content of `odb_summary.json`; the names are public."""
         self._take_lost()
         return {
             "dataset_samples": self.loader.num_samples,
@@ -403,7 +398,7 @@ class StepAccounting:
         }
 
     def rows_apart(self) -> dict[str, Any]:
-        """Of the summary what was not trained on, or broke a budget; of the epoch under way as of its last plan."""
+        """Summary entries of rows not trained on, or over a budget; in the current epoch as of its last plan."""
         return {
             "left_out": dict(self.left_out),
             "not_trained": self._not_trained,
@@ -412,7 +407,7 @@ class StepAccounting:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON types: what the figures go on from. Of the epoch under way the loader knows what was rejected."""
+        """The figures, in JSON types. The loader saves the rows left out in the current epoch."""
         return {
             "optimizer_steps": self.optimizer_steps,
             "total": self.total.state_dict(),
@@ -431,7 +426,7 @@ class StepAccounting:
         self._not_trained, self._overlong = state["not_trained"], state["overlong"]
 
     def resume_at(self, optimizer_steps: int) -> None:
-        """Go on behind that many optimizer steps of the run, with the audit behind what it holds."""
+        """Continue after that many optimizer steps of the run; files are appended to."""
         self.optimizer_steps = optimizer_steps
         for file in self._files:
             file.append = True
@@ -446,7 +441,7 @@ class StepAccounting:
         return [file for file in (self._audit, self._left_out_file) if file is not None]
 
     def _shares(self, micro_batch: MicroBatch) -> list[float]:
-        """Of each sample the share of the loss of its optimizer step."""
+        """The share of each sample in the loss of its optimizer step."""
         weights = token_weights(micro_batch, self.config.loss_scaling, self.loader.world_size)
         return [weight * units / self.loader.world_size for weight, units in zip(weights, micro_batch.units)]
 

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from odb_factory.accounting.step_accounting import Computing
 from odb_factory.data.collate import Collated
 from odb_factory.data.layout import UNPADDED
 from odb_factory.data.samples import MicroBatch
 from odb_factory.errors import ConfigError
 from odb_factory.model.unpad import FlatRows
-from odb_factory.training.pair_metrics import PreferenceMetrics, begins_step
-from odb_factory.training.run import Computing
+from odb_factory.training.pair_metrics import PreferenceMetrics
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The KL estimates of KTO: those that stock takes over its own micro-steps, or one of the whole optimizer step.
@@ -228,7 +228,7 @@ class ExampleMetrics(PreferenceMetrics):
         self.num_examples.clear()
 
     def add(self, computing: Computing, metrics: dict[str, Any]) -> None:
-        if begins_step(computing):
+        if computing.begins_step:
             self.num_examples.update(self.step_kl.num_examples)
             self.sums["kl"] += self.step_kl.kl if self.trainer.args.process_index == 0 else 0.0
         known = {key.format(kind) for key in KEYS_OF_A_KIND for kind in KINDS}

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from odb_factory.accounting.losses import sum_of_losses
-from odb_factory.accounting.step_accounting import Begun
+from odb_factory.accounting.step_accounting import Computing
 from odb_factory.comm.gloo import Exchange
 from odb_factory.data.collate import Collated
 from odb_factory.data.samples import Part
@@ -185,7 +185,7 @@ class _Attempt:
     it was begun anew, with their losses. cuts, lowered: since its beginning."""
 
     parts: list[list[Part]] = field(default_factory=list)
-    done: list[list[Begun]] = field(default_factory=list)
+    done: list[list[Computing]] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
     cuts: int = 0
     lowered: Limits | None = None
@@ -266,12 +266,14 @@ class SplitSteps:
             what = self.watch.what(micro_batch, measured, run.optimizer_steps + 1)
             _forget(error)
         else:
-            step.done[micro_batch.index].append(run.set_aside())
+            assert run.computing is not None
+            step.done[micro_batch.index].append(run.computing)
+            run.accounting.computing = None
             step.losses.append(loss)
             self.watch.held(measured)
             return True
         del batch
-        run.computing = None
+        run.accounting.computing = None
         run.loader.times.forget()
         clear_device_cache(garbage_collection=True)
         step.cuts += 1

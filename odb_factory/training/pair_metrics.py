@@ -13,8 +13,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
+from odb_factory.accounting.step_accounting import Computing
 from odb_factory.data.samples import OptimizerStep
-from odb_factory.training.run import Computing
 
 
 class PreferenceMetrics(ABC):
@@ -49,7 +49,7 @@ class PreferenceMetrics(ABC):
         stored = self.trainer._stored_metrics["train"]
         if not stored:  # they have been logged
             self.forget()
-        if begins_step(run.computing):
+        if run.computing.begins_step:
             self._begin(run.computing.micro_batch.step)
         self.add(run.computing, metrics)
         stored.clear()
@@ -98,14 +98,10 @@ class PairMetrics(PreferenceMetrics):
     def add(self, computing: Computing, metrics: dict[str, Any]) -> None:
         step = computing.micro_batch.step
         of_step = step.num_stock_means if self.trainer.odb_run.config.loss_scaling == "stock" else step.units
-        if begins_step(computing):
+        if computing.begins_step:
             self.total += of_step
         for key, value in metrics.items():
             self.sums[key] += 0.0 if computing.micro_batch.idle else value * computing.loss.scale * of_step
 
     def figures(self) -> dict[str, float]:
         return {key: value / max(self.total, 1) for key, value in self.sums.items()}
-
-
-def begins_step(computing: Computing) -> bool:
-    return computing.micro_batch.index == computing.start == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import time
@@ -11,20 +10,20 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
 from torch import Tensor
 from transformers import TrainerCallback
 
-from odb_factory.accounting.losses import MicroBatchLoss, TokenLoss, token_weights
-from odb_factory.accounting.statistics import cut_off_last_line, summary_line, write_summary
-from odb_factory.accounting.step_accounting import Begun, StepAccounting
+from odb_factory.accounting.losses import TokenLoss, token_weights
+from odb_factory.accounting.statistics import Lines, summary_line, write_summary
+from odb_factory.accounting.step_accounting import Computing, StepAccounting
 from odb_factory.config import ResolvedConfig
 from odb_factory.data.collate import Collated
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.measure import IGNORE_INDEX
 from odb_factory.data.samples import Measured, MicroBatch, OptimizerStep, Part
-from odb_factory.errors import CollectiveError, one_line
+from odb_factory.errors import CollectiveError, ConfigError, one_line
 from odb_factory.log import get_logger
 from odb_factory.planning import Limits
 from odb_factory.training.checks import TrainerLoss
@@ -61,7 +60,7 @@ class RunLog(TrainerCallback):
     def __init__(self, trainer: Any, about: Mapping[str, object]):
         self.trainer, self.about = trainer, about
         self._begin: dict[str, Any] | None = None
-        self._file: TextIO | None = None
+        self._file: Lines | None = None
         self._is_over = not trainer.is_world_process_zero()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -116,15 +115,16 @@ class RunLog(TrainerCallback):
             return
         try:
             if self._file is None:
-                self._file = _opened(Path(folder) / RUN_LOG_FILE, append=line.get("optimizer_steps", 0) > 0)
-            self._file.write(json.dumps(line, default=str) + "\n")
+                self._file = Lines(Path(folder) / RUN_LOG_FILE, "the log of the run")
+                self._file.append = line.get("optimizer_steps", 0) > 0
+            self._file.add(line)
             self._file.flush()
-        except OSError as error:
+        except (OSError, ConfigError) as error:
             self._is_over = True
             logger.warning(
                 "%s cannot be written (%s), so `odb-factory report` will know less; training goes on",
                 Path(folder) / RUN_LOG_FILE,
-                one_line(error),
+                one_line(error.__cause__ or error),
             )
 
 
@@ -141,13 +141,6 @@ def _in_file(rows_of: Mapping[str, Any], folder: Path) -> dict[str, object]:
     except OSError as error:
         logger.warning("%s cannot be written (%s), so a report will not know rows by data set", path, one_line(error))
     return {"names": rows_of["names"], "file": path.name}
-
-
-def _opened(path: Path, *, append: bool) -> TextIO:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if append and path.exists():
-        cut_off_last_line(path)
-    return path.open("a" if append else "w", encoding="utf-8")
 
 
 def _model_of(trainer: Any) -> str:
@@ -174,23 +167,6 @@ class RunLength:
     max_steps: int | None
 
 
-@dataclass(slots=True)
-class Computing:
-    """The one under way. num_items: its units, at least 1. segments: of `Measured`.
-
-    start: of a part of a micro-batch, the number of its first sample in the whole. is_weighed: its loss has been.
-    num_supervised: of its labels; None where its loss is not made of the units that they are.
-    """
-
-    micro_batch: MicroBatch
-    loss: MicroBatchLoss
-    num_items: int
-    segments: tuple[int, ...] = ()
-    start: int = 0
-    is_weighed: bool = False
-    num_supervised: int | None = None
-
-
 class StepSplitter(Protocol):
     """Takes the optimizer steps of a run and cuts micro-batches that run out of memory (`oom: split`)."""
 
@@ -202,10 +178,9 @@ class StepSplitter(Protocol):
 class ODBRun:
     """One call of `train()`. Its optimizer steps are counted by `accounting`, those before a resume included.
 
-    fill: the estimates that are needed where nobody knows how many optimizer steps there will be; None where they are
-    kept. budgets: those that were chosen where the config said `auto`. step: the optimizer step taken last. computing:
-    the micro-batch under way, None outside of forward and backward. looks_at_labels: units are labels that carry loss,
-    so that those of a row can be counted as collated. trainer_loss: in place of the model's own.
+    fill: estimates of the number of optimizer steps; None with kept steps, whose number is known. budgets: those chosen
+    for `auto`. step: the optimizer step taken last. looks_at_labels: units are labels that carry loss, so that they can
+    be counted in the collated rows. trainer_loss: in place of the model's own.
     """
 
     def __init__(
@@ -228,12 +203,16 @@ class ODBRun:
             self.fill = FillSchedule(loader, config, length.epochs, length.max_steps, accumulation, is_shuffled)
         self.budgets: dict[str, int | None] = {}
         self.step: OptimizerStep | None = None
-        self.computing: Computing | None = None
         self.memory = memory
         self.split: StepSplitter | None = None
         self._looks_at_labels, self._trainer_loss = looks_at_labels, trainer_loss
         self._anew: tuple[int, int] | None = None
         self._epochs_before = 0.0
+
+    @property
+    def computing(self) -> Computing | None:
+        """The micro-batch in forward and backward."""
+        return self.accounting.computing
 
     # How long it is
 
@@ -296,7 +275,7 @@ class ODBRun:
     def begin_micro_batch(
         self, micro_batch: MicroBatch, measured: Measured, batch: Any, part: Part | None = None
     ) -> None:
-        """Its forward comes next; until `end_micro_batch` or `set_aside` its loss is made as `computing` says.
+        """Its forward comes next; until `accounting.end` its loss is made as `computing` says.
 
         part: of which it is the micro-batch, if it is not a whole one.
         """
@@ -307,32 +286,22 @@ class ODBRun:
         weights = None
         if part is not None and not part.is_whole:
             weights = part.take(token_weights(part.whole, self.config.loss_scaling, self.loader.world_size))
-        loss = self.accounting.begin(micro_batch, measured, labels, weights=weights)
         start = 0 if part is None else part.start
-        self.computing = Computing(micro_batch, loss, max(measured.units, 1), measured.segments, start)
+        computing = self.accounting.begin(micro_batch, measured, labels, weights=weights, start=start)
         if labels is not None and (supervised := int((labels[:, 1:] != IGNORE_INDEX).sum())) == measured.units:
-            self.computing.num_supervised = supervised
-
-    def end_micro_batch(self) -> None:
-        """Count the micro-batch whose backward is done."""
-        self.computing = None
-        self.accounting.end()
-
-    def set_aside(self) -> Begun:
-        """The micro-batch whose backward is done, for `accounting.count`."""
-        self.computing = None
-        return self.accounting.set_aside()
+            computing.num_supervised = supervised
 
     def weighing(self, token_loss: TokenLoss) -> contextlib.AbstractContextManager[None]:
         """Within it the loss of the micro-batch under way is the weighted mean over its tokens. token_loss: of the
         model as trained."""
         assert self.computing is not None
         computing, row_weights = self.computing, self.computing.loss.row_weights
+        segments = computing.measured.segments
         if self._trainer_loss is not None:
-            return self._trainer_loss.weighing(row_weights, computing.segments, computing.num_items)
+            return self._trainer_loss.weighing(row_weights, segments, computing.num_items)
         if row_weights is None and computing.num_supervised is None:
             return contextlib.nullcontext()
-        return token_loss.weighing(row_weights, computing.segments, computing.num_items, computing.num_supervised)
+        return token_loss.weighing(row_weights, segments, computing.num_items, computing.num_supervised)
 
     # Its state and its end
 

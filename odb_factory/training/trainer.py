@@ -398,7 +398,7 @@ class ODBTrainerMixin(Base):
             ):
                 loss = self.odb_forward_backward(model, measured, box)
             run.memory.held(measured)
-            run.end_micro_batch()
+            run.accounting.end()
             losses.append(loss)
             if not micro_batch.ends_optimizer_step:
                 self.control = self.callback_handler.on_substep_end(self.args, self.state, self.control)
