@@ -1,63 +1,369 @@
-"""Checkpoints: what a folder is, which to go on from, how a run gets there, how every save becomes one."""
+"""Checkpoints: their files and hashes, what a folder is, which one to resume, how a run loads one and saves one."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+import re
+import threading
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from safetensors import SafetensorError, safe_open
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from odb_factory.comm.agreement import name_ranks
 from odb_factory.comm.gloo import Exchange
-from odb_factory.data.state import KeepState, read_checked
+from odb_factory.data.state import Fields, KeepState, check_figures, read_checked, read_json, read_state, write_checked
 from odb_factory.errors import CollectiveError, ConfigError, DataError, ODBError, one_line
 from odb_factory.log import get_logger
 from odb_factory.random_numbers import kept_random_numbers, random_states
-from odb_factory.training.checkpoint_files import (
-    HASHES,
-    MARKER,
-    NUM_BLOCKS,
-    RANK_FILE,
-    TRAINER_STATE,
-    Hashing,
-    RankState,
-    TrainerRecord,
-    by_rank,
-    check_content,
-    check_optimizer,
-    check_structure,
-    check_weights,
-    compare,
-    files_of,
-    hash_file,
-    rank_file,
-    read_marker,
-    read_rank_state,
-    read_trainer_state,
-    write_marker,
-    write_rank_state,
-)
 from odb_factory.training.run import ODBRun
 
 if TYPE_CHECKING:
     from odb_factory.data.state import DataState
 
+# ----------------------------------------------------------------------------------------------------------------------
+# Our files of a checkpoint: written whole or not at all, and read strictly.
+# Every rank writes `odb_state_rank{r}.json`; when all have, `odb_state.json`, the marker, says so. Both hold a
+# checksum of their content, so that a file that was cut off or edited is recognized.
+
+logger = get_logger(__name__)
+
+MARKER = "odb_state.json"
+RANK_FILE = "odb_state_rank{rank}.json"
+TRAINER_STATE = "trainer_state.json"
+MARK = "CheckpointMark"
+"""The entry of `stateful_callbacks` in `trainer_state.json` with the optimizer step at which odb wrote the file."""
+INCOMPLETE = "checkpoint-is-incomplete.txt"
+"""In a checkpoint of transformers' `enable_jit_checkpoint` until it is complete."""
+WAY_OUT = "name an older checkpoint, or set `resume: ignore_data` to take its model alone and restart the epoch"
+NOT_RESUMABLE = "name an older checkpoint, or restart from its weights, if it has any, as model_name_or_path"
+
+
+@dataclass(frozen=True)
+class RankState:
+    """One rank's file. data: its data state, and `saved`, the same as JSON; run: the figures of the run."""
+
+    optimizer_steps: int
+    data: DataState
+    saved: dict[str, Any]
+    run: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class TrainerRecord:
+    """The Trainer's record of a checkpoint: optimizer steps and epochs done, and the step of our mark (-1: none)."""
+
+    optimizer_steps: int
+    epochs: float
+    marked_steps: int
+
+
+def by_rank(folder: Path, name: str) -> dict[int, Path]:
+    """The files of a folder of which each rank has one. name: with `{rank}` in it."""
+    start, end = name.split("{rank}")
+    found = {path.name.removeprefix(start).removesuffix(end): path for path in folder.glob(f"{start}*{end}")}
+    return {int(rank): path for rank, path in sorted(found.items()) if rank.isascii() and rank.isdigit()}
+
+
+def write_rank_state(folder: Path, rank: int, optimizer_steps: int, data: dict[str, Any], run: dict[str, Any]) -> None:
+    """Write this rank's file. data, run: their state dicts (JSON types)."""
+    path = folder / RANK_FILE.format(rank=rank)
+    write_checked(path, {"optimizer_steps": optimizer_steps, "data": data, "run": run})
+
+
+def write_marker(folder: Path, world_size: int, optimizer_steps: int) -> None:
+    """Write the marker: all ranks have written their files. Several nodes may do so at once."""
+    write_checked(folder / MARKER, {"world_size": world_size, "optimizer_steps": optimizer_steps})
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Errors about the content of a file begin with its path (no full stop)."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from None
+
+
+def read_rank_state(folder: Path, rank: int) -> RankState:
+    path = folder / RANK_FILE.format(rank=rank)
+    with _naming(path):
+        fields = read_checked(path)
+        saved, run = fields.mapping("data"), fields.mapping("run")
+        check_figures(run, "run")
+        state = RankState(fields.whole("optimizer_steps"), read_state(saved), saved, run)
+        fields.require(state.data.rank == rank, "data", "it is of another rank")
+        return state
+
+
+def read_marker(folder: Path) -> tuple[int, int]:
+    """(world size, optimizer steps) of the marker."""
+    with _naming(folder / MARKER):
+        fields = read_checked(folder / MARKER)
+        return fields.whole("world_size", 1), fields.whole("optimizer_steps")
+
+
+def read_trainer_state(folder: Path) -> TrainerRecord:
+    path = folder / TRAINER_STATE
+    with _naming(path):
+        saved = read_json(path)
+        fields = Fields(saved)
+        epochs = 0.0 if fields.value("epoch") is None else fields.number("epoch")
+        callbacks = Fields(saved.get("stateful_callbacks") or {}, "stateful_callbacks")
+        marked = callbacks.part(MARK).part("args").whole("optimizer_steps") if callbacks.has(MARK) else -1
+        return TrainerRecord(fields.whole("global_step"), epochs, marked)
+
+
+def read_states(folder: Path, rank: int, world_size: int, *, of_all: bool = False) -> list[RankState]:
+    """This rank's state if as many ranks wrote the checkpoint; otherwise, or `of_all`, the states of all ranks.
+
+    With kept optimizer steps the state of any rank is enough. Raises `DataError` that names the file.
+    """
+    written = by_rank(folder, RANK_FILE)
+    own = rank if rank in written else min(written, default=rank)
+    state = read_rank_state(folder, own)
+    if isinstance(state.data, KeepState):
+        return [state]
+    written_by = state.data.world_size
+    if written_by == world_size and not of_all:
+        return [state if own == rank else read_rank_state(folder, rank)]
+    return [state if other == own else read_rank_state(folder, other) for other in range(written_by)]
+
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What a folder is to a rank that is to go on from it: a whole checkpoint, one that was cut off, stock's, or none.
+# The files that a training loads, and whether it can.
+# The Trainer continues with a fresh optimizer if `optimizer.pt` or `scheduler.pt` is missing, and a damaged file ends
+# it inside safetensors or pickle, long after the model has been loaded. So every file is checked before: its structure
+# by its size, head and end, and its content if it was hashed when it was written.
 
-WAY_OUT = "name an older checkpoint, or set `resume: ignore_data` to take its model alone and begin the epoch anew"
-INCOMPLETE = "checkpoint-is-incomplete.txt"
-"""Stands in a checkpoint of transformers' `enable_jit_checkpoint` until it is written."""
-NOT_RESUMABLE = "name an older checkpoint, or begin anew from its weights, if it has any, as model_name_or_path"
+WEIGHTS = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors", "adapter_model.bin")
+INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+FSDP_WEIGHTS, FSDP_OPTIMIZER = "pytorch_model_fsdp*", "optimizer_*"
+DEEPSPEED = "global_step*"
+OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
+SCHEDULER = "scheduler.pt"
+TENSORS, ARCHIVES = ".safetensors", (".pt", ".pth", ".bin")
+NOT_LOADED = ("training_args.bin",)
+OF_A_RANK = re.compile(r"rng_state_(\d+)\.pth|.*_pp_rank_(\d+)_.*|__(\d+)_\d+\.distcp", re.ASCII)
+"""Names of files of one rank: random numbers, DeepSpeed's `zero_pp_rank_3_mp_rank_00_model_states.pt`, FSDP's."""
+ZIP, PICKLE = b"PK\3\4", b"\x80"
+
+
+def files_of(folder: Path) -> list[Path]:
+    """Every file of a checkpoint that a training loads tensors or numbers from, of all ranks."""
+    found = [path for path in folder.iterdir() if path.suffix in (TENSORS, *ARCHIVES) and path.name not in NOT_LOADED]
+    found += [path for path in folder.glob("*/adapter_model.*") if path.suffix in (TENSORS, *ARCHIVES)]
+    for pattern in (FSDP_WEIGHTS, FSDP_OPTIMIZER, DEEPSPEED):
+        found += [path for part in folder.glob(pattern) if part.is_dir() for path in part.iterdir()]
+    return sorted({path for path in found if path.is_file()})
+
+
+def rank_of(path: Path) -> int | None:
+    """The rank that wrote a file for itself; None for a file of all ranks."""
+    named = OF_A_RANK.fullmatch(path.name)
+    return None if named is None else int(next(group for group in named.groups() if group))
+
+
+def _is_loaded_by(path: Path, rank: int, world_size: int) -> bool:
+    """Whether this rank loads it: a file of all ranks, or its own. FSDP's, of any number of ranks, are shared out."""
+    owner = rank_of(path)
+    return owner is None or (owner % world_size if path.suffix == ".distcp" else owner) == rank
+
+
+def check_weights(folder: Path) -> None:
+    """Raise `DataError` if weights are missing."""
+    shards = [shard for name in INDICES if (folder / name).is_file() for shard in _shards(folder / name)]
+    for shard in shards:
+        if not shard.is_file():
+            raise DataError(f"{shard}: it is missing")
+    is_alone = any((folder / name).is_file() for name in WEIGHTS) or any(folder.glob("*/adapter_model.*"))
+    if not (shards or is_alone or any(folder.glob(FSDP_WEIGHTS)) or any(folder.glob(DEEPSPEED))):
+        raise DataError(f"{folder}: it holds no weights ({WEIGHTS[0]} or what another engine writes)")
+
+
+def _shards(index: Path) -> list[Path]:
+    try:
+        names = {str(name) for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(f"{index}: it cannot be read ({type(error).__name__})") from None
+    for name in names:
+        if name in ("", ".", "..") or "/" in name or "\0" in name:
+            raise DataError(f"{index}: it names {name[:80]!r}, which is not a file beside it")
+    return [index.with_name(name) for name in sorted(names)]
+
+
+def check_optimizer(folder: Path) -> None:
+    """Raise `DataError` if the state of optimizer or schedule is missing."""
+    is_alone = any((folder / name).is_file() for name in OPTIMIZERS)
+    if not (is_alone or any(folder.glob(FSDP_OPTIMIZER)) or any(folder.glob(f"{DEEPSPEED}/*optim_states.pt"))):
+        raise DataError(
+            f"{folder / OPTIMIZERS[0]}: it is missing, so the optimizer would begin anew (`save_only_model: true` "
+            "leaves it out)"
+        )
+    if not (folder / SCHEDULER).is_file():
+        raise DataError(f"{folder / SCHEDULER}: it is missing, so the schedule would begin anew")
+
+
+def check_structure(path: Path) -> None:
+    """Raise `DataError` for a file that is missing, empty, cut off, or does not begin as its kind does."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(8)
+        if not head:
+            raise DataError(f"{path}: it is empty")
+        if not any(head):
+            raise DataError(f"{path}: it is damaged (it begins with zeros)")
+        if path.suffix == TENSORS:
+            with safe_open(path, "pt"):  # compares the size with the header
+                pass
+        elif path.suffix in ARCHIVES and not head.startswith(PICKLE):  # older releases of torch write bare pickles
+            _check_archive(path, head)
+    except FileNotFoundError:
+        raise DataError(f"{path}: it is missing") from None
+    except SafetensorError as error:
+        raise DataError(f"{path}: it was cut off or damaged ({one_line(error)})") from None
+    except DataError:
+        raise
+    except Exception as error:  # whatever zipfile raises for a damaged header
+        raise DataError(f"{path}: it cannot be read ({one_line(error)})") from None
+
+
+def _check_archive(path: Path, head: bytes) -> None:
+    """The zip archive with a pickle in it that torch.save writes."""
+    if not head.startswith(ZIP):
+        raise DataError(f"{path}: it is damaged (it does not begin as a file of torch.save)")
+    if not zipfile.is_zipfile(path):
+        raise DataError(f"{path}: it was cut off (the end of the archive is missing)")
+    with zipfile.ZipFile(path) as archive:
+        for name in archive.namelist():
+            if name.endswith("data.pkl") and archive.open(name).read(1) != PICKLE:
+                raise DataError(f"{path}: it is damaged ({name} in it is not a pickle)")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Hashes of these files: written in the background after a checkpoint, compared before one is loaded.
+# Each rank hashes the files that it has written. Of a file above 1 GiB the size, the first and last MiB and 64 blocks
+# of 1 MiB between them are hashed. The marker does not wait for the hashes: of a checkpoint without them only the
+# structure is checked.
+
+HASHES = "odb_hashes_rank{rank}.json"
+BLOCK = 1 << 20
+WHOLE_UP_TO = 1 << 30
+"""Larger files are sampled."""
+NUM_BLOCKS = 66
+NICENESS = 10
+
+
+class Hashing:
+    """Hashes checkpoints one after the other, in a thread of low priority.
+
+    `after` names a checkpoint that is written. It is hashed from `begin` on, which is called when callbacks have seen
+    it (some rewrite its files).
+    """
+
+    def __init__(self, rank: int, *, writes_common: bool):
+        self._rank, self._writes_common = rank, writes_common
+        self._next: Path | None = None
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def after(self, folder: Path) -> None:
+        self._next = folder
+
+    def begin(self) -> None:
+        if self._next is None:
+            return
+        folder, self._next = self._next, None
+        self._stopped.clear()
+        self._thread = threading.Thread(target=self._run, args=(folder,), name="odb-checkpoint-hashes", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Give up unfinished hashes: the folder may be deleted or written again."""
+        self._next = None
+        self._stopped.set()
+        self.wait()
+
+    def wait(self) -> None:
+        """Return when all is hashed."""
+        self.begin()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self, folder: Path) -> None:
+        with contextlib.suppress(AttributeError, OSError):  # of this thread alone, on Linux
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        try:
+            files = {}
+            for path in files_of(folder):
+                if rank_of(path) == self._rank or (rank_of(path) is None and self._writes_common):
+                    files[path.relative_to(folder).as_posix()] = entry_of(path, self._stopped)
+            if not self._stopped.is_set():
+                write_checked(folder / HASHES.format(rank=self._rank), {"files": files})
+        except OSError as error:
+            if folder.is_dir():  # else the Trainer has deleted it
+                logger.warning("%s: its hashes cannot be written (%s); training continues", folder, one_line(error))
+
+
+def entry_of(path: Path, stopped: threading.Event | None = None) -> dict[str, Any]:
+    """Size and SHA-256 of a file, or of the blocks of a sampled one. stopped: set by another thread to give it up."""
+    size = path.stat().st_size
+    digest = hashlib.sha256()
+    starts: Sequence[int] = range(0, size, BLOCK)
+    if size > WHOLE_UP_TO:
+        starts = [(size - BLOCK) * k // (NUM_BLOCKS - 1) for k in range(NUM_BLOCKS)]
+    with path.open("rb") as file:
+        for start in starts:
+            if stopped is not None and stopped.is_set():
+                break
+            file.seek(start)
+            digest.update(file.read(BLOCK))
+    return {"bytes": size, "sampled": size > WHOLE_UP_TO, "sha256": digest.hexdigest()}
+
+
+def check_content(folder: Path, rank: int, world_size: int) -> None:
+    """Raise `DataError` that names the first damaged file of those that this rank loads."""
+    hash_files = by_rank(folder, HASHES)
+    # Files of all ranks were hashed by one rank: rank 0, or the first rank of the node that has this disk.
+    writers = {min(hash_files, default=0), *(other for other in hash_files if other % world_size == rank)}
+    entries: dict[str, dict[str, Any]] = {}
+    for other in sorted(writers & hash_files.keys()):
+        with contextlib.suppress(DataError):  # a damaged hash file counts as missing
+            entries |= read_checked(hash_files[other]).mapping("files")
+    may_be_missing = (*OPTIMIZERS, SCHEDULER)  # `check_optimizer` checks for them, unless data are ignored
+    files = {*files_of(folder), *(folder / name for name in entries if name not in may_be_missing)}
+    for path in sorted(path for path in files if _is_loaded_by(path, rank, world_size)):
+        check_file(path, entries.get(path.relative_to(folder).as_posix()))
+
+
+def check_file(path: Path, expected: Mapping[str, Any] | None) -> None:
+    """Raise `DataError` for a file whose structure or content is damaged. expected: its hash entry, if it has one."""
+    check_structure(path)
+    if expected is None:
+        return
+    try:
+        size = path.stat().st_size
+        if size != expected["bytes"]:
+            raise DataError(f"{path}: it is damaged ({size} bytes, and {expected['bytes']} when it was saved)")
+        if entry_of(path) != expected:
+            raise DataError(f"{path}: it is damaged (its content is not what was saved)")
+    except OSError as error:
+        raise DataError(f"{path}: it cannot be read ({one_line(error)})") from None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Classify a checkpoint folder: complete, truncated, written without odb, or unusable.
 
 
 class Kind(IntEnum):
@@ -69,50 +375,43 @@ class Kind(IntEnum):
     STOCK = 3  # written by a training without odb
 
 
-@dataclass(frozen=True)
-class Status:
+class Status(NamedTuple):
     """kind, why it is not whole, and what to do."""
 
     kind: Kind
     reason: str = ""
     way_out: str = WAY_OUT
 
-    @property
-    def said(self) -> tuple[str, str]:
-        return self.reason, self.way_out
-
 
 def status_of(folder: Path, rank: int, world_size: int, *, ignore_data: bool = False) -> Status:
-    """Whether this rank can go on from `folder`. ignore_data: with its model alone."""
-    if not folder.is_dir():
-        return Status(Kind.UNUSABLE, f"{str(folder)!r} is no folder", NOT_RESUMABLE)
+    """Whether this rank can resume from `folder`. ignore_data: with its model alone."""
+    way_out = NOT_RESUMABLE
     try:
+        if not folder.is_dir():
+            raise DataError(f"{str(folder)!r} is no folder")
         record = read_trainer_state(folder)
         check_weights(folder)
         check_content(folder, rank, world_size)
-    except DataError as error:
-        return Status(Kind.UNUSABLE, str(error), NOT_RESUMABLE)
-    if ignore_data:
-        return Status(Kind.WHOLE)
-    try:
+        if ignore_data:
+            return Status(Kind.WHOLE)
+        way_out = WAY_OUT
         check_optimizer(folder)
-    except DataError as error:
-        return Status(Kind.UNUSABLE, str(error))
-    if is_stock(folder, record):
-        if (folder / INCOMPLETE).exists():
-            return Status(Kind.CUT_OFF, f"{folder / INCOMPLETE}: its saving did not end")
-        return Status(Kind.STOCK)
-    try:
+        if is_stock(folder, record):
+            if (folder / INCOMPLETE).exists():
+                return Status(Kind.CUT_OFF, f"{folder / INCOMPLETE}: its saving did not end")
+            return Status(Kind.STOCK)
         states = read_states(folder, rank, world_size)
         check_consistent(folder, states, record)
     except DataError as error:
-        return Status(Kind.UNUSABLE, str(error))
+        return Status(Kind.UNUSABLE, str(error), way_out)
+    except Exception as error:  # whatever is in it must not keep this rank from answering the others
+        return Status(Kind.UNUSABLE, f"{folder}: it cannot be read ({one_line(error)})", NOT_RESUMABLE)
     try:
-        said = read_marker(folder)
+        ranks, steps = read_marker(folder)
     except DataError as error:
         return Status(Kind.CUT_OFF, str(error))
-    if said != (states[0].data.world_size, record.optimizer_steps):
-        reason = f"{folder / MARKER}: it says {said[0]} ranks and {said[1]} optimizer steps, the other files do not"
+    if (ranks, steps) != (states[0].data.world_size, record.optimizer_steps):
+        reason = f"{folder / MARKER}: it says {ranks} ranks and {steps} optimizer steps, the other files do not"
         return Status(Kind.CUT_OFF, reason)
     return Status(Kind.WHOLE)
 
@@ -120,36 +419,13 @@ def status_of(folder: Path, rank: int, world_size: int, *, ignore_data: bool = F
 def is_stock(folder: Path, record: TrainerRecord) -> bool:
     """Whether it was written by a training without odb: nothing of ours is in it.
 
-    A stock training that went on from a checkpoint of ours carries our mark along, with an older optimizer step.
+    A stock training that resumed from a checkpoint of ours carries our mark along, with an older optimizer step.
     """
-    return not has_our_files(folder) and record.marked_steps != record.optimizer_steps
+    return not _has_our_files(folder) and record.marked_steps != record.optimizer_steps
 
 
-def has_our_files(folder: Path) -> bool:
+def _has_our_files(folder: Path) -> bool:
     return (folder / MARKER).exists() or bool(by_rank(folder, RANK_FILE))
-
-
-def read_states(folder: Path, rank: int, world_size: int, *, of_all: bool = False) -> list[RankState]:
-    """This rank's state, where it was written by as many ranks; otherwise, or `of_all`, those of all ranks.
-
-    With kept optimizer steps any rank's tells all. Raises `DataError` that names the file.
-    """
-    own = rank
-    if not rank_file(folder, rank).exists():
-        own = min(by_rank(folder, RANK_FILE), default=rank)
-    state = read_rank_state(folder, own)
-    if isinstance(state.data, KeepState):
-        return [state]
-    written_by = state.data.world_size
-    if written_by == world_size and not of_all:
-        return [state if own == rank else read_rank_state(folder, rank)]
-    return [state if other == own else read_rank_state(folder, other) for other in range(written_by)]
-
-
-def number_of(folder: Path) -> int:
-    """Of `checkpoint-N`: N; -1 for a folder of another name."""
-    start, _, end = folder.name.rpartition("-")
-    return int(end) if start == PREFIX_CHECKPOINT_DIR and end.isascii() and end.isdigit() else -1
 
 
 def check_consistent(folder: Path, states: Sequence[RankState], record: TrainerRecord) -> None:
@@ -162,34 +438,38 @@ def check_consistent(folder: Path, states: Sequence[RankState], record: TrainerR
     for state in states:
         if state.optimizer_steps != record.optimizer_steps:
             raise DataError(
-                f"{rank_file(folder, state.data.rank)}: it is of optimizer step "
+                f"{folder / RANK_FILE.format(rank=state.data.rank)}: it is of optimizer step "
                 f"{state.optimizer_steps}, and trainer_state.json of {record.optimizer_steps}"
             )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Which checkpoint to go on from: the one asked for, or an older one if that is damaged, and the same on all ranks.
-# Every rank looks at what it can see (nodes may have disks of their own), in three steps: 1. each takes the newest
-# checkpoint that it finds whole, from the one asked for backwards; 2. all tell each other their choice; if it is one
-# and the same, that is it; 3. otherwise all look again, from the oldest of these choices backwards. What is wrong on
-# one rank travels with its choice, so that all ranks end with the same line.
-
-logger = get_logger(__name__)
+# Which checkpoint to resume: the one asked for, or an older one if that is damaged, and the same on all ranks.
+# Every rank looks at the folders it can see (nodes may have disks of their own), in three steps: 1. each takes the
+# newest complete checkpoint, from the one asked for backwards; 2. all gather their choices; if they agree, that is it;
+# 3. otherwise all look again, from the oldest of these choices backwards. The reason of one rank travels with its
+# choice, so that all ranks end with the same line.
 
 NO_CHECKPOINT = -1
 Gather = Callable[[Any], list[Any]]
-"""What each rank says (JSON types), to all ranks, in rank order."""
+"""A message of each rank (JSON types) -> those of all ranks, in rank order."""
+
+
+def number_of(folder: Path) -> int:
+    """N of `checkpoint-N`; -1 for a folder of another name."""
+    start, _, end = folder.name.rpartition("-")
+    return int(end) if start == PREFIX_CHECKPOINT_DIR and end.isascii() and end.isdigit() else -1
 
 
 @dataclass
 class Candidates:
-    """The checkpoints that this rank may go on from. number: of the one asked for, 0 if its name has none."""
+    """The checkpoints that this rank may resume from. number: of the one asked for, 0 if its name has none."""
 
     asked: Path
     rank: int
     world_size: int
     ignore_data: bool
-    _known: dict[Path, Status] = field(default_factory=dict)
+    _known: dict[int, Status] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.number = max(number_of(self.asked), 0)
@@ -199,7 +479,7 @@ class Candidates:
                 self.by_number[number_of(folder)] = folder
 
     def newest(self, limit: int) -> tuple[int, Kind]:
-        """(number, kind) of the best of those up to number `limit`: whole before cut off, newer before older."""
+        """The newest complete checkpoint with number <= limit, or the newest truncated one: (number, kind)."""
         cut_off = NO_CHECKPOINT
         for number in sorted((n for n in self.by_number if n <= limit), reverse=True):
             kind = self.status(number).kind
@@ -210,24 +490,32 @@ class Candidates:
         return cut_off, Kind.UNUSABLE if cut_off == NO_CHECKPOINT else Kind.CUT_OFF
 
     def status(self, number: int) -> Status:
-        folder = self.by_number[number]
-        if folder not in self._known:
-            try:
-                status = status_of(folder, self.rank, self.world_size, ignore_data=self.ignore_data)
-            except Exception as error:  # whatever is in it must not keep this rank from telling the others
-                status = Status(Kind.UNUSABLE, f"{folder}: it cannot be read ({one_line(error)})", NOT_RESUMABLE)
-            self._known[folder] = status
-        return self._known[folder]
+        if number not in self._known:
+            folder = self.by_number[number]
+            self._known[number] = status_of(folder, self.rank, self.world_size, ignore_data=self.ignore_data)
+        return self._known[number]
+
+
+class _Answer(NamedTuple):
+    """A rank's choice. problem: why it has none to choose from. reason, way_out: of the checkpoint that was asked for,
+    if it is not whole."""
+
+    number: int
+    kind: int
+    begins_anew: bool
+    problem: str | None
+    reason: str
+    way_out: str
 
 
 def find_checkpoint(
     asked: Any, *, output_dir: str, rank: int, world_size: int, ignore_data: bool, gather: Gather
 ) -> Path | None:
-    """The folder of the checkpoint to go on from, None to begin anew. Collective: every rank calls it.
+    """The folder of the checkpoint to resume, None to start anew. Collective: every rank calls it.
 
     asked: the argument `resume_from_checkpoint`: a folder, True for the newest in `output_dir`, None or False for none.
-    Raises `ConfigError` or `DataError` on all ranks, where what is asked for is no checkpoint, or damaged, and there is
-    no older one.
+    Raises `ConfigError` or `DataError` on all ranks if what is asked for is not a checkpoint, or is damaged and there
+    is no older one.
     """
     candidates, problem = None, None
     try:
@@ -241,9 +529,11 @@ def find_checkpoint(
     begins_anew = candidates is None and problem is None
     limit = 0 if candidates is None else candidates.number
     while True:
-        number, kind = (NO_CHECKPOINT, Kind.UNUSABLE) if candidates is None else candidates.newest(limit)
-        status = Status(Kind.WHOLE) if candidates is None else candidates.status(candidates.number)
-        answers = [_Answer(*one) for one in gather(_Answer(number, kind, begins_anew, problem, *status.said))]
+        number, kind, status = NO_CHECKPOINT, Kind.UNUSABLE, Status(Kind.WHOLE)
+        if candidates is not None:
+            (number, kind), status = candidates.newest(limit), candidates.status(candidates.number)
+        mine = _Answer(number, kind, begins_anew, problem, status.reason, status.way_out)
+        answers = [_Answer(*one) for one in gather(mine)]
         anew = [other for other, answer in enumerate(answers) if answer.begins_anew]
         if len(anew) == len(answers):
             return None
@@ -255,56 +545,37 @@ def find_checkpoint(
         for answer in answers:
             if answer.problem is not None:
                 raise ConfigError(answer.problem)
-        reasons = [(_of_rank(other, answers), answer) for other, answer in enumerate(answers) if answer.reason]
-        if any(answer.number == NO_CHECKPOINT for answer in answers):
-            where, answer = reasons[0]
-            raise DataError(f"resume_from_checkpoint: {where}{answer.reason}; {answer.way_out}.")
+        same = len({answer.reason for answer in answers}) == 1  # else the rank is named
+        found = [("" if same else f"rank {other}: ", answer) for other, answer in enumerate(answers) if answer.reason]
+        why = f"{found[0][0]}{found[0][1].reason}" if found else ""
         numbers = [answer.number for answer in answers]
+        if NO_CHECKPOINT in numbers:
+            raise DataError(f"resume_from_checkpoint: {why}; {found[0][1].way_out}.")
         if min(numbers) == max(numbers):
             break
         limit = min(numbers)
     assert candidates is not None
+    chosen = candidates.by_number[number]
     kinds = {Kind(answer.kind) for answer in answers}
     if Kind.STOCK in kinds and len(kinds) > 1:
         raise DataError(
-            f"{candidates.by_number[number]}: some ranks find the files of odb in it and others do not; copy the "
-            "odb_state*.json files of all nodes to where all ranks can read them."
+            f"{chosen}: some ranks find the files of odb in it and others do not; copy the odb_state*.json files of "
+            "all nodes to where all ranks can read them."
         )
-    chosen = candidates.by_number[number]
     if number != candidates.number:
-        where, answer = reasons[0]
-        logger.warning("%s is not whole (%s%s); going on from %s", candidates.asked, where, answer.reason, chosen.name)
+        logger.warning("%s is not whole (%s); going on from %s", candidates.asked, why, chosen.name)
     elif Kind.CUT_OFF in kinds:
-        where, answer = reasons[0]
         logger.warning(
-            "%s: its saving was cut off (%s%s), and there is no older one; what this training needs of it is whole, so "
+            "%s: its saving was cut off (%s), and there is no older one; what this training needs of it is whole, so "
             "it goes on from there, and no row is lost or comes twice",
             chosen,
-            where,
-            answer.reason,
+            why,
         )
     return chosen
 
 
-class _Answer(NamedTuple):
-    """What a rank says of its choice. problem: why it has none to choose from. reason, way_out: of the checkpoint that
-    was asked for, if it is not whole."""
-
-    number: int
-    kind: int
-    begins_anew: bool
-    problem: str | None
-    reason: str
-    way_out: str
-
-
-def _of_rank(rank: int, answers: Sequence[_Answer]) -> str:
-    """Who gives a reason, where not all ranks give the same one."""
-    return "" if len({answer.reason for answer in answers}) == 1 else f"rank {rank}: "
-
-
 def _asked_folder(asked: Any, output_dir: str) -> Path | None:
-    """Raises `ConfigError` where it is not a checkpoint by its very name or content."""
+    """Raises `ConfigError` if it is not a checkpoint by its name or content."""
     if asked is None or asked is False or asked == "":
         return None
     if asked is True:
@@ -312,13 +583,12 @@ def _asked_folder(asked: Any, output_dir: str) -> Path | None:
         if newest is None:
             raise ConfigError(f"resume_from_checkpoint: True, but {output_dir!r} holds no checkpoint; name one.")
         return Path(newest)
-    if not isinstance(asked, str | os.PathLike):
-        raise ConfigError(f"resume_from_checkpoint: {asked!r} is no folder; name a checkpoint of this training.")
-    folder = Path(os.path.abspath(asked))
-    if not folder.is_dir():
-        raise ConfigError(f"resume_from_checkpoint: {str(asked)!r} is no folder; name a checkpoint of this training.")
+    folder = Path(os.path.abspath(asked)) if isinstance(asked, str | os.PathLike) else None
+    if folder is None or not folder.is_dir():
+        name = asked if folder is None else str(asked)
+        raise ConfigError(f"resume_from_checkpoint: {name!r} is no folder; name a checkpoint of this training.")
     inside = [other for other in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if number_of(other) >= 0]
-    if inside and not has_our_files(folder):
+    if inside and not _has_our_files(folder):
         newest = str(Path(asked) / max(inside, key=number_of).name)
         raise ConfigError(
             f"resume_from_checkpoint: {str(asked)!r} holds checkpoints and is none; name one of them, {newest!r} is "
@@ -328,7 +598,7 @@ def _asked_folder(asked: Any, output_dir: str) -> Path | None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What `odb-factory doctor CHECKPOINT` looks at: every file of a checkpoint, those of all ranks.
+# `odb-factory doctor CHECKPOINT`: every file of a checkpoint, of all ranks.
 
 
 class Line(NamedTuple):
@@ -342,93 +612,73 @@ def examine(folder: Path) -> Iterator[Line]:
         yield Line(f"{folder}: it is no folder", is_problem=True)
         return
     entries: dict[str, dict[str, Any]] = {}
-    yield from _try("trainer_state.json is readable", lambda: read_trainer_state(folder))
-    if by_rank(folder, RANK_FILE):
-        yield from _try("odb_state.json is readable: all ranks have saved", lambda: read_marker(folder))
-    for rank in by_rank(folder, RANK_FILE):
-        yield from _try(f"the state of rank {rank} is readable", partial(read_rank_state, folder, rank))
+
+    def read_hashes(path: Path) -> None:
+        with _naming(path):
+            entries.update(read_checked(path).mapping("files"))
+
+    checks: list[tuple[str, Callable[[], object]]] = [
+        ("trainer_state.json is readable", partial(read_trainer_state, folder))
+    ]
+    ranks = by_rank(folder, RANK_FILE)
+    if ranks:
+        checks.append(("odb_state.json is readable: all ranks have saved", partial(read_marker, folder)))
+    checks += [(f"the state of rank {rank} is readable", partial(read_rank_state, folder, rank)) for rank in ranks]
     for rank, path in by_rank(folder, HASHES).items():
-        yield from _try(
-            f"the hashes of rank {rank} are readable",
-            partial(_read_hashes, path, entries),
-            path,
-        )
-    yield from _try("weights are there", lambda: check_weights(folder))
-    yield from _try("optimizer and schedule are there", lambda: check_optimizer(folder))
+        checks.append((f"the hashes of rank {rank} are readable", partial(read_hashes, path)))
+    checks.append(("weights are there", partial(check_weights, folder)))
+    checks.append(("optimizer and schedule are there", partial(check_optimizer, folder)))
+    yield from _checked(checks)
     for path in sorted({*files_of(folder), *(folder / name for name in entries)}):
         name = path.relative_to(folder).as_posix()
         entry = entries.get(name)
-        yield from _try(f"{name}: {_depth(entry)}", partial(_check, path, entry))
+        depth = "no hash was written; its head and its end are those of a whole file"
+        if entry is not None:
+            depth = f"all {entry['bytes']:,} bytes are as it was saved"
+            if entry["sampled"]:
+                depth = f"{NUM_BLOCKS} blocks are as they were saved, of {entry['bytes']:,} bytes; the rest has no hash"
+        yield from _checked([(f"{name}: {depth}", partial(check_file, path, entry))])
 
 
-def _read_hashes(path: Path, entries: dict[str, dict[str, Any]]) -> None:
-    entries |= read_checked(path).mapping("files")
-
-
-def _check(path: Path, entry: dict[str, Any] | None) -> None:
-    check_structure(path)
-    if entry is not None:
-        compare(path, entry)
-
-
-def _depth(entry: dict[str, Any] | None) -> str:
-    if entry is None:
-        return "no hash was written; its head and its end are those of a whole file"
-    if entry["sampled"]:
-        return f"{NUM_BLOCKS} blocks are as they were saved, of {entry['bytes']:,} bytes; the rest has no hash"
-    return f"all {entry['bytes']:,} bytes are as it was saved"
-
-
-def _try(what: str, look: Callable[[], object], path: Path | None = None) -> Iterator[Line]:
-    try:
-        look()
-    except DataError as error:
-        yield Line(f"{path}: {error}" if path else str(error), is_problem=True)
-    else:
-        yield Line(what)
+def _checked(checks: Sequence[tuple[str, Callable[[], object]]]) -> Iterator[Line]:
+    for text, check in checks:
+        try:
+            check()
+        except DataError as error:
+            yield Line(str(error), is_problem=True)
+        else:
+            yield Line(text)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Set a run to where a checkpoint left it.
 
-
 EPOCHS_ROUNDING = 1e-6
 
 
-def load(run: ODBRun, folder: Path, gather: Callable[[Any], list[Any]]) -> None:
-    """Load a checkpoint on all ranks, or raise on all of them what the first one cannot load. Collective.
-
-    gather: what each rank says (JSON types), to all ranks, in rank order.
-    """
+def load(run: ODBRun, folder: Path, gather: Gather) -> None:
+    """Load a checkpoint on all ranks, or raise on all of them what the first one cannot load. Collective."""
     problem: Exception | None = None
     try:
-        _load(run, folder)
+        record = read_trainer_state(folder)
+        if run.config.resume == "ignore_data":
+            _load_without_data(run, folder, record)
+        elif is_stock(folder, record):
+            _load_stock(run, folder, record)
+        else:
+            _load_ours(run, folder)
     except Exception as error:
         problem = error
-    said = gather(None if problem is None else one_line(problem))
-    if problem is not None and len(said) == 1:
+    answers = gather(None if problem is None else one_line(problem))
+    if problem is not None and len(answers) == 1:
         raise problem
-    for rank, reason in enumerate(said):
+    for rank, reason in enumerate(answers):
         if reason is not None:
-            raise CollectiveError(reason if len(set(said)) == 1 else f"rank {rank}: {reason}") from problem
-
-
-def _load(run: ODBRun, folder: Path) -> None:
-    """Set `run` and its loader to where the checkpoint left them; warns where it is one of stock training.
-
-    Reads this rank's file alone, unless what is left of the epoch has to be dealt out anew. Raises `DataError` that
-    says what is damaged or differs.
-    """
-    record = read_trainer_state(folder)
-    if run.config.resume == "ignore_data":
-        _load_without_data(run, folder, record)
-    elif is_stock(folder, record):
-        _load_stock(run, folder, record)
-    else:
-        _load_ours(run, folder)
+            raise CollectiveError(reason if len(set(answers)) == 1 else f"rank {rank}: {reason}") from problem
 
 
 def _load_ours(run: ODBRun, folder: Path) -> None:
+    """Reads this rank's file alone, unless the rest of the epoch has to be dealt out anew."""
     try:
         states = read_states(folder, run.loader.rank, run.loader.world_size)
         if len(states) == 1 and run.loader.needs_all(states[0].data):
@@ -469,11 +719,11 @@ def _load_without_data(run: ODBRun, folder: Path, record: TrainerRecord) -> None
         logger.warning("resume: ignore_data: %s", error)
     epoch = int(record.epochs)
     run.begin_epoch_anew(epoch)
-    logger.warning("resume: ignore_data: epoch %d begins anew, whatever was done of it", epoch)
+    logger.warning("resume: ignore_data: epoch %d is restarted, whatever was done of it", epoch)
 
 
 def _load_stock(run: ODBRun, folder: Path, record: TrainerRecord) -> None:
-    """Of a checkpoint of stock training: exactly, where its optimizer steps are kept; else by its share of an epoch."""
+    """A checkpoint of stock training: exactly with kept optimizer steps; else by its share of an epoch."""
     if run.config.keeps:
         _check_stock_steps(run, folder, record)
     done = run.loader.skip(optimizer_steps=record.optimizer_steps, epochs=record.epochs)
@@ -508,15 +758,15 @@ def _check_stock_steps(run: ODBRun, folder: Path, record: TrainerRecord) -> None
 
 # ----------------------------------------------------------------------------------------------------------------------
 # transformers' `enable_jit_checkpoint`: after SIGTERM all ranks save the same optimizer step, and the training ends.
-# Stock saves at the event that comes next in each process. A signal reaches the processes at different moments, or
-# one node only, so ranks would save different steps and wait for each other. Here a signal is a wish that each rank
-# tells the others at the end of an optimizer step. There the Trainer saves as always, with the weights of
-# `global_step` under every engine (DeepSpeed updates them before `on_pre_optimizer_step`, where stock saves).
+# Stock saves at the next event in each process. A signal reaches the processes at different moments, or one node only,
+# so ranks would save different steps and wait for each other. Here a signal is a request that each rank sends to the
+# others at the end of an optimizer step. There the Trainer saves as always, with the weights of `global_step` under
+# every engine (DeepSpeed updates them before `on_pre_optimizer_step`, where stock saves).
 
 
 class Preemption(TrainerCallback):
-    """What SIGTERM asks of one `train()`; does nothing without `enable_jit_checkpoint`. It comes after callbacks that
-    want to evaluate.
+    """Handles SIGTERM during one `train()`; does nothing without `enable_jit_checkpoint`. Runs after callbacks that
+    request an evaluation.
 
     exchange: of all processes of the training.
     """
@@ -530,7 +780,7 @@ class Preemption(TrainerCallback):
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within it stock's callback notes signals and acts on none."""
+        """Within it stock's callback records signals and acts on none."""
         if self._manager is None:
             yield
             return
@@ -550,7 +800,7 @@ class Preemption(TrainerCallback):
         asking = [rank for rank, answer in enumerate(answers) if answer == b"1"]
         if asking:
             self._is_over = control.should_save = control.should_training_stop = True
-            control.should_evaluate = False  # whoever sends SIGTERM does not wait for long
+            control.should_evaluate = False  # the sender of SIGTERM does not wait for long
             logger.warning(
                 "SIGTERM on %s: all ranks save optimizer step %d, and the training ends",
                 name_ranks(asking),
@@ -563,11 +813,11 @@ class Preemption(TrainerCallback):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Every save of the Trainer, whoever asks for it and at whatever moment, becomes a checkpoint that can be resumed.
+# Every save of the Trainer, whoever requests it and at whatever moment, becomes a checkpoint that can be resumed.
 # `Trainer._save_checkpoint` writes weights and the number of optimizer steps that are done (`state.global_step`).
-# What a run knows of the data is ahead of that number from the last backward of an optimizer step to its end. So a
-# run is noted down at the begin of each optimizer step, with the state of its random numbers, and a save in the
-# middle of a step writes what was noted.
+# The data state of a run is ahead of that number from the last backward of an optimizer step to its end. So the state
+# is recorded at the start of each optimizer step, with the random numbers, and a save in the middle of a step writes
+# this record.
 # The order in which a checkpoint is written: the states of all ranks, the Trainer's files, of which
 # `trainer_state.json` is the last (then the Trainer deletes older checkpoints), our marker. So a checkpoint that was
 # cut off after the Trainer's last file is complete but for the marker, also where it is the only one
@@ -577,7 +827,7 @@ class Preemption(TrainerCallback):
 class CheckpointMark(TrainerCallback, ExportableState):
     """An entry of `trainer_state.json`: the checkpoint of this optimizer step was written with odb.
 
-    It knows no trainer, so that the Trainer can make it anew (`restore_callback_states_from_checkpoint`).
+    It holds no trainer, so that the Trainer can recreate it (`restore_callback_states_from_checkpoint`).
     """
 
     def __init__(self, optimizer_steps: int = 0):
@@ -601,7 +851,7 @@ class _StepBegin(NamedTuple):
 
 
 class CheckpointSaver:
-    """Saves the run of one `train()`. Made by all ranks at the same place: it opens an exchange.
+    """Saves the run of one `train()`. All ranks create it at the same place: it opens an exchange.
 
     trainer: an `ODBTrainerMixin`. silence_s: how long a rank may give no sign of life.
     """
@@ -665,7 +915,7 @@ class CheckpointSaver:
         """Write this rank's state."""
         run = self._trainer.odb_run
         folder.mkdir(parents=True, exist_ok=True)
-        hash_file(folder, self._trainer.args.process_index).unlink(missing_ok=True)
+        (folder / HASHES.format(rank=self._trainer.args.process_index)).unlink(missing_ok=True)
         if self._marks:  # a checkpoint of this step that is written again is not whole until all is there
             (folder / MARKER).unlink(missing_ok=True)
             (folder / TRAINER_STATE).unlink(missing_ok=True)

@@ -18,8 +18,7 @@ from odb_factory.log import get_logger
 from odb_factory.model.check import Layout, check_rows, fall_back, models_of, of_batches, resolve_layout
 from odb_factory.training import checkpoint
 from odb_factory.training.auto_budget import choose_budgets
-from odb_factory.training.checkpoint import read_states
-from odb_factory.training.checkpoint_files import RANK_FILE, by_rank
+from odb_factory.training.checkpoint import RANK_FILE, by_rank, read_states
 from odb_factory.training.checks import check_hooks
 from odb_factory.training.run import ODBRun
 

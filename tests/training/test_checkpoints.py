@@ -19,9 +19,16 @@ from transformers import Trainer
 
 from odb_factory.cli.main import doctor
 from odb_factory.errors import ConfigError, DataError, ODBError
-from odb_factory.training import checkpoint_files
-from odb_factory.training.checkpoint import find_checkpoint, read_states
-from odb_factory.training.checkpoint_files import MARK, MARKER, TRAINER_STATE, read_marker, write_marker
+from odb_factory.training import checkpoint as module
+from odb_factory.training.checkpoint import (
+    MARK,
+    MARKER,
+    TRAINER_STATE,
+    find_checkpoint,
+    read_marker,
+    read_states,
+    write_marker,
+)
 from odb_factory.training.checks import compare_output_dirs
 
 RANK_0 = "odb_state_rank0.json"
@@ -270,9 +277,9 @@ def test_doctor_compares_a_checkpoint_in_full(run: Path, tmp_path: Path, capsys,
     (asked / "odb_hashes_rank0.json").unlink()
     assert doctor([str(asked)]) == 0
     assert "no hash" in capsys.readouterr().out
-    monkeypatch.setattr(checkpoint_files, "WHOLE_UP_TO", 1000)  # as if the model had more than 1 GiB
-    monkeypatch.setattr(checkpoint_files, "BLOCK", 10)
-    hashing = checkpoint_files.Hashing(0, writes_common=True)
+    monkeypatch.setattr(module, "WHOLE_UP_TO", 1000)  # as if the model had more than 1 GiB
+    monkeypatch.setattr(module, "BLOCK", 10)
+    hashing = module.Hashing(0, writes_common=True)
     hashing.after(asked)
     hashing.wait()
     assert doctor([str(asked)]) == 0
@@ -488,7 +495,7 @@ def of_two_ranks(run: Path, to: Path, *steps: int) -> Path:
         saved = json.loads((folder / RANK_0).read_text())["content"]
         for rank in (0, 1):
             data = saved["data"] | {"rank": rank, "world_size": 2}
-            checkpoint_files.write_rank_state(folder, rank, saved["optimizer_steps"], data, saved["run"])
+            module.write_rank_state(folder, rank, saved["optimizer_steps"], data, saved["run"])
         write_marker(folder, 2, step)
     return last
 
@@ -570,5 +577,5 @@ def test_two_nodes_may_write_a_marker_at_once(tmp_path) -> None:
 def test_a_write_that_fails_leaves_nothing_behind(tmp_path) -> None:
     write_marker(tmp_path, 1, 1)
     with pytest.raises(TypeError):
-        checkpoint_files.write_rank_state(tmp_path, 0, 1, {"not JSON": object()}, {})
+        module.write_rank_state(tmp_path, 0, 1, {"not JSON": object()}, {})
     assert [path.name for path in tmp_path.iterdir()] == [MARKER]

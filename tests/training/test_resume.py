@@ -14,7 +14,7 @@ from toy import NUM_ROWS, Rows, pad
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from odb_factory import ConfigError, DataError, enable_odb
-from odb_factory.training.checkpoint_files import MARKER
+from odb_factory.training.checkpoint import MARKER
 
 BLOCK = {"token_budget": 512, "buffer_size": 16, "audit": True}
 """Eight rows are within the budget: an optimizer step is one line of the audit."""
