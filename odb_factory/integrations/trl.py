@@ -129,8 +129,8 @@ class FiguresOfAllRanks(PairMetrics):
         self.trainer.log = functools.partial(self._log, self.trainer.log)
 
     def _get_batch_loss_metrics(self, stock: Callable, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        run = self.trainer.odb_run
-        trains = self.trainer.odb_trial_units is not None or (run is not None and run.computing is not None)
+        odb = self.trainer.odb
+        trains = odb.trial_units is not None or odb.computing is not None
         with self._by_itself() if trains else contextlib.nullcontext():
             return super()._get_batch_loss_metrics(stock, *args, **kwargs)
 
@@ -146,7 +146,7 @@ class FiguresOfAllRanks(PairMetrics):
     def _log(self, stock: Callable, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Collective where the trainer logs figures of its training, as all ranks do together, with the same keys."""
         stored = self.trainer._stored_metrics["train"]
-        if self.trainer.odb_run is not None and "loss" in logs and stored:
+        if self.trainer.odb.run is not None and "loss" in logs and stored:
             mine = torch.tensor([value for (value,) in stored.values()], device=self.trainer.args.device)
             of_all = self.trainer.accelerator.reduce(mine, "mean").tolist()
             stored.update({key: [value] for key, value in zip(stored, of_all)})

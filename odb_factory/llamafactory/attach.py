@@ -126,7 +126,7 @@ class TellDropped(TrainerCallback):
         self.has_told = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        count = self.trainer.odb_run.loader.rejected[INVALID_ROW]
+        count = self.trainer.odb.run.loader.rejected[INVALID_ROW]
         if count and not self.has_told:
             self.has_told = True
             logger.info(
@@ -153,7 +153,7 @@ class TellTokensPerSecond(TrainerCallback):
         trainer.finetuning_args.include_effective_tokens_per_second = False
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        run, logs = self.trainer.odb_run, kwargs["logs"]
+        run, logs = self.trainer.odb.run, kwargs["logs"]
         if run is not None and "train_runtime" in logs:
             tokens = run.accounting.since_resume.tokens / run.loader.world_size
             logs["effective_tokens_per_sec"] = tokens / logs["train_runtime"]

@@ -202,7 +202,7 @@ def _on_init_end(original: Callable, callback: Any, args: Any, *rest: Any, **kwa
 
 
 def _train(original: Callable, trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    if _active is None or getattr(trainer, "odb_settings", None) is not None:
+    if _active is None or getattr(trainer, "odb", None) is not None:
         return original(trainer, *args, **kwargs)
     from odb_factory.llamafactory import attach
     from odb_factory.llamafactory.attach import BeginLog

@@ -65,10 +65,11 @@ class StepKL:
         """Until `uninstall`, on this trainer alone."""
         for name in REPLACED:
             setattr(self.trainer, name, functools.partial(getattr(self, f"_{name}"), getattr(self.trainer, name)))
-        self.trainer.odb_before_step = self.estimate
+        self.trainer.odb.before_step = self.estimate
 
     def uninstall(self) -> None:
-        for name in (*REPLACED, "odb_before_step"):
+        self.trainer.odb.before_step = None
+        for name in REPLACED:
             vars(self.trainer).pop(name, None)
 
     def estimate(self, model: Any, micro_batches: Sequence[Collated]) -> None:
@@ -103,11 +104,11 @@ class StepKL:
         self.kl = steps.sum().item()
         of_both, num_chosen = round(examples.sum().item()), round(chosen.sum().item())
         self.num_examples = {"chosen": num_chosen, "rejected": of_both - num_chosen}
-        self.trainer.odb_run.loader.times.wait(time.perf_counter() - began)  # no micro-batch takes longer for it
+        self.trainer.odb.run.loader.times.wait(time.perf_counter() - began)  # no micro-batch takes longer for it
 
     @property
     def _is_stock(self) -> bool:
-        return bool(self.trainer.odb_run.config.loss_scaling == "stock")
+        return bool(self.trainer.odb.run.config.loss_scaling == "stock")
 
     @property
     def _num_ranks(self) -> int:
@@ -120,7 +121,7 @@ class StepKL:
         if not self._is_stock:
             return 1
         rows = int(self.trainer.args.per_device_train_batch_size) * self._num_ranks
-        return -(-int(self.trainer.odb_run.loader.global_batch_size) // rows) * self._num_ranks
+        return -(-int(self.trainer.odb.run.loader.global_batch_size) // rows) * self._num_ranks
 
     def _batch_of(self, micro_batch: MicroBatch) -> Tensor:
         """Of each example the number of its batch."""
@@ -134,21 +135,16 @@ class StepKL:
         with torch.no_grad(), self.trainer.compute_loss_context_manager():
             inputs = self.trainer._prepare_inputs(needed)
             rows = inputs.pop(f"kl_{UNPADDED}", None)
-            with contextlib.nullcontext() if rows is None else self.trainer.odb_flat(FlatRows(**rows)):
+            with contextlib.nullcontext() if rows is None else self.trainer.odb.flat(FlatRows(**rows)):
                 policy = self.trainer.concatenated_forward(model, inputs)[4]
                 reference = self.trainer.compute_reference_log_probs(model, inputs)[2]
         return policy - reference
 
     # In place of methods of the trainer
 
-    @property
-    def _computing(self) -> Computing | None:
-        run = self.trainer.odb_run
-        return None if run is None else run.computing
-
     def _forward(self, stock: Callable, model: Any, batch: Mapping[str, Any], prefix: str = "") -> Any:
         """Of the two forwards that stock runs of a micro-batch the one that is needed now; both in an evaluation."""
-        if not self._is_estimating and self._computing is None:
+        if not self._is_estimating and self.trainer.odb.computing is None:
             return stock(model, batch, prefix=prefix)
         if self._is_estimating == (prefix == "kl_"):
             return stock(model, batch, prefix=prefix)
@@ -159,7 +155,7 @@ class StepKL:
         """The average log-probabilities of the desirable answers, which `pref_ftx` alone looks at, are weighed:
         stock multiplies the sum of their losses by (examples / desirable examples) squared of a batch."""
         *others, chosen_logps_avg = stock(model, batch)
-        if (computing := self._computing) is not None:
+        if (computing := self.trainer.odb.computing) is not None:
             estimate, num, num_chosen = self._estimate(computing), len(batch["kto_tags"]), len(chosen_logps_avg)
             chosen_logps_avg = chosen_logps_avg * estimate.sft_factor[estimate.tags] * (num_chosen / num) ** 2
         return *others, chosen_logps_avg
@@ -175,7 +171,7 @@ class StepKL:
         reference_kl: Tensor,
     ) -> Any:
         """Stock's loss of log-ratios from which the estimate has been taken already, which it does first of all."""
-        if (computing := self._computing) is None:
+        if (computing := self.trainer.odb.computing) is None:
             return stock(policy_chosen, policy_rejected, policy_kl, reference_chosen, reference_rejected, reference_kl)
         estimate = self._estimate(computing)
         chosen, rejected = policy_chosen - reference_chosen, policy_rejected - reference_rejected

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-import json
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -125,15 +124,15 @@ class TrialRuns:
     def _run(self, batch: Any, measured: Measured) -> None:
         """As a micro-batch is computed that does not end its optimizer step; its gradients are zeros."""
         trainer = self._trainer
-        trainer.odb_trial_units = max(measured.units, 1)
+        trainer.odb.trial_units = max(measured.units, 1)
         try:
             with (
                 flat_row(measured.segments),
-                trainer._odb_gradients_summed(trainer.model_wrapped, is_last=False),
+                trainer.odb.gradients_summed(trainer.model_wrapped, is_last=False),
             ):
                 trainer.training_step(trainer.model_wrapped, dict(batch))
         finally:
-            trainer.odb_trial_units = None
+            trainer.odb.trial_units = None
 
     def _held(self) -> Iterator[Tensor]:
         yield self._state
@@ -144,7 +143,7 @@ class TrialRuns:
         yield from self._trainer.model_wrapped.buffers()
 
     def _of_all_ranks(self, mine: int | None) -> list[Any]:
-        return [json.loads(answer) for answer in self._trainer._odb_gather(json.dumps(mine).encode())]
+        return self._trainer.odb.gather(mine)
 
 
 def state_bytes(trainer: Any) -> int:

@@ -868,11 +868,11 @@ class CheckpointSaver:
 
     def step_is_asked_for(self) -> None:
         """This rank leaves the end of the optimizer step before; it may wait for the others from here on."""
-        self.exchange.step(f"the begin of optimizer step {self._trainer.odb_run.optimizer_steps + 1}")
+        self.exchange.step(f"the begin of optimizer step {self._trainer.odb.run.optimizer_steps + 1}")
 
     def step_begins(self) -> None:
         """Note the run as it is now. The Trainer's `global_step` stays until `step_ends`."""
-        run = self._trainer.odb_run
+        run = self._trainer.odb.run
         self.exchange.step(f"optimizer step {run.optimizer_steps + 1}")
         self._step = _StepBegin(
             run.optimizer_steps, run.loader.state(), run.state_dict(), random_states(self._trainer.args.device)
@@ -900,7 +900,7 @@ class CheckpointSaver:
                 logger.warning("%s has been deleted by the Trainer after it was written (save_total_limit)", folder)
             return
         if self._marks:
-            write_marker(folder, trainer.odb_run.loader.world_size, trainer.state.global_step)
+            write_marker(folder, trainer.odb.run.loader.world_size, trainer.state.global_step)
         self._hashing.after(folder)
 
     def close(self, *, failed: bool = False) -> None:
@@ -913,7 +913,7 @@ class CheckpointSaver:
 
     def _begin(self, folder: Path) -> None:
         """Write this rank's state."""
-        run = self._trainer.odb_run
+        run = self._trainer.odb.run
         folder.mkdir(parents=True, exist_ok=True)
         (folder / HASHES.format(rank=self._trainer.args.process_index)).unlink(missing_ok=True)
         if self._marks:  # a checkpoint of this step that is written again is not whole until all is there

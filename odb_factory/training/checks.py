@@ -2,37 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import inspect
-import json
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sized
 from enum import Enum
 from importlib import metadata
 from typing import Any
 
-import numpy as np
-import torch
+from accelerate.utils import DistributedType
 from packaging.version import Version
-from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from odb_factory import memory
 from odb_factory.accounting.losses import IN_BATCH, in_batch_loss
 from odb_factory.comm.agreement import MayDiffer
 from odb_factory.config import ODBConfig
-from odb_factory.data.measure import IGNORE_INDEX
-from odb_factory.data.order import OF_MICRO_BATCH, OF_STEP, StockMean
 from odb_factory.errors import ConfigError, DataError
 from odb_factory.log import get_logger
 from odb_factory.memory import PeakMeter
-from odb_factory.model.check import shifts_labels, unwrapped
-from odb_factory.model.own_loss import counts_items
+from odb_factory.model.check import unwrapped
 from odb_factory.planning import Collation
-from odb_factory.training.oom import deepspeed_config, why_not_split
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What cannot work with online batches, refused in one line before the first step.
@@ -222,7 +212,7 @@ def _check_model_parallelism(trainer: Any) -> None:
     # HSDP: replicas of shards. The data-parallel ranks are all ranks, so the default group is theirs.
     replicas, shards = (getattr(parallelism, name, None) or 1 for name in ("dp_replicate_size", "dp_shard_size"))
     ranks = trainer.accelerator.num_processes
-    if replicas * shards not in (1, ranks) and trainer.odb_settings.process_group is None:
+    if replicas * shards not in (1, ranks) and trainer.odb.settings.process_group is None:
         raise ConfigError(
             f"parallelism_config: dp_replicate_size {replicas} x dp_shard_size {shards} is not the {ranks} ranks of "
             "this training, so its data-parallel ranks cannot be told; give them as enable_odb(process_group=...)."
@@ -249,6 +239,51 @@ def _check_offload(args: Any) -> None:
             "(without odb too, from gradient_accumulation_steps: 3 on); install "
             f"deepspeed>={SUMS_OFFLOADED_GRADIENTS}, use ZeRO-3, or remove offload_optimizer."
         )
+
+
+# oom: split
+
+
+def why_not_split(args: Any) -> str | None:
+    """Why one rank cannot take its micro-batches once more without the others; None: it can.
+
+    args: training arguments, which know the engine before there is a model.
+    """
+    if args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true"):
+        return "FSDP gathers parameters inside forward and backward, where the other ranks would wait for one for ever"
+    if getattr(args, "deepspeed_plugin", None) is not None:
+        return _why_not_split_zero(deepspeed_config(args))
+    engine = args.distributed_state.distributed_type
+    if engine != DistributedType.NO and not engine.name.startswith("MULTI_"):
+        return f"what {engine.name} does between the ranks inside forward and backward is not known here"
+    if args.torch_compile and args.world_size > 1:
+        return "torch_compile compiles DDP as a whole, with the reduction of gradients inside backward"
+    return None
+
+
+def deepspeed_config(args: Any) -> dict[str, Any]:
+    """The configuration of DeepSpeed in the training arguments, or given to `accelerate launch`; empty without it."""
+    if (given := getattr(args, "hf_deepspeed_config", None)) is not None:
+        return given.config
+    plugin = getattr(args, "deepspeed_plugin", None)
+    return {} if plugin is None else plugin.deepspeed_config
+
+
+def _why_not_split_zero(deepspeed: dict[str, Any]) -> str | None:
+    zero = deepspeed.get("zero_optimization", {})
+    stage = zero.get("stage", 0)
+    if stage == 1:
+        if zero.get("overlap_comm"):
+            return "DeepSpeed with `overlap_comm` reduces gradients inside backward (without it ZeRO-1 does not)"
+        if zero.get("cpu_offload") or (zero.get("offload_optimizer") or {}).get("device", "none") != "none":
+            return "gradients that DeepSpeed has offloaded cannot be dropped"
+        return None
+    if stage == 0:
+        return "with stage 0 DeepSpeed keeps sums of gradients that cannot be dropped (DDP trains the same)"
+    return (
+        f"DeepSpeed with ZeRO stage {stage} reduces gradients over the ranks inside each backward, and what it has "
+        "reduced of one that failed cannot be taken back (with stage 1 it could)"
+    )
 
 
 # Labels
@@ -305,215 +340,17 @@ def _origin(function: Any) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What stock makes the loss of an optimizer step of, and how a loss that the trainer computes weighs samples.
-
-LOOK_AT_THE_LOSS_ONLY = ("odb_factory.", "transformers.", "llamafactory.")
-"""Packages whose trainers, in training, read nothing but the loss of what a model returns."""
-
-
-def stock_mean(trainer: Any, loss: TrainerLoss | None, *, equal_weights: bool) -> StockMean:
-    """As the Trainer of transformers divides, whose line is named in the comments. loss: in place of the model's own.
-    equal_weights: of `enable_odb`; the loss is a mean of the trainer's own.
-
-    Models with a processor take no number of tokens under LLaMA-Factory, which sets `model_accepts_loss_kwargs`.
-    """
-    args, counts_tokens = trainer.args, trainer.model_accepts_loss_kwargs
-    if loss is not None and loss.is_smoother:
-        # The mean of a micro-batch. `training_step` divides it by the accumulation where no tokens are counted;
-        # `compute_loss` multiplies it by the number of processes where they are counted on all of them.
-        sums_up_to = 1 if args.average_tokens_across_devices else args.world_size
-        return StockMean("micro_batch", sums_up_to if counts_tokens else None, counts_first=not loss.shifts)
-    if loss is not None and not loss.takes_num_items:
-        # LLaMA-Factory's asft: its own `compute_loss` returns the mean of a micro-batch, and `training_step` does not
-        # divide what a loss function returns.
-        return StockMean("micro_batch", args.world_size, counts_first=False)
-    if loss is None and not counts_tokens:
-        return OF_MICRO_BATCH
-    if loss is None and not equal_weights and not counts_items(trainer.model):
-        # `training_step` does not divide the mean of a micro-batch by the accumulation: it takes it for a share of the
-        # optimizer step. So stock adds these means up.
-        sums_up_to = 1 if args.average_tokens_across_devices else args.world_size
-        return StockMean("micro_batch", sums_up_to, counts_first=False)
-    several_means = args.world_size > 1 and not args.average_tokens_across_devices
-    return StockMean("rank") if several_means else OF_STEP
-
-
-class TrainerLoss:
-    """The loss that a trainer computes from outputs and labels, in place of the model's own.
-
-    That is its `compute_loss_func` or, if there is none, its label smoother. Each returns the mean over the tokens of
-    what it is given, or their sum divided by `num_items_in_batch`. So that samples of a micro-batch weigh differently,
-    it is called once for the samples of each weight, with their part of the outputs and labels.
-
-    is_smoother: it is the label smoother. shifts: it compares each token with the label behind it.
-    takes_num_items: it is told by how many tokens to divide.
-    """
-
-    def __init__(self, trainer: Any):
-        self._trainer = trainer
-        self.is_smoother = trainer.compute_loss_func is None
-        self._place = "label_smoother" if self.is_smoother else "compute_loss_func"
-        function = getattr(trainer, self._place)
-        self.shifts = not self.is_smoother or shifts_labels(unwrapped(trainer.model))
-        parameters = inspect.signature(function).parameters.values()
-        self.takes_num_items = any(
-            one.name == "num_items_in_batch" or one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters
-        )
-        function = getattr(function, "func", function)  # of a functools.partial
-        self._name = f"compute_loss_func ({getattr(function, '__qualname__', type(function).__name__)})"
-        if self.is_smoother:
-            self._name = f"label_smoothing_factor: {trainer.args.label_smoothing_factor}"
-
-    @classmethod
-    def of(cls, trainer: Any) -> TrainerLoss | None:
-        """None where the loss is the model's own."""
-        return None if trainer.compute_loss_func is None and trainer.label_smoother is None else cls(trainer)
-
-    @contextlib.contextmanager
-    def weighing(self, row_weights: Sequence[float] | None, segments: Sequence[int], num_units: int) -> Iterator[None]:
-        """While `compute_loss` runs. row_weights, segments: of `MicroBatchLoss` and `Measured`; num_units: of the
-        micro-batch.
-
-        Raises `ConfigError` at the end where `compute_loss` has not used this loss.
-        """
-        function: Callable[..., Tensor] = getattr(self._trainer, self._place)
-        calls = 0
-
-        def weighed(outputs: Any, labels: Tensor, *args: Any, **kwargs: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            given = [(1 / num_units, (outputs, labels, *args))]
-            if row_weights is not None:
-                self._check_logits(outputs, labels)
-                given = _by_weight((outputs, labels, *args), labels, row_weights, segments)
-            losses = []
-            for weight, part in given:
-                predicted = part[1][:, 1:] if self.shifts else part[1]
-                num_items = (predicted != IGNORE_INDEX).sum()
-                more = {"num_items_in_batch": num_items} if "num_items_in_batch" in kwargs else {}
-                losses.append(function(*part, **kwargs | more) * (num_items * weight))
-            return sum(losses[1:], losses[0])
-
-        setattr(self._trainer, self._place, weighed)
-        try:
-            yield
-        finally:
-            setattr(self._trainer, self._place, function)
-        if not calls:
-            raise ConfigError(
-                f"{self._name}: compute_loss of {type(self._trainer).__name__} does not use it, and odb divides the "
-                "loss as the Trainer divides that one; leave it out."
-            )
-
-    def _check_logits(self, outputs: Any, labels: Tensor) -> None:
-        logits = outputs.get("logits") if isinstance(outputs, dict) else outputs[0]
-        if not isinstance(logits, Tensor) or logits.shape[:2] != labels.shape:
-            raise ConfigError(
-                f"{self._name}: the samples of a micro-batch have different weights here, and "
-                f"{type(unwrapped(self._trainer.model)).__name__} returns no logits of its rows (a fused kernel such "
-                "as Liger's computes the loss itself); turn the kernel off, or set `loss_scaling: exact`."
-            )
-
-
-def why_logits(trainer: Any) -> str | None:
-    """Why a micro-batch's logits are wanted beside the model's own loss; None where only the loss is."""
-    for kind in type(trainer).__mro__:
-        if "compute_loss" in vars(kind) and not kind.__module__.startswith(LOOK_AT_THE_LOSS_ONLY):
-            return f"compute_loss of {kind.__module__}.{kind.__qualname__} may read its outputs"
-    return None
-
-
-def _by_weight(
-    given: tuple[Any, ...], labels: Tensor, row_weights: Sequence[float], segments: Sequence[int]
-) -> list[tuple[float, tuple[Any, ...]]]:
-    """For each weight but 0 what is given of its samples: their rows or, of a flat micro-batch, their segments."""
-    weights = sorted(set(row_weights) - {0.0})
-    if segments:
-        ends = np.cumsum(segments)
-        places = [np.arange(end - length, end) for end, length in zip(ends, segments)]
-    else:
-        places = [np.array([row]) for row in range(len(row_weights))]
-    of_weight = [
-        np.concatenate([place for place, weight in zip(places, row_weights) if weight == one]) for one in weights
-    ]
-    order = torch.from_numpy(np.concatenate(of_weight))
-    sizes, dim, shape = list(map(len, of_weight)), 1 if segments else 0, labels.shape
-
-    def cut(value: Any) -> Sequence[Any]:
-        if isinstance(value, Tensor) and value.shape[:2] == shape:
-            return value.index_select(dim, order.to(value.device, non_blocking=True)).split(sizes, dim)
-        if isinstance(value, dict) and value:
-            return [type(value)(**dict(zip(value, part))) for part in zip(*map(cut, value.values()))]
-        if isinstance(value, tuple | list) and value:
-            return [type(value)(part) for part in zip(*map(cut, value))]
-        return [value] * len(sizes)
-
-    return list(zip(weights, cut(given)))
-
-
-@contextlib.contextmanager
-def without_average_tokens(args: Any) -> Iterator[None]:
-    """Within it the Trainer does not multiply a loss by the number of processes, which our weights do already."""
-    before = args.average_tokens_across_devices
-    args.average_tokens_across_devices = False
-    try:
-        yield
-    finally:
-        args.average_tokens_across_devices = before
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# What is said once at the start of a training about the model and its loss.
-
-
-DROPOUT_OF_ATTENTION = ("attention_dropout", "dropout")
-
-
-def say_what_differs(trainer: Any, *, counts_tokens: bool) -> None:
-    """Of the model and its loss what a user would not expect. counts_tokens: the loss is a mean over tokens."""
-    random = list(_dropouts(trainer.model))
-    if random:
-        name, rate = random[0]
-        more = f" and {len(random) - 1} more" if len(random) > 1 else ""
-        logger.info(
-            "dropout is active in the model (%s: %g%s): its random masks are drawn for each micro-batch, so losses "
-            "differ from stock's as with another seed",
-            name,
-            rate,
-            more,
-        )
-    loss = TrainerLoss.of(trainer) if counts_tokens else None
-    if loss is not None and not loss.shifts:
-        logger.warning(
-            "label_smoothing_factor: %g: transformers compares each token of a %s with its own label in place of the "
-            "next one, in stock training too; set it to 0",
-            trainer.args.label_smoothing_factor,
-            type(unwrapped(trainer.model)).__name__,
-        )
-
-
-def _dropouts(model: nn.Module) -> Iterator[tuple[str, float]]:
-    """Name and rate of all that draws random masks in training; attention modules keep theirs as a number."""
-    for name, module in model.named_modules():
-        keys = ("p",) if isinstance(module, _DropoutNd) else DROPOUT_OF_ATTENTION
-        rates = [vars(module).get(key) for key in keys]
-        yield from [(name, rate) for rate in rates if isinstance(rate, float) and rate > 0][:1]
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # Whether the ranks of a node write to the same folder.
 
 
-def compare_output_dirs(output_dir: str, gather: Callable[[bytes], list[bytes]]) -> None:
-    """Warn, in one line, where ranks of one node have different ones. Collective.
+def compare_output_dirs(output_dir: str, gather: Callable[[Any], list[Any]]) -> None:
+    """Warn, in one line, if ranks of one node have different ones. Collective.
 
-    A checkpoint would then lie in parts in several folders, and none could be gone on from. Nodes may have disks of
-    their own. gather: gives what each rank says to all ranks.
+    A checkpoint would then lie in parts in several folders, and none could be resumed. Nodes may have disks of their
+    own. gather: a message of each rank -> those of all ranks.
     """
-    mine = [socket.gethostname(), os.path.abspath(output_dir)]
     first: dict[str, tuple[int, str]] = {}
-    for rank, answer in enumerate(gather(json.dumps(mine).encode())):
-        node, folder = json.loads(answer)
+    for rank, (node, folder) in enumerate(gather([socket.gethostname(), os.path.abspath(output_dir)])):
         other, expected = first.setdefault(node, (rank, folder))
         if folder != expected:
             logger.warning(

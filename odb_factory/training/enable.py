@@ -19,6 +19,7 @@ from odb_factory.errors import ConfigError
 from odb_factory.memory import PeakMeter
 from odb_factory.planning import Collation
 from odb_factory.training.checks import check_arguments, check_dummy_media, check_methods, check_stream
+from odb_factory.training.run_start import ODBState
 from odb_factory.training.settings import ODBSettings
 from odb_factory.training.trainer import ODBTrainerMixin
 
@@ -70,7 +71,7 @@ def enable_odb(
     Outside of `train()` the trainer stays as it was: its dataset, its collator, its dataloaders.
     Raises `ConfigError` where a training argument cannot work with it. A second call is an error.
     """
-    if getattr(trainer, "odb_settings", None) is not None:
+    if getattr(trainer, "odb", None) is not None:
         raise ConfigError("enable_odb: this trainer has it already; call it once.")
     config = make_config(config, block)
     check_process_group(process_group)
@@ -84,7 +85,7 @@ def enable_odb(
         trainer.__class__ = type(stock.__name__, (ODBTrainerMixin, stock), {"__module__": stock.__module__})
     if world_size_of(process_group) > 1:
         lifeline_of(process_group, config.exchange_timeout_s)  # a rank that dies from here on ends the others
-    trainer.odb_settings = ODBSettings(
+    settings = ODBSettings(
         config=config,
         observer=observer,
         collation=collation,
@@ -99,6 +100,7 @@ def enable_odb(
         memory_meter=memory_meter,
         about=about or {},
     )
+    trainer.odb = ODBState(trainer, settings)
     return trainer
 
 

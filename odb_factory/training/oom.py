@@ -1,19 +1,37 @@
-"""Out of memory in a micro-batch: how it is told from other errors, what is said of it, and what is lowered for it."""
+"""Out of memory in a micro-batch: `oom: raise` names it and what to lower, `oom: split` cuts it in two."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Iterator
-from typing import Any
+import json
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from accelerate.utils import DistributedType
+from accelerate.utils.memory import clear_device_cache
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from odb_factory.accounting.losses import sum_of_losses, token_weights
+from odb_factory.accounting.step_accounting import Computing
+from odb_factory.comm.gloo import Exchange
 from odb_factory.config import ODBConfig
-from odb_factory.data.samples import Measured, MicroBatch
-from odb_factory.errors import ODBError, OutOfMemoryError
+from odb_factory.data.collate import Collated
+from odb_factory.data.samples import Measured, MicroBatch, Sample
+from odb_factory.errors import ConfigError, ODBError, OutOfMemoryError
+from odb_factory.log import get_logger
 from odb_factory.planning import Budget, Limits
+from odb_factory.training.run import ODBRun
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `MemoryWatch`: names the micro-batch that memory does not hold, and what to lower.
+
+logger = get_logger(__name__)
 
 SIGNS = ("out of memory", "DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
 """In the messages of accelerators without an error class of their own, of the CPU's allocator and of libraries that
@@ -23,60 +41,15 @@ GIB = 2**30
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory was short; not where an error of ours tells of it."""
+    """Whether memory was short; False for an error of ours that reports it."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
-    return (
-        isinstance(error, RuntimeError)
-        and not isinstance(error, ODBError)
-        and any(sign in str(error) for sign in SIGNS)
-    )
-
-
-def why_not_split(args: Any) -> str | None:
-    """Why one rank cannot take its micro-batches once more without the others; None: it can.
-
-    args: training arguments, which know the engine before there is a model.
-    """
-    if args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true"):
-        return "FSDP gathers parameters inside forward and backward, where the other ranks would wait for one for ever"
-    if getattr(args, "deepspeed_plugin", None) is not None:
-        return _why_not_split_zero(deepspeed_config(args))
-    engine = args.distributed_state.distributed_type
-    if engine != DistributedType.NO and not engine.name.startswith("MULTI_"):
-        return f"what {engine.name} does between the ranks inside forward and backward is not known here"
-    if args.torch_compile and args.world_size > 1:
-        return "torch_compile compiles DDP as a whole, with the reduction of gradients inside backward"
-    return None
-
-
-def deepspeed_config(args: Any) -> dict[str, Any]:
-    """The configuration of DeepSpeed in the training arguments, or given to `accelerate launch`; empty without it."""
-    if (given := getattr(args, "hf_deepspeed_config", None)) is not None:
-        return given.config
-    plugin = getattr(args, "deepspeed_plugin", None)
-    return {} if plugin is None else plugin.deepspeed_config
-
-
-def _why_not_split_zero(deepspeed: dict[str, Any]) -> str | None:
-    zero = deepspeed.get("zero_optimization", {})
-    stage = zero.get("stage", 0)
-    if stage == 1:
-        if zero.get("overlap_comm"):
-            return "DeepSpeed with `overlap_comm` reduces gradients inside backward (without it ZeRO-1 does not)"
-        if zero.get("cpu_offload") or (zero.get("offload_optimizer") or {}).get("device", "none") != "none":
-            return "gradients that DeepSpeed has offloaded cannot be dropped"
-        return None
-    if stage == 0:
-        return "with stage 0 DeepSpeed keeps sums of gradients that cannot be dropped (DDP trains the same)"
-    return (
-        f"DeepSpeed with ZeRO stage {stage} reduces gradients over the ranks inside each backward, and what it has "
-        "reduced of one that failed cannot be taken back (with stage 1 it could)"
-    )
+    is_ours = isinstance(error, ODBError)
+    return isinstance(error, RuntimeError) and not is_ours and any(sign in str(error) for sign in SIGNS)
 
 
 class MemoryWatch:
-    """Which micro-batches memory held, and what to lower where it does not hold one.
+    """Records which micro-batches memory held, and knows what to lower if it does not hold one.
 
     budget: as configured. can_split: `oom: split` would work here and is not set.
     """
@@ -86,7 +59,7 @@ class MemoryWatch:
         self._most_tokens = self._most_patches = 0
 
     def held(self, measured: Measured) -> None:
-        """Forward and backward of a micro-batch went through."""
+        """Memory held forward and backward of a micro-batch."""
         self._most_tokens = max(self._most_tokens, measured.rows * measured.length)
         self._most_patches = max(self._most_patches, measured.patches)
 
@@ -101,7 +74,7 @@ class MemoryWatch:
             raise self.error(micro_batch, measured, optimizer_step) from error
 
     def error(self, micro_batch: MicroBatch, measured: Measured, optimizer_step: int) -> OutOfMemoryError:
-        """What ends the training."""
+        """The error that ends the training."""
         return OutOfMemoryError(
             f"{self.what(micro_batch, measured, optimizer_step)}; {self._advice(micro_batch, measured)}."
         )
@@ -152,7 +125,7 @@ class MemoryWatch:
 
 
 def peak_memory(device: torch.device) -> str | None:
-    """Most memory that torch has held on the device, and what the device has; None where it does not tell."""
+    """Peak of torch's memory on the device, and the memory of the device; None if it cannot be read."""
     if device.type == "cpu":
         return None
     module = torch.get_device_module(device)
@@ -162,3 +135,320 @@ def peak_memory(device: torch.device) -> str | None:
     except (AttributeError, RuntimeError):
         return None
     return f"{peak / GIB:.2f} of {total / GIB:.2f} GiB on {device}"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `Part`: samples of a micro-batch that go through the model by themselves, because memory does not hold all of them.
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """samples: those collated, in the order of `whole.ids` from number `start` on; of an idle micro-batch the sample it
+    is run with.
+
+        first, second = Part(micro_batch, loader.samples_of(micro_batch)).cut(loader.budget)
+    """
+
+    whole: MicroBatch
+    samples: list[Sample]
+    start: int = 0
+
+    @property
+    def is_whole(self) -> bool:
+        return self.whole.idle or len(self.samples) == len(self.whole.ids)
+
+    @property
+    def micro_batch(self) -> MicroBatch:
+        """The micro-batch as if it had these samples alone; its figures of all ranks stay."""
+        if self.is_whole:
+            return self.whole
+        return self.whole.only(range(self.start, self.start + len(self.samples)))
+
+    def take(self, of_whole: Sequence[T]) -> tuple[T, ...]:
+        """The entries of these samples in a list with one entry for each sample of the whole."""
+        return tuple(of_whole[self.start : self.start + len(self.samples)])
+
+    def cut(self, budget: Budget) -> tuple[Part, Part]:
+        """Two parts of which the larger is as small as can be: by tokens or patches as collated, whichever is more.
+
+        There are two samples or more. budget: of the plan, which knows what the collator adds.
+        """
+        costs = [sample.cost for sample in self.samples]
+        rows, length, patches = budget.shape(costs)
+
+        def share(part: tuple[int, int, int]) -> float:
+            return max(part[0] * part[1] / (rows * length), part[2] / max(patches, 1))
+
+        at = min(range(1, len(costs)), key=lambda at: max(share(budget.shape(one)) for one in (costs[:at], costs[at:])))
+        return Part(self.whole, self.samples[:at], self.start), Part(self.whole, self.samples[at:], self.start + at)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The mean of gradients over the ranks, taken once an optimizer step when all of them have been computed.
+# DDP reduces them inside the last backward: a rank that fails in it leaves the others waiting and its own buckets half
+# done. Here the model inside DDP is trained on each rank by itself, and the same reduction follows. ZeRO-1 of DeepSpeed
+# reduces gradients when an accumulation ends: no backward is the last one here, and its own reduction follows.
+# Both classes have the same methods:
+#     local               the model to train, in place of the Trainer's
+#     alone()             around forward and backward of each micro-batch
+#     zero_grad()         drop the gradients of this rank
+#     has_gradient()      whether each parameter has a gradient on this rank: a text of 0 and 1
+#     synchronize(those of all ranks)     take the mean of gradients; collective
+
+BUCKET_BYTES = 25 * 2**20
+
+
+class ZeRO1:
+    """engine: of DeepSpeed, in ZeRO-1. accelerator: the Trainer's."""
+
+    def __init__(self, engine: Any, accelerator: Any):
+        self.local: nn.Module = engine
+        self._engine, self._accelerator = engine, accelerator
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        self._engine.set_gradient_accumulation_boundary(False)
+        self._accelerator.sync_gradients = False
+        try:
+            yield
+        finally:
+            self._accelerator.sync_gradients = True
+
+    def zero_grad(self) -> None:
+        self._engine.optimizer.zero_grad()
+
+    def has_gradient(self) -> str:
+        return ""
+
+    def synchronize(self, have_gradients: Sequence[str]) -> None:
+        """The optimizer's step too, which accelerate has the engine take with the last backward."""
+        self._engine.set_gradient_accumulation_boundary(True)
+        self._engine.allreduce_gradients()
+        self._engine.step()
+
+
+class DDP:
+    """model: the Trainer's wrapped model, on several ranks in DDP.
+
+    Raises `ConfigError` if several ranks train something else, or DDP with a communication hook.
+    """
+
+    def __init__(self, model: Any, world_size: int):
+        self.ddp = model if isinstance(model, DistributedDataParallel) else None
+        self.local: nn.Module = model if self.ddp is None else self.ddp.module
+        if self.ddp is None and world_size > 1:
+            raise ConfigError(
+                f"odb.oom: 'split' takes the mean of gradients in the place of DDP, and {world_size} ranks train a "
+                f"{type(model).__name__}; leave it out (raise)."
+            )
+        if getattr(self.ddp, "_comm_hooks", None):
+            raise ConfigError(
+                "odb.oom: 'split' takes the mean of gradients in the place of DDP, whose communication hook would not "
+                "be called; leave one of both out."
+            )
+        ignored: set[str] = getattr(self.ddp, "parameters_to_ignore", set())
+        self._parameters = [
+            parameter
+            for name, parameter in self.local.named_parameters()
+            if parameter.requires_grad and name not in ignored
+        ]
+        self._buffers = [buffer for name, buffer in self.local.named_buffers() if name not in ignored]
+
+    def alone(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def zero_grad(self) -> None:
+        self.local.zero_grad()
+
+    def has_gradient(self) -> str:
+        return "".join("01"[parameter.grad is not None] for parameter in self._parameters)
+
+    def synchronize(self, have_gradients: Sequence[str]) -> None:
+        """Afterwards a parameter that any rank has used has a gradient on all of them."""
+        if self.ddp is None or len(have_gradients) == 1:
+            return
+        gradients = []
+        for parameter, has in zip(self._parameters, zip(*have_gradients)):
+            if "1" in has:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                gradients.append(parameter.grad)
+        for bucket in _buckets(gradients):
+            self._average(bucket)
+        if self.ddp.broadcast_buffers:
+            for buffer in self._buffers:
+                dist.broadcast(buffer, dist.get_global_rank(self._group, 0), group=self._group)
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        assert self.ddp is not None
+        return self.ddp.process_group
+
+    def _average(self, bucket: list[Tensor]) -> None:
+        parts = [gradient.reshape(-1) for gradient in bucket]
+        flat = parts[0] if len(parts) == 1 else torch.cat(parts)
+        flat.div_(self._group.size())
+        dist.all_reduce(flat, group=self._group)
+        for gradient, mean in zip(bucket, flat.split([len(part) for part in parts])):
+            if mean.data_ptr() != gradient.data_ptr():
+                gradient.copy_(mean.view_as(gradient))
+
+
+def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Successive gradients of one type and device, at most BUCKET_BYTES together."""
+    bucket: list[Tensor] = []
+    num_bytes = 0
+    for gradient in gradients:
+        size = gradient.numel() * gradient.element_size()
+        fits = bucket and (gradient.dtype, gradient.device) == (bucket[0].dtype, bucket[0].device)
+        if bucket and not (fits and num_bytes + size <= BUCKET_BYTES):
+            yield bucket
+            bucket, num_bytes = [], 0
+        bucket.append(gradient)
+        num_bytes += size
+    if bucket:
+        yield bucket
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# `oom: split`: an optimizer step whose micro-batches are cut in two if memory does not hold them.
+# A backward that fails has added a part of its gradients. So the optimizer step is restarted: gradients are dropped,
+# and all its micro-batches so far are collated and computed again, the failing one in two parts. A rank does so by
+# itself, because no collective runs inside forward and backward: gradients are synchronised when every rank has
+# reported that its part of the optimizer step went through.
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """An optimizer step on this rank. parts: the pieces of each micro-batch; done: pieces computed since the last
+    restart of the step; losses: theirs. cuts, lowered: since the first attempt."""
+
+    parts: list[list[Part]] = field(default_factory=list)
+    done: list[list[Computing]] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
+    cuts: int = 0
+    lowered: Limits | None = None
+
+
+class SplitSteps:
+    """Takes the optimizer steps of a run. exchange: for the agreement of the ranks on each."""
+
+    def __init__(self, run: ODBRun, exchange: Exchange, watch: MemoryWatch):
+        self.run, self.exchange, self.watch = run, exchange, watch
+        self._synchronizer: DDP | ZeRO1 | None = None
+
+    def take(self, trainer: Any, model: Any, micro_batches: Iterator[Collated]) -> Tensor:
+        """Gradients of a whole optimizer step, synchronised; returns the sum of the losses of this rank.
+
+        Raises `OutOfMemoryError` where memory does not hold a sample alone, `CollectiveError` where another rank ended.
+        """
+        if self._synchronizer is None:
+            is_zero = trainer.accelerator.distributed_type == DistributedType.DEEPSPEED
+            self._synchronizer = ZeRO1(model, trainer.accelerator) if is_zero else DDP(model, self.exchange.world_size)
+        step = _Attempt()
+        for collated in micro_batches:
+            box = [collated]
+            del collated  # the box holds the only reference
+            micro_batch = box[0][0]
+            step.parts.append([Part(micro_batch, self.run.loader.samples_of(micro_batch))])
+            step.done.append([])
+            if not self._runs(trainer, step, step.parts[-1][0], box):
+                self._restart(trainer, step)
+            if not micro_batch.ends_optimizer_step:
+                trainer.control = trainer.callback_handler.on_substep_end(trainer.args, trainer.state, trainer.control)
+        self._agree(step)
+        for parts, done in zip(step.parts, step.done):
+            self.run.accounting.count(parts[0].whole, done)
+        return sum_of_losses(step.losses, skip_non_finite=trainer.args.logging_nan_inf_filter)
+
+    def close(self, *, failed: bool = False) -> None:
+        """Safe to call twice. failed: the training ends by an error."""
+        self.exchange.close(failed=failed)
+
+    def _restart(self, trainer: Any, step: _Attempt) -> None:
+        """Compute all parts of the micro-batches so far, until each went through."""
+        assert self._synchronizer is not None
+        while True:
+            self._synchronizer.zero_grad()
+            step.done, step.losses = [[] for _ in step.parts], []
+            if all(
+                self._runs(trainer, step, part, [self._collated(part)]) for parts in step.parts for part in [*parts]
+            ):
+                return
+
+    def _collated(self, part: Part) -> Collated:
+        began = time.perf_counter()
+        collated = self.run.loader.collate(part.micro_batch, part.samples)
+        self.run.loader.times.wait(time.perf_counter() - began)
+        return collated
+
+    def _runs(self, trainer: Any, step: _Attempt, part: Part, box: list[Collated]) -> bool:
+        """Forward and backward of a part; False if memory did not hold it, and it was cut in two.
+
+        The error refers to the frames that raised it, and these to what fills the memory: it is released after the
+        `except`.
+        """
+        assert self._synchronizer is not None
+        run, (micro_batch, measured, batch) = self.run, box.pop()
+        try:
+            weights = token_weights(part.whole, run.config.loss_scaling, run.loader.world_size)
+            run.begin_micro_batch(micro_batch, measured, batch, weights=part.take(weights), start=part.start)
+            with self._synchronizer.alone():
+                loss = trainer.odb_forward_backward(self._synchronizer.local, measured, [batch])
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            if len(part.samples) == 1:
+                raise self.watch.error(micro_batch, measured, run.optimizer_steps + 1) from error
+            what = self.watch.what(micro_batch, measured, run.optimizer_steps + 1)
+            _forget(error)
+        else:
+            assert run.accounting.computing is not None
+            step.done[micro_batch.index].append(run.accounting.computing)
+            run.accounting.computing = None
+            step.losses.append(loss)
+            self.watch.held(measured)
+            return True
+        del batch
+        run.accounting.computing = None
+        run.loader.times.forget()
+        clear_device_cache(garbage_collection=True)
+        step.cuts += 1
+        step.lowered = self.watch.lower(measured).least(step.lowered)
+        parts = step.parts[micro_batch.index]
+        at = parts.index(part)
+        parts[at : at + 1] = part.cut(run.loader.budget)
+        logger.warning("%s; oom: split: it is cut in two, and the optimizer step is restarted on this rank", what)
+        return False
+
+    def _agree(self, step: _Attempt) -> None:
+        """All ranks have gone through the optimizer step: lower budgets alike, synchronise gradients. Collective."""
+        assert self._synchronizer is not None
+        loader = self.run.loader
+        mine = {
+            "cuts": step.cuts,
+            "lowered": None if step.lowered is None else asdict(step.lowered),
+            "has_gradient": self._synchronizer.has_gradient(),
+        }
+        phase = f"optimizer step {self.run.optimizer_steps + 1}"
+        answers = [json.loads(answer) for answer in self.exchange.gather(json.dumps(mine).encode(), phase)]
+        before = loader.lowered
+        for answer in answers:
+            if answer["lowered"] is not None:
+                loader.lower(Limits(**answer["lowered"]))
+        if loader.lowered is not None and loader.lowered != before and loader.rank == 0:
+            patches = f" and {loader.lowered.max_patches} patches" if loader.lowered.max_patches is not None else ""
+            logger.warning(
+                "oom: split: later plans are made with budgets of %d tokens%s", loader.lowered.token_budget, patches
+            )
+        self.run.accounting.cut(sum(answer["cuts"] for answer in answers))
+        self._synchronizer.synchronize([answer["has_gradient"] for answer in answers])
+
+
+def _forget(error: BaseException | None) -> None:
+    """Release the local variables of all frames that an error and its causes went through."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__

@@ -43,15 +43,15 @@ class PreferenceMetrics(ABC):
 
     def _get_batch_loss_metrics(self, stock: Callable, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         loss, metrics = stock(*args, **kwargs)
-        run = self.trainer.odb_run
-        if run is None or run.computing is None:
+        computing = self.trainer.odb.computing
+        if computing is None:
             return loss, metrics
         stored = self.trainer._stored_metrics["train"]
         if not stored:  # they have been logged
             self.forget()
-        if run.computing.begins_step:
-            self._begin(run.computing.micro_batch.step)
-        self.add(run.computing, metrics)
+        if computing.begins_step:
+            self._begin(computing.micro_batch.step)
+        self.add(computing, metrics)
         stored.clear()
         stored.update({key: [value] for key, value in self.figures().items()})
         return loss, {}
@@ -97,7 +97,7 @@ class PairMetrics(PreferenceMetrics):
 
     def add(self, computing: Computing, metrics: dict[str, Any]) -> None:
         step = computing.micro_batch.step
-        of_step = step.num_stock_means if self.trainer.odb_run.config.loss_scaling == "stock" else step.units
+        of_step = step.num_stock_means if self.trainer.odb.run.config.loss_scaling == "stock" else step.units
         if computing.begins_step:
             self.total += of_step
         for key, value in metrics.items():

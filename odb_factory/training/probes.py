@@ -24,7 +24,7 @@ from transformers import Trainer, TrainerCallback
 
 from odb_factory.data.dataloader_parts import dismantle
 from odb_factory.errors import ConfigError
-from odb_factory.training.checks import without_average_tokens
+from odb_factory.training.trainer_loss import without_average_tokens
 
 LOSS = 3.0
 NUM_ITEMS = 8

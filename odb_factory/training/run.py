@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from torch import Tensor
 from transformers import TrainerCallback
 
-from odb_factory.accounting.losses import TokenLoss, token_weights
 from odb_factory.accounting.statistics import Lines, summary_line, write_summary
-from odb_factory.accounting.step_accounting import Computing, StepAccounting
+from odb_factory.accounting.step_accounting import StepAccounting
 from odb_factory.config import ResolvedConfig
-from odb_factory.data.collate import Collated
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.measure import IGNORE_INDEX
-from odb_factory.data.samples import Measured, MicroBatch, OptimizerStep, Part
+from odb_factory.data.samples import Measured, MicroBatch, OptimizerStep
 from odb_factory.errors import CollectiveError, ConfigError, one_line
 from odb_factory.log import get_logger
 from odb_factory.planning import Limits
-from odb_factory.training.checks import TrainerLoss
 from odb_factory.training.fill_schedule import FillSchedule
-from odb_factory.training.oom import MemoryWatch
 from odb_factory.version import installed_version
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -70,8 +64,8 @@ class RunLog(TrainerCallback):
             "event": "begin",
             "time": round(time.time(), 3),
             "optimizer_steps": state.global_step,
-            "max_steps": self.trainer.odb_run.total_steps,
-            "ranks": self.trainer.odb_run.loader.world_size,
+            "max_steps": self.trainer.odb.run.total_steps,
+            "ranks": self.trainer.odb.run.loader.world_size,
             "arguments": {name: value for name, value in given.items() if value not in (None, "", [])},
             "about": {"model": _model_of(self.trainer), "device": _device(args), **self.about},
             "versions": {name: installed_version(name) for name in PACKAGES if installed_version(name)},
@@ -81,15 +75,15 @@ class RunLog(TrainerCallback):
         """The first line: by now budget and layout are settled, and nothing of the training is refused any more."""
         if self._begin is not None:
             begin, self._begin = self._begin, None
-            layout = self.trainer.odb_layout
-            begin["config"] = self.trainer.odb_run.config.to_dict()
+            layout = self.trainer.odb.layout
+            begin["config"] = self.trainer.odb.run.config.to_dict()
             begin["layout"] = None if layout is None else {"name": layout.name, "reason": layout.reason}
             if "rows_of" in begin["about"] and not self._is_over:
                 begin["about"]["rows_of"] = _in_file(begin["about"]["rows_of"], Path(args.output_dir))
             self._write(begin, args.output_dir)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        run = self.trainer.odb_run
+        run = self.trainer.odb.run
         line = {
             "event": "log",
             "time": round(time.time(), 3),
@@ -167,20 +161,12 @@ class RunLength:
     max_steps: int | None
 
 
-class StepSplitter(Protocol):
-    """Takes the optimizer steps of a run and cuts micro-batches that run out of memory (`oom: split`)."""
-
-    def take(self, trainer: Any, model: Any, micro_batches: Iterator[Collated]) -> Tensor: ...
-
-    def close(self, *, failed: bool = False) -> None: ...
-
-
 class ODBRun:
     """One call of `train()`. Its optimizer steps are counted by `accounting`, those before a resume included.
 
     fill: estimates of the number of optimizer steps; None with kept steps, whose number is known. budgets: those chosen
     for `auto`. step: the optimizer step taken last. looks_at_labels: units are labels that carry loss, so that they can
-    be counted in the collated rows. trainer_loss: in place of the model's own.
+    be counted in the collated rows.
     """
 
     def __init__(
@@ -190,11 +176,9 @@ class ODBRun:
         length: RunLength,
         output_dir: str | Path,
         *,
-        memory: MemoryWatch,
         is_shuffled: bool = False,
         accumulation: int = 1,
         looks_at_labels: bool = True,
-        trainer_loss: TrainerLoss | None = None,
     ):
         self.loader, self.config, self.length, self.output_dir = loader, config, length, Path(output_dir)
         self.accounting = StepAccounting(loader, config, output_dir if config.audit else None, left_out_dir=output_dir)
@@ -203,16 +187,9 @@ class ODBRun:
             self.fill = FillSchedule(loader, config, length.epochs, length.max_steps, accumulation, is_shuffled)
         self.budgets: dict[str, int | None] = {}
         self.step: OptimizerStep | None = None
-        self.memory = memory
-        self.split: StepSplitter | None = None
-        self._looks_at_labels, self._trainer_loss = looks_at_labels, trainer_loss
+        self._looks_at_labels = looks_at_labels
         self._anew: tuple[int, int] | None = None
         self._epochs_before = 0.0
-
-    @property
-    def computing(self) -> Computing | None:
-        """The micro-batch in forward and backward."""
-        return self.accounting.computing
 
     # How long it is
 
@@ -273,35 +250,25 @@ class ODBRun:
     # Its steps
 
     def begin_micro_batch(
-        self, micro_batch: MicroBatch, measured: Measured, batch: Any, part: Part | None = None
+        self,
+        micro_batch: MicroBatch,
+        measured: Measured,
+        batch: Any,
+        *,
+        weights: Sequence[float] | None = None,
+        start: int = 0,
     ) -> None:
-        """Its forward comes next; until `accounting.end` its loss is made as `computing` says.
+        """Its forward comes next; until `accounting.end` its loss is made as `accounting.computing` says.
 
-        part: of which it is the micro-batch, if it is not a whole one.
+        weights, start: of a part of a micro-batch, as `StepAccounting.begin` takes them.
         """
         labels = batch.get("labels") if self._looks_at_labels and isinstance(batch, Mapping) else None
         self.step = micro_batch.step
         if self.fill is not None and micro_batch.index == 0:
             self.fill.advance(self.optimizer_steps + 1, self.epoch)
-        weights = None
-        if part is not None and not part.is_whole:
-            weights = part.take(token_weights(part.whole, self.config.loss_scaling, self.loader.world_size))
-        start = 0 if part is None else part.start
         computing = self.accounting.begin(micro_batch, measured, labels, weights=weights, start=start)
         if labels is not None and (supervised := int((labels[:, 1:] != IGNORE_INDEX).sum())) == measured.units:
             computing.num_supervised = supervised
-
-    def weighing(self, token_loss: TokenLoss) -> contextlib.AbstractContextManager[None]:
-        """Within it the loss of the micro-batch under way is the weighted mean over its tokens. token_loss: of the
-        model as trained."""
-        assert self.computing is not None
-        computing, row_weights = self.computing, self.computing.loss.row_weights
-        segments = computing.measured.segments
-        if self._trainer_loss is not None:
-            return self._trainer_loss.weighing(row_weights, segments, computing.num_items)
-        if row_weights is None and computing.num_supervised is None:
-            return contextlib.nullcontext()
-        return token_loss.weighing(row_weights, segments, computing.num_items, computing.num_supervised)
 
     # Its state and its end
 
@@ -352,13 +319,9 @@ class ODBRun:
         """The training has failed on this rank: tell the others, unless they know, and end everything here."""
         if not isinstance(error, CollectiveError):
             self.loader.abort(one_line(error))
-        if self.split is not None:
-            self.split.close(failed=True)
         self.close()
 
     def close(self) -> None:
         """End worker processes and files; safe to call twice."""
         self.loader.close()
-        if self.split is not None:
-            self.split.close()
         self.accounting.close()

@@ -1,37 +1,64 @@
-"""Make the run of a training: as its settings say, and once the model is wrapped as what is checked then allows."""
+"""`trainer.odb`: the settings of `enable_odb` and, during `train()`, the run; how a run is made and settled."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch.utils.data import IterableDataset
+import datasets
+from accelerate.utils import DistributedType
+from torch.utils.data import IterableDataset, RandomSampler
 from transformers import TrainerCallback
 
-from odb_factory.accounting.step_accounting import say_what_to_expect
+from odb_factory.accounting.losses import TokenLoss
+from odb_factory.accounting.step_accounting import Computing, say_what_to_expect
+from odb_factory.comm.gloo import Exchange, gather_once
+from odb_factory.comm.process_group import make_coordinator
 from odb_factory.config import BUDGETS, ODBConfig, ResolvedConfig
+from odb_factory.data.collate import Collated
+from odb_factory.data.dataloader_parts import DataLoaderParts, dismantle, unwrap
+from odb_factory.data.loader import ODBLoader
+from odb_factory.data.observe import PATCHES_KEY, ItemObserver
+from odb_factory.data.progress import OptimizerStepRule
 from odb_factory.data.trial import trial_batches
+from odb_factory.data.worker import Picklable
 from odb_factory.log import get_logger
-from odb_factory.model.check import Layout, check_rows, fall_back, models_of, of_batches, resolve_layout
+from odb_factory.model.check import (
+    Layout,
+    Runs,
+    Trial,
+    check_rows,
+    fall_back,
+    models_of,
+    not_right,
+    of_batches,
+    of_flat_batch,
+    resolve_layout,
+)
+from odb_factory.model.unpad import FlatRows, UnpadDoor
+from odb_factory.planning import Collation
 from odb_factory.training import checkpoint
 from odb_factory.training.auto_budget import choose_budgets
-from odb_factory.training.checkpoint import RANK_FILE, by_rank, read_states
-from odb_factory.training.checks import check_hooks
-from odb_factory.training.run import ODBRun
+from odb_factory.training.checkpoint import RANK_FILE, CheckpointSaver, by_rank, read_states
+from odb_factory.training.checks import check_hooks, of_trainer, why_not_split
+from odb_factory.training.oom import MemoryWatch, SplitSteps
+from odb_factory.training.run import ODBRun, RunLength
+from odb_factory.training.settings import ODBSettings
+from odb_factory.training.trainer_loss import TrainerLoss, stock_mean, why_logits
 
-if TYPE_CHECKING:
-    from odb_factory.training.settings import ODBSettings
-
+logger = get_logger(__name__)
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Training arguments that are others while odb trains.
-# The Trainer's own accumulation is 1, so that what it counts are optimizer steps, and it skips no batches after a
-# resume, for the loader stands where it has to. It makes no pass over all data beforehand, to count tokens or to sort
-# by length. Checkpoints and experiment trackers are shown the arguments as they were given, and DeepSpeed's engine is
-# made for an accumulation of 1 as well.
+# Training arguments that have other values while odb trains.
+# The Trainer's accumulation is 1, so that it counts optimizer steps, and it skips no batches after a resume, because
+# the loader starts at the right place. It makes no pass over all data beforehand, to count tokens or to sort by length.
+# Checkpoints and experiment trackers are shown the user's arguments, and DeepSpeed's engine is made for an accumulation
+# of 1 as well.
 
 GAS, TRAIN_BATCH, MICRO_BATCH = "gradient_accumulation_steps", "train_batch_size", "train_micro_batch_size_per_gpu"
 RUNNING = {
@@ -41,11 +68,11 @@ RUNNING = {
     "group_by_length": False,
 }
 SAMPLING = "train_sampling_strategy"
-"""What `group_by_length` is in transformers 5, one of several."""
+"""Replaces `group_by_length` in transformers 5."""
 
 
 class RunArguments:
-    """accumulation, counts_tokens: `gradient_accumulation_steps`, `include_tokens_per_second` as they were given."""
+    """accumulation, counts_tokens: the user's `gradient_accumulation_steps` and `include_tokens_per_second`."""
 
     def __init__(self, trainer: Any):
         self._args, self._world_size = trainer.args, trainer.args.world_size
@@ -77,7 +104,7 @@ class RunArguments:
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
-        """Within it they are as they were given."""
+        """Within it they are as the user gave them."""
         self.show()
         try:
             yield
@@ -94,7 +121,7 @@ class RunArguments:
 
 
 class HideArguments(TrainerCallback):
-    """The last callback: at the begin of the training the others have seen the arguments as they were given."""
+    """The last callback: when training begins the others have seen the user's arguments."""
 
     def __init__(self, arguments: RunArguments):
         self.arguments = arguments
@@ -116,21 +143,61 @@ def _deepspeed_configs(trainer: Any) -> list[dict[str, Any]]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The budgets of a run where the config says `auto`: from its checkpoint, or to be chosen when the model is wrapped.
-
-logger = get_logger(__name__)
+# The dataloader that a run takes apart, with the columns that costs are counted from.
 
 
-def first_config(config: ODBConfig, folder: str | None, rank: int, ranks: int) -> tuple[ResolvedConfig, bool]:
+class KeepColumns:
+    """A collator that is given the columns which the Trainer would not have removed."""
+
+    def __init__(self, collate_fn: Callable, columns: Sequence[str]):
+        self.collate_fn, self.columns = collate_fn, tuple(columns)
+
+    def __call__(self, items: Sequence[Mapping[str, Any]]) -> Any:
+        return self.collate_fn([{key: item[key] for key in self.columns if key in item} for item in items])
+
+
+@dataclass(frozen=True)
+class Source:
+    """stock: the train dataloader that the Trainer would use; whole: the same with all columns of the dataset, or
+    None."""
+
+    stock: Any
+    whole: Any = None
+
+    @staticmethod
+    def lacks_columns(stock: Any, train_dataset: Any, cost_fn: Callable | None) -> bool:
+        """Whether the Trainer removes columns of `train_dataset` that costs are counted from."""
+        found = unwrap(stock).dataset
+        if not isinstance(found, datasets.Dataset) or not isinstance(train_dataset, datasets.Dataset):
+            return False
+        removed = set(train_dataset.column_names) - set(found.column_names)
+        return PATCHES_KEY in removed or (cost_fn is not None and bool(removed))
+
+    def parts(self, seed: int, stream: Any) -> DataLoaderParts:
+        """The parts of the dataloader; the collator gets the columns of `stock` alone."""
+        parts = dismantle(self.stock if self.whole is None else self.whole, seed, stream=stream)
+        if self.whole is None:
+            return parts
+        kept: Any = unwrap(self.stock).dataset
+        return dataclasses.replace(parts, collate_fn=KeepColumns(parts.collate_fn, kept.column_names))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The budgets of a run if the config says `auto`: from its checkpoint, or chosen when the model is wrapped.
+
+
+def first_config(config: ODBConfig, folder: Path | None, rank: int, ranks: int) -> tuple[ResolvedConfig, bool]:
     """The config to begin with, and whether its budgets are those to train with.
 
-    folder: the checkpoint that is gone on from, whose budgets are kept. Else they stand for ones that are not known
-    yet: each sample is a micro-batch of its own, so that little is read before there are better ones.
+    folder: the checkpoint that is resumed, whose budgets are kept. Without one, each sample is a micro-batch until the
+    budgets are chosen, so that little is read before.
     """
     if not config.has_auto:
         return config.resolved(), True
     asked = config.auto_keys
-    kept = {} if folder is None else _kept(Path(folder), rank, ranks)
+    kept: dict[str, int | None] = {}
+    if folder is not None and by_rank(folder, RANK_FILE):  # else written without odb; damage is reported by `load`
+        kept = read_states(folder, rank, ranks)[0].run.get("budgets", {})
     if set(asked) <= kept.keys():
         chosen = {key: kept[key] for key in asked}
         logger.info(
@@ -140,96 +207,245 @@ def first_config(config: ODBConfig, folder: str | None, rank: int, ranks: int) -
         return config.resolved(**chosen), True
     least = max(config.pad_to_multiple_of or 1, *(config.length_buckets or ()), 1)
     stand_in: dict[str, int | None] = {"token_budget": least, "max_patches": None}
-    return dataclasses.replace(
-        config.resolved(**{key: stand_in[key] for key in asked}), overlong="singleton", buffer_size=1
-    ), False
-
-
-def _kept(folder: Path, rank: int, ranks: int) -> dict[str, int | None]:
-    """What a checkpoint says; nothing where it was written without odb. What is damaged is told when it is loaded."""
-    if not by_rank(folder, RANK_FILE):
-        return {}
-    kept: dict[str, int | None] = read_states(folder, rank, ranks)[0].run.get("budgets", {})
-    return kept
+    resolved = config.resolved(**{key: stand_in[key] for key in asked})
+    return dataclasses.replace(resolved, overlong="singleton", buffer_size=1), False
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-class RunStart:
-    """Begins the run of one `train()`, and once more where its layout or its budgets turn out otherwise.
+class ODBState:
+    """odb on one trainer: `trainer.odb`.
 
-    trainer: an `ODBTrainerMixin`, whose `odb_run`, `odb_layout` and `odb_is_unchecked` it sets. stock: its train
-    dataloader; source: the same with all columns of the dataset, where they are needed.
-    config: of the run, whose budgets are numbers. lacks_budgets: they only stand for ones that are to be chosen.
+    settings: the arguments of `enable_odb`. before_step: called with the model and all micro-batches of an optimizer
+        step before the first is trained on, which are in memory together then; None: they come one by one.
+    During `train()`, else None:
+    run: its loader, length and figures. arguments: the training arguments that it changes. checkpoint: the folder that
+        it resumes. layout: of its micro-batches; is_unchecked: it is flat, and not yet checked. saver: of checkpoints.
+    memory: names micro-batches that do not fit. split: takes the optimizer steps with `oom: split`.
+    trial_units: units of a micro-batch that is only tried (`auto`). lacks_budgets: those of the config stand for
+        budgets that are not chosen yet. trainer_loss: computed by the trainer in place of the model's own.
     """
 
-    def __init__(self, trainer: Any, source: Any, stock: Any):
-        self._trainer, self._source, self._stock = trainer, source, stock
-        self._settings: ODBSettings = trainer.odb_settings
-        self._arguments: RunArguments = trainer.odb_arguments
-        self.config, is_chosen = first_config(
-            self._settings.config, trainer.odb_checkpoint, trainer.args.process_index, trainer.args.world_size
-        )
-        self.lacks_budgets = not is_chosen
+    def __init__(self, trainer: Any, settings: ODBSettings):
+        self.trainer, self.settings = trainer, settings
+        self.end()
 
-    def first(self) -> ODBRun:
-        """As the settings say."""
+    def end(self) -> None:
+        """Forget the run."""
+        self.before_step: Callable[[Any, Sequence[Collated]], None] | None = None
+        self.run: ODBRun | None = None
+        self.arguments: RunArguments | None = None
+        self.saver: CheckpointSaver | None = None
+        self.checkpoint: Path | None = None
+        self.layout: Layout | None = None
+        self.is_unchecked = False
+        self.memory: MemoryWatch | None = None
+        self.split: SplitSteps | None = None
+        self.trial_units: int | None = None
+        self.lacks_budgets = False
+        self.trainer_loss: TrainerLoss | None = None
+        self._source: Source | None = None
+        self._token_loss: TokenLoss | None = None
+        self._doors: list[UnpadDoor] = []
+
+    @property
+    def computing(self) -> Computing | None:
+        """The micro-batch in forward and backward; None outside of training."""
+        return None if self.run is None else self.run.accounting.computing
+
+    def gather(self, content: Any) -> list[Any]:
+        """The contents (JSON types) of all ranks, in rank order. Collective."""
+        timeout_s = self.settings.config.exchange_timeout_s
+        return [json.loads(answer) for answer in gather_once(json.dumps(content).encode(), timeout_s)]
+
+    # The run
+
+    def begin(self, source: Source) -> ODBRun:
+        """Make the run as the settings say. Its budgets and its layout are settled when the model is wrapped."""
+        args, self._source = self.trainer.args, source
+        config, is_chosen = first_config(self.settings.config, self.checkpoint, args.process_index, args.world_size)
+        self.lacks_budgets = not is_chosen
         layout = resolve_layout(
-            models_of(self._trainer),
-            self._settings.config.layout,
-            self._trainer.args,
-            refused=self._settings.not_flat,
-            is_stream=isinstance(self._trainer.train_dataset, IterableDataset),
+            models_of(self.trainer),
+            self.settings.config.layout,
+            args,
+            refused=self.settings.not_flat,
+            is_stream=isinstance(self.trainer.train_dataset, IterableDataset),
         )
-        run = self._begin(layout)
+        run = self._make_run(layout, config)
         logger.info("layout: %s (%s)", layout.name, layout.reason)
         return run
 
-    def checked(self) -> ODBRun:
-        """The run to take the first optimizer step with: the one that has begun, or one in its place that has the
-        padded layout, or the budgets that the memory allows."""
-        check_hooks(self._trainer)
-        run = self._with_checked_layout()
+    def settle(self) -> ODBRun:
+        """The run of the first optimizer step: the one that has begun, or another in its place if a flat layout is not
+        right for the model, or with budgets chosen by its memory. The model is wrapped."""
+        assert self.run is not None and self.layout is not None
+        check_hooks(self.trainer)
+        loader, configured = self.run.loader, self.settings.config
+        if self.is_unchecked and loader.has_rows:
+            why = self._check_layout(lambda: of_batches(*trial_batches(loader)))
+            if why is not None:
+                self._replace_run(fall_back(self.layout, configured.layout, why), self.run.config)
+        if self.lacks_budgets:
+            budgets = choose_budgets(self.trainer, self.run.loader, configured, self.settings.memory_meter)
+            self.lacks_budgets = False
+            self._replace_run(self.layout, configured.resolved(**dataclasses.asdict(budgets)))
+        return self.run
+
+    def check_first_batch(self, batch: Any, segments: tuple[int, ...]) -> None:
+        """Check a flat layout by the first micro-batch, if rows cannot be read by their number. segments: of its
+        samples. Raises `ConfigError` if the layout is not right for the model."""
+        why = self._check_layout(lambda: of_flat_batch(batch, segments)) if self.is_unchecked else None
+        if why is not None:
+            raise not_right(why)
+
+    def _check_layout(self, make: Callable[[], Trial]) -> str | None:
+        self.is_unchecked, trainer = False, self.trainer
+        runs = Runs(trainer.model_wrapped, trainer._prepare_inputs, self.gather, trainer.compute_loss_context_manager)
+        return check_rows(runs, make)
+
+    def _replace_run(self, layout: Layout, config: ResolvedConfig) -> None:
+        before = self.run
+        assert before is not None
+        before.close()
+        if self.split is not None:
+            self.split.close()
+            self.split = None
+        run = self._make_run(layout, config)
+        if run.fill is not None and before.fill is not None:
+            run.fill.take_over(before.fill, self.trainer.optimizer, self.trainer.lr_scheduler)
         if not self.lacks_budgets:
-            return run
-        chosen = choose_budgets(self._trainer, run.loader, self._settings.config, self._settings.memory_meter)
-        self.config = self._settings.config.resolved(**dataclasses.asdict(chosen))
-        self.lacks_budgets = False
-        return self._again(self._trainer.odb_layout)
+            say_what_to_expect(run.loader, run.config, run.loader.first_planned)
 
-    def _with_checked_layout(self) -> ODBRun:
-        run: ODBRun = self._trainer.odb_run
-        if not self._trainer.odb_is_unchecked or not run.loader.has_rows:
-            return run
-        self._trainer.odb_is_unchecked = False
-        why = check_rows(self._trainer.odb_runs(), lambda: of_batches(*trial_batches(run.loader)))
-        if why is None:
-            return run
-        return self._again(fall_back(self._trainer.odb_layout, self._settings.config.layout, why))
-
-    def _begin(self, layout: Layout) -> ODBRun:
-        """A run that stands where it begins or goes on, its first plan made."""
-        trainer = self._trainer
-        trainer.odb_layout = layout
-        with self._arguments.shown():
-            run = self._settings.make_run(trainer, self._source, self._stock, layout, self.config)
-            trainer.odb_run, trainer.odb_is_unchecked = run, layout.name == "flat"
-        if self._settings.config.has_auto:
-            run.budgets = {key: getattr(self.config, key) for key in BUDGETS}
-        if trainer.odb_checkpoint is not None:
-            checkpoint.load(run, Path(trainer.odb_checkpoint), trainer.odb_gather_json)
+    def _make_run(self, layout: Layout, config: ResolvedConfig) -> ODBRun:
+        """A run at its start, or where its checkpoint left it, with its first plan made."""
+        trainer, settings, args = self.trainer, self.settings, self.trainer.args
+        assert self.arguments is not None and self._source is not None
+        self.layout = layout
+        with self.arguments.shown():
+            # 1. the loader, from the parts of the Trainer's dataloader
+            seed = next(seed for seed in (config.seed, args.data_seed, args.seed) if seed is not None)
+            parts = self._source.parts(seed, trainer.train_dataset)
+            # The Trainer wraps its collator to remove columns from items.
+            collator = getattr(parts.collate_fn, "data_collator", parts.collate_fn)
+            pads_to = getattr(collator, "pad_to_multiple_of", None) or 1
+            self.trainer_loss = None if settings.equal_weights else TrainerLoss.of(trainer)
+            loader = ODBLoader(
+                parts,
+                config,
+                observer=settings.observer
+                or ItemObserver(
+                    Picklable(parts.collate_fn, "collate_fn"),
+                    cost_fn=settings.cost_fn,
+                    patch_size=settings.patch_size,
+                    loss_scaling=config.loss_scaling,
+                ),
+                rule=OptimizerStepRule(
+                    batch_size=parts.batch_size,
+                    accumulation=args.gradient_accumulation_steps,
+                    drop_last=parts.drop_last,
+                    stock_mean=stock_mean(trainer, self.trainer_loss, equal_weights=settings.equal_weights),
+                    equal_weights=settings.equal_weights,
+                ),
+                collation=settings.collation or Collation(pad_to_multiple_of=pads_to),
+                layout=layout.name,
+                with_boundaries=layout.with_boundaries,
+                coordinator=make_coordinator(settings.process_group, config.exchange_timeout_s),
+                agree_on={**of_trainer(trainer), **settings.agree_on},
+                rows_from=settings.rows_from,
+                patch_size=settings.patch_size,
+                measure=settings.measure,
+                seed=seed,
+            )
+            # 2. the run
+            counts_steps = args.max_steps > 0
+            run = self.run = ODBRun(
+                loader,
+                config,
+                RunLength(None if counts_steps else args.num_train_epochs, args.max_steps if counts_steps else None),
+                args.output_dir,
+                accumulation=args.gradient_accumulation_steps,
+                looks_at_labels=not settings.equal_weights,
+                is_shuffled=getattr(parts.sampler, "shuffle", isinstance(parts.sampler, RandomSampler)),
+            )
+            self.is_unchecked = layout.name == "flat"
+            # 3. what happens if memory is short
+            is_split = config.oom == "split"
+            can_split = not is_split and config.row_multiple == 1 and why_not_split(args) is None
+            self.memory = MemoryWatch(config, loader.budget, args.device, can_split=can_split)
+            if is_split:
+                exchange = Exchange(settings.process_group, config.exchange_timeout_s)
+                self.split = SplitSteps(run, exchange, self.memory)
+        if settings.config.has_auto:
+            run.budgets = {key: getattr(config, key) for key in BUDGETS}
+        # 4. where a checkpoint left it, and the first plan
+        if self.checkpoint is not None:
+            checkpoint.load(run, self.checkpoint, self.gather)
         if not run.finished:
             run.loader.begin()
         return run
 
-    def _again(self, layout: Layout) -> ODBRun:
-        """In the place of the run that has begun."""
-        trainer, run = self._trainer, self._trainer.odb_run
-        run.close()
-        again = self._begin(layout)
-        if again.fill is not None and run.fill is not None:
-            again.fill.take_over(run.fill, trainer.optimizer, trainer.lr_scheduler)
-        if not self.lacks_budgets:
-            say_what_to_expect(again.loader, again.config, again.loader.first_planned)
-        return again
+    def close(self, error: BaseException | None = None) -> None:
+        """End the run, its worker processes and its files. error: the training has failed on this rank."""
+        failed = error is not None
+        if self.run is not None and error is not None:
+            self.run.abort(error)
+        if self.split is not None:
+            self.split.close(failed=failed)
+        if self.saver is not None:
+            self.saver.close(failed=failed)
+        if self.run is not None:
+            self.run.close()
+        if self.layout is not None:
+            self.layout.undo()
+        self.end()
+
+    # A micro-batch
+
+    @contextlib.contextmanager
+    def flat(self, rows: FlatRows) -> Iterator[None]:
+        """Every model that sees the batch computes these rows in place of its own."""
+        self._doors = self._doors or [UnpadDoor(model) for model in models_of(self.trainer)]
+        with contextlib.ExitStack() as doors:
+            for door in self._doors:
+                doors.enter_context(door.flat(rows))
+            yield
+
+    @contextlib.contextmanager
+    def gradients_summed(self, model: Any, *, is_last: bool) -> Iterator[None]:
+        """Gradients add up on each rank, and are synchronised with those of the last micro-batch, as in the Trainer."""
+        accelerator = self.trainer.accelerator
+        is_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
+        if is_deepspeed:  # newer releases of accelerate do the same by `sync_gradients`
+            model.set_gradient_accumulation_boundary(is_last)
+        syncs = is_last or is_deepspeed or accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+        if self.trainer.is_fsdp_enabled and self.arguments is not None and self.arguments.accumulation == 1:
+            syncs = True  # it would hold whole gradients, for which stock training needs no memory
+        accelerator.sync_gradients = is_last
+        try:
+            with contextlib.nullcontext() if syncs else accelerator.no_sync(model=model):
+                yield
+        finally:
+            accelerator.sync_gradients = True
+
+    def weighing(self, model: Any) -> contextlib.AbstractContextManager[None]:
+        """Within it the loss of the current micro-batch is the weighted mean over its tokens, also in a
+        trial, which needs the same memory. model: as trained."""
+        computing, own = self.computing, self.trainer_loss
+        if computing is None:
+            assert self.trial_units is not None
+            if self.settings.equal_weights or own is not None:
+                return contextlib.nullcontext()
+            return self._loss_of(model).weighing(None, (), self.trial_units)
+        row_weights, segments = computing.loss.row_weights, computing.measured.segments
+        if own is not None:
+            return own.weighing(row_weights, segments, computing.num_items)
+        if row_weights is None and computing.num_supervised is None:
+            return contextlib.nullcontext()
+        return self._loss_of(model).weighing(row_weights, segments, computing.num_items, computing.num_supervised)
+
+    def _loss_of(self, model: Any) -> TokenLoss:
+        if self._token_loss is None:
+            self._token_loss = TokenLoss(model, self.settings.config.loss_scaling, why_logits(self.trainer))
+        return self._token_loss

@@ -9,46 +9,37 @@ the Trainer is probed before training (`probes.py`).
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import DistributedType
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from odb_factory.accounting.losses import TokenLoss, in_float32, sum_of_losses
+from odb_factory.accounting.losses import in_float32, sum_of_losses
 from odb_factory.accounting.step_accounting import say_what_to_expect
-from odb_factory.comm.gloo import gather_once, world_size_of
+from odb_factory.comm.gloo import world_size_of
 from odb_factory.comm.lifeline import lifeline_of
 from odb_factory.data.collate import Collated
 from odb_factory.data.layout import UNPADDED
-from odb_factory.data.samples import OptimizerStep
+from odb_factory.data.samples import Measured, OptimizerStep
 from odb_factory.data.state import remove_unfinished
 from odb_factory.ending import ending
 from odb_factory.errors import ConfigError
 from odb_factory.log import get_logger
-from odb_factory.model.check import Layout, Runs, check_rows, models_of, not_right, of_flat_batch, unwrapped
+from odb_factory.model.check import unwrapped
 from odb_factory.model.flat_row import flat_row
 from odb_factory.model.tower import check_batch, one_pass
-from odb_factory.model.unpad import FlatRows, UnpadDoor, positions_of_samples
+from odb_factory.model.unpad import FlatRows, positions_of_samples
 from odb_factory.training import probes
-from odb_factory.training import settings as settings_module
 from odb_factory.training.checkpoint import CheckpointMark, CheckpointSaver, Preemption, find_checkpoint
-from odb_factory.training.checks import (
-    TrainerLoss,
-    check_trainer,
-    compare_output_dirs,
-    say_what_differs,
-    why_logits,
-    without_average_tokens,
-)
+from odb_factory.training.checks import check_trainer, compare_output_dirs
 from odb_factory.training.fill_schedule import scale_learning_rate
 from odb_factory.training.run import ODBRun, RunLog
-from odb_factory.training.run_start import HideArguments, RunArguments, RunStart
+from odb_factory.training.run_start import HideArguments, ODBState, RunArguments, Source
+from odb_factory.training.trainer_loss import say_what_differs, without_average_tokens
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What the Trainer sees as its train dataloader: its batches are optimizer steps.
@@ -57,9 +48,9 @@ from odb_factory.training.run_start import HideArguments, RunArguments, RunStart
 class StepInputs(dict[str, torch.Tensor]):
     """An optimizer step in the place of a batch.
 
-    As a mapping it holds what the Trainer counts of a batch: a main input whose `numel` are input tokens (it has no
+    As a mapping it holds what the Trainer counts in a batch: a main input whose `numel` are input tokens (without
     storage), and an attention mask whose sum are tokens without padding. Its micro-batches are taken from the loader
-    when they are asked for, so that one at a time is in memory.
+    one by one, so that one at a time is in memory.
     """
 
     def __init__(self, step: OptimizerStep, main_input: str, num_tokens: int, num_real_tokens: int):
@@ -76,9 +67,9 @@ class StepInputs(dict[str, torch.Tensor]):
 class TrainLoader:
     """Yields the optimizer steps of an epoch of `run`.
 
-    main_input: the model's `main_input_name`. stock: the DataLoader that the Trainer would have used. Callbacks are
+    main_input: the model's `main_input_name`. stock: the DataLoader that the Trainer would have used; callbacks are
     given that one, which they may iterate. before_first: called once, when the model is wrapped and the first step is
-    asked for; returns the run to go on with. before_each: called before each step.
+    requested; returns the run to continue with. before_each: called before each step.
     """
 
     def __init__(
@@ -95,7 +86,7 @@ class TrainLoader:
         self._offset: int | None = None
 
     def __len__(self) -> int:
-        """Optimizer steps of an epoch: exact where they are kept, else a bound, at which the Trainer would end it."""
+        """Optimizer steps of an epoch: exact if they are kept, else a bound, at which the Trainer would end it."""
         length = self.run.epoch_length
         if length is None:
             raise TypeError("the number of optimizer steps of an epoch is not known ahead")
@@ -125,15 +116,15 @@ class TrainLoader:
         self.run.loader.set_epoch(epoch + self._offset)
 
     def _inputs_of(self, step: OptimizerStep) -> StepInputs:
-        """What all ranks have computed is told by one of them: the Trainer adds up what they say."""
-        tells = self.run.loader.rank == 0
+        """Rank 0 reports the sums of all ranks: the Trainer adds up the figures of the ranks."""
+        reports = self.run.loader.rank == 0
         tokens = step.stock_input_tokens
         if tokens is None:
-            tokens = step.padded_tokens if tells else 0
-        return StepInputs(step, self.main_input, tokens, step.tokens if tells else 0)
+            tokens = step.padded_tokens if reports else 0
+        return StepInputs(step, self.main_input, tokens, step.tokens if reports else 0)
 
     def _micro_batches(self, first: list[Collated], collated: Iterator[Collated]) -> Iterator[Collated]:
-        """Those of one optimizer step; keeps no reference to what it has handed on."""
+        """The micro-batches of one optimizer step; keeps no reference to those handed on."""
         is_last = first[0][0].ends_optimizer_step
         yield first.pop()
         while not is_last:
@@ -146,7 +137,7 @@ class TrainLoader:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The callback of a run: the Trainer's figures where it cannot know them, and the first lines.
+# The callback of a run: sets the Trainer's figures that it cannot know, and logs the first lines.
 
 logger = get_logger(__name__)
 
@@ -158,7 +149,7 @@ class ODBCallback(TrainerCallback):
         self.trainer, self.arguments = trainer, arguments
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        run = self.trainer.odb_run
+        run = self.trainer.odb.run
         if args.local_process_index == 0:
             for folder in Path(args.output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
                 remove_unfinished(folder)
@@ -176,19 +167,19 @@ class ODBCallback(TrainerCallback):
         elif run.taken_anew and run.total_steps is not None:
             state.max_steps = run.total_steps
             state.compute_steps(args, state.max_steps)
-        if not self.trainer.odb_start.lacks_budgets:
+        if not self.trainer.odb.lacks_budgets:
             say_what_to_expect(run.loader, run.config, run.loader.first_planned)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.odb_saver.begin_hashing()
+        self.trainer.odb.saver.begin_hashing()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        run = self.trainer.odb_run
-        self.trainer.odb_saver.step_ends()
+        run = self.trainer.odb.run
+        self.trainer.odb.saver.step_ends()
         if run.optimizer_steps != state.global_step:
             raise ConfigError(
-                "training_step: an override of it does not come to the one of odb, so the loss would not be weighed; "
-                "let it call super(), or train without odb."
+                "training_step: an override of it does not call odb's, so the loss weights would be lost; let it call "
+                "super(), or train without odb."
             )
         state.epoch = run.epoch
         if run.fill is None:
@@ -207,10 +198,6 @@ class ODBCallback(TrainerCallback):
 if TYPE_CHECKING:
     from transformers import Trainer
 
-    from odb_factory.data.collate import Collated
-    from odb_factory.data.samples import Measured
-    from odb_factory.training.settings import ODBSettings
-
     Base = Trainer
 else:
     Base = object
@@ -220,291 +207,175 @@ class ODBTrainerMixin(Base):
     """Goes before a `transformers.Trainer` class in the bases: `class MyTrainer(ODBTrainerMixin, Trainer)`.
 
     Then `enable_odb(trainer, ...)` switches it on (it also does so for a trainer without the mixin).
-    odb_settings: makes the run, given the trainer and its stock train dataloader; None: stock behaviour.
-    odb_run: the run of the `train()` under way; None outside of it, where everything is stock's.
-    odb_arguments: the training arguments that the run changes; None outside of `train()`.
-    odb_layout: of its micro-batches. odb_is_unchecked: it is flat, and not yet checked.
-    odb_start: makes the run.
-    odb_trial_units: of a micro-batch that is only tried.
-    odb_token_loss: of the model as trained; None before its first micro-batch. odb_doors: by which rows that the
-        trainer looks at go flat through its models; () before the first.
-    odb_before_step: called with the model and all micro-batches of an optimizer step before the first is trained on,
-        which are in memory together then; None: they come one by one.
+    odb: settings and run; None: stock behaviour. Outside of `train()` everything is stock's.
     """
 
-    odb_settings: ODBSettings | None = None
-    odb_run: ODBRun | None = None
-    odb_checkpoint: str | None = None
-    odb_arguments: RunArguments | None = None
-    odb_saver: CheckpointSaver | None = None
-    odb_layout: Layout | None = None
-    odb_is_unchecked: bool = False
-    odb_start: RunStart | None = None
-    odb_trial_units: int | None = None
-    odb_token_loss: TokenLoss | None = None
-    odb_doors: tuple[UnpadDoor, ...] = ()
-    odb_before_step: Callable[[Any, Sequence[Collated]], None] | None = None
+    odb: ODBState | None = None
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if self.odb_settings is None:
+        odb = self.odb
+        if odb is None:
             return super().train(resume_from_checkpoint, *args, **kwargs)
-        settings = self.odb_settings
+        settings, config = odb.settings, odb.settings.config
         if world_size_of(settings.process_group) > 1:
-            lifeline_of(settings.process_group, settings.config.exchange_timeout_s).renew()
+            lifeline_of(settings.process_group, config.exchange_timeout_s).renew()
         check_trainer(self)
         probes.check_seams(self)
-        say_what_differs(self, counts_tokens=not self.odb_settings.equal_weights)
+        say_what_differs(self, counts_tokens=not settings.equal_weights)
         if self.args.world_size > 1 and self.args.save_strategy != "no":
-            compare_output_dirs(str(self.args.output_dir), self._odb_gather)
-        found = find_checkpoint(
+            compare_output_dirs(str(self.args.output_dir), odb.gather)
+        odb.checkpoint = find_checkpoint(
             resume_from_checkpoint,
             output_dir=str(self.args.output_dir),
             rank=self.args.process_index,
             world_size=self.args.world_size,
-            ignore_data=self.odb_settings.config.resume == "ignore_data",
-            gather=self.odb_gather_json,
+            ignore_data=config.resume == "ignore_data",
+            gather=odb.gather,
         )
-        self.odb_checkpoint = resume_from_checkpoint = None if found is None else str(found)
-        arguments = RunArguments(self)
-        callback = ODBCallback(self, arguments)
+        odb.arguments = RunArguments(self)
+        odb.saver = CheckpointSaver(self, config.exchange_timeout_s)
+        preemption = Preemption(self, odb.saver.exchange)
         models = (self.model, getattr(self, "ref_model", None)) if self.args.world_size > 1 else ()
-        saver = CheckpointSaver(self, self.odb_settings.config.exchange_timeout_s)
-        preemption = Preemption(self, saver.exchange)
-        with (
-            self._odb_callbacks(callback, preemption, HideArguments(arguments)),
-            preemption.in_place(),
-            arguments.changed(),
-            one_pass(*models),
-        ):
-            self.odb_arguments, self.odb_saver = arguments, saver
+        with self._odb_callbacks(odb, preemption), preemption.in_place(), odb.arguments.changed(), one_pass(*models):
             try:
-                result = super().train(resume_from_checkpoint, *args, **kwargs)
-                if self.odb_run is None:
+                resumed = None if odb.checkpoint is None else str(odb.checkpoint)
+                result = super().train(resumed, *args, **kwargs)
+                if odb.run is None:
                     raise ConfigError(_not_reached(self, "get_train_dataloader"))
-                self.odb_run.finish()
-                return result
+                odb.run.finish()
             except BaseException as error:
-                told = ending(error, self.args.output_dir)
-                if self.odb_run is not None:
-                    self.odb_run.abort(told)
-                saver.close(failed=True)
-                if told is error:
+                cause = ending(error, self.args.output_dir)
+                odb.close(cause)
+                if cause is error:
                     raise
-                raise told from error
-            finally:
-                saver.close()
-                self.odb_arguments = self.odb_saver = self.odb_start = self.odb_token_loss = None
-                self.odb_doors = ()
-                if self.odb_run is not None:
-                    self.odb_run.close()
-                    self.odb_run = None
-                if self.odb_layout is not None:
-                    self.odb_layout.undo()
-                    self.odb_layout = None
+                raise cause from error
+            odb.close()
+            return result
 
     @contextlib.contextmanager
-    def _odb_callbacks(self, first: ODBCallback, *last: TrainerCallback) -> Iterator[None]:
+    def _odb_callbacks(self, odb: ODBState, preemption: Preemption) -> Iterator[None]:
         """The Trainer's callbacks as a run needs them."""
+        assert odb.arguments is not None
         callbacks = self.callback_handler.callbacks
-        # First, so that every other callback reads figures that are set right.
-        callbacks.insert(0, first)
-        assert self.odb_settings is not None
-        callbacks += [CheckpointMark(), RunLog(self, self.odb_settings.about), *last]
+        # First, so that every other callback reads the right figures.
+        callbacks.insert(0, ODBCallback(self, odb.arguments))
+        callbacks += [CheckpointMark(), RunLog(self, odb.settings.about), preemption, HideArguments(odb.arguments)]
         try:
             yield
         finally:
             ours = (ODBCallback, CheckpointMark, RunLog, Preemption, HideArguments)
-            # In place: the Trainer may have made some anew from a checkpoint.
+            # In place: the Trainer may have recreated some from a checkpoint.
             callbacks[:] = [one for one in callbacks if not isinstance(one, ours)]
 
     def get_train_dataloader(self) -> Any:
         """In `train()` the loader of the run; at all other times stock's, and nothing is started."""
-        stock = super().get_train_dataloader()
-        arguments = self.odb_arguments
-        if self.odb_settings is None or arguments is None or self.odb_run is not None:
+        stock, odb = super().get_train_dataloader(), self.odb
+        if odb is None or odb.saver is None or odb.run is not None:
             return stock
-        source = stock
-        if self.odb_settings.observer is None and settings_module.are_needed(
-            stock, self.train_dataset, self.odb_settings.cost_fn
-        ):
+        source, settings = Source(stock), odb.settings
+        if settings.observer is None and Source.lacks_columns(stock, self.train_dataset, settings.cost_fn):
             self.args.remove_unused_columns = False
             try:
-                source = super().get_train_dataloader()
+                source = Source(stock, super().get_train_dataloader())
             finally:
                 self.args.remove_unused_columns = True
-        self.odb_start = RunStart(self, source, stock)
-        run = self.odb_start.first()
-        assert self.odb_saver is not None
-        return TrainLoader(
-            run,
-            getattr(self.model, "main_input_name", "input_ids"),
-            stock,
-            self.odb_start.checked,
-            self.odb_saver.step_is_asked_for,
-        )
+        main_input = getattr(self.model, "main_input_name", "input_ids")
+        return TrainLoader(odb.begin(source), main_input, stock, odb.settle, odb.saver.step_is_asked_for)
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """Samples of an optimizer step, as the Trainer says them."""
+        """Samples of an optimizer step, as the Trainer logs them."""
         stock: int = super().get_total_train_batch_size(args)
-        if self.odb_run is None or self.odb_arguments is None:
+        if self.odb is None or self.odb.run is None or self.odb.arguments is None:
             return stock
-        return self.odb_run.loader.global_batch_size or stock * self.odb_arguments.accumulation
+        return self.odb.run.loader.global_batch_size or stock * self.odb.arguments.accumulation
 
     def _save_checkpoint(self, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
-        if self.odb_saver is None:
+        if self.odb is None or self.odb.saver is None:
             super()._save_checkpoint(model, trial, *args, **kwargs)
             return
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        with self.odb_saver.saving(folder):
+        with self.odb.saver.saving(folder):
             super()._save_checkpoint(model, trial, *args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        if self.odb_arguments is None:
+        arguments = None if self.odb is None else self.odb.arguments
+        with contextlib.nullcontext() if arguments is None else arguments.shown():
             super().save_model(output_dir, _internal_call)
-            return
-        with self.odb_arguments.shown():
-            super().save_model(output_dir, _internal_call)
-
-    def _odb_gather(self, message: bytes) -> list[bytes]:
-        """What each rank says, to all ranks."""
-        assert self.odb_settings is not None
-        return gather_once(message, self.odb_settings.config.exchange_timeout_s)
-
-    def odb_gather_json(self, content: Any) -> list[Any]:
-        """The same, of what JSON knows."""
-        return [json.loads(answer) for answer in self._odb_gather(json.dumps(content).encode())]
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """In `train()` a whole optimizer step: `inputs` are `StepInputs`. Returns the sum of its losses."""
-        run = self.odb_run
-        if run is None or not isinstance(inputs, StepInputs):
+        odb = self.odb
+        if odb is None or odb.run is None or not isinstance(inputs, StepInputs):
             return super().training_step(model, inputs, *args, **kwargs)
-        assert self.odb_saver is not None
-        self.odb_saver.step_begins()
-        if self.odb_before_step is not None:
+        assert odb.saver is not None and odb.memory is not None
+        odb.saver.step_begins()
+        if odb.before_step is not None:
             whole = list(inputs.micro_batches)
-            self.odb_before_step(model, whole)
+            odb.before_step(model, whole)
             inputs.micro_batches = (whole.pop(0) for _ in range(len(whole)))
-        if run.split is not None:
-            return run.split.take(self, model, inputs.micro_batches)
+        if odb.split is not None:
+            return odb.split.take(self, model, inputs.micro_batches)
         losses: list[torch.Tensor] = []
         for micro_batch, measured, batch in inputs.micro_batches:
-            run.begin_micro_batch(micro_batch, measured, batch)
+            odb.run.begin_micro_batch(micro_batch, measured, batch)
             box = [batch]
             del batch
             with (
-                run.memory.named(micro_batch, measured, run.optimizer_steps + 1),
-                self._odb_gradients_summed(model, is_last=micro_batch.ends_optimizer_step),
+                odb.memory.named(micro_batch, measured, odb.run.optimizer_steps + 1),
+                odb.gradients_summed(model, is_last=micro_batch.ends_optimizer_step),
             ):
-                loss = self.odb_forward_backward(model, measured, box)
-            run.memory.held(measured)
-            run.accounting.end()
-            losses.append(loss)
+                losses.append(self.odb_forward_backward(model, measured, box))
+            odb.memory.held(measured)
+            odb.run.accounting.end()
             if not micro_batch.ends_optimizer_step:
                 self.control = self.callback_handler.on_substep_end(self.args, self.state, self.control)
         return sum_of_losses(losses, skip_non_finite=self.args.logging_nan_inf_filter)
 
     def odb_forward_backward(self, model: Any, measured: Measured, box: list[Any]) -> Any:
-        """Add the gradient of the micro-batch that `odb_run` has begun; returns its loss. box: holds the only
-        reference to its batch."""
-        assert self.odb_run is not None and self.odb_run.computing is not None
-        computing = self.odb_run.computing
+        """Add the gradient of the micro-batch that the run has begun; returns its loss. box: holds the only reference
+        to its batch."""
+        assert self.odb is not None and self.odb.computing is not None
+        computing = self.odb.computing
         check_batch(self, box[0], computing.micro_batch.ids)
-        if self.odb_is_unchecked:
-            self._odb_check_batch(box[0], measured.segments[: max(len(computing.micro_batch.ids), 1)])
-        with flat_row(measured.segments), self._odb_positions():
+        self.odb.check_first_batch(box[0], measured.segments[: max(len(computing.micro_batch.ids), 1)])
+        reference = getattr(self, "ref_model", None)
+        positions = contextlib.nullcontext() if reference is None else positions_of_samples(unwrapped(reference))
+        with flat_row(measured.segments), positions:
             loss = super().training_step(model, box.pop())
         if not computing.is_weighed:
             raise ConfigError(_not_reached(self, "compute_loss"))
         return loss
 
-    def _odb_positions(self) -> contextlib.AbstractContextManager[None]:
-        reference = getattr(self, "ref_model", None)
-        return contextlib.nullcontext() if reference is None else positions_of_samples(unwrapped(reference))
-
-    def _odb_check_batch(self, batch: Any, segments: tuple[int, ...]) -> None:
-        """Check a flat layout where rows cannot be read by their number: by the first micro-batch. segments: those of
-        its samples."""
-        self.odb_is_unchecked = False
-        why = check_rows(self.odb_runs(), lambda: of_flat_batch(batch, segments))
-        if why is not None:
-            raise not_right(why)
-
-    def odb_runs(self) -> Runs:
-        """How the check of a flat layout runs the model."""
-        return Runs(self.model_wrapped, self._prepare_inputs, self.odb_gather_json, self.compute_loss_context_manager)
-
-    @contextlib.contextmanager
-    def _odb_gradients_summed(self, model: Any, *, is_last: bool) -> Iterator[None]:
-        """Gradients add up on each rank, and are synchronised with those of the last micro-batch, as in the Trainer."""
-        accelerator = self.accelerator
-        is_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
-        if is_deepspeed:  # newer releases of accelerate do the same by `sync_gradients`
-            model.set_gradient_accumulation_boundary(is_last)
-        syncs = is_last or is_deepspeed or accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
-        if self.is_fsdp_enabled and self.odb_arguments is not None and self.odb_arguments.accumulation == 1:
-            syncs = True  # it would hold whole gradients, for which stock training needs no memory
-        accelerator.sync_gradients = is_last
-        try:
-            with contextlib.nullcontext() if syncs else accelerator.no_sync(model=model):
-                yield
-        finally:
-            accelerator.sync_gradients = True
-
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **kwargs: Any
     ) -> Any:
-        if isinstance(inputs, dict) and UNPADDED in inputs:
+        odb = self.odb
+        if odb is not None and isinstance(inputs, dict) and UNPADDED in inputs:
             rows = FlatRows(**inputs[UNPADDED])
             inputs = {key: value for key, value in inputs.items() if not key.endswith(UNPADDED)}
-            with self.odb_flat(rows):
+            with odb.flat(rows):
                 return self.compute_loss(model, inputs, return_outputs, num_items_in_batch, **kwargs)
-        run = self.odb_run
-        if self.odb_trial_units is not None:
-            kwargs["num_items_in_batch"] = torch.full((), self.odb_trial_units, device=self.args.device)
-            with without_average_tokens(self.args), self._odb_trial_loss(model):
-                return 0 * super().compute_loss(model, inputs, **kwargs)
-        if run is None or run.computing is None:
+        computing = None if odb is None else odb.computing
+        if odb is None or (computing is None and odb.trial_units is None):
             if isinstance(inputs, StepInputs):
                 raise ConfigError(_not_reached(self, "training_step"))
             if num_items_in_batch is not None:  # in an evaluation
                 kwargs["num_items_in_batch"] = num_items_in_batch
             return super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
-        computing, loss = run.computing, run.computing.loss
-        computing.is_weighed = True
-        # Of this micro-batch alone: what divides by it returns a mean, as what does not look at it does.
-        kwargs["num_items_in_batch"] = torch.full((), computing.num_items, device=self.args.device)
-        with without_average_tokens(self.args), run.weighing(self._odb_token_loss(model)):
+        # The units of this micro-batch alone: a loss that divides by it returns a mean, like one that ignores it.
+        num_items = odb.trial_units if computing is None else computing.num_items
+        kwargs["num_items_in_batch"] = torch.full((), num_items or 1, device=self.args.device)
+        with without_average_tokens(self.args), odb.weighing(model):
             result: Any = super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
+        scale = 0.0  # of a trial
+        if computing is not None:
+            scale, computing.is_weighed = computing.loss.scale, True
         if return_outputs:
-            return (in_float32(result[0]) * loss.scale, *result[1:])
-        return in_float32(result) * loss.scale
-
-    @contextlib.contextmanager
-    def odb_flat(self, rows: FlatRows) -> Iterator[None]:
-        """Every model that sees the batch computes these rows in the place of its own."""
-        if not self.odb_doors:
-            self.odb_doors = tuple(UnpadDoor(model) for model in models_of(self))
-        with contextlib.ExitStack() as doors:
-            for door in self.odb_doors:
-                doors.enter_context(door.flat(rows))
-            yield
-
-    def _odb_token_loss(self, model: Any) -> TokenLoss:
-        if self.odb_token_loss is None:
-            assert self.odb_settings is not None
-            self.odb_token_loss = TokenLoss(model, self.odb_settings.config.loss_scaling, why_logits(self))
-        return self.odb_token_loss
-
-    def _odb_trial_loss(self, model: Any) -> contextlib.AbstractContextManager[None]:
-        """So that a trial needs the memory that a micro-batch does."""
-        assert self.odb_settings is not None and self.odb_trial_units is not None
-        if self.odb_settings.equal_weights or TrainerLoss.of(self) is not None:
-            return contextlib.nullcontext()
-        return self._odb_token_loss(model).weighing(None, (), self.odb_trial_units)
+            return (in_float32(result[0]) * scale, *result[1:])
+        return in_float32(result) * scale
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        run = self.odb_run
+        run = None if self.odb is None else self.odb.run
         if run is None or self.lr_scheduler is not None:
             return super().create_scheduler(num_training_steps, optimizer)
         if run.fill is None:
@@ -518,21 +389,25 @@ class ODBTrainerMixin(Base):
         return scheduler
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        run = self.odb_run
+        odb = self.odb
+        if odb is None or odb.run is None:
+            super().log(logs, *args, **kwargs)
+            return
+        accounting = odb.run.accounting
         # `should_log` and both entries: the Trainer's own log of the training, not one of a callback or a subclass.
-        if run is not None and self.control.should_log and {"loss", "learning_rate"} <= logs.keys():
-            logs.update(run.accounting.interval_metrics())
-        elif run is not None and "train_runtime" in logs:
-            logs.update(run.accounting.metrics())
-            done, seconds = run.accounting.since_resume, logs["train_runtime"]
+        if self.control.should_log and {"loss", "learning_rate"} <= logs.keys():
+            logs.update(accounting.interval_metrics())
+        elif "train_runtime" in logs:
+            logs.update(accounting.metrics())
+            done, seconds = accounting.since_resume, logs["train_runtime"]
             logs["train_samples_per_second"] = round(done.samples / seconds, 3)
-            if self.odb_arguments is not None and self.odb_arguments.counts_tokens:
-                logs["train_tokens_per_second"] = round(done.padded_tokens / run.loader.world_size / seconds, 3)
+            if odb.arguments is not None and odb.arguments.counts_tokens:
+                logs["train_tokens_per_second"] = round(done.padded_tokens / odb.run.loader.world_size / seconds, 3)
         super().log(logs, *args, **kwargs)
 
 
 def _not_reached(trainer: Any, name: str) -> str:
     return (
-        f"{name} of {type(trainer).__name__} does not come to the one of odb, so the loss would not be weighed; let "
-        "every override of it call super(), or train without odb."
+        f"{name} of {type(trainer).__name__} overrides odb's without calling super(), so the loss weights would be "
+        "lost; let every override of it call super(), or train without odb."
     )

@@ -59,7 +59,7 @@ def test_the_trainer_forms_batches_online(manager: Any, tiny_text: Path, tmp_pat
         with pytest.raises(ConfigError, match=f"{key}: True does not go with odb"):
             manager.post_trainer_create(DictDefault({"odb": {"token_budget": 96}, key: True}), trainer)
     manager.post_trainer_create(DictDefault({}), trainer)
-    assert getattr(trainer, "odb_settings", None) is None, "without a block nothing happens"
+    assert getattr(trainer, "odb", None) is None, "without a block nothing happens"
     manager.post_trainer_create(DictDefault({"odb": {"token_budget": 96, "audit": True}}), trainer)
     trainer.train()
     lines = read_jsonl(tmp_path / "odb_audit_rank0.jsonl")

@@ -75,7 +75,7 @@ class Seen(TrainerCallback):
         trainer.model.register_forward_pre_hook(self.see)
 
     def see(self, model: Any, inputs: tuple[torch.Tensor, ...]) -> None:
-        if self.trainer.odb_run is not None and self.trainer.odb_run.computing is not None:
+        if self.trainer.odb.computing is not None:
             self.shapes.append(tuple(inputs[0].shape))
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:

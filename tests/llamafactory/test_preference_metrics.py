@@ -27,9 +27,9 @@ class OfRank(SimpleNamespace):
     """What the figures are taken from and stored in, on one rank."""
 
     def __init__(self, rank: int, scaling: str):
-        run = SimpleNamespace(computing=None, config=SimpleNamespace(loss_scaling=scaling))
+        odb = SimpleNamespace(computing=None, run=SimpleNamespace(config=SimpleNamespace(loss_scaling=scaling)))
         args = SimpleNamespace(process_index=rank)
-        super().__init__(odb_run=run, args=args, _stored_metrics=defaultdict(lambda: defaultdict(list)))
+        super().__init__(odb=odb, args=args, _stored_metrics=defaultdict(lambda: defaultdict(list)))
 
     def get_batch_loss_metrics(self, metrics: dict[str, float]) -> tuple[float, dict[str, float]]:
         return 0.0, metrics
@@ -66,8 +66,8 @@ def test_pairs_weigh_the_same_in_all_micro_batches(scaling: str) -> None:
             metrics = PairMetrics(trainer)
             metrics.install()
             for apart in (100, 0):  # two logging intervals
-                for trainer.odb_run.computing in computed:
-                    ids = trainer.odb_run.computing.micro_batch.ids
+                for trainer.odb.computing in computed:
+                    ids = trainer.odb.computing.micro_batch.ids
                     value = apart + sum(ids) / len(ids) if ids else IDLE
                     assert trainer.get_batch_loss_metrics({"rewards/chosen": value}) == (0.0, {})
                 figures = log(trainer)
@@ -85,8 +85,8 @@ def test_sums_over_examples_have_the_same_keys_on_all_ranks() -> None:
     for rank, computed in enumerate(trained("stock", 0)):
         trainer = OfRank(rank, "stock")
         ExampleMetrics(trainer, step_kl).install()
-        for trainer.odb_run.computing in computed:
-            counted = 0.0 if rank else float(len(trainer.odb_run.computing.micro_batch.ids) or IDLE)
+        for trainer.odb.computing in computed:
+            counted = 0.0 if rank else float(len(trainer.odb.computing.micro_batch.ids) or IDLE)
             names = () if rank else ("rewards/chosen_sum", "logps/chosen_sum", "logits/chosen_sum", "count/chosen")
             trainer.get_batch_loss_metrics({"kl": 7.0} | dict.fromkeys(names, counted))
         said.append(log(trainer))
@@ -109,8 +109,8 @@ def test_an_optimizer_step_that_is_begun_anew_counts_once() -> None:
             half = dataclasses.replace(whole.loss, scale=whole.loss.scale / 2)
             parts = [dataclasses.replace(whole, loss=half, start=start) for start in (0, 1)]
             computed = [*computed[:MICRO_BATCHES], *second[:-1], *parts, *second[1:]]
-        for trainer.odb_run.computing in computed:
-            value = trainer.odb_run.computing.micro_batch.index + 1.0
+        for trainer.odb.computing in computed:
+            value = trainer.odb.computing.micro_batch.index + 1.0
             trainer.get_batch_loss_metrics({"rewards/chosen": value})
         said.append(log(trainer)["rewards/chosen"])
     assert said[0] == pytest.approx(said[1])

@@ -121,7 +121,7 @@ def test_pairs_with_images_are_the_same_training(
     same(f"{stage} with images", ours, train(config_of(stage, tmp_path / "stock", **changes)))
     check_gradient(f"{stage} with images", one_batch[0])
     trainer = one_batch[0].trainer
-    settings = trainer.odb_settings
+    settings = trainer.odb.settings
     for line in read_jsonl(tmp_path / "odb" / "odb_audit_rank0.jsonl"):
         costs = [settings.observer(trainer.train_dataset[id])[1] for id in line["ids"]]
         dummy_tokens, dummy_patches = settings.collation.dummies_of(costs)

@@ -24,10 +24,10 @@ from training.oom_ranks import RESULTS, Short, train, zero
 from odb_factory import ConfigError, ODBConfig, ODBDataLoader
 from odb_factory.accounting.losses import loss_of, token_weights
 from odb_factory.config import LOSS_SCALINGS
-from odb_factory.data.samples import Measured, MicroBatch, Part, Sample
+from odb_factory.data.samples import Measured, MicroBatch, Sample
 from odb_factory.errors import CollectiveError, OutOfMemoryError
 from odb_factory.planning import Budget, Cost
-from odb_factory.training.oom import MemoryWatch, is_out_of_memory
+from odb_factory.training.oom import MemoryWatch, Part, is_out_of_memory
 
 LIMIT_S = 300
 KINDS = ("gradients", "parameters")

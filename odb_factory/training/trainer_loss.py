@@ -1,0 +1,213 @@
+"""The loss of a training: what stock makes it of, how a loss that the trainer computes weighs samples."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from odb_factory.data.measure import IGNORE_INDEX
+from odb_factory.data.order import OF_MICRO_BATCH, OF_STEP, StockMean
+from odb_factory.errors import ConfigError
+from odb_factory.log import get_logger
+from odb_factory.model.check import shifts_labels, unwrapped
+from odb_factory.model.own_loss import counts_items
+
+logger = get_logger(__name__)
+
+LOOK_AT_THE_LOSS_ONLY = ("odb_factory.", "transformers.", "llamafactory.")
+"""Packages whose trainers, in training, read only the loss of a model's output."""
+
+
+def stock_mean(trainer: Any, loss: TrainerLoss | None, *, equal_weights: bool) -> StockMean:
+    """How the Trainer of transformers divides the loss of an optimizer step. loss: in place of the model's own.
+    equal_weights: of `enable_odb`; the loss is a mean of the trainer's own.
+
+    Models with a processor take no number of tokens under LLaMA-Factory, which sets `model_accepts_loss_kwargs`.
+    """
+    args, counts_tokens = trainer.args, trainer.model_accepts_loss_kwargs
+    if loss is not None and loss.is_smoother:
+        # The mean of a micro-batch. `training_step` divides it by the accumulation where no tokens are counted;
+        # `compute_loss` multiplies it by the number of processes where they are counted on all of them.
+        sums_up_to = 1 if args.average_tokens_across_devices else args.world_size
+        return StockMean("micro_batch", sums_up_to if counts_tokens else None, counts_first=not loss.shifts)
+    if loss is not None and not loss.takes_num_items:
+        # LLaMA-Factory's asft: its own `compute_loss` returns the mean of a micro-batch, and `training_step` does not
+        # divide what a loss function returns.
+        return StockMean("micro_batch", args.world_size, counts_first=False)
+    if loss is None and not counts_tokens:
+        return OF_MICRO_BATCH
+    if loss is None and not equal_weights and not counts_items(trainer.model):
+        # `training_step` does not divide the mean of a micro-batch by the accumulation: it takes it for a share of the
+        # optimizer step. So stock adds these means up.
+        sums_up_to = 1 if args.average_tokens_across_devices else args.world_size
+        return StockMean("micro_batch", sums_up_to, counts_first=False)
+    several_means = args.world_size > 1 and not args.average_tokens_across_devices
+    return StockMean("rank") if several_means else OF_STEP
+
+
+class TrainerLoss:
+    """The loss that a trainer computes from outputs and labels, in place of the model's own.
+
+    That is its `compute_loss_func` or, if there is none, its label smoother. Each returns the mean over the tokens it
+    is given, or their sum divided by `num_items_in_batch`. So that samples of a micro-batch weigh differently, it is
+    called once for the samples of each weight, with their part of the outputs and labels.
+
+    is_smoother: it is the label smoother. shifts: it compares each token with the next label. takes_num_items: it takes
+    the number of tokens to divide by.
+    """
+
+    def __init__(self, trainer: Any):
+        self._trainer = trainer
+        self.is_smoother = trainer.compute_loss_func is None
+        self._place = "label_smoother" if self.is_smoother else "compute_loss_func"
+        function = getattr(trainer, self._place)
+        self.shifts = not self.is_smoother or shifts_labels(unwrapped(trainer.model))
+        parameters = inspect.signature(function).parameters.values()
+        self.takes_num_items = any(
+            one.name == "num_items_in_batch" or one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters
+        )
+        function = getattr(function, "func", function)  # of a functools.partial
+        self._name = f"compute_loss_func ({getattr(function, '__qualname__', type(function).__name__)})"
+        if self.is_smoother:
+            self._name = f"label_smoothing_factor: {trainer.args.label_smoothing_factor}"
+
+    @classmethod
+    def of(cls, trainer: Any) -> TrainerLoss | None:
+        """None where the loss is the model's own."""
+        return None if trainer.compute_loss_func is None and trainer.label_smoother is None else cls(trainer)
+
+    @contextlib.contextmanager
+    def weighing(self, row_weights: Sequence[float] | None, segments: Sequence[int], num_units: int) -> Iterator[None]:
+        """While `compute_loss` runs. row_weights, segments: of `MicroBatchLoss` and `Measured`; num_units: of the
+        micro-batch.
+
+        Raises `ConfigError` at the end where `compute_loss` has not used this loss.
+        """
+        function: Callable[..., Tensor] = getattr(self._trainer, self._place)
+        calls = 0
+
+        def weighed(outputs: Any, labels: Tensor, *args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            given = [(1 / num_units, (outputs, labels, *args))]
+            if row_weights is not None:
+                self._check_logits(outputs, labels)
+                given = _by_weight((outputs, labels, *args), labels, row_weights, segments)
+            losses = []
+            for weight, part in given:
+                predicted = part[1][:, 1:] if self.shifts else part[1]
+                num_items = (predicted != IGNORE_INDEX).sum()
+                more = {"num_items_in_batch": num_items} if "num_items_in_batch" in kwargs else {}
+                losses.append(function(*part, **kwargs | more) * (num_items * weight))
+            return sum(losses[1:], losses[0])
+
+        setattr(self._trainer, self._place, weighed)
+        try:
+            yield
+        finally:
+            setattr(self._trainer, self._place, function)
+        if not calls:
+            raise ConfigError(
+                f"{self._name}: compute_loss of {type(self._trainer).__name__} does not use it, and odb divides the "
+                "loss as the Trainer divides that one; leave it out."
+            )
+
+    def _check_logits(self, outputs: Any, labels: Tensor) -> None:
+        logits = outputs.get("logits") if isinstance(outputs, dict) else outputs[0]
+        if not isinstance(logits, Tensor) or logits.shape[:2] != labels.shape:
+            raise ConfigError(
+                f"{self._name}: the samples of a micro-batch have different weights here, and "
+                f"{type(unwrapped(self._trainer.model)).__name__} returns no logits of its rows (a fused kernel such "
+                "as Liger's computes the loss itself); turn the kernel off, or set `loss_scaling: exact`."
+            )
+
+
+def why_logits(trainer: Any) -> str | None:
+    """Why the logits of a micro-batch are needed beside the model's own loss; None if only the loss is."""
+    for kind in type(trainer).__mro__:
+        if "compute_loss" in vars(kind) and not kind.__module__.startswith(LOOK_AT_THE_LOSS_ONLY):
+            return f"compute_loss of {kind.__module__}.{kind.__qualname__} may read its outputs"
+    return None
+
+
+def _by_weight(
+    given: tuple[Any, ...], labels: Tensor, row_weights: Sequence[float], segments: Sequence[int]
+) -> list[tuple[float, tuple[Any, ...]]]:
+    """For each weight but 0 the part of `given` for its samples: rows or, of a flat micro-batch, segments."""
+    weights = sorted(set(row_weights) - {0.0})
+    if segments:
+        ends = np.cumsum(segments)
+        places = [np.arange(end - length, end) for end, length in zip(ends, segments)]
+    else:
+        places = [np.array([row]) for row in range(len(row_weights))]
+    of_weight = [
+        np.concatenate([place for place, weight in zip(places, row_weights) if weight == one]) for one in weights
+    ]
+    order = torch.from_numpy(np.concatenate(of_weight))
+    sizes, dim, shape = list(map(len, of_weight)), 1 if segments else 0, labels.shape
+
+    def cut(value: Any) -> Sequence[Any]:
+        if isinstance(value, Tensor) and value.shape[:2] == shape:
+            return value.index_select(dim, order.to(value.device, non_blocking=True)).split(sizes, dim)
+        if isinstance(value, dict) and value:
+            return [type(value)(**dict(zip(value, part))) for part in zip(*map(cut, value.values()))]
+        if isinstance(value, tuple | list) and value:
+            return [type(value)(part) for part in zip(*map(cut, value))]
+        return [value] * len(sizes)
+
+    return list(zip(weights, cut(given)))
+
+
+@contextlib.contextmanager
+def without_average_tokens(args: Any) -> Iterator[None]:
+    """Within it the Trainer does not multiply a loss by the number of processes: our weights include it."""
+    before = args.average_tokens_across_devices
+    args.average_tokens_across_devices = False
+    try:
+        yield
+    finally:
+        args.average_tokens_across_devices = before
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Logged once at the start: what a user may not expect of the model and its loss.
+
+DROPOUT_OF_ATTENTION = ("attention_dropout", "dropout")
+
+
+def say_what_differs(trainer: Any, *, counts_tokens: bool) -> None:
+    """counts_tokens: the loss is a mean over tokens."""
+    random = list(_dropouts(trainer.model))
+    if random:
+        name, rate = random[0]
+        more = f" and {len(random) - 1} more" if len(random) > 1 else ""
+        logger.info(
+            "dropout is active in the model (%s: %g%s): its random masks are drawn for each micro-batch, so losses "
+            "differ from stock's as with another seed",
+            name,
+            rate,
+            more,
+        )
+    loss = TrainerLoss.of(trainer) if counts_tokens else None
+    if loss is not None and not loss.shifts:
+        logger.warning(
+            "label_smoothing_factor: %g: transformers compares each token of a %s with its own label in place of the "
+            "next one, in stock training too; set it to 0",
+            trainer.args.label_smoothing_factor,
+            type(unwrapped(trainer.model)).__name__,
+        )
+
+
+def _dropouts(model: nn.Module) -> Iterator[tuple[str, float]]:
+    """Name and rate of the modules that draw random masks in training; attention modules keep theirs as a number."""
+    for name, module in model.named_modules():
+        keys = ("p",) if isinstance(module, _DropoutNd) else DROPOUT_OF_ATTENTION
+        rates = [vars(module).get(key) for key in keys]
+        yield from [(name, rate) for rate in rates if isinstance(rate, float) and rate > 0][:1]
