@@ -1,11 +1,11 @@
-"""What is checked, compared between ranks and said before the first optimizer step."""
+"""Rules of the host trainer, checked before the first optimizer step, and settings compared between ranks."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import socket
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sized
 from enum import Enum
 from importlib import metadata
 from typing import Any
@@ -25,13 +25,14 @@ from odb_factory.model.check import unwrapped
 from odb_factory.planning import Collation
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What cannot work with online batches, refused in one line before the first step.
+# Settings that cannot work with online batches, refused in one line before the first step.
 
 logger = get_logger(__name__)
 
 HEADS_WITHOUT_A_SHIFT = ("ForMultipleChoice", "ForNextSentencePrediction", "ForPreTraining")
-"""Heads that transformers' table of losses does not have."""
+"""Heads missing in transformers' table of losses."""
 SHARED_REPLICA = ("tp_size", "cp_size", "sp_size")
+MODEL_SIZES = ("_tp_size", "tp_size")
 OVERRIDDEN = ("train", "get_train_dataloader", "training_step", "compute_loss", "create_scheduler")
 BELOW = ("get_batch_samples",)
 """Not overridden, and relied on."""
@@ -40,38 +41,17 @@ ENGINES = ("torch", "accelerate", "deepspeed")
 """Packages whose hooks on gradients add up and synchronise gradients only."""
 SUMS_OFFLOADED_GRADIENTS = Version("0.19.0")
 """The first DeepSpeed that adds up the gradients of all micro-batches with ZeRO-2 and an optimizer on the CPU. Earlier
-ones keep the first and the last (its pull request 7967), or the last only where the accumulation is 1 (7981)."""
+ones keep the first and the last (its pull request 7967), or the last only if the accumulation is 1 (7981)."""
 
 
 def check_arguments(args: Any, config: ODBConfig, memory_meter: PeakMeter | None = None) -> None:
-    """Raise `ConfigError` for what training arguments and block say that cannot work; needs no model.
+    """Raise `ConfigError` for training arguments and block keys that cannot work; needs no model.
 
     memory_meter: of `enable_odb`, by which budgets of `auto` can be chosen on a CPU.
     """
-    _check_counts(args)
-    _check_parallel_arguments(args)
-    _check_offload(args)
-    if args.n_gpu > 1:
-        raise ConfigError(
-            f"n_gpu: {args.n_gpu} devices in one process (DataParallel) would cut every batch apart; start one "
-            "process a device with torchrun (FORCE_TORCHRUN=1), or show it one device."
-        )
-    optimizer = str(getattr(args.optim, "value", args.optim))
-    if optimizer.endswith("_layerwise") or optimizer in STEP_IN_BACKWARD:
-        raise ConfigError(
-            f"optim: {optimizer!r} changes weights in every backward, of which odb makes several an optimizer step; "
-            "choose another optimizer, or train without odb."
-        )
-    if args.auto_find_batch_size:
-        raise ConfigError(
-            "auto_find_batch_size: True does not go with odb, which sizes batches by tokens; remove the key and "
-            "lower `token_budget` if memory is short."
-        )
-    if getattr(args.accelerator_config, "dispatch_batches", None):
-        raise ConfigError(
-            "accelerator_config.dispatch_batches: True does not go with odb, where every rank forms its own batches; "
-            "remove the key or set it to false."
-        )
+    for is_refused, message in _rules(args, config, memory_meter):
+        if is_refused:
+            raise ConfigError(message)
     if getattr(args.accelerator_config, "split_batches", False):
         logger.warning("accelerator_config.split_batches: True has no effect with odb, where no batch is cut apart")
     if getattr(args, "group_by_length", False) or getattr(args, "train_sampling_strategy", None) == "group_by_length":
@@ -79,42 +59,97 @@ def check_arguments(args: Any, config: ODBConfig, memory_meter: PeakMeter | None
             "group_by_length (train_sampling_strategy) has no effect: samples of like length meet in a micro-batch "
             "anyway, and optimizer steps are those of a training without it, in random order"
         )
-    _check_fill(args, config)
-    _check_auto(args, config, memory_meter)
-    _check_split(args, config)
 
 
-def _check_fill(args: Any, config: ODBConfig) -> None:
-    """Refuse what counts optimizer steps that are not known ahead."""
-    scheduler = deepspeed_config(args).get("scheduler")
-    if scheduler and not config.keeps:
-        raise ConfigError(
-            f"deepspeed: the scheduler {scheduler.get('type')!r} in its config counts optimizer steps, which "
-            "`global_batch_size: fill` does not know ahead; remove `scheduler` there and use lr_scheduler_type, or "
-            "keep the optimizer steps."
+def _rules(args: Any, config: ODBConfig, memory_meter: PeakMeter | None) -> Iterator[tuple[bool, str]]:
+    """Whether the arguments break a rule, and the message."""
+    deepspeed = deepspeed_config(args)
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    yield (
+        args.gradient_accumulation_steps < 1,
+        f"gradient_accumulation_steps: {args.gradient_accumulation_steps} is not the number of micro-batches of an "
+        "optimizer step; choose 1 or more.",
+    )
+    yield (
+        args.max_steps <= 0 and args.num_train_epochs <= 0,
+        f"num_train_epochs: {args.num_train_epochs} leaves nothing to train on; choose more than 0, or set max_steps.",
+    )
+    # All ranks must be data-parallel ranks.
+    for name in SHARED_REPLICA:
+        size = getattr(getattr(args, "parallelism_config", None), name, None)
+        yield _shares_replica(f"parallelism_config.{name}", size)
+    for key, name in (
+        ("tensor_parallel", "autotp_size"),
+        ("tensor_parallel", "tp_size"),
+        ("sequence_parallel", "size"),
+    ):
+        section = deepspeed.get(key)
+        yield _shares_replica(f"deepspeed {key}.{name}", section.get(name) if isinstance(section, dict) else None)
+    yield _shares_replica("deepspeed sequence_parallel_size", deepspeed.get("sequence_parallel_size"))
+    zero = deepspeed.get("zero_optimization", {})
+    if zero.get("stage") == 2 and _offloads_optimizer(zero):
+        release = metadata.version("deepspeed")
+        yield (
+            Version(release) < SUMS_OFFLOADED_GRADIENTS,
+            f"deepspeed: release {release} loses the gradients of micro-batches with ZeRO-2 and offload_optimizer "
+            "(without odb too, from gradient_accumulation_steps: 3 on); install "
+            f"deepspeed>={SUMS_OFFLOADED_GRADIENTS}, use ZeRO-3, or remove offload_optimizer.",
         )
-
-
-def _check_auto(args: Any, config: ODBConfig, memory_meter: PeakMeter | None) -> None:
-    if config.has_auto and memory_meter is None and memory.find_meter(args.device) is None:
-        raise ConfigError(
+    yield (
+        args.n_gpu > 1,
+        f"n_gpu: {args.n_gpu} devices in one process (DataParallel) would cut every batch apart; start one "
+        "process a device with torchrun (FORCE_TORCHRUN=1), or show it one device.",
+    )
+    yield (
+        optimizer.endswith("_layerwise") or optimizer in STEP_IN_BACKWARD,
+        f"optim: {optimizer!r} changes weights in every backward, of which odb makes several an optimizer step; "
+        "choose another optimizer, or train without odb.",
+    )
+    yield (
+        args.auto_find_batch_size,
+        "auto_find_batch_size: True does not go with odb, which sizes batches by tokens; remove the key and "
+        "lower `token_budget` if memory is short.",
+    )
+    yield (
+        bool(getattr(args.accelerator_config, "dispatch_batches", None)),
+        "accelerator_config.dispatch_batches: True does not go with odb, where every rank forms its own batches; "
+        "remove the key or set it to false.",
+    )
+    scheduler = deepspeed.get("scheduler") or {}
+    yield (
+        bool(scheduler) and not config.keeps,
+        f"deepspeed: the scheduler {scheduler.get('type')!r} in its config counts optimizer steps, which "
+        "`global_batch_size: fill` does not know ahead; remove `scheduler` there and use lr_scheduler_type, or "
+        "keep the optimizer steps.",
+    )
+    if config.has_auto:
+        yield (
+            memory_meter is None and memory.find_meter(args.device) is None,
             f"odb.{config.auto_keys[0]}: 'auto' tries micro-batches on an accelerator, and this training runs on the "
-            "CPU; set a number (`odb-factory plan` says what it does with the data)."
+            "CPU; set a number (`odb-factory plan` says what it does with the data).",
         )
-
-
-def _check_split(args: Any, config: ODBConfig) -> None:
-    """Refuse `oom: split` where a collective runs inside forward or backward."""
     why = why_not_split(args) if config.oom == "split" else None
-    if why is not None:
-        raise ConfigError(
-            f"odb.oom: 'split' works in one process, with DDP and ZeRO-1, and {why}; leave it out (raise), and lower "
-            "token_budget if memory is short."
-        )
+    yield (
+        why is not None,
+        f"odb.oom: 'split' works in one process, with DDP and ZeRO-1, and {why}; leave it out (raise), and lower "
+        "token_budget if memory is short.",
+    )
+
+
+def _shares_replica(what: str, size: Any) -> tuple[bool, str]:
+    return (
+        isinstance(size, int) and size > 1,
+        f"{what}: {size} ranks would share one replica of the model and have to see the same batches, which odb "
+        "does not support; set it to 1 (ZeRO, FSDP and HSDP are supported).",
+    )
+
+
+def _offloads_optimizer(zero: Mapping[str, Any]) -> bool:
+    return (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
 
 
 def check_stream(config: ODBConfig) -> None:
-    """Raise `ConfigError` for what needs a dataset whose rows have numbers, where the dataset is a stream."""
+    """Raise `ConfigError` for settings that need a dataset whose rows have numbers; the dataset is a stream."""
     if config.has_auto:
         raise ConfigError(
             f"odb.{config.auto_keys[0]}: 'auto' tries rows of the dataset before training, and those of a stream "
@@ -123,7 +158,7 @@ def check_stream(config: ODBConfig) -> None:
 
 
 def check_dummy_media(config: ODBConfig, collation: Collation) -> None:
-    """Raise `ConfigError` where no micro-batch without media can be within `max_patches`."""
+    """Raise `ConfigError` if no micro-batch without media can be within `max_patches`."""
     _, patches = collation.dummies(0, 0)
     if isinstance(config.max_patches, int) and config.max_patches < patches:
         what = "fake image and audio" if collation.dummy_audio_patches else "fake image"
@@ -135,34 +170,21 @@ def check_dummy_media(config: ODBConfig, collation: Collation) -> None:
 
 def check_trainer(trainer: Any) -> None:
     """Raise `ConfigError` for a trainer whose dataset, model, parallelism or methods cannot work with odb."""
-    _check_dataset(trainer.train_dataset)
-    _check_loss(trainer)
+    if isinstance(trainer.train_dataset, Sized) and len(trainer.train_dataset) == 0:
+        raise DataError("train_dataset: it has no row, so there is nothing to train on; look at what filters it.")
+    # sentence-transformers' trainer has its losses as `loss`: one module, or one for each data set.
+    losses = getattr(trainer, "loss", None)
+    found = in_batch_loss(losses.values() if isinstance(losses, Mapping) else (losses, *trainer.model.modules()))
+    if found is not None:
+        raise ConfigError(f"loss: {found} {IN_BATCH}.")
     _check_labels(trainer.model)
     _check_model_parallelism(trainer)
     check_methods(trainer)
 
 
-def _check_dataset(dataset: Any) -> None:
-    if isinstance(dataset, Sized) and len(dataset) == 0:
-        raise DataError("train_dataset: it has no row, so there is nothing to train on; look at what filters it.")
-
-
-def _check_counts(args: Any) -> None:
-    if args.gradient_accumulation_steps < 1:
-        raise ConfigError(
-            f"gradient_accumulation_steps: {args.gradient_accumulation_steps} is not the number of micro-batches of an "
-            "optimizer step; choose 1 or more."
-        )
-    if args.max_steps <= 0 and args.num_train_epochs <= 0:
-        raise ConfigError(
-            f"num_train_epochs: {args.num_train_epochs} leaves nothing to train on; choose more than 0, or set "
-            "max_steps."
-        )
-
-
 def check_hooks(trainer: Any) -> None:
-    """Raise `ConfigError` where something changes weights or gradients in every backward: an optimizer step has several
-    of them, and not as many as in stock training. The optimizer has been made."""
+    """Raise `ConfigError` if anything changes weights or gradients in every backward: an optimizer step has several of
+    them, and not as many as in stock training. The optimizer has been made."""
     for name, parameter in trainer.model.named_parameters():
         hooks = list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
         origins = [_origin(getattr(hook, "func", hook)) for hook in hooks]
@@ -181,32 +203,16 @@ def check_hooks(trainer: Any) -> None:
         )
 
 
-# Parallelism
-
-
-def _check_parallel_arguments(args: Any) -> None:
-    """All ranks must be data-parallel ranks: what the launcher and the configs say before a model is loaded."""
-    for name in SHARED_REPLICA:
-        _check_size(f"parallelism_config.{name}", getattr(getattr(args, "parallelism_config", None), name, None))
-    config = deepspeed_config(args)
-    for key, name in (
-        ("tensor_parallel", "autotp_size"),
-        ("tensor_parallel", "tp_size"),
-        ("sequence_parallel", "size"),
-    ):
-        section = config.get(key)
-        _check_size(f"deepspeed {key}.{name}", section.get(name) if isinstance(section, dict) else None)
-    _check_size("deepspeed sequence_parallel_size", config.get("sequence_parallel_size"))
-
-
 def _check_model_parallelism(trainer: Any) -> None:
-    """The same of the model as loaded and of accelerate as started (also from its environment variables)."""
+    """The model as loaded and accelerate as started (also from its environment variables) share no replica."""
     model = unwrapped(trainer.model)
-    for name in ("_tp_size", "tp_size"):
-        _check_size("the model's tensor parallel size (tp_plan)", getattr(model, name, None))
     parallelism = getattr(trainer.accelerator, "parallelism_config", None)
-    for name in SHARED_REPLICA:
-        _check_size(f"accelerate's {name}", getattr(parallelism, name, None))
+    found = [("the model's tensor parallel size (tp_plan)", getattr(model, name, None)) for name in MODEL_SIZES]
+    found += [(f"accelerate's {name}", getattr(parallelism, name, None)) for name in SHARED_REPLICA]
+    for what, size in found:
+        is_refused, message = _shares_replica(what, size)
+        if is_refused:
+            raise ConfigError(message)
     if parallelism is None:
         return
     # HSDP: replicas of shards. The data-parallel ranks are all ranks, so the default group is theirs.
@@ -219,40 +225,28 @@ def _check_model_parallelism(trainer: Any) -> None:
         )
 
 
-def _check_size(what: str, size: Any) -> None:
-    if isinstance(size, int) and size > 1:
-        raise ConfigError(
-            f"{what}: {size} ranks would share one replica of the model and have to see the same batches, which odb "
-            "does not support; set it to 1 (ZeRO, FSDP and HSDP are supported)."
-        )
-
-
-def _check_offload(args: Any) -> None:
-    zero = deepspeed_config(args).get("zero_optimization", {})
-    device = (zero.get("offload_optimizer") or {}).get("device", "none")
-    if zero.get("stage") != 2 or device == "none":
-        return
-    installed = metadata.version("deepspeed")
-    if Version(installed) < SUMS_OFFLOADED_GRADIENTS:
-        raise ConfigError(
-            f"deepspeed: release {installed} loses the gradients of micro-batches with ZeRO-2 and offload_optimizer "
-            "(without odb too, from gradient_accumulation_steps: 3 on); install "
-            f"deepspeed>={SUMS_OFFLOADED_GRADIENTS}, use ZeRO-3, or remove offload_optimizer."
-        )
-
-
-# oom: split
+# `oom: split`: a rank computes its micro-batches again without the others, so no collective may run inside.
 
 
 def why_not_split(args: Any) -> str | None:
-    """Why one rank cannot take its micro-batches once more without the others; None: it can.
-
-    args: training arguments, which know the engine before there is a model.
-    """
+    """Why `oom: split` cannot work; None if it can. args: training arguments, which name the engine."""
     if args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true"):
         return "FSDP gathers parameters inside forward and backward, where the other ranks would wait for one for ever"
     if getattr(args, "deepspeed_plugin", None) is not None:
-        return _why_not_split_zero(deepspeed_config(args))
+        zero = deepspeed_config(args).get("zero_optimization", {})
+        stage = zero.get("stage", 0)
+        if stage == 0:
+            return "with stage 0 DeepSpeed keeps sums of gradients that cannot be dropped (DDP trains the same)"
+        if stage > 1:
+            return (
+                f"DeepSpeed with ZeRO stage {stage} reduces gradients over the ranks inside each backward, and what it "
+                "has reduced of one that failed cannot be taken back (with stage 1 it could)"
+            )
+        if zero.get("overlap_comm"):
+            return "DeepSpeed with `overlap_comm` reduces gradients inside backward (without it ZeRO-1 does not)"
+        if zero.get("cpu_offload") or _offloads_optimizer(zero):
+            return "gradients that DeepSpeed has offloaded cannot be dropped"
+        return None
     engine = args.distributed_state.distributed_type
     if engine != DistributedType.NO and not engine.name.startswith("MULTI_"):
         return f"what {engine.name} does between the ranks inside forward and backward is not known here"
@@ -269,32 +263,7 @@ def deepspeed_config(args: Any) -> dict[str, Any]:
     return {} if plugin is None else plugin.deepspeed_config
 
 
-def _why_not_split_zero(deepspeed: dict[str, Any]) -> str | None:
-    zero = deepspeed.get("zero_optimization", {})
-    stage = zero.get("stage", 0)
-    if stage == 1:
-        if zero.get("overlap_comm"):
-            return "DeepSpeed with `overlap_comm` reduces gradients inside backward (without it ZeRO-1 does not)"
-        if zero.get("cpu_offload") or (zero.get("offload_optimizer") or {}).get("device", "none") != "none":
-            return "gradients that DeepSpeed has offloaded cannot be dropped"
-        return None
-    if stage == 0:
-        return "with stage 0 DeepSpeed keeps sums of gradients that cannot be dropped (DDP trains the same)"
-    return (
-        f"DeepSpeed with ZeRO stage {stage} reduces gradients over the ranks inside each backward, and what it has "
-        "reduced of one that failed cannot be taken back (with stage 1 it could)"
-    )
-
-
 # Labels
-
-
-def _check_loss(trainer: Any) -> None:
-    """sentence-transformers' trainer has its losses as `loss`: one module, or one for each data set."""
-    losses = getattr(trainer, "loss", None)
-    found = in_batch_loss(losses.values() if isinstance(losses, Mapping) else (losses, *trainer.model.modules()))
-    if found is not None:
-        raise ConfigError(f"loss: {found} {IN_BATCH}.")
 
 
 def _check_labels(model: Any) -> None:
@@ -318,7 +287,7 @@ def _check_labels(model: Any) -> None:
 
 
 def check_methods(trainer: Any) -> None:
-    """Refuse a trainer whose methods somebody has replaced, so that those of odb would not be reached or not hold."""
+    """Refuse a trainer whose methods have been replaced, so that odb's would not be called or would not be right."""
     for name in (*OVERRIDDEN, *BELOW):
         if name in vars(trainer):
             found = vars(trainer)[name]
@@ -397,7 +366,7 @@ PREFIXES_THAT_MAY_DIFFER = ("export_", "hub_", "profiler_", "ray_", "sglang_", "
 def of_arguments(*owners: Any) -> dict[str, object]:
     """All fields of argument dataclasses as settings: nested values under dotted keys, such as `fsdp_config.version`.
 
-    Fields of one process, and secrets, are left out; those that change nothing of what is trained may differ.
+    Fields of one process, and secrets, are left out; fields that do not change the training may differ.
     """
     found: dict[str, object] = {}
     for owner in owners:
@@ -425,7 +394,7 @@ def of_trainer(trainer: Any) -> dict[str, object]:
 
 
 def _add(found: dict[str, object], key: str, value: Any) -> None:
-    """Put a value, or what is inside it, under its key."""
+    """Put a value, or its inner values, under its key."""
     name = key.rpartition(".")[2]
     if name in NOT_COMPARED:
         return
@@ -439,7 +408,7 @@ def _add(found: dict[str, object], key: str, value: Any) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers, texts, lists and dicts; of other objects what they say of themselves, but not where they are."""
+    """As numbers, texts, lists and dicts; other objects by their repr without addresses."""
     if isinstance(value, Enum):
         return value.value
     if value is None or isinstance(value, str | int | float):

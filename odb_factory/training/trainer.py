@@ -220,7 +220,7 @@ class ODBTrainerMixin(Base):
         if world_size_of(settings.process_group) > 1:
             lifeline_of(settings.process_group, config.exchange_timeout_s).renew()
         check_trainer(self)
-        probes.check_seams(self)
+        probes.check_gradient(self)
         say_what_differs(self, counts_tokens=not settings.equal_weights)
         if self.args.world_size > 1 and self.args.save_strategy != "no":
             compare_output_dirs(str(self.args.output_dir), odb.gather)
