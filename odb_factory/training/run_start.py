@@ -284,7 +284,7 @@ class ODBState:
         check_hooks(self.trainer)
         loader, configured = self.run.loader, self.settings.config
         if self.is_unchecked and loader.has_rows:
-            why = self._check_layout(lambda: of_batches(*trial_batches(loader)))
+            why = self.check_layout(lambda: of_batches(*trial_batches(loader)))
             if why is not None:
                 self._replace_run(fall_back(self.layout, configured.layout, why), self.run.config)
         if self.lacks_budgets:
@@ -296,11 +296,12 @@ class ODBState:
     def check_first_batch(self, batch: Any, segments: tuple[int, ...]) -> None:
         """Check a flat layout by the first micro-batch, if rows cannot be read by their number. segments: of its
         samples. Raises `ConfigError` if the layout is not right for the model."""
-        why = self._check_layout(lambda: of_flat_batch(batch, segments)) if self.is_unchecked else None
+        why = self.check_layout(lambda: of_flat_batch(batch, segments)) if self.is_unchecked else None
         if why is not None:
             raise not_right(why)
 
-    def _check_layout(self, make: Callable[[], Trial]) -> str | None:
+    def check_layout(self, make: Callable[[], Trial]) -> str | None:
+        """Why the flat layout is not right for the model; None if it is. Collective."""
         self.is_unchecked, trainer = False, self.trainer
         runs = Runs(trainer.model_wrapped, trainer._prepare_inputs, self.gather, trainer.compute_loss_context_manager)
         return check_rows(runs, make)

@@ -23,7 +23,7 @@ from odb_factory.data.serialize import pack
 from odb_factory.data.trial import rows_to_choose_from
 from odb_factory.model import attention, mixers
 from odb_factory.model import check as check_module
-from odb_factory.model.check import Layout, Verdict, check_rows, models_of, of_flat_batch
+from odb_factory.model.check import Layout, Verdict, models_of, of_flat_batch
 from odb_factory.planning import Cost
 
 BUDGET = 256
@@ -203,7 +203,7 @@ def test_the_cache_is_off_while_it_trains(tmp_path: Path) -> None:
 def check(trainer: Trainer) -> str | None:
     enable_odb(trainer, config())
     rows = samples()
-    return check_rows(trainer.odb_runs(), lambda: of_flat_batch(flat_batch(rows), LENGTHS))
+    return trainer.odb.check_layout(lambda: of_flat_batch(flat_batch(rows), LENGTHS))
 
 
 @pytest.mark.parametrize("kind", [*REFUSED, *MIXERS])
