@@ -39,7 +39,7 @@ from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.log import get_logger
 from odb_factory.model import attention, mixers
 from odb_factory.model.flat_row import flat_row
-from odb_factory.model.head import WithoutLogits, evaluating
+from odb_factory.model.head import WithoutLogits
 from odb_factory.model.tiny_copy import WORDS, tiny_copy
 
 logger = get_logger(__name__)
@@ -649,7 +649,7 @@ def _named(rows: Sequence[int]) -> str:
 def _deviations(runs: Runs, trial: Trial) -> dict[str, float]:
     """The largest token loss of samples alone, the largest differences from it, flat and padded, and the tolerance."""
     door = WithoutLogits(runs.model)
-    with evaluating(runs.model), runs.context():
+    with _evaluating(runs.model), runs.context():
         alone: dict[int, Tensor] = {}
         with _dtypes_within(runs.model) as dtypes:
             for laid_out in trial.alone:
@@ -669,17 +669,19 @@ def _token_losses(runs: Runs, door: WithoutLogits, laid_out: LaidOut) -> dict[in
     """Of each sample (by number) the loss of every token but its first, supervised or not: [tokens - 1]."""
     inputs = runs.prepare(dict(laid_out.batch))
     ids = inputs["input_ids"]
-    targets = torch.full_like(ids, -100)
+    labels = torch.full_like(ids, -100)
     for row, start, end in laid_out.spans.values():
-        targets[row, start : end - 1] = ids[row, start + 1 : end]
+        labels[row, start + 1 : end] = ids[row, start + 1 : end]
 
     def run() -> Any:
         with flat_row(laid_out.segments):
             return runs.model(**inputs)
 
-    losses = door.token_losses(run, targets)
-    if losses is None:
-        losses = _by_logits(run(), targets)
+    if door.reason is None:
+        _, places, log_probs, _ = door.log_probs(run, labels)
+        losses = log_probs.new_zeros(ids.numel()).index_copy(0, places, -log_probs).view(ids.shape)
+    else:
+        losses = _by_logits(run(), functional.pad(labels, (0, 1), value=-100)[:, 1:])
     return {number: losses[row, start : end - 1] for number, (row, start, end) in laid_out.spans.items()}
 
 
@@ -714,3 +716,17 @@ def _dtypes_within(model: Any) -> Iterator[set[torch.dtype]]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+@contextlib.contextmanager
+def _evaluating(model: Any) -> Iterator[None]:
+    """Without gradients, dropout and checkpoints; each module is as it was afterwards."""
+    before = [(module, module.training) for module in model.modules()]
+    for module, _ in before:
+        module.training = False
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):  # drawing on the device would be dropout
+            yield
+    finally:
+        for module, training in before:
+            module.training = training

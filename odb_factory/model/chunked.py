@@ -47,12 +47,11 @@ def weighted_loss_of(
 
     hidden: [rows, length, H]; labels: [rows, length]; position t predicts label t + 1. weights, num_supervised: of
     `WithoutLogits.weighing`. chunk_tokens: whose logits exist at a time. Products are those of the linear layer, in the
-    dtype of autocast where that is on; all else is in float32.
+    dtype of autocast where that is on; everything else is in float32.
     Raises `DataError` where the weights are not those of these rows.
     """
-    device, accurate = hidden.device, _accurate(linear)
-    targets, supervised, places = _supervised(labels.to(device, non_blocking=True), num_supervised)
-    weighed = supervised[places].to(accurate)
+    device = hidden.device
+    targets, places = _supervised(labels.to(device, non_blocking=True), num_supervised)
     if isinstance(weights, Tensor):
         if weights.dim() != 2 or weights.shape[0] != labels.shape[0] or weights.shape[1] not in (1, labels.shape[1]):
             raise DataError(
@@ -61,102 +60,67 @@ def weighted_loss_of(
             )
         if device.type == "cuda" and weights.device.type == "cpu":
             weights = weights.pin_memory()
-        everywhere = weights.to(device, accurate, non_blocking=True).expand(labels.shape).reshape(-1)
-        weighed = weighed * everywhere[places]
+        everywhere = weights.to(device, _accurate(linear), non_blocking=True).expand(labels.shape).reshape(-1)
+        weighed = everywhere[places] * (targets[places] != IGNORE_INDEX)
     else:
-        weighed = weighed * weights
-    loss: Tensor = _ChunkedLoss.apply(
-        hidden.reshape(-1, hidden.shape[-1]),
-        linear.weight,
-        linear.bias,
-        _Tokens(places, targets[places].clamp_min(0), weighed),
-        _How(
-            _product_dtype(linear, device),
-            accurate,
-            chunk_tokens or _chunk_tokens(linear, device),
-            after,
-            torch.is_grad_enabled(),
-        ),
-    )
+        weighed = (targets[places] != IGNORE_INDEX).to(_accurate(linear)) * weights
+    loss: Tensor = _apply(linear, hidden, targets, places, weighed, after, chunk_tokens)[0]
     return loss
 
 
-def token_losses_of(linear: nn.Linear, hidden: Tensor, targets: Tensor, after: AfterHead) -> Tensor:
-    """The loss at each position, without gradients: [rows, length]; 0 where the target is -100."""
-    device, dtype = hidden.device, _product_dtype(linear, hidden.device)
-    accurate = _accurate(linear)
-    flat = targets.to(device).reshape(-1)
-    losses = torch.zeros(flat.shape, device=device, dtype=accurate)
-    w, b = linear.weight.to(dtype), None if linear.bias is None else linear.bias.to(dtype)
-    with _without_autocast(device.type):
-        for places in (flat != IGNORE_INDEX).nonzero()[:, 0].split(_chunk_tokens(linear, device)):
-            h = hidden.reshape(-1, hidden.shape[-1]).index_select(0, places).to(dtype)
-            logits = torch.nn.functional.linear(h, w, b).to(accurate)
-            losses[places] = _losses(logits, flat[places], None, after)[0]
-    return losses.view(targets.shape)
-
-
 def log_probs_of(
-    linear: nn.Linear, hidden: Tensor, labels: Tensor, num_supervised: int, after: AfterHead = AfterHead()
+    linear: nn.Linear,
+    hidden: Tensor,
+    labels: Tensor,
+    num_supervised: int | None = None,
+    after: AfterHead = AfterHead(),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Of the supervised positions: their places int64[S] in [N], the log-probabilities of their labels [S], and the
     means of their logits [S], which have no gradient.
 
-    hidden, labels, after: of `weighted_loss_of`. num_supervised: S, counted on the host.
+    hidden, labels, num_supervised, after: of `weighted_loss_of`.
     """
-    targets, _, places = _supervised(labels.to(hidden.device, non_blocking=True), num_supervised)
-    log_probs, means = _LogProbs.apply(
+    targets, places = _supervised(labels.to(hidden.device, non_blocking=True), num_supervised)
+    return places, *_apply(linear, hidden, targets, places, None, after)
+
+
+def _supervised(labels: Tensor, num_supervised: int | None) -> tuple[Tensor, Tensor]:
+    """The target of each position, [N]; the places of those that have one, [S]."""
+    targets = torch.nn.functional.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:].reshape(-1)
+    supervised = targets != IGNORE_INDEX
+    if num_supervised is None:
+        return targets, supervised.nonzero()[:, 0]
+    # Supervised ones first, in their order: nothing has to be read back.
+    return targets, supervised.to(torch.int8).argsort(descending=True, stable=True)[:num_supervised]
+
+
+def _accurate(linear: nn.Linear) -> torch.dtype:
+    """The dtype of everything but the products with the head."""
+    return torch.float64 if linear.weight.dtype == torch.float64 else torch.float32
+
+
+def _apply(
+    linear: nn.Linear,
+    hidden: Tensor,
+    targets: Tensor,
+    places: Tensor,
+    weights: Tensor | None,
+    after: AfterHead,
+    chunk_tokens: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    device, dtype = hidden.device.type, linear.weight.dtype
+    if dtype != torch.float64 and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    at_a_time = chunk_tokens or max(CHUNK_ELEMENTS.get(device, OTHER_CHUNK_ELEMENTS) // linear.out_features, 1)
+    values, means = _Head.apply(
         hidden.reshape(-1, hidden.shape[-1]).index_select(0, places),
         linear.weight,
         linear.bias,
         targets[places].clamp_min(0),
-        _How(
-            _product_dtype(linear, hidden.device),
-            _accurate(linear),
-            _chunk_tokens(linear, hidden.device),
-            after,
-            torch.is_grad_enabled(),
-        ),
+        weights,
+        _How(dtype, _accurate(linear), at_a_time, after, torch.is_grad_enabled()),
     )
-    return places, log_probs, means
-
-
-def _supervised(labels: Tensor, num_supervised: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    """The target of each position, whether it is supervised, [N] each; the places of those that are, [S]."""
-    targets = torch.nn.functional.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:].reshape(-1)
-    supervised = targets != IGNORE_INDEX
-    if num_supervised is None:
-        return targets, supervised, supervised.nonzero()[:, 0]
-    # Supervised ones first, in their order: nothing has to be read back.
-    return targets, supervised, supervised.to(torch.int8).argsort(descending=True, stable=True)[:num_supervised]
-
-
-def _accurate(linear: nn.Linear) -> torch.dtype:
-    """Of everything but the products with the head."""
-    return torch.float64 if linear.weight.dtype == torch.float64 else torch.float32
-
-
-def _product_dtype(linear: nn.Linear, device: torch.device) -> torch.dtype:
-    dtype = linear.weight.dtype
-    if dtype != torch.float64 and torch.amp.is_autocast_available(device.type):
-        return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
-    return dtype
-
-
-def _chunk_tokens(linear: nn.Linear, device: torch.device) -> int:
-    return max(CHUNK_ELEMENTS.get(device.type, OTHER_CHUNK_ELEMENTS) // linear.out_features, 1)
-
-
-@dataclass(frozen=True)
-class _Tokens:
-    """The supervised tokens, [S] each: their places in [N], their targets, their weights."""
-
-    places: Tensor
-    targets: Tensor
-    weights: Tensor
-
-    def chunks(self, size: int) -> Iterator[Sequence[Tensor]]:
-        return zip(self.places.split(size), self.targets.split(size), self.weights.split(size))
+    return values, means
 
 
 @dataclass(frozen=True)
@@ -169,124 +133,119 @@ class _How:
     after: AfterHead
     with_gradient: bool
 
-
-class _ChunkedLoss(torch.autograd.Function):
-    """Gradients are computed with the loss, for weights that are divided by the largest of them, so that they do not
-    vanish in float16; backward multiplies them by it and by what comes from behind."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: _Tokens, how: _How) -> Tensor:
-        of_hidden, of_weight, of_bias = (how.with_gradient and needed for needed in ctx.needs_input_grad[:3])
-        with_gradient = of_hidden or of_weight or of_bias
-        with _without_autocast(hidden.device.type):
-            total = hidden.new_zeros((), dtype=how.accurate)
-            largest = torch.cat([tokens.weights.abs(), total.new_full((1,), torch.finfo(how.accurate).tiny)]).amax()
-            w, b = weight.to(how.dtype), None if bias is None else bias.to(how.dtype)
-            grad_hidden = torch.zeros_like(hidden) if of_hidden else None
-            grad_weight = torch.zeros_like(weight, dtype=how.accurate) if of_weight else None
-            grad_bias = None if bias is None or not of_bias else torch.zeros_like(bias, dtype=how.accurate)
-            for places, targets, weights in tokens.chunks(how.chunk_tokens):
-                h = hidden.index_select(0, places).to(how.dtype)
-                logits = torch.nn.functional.linear(h, w, b).to(how.accurate)
-                losses, gradient = _losses(logits, targets, weights / largest if with_gradient else None, how.after)
-                del logits  # the gradient is in its place; no two chunks exist at a time
-                total += (losses * weights).sum()
-                if gradient is None:
-                    continue
-                if grad_bias is not None:
-                    grad_bias += gradient.sum(0)
-                gradient = gradient.to(how.dtype)
-                if grad_hidden is not None:
-                    grad_hidden.index_copy_(0, places, (gradient @ w).to(hidden.dtype))
-                if grad_weight is not None:
-                    _add_product(grad_weight, gradient.T, h)
-                del gradient
-        ctx.gradients = (grad_hidden, grad_weight, grad_bias)
-        ctx.dtypes = tuple(None if one is None else one.dtype for one in (hidden, weight, bias))
-        ctx.largest = largest
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        if ctx.gradients is None:
-            raise RuntimeError("the loss without logits keeps its gradients for one backward only")
-        gradients, ctx.gradients = ctx.gradients, None
-        factor = gradient * ctx.largest
-        # A product of a tensor in bfloat16 with a scalar tensor would round the scalar first.
-        return *(
-            None if one is None else (one if one.dtype == factor.dtype else one.to(factor.dtype)).mul_(factor).to(dtype)
-            for one, dtype in zip(gradients, ctx.dtypes)
-        ), None, None  # fmt: skip
+    def chunks(self, hidden: Tensor, w: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Of some tokens at a time: their places in [S], their hidden states and logits [some, V]. w: in `dtype`."""
+        b = None if bias is None else bias.to(self.dtype)
+        for start in range(0, len(hidden), self.chunk_tokens):
+            places = slice(start, start + self.chunk_tokens)
+            h = hidden[places].to(self.dtype)
+            yield places, h, torch.nn.functional.linear(h, w, b).to(self.accurate)
 
 
-class _LogProbs(torch.autograd.Function):
-    """hidden: [S, H]; targets: [S]. Saves what a linear layer does, and so works with engines that shard weights."""
+class _Gradients:
+    """Those of hidden states, weight and bias of the head (None: not needed), added up chunk by chunk."""
+
+    def __init__(self, needed: Sequence[bool], hidden: Tensor, weight: Tensor, bias: Tensor | None, how: _How):
+        self.dtypes = [None if one is None else one.dtype for one in (hidden, weight, bias)]
+        self.of_hidden = torch.empty_like(hidden) if needed[0] else None
+        self.of_weight = torch.zeros_like(weight, dtype=how.accurate) if needed[1] else None
+        self.of_bias = torch.zeros_like(bias, dtype=how.accurate) if bias is not None and needed[2] else None
+
+    def add(self, places: slice, hidden: Tensor, w: Tensor, of_logits: Tensor) -> None:
+        if self.of_bias is not None:
+            self.of_bias += of_logits.sum(0)
+        of_logits = of_logits.to(w.dtype)
+        if self.of_hidden is not None:
+            self.of_hidden[places] = (of_logits @ w).to(self.of_hidden.dtype)
+        if self.of_weight is not None:
+            _add_product(self.of_weight, of_logits.T, hidden)
+
+    def times(self, factor: Tensor | None = None) -> list[Tensor | None]:
+        """Each in the dtype of what it is of. A product of bfloat16 with a scalar tensor would round the scalar."""
+        found: list[Tensor | None] = []
+        for one, dtype in zip((self.of_hidden, self.of_weight, self.of_bias), self.dtypes):
+            if one is not None and factor is not None:
+                one = (one if one.dtype == factor.dtype else one.to(factor.dtype)).mul_(factor)
+            found.append(None if one is None else one.to(dtype))
+        return found
+
+
+class _Head(torch.autograd.Function):
+    """hidden: [S, H]; targets: [S]. Returns log-probabilities [S], and means of logits [S]; with weights [S] the
+    weighted loss, and nothing else of use.
+
+    With weights gradients are computed with the loss, for weights that are divided by the largest of them, so that
+    they do not vanish in float16; backward multiplies them by it and by the gradient of the loss. Without weights
+    backward computes logits once more, and what is saved for it works with engines that shard weights.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, how: _How
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        weights: Tensor | None,
+        how: _How,
     ) -> tuple[Tensor, Tensor]:
-        log_probs, means = hidden.new_empty(2, len(hidden), dtype=how.accurate)
+        losses, means = hidden.new_zeros(2, len(hidden), dtype=how.accurate)
+        needed = ctx.needs_input_grad[:3]
+        ctx.how, ctx.is_weighed, ctx.gradients, now = how, weights is not None, None, None
         with _without_autocast(hidden.device.type):
-            w, b = weight.to(how.dtype), None if bias is None else bias.to(how.dtype)
-            for h, of_targets, places in _split(how.chunk_tokens, hidden, targets):
-                logits = torch.nn.functional.linear(h.to(how.dtype), w, b).to(how.accurate)
-                _change(logits, how.after)
-                means[places] = logits.mean(1)
-                log_probs[places] = -_losses(logits, of_targets, None, AfterHead())[0]
-        ctx.save_for_backward(hidden, weight, bias, targets)
-        ctx.how = how
+            if weights is not None and how.with_gradient and any(needed):
+                tiny = losses.new_full((1,), torch.finfo(how.accurate).tiny)
+                ctx.largest = torch.cat([weights.abs(), tiny]).amax()
+                now, ctx.gradients = weights / ctx.largest, _Gradients(needed, hidden, weight, bias, how)
+            w = weight.to(how.dtype)
+            for places, h, logits in how.chunks(hidden, w, bias):
+                slope = _change(logits, how.after)
+                if weights is None:
+                    means[places] = logits.mean(1)
+                scaled = None if now is None else now[places] * how.after.scale
+                losses[places], of_logits = _losses(logits, targets[places], scaled, slope)
+                del logits  # the gradient is in its place; no two chunks exist at a time
+                if of_logits is not None:
+                    ctx.gradients.add(places, h, w, of_logits)
+                    del of_logits
         ctx.mark_non_differentiable(means)
-        return log_probs, means
+        if weights is not None:
+            return (losses * weights).sum(), means
+        ctx.save_for_backward(hidden, weight, bias, targets)
+        return -losses, means
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: Any) -> Any:
+        if ctx.is_weighed:
+            if ctx.gradients is None:
+                raise RuntimeError("the loss without logits keeps its gradients for one backward only")
+            gradients, ctx.gradients = ctx.gradients, None
+            return *gradients.times(gradient * ctx.largest), None, None, None
         hidden, weight, bias, targets = ctx.saved_tensors
-        of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
         how: _How = ctx.how
         with _without_autocast(hidden.device.type):
-            w, b = weight.to(how.dtype), None if bias is None else bias.to(how.dtype)
-            grad_hidden = torch.empty_like(hidden) if of_hidden else None
-            grad_weight = torch.zeros_like(weight, dtype=how.accurate) if of_weight else None
-            grad_bias = torch.zeros_like(bias, dtype=how.accurate) if of_bias else None
-            for h, of_targets, places in _split(how.chunk_tokens, hidden, targets):
-                h = h.to(how.dtype)
-                logits = torch.nn.functional.linear(h, w, b).to(how.accurate)
-                of_logits = _losses(logits, of_targets, -gradient[places].to(how.accurate), how.after)[1]
+            gradients = _Gradients(ctx.needs_input_grad[:3], hidden, weight, bias, how)
+            w = weight.to(how.dtype)
+            for places, h, logits in how.chunks(hidden, w, bias):
+                slope = _change(logits, how.after)
+                weights = -gradient[places].to(how.accurate) * how.after.scale
+                of_logits = _losses(logits, targets[places], weights, slope)[1]
                 assert of_logits is not None
-                if grad_bias is not None:
-                    grad_bias += of_logits.sum(0)
-                of_logits = of_logits.to(how.dtype)
-                if grad_hidden is not None:
-                    grad_hidden[places] = (of_logits @ w).to(hidden.dtype)
-                if grad_weight is not None:
-                    _add_product(grad_weight, of_logits.T, h)
-        return (
-            grad_hidden,
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None if grad_bias is None else grad_bias.to(bias.dtype),
-            None,
-            None,
-        )
+                gradients.add(places, h, w, of_logits)
+        return *gradients.times(), None, None, None
 
 
-def _split(size: int, *tensors: Tensor) -> Iterator[tuple[Any, ...]]:
-    """So many rows of each at a time, and where they are."""
-    for start in range(0, len(tensors[0]), size):
-        places = slice(start, start + size)
-        yield (*(one[places] for one in tensors), places)
-
-
-def _losses(logits: Tensor, targets: Tensor, weights: Tensor | None, after: AfterHead) -> tuple[Tensor, Tensor | None]:
-    """Token losses [S] and, in the place of the logits [S, V], the gradients of their weighted sum by these logits."""
-    slope = _change(logits, after)
+def _losses(
+    logits: Tensor, targets: Tensor, weights: Tensor | None, slope: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Token losses [S] and, in the place of the logits [S, V], the gradients of their weighted sum by what the logits
+    were before `_change`, whose derivative is `slope`."""
     of_target = logits.gather(1, targets[:, None])[:, 0]
     largest = logits.amax(1)
     sums = logits.sub_(largest[:, None]).exp_().sum(1)
     losses = sums.log() + largest - of_target
     if weights is None:
         return losses, None
-    weights = weights * after.scale
     gradient = logits.mul_((weights / sums)[:, None])
     gradient.scatter_add_(1, targets[:, None], -weights[:, None])
     return losses, gradient if slope is None else gradient.mul_(slope)

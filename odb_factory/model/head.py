@@ -15,23 +15,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from inspect import signature
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from odb_factory.errors import ConfigError, DataError, one_line
+from odb_factory.errors import ConfigError, DataError
 from odb_factory.log import get_logger
-from odb_factory.model.chunked import AfterHead, token_losses_of, weighted_loss_of
+from odb_factory.model.chunked import AfterHead, log_probs_of, weighted_loss_of
 from odb_factory.model.own_loss import model_with_labels, own_loss
 
 logger = get_logger(__name__)
 
-PROBE_RANGE = (-3, 4)
-"""Powers of ten between which a probe's logits lie: small ones show a factor, large ones a cap."""
+
+class _OtherShape(Exception):
+    """The head computes positions that are not those of the labels."""
 
 
 class WithoutLogits:
@@ -39,8 +38,8 @@ class WithoutLogits:
 
     model: a transformers model with labels, also wrapped by PEFT, DDP, FSDP or DeepSpeed.
     why_not: a reason of the caller not to use the door.
-    reason: why the door is not used; None where it is. The first weighted forward may still find one: it runs the
-        model once more without gradients, to see what the model does to its logits. A reason is logged once.
+    reason: why the door is not used; None where it is. The first weighted forward may still find one, and then runs the
+        model once more. A reason is logged once.
 
     Example::
 
@@ -51,16 +50,19 @@ class WithoutLogits:
     """
 
     def __init__(self, model: nn.Module, why_not: str | None = None):
-        self._model = model_with_labels(model)
+        self._model: Any = model_with_labels(model)
         self._name = type(model if self._model is None else self._model).__name__
-        self._after: AfterHead | None = None
-        self._is_told = False
+        self._after = AfterHead()
+        self._is_logged = False
         self.reason = why_not
         self.acted = False
         if self._model is None:
             self.reason = "no part of it is a transformers model that takes labels"
         elif why_not is None:
             self.reason = _why_not_in_place(model, self._model)
+            if self.reason is None:
+                own = own_loss(self._model)
+                self.reason, self._after = own.why_another, own.after or AfterHead()
 
     @contextlib.contextmanager
     def weighing(self, weights: float | Tensor, num_supervised: int | None = None) -> Iterator[None]:
@@ -72,7 +74,7 @@ class WithoutLogits:
         """
         self.acted = False
         if self.reason is not None:
-            self._tell()
+            self._log()
             yield
             return
         with self.replacing_forward(functools.partial(self._forward, weights, num_supervised)):
@@ -89,76 +91,63 @@ class WithoutLogits:
     ) -> Any:
         """The model's forward. It is a forward of training if it has labels, no cache, and wants all logits."""
         labels = kwargs.get("labels")
-        if labels is None or any(_is_given(kwargs.get(name)) for name in _OTHER_FORWARDS):
+        if self.reason is not None or labels is None or any(_is_given(kwargs.get(name)) for name in _OTHER_FORWARDS):
             return own(*args, **kwargs)
-        without_labels = {name: value for name, value in kwargs.items() if name != "labels"}
-        if self._after is None and self.reason is None:
-            self._probe(functools.partial(own, *args, **without_labels), labels)
-        if self.reason is not None:
-            self._tell()
-            return own(*args, **kwargs)
-        after = self._after
-        assert after is not None
 
         def weighted_loss(linear: nn.Linear, hidden: Tensor) -> Tensor:
-            if hidden.shape[:-1] != labels.shape:
-                raise DataError(_other_shape(self._name, hidden, labels))
-            return weighted_loss_of(linear, hidden, labels, weights, num_supervised, after).reshape(1, 1, 1)
+            self._check(hidden, labels)
+            return weighted_loss_of(linear, hidden, labels, weights, num_supervised, self._after).reshape(1, 1, 1)
 
-        with self.head_computes(weighted_loss) as outputs:
-            output = own(*args, **without_labels)
+        try:
+            with self.head_computes(weighted_loss) as outputs:
+                output = own(*args, **{name: value for name, value in kwargs.items() if name != "labels"})
+        except _OtherShape as error:
+            self.reason = str(error)
+            self._log()
+            return own(*args, **kwargs)
         if len(outputs) != 1:
             raise DataError(f"{self._name} called its output embedding {len(outputs)} times in a forward with labels.")
         loss = outputs[0].reshape(())
         aux_loss = output.get("aux_loss")
         if aux_loss is not None:
-            loss = loss + self._router_coefficient() * aux_loss.to(loss.device)
+            loss = loss + _router_coefficient(self._model) * aux_loss.to(loss.device)
         self.acted = True
         rest = {name: value for name, value in output.items() if name not in ("loss", "logits")}
         return type(output)(loss=loss, **rest)
 
-    def token_losses(self, run: Callable[[], Any], targets: Tensor) -> Tensor | None:
-        """The loss at each position of a forward without labels and gradients, in float32: [rows, length].
+    def log_probs(
+        self, run: Callable[[], Any], labels: Tensor, num_supervised: int | None = None
+    ) -> tuple[Any, Tensor, Tensor, Tensor]:
+        """The output of a forward without labels and logits, and what `log_probs_of` computes from it.
 
-        run: the forward, of the model as it is wrapped; the first call runs it twice. targets: [rows, length], the
-        token that each position predicts, -100 where none counts (the loss there is 0). None where the door is not
-        used (`reason`).
+        run: the forward, of the model as it is wrapped. labels: [rows, length]; position t predicts label t + 1.
+        Raises `ConfigError` where the door is not used (`reason`).
         """
-        if self._after is None and self.reason is None:
-            self._probe(functools.partial(self._output, run), targets)
         if self.reason is not None:
-            return None
-        after = self._after
-        assert after is not None
-        found: list[Tensor] = []
-
-        def losses(linear: nn.Linear, hidden: Tensor) -> Tensor:
-            if hidden.shape[:-1] != targets.shape:
-                raise DataError(_other_shape(self._name, hidden, targets))
-            found.append(token_losses_of(linear, hidden, targets, after))
-            return hidden.new_zeros(1, 1, 1)
-
-        with self.head_computes(losses), torch.no_grad():
-            run()
-        return found[0]
-
-    def after_head(self, run: Callable[[], Any], labels: Tensor) -> AfterHead:
-        """What the model does to its logits. run: its forward without labels, the first call runs it; labels: [rows,
-        length]. Raises `ConfigError` where the door is not used."""
-        if self._after is None and self.reason is None:
-            self._probe(run, labels)
-        if self._after is None:
             raise ConfigError(
                 f"odb.layout: 'flat' is not right for preferences with {self._name}: {self.reason}; set it to padded."
             )
-        return self._after
+        found: list[Tensor] = []
+
+        def log_probs(linear: nn.Linear, hidden: Tensor) -> Tensor:
+            self._check(hidden, labels)
+            places, of_labels, means = log_probs_of(linear, hidden, labels, num_supervised, self._after)
+            found.extend((places, means))
+            return of_labels.reshape(1, -1, 1)
+
+        try:
+            with self.head_computes(log_probs) as outputs:
+                output = run()
+        except _OtherShape as error:
+            raise DataError(str(error)) from error
+        places, means = found
+        return output, places, outputs[0].reshape(-1), means
 
     @contextlib.contextmanager
     def head_computes(self, function: Callable[[nn.Linear, Tensor], Tensor]) -> Iterator[list[Tensor]]:
         """Meanwhile the head's linear layer computes `function`. Yields what the head returns to the model, behind all
         hooks of engines."""
-        model: Any = self._model
-        head = model.get_output_embeddings()
+        head = self._model.get_output_embeddings()
         outputs: list[Tensor] = []
         linears = _linears(head)
         hook = head.register_forward_hook(lambda _, __, output: outputs.append(output))
@@ -171,61 +160,17 @@ class WithoutLogits:
             for linear in linears:
                 del linear.forward
 
-    def _output(self, run: Callable[[], Any]) -> Any:
-        """What the model returns within `run`, whatever wrappers make of it."""
-        found: list[Any] = []
+    def _check(self, hidden: Tensor, labels: Tensor) -> None:
+        if hidden.shape[:-1] != labels.shape:
+            raise _OtherShape(
+                f"{self._name} computes logits of {list(hidden.shape[:-1])} positions from labels of "
+                f"{list(labels.shape)}; the loss without logits needs one for each label"
+            )
 
-        def kept(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            found.append(own(*args, **kwargs))
-            return found[-1]
-
-        with self.replacing_forward(kept):
-            run()
-        return found[-1]
-
-    def _probe(self, run: Callable[[], Any], labels: Tensor) -> None:
-        """Find out what the model does to logits, by logits that are known; run: its forward without labels."""
-        seen: list[tuple[Tensor, Tensor]] = []
-
-        def known(linear: nn.Linear, hidden: Tensor) -> Tensor:
-            seen.append((hidden, _known_logits(linear.out_features, hidden.device)))
-            return seen[-1][1]
-
-        try:
-            with self.head_computes(known), evaluating(self._model):
-                output = run()
-        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            if not seen or isinstance(error, torch.OutOfMemoryError):
-                raise  # it would in stock training, too
-            self.reason = f"it does not take other logits than of [rows, length, vocabulary]: {one_line(error)}"
+    def _log(self) -> None:
+        if self._is_logged:
             return
-        if len(seen) != 1:
-            self.reason = f"it calls its output embedding {len(seen)} times in a forward"
-        elif seen[0][0].shape[:-1] != labels.shape:
-            self.reason = _other_shape(self._name, seen[0][0], labels)
-        elif not isinstance(output, Mapping) or not isinstance(output.get("logits"), Tensor):
-            self.reason = "it returns no named logits"
-        elif output.get("aux_loss") is not None and self._router_coefficient() is None:
-            self.reason = "it adds a loss for its routers by a coefficient that is not known"
-        else:
-            self._after = _after_head(seen[0][1], output["logits"])
-            if self._after is None:
-                self.reason = "it changes its logits in another way than by a factor or a cap"
-
-    def _router_coefficient(self) -> float | None:
-        """What the model multiplies the losses of its routers by."""
-        model: Any = self._model
-        for place in (model, model.config.get_text_config()):
-            for name in ("router_aux_loss_coef", "aux_loss_coef"):
-                found = getattr(place, name, None)
-                if found is not None:
-                    return float(found)
-        return None
-
-    def _tell(self) -> None:
-        if self._is_told:
-            return
-        self._is_told = True
+        self._is_logged = True
         logger.info(
             "loss: with logits, for %s: %s (costs 2 to 3 float32 numbers for each token and entry of the vocabulary)",
             self._name,
@@ -281,7 +226,9 @@ def _why_not_in_place(outermost: nn.Module, model: Any) -> str | None:
             return f"its output embedding has weights of {linear.weight.dtype}"
     if _labels_reach_the_decoder(model):
         return "this release of transformers makes its attention mask from labels"
-    return own_loss(model).why_another
+    if getattr(model.config.get_text_config(), "output_router_logits", False) and _router_coefficient(model) is None:
+        return "it adds a loss for its routers by a coefficient that is not known"
+    return None
 
 
 def _linears(head: nn.Module) -> list[nn.Linear]:
@@ -313,50 +260,11 @@ def _labels_reach_the_decoder(model: Any) -> bool:
     return "labels" in signature(type(inner).forward).parameters
 
 
-def _other_shape(name: str, hidden: Tensor, labels: Tensor) -> str:
-    return (
-        f"{name} computes logits of {list(hidden.shape[:-1])} positions from labels of {list(labels.shape)}; the loss "
-        "without logits needs one for each label."
-    )
-
-
-# The probe
-
-
-def _known_logits(size: int, device: torch.device) -> Tensor:
-    """[1, 1, V]: numbers of both signs, from small to large."""
-    low, high = PROBE_RANGE
-    magnitudes = torch.logspace(low, high, size, device=device, dtype=torch.float32)
-    signs = 1.0 - 2.0 * (torch.arange(size, device=device) % 2)
-    return (magnitudes * signs).reshape(1, 1, size)
-
-
-def _after_head(logits: Tensor, changed: Tensor) -> AfterHead | None:
-    """What has made `changed` of `logits` ([1, 1, V]); None: nothing that is known."""
-    if changed.shape != logits.shape:
-        return None
-    x, y = logits.double().cpu().flatten(), changed.double().cpu().flatten()
-    scale = float(y[0] / x[0])
-    if not math.isfinite(scale) or scale <= 0:
-        return None
-    scale = 1.0 if math.isclose(scale, 1.0, rel_tol=1e-5) else scale
-    largest = float(y.abs().max())
-    for after in (AfterHead(scale), AfterHead(scale, largest)):
-        found = x * after.scale if after.cap is None else after.cap * torch.tanh(after.scale * x / after.cap)
-        if torch.allclose(found, y, rtol=1e-5, atol=1e-7):
-            return after
+def _router_coefficient(model: Any) -> float | None:
+    """What the model multiplies the losses of its routers by."""
+    for place in (model, model.config.get_text_config()):
+        for name in ("router_aux_loss_coef", "aux_loss_coef"):
+            found = getattr(place, name, None)
+            if found is not None:
+                return float(found)
     return None
-
-
-@contextlib.contextmanager
-def evaluating(model: Any) -> Iterator[None]:
-    """Without gradients, dropout and checkpoints; each module is as it was afterwards."""
-    before = [(module, module.training) for module in model.modules()]
-    for module, _ in before:
-        module.training = False
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):  # drawing on the device would be dropout
-            yield
-    finally:
-        for module, training in before:
-            module.training = training

@@ -1,4 +1,4 @@
-"""The loss that a model computes of its logits itself, found out by running that code alone.
+"""What a model does to its logits, and the loss that it computes from them, found out by running that code alone.
 
 In the trial the output embedding returns known logits and every other layer returns zeros. So the trial needs no
 weights (they may be sharded), calls no hook, and takes milliseconds.
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from odb_factory.errors import one_line
+from odb_factory.model.chunked import AfterHead
 
 LABELS = ((-100, 5, 6, 7, 8), (-100, -100, 4, 3, -100))
 """Of the trial: [rows, length]. The last token of the second row is padding."""
@@ -28,16 +29,22 @@ SWITCHED_OFF = ("output_router_logits", "skip_logits")
 """Arguments of forwards: the loss of routers, and Liger's kernel that computes the loss without logits."""
 
 
+PROBE_RANGE = (-3, 4)
+"""Powers of ten between which the trial's logits lie: small ones show a factor, large ones a cap."""
+
+
 @dataclass(frozen=True)
 class OwnLoss:
     """The loss of a model that is given labels.
 
-    why_another: why it is not known to be the mean cross entropy of the supervised tokens, each predicted by the token
-    before it; None where it is. counts_items: it is divided by `num_items_in_batch` where that is given.
+    why_another: why the loss without logits cannot take its place; None where it is the mean cross entropy of the
+    supervised tokens, each predicted by the token before it. counts_items: it is divided by `num_items_in_batch` where
+    that is given. after: what the model does to its logits, where it is not another loss.
     """
 
     why_another: str | None
     counts_items: bool
+    after: AfterHead | None = None
 
 
 def model_with_labels(model: nn.Module) -> nn.Module | None:
@@ -58,26 +65,62 @@ def counts_items(model: nn.Module) -> bool:
     return own_loss(inner).counts_items
 
 
-def own_loss(model: nn.Module) -> OwnLoss:
+def own_loss(model: Any) -> OwnLoss:
     """Try the loss code of `model`, a transformers model that takes labels and has an output embedding."""
     parameters = signature(model.forward).parameters
+    switched_off = {name: False for name in SWITCHED_OFF if name in parameters}
+    takes_items = "num_items_in_batch" in parameters or any(
+        one.kind is Parameter.VAR_KEYWORD for one in parameters.values()
+    )
     try:
-        with _without_layers(model) as batch, torch.no_grad():
-            switched_off = {name: False for name in SWITCHED_OFF if name in parameters}
-            run = functools.partial(model.forward, **batch, **switched_off, return_dict=True)
-            output, labels = run(), batch["labels"][:, 1:].flatten()
-            mean = float(cross_entropy(output["logits"][:, :-1].flatten(0, 1).double(), labels))
-            is_mean = _is_close(output["loss"], mean)
-            takes_items = "num_items_in_batch" in parameters or any(
-                one.kind is Parameter.VAR_KEYWORD for one in parameters.values()
-            )
-            is_sum = False
+        with _without_layers(model) as trial, torch.no_grad():
+            run = functools.partial(model.forward, **trial.batch, **switched_off, return_dict=True)
+            labels = trial.batch["labels"]
+            output, targets = run(labels=labels), labels[:, 1:].flatten()
+            mean = float(cross_entropy(output["logits"][:, :-1].flatten(0, 1).double(), targets))
+            is_mean, is_sum = _is_close(output["loss"], mean), False
             if takes_items:
-                total = mean * int((labels != -100).sum())
-                is_sum = _is_close(run(num_items_in_batch=labels.new_tensor(NUM_ITEMS))["loss"], total / NUM_ITEMS)
+                total = mean * int((targets != -100).sum())
+                is_sum = _is_close(
+                    run(labels=labels, num_items_in_batch=targets.new_tensor(NUM_ITEMS))["loss"], total / NUM_ITEMS
+                )
+            if not is_mean:
+                return OwnLoss("its loss is not the mean cross entropy of its tokens", is_sum)
+            trial.logits, trial.calls = _known_logits(model.config.get_text_config().vocab_size, labels.device), 0
+            output = run(labels=None)
     except Exception as error:  # any code may stand there
         return OwnLoss(f"its loss code cannot be tried ({type(error).__name__}: {one_line(error)})", True)
-    return OwnLoss(None if is_mean else "its loss is not the mean cross entropy of its tokens", is_sum)
+    if trial.calls != 1:
+        return OwnLoss(f"it calls its output embedding {trial.calls} times in a forward", is_sum)
+    after = _after_head(trial.logits, output["logits"])
+    if after is None:
+        return OwnLoss("it changes its logits in another way than by a factor or a cap", is_sum)
+    return OwnLoss(None, is_sum, after)
+
+
+def _known_logits(size: int, device: torch.device) -> Tensor:
+    """[1, 1, V]: numbers of both signs, from small to large."""
+    low, high = PROBE_RANGE
+    magnitudes = torch.logspace(low, high, size, device=device, dtype=torch.float32)
+    signs = 1.0 - 2.0 * (torch.arange(size, device=device) % 2)
+    return (magnitudes * signs).reshape(1, 1, size)
+
+
+def _after_head(logits: Tensor, changed: Tensor) -> AfterHead | None:
+    """What has made `changed` of `logits` ([1, 1, V]); None: nothing that is known."""
+    if changed.shape != logits.shape:
+        return None
+    x, y = logits.double().cpu().flatten(), changed.double().cpu().flatten()
+    scale = float(y[0] / x[0])
+    if not math.isfinite(scale) or scale <= 0:
+        return None
+    scale = 1.0 if math.isclose(scale, 1.0, rel_tol=1e-5) else scale
+    largest = float(y.abs().max())
+    for after in (AfterHead(scale), AfterHead(scale, largest)):
+        found = x * after.scale if after.cap is None else after.cap * torch.tanh(after.scale * x / after.cap)
+        if torch.allclose(found, y, rtol=1e-5, atol=1e-7):
+            return after
+    return None
 
 
 def _is_close(loss: Tensor, wanted: float) -> bool:
@@ -97,16 +140,29 @@ class _HiddenStates:
         return None
 
 
+@dataclass
+class _Trial:
+    """batch: for the forward. logits: what the output embedding returns. calls: of it, so far."""
+
+    batch: dict[str, Tensor]
+    logits: Tensor
+    calls: int = 0
+
+    def head(self, *_: Any, **__: Any) -> Tensor:
+        self.calls += 1
+        return self.logits.clone()
+
+
 @contextlib.contextmanager
-def _without_layers(model: Any) -> Iterator[dict[str, Tensor]]:
-    """Meanwhile the layers of `model` do not compute. Yields a batch for its forward."""
+def _without_layers(model: Any) -> Iterator[_Trial]:
+    """Meanwhile the layers of `model` do not compute."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     device = next((one.device for one in model.parameters() if one.device.type != "meta"), torch.device("cpu"))
     labels = torch.tensor(LABELS, device=device)
     numbers = torch.randn(
         *labels.shape, model.config.get_text_config().vocab_size, generator=torch.Generator().manual_seed(0)
     )
-    logits, hidden = 3 * numbers.to(device), torch.zeros(*labels.shape, 1, device=device)
+    hidden = torch.zeros(*labels.shape, 1, device=device)
 
     def zeros(module: nn.Module, *args: Any, **_: Any) -> Any:
         given = args[0] if args else None
@@ -116,7 +172,8 @@ def _without_layers(model: Any) -> Iterator[dict[str, Tensor]]:
 
     mask = torch.ones_like(labels)
     mask[-1, -1] = 0
-    calls: dict[nn.Module, Any] = {head: lambda *_, **__: logits.clone()}
+    trial = _Trial({"input_ids": labels.clamp_min(3), "attention_mask": mask, "labels": labels}, 3 * numbers.to(device))
+    calls: dict[nn.Module, Any] = {head: trial.head}
     for module in model.modules():
         if module not in (model, head):
             holds_head = any(part is head for part in module.modules())
@@ -125,7 +182,7 @@ def _without_layers(model: Any) -> Iterator[dict[str, Tensor]]:
     try:
         for module, call in calls.items():
             vars(module)["_compiled_call_impl"] = call  # which is called in the place of forward and all hooks
-        yield {"input_ids": labels.clamp_min(3), "attention_mask": mask, "labels": labels}
+        yield trial
     finally:
         for module, compiled in before.items():
             del vars(module)["_compiled_call_impl"]

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from odb_factory.errors import ConfigError, DataError
 from odb_factory.log import get_logger
 from odb_factory.model.check import Runs, check_rows, not_right, of_batches, resolve_layout, unwrapped
-from odb_factory.model.chunked import log_probs_of
 from odb_factory.model.flat_row import FlatRow, copy_to, flat_row, row_in_progress
 from odb_factory.model.head import WithoutLogits, forward_replaced
 
@@ -88,27 +87,15 @@ class UnpadDoor:
             output = run()
         last = output["hidden_states"][-1]
         if last.shape[:-1] != rows.labels.shape:
-            raise _other_shape(last, rows)
+            raise DataError(f"layout: {list(last.shape[:-1])} hidden states of {list(rows.labels.shape)} tokens")
         padded = last.new_zeros(shape.numel(), last.shape[-1]).index_copy(0, rows.index, last[0, : len(rows.index)])
         rest = {name: value for name, value in output.items() if name not in ("loss", "hidden_states")}
         return type(output)(hidden_states=(padded.view(*shape, -1),), **rest)
 
     def _log_probs(self, rows: FlatRows, run: Callable[[], Any], shape: torch.Size) -> Any:
-        after = self._door.after_head(run, rows.labels)
-        found: list[Tensor] = []
-
-        def log_probs(linear: nn.Linear, hidden: Tensor) -> Tensor:
-            if hidden.shape[:-1] != rows.labels.shape:
-                raise _other_shape(hidden, rows)
-            places, of_labels, means = log_probs_of(linear, hidden, rows.labels, rows.num_supervised, after)
-            found.extend((places, means))
-            return of_labels.reshape(1, -1, 1)
-
-        with self._door.head_computes(log_probs) as outputs:
-            output = run()
-        places, means = found
+        output, places, log_probs, means = self._door.log_probs(run, rows.labels, rows.num_supervised)
         # [supervised] -> [total] -> [rows, length]
-        values = torch.stack((outputs[0].reshape(-1), means), -1)
+        values = torch.stack((log_probs, means), -1)
         missing = values.new_tensor((0.0, torch.nan))
         in_row = missing.expand(rows.labels.numel(), 2).index_copy(0, places, values)[: len(rows.index)]
         padded = missing.expand(shape.numel(), 2).index_copy(0, rows.index, in_row)
@@ -127,10 +114,6 @@ def _with_positions(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if row is not None and ids is not None and kwargs.get("position_ids") is None and ids.shape == (1, row.tokens):
         kwargs["position_ids"] = copy_to(row.positions()[None], ids.device)
     return own(*args, **kwargs)
-
-
-def _other_shape(hidden: Tensor, rows: FlatRows) -> DataError:
-    return DataError(f"layout: {list(hidden.shape[:-1])} hidden states of {list(rows.labels.shape)} tokens")
 
 
 _SELECTING = {
