@@ -276,7 +276,7 @@ class StepAccounting:
         if left_out_dir is not None:
             path = Path(left_out_dir) / LEFT_OUT_FILE.format(rank=loader.rank)
             self._left_out_file, loader.left_out.path = Lines(path, "the list of rows left out"), path
-        loader.weigh_by(self._shares)
+        loader.weights = self._shares
         self._before = Trained()
         self._step: OptimizerStep | None = None
         self._left_out: Counter[str] = Counter()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch.utils.data import get_worker_info
@@ -18,62 +18,43 @@ from odb_factory.data.worker import BusyRows, WorkerDataset, retried
 from odb_factory.errors import DataError, one_line
 from odb_factory.planning import Budget
 
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """A micro-batch that could not be collated. Handed over as a value, so that it reaches the user in one line.
-
-    ids: the one sample that cannot be collated, or all of them where each can alone.
-    concerns_rows: it is a matter of these rows; else of the collator, and the cause says what to do.
-    """
-
-    ids: tuple[int, ...]
-    cause: str
-    concerns_rows: bool = True
-
-    def message(self, describe: Callable[[int], str], on_error: str) -> str:
-        """describe: where a row comes from. Called in the main process, which has the dataset."""
-        if not self.concerns_rows:
-            return self.cause
-        if len(self.ids) == 1:
-            skips = " (`on_error: skip` leaves out media that cannot be decoded)" if on_error == "raise" else ""
-            return f"{describe(self.ids[0])}: cannot be collated: {self.cause}; fix or remove the row{skips}."
-        rows = ", ".join(map(str, self.ids))
-        return f"rows {rows} cannot be collated together (each can alone): {self.cause}"
-
-
 Collated = tuple[MicroBatch, Measured, Any]
 """A micro-batch, its shape, and what the collator returned: a mapping with `input_ids`, unless a `cost_fn` of a loop
-tells the shape."""
+gives the shape."""
 
 
-@dataclass(frozen=True, slots=True)
-class Salvaged:
-    """A micro-batch as planned, and the batch of those of its rows that can be collated (`on_error: skip`).
+class Outcome(NamedTuple):
+    """What a task has become. A tuple, so that torch pins the batch in it.
 
-    lost: the causes of the others by their place in the micro-batch. measured, batch: None where no row is left; of an
-    idle micro-batch where its row cannot be collated.
+    micro_batch: as planned. lost: by its id why a sample cannot be collated. measured, batch: of the other samples;
+    None where none is left. problem: why the task failed whatever `on_error` says, or "".
     """
 
     micro_batch: MicroBatch
     lost: Mapping[int, str]
     measured: Measured | None = None
-    batch: Mapping[str, Any] | None = None
+    batch: Any = None
+    problem: str = ""
+
+    @property
+    def lost_places(self) -> list[int]:
+        """The places in the micro-batch of the rows that are lost; the sample of an idle one is in none."""
+        return [number for number, id in enumerate(self.micro_batch.ids) if id in self.lost]
 
 
 class NotCollated(DataError):
     """Samples cannot be collated. ids: the one that cannot, or all of them where each can alone."""
 
-    def __init__(self, failure: Failure):
-        super().__init__(failure.cause)
-        self.ids = failure.ids
+    def __init__(self, ids: Sequence[int], cause: str):
+        super().__init__(cause)
+        self.ids = tuple(ids)
 
 
 class GroupDataset(WorkerDataset):
-    """The dataset of the collating workers: `self[task]` is the collated batch of that task, the index itself.
+    """The dataset of the collating workers: `self[task]` is the outcome of that task, the index itself.
 
     layout: how batches are laid flat, or padded further; None: they stay as the collator returns them. notes: where
-    workers tell which micro-batches they have collated. skips: rows that cannot be collated are left out.
+    workers report which micro-batches they have collated. skips: rows that cannot be collated are left out.
     budget: of samples whose units are not counted from labels: a batch without `input_ids` has the shape that its
         samples were planned with.
     """
@@ -87,7 +68,6 @@ class GroupDataset(WorkerDataset):
         dataset: Any,
         layout: FlatLayout | PaddedLayout | None = None,
         measure: Measure = measure_batch,
-        busy: BusyRows | None = None,
         budget: Budget | None = None,
         *,
         skips: bool = False,
@@ -95,63 +75,59 @@ class GroupDataset(WorkerDataset):
         self.collate_fn, self.patch_size, self.dataset, self.layout = collate_fn, patch_size, dataset, layout
         self.measure, self.budget, self.skips = measure, budget, skips
         self.notes: CollateNotes | None = None
-        self.busy = busy or BusyRows()
+        self.busy = BusyRows()
 
     def padded(self) -> GroupDataset:
         """The same, with batches as the collator returns them."""
         return GroupDataset(self.collate_fn, self.patch_size, self.dataset, measure=self.measure, budget=self.budget)
 
-    def __getitem__(self, task: Task | None) -> Collated | Salvaged | Failure | None:
+    def __getitem__(self, task: Task | None) -> Outcome | None:
         if task is None:
             return None
-        item = self._made(*task)
+        micro_batch, samples = task
+        try:
+            with self.busy.at(samples[0].id):
+                outcome = Outcome(micro_batch, *self._salvage(samples))
+        except LayoutError as error:
+            outcome = Outcome(micro_batch, {}, problem=str(error))
+        except NotCollated as error:
+            rows = ", ".join(map(str, error.ids))
+            problem = f"rows {rows} cannot be collated together (each can alone): {error}"
+            outcome = Outcome(micro_batch, {}, problem=problem)
         worker = get_worker_info()
         if worker is not None and self.notes is not None:
-            self.notes.tell(worker.id, task[0], tuple(item.lost) if isinstance(item, Salvaged) else ())
-        return item
+            self.notes.tell(worker.id, micro_batch, outcome.lost_places if self.skips else ())
+        return outcome
 
-    def collate(self, samples: list[Sample]) -> tuple[Measured, Mapping[str, Any]]:
+    def collate(self, samples: list[Sample]) -> tuple[Measured, Any]:
         """The batch of these samples, made in this process. Raises `NotCollated`, `LayoutError`."""
-        made, lost = self._salvage(samples)
-        if lost or isinstance(made, Exception):
-            raise NotCollated(_failure(samples, lost, made))
-        assert made is not None
-        return made
+        lost, measured, batch = self._salvage(samples)
+        for id, cause in lost.items():
+            raise NotCollated([id], cause)
+        assert measured is not None
+        return measured, batch
 
-    def _made(self, micro_batch: MicroBatch, samples: list[Sample]) -> Collated | Salvaged | Failure:
-        try:
-            with self.busy.at(samples[0].id if samples else 0):
-                made, lost = self._salvage(samples)
-        except LayoutError as error:
-            return Failure(tuple(sample.id for sample in samples), str(error), concerns_rows=False)
-        if isinstance(made, Exception) or (lost and not self.skips):
-            return _failure(samples, lost, made)
-        if lost:
-            return Salvaged(micro_batch, {} if micro_batch.idle else lost, *(made or ()))
-        assert made is not None
-        return micro_batch, *made
+    def _salvage(self, samples: list[Sample]) -> tuple[dict[int, str], Measured | None, Any]:
+        """Why samples cannot be collated, by id, and the batch of the others, None where there is none left.
 
-    def _salvage(self, samples: list[Sample]) -> tuple[tuple[Measured, Any] | Exception | None, dict[int, str]]:
-        """The batch of the samples that can be collated, and why the others cannot, by their place among these.
-
-        None where there is none left; an error where they can alone and not together. Every try is made twice.
+        Each collation that fails is tried again. Raises `NotCollated` for samples that can alone and not together.
         """
         try:
-            return retried(lambda: self._collate(samples), (LayoutError,)), {}
+            return {}, *retried(lambda: self._collate(samples), (LayoutError,))
         except LayoutError:
             raise
         except Exception:
             lost = {}
-            for number, sample in enumerate(samples):
+            for sample in samples:
                 try:
                     retried(lambda sample=sample: self._collate([sample]))  # type: ignore[misc]
                 except Exception as error:
-                    lost[number] = one_line(error)
-        kept = [sample for number, sample in enumerate(samples) if number not in lost]
+                    lost[sample.id] = one_line(error)
+        kept = [sample for sample in samples if sample.id not in lost]
         try:
-            return self._collate(kept) if kept else None, lost
+            return lost, *(self._collate(kept) if kept else (None, None))
         except Exception as error:
-            return error, lost
+            raise NotCollated([sample.id for sample in kept], one_line(error)) from error
 
     def _collate(self, samples: list[Sample]) -> tuple[Measured, Any]:
         batch = self.collate_fn([unpack(sample.features) for sample in samples])
@@ -182,11 +158,3 @@ class GroupDataset(WorkerDataset):
         if isinstance(batch, Mapping) and np.ndim(batch.get("input_ids", ())) == 2:
             (rows, length), patches = batch_shape(batch), count_patches(batch, self.patch_size)
         return Measured(rows, length, patches, sum(cost.units for cost in costs), segments)
-
-
-def _failure(samples: Sequence[Sample], lost: Mapping[int, str], error: object) -> Failure:
-    """Names the first sample that cannot be collated, or all of them where each one can alone."""
-    for number, cause in lost.items():
-        return Failure((samples[number].id,), cause)
-    assert isinstance(error, Exception)
-    return Failure(tuple(sample.id for sample in samples), one_line(error))

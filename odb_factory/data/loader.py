@@ -2,7 +2,7 @@
 
 The first observes: rows become light samples in its workers. The second collates: its sampler
 yields whole micro-batches, its workers run the framework's collator. Between them one background
-thread plans, ahead of what is being collated (`Passes`).
+thread plans, ahead of what is being collated (`Pass`).
 """
 
 from __future__ import annotations
@@ -15,29 +15,31 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from odb_factory.comm.agreement import of_block, releases
 from odb_factory.comm.coordinator import Coordinator, SingleProcessCoordinator
 from odb_factory.config import ResolvedConfig
-from odb_factory.data.collate import Collated, Failure, GroupDataset, Salvaged
+from odb_factory.data.collate import Collated, GroupDataset, NotCollated, Outcome
 from odb_factory.data.dataloader_parts import DataLoaderParts
-from odb_factory.data.epoch import EpochContext
-from odb_factory.data.layout import FlatLayout, PaddedLayout
+from odb_factory.data.epoch import EpochContext, EpochPlanner
+from odb_factory.data.layout import FlatLayout, LayoutError, PaddedLayout
 from odb_factory.data.measure import DEFAULT_PATCH_SIZE, Measure, measure_batch
 from odb_factory.data.observe import ItemObserver, Observer
-from odb_factory.data.plan_process import compute_here
+from odb_factory.data.plan_process import PlanProcess, compute_here
 from odb_factory.data.progress import Layout, OptimizerStepRule, Progress, progress_for
-from odb_factory.data.samples import COLLATION, LeftOut, MicroBatch, OptimizerStep, Sample
+from odb_factory.data.samples import COLLATION, LeftOut, Measured, MicroBatch, OptimizerStep, Sample, Task
 from odb_factory.data.serialize import of_rows
 from odb_factory.data.state import DataState
 from odb_factory.data.step_agreement import Agreed, LateRow, Lost, StepAgreement
 from odb_factory.data.step_times import StepTimes
 from odb_factory.data.worker import Picklable
-from odb_factory.data.workers import END, BackgroundPrefetcher, InlinePrefetcher, LoaderWorkers, Pass, take
+from odb_factory.data.workers import END, POLL_S, LoaderWorkers, Prefetcher, take
 from odb_factory.errors import CollectiveError, ConfigError, DataError, one_line
 from odb_factory.log import get_logger
 from odb_factory.planning import Budget, Collation, CostModel, Limits, Sizes
+
+logger = get_logger(__name__)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The `Budget` of a config: what the planner may put into a micro-batch, and to which sizes it is rounded up.
@@ -69,325 +71,89 @@ def make_layout(budget: Budget, *, with_boundaries: bool) -> FlatLayout | Padded
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Micro-batches that the training has and whose optimizer step it has not ended.
+# One pass over an epoch, between the planner and the collating workers.
+# A trap of torch shapes it: a DataLoader asks its sampler for the next index before it hands over a batch that is
+# ready. So `Pass.feed` never waits, it yields None while nothing is planned, and the worker's answer to None is
+# passed over.
 
 
-class _Held(NamedTuple):
-    micro_batch: MicroBatch
-    samples: list[Sample] | None
+class Pass:
+    """One pass over an epoch: what is planned and not yet handed on, its batches, how it failed.
 
+    plans: the planner's lists of tasks, made ahead. agreement: of all ranks on its optimizer steps. process: where
+    planners compute, if not here.
+    in_flight: tasks handed on whose batches have not been taken yet; keeps_tasks: they are in `handed_on`, in order,
+    until somebody takes them out. epoch_steps: optimizer steps of the epoch as its first plan says. agreed: on the
+    optimizer step under way. is_taken: an iterator of its micro-batches has been handed out.
+    """
 
-class HandedOut:
-    """Those of one rank, in order; with what each was collated from, if that is added too."""
+    agreed: Agreed
 
-    def __init__(self) -> None:
-        self._held: deque[_Held] = deque()
+    def __init__(
+        self,
+        planner: EpochPlanner,
+        plans: Prefetcher,
+        agreement: StepAgreement,
+        process: PlanProcess | None = None,
+        *,
+        keeps_tasks: bool = False,
+    ):
+        self.planner, self.plans, self.agreement, self.process = planner, plans, agreement, process
+        self.keeps_tasks = keeps_tasks
+        self.tasks: deque[Task] = deque()
+        self.handed_on: deque[Task] = deque()
+        self.in_flight = self.epoch_steps = 0
+        self.batches: Iterator[Outcome | None] | None = None
+        self.error: Exception | None = None
+        self.is_taken = False
 
-    def add(self, micro_batch: MicroBatch, samples: list[Sample] | None) -> None:
-        self._held.append(_Held(micro_batch, samples))
+    def feed(self, num_workers: int) -> Iterator[Task | None]:
+        """Planned tasks to be collated, and None while there is none yet.
 
-    def samples_of(self, micro_batch: MicroBatch) -> list[Sample]:
-        """What it was collated from. Raises `LookupError` for one whose samples are not held."""
-        for held in self._held:
-            if _number(held.micro_batch) == _number(micro_batch) and held.samples is not None:
-                return held.samples
-        raise LookupError(f"the samples of micro-batch {micro_batch.index} are not held")
+        Waits a moment for a plan only if no batch is in flight. torch hands the tasks to its workers in turn; None
+        comes once for each, so that a task always goes to the same worker, whenever its plan was ready, and meets the
+        same random numbers there (I6).
+        """
+        while True:
+            while self.tasks:
+                task = self.tasks.popleft()
+                self.in_flight += 1
+                if self.keeps_tasks:
+                    self.handed_on.append(task)
+                yield task
+            try:
+                self.tasks.extend(self.plans.poll(0 if self.in_flight else POLL_S))
+            except queue.Empty:
+                yield from itertools.repeat(None, max(num_workers, 1))
+            except StopIteration:
+                return
+            except Exception as error:
+                # Not through torch's frames, which would keep its workers alive with the traceback.
+                self.error = error
+                return
 
-    def take_through(self, step: OptimizerStep) -> list[MicroBatch]:
-        """Let go of those of this optimizer step and before; a loop may have fetched some of the next one ahead."""
-        taken = []
-        while self._held and _place(self._held[0].micro_batch.step) <= _place(step):
-            taken.append(self._held.popleft().micro_batch)
-        return taken
+    def stop(self) -> None:
+        """Let the threads end when they can."""
+        self.plans.stop()
+        self.agreement.stop()
 
-
-def _number(micro_batch: MicroBatch) -> tuple[int, int, int]:
-    return *_place(micro_batch.step), micro_batch.index
-
-
-def _place(step: OptimizerStep) -> tuple[int, int]:
-    return step.epoch, step.index
+    def close(self, timeout_s: float) -> None:
+        self.stop()
+        self.plans.close(timeout_s)
+        self.agreement.close(timeout_s)
+        if self.process is not None:
+            self.process.close()
+        self.batches = None
+        self.tasks.clear()
+        self.handed_on.clear()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The passes of an `ODBLoader` over its epochs, one at a time: begun, handed on, left, given up.
-# A trap of torch shapes this: a DataLoader asks its sampler for the next index before it hands over a batch that is
-# ready. So the sampler (`TaskSampler`) never waits, it yields None while nothing is planned, and the worker's answer
-# to None is passed over.
 
 ABORT_S = 7.0
 """After a failure planning is given this long to end; a DataLoader looks for dead workers every 5 s."""
 STAND_INS_TRIED = 64
-"""Rows that are tried to run a micro-batch with that has no row of its own left."""
-
-logger = get_logger(__name__)
-
-
-class Passes:
-    """What begins, hands on and ends the passes of a loader, whose parts these are.
-
-    settings: what all ranks must have in common; compared when a pass begins.
-    epoch: of the pass under way, or of the next. under_way: the pass that has begun and is not over.
-    handed_out: micro-batches whose optimizer step is not consumed. rejected: rows of the epoch that cannot be used.
-    weights: of each sample of a micro-batch the share of the loss of its step. lost: see `Lost`.
-    reweighs: of `StepAgreement`.
-    """
-
-    def __init__(
-        self,
-        workers: LoaderWorkers,
-        context: EpochContext,
-        progress: Progress,
-        times: StepTimes,
-        left_out: LeftOut,
-        *,
-        config: ResolvedConfig,
-        settings: Mapping[str, object],
-        reweighs: bool,
-    ):
-        self._workers, self._context, self._progress, self._times = workers, context, progress, times
-        self._left_out, self._reweighs = left_out, reweighs
-        self._config, self._settings, self._order = config, settings, workers.order
-        self._coordinator = context.coordinator
-        self.epoch = 0
-        self.under_way: Pass | None = None
-        self.handed_out = HandedOut()
-        self.rejected: Counter[str] = Counter()
-        self.weights: Callable[[MicroBatch], Sequence[float]] = lambda micro_batch: [0.0] * len(micro_batch.ids)
-        self.lost = Lost()
-        self._agreed: Agreed
-        self._stand_in: Sample | None = None
-
-    def turn_to(self, epoch: int) -> None:
-        """The next pass is over this epoch."""
-        if epoch != self.epoch:
-            if self._progress.is_loaded:
-                logger.warning(
-                    "epoch %d begins and the state that was loaded is dropped: it stands in epoch %d, begin with that",
-                    epoch,
-                    self.epoch,
-                )
-            self.leave()
-            self.epoch = epoch
-            self._progress.turn_to(epoch)
-
-    def begun(self) -> Pass:
-        """The pass under way, or one that is begun here and has its first plan. Collective."""
-        if self.under_way is None:
-            try:
-                self.under_way = self._begin()
-            except BaseException as error:
-                self._abandon(error)
-                raise
-        return self.under_way
-
-    def micro_batches(self) -> Iterator[Collated]:
-        """Those of a pass that has begun, or of a new one; an iterator handed out before is over."""
-        if self.under_way is not None and self.under_way.taken:
-            self.leave()
-        current = self.begun()
-        current.taken = True
-        return self._micro_batches(current)
-
-    def collated(self, item: Collated | Salvaged | Failure) -> Collated:
-        """Raises `DataError` where the collator failed."""
-        if isinstance(item, tuple):
-            return item
-        raise self._error(item)
-
-    def leave(self, timeout_s: float | None = None) -> None:
-        """End the pass; within `timeout_s` (default: that of the coordinator) if the planning is stuck."""
-        current, self.under_way = self.under_way, None
-        if current is not None:
-            current.close(self._coordinator.timeout_s if timeout_s is None else timeout_s)
-            self.lost.add(current.agreement.told_at_the_end())
-
-    def release(self) -> None:
-        """End what this process alone needs; a thread gives the rest back, the planning thread and the coordinator."""
-        current, self.under_way = self.under_way, None
-        if current is not None:
-            current.stop()
-            current.batches = None
-        self._workers.close()
-
-        def close_rest() -> None:
-            if current is not None:
-                current.close(ABORT_S)
-            self._coordinator.close()
-
-        threading.Thread(target=close_rest, name="odb-release", daemon=True).start()
-
-    def _begin(self) -> Pass:
-        if self._workers.is_closed:
-            raise ConfigError("odb: this loader has been closed; make another one.")
-        self._progress.turn_to(self.epoch)
-        self.handed_out = HandedOut()
-        self._left_out.forget()
-        place = self._progress.place
-        self._order.set_epoch(self.epoch)
-        self._order.start = self._progress.start()
-        order = functools.partial(self._checked_order, tuple(place.values()), self._progress.order)
-        process = self._workers.plan()
-        context = dataclasses.replace(self._context, order=order, compute=process or compute_here)
-        planner = self._progress.planner(self._workers.observe(self.epoch), context)
-        plans = iter(planner)
-        ahead = self._progress.plans_ahead(self._config.buffer_size)
-        current = Pass(
-            planner,
-            BackgroundPrefetcher(plans, ahead) if self._workers.threaded else InlinePrefetcher(plans),
-            StepAgreement(self._coordinator, reweighs=self._reweighs),
-            process=process,
-            keeps_tasks=self._config.oom == "split",
-        )
-        self.under_way = self._workers.feed.current = current
-        if process is not None:
-            process.start()
-        current.batches = self._workers.collate(self.epoch)
-        self._coordinator.start()
-        self._coordinator.agree({**self._settings, **place})
-        current.plans.start()
-        while not current.tasks:
-            try:
-                current.tasks.extend(current.plans.poll())
-            except queue.Empty:
-                self._coordinator.check()
-            except StopIteration:  # nothing is left of a resumed epoch but rows that cannot be used
-                self._progress.turn_to(self.epoch + 1)
-                self.turn_to(self.epoch + 1)
-                return self._begin()
-        first = current.tasks[0][0].step
-        current.epoch_steps = first.epoch_steps
-        current.agreement.start(first.index, self._workers.notes, self._workers.window)
-        return current
-
-    def _micro_batches(self, current: Pass) -> Iterator[Collated]:
-        number, waits = itertools.count(1), False
-        try:
-            # No reference to the iterator but the pass's own: leaving must end the worker processes.
-            while current.batches is not None:
-                asked = time.perf_counter()
-                if not waits:
-                    self._coordinator.progress(f"micro-batch {next(number)} of epoch {self.epoch}")
-                item = take(current.batches, "collates", self._workers.collated)
-                self._times.wait(time.perf_counter() - asked)
-                if item is END:
-                    break
-                waits = item is None
-                if item is not None:
-                    current.in_flight -= 1
-                    samples = current.handed_on.popleft()[1] if current.keeps_tasks else None
-                    handed, item = [self._agree_on(current, item)], None
-                    micro_batch = handed[0][0]
-                    if samples is not None and len(samples) > len(micro_batch.ids):
-                        samples = self._left_of(samples, micro_batch)
-                    self.handed_out.add(micro_batch, samples)
-                    self.rejected = micro_batch.step.rejected
-                    # Whoever takes it holds the only reference.
-                    yield handed.pop()
-                else:
-                    self._coordinator.check()
-            if current.error is not None:
-                error, current.error = current.error, None
-                try:
-                    raise error
-                finally:
-                    del error
-        except GeneratorExit:
-            # Not waited for: the loop may have ended by an exception, of which the others must hear first.
-            current.plans.stop()
-            raise
-        except BaseException as error:
-            self._abandon(error)
-            raise
-        if self.under_way is current:
-            self.leave()
-
-    def _agree_on(self, current: Pass, item: Collated | Salvaged | Failure) -> Collated:
-        """The micro-batch without the rows that are left out. Its first one waits until all ranks know of the step."""
-        if isinstance(item, Failure):
-            raise self._error(item)
-        planned = item.micro_batch if isinstance(item, Salvaged) else item[0]
-        if planned.index == 0:
-            self._agreed = current.agreement.of(planned, tuple(item.lost) if isinstance(item, Salvaged) else ())
-            self.lost.rows += len(self._agreed.rows)
-            self.lost.add(self._agreed.told)
-        micro_batch = self._agreed.apply(planned)
-        if isinstance(item, Salvaged):
-            micro_batch, measured, batch = self._salvage(current, item, micro_batch)
-        else:
-            _, measured, batch = item
-        is_over = len(micro_batch.ids) > 1 and not measured.is_within(
-            self._config.token_budget, self._config.max_patches
-        )
-        current.agreement.taken(planned, is_over_budget=is_over)
-        return micro_batch, measured, batch
-
-    def _salvage(self, current: Pass, item: Salvaged, micro_batch: MicroBatch) -> Collated:
-        """micro_batch: as agreed on, which may hold rows that were found too late."""
-        causes = {item.micro_batch.ids[number]: cause for number, cause in item.lost.items()}
-        late = [number for number, id in enumerate(micro_batch.ids) if id in causes]
-        weights = self.weights(micro_batch) if late else ()
-        shares = {micro_batch.ids[number]: weights[number] for number in late}
-        for id, cause in causes.items():
-            message = f"{self._workers.describe(id)}: cannot be collated: {cause}"
-            if id in shares:
-                message += f"; its optimizer step had begun, of whose loss {shares[id]:.2%} is lost"
-            step = micro_batch.step
-            self._left_out.leave_out(
-                [id], COLLATION, message, epoch=step.epoch, step=step.index, lost_weight=shares.get(id, 0.0)
-            )
-        if late:
-            last = late[-1] if item.batch is None else None
-            current.agreement.tell_late(
-                [LateRow(micro_batch.lengths[i], micro_batch.units[i], weights[i], i == last) for i in late]
-            )
-            micro_batch = micro_batch.without(late)
-        if item.batch is None or item.measured is None:
-            return self._run_idle(item, micro_batch)
-        return micro_batch, item.measured, item.batch
-
-    def _run_idle(self, item: Salvaged, micro_batch: MicroBatch) -> Collated:
-        """No row of it is left: run with another one, which weighs nothing."""
-        candidates = itertools.chain(() if self._stand_in is None else [self._stand_in], self._workers.usable_rows())
-        for sample in itertools.islice(candidates, STAND_INS_TRIED):
-            found = self._workers.groups[micro_batch, [sample]]
-            if isinstance(found, tuple):
-                self._stand_in = sample
-                return found
-        raise self._error(item)
-
-    def _left_of(self, samples: list[Sample], micro_batch: MicroBatch) -> list[Sample]:
-        """Of the samples that a micro-batch was planned with; of one that has none left, what it is run with."""
-        left = [sample for sample in samples if sample.id in micro_batch.ids]
-        return left or ([] if self._stand_in is None else [self._stand_in])
-
-    def _error(self, item: Salvaged | Failure) -> DataError:
-        if isinstance(item, Salvaged):
-            number, cause = next(iter(item.lost.items()), (0, "nor can any other row"))
-            item = Failure(item.micro_batch.ids[number : number + 1], cause)
-        return DataError(item.message(self._workers.describe, self._config.on_error))
-
-    def _abandon(self, error: BaseException) -> None:
-        """Leave after an error. The others know of an agreed one; of any other they are told, for they do not leave."""
-        if not isinstance(error, CollectiveError):
-            self._coordinator.abort(one_line(error))
-        self.leave(ABORT_S)
-
-    def _checked_order(self, place: tuple[int, ...], expected: int | None, optimizer_step: int) -> int:
-        """A number made of order and place, by which the ranks compare them (planning thread).
-
-        optimizer_step: the one that is planned, of kept ones.
-        """
-        if expected is not None and self._order.fingerprint != expected:
-            raise DataError(
-                "the sampler has drawn another order than before the stop, so what is left of the epoch cannot be "
-                "told; give one whose order depends on its seed and epoch alone, or set `resume: ignore_data`"
-            )
-        return self._order.common((*place, self._order.checksum_through(optimizer_step)))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-
+"""Rows that are tried for a micro-batch that has no row of its own left."""
 KEYS_OF_ROWS = ("overlong", "token_budget", "max_patches", "loss_scaling")
 """Keys of the block on which it depends what a row is, and what it weighs."""
 
@@ -402,9 +168,12 @@ class ODBLoader:
     coordinator: the data-parallel ranks (default: this process alone). With several ranks, all make their loaders at
     the same place of the program. agree_on: settings, beside the config's, that all ranks must have in common.
     rows_from: what rows are made with; a state keeps it.
-    counts_labels: units are counted from the labels of batches; else a `cost_fn` tells them.
+    counts_labels: units are counted from the labels of batches; else a `cost_fn` gives them.
     budget: as configured. lowered: to what the training has lowered it since (see `lower`).
     left_out: rows that this rank leaves out. groups: what collates its micro-batches, in its layout.
+    epoch: of the pass under way, or of the next. under_way: the pass that has begun and is not over. rejected: rows of
+    the epoch that cannot be used, as counted until the optimizer step handed on last, by reason.
+    weights: of each sample of a micro-batch the share of the loss of its optimizer step; the training sets it.
     Call `close` when done; it ends the worker processes.
     """
 
@@ -452,7 +221,7 @@ class ODBLoader:
         self.num_samples: int | None = (
             None if is_split else _length(parts.dataset if parts.sampler is None else parts.sampler)
         )
-        context = EpochContext(
+        self._context = EpochContext(
             budget=budget,
             num_samples=self.num_samples,
             balance=bool(config.balance),
@@ -477,7 +246,7 @@ class ODBLoader:
         )
         named = {key: getattr(config, key) for key in KEYS_OF_ROWS} | dict(rows_from or {})
         self._progress.rows_from = {name: str(value) for name, value in named.items()}
-        settings = {
+        self._settings = {
             **releases(),
             **of_block(config),
             **rule.settings,
@@ -489,18 +258,16 @@ class ODBLoader:
         }
         if isinstance(observer, ItemObserver) and parts.sampler is not None and world_size > 1:
             # A rank with a part of its own would take a share of that part alone.
-            settings["what the first and the last row of the dataset say"] = of_rows(parts.dataset)
-        self._passes = Passes(
-            self._workers,
-            context,
-            self._progress,
-            self.times,
-            self.left_out,
-            config=config,
-            settings=settings,
-            # What stock divides by a number of its own, and what cannot weigh samples, keeps its weights as planned.
-            reweighs=config.loss_scaling != "stock" or (rule.stock_mean.divisor is None and not rule.equal_weights),
-        )
+            self._settings["what the first and the last row of the dataset say"] = of_rows(parts.dataset)
+        # What stock divides by a number of its own, and what cannot weigh samples, keeps its weights as planned.
+        self._reweighs = config.loss_scaling != "stock" or (rule.stock_mean.divisor is None and not rule.equal_weights)
+        self.epoch = 0
+        self.under_way: Pass | None = None
+        self.rejected: Counter[str] = Counter()
+        self.weights: Callable[[MicroBatch], Sequence[float]] = lambda micro_batch: [0.0] * len(micro_batch.ids)
+        self._handed_out: deque[tuple[MicroBatch, list[Sample] | None]] = deque()
+        self._lost = Lost()
+        self._stand_in: Sample | None = None
 
     @property
     def global_batch_size(self) -> int | None:
@@ -512,43 +279,41 @@ class ODBLoader:
         """Optimizer steps of an epoch; None where nobody knows (`fill`, no length)."""
         return self._progress.steps_an_epoch
 
-    @property
-    def epoch(self) -> int:
-        """Of the iteration under way, or of the next."""
-        return self._passes.epoch
-
-    @property
-    def rejected(self) -> Counter[str]:
-        """Rows of the epoch that cannot be used, as counted until the optimizer step handed on last, by reason."""
-        return self._passes.rejected
-
-    @property
-    def under_way(self) -> Pass | None:
-        """The pass that has begun and is not over."""
-        return self._passes.under_way
-
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration; a new order every epoch."""
-        self._passes.turn_to(epoch)
+        if epoch != self.epoch:
+            if self._progress.is_loaded:
+                logger.warning(
+                    "epoch %d begins and the state that was loaded is dropped: it stands in epoch %d, begin with that",
+                    epoch,
+                    self.epoch,
+                )
+            self.leave()
+            self.epoch = epoch
+            self._progress.turn_to(epoch)
 
     def consume(self, step: OptimizerStep) -> None:
         """Note that this optimizer step, and all before it, has been trained on: a state is taken from there."""
-        mine = self._passes.handed_out.take_through(step)
-        if self.under_way is not None or step.last:  # or asked for what comes behind the last
+        mine = []  # a loop may have fetched some of the next step ahead
+        while self._handed_out and _place(self._handed_out[0][0].step) <= _place(step):
+            mine.append(self._handed_out.popleft()[0])
+        if self.under_way is not None or step.last:  # or asked for what comes after the last
             self._progress.consume(step, mine, None if self.under_way is None else self.under_way.planner)
 
-    def weigh_by(self, weights: Callable[[MicroBatch], Sequence[float]]) -> None:
-        """weights: of each sample of a micro-batch the share of the loss of its optimizer step."""
-        self._passes.weights = weights
-
     def take_lost(self) -> Lost:
-        """What all ranks have told since the last call."""
-        lost, self._passes.lost = self._passes.lost, Lost()
+        """What all ranks have reported since the last call."""
+        lost, self._lost = self._lost, Lost()
         return lost
 
-    def leave(self) -> None:
-        """Leave the epoch, on all ranks at the same optimizer step."""
-        self._passes.leave()
+    def leave(self, timeout_s: float | None = None) -> None:
+        """Leave the epoch, on all ranks at the same optimizer step.
+
+        timeout_s: how long planning that is stuck is waited for (default: that of the coordinator).
+        """
+        current, self.under_way = self.under_way, None
+        if current is not None:
+            current.close(self._coordinator.timeout_s if timeout_s is None else timeout_s)
+            self._lost.add(current.agreement.told_at_the_end())
 
     def lower(self, limits: Limits) -> None:
         """Plans to come are made with budgets no higher than these, on all ranks."""
@@ -556,13 +321,19 @@ class ODBLoader:
 
     def samples_of(self, micro_batch: MicroBatch) -> list[Sample]:
         """What a micro-batch was collated from, of an optimizer step that is not yet consumed (with `oom: split`)."""
-        return self._passes.handed_out.samples_of(micro_batch)
+        wanted = _place(micro_batch.step), micro_batch.index
+        for one, samples in self._handed_out:
+            if (_place(one.step), one.index) == wanted and samples is not None:
+                return samples
+        raise LookupError(f"the samples of micro-batch {micro_batch.index} are not held")
 
     def collate(self, micro_batch: MicroBatch, samples: list[Sample]) -> Collated:
-        """These samples by the collator of the workers, in this process."""
-        item = self.groups[micro_batch, samples]
-        assert item is not None
-        return self._passes.collated(item)
+        """These samples by the collator of the workers, in this process. Raises `DataError` where it fails."""
+        outcome = self.groups[micro_batch, samples]
+        assert outcome is not None
+        if outcome.problem or outcome.lost or outcome.measured is None:
+            raise DataError(self._problem(outcome))
+        return micro_batch, outcome.measured, outcome.batch
 
     def check(self) -> None:
         """Raise `CollectiveError` if another rank has failed."""
@@ -584,9 +355,9 @@ class ODBLoader:
 
         Raises `DataError` where the data are not those of the states (see the key `resume`).
         """
-        self._passes.leave()
+        self.leave()
         self._progress.load(states, self._fingerprint, ignore_data=self.config.resume == "ignore_data")
-        self._passes.epoch = self._progress.epoch
+        self.epoch = self._progress.epoch
 
     def needs_all(self, state: DataState) -> bool:
         """Whether `load_state_dict` needs the states of all ranks, to deal out the rest of an epoch anew."""
@@ -597,16 +368,16 @@ class ODBLoader:
 
         Exact with kept optimizer steps (returns None); else the samples of the last epoch that are taken for done.
         """
-        self._passes.leave()
+        self.leave()
         skipped = self._progress.skip(optimizer_steps, epochs)
-        self._passes.epoch = self._progress.epoch
+        self.epoch = self._progress.epoch
         return skipped
 
     def estimate_optimizer_steps(self) -> int:
         """Optimizer steps of an epoch. With `fill` it begins the epoch and is an estimate; 0 where nobody can say."""
         if self._progress.steps_an_epoch is not None:
             return self._progress.steps_an_epoch
-        return self._passes.begun().epoch_steps
+        return self._begun().epoch_steps
 
     @property
     def has_rows(self) -> bool:
@@ -621,7 +392,7 @@ class ODBLoader:
 
     def begin(self) -> None:
         """Begin the epoch, unless begun, and wait for its first plan. Collective."""
-        self._passes.begun()
+        self._begun()
 
     @property
     def first_planned(self) -> OptimizerStep | None:
@@ -631,14 +402,15 @@ class ODBLoader:
 
     def __iter__(self) -> Iterator[Collated]:
         """Begin the epoch, or go on with one that `begin` has begun; an iterator handed out before is over."""
-        return self._passes.micro_batches()
+        if self.under_way is not None and self.under_way.is_taken:
+            self.leave()
+        current = self._begun()
+        current.is_taken = True
+        return self._micro_batches(current)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Leave the epoch, end the worker processes, give the coordinator back.
-
-        timeout_s: how long planning that is stuck is waited for (default: that of the coordinator).
-        """
-        self._passes.leave(timeout_s)
+        """Leave the epoch, end the worker processes, give the coordinator back. timeout_s: see `leave`."""
+        self.leave(timeout_s)
         self._workers.close()
         self._coordinator.close()
 
@@ -648,11 +420,201 @@ class ODBLoader:
         self.close(ABORT_S)
 
     def release(self) -> None:
-        """End what this process alone needs, for garbage collection: calls no collective and waits for no rank."""
-        self._passes.release()
+        """End what this process alone needs, for garbage collection: calls no collective and waits for no rank.
+
+        A thread gives the rest back, the planning thread and the coordinator.
+        """
+        current, self.under_way = self.under_way, None
+        if current is not None:
+            current.stop()
+            current.batches = None
+        self._workers.close()
+
+        def close_rest() -> None:
+            if current is not None:
+                current.close(ABORT_S)
+            self._coordinator.close()
+
+        threading.Thread(target=close_rest, name="odb-release", daemon=True).start()
+
+    def _begun(self) -> Pass:
+        """The pass under way, or one that begins here and has its first plan. Collective."""
+        if self.under_way is None:
+            try:
+                self.under_way = self._begin()
+            except BaseException as error:
+                self._abandon(error)
+                raise
+        return self.under_way
+
+    def _begin(self) -> Pass:
+        workers, progress, coordinator = self._workers, self._progress, self._coordinator
+        if workers.is_closed:
+            raise ConfigError("odb: this loader has been closed; make another one.")
+        progress.turn_to(self.epoch)
+        self._handed_out.clear()
+        self.left_out.forget()
+        place = progress.place
+        self._order.set_epoch(self.epoch)
+        self._order.start = progress.start()
+        process = workers.plan()
+        context = dataclasses.replace(
+            self._context,
+            order=functools.partial(self._checked_order, tuple(place.values()), progress.order),
+            compute=process or compute_here,
+        )
+        planner = progress.planner(workers.observe(self.epoch), context)
+        ahead = progress.plans_ahead(self.config.buffer_size) if workers.num_collating else 0
+        current = Pass(
+            planner,
+            Prefetcher(iter(planner), ahead),
+            StepAgreement(coordinator, reweighs=self._reweighs),
+            process,
+            keeps_tasks=self.config.oom == "split",
+        )
+        self.under_way = current
+        if process is not None:
+            process.start()
+        current.batches = workers.collate(self.epoch, current.feed(workers.num_collating))
+        coordinator.start()
+        coordinator.agree({**self._settings, **place})
+        current.plans.start()
+        while not current.tasks:
+            try:
+                current.tasks.extend(current.plans.poll())
+            except queue.Empty:
+                coordinator.check()
+            except StopIteration:  # nothing is left of a resumed epoch but rows that cannot be used
+                progress.turn_to(self.epoch + 1)
+                self.set_epoch(self.epoch + 1)
+                return self._begin()
+        first = current.tasks[0][0].step
+        current.epoch_steps = first.epoch_steps
+        current.agreement.start(first.index, workers.notes, workers.window)
+        return current
+
+    def _micro_batches(self, current: Pass) -> Iterator[Collated]:
+        number, waits = itertools.count(1), False
+        try:
+            # No reference to the iterator but the pass's own: leaving must end the worker processes.
+            while current.batches is not None:
+                asked = time.perf_counter()
+                if not waits:
+                    self._coordinator.progress(f"micro-batch {next(number)} of epoch {self.epoch}")
+                outcome = take(current.batches, "collates", self._workers.collated)
+                self.times.wait(time.perf_counter() - asked)
+                if outcome is END:
+                    break
+                waits = outcome is None
+                if waits:
+                    self._coordinator.check()
+                    continue
+                current.in_flight -= 1
+                samples = current.handed_on.popleft()[1] if current.keeps_tasks else None
+                handed, outcome = [self._agree_on(current, outcome)], None
+                micro_batch = handed[0][0]
+                if samples is not None and len(samples) > len(micro_batch.ids):
+                    left = [sample for sample in samples if sample.id in micro_batch.ids]
+                    samples = left or ([] if self._stand_in is None else [self._stand_in])
+                self._handed_out.append((micro_batch, samples))
+                self.rejected = micro_batch.step.rejected
+                # Whoever takes it holds the only reference.
+                yield handed.pop()
+            if current.error is not None:
+                error, current.error = current.error, None
+                try:
+                    raise error
+                finally:
+                    del error
+        except GeneratorExit:
+            # Not waited for: the loop may have ended by an exception, of which the others must hear first.
+            current.plans.stop()
+            raise
+        except BaseException as error:
+            self._abandon(error)
+            raise
+        if self.under_way is current:
+            self.leave()
+
+    def _agree_on(self, current: Pass, outcome: Outcome) -> Collated:
+        """The micro-batch without the rows that are left out. Its first one waits until all ranks know of the step."""
+        planned = outcome.micro_batch
+        if outcome.problem or (outcome.lost and self.config.on_error == "raise"):
+            raise DataError(self._problem(outcome))
+        if planned.index == 0:
+            current.agreed = current.agreement.of(planned, outcome.lost_places)
+            self._lost.rows += len(current.agreed.rows)
+            self._lost.add(current.agreed.told)
+        micro_batch, measured, batch = current.agreed.apply(planned), outcome.measured, outcome.batch
+        if outcome.lost and not planned.idle:
+            micro_batch = self._leave_out(current, micro_batch, outcome)
+        if measured is None:
+            measured, batch = self._collate_stand_in(outcome)
+        is_over = len(micro_batch.ids) > 1 and not measured.is_within(self.config.token_budget, self.config.max_patches)
+        current.agreement.taken(planned, is_over_budget=is_over)
+        return micro_batch, measured, batch
+
+    def _leave_out(self, current: Pass, micro_batch: MicroBatch, outcome: Outcome) -> MicroBatch:
+        """Without the rows that are lost. micro_batch: as agreed on, which may hold rows that were found too late."""
+        late = [number for number, id in enumerate(micro_batch.ids) if id in outcome.lost]
+        weights = self.weights(micro_batch) if late else ()
+        shares = {micro_batch.ids[number]: weights[number] for number in late}
+        step = micro_batch.step
+        for id, cause in outcome.lost.items():
+            message = f"{self._workers.describe(id)}: cannot be collated: {cause}"
+            if id in shares:
+                message += f"; its optimizer step had begun, of whose loss {shares[id]:.2%} is lost"
+            self.left_out.leave_out(
+                [id], COLLATION, message, epoch=step.epoch, step=step.index, lost_weight=shares.get(id, 0.0)
+            )
+        if not late:
+            return micro_batch
+        last = late[-1] if outcome.measured is None else None
+        current.agreement.tell_late(
+            [LateRow(micro_batch.lengths[i], micro_batch.units[i], weights[i], i == last) for i in late]
+        )
+        return micro_batch.without(late)
+
+    def _collate_stand_in(self, outcome: Outcome) -> tuple[Measured, Any]:
+        """Of a micro-batch that has no row left: another row to run it with, which weighs nothing."""
+        candidates = itertools.chain(() if self._stand_in is None else [self._stand_in], self._workers.usable_rows())
+        for sample in itertools.islice(candidates, STAND_INS_TRIED):
+            try:
+                collated = self.groups.collate([sample])
+            except (NotCollated, LayoutError):
+                continue
+            self._stand_in = sample
+            return collated
+        raise DataError(self._problem(outcome))
+
+    def _problem(self, outcome: Outcome) -> str:
+        """Why its micro-batch cannot be trained on."""
+        if outcome.problem:
+            return outcome.problem
+        id, cause = next(iter(outcome.lost.items()))
+        skips = " (`on_error: skip` leaves out media that cannot be decoded)" if self.config.on_error == "raise" else ""
+        return f"{self._workers.describe(id)}: cannot be collated: {cause}; fix or remove the row{skips}."
+
+    def _abandon(self, error: BaseException) -> None:
+        """Leave after an error. The others know of an agreed one; of any other they are told, for they do not leave."""
+        if not isinstance(error, CollectiveError):
+            self._coordinator.abort(one_line(error))
+        self.leave(ABORT_S)
+
+    def _checked_order(self, place: tuple[int, ...], expected: int | None, optimizer_step: int) -> int:
+        """A number made of order and place, by which the ranks compare them (planning thread).
+
+        optimizer_step: the one that is planned, of kept ones.
+        """
+        if expected is not None and self._order.fingerprint != expected:
+            raise DataError(
+                "the sampler has drawn another order than before the stop, so the rest of the epoch is not known; give "
+                "one whose order depends on its seed and epoch alone, or set `resume: ignore_data`"
+            )
+        return self._order.common((*place, self._order.checksum_through(optimizer_step)))
 
     def _fingerprint(self, epoch: int) -> int:
-        """That of the order of an epoch; drawing it anew is what a sampler can do while another pass is under way."""
+        """That of the order of an epoch; a sampler can draw another order while a pass is under way."""
         if self.under_way is not None and epoch == self.epoch:
             return self._order.fingerprint
         self._order.set_epoch(epoch)
@@ -664,3 +626,7 @@ def _length(source: Any) -> int | None:
         return len(source)
     except TypeError:
         return None
+
+
+def _place(step: OptimizerStep) -> tuple[int, int]:
+    return step.epoch, step.index

@@ -253,26 +253,6 @@ class StreamReader(WorkerDataset, IterableDataset):
             self.dataset.set_epoch(epoch)
 
 
-class Arriving:
-    """The batch sampler of the observe workers of a stream: the chunks that its reader hands on, as they come.
-
-    chunks: of the epoch that begins. ahead: chunks that torch asks for when it starts the workers, in the caller's
-    thread; those are empty, so that nobody waits there until the stream yields.
-    """
-
-    def __init__(self, reader: StreamReader, ahead: int):
-        self.reader, self.ahead = reader, ahead
-        self.chunks: Iterator[list[Any]] = iter(())
-
-    def __iter__(self) -> Iterator[list[RawItem | Rejection]]:
-        # Taken when the first is asked for, since torch makes an iterator that it does not use; and kept by nobody
-        # else, since leaving the epoch must end the process that reads.
-        chunks, self.chunks = self.chunks, iter(())
-        yield from itertools.repeat([], self.ahead)
-        for chunk in chunks:
-            yield list(self.reader.items(chunk))
-
-
 def _raw(id: int, item: Any) -> RawItem:
     """Packed here where this process is a worker: a queue would tell nobody that it cannot pickle an item."""
     if get_worker_info() is None:

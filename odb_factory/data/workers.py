@@ -15,7 +15,7 @@ import itertools
 import queue
 import threading
 import warnings
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from pickle import PicklingError
 from typing import Any
@@ -27,41 +27,45 @@ from odb_factory.comm.standing import waiting
 from odb_factory.config import ODBConfig
 from odb_factory.data.collate import GroupDataset
 from odb_factory.data.dataloader_parts import DataLoaderParts
-from odb_factory.data.epoch import EpochPlanner
 from odb_factory.data.observe import ObservedDataset, Observer, where
-from odb_factory.data.order import Arriving, ShardSampler, StreamReader
+from odb_factory.data.order import ShardSampler, StreamReader
 from odb_factory.data.plan_process import PlanProcess
 from odb_factory.data.samples import Rejection, Sample, Task
-from odb_factory.data.step_agreement import CollateNotes, StepAgreement
+from odb_factory.data.step_agreement import CollateNotes
 from odb_factory.data.worker import NOT_SENT, BusyRows, WorkerInit, worker_seed
 from odb_factory.ending import LESS_MEMORY, why_worker_failed
 from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.planning import Budget
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Run a generator ahead of its consumer, in one background thread that is always joined.
+# Run a generator ahead of its consumer; hand a DataLoader what its sampler does not know when it is made.
 
 POLL_S = 0.02
 
 
-class BackgroundPrefetcher:
-    """The items of `source`, produced by a daemon thread so many ahead; its exception is raised in `poll`.
+class Prefetcher:
+    """The items of `source`, made ahead of `poll` by a daemon thread, whose exception is raised in `poll`.
 
-    An item is begun when there is room for it: what the source holds for one that waits is not held beside `ahead`.
+    ahead: items made before they are asked for; 0: each is made in `poll`, by the caller's thread. An item is begun
+    when there is room for it: what the source holds for an item in the making is not held beside `ahead` others.
     The thread runs from `start` on, so that a caller can fork what it needs before.
     """
 
-    def __init__(self, source: Generator[Any, None, None], ahead: int = 1):
+    def __init__(self, source: Generator[Any, None, None], ahead: int):
+        self._source, self._has_thread = source, ahead > 0
         self._items: queue.Queue = queue.Queue()
-        self._room = threading.Semaphore(ahead - 1)  # beside the first
+        self._room = threading.Semaphore(max(ahead - 1, 0))  # beside the first
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(source,), name="odb-planner", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="odb-planner", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        if self._has_thread:
+            self._thread.start()
 
     def poll(self, timeout: float | None = POLL_S) -> Any:
         """The next item. Raises `queue.Empty` if there is none within `timeout` seconds, StopIteration at the end."""
+        if not self._has_thread:
+            return next(self._source)
         if self._thread.ident is None:
             raise queue.Empty
         item, error = self._items.get(timeout=timeout)
@@ -80,16 +84,18 @@ class BackgroundPrefetcher:
     def close(self, timeout_s: float) -> None:
         """Close the source and end the thread, within `timeout_s` if it is stuck in a worker or a peer."""
         self.stop()
-        if self._thread.ident is not None:
+        if not self._has_thread:
+            self._source.close()
+        elif self._thread.ident is not None:
             self._thread.join(timeout_s)
 
-    def _run(self, source: Generator[Any, None, None]) -> None:
+    def _run(self) -> None:
         try:
             # A source that has not begun could not tell the other ranks, which wait for its first item, that it leaves.
-            self._items.put((next(source), None))
+            self._items.put((next(self._source), None))
             while self._has_room():
-                self._items.put((next(source), None))
-            source.close()
+                self._items.put((next(self._source), None))
+            self._source.close()
         except BaseException as error:
             if not self._stop.is_set():  # nobody would take it, and its frames hold the workers
                 self._items.put((None, error))
@@ -102,109 +108,18 @@ class BackgroundPrefetcher:
         return False
 
 
-class InlinePrefetcher:
-    """The same interface in the caller's own thread, for a loader without worker processes."""
+class Feed:
+    """The sampler of a DataLoader that yields what `source` does, once.
 
-    def __init__(self, source: Generator[Any, None, None]):
-        self._source = source
-
-    def start(self) -> None:
-        pass
-
-    def poll(self, timeout: float | None = POLL_S) -> Any:
-        return next(self._source)
-
-    def stop(self) -> None:
-        pass
-
-    def close(self, timeout_s: float) -> None:
-        self._source.close()
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Between the planner and the collating workers: one pass over an epoch, and the sampler that hands its tasks on.
-
-
-class Pass:
-    """One pass over an epoch: its planner, what is planned and not yet handed on, its batches, how it failed.
-
-    plans: the planner's lists of tasks, made ahead. agreement: of all ranks on its optimizer steps. process: where
-    planners compute, if not here.
-    in_flight: tasks handed on whose batches have not been taken yet; keeps_tasks: they are in `handed_on`, in order,
-    until somebody takes them out. epoch_steps: optimizer steps of the epoch as its first plan says.
+    torch makes an iterator that it does not use, so the source is taken when its first item is asked for; and nobody
+    else keeps it, since leaving an epoch must end the processes that it reads from.
     """
 
-    def __init__(
-        self,
-        planner: EpochPlanner,
-        plans: BackgroundPrefetcher | InlinePrefetcher,
-        agreement: StepAgreement,
-        *,
-        process: PlanProcess | None = None,
-        keeps_tasks: bool = False,
-    ):
-        self.planner, self.plans, self.agreement = planner, plans, agreement
-        self.process, self.keeps_tasks = process, keeps_tasks
-        self.tasks: deque[Task] = deque()
-        self.handed_on: deque[Task] = deque()
-        self.in_flight = 0
-        self.batches: Iterator | None = None
-        self.error: Exception | None = None
-        self.epoch_steps = 0
-        self.taken = False
+    source: Iterator[Any] = iter(())
 
-    def stop(self) -> None:
-        """Let the threads end when they can."""
-        self.plans.stop()
-        self.agreement.stop()
-
-    def close(self, timeout_s: float) -> None:
-        self.stop()
-        self.plans.close(timeout_s)
-        self.agreement.close(timeout_s)
-        if self.process is not None:
-            self.process.close()
-        self.batches = None
-        self.tasks.clear()
-        self.handed_on.clear()
-
-    def hand_on(self) -> Task:
-        """The next task, to be collated."""
-        task = self.tasks.popleft()
-        self.in_flight += 1
-        if self.keeps_tasks:
-            self.handed_on.append(task)
-        return task
-
-
-class TaskSampler:
-    """The sampler of the collating loader: planned tasks, and None while there is none yet.
-
-    It waits a moment for a plan only if no batch is in flight, for torch asks here before it hands over one that is
-    ready. torch hands the tasks to its workers in turn; None comes once for each, so that a task always goes to the
-    same worker, whenever its plan was ready, and meets the same random numbers there (I6).
-    """
-
-    current: Pass
-
-    def __init__(self, num_workers: int):
-        self._num_workers = max(num_workers, 1)
-
-    def __iter__(self) -> Iterator[Task | None]:
-        current = self.current
-        while True:
-            while current.tasks:
-                yield current.hand_on()
-            try:
-                current.tasks.extend(current.plans.poll(0 if current.in_flight else POLL_S))
-            except queue.Empty:
-                yield from itertools.repeat(None, self._num_workers)
-            except StopIteration:
-                return
-            except Exception as error:
-                # Not through torch's frames, which would keep its workers alive with the traceback.
-                current.error = error
-                return
+    def __iter__(self) -> Iterator[Any]:
+        source, self.source = self.source, iter(())
+        yield from source
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -214,15 +129,15 @@ OBSERVE_CHUNK = 8
 OBSERVES, COLLATES, READS = range(3)
 """The stages, by which their workers draw other random numbers."""
 END = object()
-"""What `take` returns behind the last."""
+"""What `take` returns after the last."""
 
 
 class LoaderWorkers:
     """The DataLoaders that read, observe and collate, made of `parts`, and the worker processes of all.
 
     groups: what collates. order: the rows of this rank, epoch by epoch; its `start` says where the next pass begins.
-    feed: where tasks go in. threaded: whether processes collate them. window: micro-batches that they collate ahead.
-    notes: what they report beside their batches.
+    num_collating: collate workers; 0: this process collates. window: micro-batches that they collate ahead. notes: what
+    they report beside their batches.
     read_row: observes a row of the dataset, by its number, in this process; None for a stream.
 
     There are `num_workers` observe workers, and as many collate workers where the config does not say. A dataset that
@@ -242,14 +157,13 @@ class LoaderWorkers:
         world_size: int,
     ):
         num_workers = parts.num_workers
-        collate_workers = num_workers if config.collate_workers is None else config.collate_workers
-        self.feed = TaskSampler(collate_workers)
-        self.threaded = collate_workers > 0
+        self.num_collating = num_workers if config.collate_workers is None else config.collate_workers
         self.notes: CollateNotes | None = None
-        self.window = parts.prefetch_factor * collate_workers
+        self.window = parts.prefetch_factor * self.num_collating
         self.groups = groups
-        self._parts, self._observer, self._collate_workers, self._rank = parts, observer, collate_workers, rank
-        self._observed, self.collated = BusyRows(num_workers), BusyRows(collate_workers)
+        self._tasks, self._chunks = Feed(), Feed()
+        self._parts, self._observer, self._rank = parts, observer, rank
+        self._observed, self.collated = BusyRows(num_workers), BusyRows(self.num_collating)
         groups.busy = self.collated
 
         rows = ObservedDataset(parts.dataset, observer, config, budget, self._observed)
@@ -261,10 +175,9 @@ class LoaderWorkers:
             once = {"persistent_workers": False} if num_workers else {}
             self._reading = self._loader(reader, min(num_workers, 1), batch_size=OBSERVE_CHUNK, **once)
             rows.sends_dataset = False
-            self._arriving = Arriving(reader, parts.prefetch_factor * num_workers)
             self.order: Any = reader
             self.read_row: Callable[[int], Sample | Rejection] | None = None
-            self._observing = self._loader(rows, num_workers, batch_sampler=self._arriving)
+            self._observing = self._loader(rows, num_workers, batch_sampler=self._chunks)
             self._all_rows: Callable[[], Iterator[Sample | Rejection]] = functools.partial(
                 _observed, parts.dataset, rows
             )
@@ -275,8 +188,8 @@ class LoaderWorkers:
             self._all_rows = lambda: map(rows.__getitem__, self.order.whole())
         self._collating: DataLoader | None = self._loader(
             groups,
-            collate_workers,
-            sampler=self.feed,
+            self.num_collating,
+            sampler=self._tasks,
             batch_size=None,
             pin_memory=parts.pin_memory,
             pin_memory_device=parts.pin_memory_device,
@@ -301,15 +214,20 @@ class LoaderWorkers:
     def observe(self, epoch: int) -> Iterator[Sample | Rejection]:
         """The rows of this rank in the epoch that `order` is set to."""
         if self._reading is not None:
-            self._arriving.chunks = _taken(self._start(self._reading, READS, epoch), "reads", BusyRows())
+            chunks = _taken(self._start(self._reading, READS, epoch), "reads", BusyRows())
+            # torch asks for some when it starts the workers, in the caller's thread: these are empty, so that nobody
+            # waits there until the stream yields.
+            ahead: Iterator[list[Any]] = itertools.repeat([], self._parts.prefetch_factor * self._parts.num_workers)
+            self._chunks.source = itertools.chain(ahead, (list(self.order.items(chunk)) for chunk in chunks))
         return itertools.chain.from_iterable(
             _taken(self._start(self._observing, OBSERVES, epoch), "observes", self._observed)
         )
 
-    def collate(self, epoch: int) -> Iterator[Any]:
-        """What becomes of the tasks of `feed`; to be asked with `take`."""
-        if self.threaded and (self.notes is None or not self._parts.persistent_workers):
-            self.notes = self.groups.notes = CollateNotes(self._collate_workers)
+    def collate(self, epoch: int, tasks: Iterator[Task | None]) -> Iterator[Any]:
+        """The outcomes of these tasks; to be asked with `take`."""
+        if self.num_collating and (self.notes is None or not self._parts.persistent_workers):
+            self.notes = self.groups.notes = CollateNotes(self.num_collating)
+        self._tasks.source = tasks
         batches = self._start(self._collating, COLLATES, epoch)
         if self.notes is not None:
             self.notes.forget()
@@ -317,7 +235,7 @@ class LoaderWorkers:
 
     def plan(self) -> PlanProcess | None:
         """What plans an epoch; None: the caller's own thread, for nothing here has processes."""
-        return PlanProcess(self._parts.multiprocessing_context) if self.threaded else None
+        return PlanProcess(self._parts.multiprocessing_context) if self.num_collating else None
 
     def describe(self, index: int) -> str:
         """Where a row comes from, for messages."""

@@ -25,13 +25,12 @@ from odb_factory.comm.process_group import make_coordinator
 from odb_factory.config import ResolvedConfig
 from odb_factory.data.collate import Collated
 from odb_factory.data.dataloader_parts import dismantle
-from odb_factory.data.loader import ABORT_S, ODBLoader
+from odb_factory.data.loader import ABORT_S, ODBLoader, Pass
 from odb_factory.data.observe import ItemObserver, check_first_item
 from odb_factory.data.progress import OptimizerStepRule
 from odb_factory.data.state import read_checked, write_checked
 from odb_factory.data.trial import TrialBatches, trial_batches
 from odb_factory.data.worker import Picklable
-from odb_factory.data.workers import Pass
 from odb_factory.ending import ending
 from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.log import get_logger

@@ -35,8 +35,6 @@ class Loader:
         self.consumed: list[OptimizerStep] = []
         self.left_out = LeftOut()
 
-    def weigh_by(self, weights: Any) -> None: ...
-
     def take_lost(self) -> Lost:
         return Lost()
 

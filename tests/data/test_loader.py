@@ -23,7 +23,6 @@ from torch.utils.data import get_worker_info
 
 from odb_factory.comm.coordinator import SingleProcessCoordinator
 from odb_factory.config import ODBConfig
-from odb_factory.data.collate import Failure
 from odb_factory.data.dataloader_parts import DataLoaderParts
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.observe import MediaCut, RowDropped
@@ -665,8 +664,9 @@ def test_a_rank_that_fails_does_not_wait_until_the_others_leave(workers: tuple[i
 
 @pytest.mark.parametrize(("on_error", "advised"), [("raise", True), ("skip", False)])
 def test_no_advice_to_set_what_is_set(on_error: str, advised: bool) -> None:
-    """A row that is found to be bad only when it is collated."""
-
-    failure = Failure((3,), "ValueError: cannot be padded").message("row {}".format, on_error)
-    assert failure.startswith("row 3: cannot be collated: ValueError: cannot be padded; fix or remove the row")
-    assert ("on_error" in failure) == advised
+    """Rows of which none can be collated, so that not even an idle micro-batch can be run."""
+    rows = [Row(k, 10, "uncollatable") for k in range(4)]
+    with open_loader(rows, on_error=on_error) as loader:
+        message = failure(loader)
+    assert "cannot be collated: ValueError: cannot decode its image; fix or remove the row" in message
+    assert ("on_error" in message) == advised
