@@ -23,9 +23,7 @@ from odb_factory.data.order import OF_STEP, ShardSampler, Start, StockMean, Stoc
 from odb_factory.data.samples import MicroBatch, OptimizerStep, Rejection, Sample, Task
 from odb_factory.data.serialize import pack
 from odb_factory.errors import CollectiveError
-from odb_factory.planning import Budget, Collation, Cost, Plan
-from odb_factory.planning.fill import LOWEST_CAP
-from odb_factory.planning.padded import MAX_WAIT_ROUNDS
+from odb_factory.planning import Budget, Cost, Plan
 
 Row = Sample | Rejection | Exception
 """What a sampler hands out; an exception is raised when it is its turn."""
@@ -404,21 +402,15 @@ def check_promises(
     # A balanced round sends out a sample for each rank, or all there are.
     most_rounds = max(map(len, held)) + (len(costs) // len(held) if balance else 0)
     assert len(epochs[0].buffers) <= most_rounds, "I5"
-    # Once it may wait no longer, a sample is kept back only by older ones, and one of these goes out every round.
-    longest_wait = MAX_WAIT_ROUNDS + buffer_size - 1
     for epoch in epochs:
         num_rounds_held = Counter(id for buffer in epoch.buffers for id in buffer)
-        assert all(count <= 1 + longest_wait for count in num_rounds_held.values()), "I5: a bounded wait"
+        # A sample is kept back only by older ones, and one of these goes out in every round.
+        assert all(count <= 1 + buffer_size for count in num_rounds_held.values()), "I5: a bounded wait"
         for k, (buffer, after) in enumerate(zip(epoch.buffers, [*epoch.buffers[1:], []]), start=1):
             assert len(buffer) <= buffer_size
             gone = set(buffer) - set(after)
             closing = not join and k == len(epoch.buffers)
             assert gone or not buffer or closing or balance, "I5: progress on every rank that holds a sample"
-            plain = budget.max_patches is None and budget.collation == Collation()
-            if join and not balance and plain and k < len(epoch.buffers):
-                left = [costs[id] for id in after if id in buffer]
-                taken = [[costs[id] for id in one.ids] for one in epoch.micro_batches if one.ids and one.ids[0] in gone]
-                assert not any(_could_take(group, cost, budget) for group in taken for cost in left), "I7: cut down"
 
 
 def check_whole_optimizer_steps(epochs: Sequence[Epoch]) -> None:
@@ -489,13 +481,6 @@ def check_kept(
             if not balance and not stock.is_split:
                 own = {row.id for row in usable(wanted[(rank - step.index * size) % world_size :: world_size])}
                 assert {id for one in epoch.optimizer_steps[k] for id in one.ids} == own, "none leaves its rank"
-
-
-def _could_take(group: Sequence[Cost], other: Cost, budget: Budget) -> bool:
-    """Whether a shorter sample was left behind beside a group that is not even full for the lowest cap."""
-    lowest = replace(budget, token_budget=int(LOWEST_CAP * budget.token_budget))
-    is_like = other.modality == group[0].modality and other.tokens < max(cost.tokens for cost in group)
-    return is_like and lowest.fits([other, *group])
 
 
 def _ran_short(costs: dict[int, Cost], epoch: Epoch, emitted: Counter[int], accumulation: int) -> bool:

@@ -107,25 +107,23 @@ class Bins:
         return len(self.pool)
 
 
-def fewest_flat_steps(samples: Samples) -> int:
-    """No cut into fewer micro-steps is within the budgets.
+def bins_needed(samples: Samples, most_tokens: int, most_patches: int | None, num_pools: int) -> np.ndarray:
+    """No fewer bins of these capacities hold the samples of each pool [pools].
 
     Of a class, all tokens must have room, and all patches; samples of more than half a bin cannot share one.
     """
-    budget, ordinary = samples.budget, ~samples.overlong
-    num_classes = int(samples.sample_class.max(initial=-1)) + 1
+    ordinary, num_classes = ~samples.overlong, num_pools * samples.num_modalities
     needed = np.zeros(num_classes, dtype=np.int64)
     np.maximum.at(needed, samples.sample_class[ordinary], 1)
-    for measure, most in ((samples.tokens, budget.token_budget), (samples.patches, budget.max_patches)):
+    for measure, most in ((samples.tokens, most_tokens), (samples.patches, most_patches)):
         if most is not None:
             loads, halves = np.zeros((2, num_classes), dtype=np.int64)
             np.add.at(loads, samples.sample_class[ordinary], measure[ordinary])
             np.add.at(halves, samples.sample_class[ordinary], 2 * measure[ordinary] > most)
             needed = np.maximum(np.maximum(needed, halves), -(-loads // max(most, 1)))
     np.add.at(needed, samples.sample_class[samples.overlong], 1)
-    by_pool = np.zeros(num_classes, dtype=np.int64)
-    np.add.at(by_pool, np.arange(num_classes) // samples.num_modalities, needed)
-    return -(-int(by_pool.max()) // samples.slots)
+    by_pool: np.ndarray = needed.reshape(num_pools, samples.num_modalities).sum(axis=1)
+    return by_pool
 
 
 def make_bins(samples: Samples, num_steps: int, model: CostModel, *, dense: bool = False) -> Bins:

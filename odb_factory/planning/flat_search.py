@@ -15,7 +15,7 @@ from odb_factory.planning.flat import LARGEST_AMOUNT, Bins, Samples
 # ----------------------------------------------------------------------------------------------------------------------
 # The exact cost of bins in micro-steps, and exchanges that lower it.
 
-MOST_POLISHED = 1 << 16
+MOST_POLISHED = 1 << 15
 """So many exchanges are tried at most."""
 FEW_BROKEN, MAX_REPAIRED = 8, 1 << 19
 """The number tried where no more bins than that break a budget: else the whole plan would be lost."""

@@ -9,17 +9,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from odb_factory.planning.cost import Budget, CostModel
-from odb_factory.planning.flat import Bins, Samples, fewest_flat_steps, make_bins
+from odb_factory.planning.flat import Bins, Samples, bins_needed, make_bins
 from odb_factory.planning.flat_search import Filled, best_fit_decreasing, fill_bins, polish, repair
 from odb_factory.planning.padded import (
     Cut,
     PoolGroup,
     Pools,
-    Rows,
     cut_by_one_cap,
     cut_by_stretches,
     cut_by_two_caps,
-    fewest_steps,
+    groups_needed,
     lower_bound,
     make_cut,
     place,
@@ -47,8 +46,9 @@ def cut_flat(samples: Samples, model: CostModel, least_steps: int = 0) -> list[l
     if not len(samples):
         return []
     model = samples.weigh(model)
-    least = max(fewest_flat_steps(samples), least_steps)
-    found = fill(samples, least, model)
+    needed = bins_needed(samples, samples.budget.token_budget, samples.budget.max_patches, int(samples.pool.max()) + 1)
+    least = max(-(-int(needed.max()) // samples.slots), least_steps)
+    found = _polished(samples, least, model)
     if not found.within:
         found = fitted(samples, model, least_steps)
         first, last = found.num_steps - FLAT_CANDIDATES + 1, found.num_steps + 1
@@ -56,12 +56,18 @@ def cut_flat(samples: Samples, model: CostModel, least_steps: int = 0) -> list[l
             first = last = found.num_steps
         for num_steps in range(max(least + 1, first), last + 1):
             if flat_lower_bound(samples, num_steps, model) < found.cost:
-                found = _cheaper(found, fill(samples, num_steps, model))
+                found = _cheaper(found, _polished(samples, num_steps, model))
     if samples.num_modalities > 1:
         for num_steps in range(found.num_steps + 1, found.num_steps + 1 + FLAT_CANDIDATES):
             if flat_lower_bound(samples, num_steps, model) < found.cost:
-                found = _cheaper(found, fill(samples, num_steps, model))
+                found = _cheaper(found, _polished(samples, num_steps, model))
     return in_order(found)
+
+
+def _polished(samples: Samples, num_steps: int, model: CostModel) -> Filled:
+    filled = fill(samples, num_steps, model)
+    polish(filled, flat_lower_bound(samples, num_steps, model))
+    return filled
 
 
 def _cheaper(found: Filled, other: Filled) -> Filled:
@@ -92,9 +98,21 @@ def _filled(samples: Samples, num_steps: int, model: CostModel, bins: Bins) -> F
     filled = Filled(samples, model, fill_bins(bins), bins.pool, bins.bin_class, bins.step, bins.frozen)
     if not filled.within:
         filled = replace(filled, bin_of=repair(filled))
-    filled = min(filled, match_by_cost(filled), key=lambda one: one.cost)
-    polish(filled, flat_lower_bound(samples, num_steps, model))
-    return filled
+    return min(filled, match_by_cost(filled), key=lambda one: one.cost)
+
+
+def without_excess(filled: Filled) -> Filled:
+    """The same bins without the youngest and shortest samples of those that break a budget."""
+    samples, bin_of, sums = filled.samples, filled.bin_of.copy(), filled.sums.copy()
+    for number in np.flatnonzero((filled.excess(sums) > 0) & ~filled.frozen).tolist():
+        own = np.flatnonzero(bin_of == number)
+        for out in own[np.lexsort((own, samples.tokens[own], samples.age[own]))][:-1].tolist():
+            bin_of[out] = -1
+            sums[number] -= samples.measures[out]
+            if not filled.excess(sums[number]):
+                break
+    kept = np.flatnonzero(bin_of >= 0)
+    return replace(filled, samples=samples.of(kept), bin_of=bin_of[kept])
 
 
 def match_by_cost(filled: Filled) -> Filled:
@@ -156,25 +174,51 @@ def plan_optimizer_step(
         plan.groups  # [[[1, 0]]]: of rank 0 the samples of each micro-step
     """
     table, starts, owner_rank = pool(buffers)
-    balance = balance and len(buffers) > 1
-    exceeds_transfer_limit = balance and exceeds_limit(buffers)
-    balance = balance and not exceeds_transfer_limit
-    index, num_ranks = np.arange(len(table)), len(buffers)
-    if budget.layout == "flat":
-        pool_of = np.zeros_like(owner_rank) if balance else owner_rank
-        cut = cut_flat(Samples(table, index, pool_of, num_ranks if balance else 1, budget), model)
-    elif balance:
-        cut = _cut_padded(Pools(Rows(table, index, budget), np.array([0, len(table)]), num_ranks, model))
-    else:
-        cut = _cut_padded(Pools(Rows(table, index, budget, owner_rank), np.array(starts), 1, model))
-    steps = [place(step, owner_rank, num_ranks, balance=balance) for step in cut]
+    balance, exceeds_transfer_limit, pool_of, slots = share(buffers, owner_rank, balance=balance)
+    groups = cut(table, np.arange(len(table)), pool_of, slots, budget, model)
+    steps = [place(step, owner_rank, len(buffers), balance=balance) for step in groups]
     final = all(buffer.exhausted for buffer in buffers)
     return to_plan(steps, table, starts, owner_rank, budget, final, exceeds_transfer_limit)
 
 
-def _cut_padded(pools: Pools) -> list[list[PoolGroup]]:
+def share(
+    buffers: Sequence[BufferMetadata], owner_rank: np.ndarray, *, balance: bool
+) -> tuple[bool, bool, np.ndarray, int]:
+    """Whether samples may change rank; whether they are too heavy to; the pool of each sample [n]; ranks a pool."""
+    exceeds_transfer_limit = balance and len(buffers) > 1 and exceeds_limit(buffers)
+    balance = balance and len(buffers) > 1 and not exceeds_transfer_limit
+    if balance:
+        return True, False, np.zeros_like(owner_rank), len(buffers)
+    return False, exceeds_transfer_limit, owner_rank, 1
+
+
+def cut(
+    table: np.ndarray,
+    index: np.ndarray,
+    pool_of: np.ndarray,
+    slots: int,
+    budget: Budget,
+    model: CostModel,
+    num_steps: int = 0,
+) -> list[list[PoolGroup]]:
+    """The groups of each micro-step, in the layout of the budget; the costliest micro-step comes first.
+
+    index: the samples to cut, as positions in the table [n]. pool_of: the pool of each of them [n]. slots: ranks that
+    share a pool.
+    num_steps: exactly that many micro-steps, for which the samples have been chosen; where flat bins cannot be kept
+    within the budgets, their youngest samples are left out. 0: as many as cost least.
+    """
+    if budget.layout == "flat":
+        samples = Samples(table, index, pool_of, slots, budget)
+        if not num_steps or not len(samples):
+            return cut_flat(samples, model)
+        return in_order(without_excess(fill(samples, num_steps, samples.weigh(model))))
+    return _cut_padded(Pools.of(table, index, pool_of, slots, budget, model), num_steps)
+
+
+def _cut_padded(pools: Pools, num_steps: int) -> list[list[PoolGroup]]:
     """The groups of each micro-step, the costliest micro-step first."""
-    cut = _best_cut(pools)
+    cut = cut_by_one_cap(pools, num_steps) if num_steps and len(pools.rows) else _best_cut(pools)
     steps: list[list[PoolGroup]] = [[] for _ in range(int(cut.steps.max(initial=-1)) + 1)]
     for step, pool_of, start, end in zip(*(column.tolist() for column in (cut.steps, cut.pools, cut.starts, cut.ends))):
         steps[step].append((pool_of, pools.rows.group(start, end)))
@@ -184,7 +228,7 @@ def _cut_padded(pools: Pools) -> list[list[PoolGroup]]:
 def _best_cut(pools: Pools) -> Cut:
     if not len(pools.rows):
         return make_cut(pools, [[] for _ in pools.starts])
-    least = fewest_steps(pools)
+    least = -(-int(groups_needed(pools, len(pools.starts)).max()) // pools.slots)
     best = cut_by_one_cap(pools, least)
     if len(pools.starts) == 1:
         best = min(best, cut_by_stretches(pools) or best, key=lambda cut: cut.cost)

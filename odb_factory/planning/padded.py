@@ -14,11 +14,6 @@ from odb_factory.planning.cost import Budget, CostModel
 # ----------------------------------------------------------------------------------------------------------------------
 # The order in which groups are cut out of the samples that a plan may choose from.
 
-MAX_WAIT_ROUNDS = 32
-"""A sample that was held back in so many rounds is overdue: it goes before all others."""
-AGING_DENOMINATOR = 256
-"""Until then each round raises the priority of a sample by one part in so many."""
-
 
 class Rows:
     """Samples in the order in which groups are cut out of them: each modality by itself, from long to short.
@@ -30,8 +25,7 @@ class Rows:
 
     index, length (padded row length in tokens) and the like follow the sorted order [n]. Those named `_before` are
     sums over all samples before each position, and over all at the end [n + 1]. max_end: where a group that starts
-    here must end at the latest, for its pool, modality and patches. most_overdue: the position of the sample that is
-    overdue the longest, if one is.
+    here must end at the latest, for its pool, modality and patches.
     """
 
     def __init__(self, table: np.ndarray, index: np.ndarray, budget: Budget, pool: np.ndarray | None = None):
@@ -42,53 +36,24 @@ class Rows:
             kind += pool.astype(np.int64) << 8
         order = np.lexsort((-rows["patches"], -rows["row_tokens"], kind))
         self.index, rows, kind = index[order], rows[order], kind[order]
-        tokens, waited = rows["row_tokens"].astype(np.int64), rows["age"].astype(np.int64)
+        self.tokens = rows["row_tokens"].astype(np.int64)
         multiple = budget.collation.pad_to_multiple_of
-        length = budget.sizes.up(np.maximum(-(-tokens // multiple) * multiple, 1))
-        priority = tokens * (AGING_DENOMINATOR + np.minimum(waited, MAX_WAIT_ROUNDS))
-        summed = [priority, rows["patches"], rows["has_media"], rows["has_audio"], waited >= MAX_WAIT_ROUNDS]
-        self._columns = np.array([tokens, length, kind, waited, *summed], dtype=np.int64)
-        self._measure()
+        self.length = budget.sizes.up(np.maximum(-(-self.tokens // multiple) * multiple, 1))
+        sums = np.zeros((3, len(rows) + 1), dtype=np.int64)
+        np.cumsum([rows["patches"], rows["has_media"], rows["has_audio"]], axis=1, out=sums[:, 1:])
+        self.patches_before, self.media_before, self.audio_before = sums
+        self.max_end = np.searchsorted(kind, kind, side="right")
+        if budget.max_patches is not None:
+            most = self.patches_before[:-1] + budget.max_patches
+            within = np.searchsorted(self.patches_before, most, side="right") - 1
+            self.max_end = np.minimum(self.max_end, np.maximum(within, np.arange(len(kind)) + 1))
 
     def __len__(self) -> int:
         return len(self.index)
 
-    def _measure(self) -> None:
-        self.tokens, self.length, kind, waited = self._columns[:4]
-        sums = np.zeros((len(self._columns) - 4, len(self) + 1), dtype=np.int64)
-        np.cumsum(self._columns[4:], axis=1, out=sums[:, 1:])
-        self.priority_before, self.patches_before, self.media_before, self.audio_before, self.overdue_before = sums
-        self.most_overdue = int(np.lexsort((self.index, -waited))[0]) if self.overdue_before[-1] else None
-        self.max_end = self._max_end(kind)
-
-    def _max_end(self, kind: np.ndarray) -> np.ndarray:
-        ends = np.searchsorted(kind, kind, side="right")
-        if self.budget.max_patches is not None:
-            most = self.patches_before[:-1] + self.budget.max_patches
-            within = np.searchsorted(self.patches_before, most, side="right") - 1
-            ends = np.minimum(ends, np.maximum(within, np.arange(len(kind)) + 1))
-        return ends
-
-    def without(self, start: int, end: int) -> None:
-        """Take a group out."""
-        gone = np.s_[start:end]
-        self.index, self._columns = np.delete(self.index, gone), np.delete(self._columns, gone, axis=1)
-        self._measure()
-
     def group(self, start: int, end: int) -> np.ndarray:
         """Its samples, the shortest first: dummy media added to the first row then rarely make it the longest."""
         return self.index[start:end][::-1]
-
-    def shape(self, start: int, end: int) -> tuple[int, int, int]:
-        """(rows, padded row length in tokens, patches) of a group as collated."""
-        media = int(self.media_before[end] - self.media_before[start])
-        audio = int(self.audio_before[end] - self.audio_before[start])
-        collation = self.budget.collation
-        dummy_tokens, dummy_patches = collation.dummies(media, audio)
-        length = collation.length(int(self.tokens[start]), int(self.tokens[end - 1]), dummy_tokens)
-        length = self.budget.sizes.up(length)
-        patches = int(self.patches_before[end] - self.patches_before[start]) + dummy_patches
-        return self.budget.rows_of(end - start, length), length, patches
 
     def shapes(self, starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """`shape` of many groups, none of them empty."""
@@ -103,42 +68,11 @@ class Rows:
             lengths, patches = np.maximum(lengths, self.budget.sizes.up(first)), patches + dummy_patches
         return self.budget.rows_of(ends - starts, lengths), lengths, patches
 
-    def cost(self, start: int, end: int, model: CostModel) -> int:
-        """Of a group, in the unit of the model."""
-        rows, length, patches = self.shape(start, end)
-        return model.of(rows * length, patches, rows * length * length)
-
     def costs(self, starts: np.ndarray, ends: np.ndarray, model: CostModel) -> np.ndarray:
         """`cost` of many groups, none of them empty."""
         rows, lengths, patches = self.shapes(starts, ends)
         padded = rows * lengths
         return model.of(padded, patches, padded * lengths)
-
-    def largest_fitting_end(self, start: int, end: int, token_cap: int) -> int:
-        """The end that a group of at most `token_cap` padded tokens can have, at most `end`, with one sample at least.
-
-        Both budgets are kept (I4): a group without media is made larger by what the collator adds to it.
-        """
-        while end - start > 1:
-            rows, length, patches = self.shape(start, end)
-            if rows * length <= token_cap and self.budget.holds(rows, length, patches):
-                break
-            # Fewer rows are never shorter, so this many is the most that can fit.
-            end = max(start + 1, min(end - 1, start + token_cap // max(length, 1)))
-        return end
-
-    def next_fit(self, token_cap: int) -> list[tuple[int, int]]:
-        """All of them in groups of at most `token_cap` padded tokens, each as large as it can be.
-
-        Next-fit decreasing (Johnson 1973), with the padded size of a bin instead of the sum.
-        """
-        ends = np.minimum(np.arange(len(self)) + np.maximum(token_cap // self.length, 1), self.max_end).tolist()
-        groups, start = [], 0
-        while start < len(ends):
-            end = self.largest_fitting_end(start, ends[start], token_cap)
-            groups.append((start, end))
-            start = end
-        return groups
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -160,6 +94,14 @@ class Pools:
     bounds: np.ndarray
     slots: int
     model: CostModel
+
+    @classmethod
+    def of(
+        cls, table: np.ndarray, index: np.ndarray, pool_of: np.ndarray, slots: int, budget: Budget, model: CostModel
+    ) -> Pools:
+        """index: the samples, as positions in the table [n]. pool_of: the pool of each of them [n]."""
+        bounds = np.concatenate([[0], np.cumsum(np.bincount(pool_of, minlength=1))])
+        return cls(Rows(table, index, budget, pool_of), bounds, slots, model)
 
     @property
     def starts(self) -> np.ndarray:
@@ -365,11 +307,13 @@ def _after(ends: np.ndarray, num_groups: int) -> np.ndarray:
     return reached
 
 
-def fewest_steps(pools: Pools) -> int:
-    """The least K that the budgets allow."""
+def groups_needed(pools: Pools, num_pools: int) -> np.ndarray:
+    """The fewest groups that the budgets allow in each pool [pools]."""
     ends = pools.largest_ends.tolist()
-    bounds = zip(pools.starts.tolist(), pools.ends.tolist())
-    return max(-(-len(walk(ends, start, end)) // pools.slots) for start, end in bounds)
+    needed = np.zeros(num_pools, dtype=np.int64)
+    for number, (start, end) in enumerate(zip(pools.starts.tolist(), pools.ends.tolist())):
+        needed[number] = len(walk(ends, start, end))
+    return needed
 
 
 def cut_by_one_cap(pools: Pools, num_steps: int) -> Cut:
@@ -454,7 +398,9 @@ def split_to_fill_slots(rows: Rows, groups: list[Group], slots: int) -> list[Gro
 
 
 def _fits(rows: Rows, start: int, end: int) -> bool:
-    return rows.largest_fitting_end(start, end, rows.budget.token_budget) == end
+    """Whether a group is within both budgets, as collated (I4)."""
+    count, length, patches = rows.shapes(np.array([start]), np.array([end]))
+    return end - start == 1 or rows.budget.holds(int(count[0]), int(length[0]), int(patches[0]))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
