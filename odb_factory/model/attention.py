@@ -102,7 +102,8 @@ def _sdpa(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
 def _dtype_of_sdpa(query: Tensor) -> torch.dtype:
     """The dtype that sdpa computes in, which autocast may choose."""
     device = query.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    # "meta" has no autocast. torch.compile before 2.12 cannot trace torch.amp.is_autocast_available.
+    if device != "meta" and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return query.dtype
 
