@@ -212,10 +212,10 @@ def test_a_pause_at_a_step_border(config, tmp_path) -> None:
 @pytest.mark.full_grid  # in a loop: tests/distributed/test_patience.py
 def test_asleep_for_ever(config) -> None:
     """A callback that never returns: after `ddp_timeout` both ranks end and the last line names its line."""
-    config |= {"ddp_timeout": 25, "use_cpu": False}  # of a CPU that is asked for, transformers sets no timeout
+    config |= {"ddp_timeout": 60, "use_cpu": False}  # of a CPU that is asked for, transformers sets no timeout
     with Run(config, nodes=NODES, env=shimmed("pause_at_a_step_border") | {"ODB_TEST_PAUSE_S": "3600"}) as run:
         run.wait_for("Running training")
-        ended = both_fail(run, 2 * LIMIT_S)
+        ended = both_fail(run, 60 + 2 * LIMIT_S)
     for rank in range(2):
         last_line_says(ended, rank, "rank 1, which is alive", "pause_at_a_step_border.py:", "in pause", "ddp_timeout")
 
