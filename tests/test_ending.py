@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -67,6 +69,27 @@ def test_another_error_stays_what_it_is() -> None:
         ODBError("x"),
     ):
         assert ending(error) is error
+
+
+LOCKS = """
+import multiprocessing
+from odb_factory.ending import ending
+try:
+    locks = [multiprocessing.Lock() for _ in range(9)]
+except OSError as error:
+    print(ending(error, "/"))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a small /dev/shm is mounted by root")
+def test_no_room_for_a_lock_names_shared_memory() -> None:
+    """No worker process can be started then."""
+    small = "mount -t tmpfs -o size=4k tmpfs /dev/shm && exec "
+    command = ["unshare", "--mount", "sh", "-c", f'{small} "$0" -c "$1"', sys.executable, LOCKS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    if done.returncode:
+        pytest.skip(f"nothing can be mounted here: {done.stderr.strip()}")
+    assert done.stdout.startswith("/dev/shm (0 MiB), through which") and "the disk of" not in done.stdout, done.stdout
 
 
 def test_the_file_that_found_no_room_names_the_disk(tmp_path: Path) -> None:
