@@ -16,6 +16,7 @@ from odb_factory.version import __version__
 
 SAMPLES = 2000
 PAGE = "odb_report.html"
+REPORT_NEEDS = ("jinja2", "matplotlib", "pydantic")
 CHILD = Path(__file__).with_name("train_child.py")
 QUIET = {"LLAMAFACTORY_VERBOSITY": "ERROR", "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
 """Environment of `plan`, which trains nothing; tokenizers would warn because its workers are forked."""
@@ -137,8 +138,7 @@ def _plan(given: argparse.Namespace) -> None:
 
 
 def report(argv: Sequence[str]) -> int:
-    """Write the page; print the headline and where it is. Raises `ODBError` where there is no run or it cannot be
-    written."""
+    """Write the page; print the headline and where it is. Raises `ODBError` if there is no run to show."""
     parser = argparse.ArgumentParser(
         prog="odb-factory report",
         description="What one run has done, or two side by side, as one HTML page and as JSON.",
@@ -155,10 +155,13 @@ def report(argv: Sequence[str]) -> int:
     if given.json is not None and not prints_figures and given.json.resolve() == page.resolve():
         raise ODBError(f"{page}: the page (--html) and its figures (--json) cannot be one file; give --json another.")
 
-    from odb_factory.report.compare import report_of
-    from odb_factory.report.figures import to_json
-    from odb_factory.report.page import make_page
-
+    try:
+        from odb_factory.report.figures import report_of, to_json
+        from odb_factory.report.page import make_page
+    except ModuleNotFoundError as error:
+        if error.name not in REPORT_NEEDS:
+            raise
+        raise ODBError(f"this command needs {', '.join(REPORT_NEEDS)}: pip install 'odb_factory[report]'") from None
     figures = report_of([folder for folder in (given.output_dir, given.other_dir) if folder is not None])
     _write(page, make_page(figures, datetime.datetime.now()), "--html")
     if prints_figures:

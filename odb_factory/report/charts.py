@@ -1,379 +1,239 @@
-"""The charts of the page: of log entries, of optimizer steps, and distributions."""
+"""The charts of the page, drawn by matplotlib as SVG that takes its colours from the style of the page."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import io
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from typing import Any
+from typing import Any, NamedTuple
 
-from odb_factory.report import html
-from odb_factory.report.read import number, percent
+import matplotlib
+import numpy as np
+from markupsafe import Markup
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Charts as inline SVG, coloured by the style of the page: lines over a scale, and histograms.
+from odb_factory.report.words import number
 
-WIDTH, HEIGHT = 520, 230
-LEFT, RIGHT, TOP, BOTTOM = 62, 18, 10, 40
+Run = Mapping[str, Any]
+COLOURS = {"#1f6f9f": "s0", "#b3541e": "s1", "#5c666d": "soft", "#dfe2e0": "rule", "#9b2226": "mark"}
+"""Colours as drawn, and the variables of page.css that replace them."""
+RUNS, SOFT, RULE, MARK = tuple(COLOURS)[:2], *tuple(COLOURS)[2:]
+STYLE: Any = {"svg.fonttype": "none", "svg.hashsalt": "odb_factory", "font.size": 9, "axes.edgecolor": RULE}
+STYLE |= {"axes.labelcolor": SOFT, "xtick.color": SOFT, "ytick.color": SOFT, "grid.color": RULE}
 MOST_POINTS = 600
-"""Of a line; where there are more, the least and the largest of each stretch are drawn, so that no peak is lost."""
+"""Points of a line; of longer ones the least and the largest of each stretch are drawn, so that no peak is lost."""
+LARGEST = 1e300
+STEP, SECONDS = "optimizer step", "seconds"
+UNITS = (("hours", 3600, 3), ("minutes", 60, 3), (SECONDS, 1, 0))
+"""Unit of time, its seconds, and how many of it the longest run takes at least."""
 
-Point = tuple[float, float]
+
+class Chart(NamedTuple):
+    title: str
+    caption: str
+    drawing: Markup
 
 
-@dataclass(frozen=True)
-class Series:
-    """points: (x, y), by x. number: of the run, which decides the colour. dashed: beside another one of this run."""
+class Line(NamedTuple):
+    """points: (x, y), by x. run: its number, which decides the colour. dashed: beside another line of this run."""
 
-    name: str
-    points: Sequence[Point]
-    number: int = 0
+    points: Sequence[tuple[float, float]]
+    run: int = 0
     dashed: bool = False
     dots: bool = False
 
 
-def lines(
-    series: Sequence[Series], x_label: str, y_label: str, *, from_zero: bool = False, to_one: bool = False
-) -> str:
-    """A line chart. from_zero: the scale begins at 0; to_one: it goes from 0 to 1, as a ratio. "" without points."""
-    drawn = [one for one in (_finite(one) for one in series) if one.points]
-    if not drawn:
-        return ""
-    xs = [x for one in drawn for x, _ in one.points]
-    ys = [y for one in drawn for _, y in one.points]
-    low, high = (0.0, 1.0) if to_one else (0.0 if from_zero else min(ys), max(ys))
-    begin = 0.0 if min(xs) >= 0 else min(xs)
-    x_scale = _Scale(begin, max(xs), LEFT, WIDTH - RIGHT)
-    y_scale = _Scale(low, high, HEIGHT - BOTTOM, TOP, is_rounded=True)
-    parts = [_axes(x_scale, y_scale, x_label, y_label)]
-    for one in reversed(drawn):  # the first run on top; that of another is broader, to be seen under one that equals it
-        points = " ".join(f"{x_scale(x):.1f},{y_scale(y):.1f}" for x, y in _thinned(one.points))
-        style = f"s{one.number}{' dashed' if one.dashed else ''}"
-        if len(one.points) > 1:
-            parts.append(f'<polyline class="line {style}" points="{points}"/>')
-        if one.dots or len(one.points) == 1:
-            parts += [
-                f'<circle class="dot {style}" cx="{x_scale(x):.1f}" cy="{y_scale(y):.1f}" r="3"/>'
-                for x, y in one.points
-            ]
-    return _svg(parts, f"{y_label} over {x_label}: {', '.join(one.name for one in drawn)}")
+OF_ENTRIES: tuple[tuple[str, str, str, str, tuple[str, ...]], ...] = (
+    ("Loss", "As logged.", STEP, "loss", ("loss",)),
+    ("Loss over time", "As logged.", SECONDS, "loss", ("loss",)),
+    ("Learning rate", "As logged.", STEP, "learning rate", ("learning_rate",)),
+    ("Tokens per second", "All ranks, without padding; evaluation and saving included.", SECONDS, "tokens/s",
+     ("tokens_per_second",)),
+    ("Samples per second", "All ranks; evaluation and saving included.", SECONDS, "samples/s",
+     ("samples_per_second",)),
+    ("Time of an optimizer step", "Mean since the log entry before; evaluation and saving included.", STEP, "seconds",
+     ("seconds_per_step",)),
+    ("Padding", "Share of the collated tokens that is padding or dummy media.", SECONDS, "share", ("padding_ratio",)),
+    ("Balance", "Work of all ranks as a share of what they wait for: 1 if no rank waits.", SECONDS, "share",
+     ("balance", "patch_balance")),
+    ("Budget use", "Collated tokens as a share of token_budget.", SECONDS, "share", ("budget_use",)),
+    ("Waiting for data", "Rank 0, since the log entry before.", SECONDS, "seconds", ("data_wait_s",)),
+)  # fmt: skip
+"""Title, caption, what the chart is over, label, and figures of the log entries, of which the second is dashed."""
+OF_STEPS = (
+    ("Units of an optimizer step", "What the loss is a mean over: supervised tokens, pairs or examples.", "units"),
+    ("Mean length of an optimizer step", "Tokens of a sample, without padding.", "tokens"),
+)
+OF_DISTRIBUTIONS = (
+    ("length", "Lengths of samples", "tokens", None),
+    ("tokens_of_micro_batch", "Tokens of a micro-batch", "tokens as collated, on a rank", "token_budget"),
+    ("samples_of_micro_batch", "Samples of a micro-batch", "samples, on a rank", None),
+    ("patches_of_micro_batch", "Patches of a micro-batch", "media patches, on a rank", "max_patches"),
+    ("micro_batches_of_step", "Micro-batches of an optimizer step", "K, on each rank", None),
+)
 
 
-def histogram(
-    runs: Sequence[tuple[int, Sequence[float], Sequence[float]]], x_label: str, y_label: str, mark: float | None = None
-) -> str:
-    """runs: of each its number, edges and counts, drawn as shares of their sum. mark: a value to show, such as a
-    budget. The scale begins at 0."""
-    drawn = [(run, edges, counts) for run, edges, counts in runs if counts and sum(counts)]
-    if not drawn:
-        return ""
-    edges_of_all = [edge for _, edges, _ in drawn for edge in edges] + ([mark] if mark is not None else [])
-    tallest = max(count / sum(counts) for _, _, counts in drawn for count in counts)
-    x_scale = _Scale(0.0, max(edges_of_all), LEFT, WIDTH - RIGHT)
-    y_scale = _Scale(0.0, tallest, HEIGHT - BOTTOM, TOP)
-    parts = [_axes(x_scale, y_scale, x_label, y_label)]
-    for run, edges, counts in drawn:
-        for begin, end, count in zip(edges, edges[1:], counts):
-            x, y = x_scale(begin), y_scale(count / sum(counts))
-            width = max(x_scale(end) - x - 1, 0.5)
-            if count:
-                parts.append(
-                    f'<rect class="bar s{run}" x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" '
-                    f'height="{HEIGHT - BOTTOM - y:.1f}"/>'
+def of_entries(runs: Sequence[Run]) -> Iterable[Chart]:
+    """Of the log entries. A chart that could only show a constant is left out: padding of flat runs, one rank."""
+    for title, caption, over, label, names in OF_ENTRIES:
+        lines = []
+        for place, run in enumerate(runs):
+            for name in names:
+                is_constant = run["asked"].get("ranks") == 1 or (name == "patch_balance" and not run["totals"][name])
+                if "balance" not in name or not is_constant:
+                    lines.append(Line(_points(run["entries"], over, name), place, dashed=name != names[0]))
+            if label == "loss":
+                evaluated = _points(run["evaluations"], over, "eval_loss")
+                lines.append(Line(evaluated, place, dashed=True, dots=True))
+        if title == "Padding" and not any(y for line in lines for _, y in line.points):
+            continue
+        if any(line.dashed and line.points for line in lines):
+            caption += " Dashed, with dots: validation." if label == "loss" else " Dashed: patches."
+        drawing = draw_lines(lines, over, label, from_zero=label != "loss", to_one=title in ("Balance", "Budget use"))
+        if drawing:
+            yield Chart(title, caption, drawing)
+
+
+def _points(entries: Sequence[Run], over: str, name: str) -> list[tuple[float, float]]:
+    x_name = "step" if over == STEP else "seconds"
+    return [(e[x_name], e[name]) for e in entries if e.get(x_name) is not None and e.get(name) is not None]
+
+
+def of_steps(runs: Sequence[Run]) -> Iterable[Chart]:
+    """Of the optimizer steps one by one, of runs with an audit."""
+    for title, caption, name in OF_STEPS:
+        lines = []
+        for place, run in enumerate(runs):
+            steps, of = run["optimizer_steps"], f" ({run['name']})" if len(runs) > 1 else ""
+            if steps is None:
+                continue
+            sums = zip(steps["step"], steps[name], steps["samples"])
+            lines.append(Line([(k, total / n if name == "tokens" else total) for k, total, n in sums if n], place))
+            found = run["lengths_of_successive_steps"]
+            if name == "units":
+                caption += f" Standard deviation / mean{of}: {number(run['totals']['units_cv'], 3)}."
+            elif found is not None:
+                caption += (
+                    f" Correlation with the next step{of}: {number(found['correlation'], 2)} (random order: about 0)."
                 )
-    if mark is not None:
-        parts.append(
-            f'<line class="mark" x1="{x_scale(mark):.1f}" x2="{x_scale(mark):.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>'
-        )
-    return _svg(parts, f"distribution of {x_label}")
+        if drawing := draw_lines(lines, STEP, name, from_zero=True):
+            yield Chart(title, caption, drawing)
 
 
-class _Scale:
-    """Values to places, with its ticks at round numbers. is_rounded: it begins and ends at one."""
-
-    def __init__(self, low: float, high: float, begin: float, end: float, *, is_rounded: bool = False):
-        if high <= low:
-            half = max(0.5, 1e-3 * abs(low))  # of very large values 0.5 is less than their rounding
-            low, high = (low - half, high + half) if low else (0.0, 1.0)
-        step = _round_step((high - low) / 5)
-        if is_rounded:
-            low, high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
-        first = math.ceil(low / step - 1e-9)
-        self.ticks = [k * step for k in range(first, math.floor(high / step + 1e-9) + 1)]
-        self._low, self._high, self._begin, self._end = low, high, begin, end
-
-    def __call__(self, value: float) -> float:
-        return self._begin + (value - self._low) / (self._high - self._low) * (self._end - self._begin)
-
-
-def _round_step(step: float) -> float:
-    power = 10.0 ** math.floor(math.log10(step))
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= step * (1 - 1e-9))
-
-
-def _axes(x_scale: _Scale, y_scale: _Scale, x_label: str, y_label: str) -> str:
-    parts = []
-    for tick, place in _places(y_scale):
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{place}" y2="{place}"/>')
-        parts.append(f'<text class="tick" x="{LEFT - 6}" y="{place}" dy="0.32em" text-anchor="end">{tick}</text>')
-    for tick, place in _places(x_scale):
-        parts.append(f'<text class="tick" x="{place}" y="{HEIGHT - BOTTOM + 15}" text-anchor="middle">{tick}</text>')
-    middle = (LEFT + WIDTH - RIGHT) / 2
-    parts.append(f'<text class="label" x="{middle}" y="{HEIGHT - 6}" text-anchor="middle">{escape(x_label)}</text>')
-    turn = f"rotate(-90 12 {(HEIGHT - BOTTOM + TOP) / 2})"
-    label = f'x="12" y="{(HEIGHT - BOTTOM + TOP) / 2}" text-anchor="middle" transform="{turn}"'
-    return "".join([*parts, f'<text class="label" {label}>{escape(y_label)}</text>'])
-
-
-def _places(scale: _Scale) -> list[tuple[str, str]]:
-    return [(_tick(tick), f"{scale(tick):.1f}") for tick in scale.ticks]
-
-
-def _tick(value: float) -> str:
-    """Short: 12k, 1.5M, 2e-05."""
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= size:
-            unit = 1e3 if letter == "k" else size
-            return f"{value / unit:g}{letter}"
-    return f"{value:.4g}" if value else "0"
-
-
-def _svg(parts: Sequence[str], meaning: str) -> str:
-    view = f'viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(meaning, quote=True)}"'
-    return f"<svg {view}>{''.join(parts)}</svg>"
-
-
-def _finite(series: Series) -> Series:
-    points = [(x, y) for x, y in series.points if math.isfinite(x) and math.isfinite(y)]
-    return Series(series.name, points, series.number, series.dashed, series.dots)
-
-
-def _thinned(points: Sequence[Point]) -> Sequence[Point]:
-    if len(points) <= MOST_POINTS:
-        return points
-    stretch = -(-len(points) * 2 // MOST_POINTS)
-    kept: list[Point] = []
-    of_y: Callable[[Point], float] = lambda point: point[1]  # noqa: E731
-    for begin in range(0, len(points), stretch):
-        part = points[begin : begin + stretch]
-        kept += sorted({min(part, key=of_y), max(part, key=of_y)})
-    return [points[0], *kept, points[-1]]
+def distributions(runs: Sequence[Run]) -> Iterable[Chart]:
+    """Of runs with an audit. A budget is drawn if it is at most twice the largest value."""
+    for name, title, label, budget in OF_DISTRIBUTIONS:
+        found = {k: (run["distributions"] or {}).get(name) for k, run in enumerate(runs)}
+        shown = {k: one for k, one in found.items() if one}
+        if not shown:
+            continue
+        captions = [
+            (f"{runs[k]['name']}: " if len(runs) > 1 else "") + f"{one['count']:,} values, mean {number(one['mean'])}, "
+            f"median {number(one['median'])}, 90% within {number(one['p90'])}, largest {number(one['max'])}."
+            for k, one in shown.items()
+        ]
+        limits = {(runs[k]["asked"].get("block") or {}).get(budget) for k in shown} if budget else set()
+        limit = limits.pop() if len(limits) == 1 else None
+        mark = limit if isinstance(limit, int) and limit <= 2 * max(one["max"] for one in shown.values()) else None
+        if isinstance(limit, int):
+            captions.append(f"The budget{' (dashed)' if mark else ''}: {number(limit)}.")
+        yield Chart(title, " ".join(captions), draw_histograms(shown, label, mark))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 
-Run = Mapping[str, Any]
-STEP, SECONDS = "optimizer step", "seconds of training"
-NEAR = 2
-"""A budget is drawn beside values that come to more than one in so many of it; elsewhere it would crowd them."""
+
+def draw_lines(
+    lines: Iterable[Line], x_label: str, y_label: str, *, from_zero: bool = False, to_one: bool = False
+) -> Markup:
+    """from_zero: the scale begins at 0; to_one: it goes from 0 to 1. Empty without points."""
+    drawn = [(line, np.array([p for p in line.points if all(abs(v) < LARGEST for v in p)], float)) for line in lines]
+    drawn = [(line, points) for line, points in drawn if len(points)]
+    if not drawn:
+        return Markup()
+    seconds = 1
+    if x_label == SECONDS:
+        longest = max(points[-1, 0] for _, points in drawn)
+        x_label, seconds, _ = next((unit for unit in UNITS if longest >= unit[1] * unit[2]), UNITS[-1])
+    with matplotlib.rc_context(STYLE):
+        figure, axes = _axes(x_label, y_label)
+        for line, points in reversed(drawn):  # the first run on top of a broader line of the other, which may equal it
+            x, y = _thinned(points).T
+            look = "o" if line.dots or len(points) == 1 else ""
+            axes.plot(x / seconds, y, look + ("--" if line.dashed else "-"), color=RUNS[line.run], markersize=4,
+                      linewidth=(1.5, 3.5)[line.run], alpha=(1, 0.55)[line.run])  # fmt: skip
+        if x_label == STEP:
+            axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
+        axes.set_xlim(left=min(0, axes.get_xlim()[0]) if x_label != STEP else None)
+        if to_one:
+            axes.set_ylim(0, 1.04)
+        elif from_zero:
+            axes.set_ylim(bottom=0)
+        return _svg(figure, f"{y_label} over {x_label}")
 
 
-@dataclass(frozen=True)
-class Chart:
-    """values: (name of a log entry's figure, what a legend calls it); the second is dashed. over: see `STEP`."""
-
-    title: str
-    caption: str
-    over: str
-    values: tuple[tuple[str, str], ...]
-    label: str
-    to_one: bool = False
-
-    @property
-    def from_zero(self) -> bool:
-        return self.label != "loss"
-
-
-ALL = "evaluation and saving included."
-OF_ENTRIES = (
-    Chart("Loss", "As logged.", STEP, (("loss", "training"),), "loss"),
-    Chart("Loss over time", "By when it was logged.", SECONDS, (("loss", "training"),), "loss"),
-    Chart("Learning rate", "As logged.", STEP, (("learning_rate", ""),), "learning rate"),
-    Chart("Learning rate over time", "As logged.", SECONDS, (("learning_rate", ""),), "learning rate"),
-    Chart(
-        "Tokens per second", f"Of all ranks, without padding; {ALL}", SECONDS, (("tokens_per_second", ""),), "tokens/s"
-    ),
-    Chart("Samples per second", f"Of all ranks; {ALL}", SECONDS, (("samples_per_second", ""),), "samples/s"),
-    Chart(
-        "Time of an optimizer step",
-        f"Mean since the log entry before; {ALL}",
-        STEP,
-        (("seconds_per_step", ""),),
-        "seconds",
-    ),
-    Chart(
-        "Padding", "Share of the collated tokens, dummy media included.", SECONDS, (("padding_ratio", ""),), "padding"
-    ),
-    Chart(
-        "Balance",
-        "Work of all ranks as a share of what they wait for: 1 where no rank waits.",
-        SECONDS,
-        (("balance", "tokens"), ("patch_balance", "patches (dashed)")),
-        "balance",
-        to_one=True,
-    ),
-    Chart(
-        "Budget use",
-        "Collated tokens as a share of token_budget.",
-        SECONDS,
-        (("budget_use", ""),),
-        "share",
-        to_one=True,
-    ),
-    Chart("Waiting for data", "Rank 0, since the log entry before.", SECONDS, (("data_wait_s", ""),), "seconds"),
-)
-
-
-def of_entries(runs: Sequence[Run]) -> list[str]:
-    """Charts that have something to show."""
-    return [made for made in (_of_entries(chart, runs) for chart in OF_ENTRIES) if made]
-
-
-def _of_entries(chart: Chart, runs: Sequence[Run]) -> str:
-    series, columns = [], []
-    x_name = "step" if chart.over == STEP else "seconds"
-    for place, run in enumerate(runs):
-        for which, (name, label) in enumerate(chart.values):
-            if name == "patch_balance" and run["totals"]["patch_balance"] is None:
-                continue
-            points = _points(run["entries"], x_name, name)
-            if points:
-                series.append(Series(_called(run, label), points, place, dashed=which > 0))
-                columns.append(
-                    (_called(run, label), {e["step"]: e[name] for e in run["entries"] if e[name] is not None})
-                )
-        if chart.label == "loss":
-            points = _points(run["evaluations"], x_name, "eval_loss")
-            if points:
-                series.append(Series(_called(run, "validation"), points, place, dashed=True, dots=True))
-                evaluated = {e["step"]: e["eval_loss"] for e in run["evaluations"] if "eval_loss" in e}
-                columns.append((_called(run, "validation"), evaluated))
-    drawing = lines(series, chart.over, chart.label, from_zero=chart.from_zero, to_one=chart.to_one)
-    if not drawing:
-        return ""
-    caption = chart.caption + (" Dots: validation." if any(one.dots for one in series) else "")
-    return html.figure(chart.title, _legend(runs, series) + html.text(caption), drawing, *_rows(runs, columns, x_name))
-
-
-def _points(entries: Sequence[Mapping[str, Any]], x_name: str, name: str) -> list[Point]:
-    return [(e[x_name], e[name]) for e in entries if e.get(x_name) is not None and e.get(name) is not None]
-
-
-def _rows(
-    runs: Sequence[Run], columns: Sequence[tuple[str, Mapping[int, float]]], x_name: str
-) -> tuple[list[str], list[int], Callable[[int], list[str]]]:
-    """The head of a table, the optimizer steps that any run has logged, and the cells of one, with its time where that
-    is what the chart is over."""
-    steps = sorted({step for _, values in columns for step in values})
-    head, times = [STEP], []
-    if x_name == "seconds":
-        times = [{e["step"]: e["seconds"] for e in (*run["evaluations"], *run["entries"])} for run in runs]
-        head += [_called(run, "seconds") for run in runs]
-    head += [name for name, _ in columns]
-    values = [*times, *(one for _, one in columns)]
-    return head, steps, lambda step: [f"{step:,}", *(_cell(one.get(step)) for one in values)]
-
-
-def _cell(value: float | None) -> str:
-    return "" if value is None else number(value, 6)
-
-
-def _called(run: Run, label: str) -> str:
-    return f"{run['name']} {label}".strip()
-
-
-def _legend(runs: Sequence[Run], series: Sequence[Series]) -> str:
-    """Which colour is which run, where there are two."""
-    present = sorted({one.number for one in series})
-    if len(runs) < 2:
-        return ""
-    return f"{' '.join(html.key(k) + html.text(runs[k]['name']) for k in present)}<br>"
-
-
-def of_steps(runs: Sequence[Run]) -> list[str]:
-    """Charts of the optimizer steps one by one, of runs with an audit."""
-    units = "What the loss is a mean over: supervised tokens, pairs or examples."
-    return [
-        made
-        for made in (
-            _of_steps(runs, "Units of an optimizer step", units, "units"),
-            _of_steps(runs, "Mean length of an optimizer step", "Tokens of a sample, without padding.", "tokens"),
-        )
-        if made
-    ]
-
-
-def _of_steps(runs: Sequence[Run], title: str, caption: str, name: str) -> str:
-    """name: of the sum; that of tokens is divided by samples."""
-    series, columns = [], []
-    for place, run in enumerate(runs):
-        steps = run["optimizer_steps"]
-        if steps is None:
-            continue
-        values = {
-            step: amount / samples if name == "tokens" else amount
-            for step, amount, samples in zip(steps["step"], steps[name], steps["samples"])
-            if samples
-        }
-        series.append(Series(run["name"], list(values.items()), place))
-        columns.append((_called(run, name), values))
-        caption += _said_of_steps(run, name, len(runs) > 1)
-    drawing = lines(series, STEP, name, from_zero=True)
-    if not drawing:
-        return ""
-    return html.figure(title, _legend(runs, series) + html.text(caption), drawing, *_rows(runs, columns, "step"))
-
-
-def _said_of_steps(run: Run, label: str, is_named: bool) -> str:
-    of = f" ({run['name']})" if is_named else ""
-    if label == "units":
-        return f" Standard deviation / mean{of}: {number(run['totals']['units_cv'], 3)}."
-    found = run["lengths_of_successive_steps"]
-    if found is None:
-        return ""
-    return f" Correlation with the next step{of}: {number(found['correlation'], 2)} (random orders: about 0)."
-
-
-def distributions(runs: Sequence[Run]) -> list[str]:
-    """Histograms, of runs with an audit."""
-    made = []
-    for name, title, label in (
-        ("length", "Lengths of samples", "tokens"),
-        ("tokens_of_micro_batch", "Tokens of a micro-batch", "tokens as collated, a rank"),
-        ("samples_of_micro_batch", "Samples of a micro-batch", "samples, a rank"),
-        ("patches_of_micro_batch", "Patches of a micro-batch", "vision patches, a rank"),
-        ("micro_batches_of_step", "Micro-batches of an optimizer step", "K, on each rank"),
-    ):
-        found = [
-            (k, run["distributions"][name]) for k, run in enumerate(runs) if (run["distributions"] or {}).get(name)
-        ]
-        drawn = [(k, one["edges"], one["counts"]) for k, one in found]
-        limits = {_limit(runs[k], name) for k, _ in found}
-        mark = limits.pop() if len(limits) == 1 else None
-        is_near = mark is not None and mark <= NEAR * max(one["max"] for _, one in found)
-        drawing = histogram(drawn, label, "share", mark if is_near else None)
-        if not drawing:
-            continue
-        captions = []
-        for k, one in found:
-            of = f"{html.key(k)}{html.text(runs[k]['name'])}: " if len(runs) > 1 else ""
-            captions.append(
-                f"{of}{one['count']:,} values, mean {number(one['mean'])}, median {number(one['median'])}, 90% within "
-                f"{number(one['p90'])}, largest {number(one['max'])}."
-            )
+def draw_histograms(found: Mapping[int, Run], label: str, mark: float | None) -> Markup:
+    """found: by number of a run its `histogram`, drawn as shares of the count. mark: a value to show."""
+    with matplotlib.rc_context(STYLE):
+        figure, axes = _axes(label, "share")
+        for run, one in found.items():
+            width = one["edges"][1] - one["edges"][0]
+            edges = np.array(one["edges"], float) - (
+                0.5 if width == 1 else 0
+            )  # a whole number in the middle of its bar
+            shares = np.array(one["counts"]) / one["count"]
+            axes.stairs(shares, edges, fill=True, color=RUNS[run], alpha=(0.75, 0.55)[run])
         if mark is not None:
-            captions.append(f"The budget{' (dashed)' if is_near else ''}: {number(mark)}.")
-        rows = [
-            [runs[k]["name"], f"{begin:,} to {end - 1:,}", f"{count:,}", percent(count / sum(counts))]
-            for k, edges, counts in drawn
-            for begin, end, count in zip(edges, edges[1:], counts)
-        ]
-        made.append(html.figure(title, " ".join(captions), drawing, ["run", label, "count", "share"], rows))
-    return made
+            axes.axvline(mark, color=MARK, linestyle="--", linewidth=1.2)
+        axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
+        axes.set_xlim(left=min(0, axes.get_xlim()[0]))
+        axes.set_ylim(bottom=0)
+        return _svg(figure, f"distribution of {label}")
 
 
-def _limit(run: Run, name: str) -> float | None:
-    key = {"tokens_of_micro_batch": "token_budget", "patches_of_micro_batch": "max_patches"}.get(name)
-    value = (run["asked"].get("block") or {}).get(key)
-    return value if isinstance(value, int) else None
+def _thinned(points: np.ndarray) -> np.ndarray:
+    if len(points) <= MOST_POINTS:
+        return points
+    stretches = np.array_split(np.arange(len(points)), MOST_POINTS // 2)
+    kept = [stretch[[points[stretch, 1].argmin(), points[stretch, 1].argmax()]] for stretch in stretches]
+    return points[np.unique([0, *np.concatenate(kept), len(points) - 1])]
+
+
+def _axes(x_label: str, y_label: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(4.7, 2.3))
+    axes = figure.subplots()
+    figure.subplots_adjust(left=0.15, right=0.975, top=0.96, bottom=0.2)
+    figure.patch.set_visible(False)
+    axes.patch.set_visible(False)
+    axes.set(xlabel=x_label, ylabel=y_label)
+    axes.yaxis.set_label_coords(-0.135, 0.5)
+    axes.spines[["left", "right", "top"]].set_visible(False)
+    axes.tick_params(bottom=False, left=False)
+    axes.grid(axis="y")
+    axes.set_axisbelow(True)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda value, _: tick(value)))
+    return figure, axes
+
+
+def tick(value: float) -> str:
+    """Short: 12k, 1.5M, 2e-05."""
+    for size, unit, letter in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / unit:.4g}{letter}"
+    return f"{value:.4g}" if value else "0"
+
+
+def _svg(figure: Figure, meaning: str) -> Markup:
+    out = io.StringIO()
+    figure.savefig(out, format="svg", metadata={"Creator": None, "Date": None, "Format": None, "Type": None})
+    text = out.getvalue()
+    attributes = f'role="img" aria-label="{escape(meaning)}"'
+    text = re.sub(r'^.*?<svg [^>]*(viewBox="[^"]*")[^>]*>', rf"<svg \1 {attributes}>", text, count=1, flags=re.DOTALL)
+    text = re.sub(r"font: ([0-9.]+px) [^;\"]*", r"font-size: \1", text)
+    for colour, name in COLOURS.items():
+        text = text.replace(colour, f"var(--{name})")
+    return Markup(re.sub(r"\n\s*", "\n", text))

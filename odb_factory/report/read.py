@@ -1,692 +1,465 @@
-"""Read the files of a run: its log, its audits, what it was asked to do."""
+"""Read the files of a run, which may still be written, incomplete or broken: its logs, its summary and its audits."""
 
 from __future__ import annotations
 
-import json
-import math
 import re
-import sys
-import zlib
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal, TypeVar
 
 import numpy as np
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic.dataclasses import dataclass as schema
+
+RUN_LOG, TRAINER_LOG, TRAINER_STATE = "odb_log.jsonl", "trainer_log.jsonl", "trainer_state.json"
+SUMMARY = "odb_summary.json"
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Numbers as text, for people.
+# What the lines and files hold. Keys without a field are not read.
 
-UNKNOWN = "not known"
-
-
-def number(value: float | None, digits: int = 4) -> str:
-    """With thousands separated, so many significant digits of what is no whole number."""
-    if value is None or not math.isfinite(value):
-        return UNKNOWN if value is None else str(value)
-    if float(value).is_integer() and abs(value) < 1e15:
-        return f"{int(value):,}"
-    if abs(value) >= 10 ** (digits - 1):
-        return f"{value:,.0f}"
-    return f"{value:.{digits}g}"
+STRICT = ConfigDict(strict=True)
+Count = Annotated[int, Field(ge=0, le=2**53)]  # exact as a float
+SmallCount = Annotated[int, Field(ge=0, lt=2**31)]  # a product of two fits into 64 bits
+Positive = Annotated[int, Field(gt=0, lt=2**31)]
+Finite = Annotated[float, Field(gt=-1e300, lt=1e300)]
+BUDGET: TypeAdapter[int | None] = TypeAdapter(Positive | None, config=STRICT)
+Sums = dict[str, Count | Finite]
+Object = dict[str, object]
 
 
-def counted(count: int, what: str) -> str:
-    """ "1 sample", "12 samples"."""
-    return f"{number(count)} {what}{'' if count == 1 else 's'}"
+@schema(slots=True, config=STRICT)
+class Begin:
+    """RUN_LOG: a process begins to train. config: the odb block. See docs/reference.md, "Run log"."""
+
+    event: Literal["begin"]
+    time: Finite
+    optimizer_steps: Count
+    ranks: Positive
+    config: Object
+    max_steps: Count | None = None
+    arguments: Object | None = None
+    about: Object | None = None
+    versions: Object | None = None
+    layout: dict[Literal["name", "reason"], str] | None = None
+
+    @model_validator(mode="after")
+    def _has_budgets(self) -> Begin:
+        for name in ("token_budget", "max_patches"):
+            BUDGET.validate_python(self.config.get(name))
+        return self
 
 
-def percent(value: float | None, digits: int = 1) -> str:
-    return UNKNOWN if value is None or not math.isfinite(value) else f"{100 * value:.{digits}f}%"
+@schema(slots=True, config=STRICT)
+class Rows:
+    """Rows apart from the others so far. left_out: by reason."""
+
+    left_out: dict[str, Count] | None = None
+    not_trained: Count | None = None
+    overlong: Count | None = None
+    over_budget: Count | None = None
 
 
-def seconds_text(value: float | None) -> str:
-    """ "3 h 05 min", "2 min 04 s", "12.3 s"."""
-    if value is None:
-        return UNKNOWN
-    if value < 60:
-        return f"{value:.1f} s"
-    minutes, seconds = divmod(round(value), 60)
-    if minutes < 60:
-        return f"{minutes} min {seconds:02d} s"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours:,} h {minutes:02d} min"
+@schema(slots=True, config=STRICT)
+class Logged:
+    """RUN_LOG: a log entry. sums: see `StepStatistics`, since the entry before, on all ranks."""
 
+    event: Literal["log"]
+    time: Finite
+    optimizer_step: Count
+    logs: dict[str, bool | float]  # a loss may be NaN
+    sums: Sums | None = None
+    rows: Rows | None = None
+
+    @model_validator(mode="after")
+    def _has_sums(self) -> Logged:
+        if self.sums is not None and not {"optimizer_steps", "samples", "tokens"} <= self.sums.keys():
+            raise ValueError("sums lack optimizer_steps, samples or tokens")
+        return self
+
+
+@schema(slots=True, config=STRICT)
+class End:
+    """RUN_LOG: a process has finished its training."""
+
+    event: Literal["end"]
+    time: Finite
+    optimizer_step: Count
+
+
+@schema(slots=True, config=STRICT)
+class TrainerLogLine:
+    """TRAINER_LOG, written by LLaMA-Factory. elapsed_time: "1 day, 2:03:04"."""
+
+    current_steps: Count
+    elapsed_time: Annotated[str, Field(pattern=r"^([0-9]{1,6} days?, )?[0-9]{1,9}:[0-9]{2}:[0-9]{2}$")]
+    total_steps: Count | None = None
+    loss: float | None = None
+    lr: float | None = None
+    epoch: float | None = None
+    eval_loss: float | None = None
+
+
+@schema(slots=True, config=STRICT)
+class TrainerState:
+    """TRAINER_STATE, written by the Trainer at each checkpoint and at the end."""
+
+    log_history: list[dict[str, object]]
+    max_steps: Count | None = None
+    num_train_epochs: Finite | None = None
+    train_batch_size: Count | None = None
+    logging_steps: Finite | None = None
+    eval_steps: Finite | None = None
+    save_steps: Finite | None = None
+
+
+@schema(slots=True, config=STRICT)
+class Summary(Rows):
+    """SUMMARY, written at the end of a run with odb."""
+
+    optimizer_steps: Count = -1
+    samples: Count | None = None
+    tokens: Count | None = None
+    padded_tokens: Count | None = None
+    micro_steps: Count | None = None
+    idle_micro_batches: Count | None = None
+    units: Count | None = None
+    units_cv: Finite | None = None
+    balance: Finite | None = None
+    patch_balance: Finite | None = None
+    moved: Count | None = None
+    oom_cuts: Count | None = None
+    data_wait_s: Finite | None = None
+
+
+@schema(slots=True, config=STRICT)
+class AuditLine:
+    """odb_audit_rank*.jsonl: a micro-batch, or a part of one that `oom: split` has cut, on one rank."""
+
+    optimizer_step: SmallCount
+    micro_batches: Positive
+    micro_batch: SmallCount
+    ids: list[Count]
+    lengths: list[SmallCount]
+    rows: SmallCount
+    length: SmallCount
+    patches: SmallCount
+    units: SmallCount
+    idle: bool
+    data_wait_s: Finite
+    time: Finite
+    part: SmallCount = 0
+    parts: Positive = 1
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> AuditLine:
+        if len(self.ids) != len(self.lengths):
+            raise ValueError("ids and lengths are not of one length")
+        if self.micro_batch >= self.micro_batches or self.part >= self.parts:
+            raise ValueError("micro_batch or part is beyond the last")
+        return self
+
+
+RUN_LOG_LINE: TypeAdapter[Begin | Logged | End] = TypeAdapter(
+    Annotated[Begin | Logged | End, Field(discriminator="event")]
+)
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What a line or a file of a run must be, so that whoever reads it on meets no surprise.
-# A `Check` says whether a value of JSON is as it must be. A key that may be missing may be null, too; keys that are
-# not named here are not looked at.
 
-Check = Callable[[Any], bool]
-LARGEST = 2**53
-"""Whole numbers up to it are exact as floats, and their sums fit into 64 bits."""
-LARGEST_NUMBER = 1e300
-"""Of figures that sums and ratios are made of: these do not overflow."""
+Line = TypeVar("Line")
+LONE_SURROGATE = re.compile(r"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
+"""Python writes a file name that is not UTF-8 with such escapes, which strict JSON does not have."""
 
 
-def count(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= LARGEST
+@dataclass(slots=True)
+class Broken:
+    """Lines or entries of a file that are not what they must be. line: the first of them; None: the whole file."""
 
-
-def small_count(value: Any) -> bool:
-    """Of which a product still fits into 64 bits, or a sum of millions."""
-    return count(value) and value < 2**31
-
-
-def positive(value: Any) -> bool:
-    return small_count(value) and value > 0
-
-
-def is_number(value: Any) -> bool:
-    """NaN and infinity among them, which a loss may be."""
-    if type(value) is float:
-        return abs(value) < LARGEST_NUMBER or not math.isfinite(value)
-    return type(value) is int and abs(value) < LARGEST_NUMBER
-
-
-def finite(value: Any) -> bool:
-    return is_number(value) and math.isfinite(value)
-
-
-def text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def flag(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
-def anything(value: Any) -> bool:
-    return True
-
-
-def each(check: Check) -> Check:
-    """A list of such."""
-    return lambda value: isinstance(value, list) and all(map(check, value))
-
-
-def by_name(check: Check) -> Check:
-    """An object of such, whatever their keys."""
-    return lambda value: type(value) is dict and all(map(check, value.values()))
-
-
-def fields(must: Mapping[str, Check], may: Mapping[str, Check] | None = None) -> Check:
-    """An object with at least the keys of `must`."""
-
-    needed, possible = tuple(must.items()), tuple((may or {}).items())
-
-    def check(value: Any) -> bool:
-        if type(value) is not dict:
-            return False
-        for name, is_right in needed:
-            if name not in value or not is_right(value[name]):
-                return False
-        for name, is_right in possible:
-            found = value.get(name)
-            if found is not None and not is_right(found):
-                return False
-        return True
-
-    return check
-
-
-def data_sets_file(value: Any) -> bool:
-    return text(value) and re.fullmatch(r"odb_data_sets_[0-9a-f]{8}\.zlib", value) is not None
-
-
-_LOGGED = dict.fromkeys(("loss", "learning_rate", "lr", "grad_norm", "epoch", "eval_loss"), is_number)
-_LIMITS = {"token_budget": positive, "max_patches": positive}
-_ROWS_OF = fields({"names": each(text)}, {"file": data_sets_file})
-_ABOUT = fields({}, {"dataset": each(text), "rows_of": _ROWS_OF})
-_LOGS = by_name(lambda value: is_number(value) or flag(value))
-_SUMS = fields(dict.fromkeys(("optimizer_steps", "samples", "tokens"), count))
-_ROWS = {"left_out": by_name(count), "not_trained": count, "overlong": count, "over_budget": count}
-_BEGIN = fields(
-    {"time": finite, "optimizer_steps": count, "ranks": positive, "config": fields({}, _LIMITS)},
-    {
-        "max_steps": count,
-        "arguments": by_name(anything),
-        "versions": by_name(anything),
-        "about": _ABOUT,
-        "layout": fields({"name": text, "reason": text}),
-    },
-)
-_LOG = fields(
-    {"time": finite, "optimizer_step": count, "epoch": is_number, "logs": _LOGS},
-    {"sums": lambda value: _SUMS(value) and by_name(is_number)(value), "rows": fields({}, _ROWS)},
-)
-_END = fields({"time": finite, "optimizer_step": count})
-_EVENT = fields({"event": text})
-_OF_EVENT = {"begin": _BEGIN, "log": _LOG, "end": _END}
-
-
-def run_log_line(value: Any) -> bool:
-    return _EVENT(value) and _OF_EVENT.get(value["event"], lambda _: False)(value)
-
-
-def elapsed(value: Any) -> bool:
-    """ "1 day, 2:03:04", as LLaMA-Factory writes it."""
-    return text(value) and re.fullmatch(r"([0-9]{1,6} days?, )?[0-9]{1,9}:[0-9]{2}:[0-9]{2}", value) is not None
-
-
-trainer_log_line = fields({"current_steps": count, "elapsed_time": elapsed}, _LOGGED | {"total_steps": count})
-trainer_state = fields({"log_history": each(anything)}, {"max_steps": count})
-log_history_entry = fields({"step": count}, _LOGGED)
-_TOTALS = (
-    "micro_steps", "idle_micro_batches", "padded_tokens", "units", "units_cv", "padding_ratio", "balance",
-    "patch_balance", "moved", "oom_cuts", "data_wait_s",
-)  # fmt: skip
-summary = fields(
-    {"optimizer_steps": count, "samples": count, "tokens": count}, _ROWS | dict.fromkeys(_TOTALS, is_number)
-)
-_PART = fields({"part": small_count, "parts": positive})
-_AUDIT = fields(
-    {
-        "optimizer_step": small_count,
-        "micro_batches": positive,
-        "micro_batch": small_count,
-        "ids": each(count),
-        "lengths": each(small_count),
-        "rows": small_count,
-        "length": small_count,
-        "patches": small_count,
-        "units": small_count,
-        "idle": flag,
-        "data_wait_s": finite,
-        "time": finite,
-    }
-)
-
-
-def audit_line(value: Any) -> bool:
-    """Lines without `part` and `parts` are of releases that never cut a micro-batch."""
-    if (
-        not _AUDIT(value)
-        or len(value["ids"]) != len(value["lengths"])
-        or value["micro_batch"] >= value["micro_batches"]
-    ):
-        return False
-    is_cut = "part" in value or "parts" in value
-    return not is_cut or (_PART(value) and value["part"] < value["parts"])
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The files of a run, read while they may still be written.
+    file: str
+    count: int
+    line: int | None
+    wrong: str
 
 
 @dataclass
-class FilesRead:
-    """What was read. broken: by file, how many lines are no JSON object or not what they must be; see `shapes`.
+class Files:
+    """The files of an output folder, and those that were `read` and `broken` so far."""
 
-    broken_files: files of one JSON object of which the same is true. half_written: files whose last line has no end
-    yet, as in a run under way; that line is left out.
-    """
+    folder: Path
+    read: list[str] = field(default_factory=list)
+    broken: dict[str, Broken] = field(default_factory=dict)
 
-    names: list[str] = field(default_factory=list)
-    broken: dict[str, int] = field(default_factory=dict)
-    broken_files: list[str] = field(default_factory=list)
-    half_written: list[str] = field(default_factory=list)
-
-    def lines(self, path: Path, is_right: Check) -> Iterator[dict[str, Any]]:
-        """The records of a file of JSON lines, one at a time; none where there is no such file."""
-        if not path.is_file():
+    def lines(self, name: str, kind: TypeAdapter[Line]) -> Iterator[Line]:
+        """The whole lines of a file, one at a time; none where there is no such file."""
+        if not (self.folder / name).is_file():
             return
-        self.names.append(path.name)
-        with path.open(encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                record = _object(line)
-                if record is None and not line.endswith("\n"):
-                    self.half_written.append(path.name)
-                elif record is not None and is_right(record):
-                    yield record
-                elif line.strip():
-                    self._count_broken(path.name)
+        self.read.append(name)
+        with (self.folder / name).open(encoding="utf-8", errors="replace") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    record = self._parsed(name, line, kind, number)
+                    if record is not None:
+                        yield record
 
-    def whole(self, path: Path, is_right: Check) -> dict[str, Any]:
-        """A file of one JSON object; empty where there is none."""
-        if not path.is_file():
-            return {}
-        name = _name(path)
-        self.names.append(name)
-        record = _object(path.read_text(encoding="utf-8", errors="replace"))
-        if record is not None and is_right(record):
-            return record
-        self.broken_files.append(name)
-        return {}
+    def whole(self, name: str, kind: TypeAdapter[Line]) -> Line | None:
+        """A file of one JSON object; None where there is none or it is broken."""
+        if not (self.folder / name).is_file():
+            return None
+        self.read.append(name)
+        return self._parsed(name, (self.folder / name).read_text(encoding="utf-8", errors="replace"), kind, None)
 
-    def those_right(self, path: Path, entries: Iterable[Any], is_right: Check) -> Iterator[dict[str, Any]]:
-        """Entries of a list in a file, counted as its lines are."""
-        for entry in entries:
-            if is_right(entry):
-                yield entry
-            else:
-                self._count_broken(_name(path))
+    def count_broken(self, name: str, line: int | None, wrong: str) -> None:
+        self.broken.setdefault(name, Broken(name, 0, line, wrong)).count += 1
 
-    def _count_broken(self, name: str) -> None:
-        self.broken[name] = self.broken.get(name, 0) + 1
-
-
-def _name(path: Path) -> str:
-    return path.name if not path.parent.name.startswith("checkpoint-") else f"{path.parent.name}/{path.name}"
-
-
-def _object(text: str) -> dict[str, Any] | None:
-    try:
-        record = json.loads(text)
-    except (ValueError, RecursionError):
+    def _parsed(self, name: str, text: str, kind: TypeAdapter[Line], number: int | None) -> Line | None:
+        try:
+            try:
+                return kind.validate_json(text)
+            except ValidationError:
+                return kind.validate_json(LONE_SURROGATE.sub("?", text))
+        except ValidationError as error:
+            is_cut = number is not None and not text.endswith("\n")
+            self.count_broken(name, number, "half written" if is_cut else wrong(error))
         return None
-    return record if isinstance(record, dict) else None
+
+
+def wrong(error: ValidationError) -> str:
+    """What is wrong in a few words: the first mistake and where it is."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    place = ".".join(str(part) for part in first["loc"])
+    return f"{place}: {first['msg']}" if place else first["msg"]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The log of a run: its entries in the order of optimizer steps, with the seconds of training at each.
-# Three files tell of it. `odb_log.jsonl` has all, of the optimizer steps that odb took. LLaMA-Factory's
-# `trainer_log.jsonl` has losses and whole seconds, the Trainer's `trainer_state.json` the figures without times;
-# stock runs have these two alone. What a run did behind the checkpoint from which it went on later is left out, and
-# seconds count the processes one after the other.
+# The log of a run: its entries in the order of optimizer steps, with the seconds of training at each. A run with odb is
+# read from RUN_LOG; a stock run from TRAINER_LOG (losses and whole seconds) and TRAINER_STATE (all figures, no times).
 
-RUN_LOG, TRAINER_LOG, TRAINER_STATE = "odb_log.jsonl", "trainer_log.jsonl", "trainer_state.json"
-RENAMED = {"lr": "learning_rate"}
-NO_FIGURES = ("current_steps", "total_steps", "percentage", "step")
 SAME = 1e-3
 """Losses of two files that differ by less, relatively, are of the same run; releases of transformers round them."""
 
 
 @dataclass(slots=True)
 class Entry:
-    """One log entry. step: optimizer steps taken. seconds: of training until it; None: not known.
-
-    begin_step, begin_seconds: where the process began, whose first entry counts from there.
-    sums: see `StepStatistics`, since the entry before. rows: those left out so far, as in the summary.
-    tells_odb: its file has figures of odb's if it was trained with odb.
-    """
+    """A log entry. first_step: of the optimizer steps since the entry before. seconds: of training until it, of which
+    `taken` since the entry before; None: not known."""
 
     step: int
     values: dict[str, float]
+    first_step: int = 0
     seconds: float | None = None
-    begin_step: int = 0
-    begin_seconds: float = 0.0
-    sums: dict[str, float] | None = None
-    rows: dict[str, Any] | None = None
-    tells_odb: bool = True
-
-
-@dataclass(slots=True)
-class Process:
-    """A process that trained with odb. time: when it began (Unix time). begin: what it wrote then.
-
-    ended_at: the optimizer step at which it came to its end; None: it did not.
-    """
-
-    time: float
-    optimizer_steps: int
-    ranks: int
-    begin: Mapping[str, Any]
-    ended_at: int | None = None
-
-    @property
-    def ended(self) -> bool:
-        return self.ended_at is not None
+    taken: float | None = None
+    sums: Sums | None = None
+    rows: Rows | None = None
 
 
 @dataclass
 class History:
     """entries: those with a training loss. evaluations: those of evaluations. results: of the end of the run.
 
-    processes: those that trained with odb. restarts: how often stock's log goes back to an earlier optimizer step or
-    time. whole_seconds: whether times are such. max_steps: that the run is to take. no_begin: `odb_log.jsonl` has lines
-    of a process whose begin line is not there. ended_at: the optimizer step at which odb last came to its end, if it
-    did. other_runs: files that tell of another run than `odb_log.jsonl`, or the newer one, and what shows it.
+    begins: of each process that trained with odb; ended: whether it came to its end. restarts: how often training
+    began again at an earlier checkpoint. state: what the Trainer saved beside its history.
     """
 
     entries: list[Entry] = field(default_factory=list)
     evaluations: list[Entry] = field(default_factory=list)
     results: dict[str, float] = field(default_factory=dict)
-    processes: list[Process] = field(default_factory=list)
+    begins: list[Begin] = field(default_factory=list)
+    ended: list[bool] = field(default_factory=list)
     restarts: int = 0
-    whole_seconds: bool = False
+    finished_at: int | None = None
     max_steps: int | None = None
-    no_begin: bool = False
-    ended_at: int | None = None
-    other_runs: dict[str, str] = field(default_factory=dict)
+    state: TrainerState | None = None
+    other_run: str | None = None
+    _seconds_before: float = 0.0
+    _begin_step: int = 0
+
+    @property
+    def last_step(self) -> int:
+        return self.entries[-1].step if self.entries else 0
+
+    def go_back(self, step: int) -> float:
+        """Forget what came after this optimizer step: it is repeated. Returns the seconds of training until then."""
+        for entries in (self.entries, self.evaluations):
+            entries[:] = [entry for entry in entries if entry.step <= step]
+        self.results, self._begin_step = {}, step
+        self._seconds_before = max((entry.seconds or 0.0 for entry in self.entries), default=0.0)
+        return self._seconds_before
+
+    def add(self, entry: Entry) -> None:
+        if "train_runtime" in entry.values:
+            self.results |= entry.values
+        elif "loss" in entry.values:
+            steps = (entry.sums or {}).get("optimizer_steps") or entry.step - max(self.last_step, self._begin_step)
+            entry.first_step = entry.step - int(steps) + 1
+            if entry.seconds is not None:
+                entry.taken, self._seconds_before = entry.seconds - self._seconds_before, entry.seconds
+            self.entries.append(entry)
+        elif any(name.startswith("eval_") for name in entry.values):
+            self.evaluations.append(entry)
 
 
-def read_history(folder: Path, files: FilesRead) -> History:
-    """All logs of an output folder as one."""
-    history = _read_run_log(folder / RUN_LOG, files)
-    logged, stated = _read_trainer_log(folder / TRAINER_LOG, files), _read_state(folder, files)
-    others = [(logged, folder / TRAINER_LOG), (stated, folder / TRAINER_STATE)]
-    others.sort(key=lambda other: -_time_of(other[1]))  # where they disagree, the one that was written last counts
-    begins = history.processes
-    own = [entry for entry in history.entries + history.evaluations if entry.seconds is not None]
-    for other, path in others:
-        if _disagree(history, other):
-            history.other_runs[path.name] = "other losses at the same optimizer steps"
-            continue
-        # Files from before odb began tell of what it went on from; written since then, of what came after it, too.
-        first = begins[0].optimizer_steps if begins and _time_of(path) < begins[0].time else None
-        history.entries = _merged(history.entries, other.entries, first)
-        history.evaluations = _merged(history.evaluations, other.evaluations, first)
-        history.restarts += other.restarts
-        if not begins or _time_of(path) >= begins[-1].time:
-            history.results = other.results | history.results
-            if not begins:  # with `fill` the others have an estimate
-                history.max_steps = history.max_steps or other.max_steps
-    _go_on_from_stock(history, own)
-    exact = {id(entry) for entry in own}
-    history.whole_seconds = any(entry.seconds is not None and id(entry) not in exact for entry in history.entries)
+def read_history(files: Files) -> History:
+    """RUN_LOG where it has lines, else the logs of LLaMA-Factory and the Trainer."""
+    history, stock = _read_run_log(files), _read_stock(files)
+    if not history.entries and not history.begins:
+        return stock
+    history.state = stock.state
+    if _is_of_another_run(stock.entries, history.entries):
+        history.other_run, history.state = TRAINER_LOG if TRAINER_LOG in files.read else TRAINER_STATE, None
     return history
 
 
-def _go_on_from_stock(history: History, own: list[Entry]) -> None:
-    """Where odb went on from a stock checkpoint its seconds begin behind those of stock, if these are known."""
-    first = history.processes[0].optimizer_steps if history.processes else 0
-    before = [entry.seconds or 0.0 for entry in history.entries if entry.step <= first]
-    for entry in own if before else ():
-        entry.begin_seconds += max(before)
-        if entry.seconds is not None:
-            entry.seconds += max(before)
+def _is_of_another_run(entries: Iterable[Entry], others: Iterable[Entry]) -> bool:
+    """Whether losses of the same optimizer steps differ."""
+    losses = {entry.step: entry.values["loss"] for entry in entries}
+    pairs = [(losses[other.step], other.values["loss"]) for other in others if other.step in losses]
+    return any(abs(mine - loss) > SAME * abs(mine) for mine, loss in pairs)
 
 
-def _read_run_log(path: Path, files: FilesRead) -> History:
+def _read_run_log(files: Files) -> History:
     history, offset = History(), 0.0
-    process: Process | None = None  # None: its begin line is not there
-    for line in files.lines(path, run_log_line):
-        if line["event"] == "begin":
-            _go_back(history, line["optimizer_steps"])
-            offset = max((entry.seconds or 0.0 for entry in history.entries), default=0.0)
-            process = Process(line["time"], line["optimizer_steps"], line["ranks"], line)
-            history.processes.append(process)
-            history.max_steps, history.ended_at = line.get("max_steps"), None
-            continue
-        if line["event"] == "end":
-            history.no_begin |= process is None
-            history.ended_at = line["optimizer_step"]
-            if process is not None:
-                process.ended_at = history.ended_at
-            continue
-        entry = Entry(line["optimizer_step"], {**_figures(line["logs"]), "epoch": line["epoch"]})
-        entry.sums, entry.rows = _interned(line.get("sums")), _interned(line.get("rows"))
-        if "loss" in entry.values and any(one.step >= entry.step for one in history.entries[-1:]):
-            _go_back(history, entry.step - int((entry.sums or {}).get("optimizer_steps", 1)))
-            process = None
-        history.no_begin |= process is None
-        if process is not None:
-            entry.seconds = offset + line["time"] - process.time
-            entry.begin_step, entry.begin_seconds = process.optimizer_steps, offset
-        _put(history, entry)
+    begin: Begin | None = None  # of the process whose lines follow; None: it is lost
+    for line in files.lines(RUN_LOG, RUN_LOG_LINE):
+        if isinstance(line, Begin):
+            history.restarts += bool(history.begins)
+            offset = history.go_back(line.optimizer_steps)
+            begin, history.max_steps, history.finished_at = line, line.max_steps, None
+            history.begins.append(line)
+            history.ended.append(False)
+        elif isinstance(line, End):
+            history.finished_at = line.optimizer_step
+            history.ended[-1:] = [True] if begin else history.ended[-1:]
+        else:
+            entry = Entry(line.optimizer_step, line.logs, sums=line.sums, rows=line.rows)
+            if "loss" in entry.values and history.last_step >= entry.step:  # a restart whose begin line is lost
+                history.restarts += 1
+                history.go_back(entry.step - int((entry.sums or {}).get("optimizer_steps", 1)))
+                begin = None
+            if begin is not None:
+                entry.seconds = offset + line.time - begin.time
+            history.add(entry)
     return history
 
 
-def _read_trainer_log(path: Path, files: FilesRead) -> History:
-    history, offset, last, begin_step = History(), 0.0, 0.0, 0
-    for line in files.lines(path, trainer_log_line):
-        entry, elapsed = Entry(line["current_steps"], _figures(line), tells_odb=False), _seconds(line["elapsed_time"])
-        history.max_steps = line.get("total_steps", history.max_steps)
-        goes_back = "loss" in entry.values and any(one.step >= entry.step for one in history.entries[-1:])
-        if elapsed < last or goes_back:
+def _read_stock(files: Files) -> History:
+    """Figures by the state, seconds by the log, which is ahead of the state while a run is under way."""
+    logged, stated = _read_trainer_log(files), _read_state(files)
+    if _is_of_another_run(logged.entries, stated.entries):
+        logged.other_run = TRAINER_STATE  # of an earlier run in the folder: that of this one is not yet written
+        return logged
+    for kept, others in ((logged.entries, stated.entries), (logged.evaluations, stated.evaluations)):
+        found = {entry.step: entry for entry in kept}
+        for other in others:
+            found.setdefault(other.step, other).values = other.values
+        kept[:] = [found[step] for step in sorted(found)]
+    logged.state, logged.results, logged.max_steps = stated.state, stated.results, stated.max_steps or logged.max_steps
+    return logged
+
+
+def _read_trainer_log(files: Files) -> History:
+    history, offset, last = History(), 0.0, 0.0
+    for line in files.lines(TRAINER_LOG, TypeAdapter(TrainerLogLine)):
+        days, _, clock = line.elapsed_time.rpartition(", ")
+        hours, minutes, seconds = (int(part) for part in clock.split(":"))
+        elapsed = float(int(days.split()[0] if days else 0) * 86400 + hours * 3600 + minutes * 60 + seconds)
+        if elapsed < last or (line.loss is not None and history.last_step >= line.current_steps):
             history.restarts += 1
-            _go_back(history, entry.step - 1)
-            begin_step = history.entries[-1].step if history.entries else 0
-            offset = max((one.seconds or 0.0 for one in history.entries), default=0.0)
-        last = elapsed
-        entry.seconds, entry.begin_step, entry.begin_seconds = offset + elapsed, begin_step, offset
-        _put(history, entry)
+            offset = history.go_back(line.current_steps - 1)
+        history.max_steps, last = line.total_steps or history.max_steps, elapsed
+        found = {"loss": line.loss, "learning_rate": line.lr, "epoch": line.epoch, "eval_loss": line.eval_loss}
+        values = {name: value for name, value in found.items() if value is not None}
+        history.add(Entry(line.current_steps, values, seconds=offset + elapsed))
     return history
 
 
-def _read_state(folder: Path, files: FilesRead) -> History:
-    """The Trainer's own, of the folder or of its newest checkpoint."""
-    history = History()
-    checkpoints = sorted(
-        (path for path in folder.glob("checkpoint-*") if path.name.removeprefix("checkpoint-").isdecimal()),
-        key=lambda path: int(path.name.removeprefix("checkpoint-")),
-    )
-    path = folder / TRAINER_STATE
-    state = files.whole(path, trainer_state)
-    if not state and checkpoints:
-        path = checkpoints[-1] / TRAINER_STATE
-        state = files.whole(path, trainer_state)
-    for line in files.those_right(path, state.get("log_history", ()), log_history_entry):
-        _put(history, Entry(line["step"], _figures(line)))
-    history.max_steps = state.get("max_steps") or None
+def _read_state(files: Files) -> History:
+    """Of the folder, or of its newest checkpoint."""
+    history, kind, name = History(), TypeAdapter(TrainerState), TRAINER_STATE
+    history.state = files.whole(name, kind)
+    steps = [path.name.removeprefix("checkpoint-") for path in files.folder.glob("checkpoint-*")]
+    if history.state is None and any(map(str.isdecimal, steps)):
+        name = f"checkpoint-{max(int(step) for step in steps if step.isdecimal())}/{TRAINER_STATE}"
+        history.state = files.whole(name, kind)
+    if history.state is None:
+        return history
+    history.max_steps = history.state.max_steps or None
+    for number, logged in enumerate(history.state.log_history, 1):
+        step = logged.pop("step", None)
+        if isinstance(step, int):
+            figures = ((key, value) for key, value in logged.items() if isinstance(value, int | float))
+            history.add(Entry(step, {key: value for key, value in figures if not abs(value) > 1e300}))
+        else:
+            files.count_broken(name, number, "step is not a whole number")
     return history
 
 
-def _put(history: History, entry: Entry) -> None:
-    if "train_runtime" in entry.values:
-        history.results |= entry.values
-    elif "loss" in entry.values:
-        history.entries.append(entry)
-    elif any(name.startswith("eval_") for name in entry.values):
-        history.evaluations.append(entry)
-
-
-def _go_back(history: History, step: int) -> None:
-    """Forget what came behind this optimizer step: it is taken again."""
-    for entries in (history.entries, history.evaluations):
-        entries[:] = [entry for entry in entries if entry.step <= step]
-    history.results = {}
-
-
-def _time_of(path: Path) -> float:
-    """When it was last written (Unix time); 0 where it is not there."""
-    return path.stat().st_mtime if path.exists() else 0.0
-
-
-def _disagree(history: History, other: History) -> bool:
-    """Whether they have different losses at the same optimizer step."""
-    losses = {entry.step: entry.values["loss"] for entry in history.entries}
-    pairs = [(losses[entry.step], entry.values["loss"]) for entry in other.entries if entry.step in losses]
-    return any(abs(mine - theirs) > SAME * abs(mine) for mine, theirs in pairs)
-
-
-def _merged(entries: list[Entry], others: Iterable[Entry], last: int | None) -> list[Entry]:
-    """`entries`, with what `others` know beside them, and until optimizer step `last` (None: the end) alone."""
-    found = {entry.step: entry for entry in entries}
-    for other in others:
-        known = found.get(other.step)
-        if known is not None:
-            known.values = other.values | known.values
-            known.seconds = other.seconds if known.seconds is None else known.seconds
-            known.tells_odb |= other.tells_odb
-        elif last is None or other.step <= last:
-            found[other.step] = other
-    return [found[step] for step in sorted(found)]
-
-
-def _figures(line: Mapping[str, Any]) -> dict[str, float]:
-    return {
-        RENAMED.get(name) or sys.intern(name): value
-        for name, value in line.items()
-        if is_number(value) and name not in NO_FIGURES
-    }
-
-
-def _interned(values: Any) -> Any:
-    """The same with keys that all entries share: those of a long log take most of its memory."""
-    return None if values is None else {sys.intern(name): value for name, value in values.items()}
-
-
-def _seconds(text: str) -> float:
-    """`elapsed_time` as LLaMA-Factory writes it, "1 day, 2:03:04"."""
-    days, _, clock = text.rpartition(", ")
-    hours, minutes, seconds = (int(part) for part in clock.split(":"))
-    return int(days.split()[0] if days else 0) * 86400 + hours * 3600 + minutes * 60 + seconds
-
-
 # ----------------------------------------------------------------------------------------------------------------------
-# What a run was asked to do.
+# The audits of all ranks as arrays: each micro-batch, and each sample in it.
 
-MODEL_CARD = "README.md"
-_SECTION = re.compile(r"^### (Training hyperparameters|Framework versions)$(.*?)(?=^#|\Z)", re.MULTILINE | re.DOTALL)
-_ITEM = re.compile(r"^- ([^:\n]{1,60}): (.{1,300})$|^- (\w+) (\S{1,40})$", re.MULTILINE)
-
-
-def read_model_card(folder: Path, files: FilesRead) -> dict[str, dict[str, str]]:
-    """The settings that the Trainer writes into the model card at the end of a training, by section."""
-    path = folder / MODEL_CARD
-    if not path.is_file():
-        return {}
-    found = {}
-    for title, text in _SECTION.findall(path.read_text(encoding="utf-8", errors="replace")):
-        found[title] = {key or package: value or version for key, value, package, version in _ITEM.findall(text)}
-    if found:
-        files.names.append(MODEL_CARD)
-    return found
-
-
-def asked(history: History, card: Mapping[str, Mapping[str, str]]) -> dict[str, Any]:
-    """block, arguments, about, versions and layout of the last process with odb; else what the model card says."""
-    if not history.processes:
-        return {
-            "from": MODEL_CARD if card else None,
-            "arguments": dict(card.get("Training hyperparameters", {})),
-            "versions": dict(card.get("Framework versions", {})),
-        }
-    begin = history.processes[-1].begin
-    about = {name: value for name, value in (begin.get("about") or {}).items() if name != "rows_of"}
-    found: dict[str, Any] = {
-        "from": "odb_log.jsonl",
-        "ranks": begin.get("ranks"),
-        "block": begin.get("config"),
-    }
-    return (
-        found
-        | {name: begin.get(name) for name in ("layout", "arguments")}
-        | {
-            "about": about,
-            "versions": begin.get("versions"),
-        }
-    )
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The audits of all ranks as arrays: what each micro-batch was, and each sample in it.
-
-COLUMNS = (
+NUMBERS = (
     "rank", "step", "micro_batches", "micro_batch", "part", "parts", "samples", "tokens", "padded_tokens", "patches",
     "units", "idle",
 )  # fmt: skip
+COLUMNS = [*((name, "i8") for name in (*NUMBERS, "ranks")), ("data_wait_s", "f8"), ("time", "f8")]
 
 
 @dataclass(frozen=True)
 class Audit:
-    """batches: columns of equal length, one entry a micro-batch, or a part of one that was cut (`oom: split`):
-    `COLUMNS`, `data_wait_s`, `time`, `ranks`.
+    """batches: a record of `COLUMNS` for each micro-batch, or each part of one that was cut (`oom: split`). An idle one
+    has no tokens and patches here. lengths, ids: of each sample, in tokens. steps: see `_steps`; incomplete: optimizer
+    steps whose lines are not all there, as at the end of a run under way."""
 
-    An idle one has no tokens and patches here, whatever it is computed with. lengths, ids: of each sample, in tokens;
-    batch_of: the micro-batch it is in. steps: by optimizer step, of those that are whole: see `_steps`.
-    incomplete: optimizer steps of which lines are missing, as at the end of a run under way.
-    """
-
-    batches: dict[str, np.ndarray]
+    batches: np.ndarray
     lengths: np.ndarray
     ids: np.ndarray
-    batch_of: np.ndarray
     steps: dict[str, np.ndarray]
     incomplete: int
 
-    @property
-    def ranks(self) -> list[int]:
-        return [int(rank) for rank in np.unique(self.batches["rank"])]
 
-
-def read_audit(folder: Path, processes: Sequence[Process], files: FilesRead) -> Audit | None:
-    """None where there is none, or none whose lines can be used. What was taken again after a resume counts once, as it
-    was taken last."""
-    pattern = re.compile(r"odb_audit_rank([0-9]{1,9})\.jsonl")
-    found = {path: pattern.fullmatch(path.name) for path in folder.glob("odb_audit_rank*")}
-    paths = {int(match[1]): path for path, match in found.items() if match}
-    if not paths:
-        return None
-    columns = {name: array("q") for name in COLUMNS}
-    seconds = {name: array("d") for name in ("data_wait_s", "time")}
-    lengths, ids, batch_of = array("q"), array("q"), array("q")
-    for rank, path in sorted(paths.items()):
-        for line in files.lines(path, audit_line):
-            values, times, samples, numbers = _values(rank, line)
-            batch_of.extend([len(columns["rank"])] * len(samples))
-            lengths.extend(samples)
-            ids.extend(numbers)
-            for name, value in zip(COLUMNS, values, strict=True):
-                columns[name].append(value)
-            for name, time in zip(seconds, times, strict=True):
-                seconds[name].append(time)
-    batches = {name: np.array(values) for name, values in (columns | seconds).items()}
-    keep = _taken_last(batches, processes)
-    owners = np.array(batch_of, dtype=np.int64)
-    of_kept, place = keep[owners], np.cumsum(keep) - 1
+def read_audit(files: Files, begins: Iterable[Begin]) -> Audit | None:
+    """None where there is no line that can be used. What was repeated after a resume counts once, as computed last."""
+    names = {
+        path.name: re.fullmatch(r"odb_audit_rank([0-9]{1,9})\.jsonl", path.name) for path in files.folder.iterdir()
+    }
+    ranks = sorted((int(match[1]), name) for name, match in names.items() if match)
+    records, lengths, ids, kind = [], array("q"), array("q"), TypeAdapter(AuditLine)
+    for rank, name in ranks:
+        for line in files.lines(name, kind):
+            padded, patches = (0, 0) if line.idle else (line.rows * line.length, line.patches)
+            place = rank, line.optimizer_step, line.micro_batches, line.micro_batch, line.part, line.parts
+            sums = len(line.ids), sum(line.lengths), padded, patches, line.units, line.idle
+            records.append((*place, *sums, len(ranks), line.data_wait_s, line.time))
+            lengths.extend(line.lengths)
+            ids.extend(line.ids)
+    batches = np.array(records, dtype=COLUMNS)
+    keep = np.ones(len(batches), dtype=bool)
+    for begin in begins:
+        keep &= (batches["time"] >= begin.time) | (batches["step"] <= begin.optimizer_steps)
+        batches["ranks"][batches["step"] > begin.optimizer_steps] = begin.ranks
     if not keep.any():
         return None
-    batches = {name: values[keep] for name, values in batches.items()}
-    batches["ranks"] = _num_ranks(batches["step"], processes, len(paths))
+    of_kept = np.repeat(keep, batches["samples"])
+    batches = batches[keep]
     steps, incomplete = _steps(batches)
-    return Audit(batches, np.array(lengths)[of_kept], np.array(ids)[of_kept], place[owners[of_kept]], steps, incomplete)
+    return Audit(batches, np.array(lengths)[of_kept], np.array(ids)[of_kept], steps, incomplete)
 
 
-def _values(rank: int, line: Mapping[str, Any]) -> tuple[list[int], list[float], list[int], list[int]]:
-    """In the order of `COLUMNS`; the seconds; lengths and ids of the samples."""
-    lengths, ids, idle = line["lengths"], line["ids"], bool(line["idle"])
-    padded, patches = (0, 0) if idle else (line["rows"] * line["length"], line["patches"])
-    place = [line[name] for name in ("optimizer_step", "micro_batches", "micro_batch")]
-    values = [rank, *place, line.get("part", 0), line.get("parts", 1), len(ids), sum(lengths)]
-    return [*values, padded, patches, line["units"], idle], [line["data_wait_s"], line["time"]], lengths, ids
-
-
-def _taken_last(batches: Mapping[str, np.ndarray], processes: Sequence[Process]) -> np.ndarray:
-    """Which lines stand: those that no later process has gone back behind."""
-    keep = np.ones(len(batches["step"]), dtype=bool)
-    for process in processes:
-        keep &= (batches["time"] >= process.time) | (batches["step"] <= process.optimizer_steps)
-    return keep
-
-
-def _num_ranks(steps: np.ndarray, processes: Sequence[Process], otherwise: int) -> np.ndarray:
-    """Of each optimizer step the ranks of the process that took it."""
-    world = np.full(len(steps), otherwise)
-    for process in processes:
-        world[steps > process.optimizer_steps] = process.ranks
-    return world
-
-
-def _steps(batches: Mapping[str, np.ndarray]) -> tuple[dict[str, np.ndarray], int]:
-    """Of each optimizer step over all ranks: `step`, `micro_batches` (K), sums of `samples`, `tokens`, `padded_tokens`,
-    `patches` and `units`, `awaited_tokens` and `awaited_patches` as in `StepStatistics`; and how many are incomplete.
-    """
-    numbers, of_line = np.unique(batches["step"], return_inverse=True)
-    first = np.zeros(len(numbers), dtype=np.int64)
-    first[of_line] = np.arange(len(of_line))
-    micro_batches, world = batches["micro_batches"][first], batches["ranks"][first]
-    found = np.bincount(of_line, weights=1 / batches["parts"], minlength=len(numbers))
-    whole = np.isclose(found, micro_batches * world)
+def _steps(batches: np.ndarray) -> tuple[dict[str, np.ndarray], int]:
+    """By optimizer step, over all ranks: `step`, `micro_batches` (K), sums, and `awaited_tokens` and `awaited_patches`
+    as in `StepStatistics`; and how many are incomplete."""
+    numbers, first, of_line = np.unique(batches["step"], return_index=True, return_inverse=True)
+    micro_batches, ranks = batches["micro_batches"][first], batches["ranks"][first]
+    found = np.bincount(of_line, weights=1 / batches["parts"])
+    whole = np.isclose(found, micro_batches * ranks)
     steps = {"step": numbers, "micro_batches": micro_batches}
     for name in ("samples", "tokens", "padded_tokens", "patches", "units"):
-        steps[name] = np.bincount(of_line, weights=batches[name], minlength=len(numbers)).astype(np.int64)
+        steps[name] = np.bincount(of_line, weights=batches[name]).astype(np.int64)
     places = np.stack((of_line, batches["micro_batch"], batches["rank"]))
     place, of_place = np.unique(places, axis=1, return_inverse=True)
     micro_step, of_micro_step = np.unique(place[:2], axis=1, return_inverse=True)
     for name, awaited in (("padded_tokens", "awaited_tokens"), ("patches", "awaited_patches")):
         most = np.zeros(micro_step.shape[1], dtype=np.int64)
-        whole_batch = np.bincount(of_place.reshape(-1), weights=batches[name]).astype(np.int64)
-        np.maximum.at(most, of_micro_step.reshape(-1), whole_batch)
-        steps[awaited] = world * np.bincount(micro_step[0], weights=most, minlength=len(numbers)).astype(np.int64)
+        np.maximum.at(most, of_micro_step.ravel(), np.bincount(of_place.ravel(), batches[name]).astype(np.int64))
+        steps[awaited] = ranks * np.bincount(micro_step[0], weights=most).astype(np.int64)
     return {name: values[whole] for name, values in steps.items()}, int(np.count_nonzero(~whole))
-
-
-def dataset_numbers(
-    rows_of: Mapping[str, Any] | None, ids: np.ndarray, folder: Path
-) -> tuple[list[str], np.ndarray] | None:
-    """Names of the data sets, and of each sample the number of its own; None where that is not known.
-
-    rows_of: as `odb_factory.training.run` writes it.
-    """
-    try:
-        names = [str(name) for name in (rows_of or {})["names"]]
-        content = (folder / (rows_of or {})["file"]).read_bytes()
-        of_sample = np.frombuffer(zlib.decompress(content), dtype="<i2")[ids]
-    except (KeyError, TypeError, ValueError, IndexError, OSError, zlib.error):
-        return None
-    return names, of_sample

@@ -5,19 +5,22 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from run_report.browser import open_page
 from run_report.folders import BEGAN, audit_line, begin, end, entry, write_lines, write_stock
 
-from odb_factory.cli.main import main
-from odb_factory.report.charts import MOST_POINTS, Series, histogram, lines
-from odb_factory.report.read import number as number
-from odb_factory.report.read import seconds_text
+from odb_factory.cli.main import REPORT_NEEDS, main
+from odb_factory.report import charts
+from odb_factory.report.page import prose
+from odb_factory.report.words import number, seconds_text
 
+COLOUR = re.compile(r"(?:url\(#|href=\"#)")
 EVIL = '<script>alert(1)</script><img src="http://example.invalid/x.png">&'
 
 
@@ -38,13 +41,11 @@ def test_the_page_is_in_the_folder_and_says_what_the_json_says(tmp_path: Path, c
     folder = write_odb(tmp_path / "run")
     assert run(folder, "--json", tmp_path / "figures.json") == 0
     said = capsys.readouterr().out
-    assert said.startswith(
-        "run: 24 samples in 6 optimizer steps, 12.0 s; padding 25.0%, balance 1; loss from 9 to 1.5."
-    )
+    assert said.startswith("run: 24 samples in 6 optimizer steps, 12.0 s; padding 25.0%; loss from 9 to 1.5.")
     assert str(folder / "odb_report.html") in said and str(tmp_path / "figures.json") in said
     figures = json.loads((tmp_path / "figures.json").read_text())
     page = (folder / "odb_report.html").read_text()
-    assert figures["headline"] in page
+    assert figures["headline"] in re.sub("<[^>]+>", "", page)
     for name, value in re.findall(r'data-figure="(\w+)"><data value="([^"]+)"', page):
         assert float(value) == figures["runs"][0]["totals"][name]
     # It reads nothing but what it is given, however often, and prints JSON alone where that is asked for.
@@ -59,7 +60,7 @@ def test_texts_that_are_no_utf_8_and_figures_that_are_no_numbers(tmp_path: Path,
     lines[0]["arguments"] = {"learning_rate": float("inf")}
     write_lines(folder / "odb_log.jsonl", [*lines, entry(3, BEGAN + 3, loss=float("nan")), end(3, BEGAN + 4)])
     assert run(folder, "--json", tmp_path / "figures.json") == 0
-    assert "; the loss is NaN or infinite from optimizer step 2 on." in capsys.readouterr().out
+    assert "run: the loss is NaN or infinite from optimizer step 2 on; " in capsys.readouterr().out
     text = (tmp_path / "figures.json").read_text()
     json.loads(text, parse_constant=pytest.fail)
     assert "\\ud8" not in text and "broken ? name" in (folder / "odb_report.html").read_text()
@@ -86,9 +87,7 @@ def test_a_page_that_cannot_be_made_leaves_the_one_before(tmp_path: Path, monkey
 def test_nothing_in_the_page_is_taken_for_markup(tmp_path: Path) -> None:
     """Names and settings come from files; as text they are shown, and a browser asks for nothing because of them."""
     folder = write_odb(tmp_path / "a <b>bold<b> & 'run'")
-    (folder / "README.md").write_text(f"### Training hyperparameters\n\n- learning_rate: {EVIL}\n")
     stock = write_stock(tmp_path / "<img src=x onerror=alert(1)>", [1.0, 2.0])
-    (stock / "README.md").write_text(f"### Training hyperparameters\n\n- {EVIL[:20]}: {EVIL}\n")
     page = tmp_path / "page.html"
     assert run(folder, stock, "--html", page) == 0
     tags: list[tuple[str, Any]] = []
@@ -165,19 +164,64 @@ def test_files_that_cannot_be_read(tmp_path: Path, capsys) -> None:
 
 
 def test_no_peak_is_lost_in_a_long_line() -> None:
-    points = [(float(k), 1.0) for k in range(10_000)]
-    points[7_777] = (7_777.0, 100.0)
-    drawing = lines([Series("a", points)], "x", "y")
-    drawn = [float(pair.split(",")[1]) for pair in re.search(r'points="([^"]+)"', drawing)[1].split()]
-    assert min(drawn) < max(drawn) - 100 and len(drawn) <= MOST_POINTS + 2
+    points = np.stack((np.arange(10_000.0), np.ones(10_000)), axis=1)
+    points[7_777, 1] = 100.0
+    thinned = charts._thinned(points)
+    assert thinned[:, 1].max() == 100 and len(thinned) <= charts.MOST_POINTS + 2
+    assert (np.diff(thinned[:, 0]) > 0).all() and thinned[-1, 0] == 9_999
 
 
 def test_drawings_of_little_or_nothing() -> None:
-    assert lines([], "x", "y") == lines([Series("a", [(1.0, float("nan"))])], "x", "y") == ""
-    assert "circle" in lines([Series("a", [(1.0, 0.0)])], "x", "y")
-    assert "polyline" in lines([Series("a", [(1.0, 2.0), (2.0, 2.0)])], "x", "y")
-    assert histogram([(0, [], [])], "x", "y") == ""
-    assert histogram([(0, [0, 1], [4])], "x", "y", mark=3.0).count("<rect") == 1
+    nothing = charts.Line([(1.0, float("nan")), (2.0, 1e308)])
+    assert charts.draw_lines([], "x", "y") == charts.draw_lines([nothing], "x", "y") == ""
+    for points in ([(1.0, 0.0)], [(1.0, 2.0), (2.0, 2.0)], [(-1.0, 1e299)]):
+        assert charts.draw_lines([charts.Line(points)], charts.SECONDS, "y", to_one=True).startswith("<svg viewBox=")
+    one = {"edges": [0, 1], "counts": [4], "count": 4}
+    drawing = charts.draw_histograms({0: one, 1: one}, "<x>", mark=3)
+    assert (
+        "var(--s0)" in drawing
+        and "var(--mark)" in drawing
+        and "&lt;x&gt;" in drawing
+        and "#" not in COLOUR.sub("", drawing)
+    )
+
+
+def test_ticks_are_short() -> None:
+    assert [charts.tick(value) for value in (0, 0.5, 2e-5, 9000, 12_000, 1.5e6)] == [
+        "0",
+        "0.5",
+        "2e-05",
+        "9000",
+        "12k",
+        "1.5M",
+    ]
+
+
+def test_one_rank_has_no_chart_of_balance_and_a_count_no_half_tick(tmp_path: Path) -> None:
+    assert run(write_odb(tmp_path / "run")) == 0
+    page = (tmp_path / "run" / "odb_report.html").read_text()
+    assert "<h3>Balance</h3>" not in page and "<h2>Ranks</h2>" not in page and 'data-figure="balance"' not in page
+    drawing = page.split("<h3>Micro-batches of an optimizer step</h3>")[1].split("</figure>")[0]
+    ticks = re.findall(r">([0-9.]+)</text>", drawing.split('id="matplotlib.axis_2"')[0])
+    assert ticks and all(tick.isdecimal() for tick in ticks)
+
+
+def test_prose_keeps_numbers_whole_and_code_as_code() -> None:
+    assert prose("to 2.3e-07 in 2 min 04 s of `plan <x>`, 'a'") == (
+        'to <span class="n">2.3e-07</span> in <span class="n">2 min 04 s</span> of <code>plan &lt;x&gt;</code>, '
+        "&#39;a&#39;"
+    )
+
+
+@pytest.mark.parametrize("name", REPORT_NEEDS)
+def test_a_missing_library_is_one_line(tmp_path: Path, capsys, monkeypatch, name: str) -> None:
+    for module in [module for module in sys.modules if module.startswith("odb_factory.report")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, name, None)
+    assert run(write_odb(tmp_path / "run")) == 1
+    assert capsys.readouterr().err == (
+        "odb-factory report: this command needs jinja2, matplotlib, pydantic: pip install 'odb_factory[report]'\n"
+    )
 
 
 def test_numbers_for_people() -> None:

@@ -58,7 +58,7 @@ def write_stock(folder: Path, losses: Sequence[float], *, seconds: int = 2, samp
             "loss": loss,
             "lr": 1e-3,
             "epoch": 0.5,
-            "elapsed_time": f"0:{seconds * k // 60:02d}:{seconds * k % 60:02d}",
+            "elapsed_time": f"{seconds * k // 3600}:{seconds * k // 60 % 60:02d}:{seconds * k % 60:02d}",
         }
         for k, loss in zip(steps, losses)
     ]

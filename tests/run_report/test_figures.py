@@ -15,10 +15,9 @@ import pytest
 from run_report.folders import BEGAN, audit_line, begin, end, entry, orders, write_lines, write_stock
 from test_docs import REFERENCE, first_column
 
-from odb_factory.report.compare import report_of as report
-from odb_factory.report.figures import histogram, read_run, to_json
+from odb_factory.report.figures import histogram, read_run, report_of, to_json
 from odb_factory.report.page import make_page
-from odb_factory.report.read import FilesRead, read_audit
+from odb_factory.report.read import Files, read_audit
 
 LOG = "odb_log.jsonl"
 
@@ -59,20 +58,6 @@ def test_stock_runs_that_were_resumed(tmp_path: Path) -> None:
     assert not run["finished"] and any("resumed 1 time:" in note for note in run["notes"])
 
 
-def test_broken_lines_are_counted_and_half_written_ones_named(tmp_path: Path) -> None:
-    write_lines(tmp_path / LOG, [begin(), entry(1, BEGAN + 1), {"event": "log"}, entry(2, BEGAN + 2)])
-    with (tmp_path / LOG).open("a") as log:
-        log.write('{"event": "lo\n[1]\n\x00\n{"event": "log", "ti')
-    write_lines(tmp_path / "odb_audit_rank0.jsonl", [audit_line(1, [3, 4]), {"optimizer_step": 2}])
-    (tmp_path / "odb_summary.json").write_text('{"samples": 8,')
-    run = read_run(tmp_path)
-    assert run["files"]["broken_lines"] == {LOG: 4, "odb_audit_rank0.jsonl": 1}
-    assert run["files"]["broken_files"] == ["odb_summary.json"]
-    assert run["files"]["half_written"] == [LOG]
-    assert [one["step"] for one in run["entries"]] == [1, 2] and not run["finished"]
-    assert any(note == f"{LOG}: 4 broken lines left out." for note in run["notes"])
-
-
 def test_figures_that_are_no_numbers(tmp_path: Path) -> None:
     lines = [
         begin(),
@@ -83,8 +68,8 @@ def test_figures_that_are_no_numbers(tmp_path: Path) -> None:
     write_lines(tmp_path / LOG, lines)
     run = read_run(tmp_path)
     assert [one["loss"] for one in run["entries"]] == [1.0, None, 1.0] and run["entries"][2]["grad_norm"] is None
-    assert any(note.startswith("Logged figures that are NaN or infinite (2)") for note in run["notes"])
-    json.loads(to_json(report([tmp_path, tmp_path])), parse_constant=pytest.fail)
+    assert any(note.startswith("2 logged figures NaN or infinite") for note in run["notes"])
+    json.loads(to_json(report_of([tmp_path, tmp_path])), parse_constant=pytest.fail)
 
 
 def test_ranks_that_are_gone_after_a_resume(tmp_path: Path) -> None:
@@ -117,21 +102,11 @@ def test_a_micro_batch_that_was_cut_is_one(tmp_path: Path) -> None:
     parts = [audit_line(1, [30, 10], part=0, parts=2), audit_line(1, [20], part=1, parts=2)]
     write_lines(tmp_path / "odb_audit_rank0.jsonl", [*parts, audit_line(2, [5], part=0, parts=2)])
     write_lines(tmp_path / "odb_audit_rank1.jsonl", [audit_line(1, [70]), audit_line(2, [5])])
-    audit = read_audit(tmp_path, [], FilesRead())
+    audit = read_audit(Files(tmp_path), [])
     assert audit is not None and audit.incomplete == 1
     steps = {name: values.tolist() for name, values in audit.steps.items()}
     assert (steps["step"], steps["padded_tokens"], steps["awaited_tokens"]) == ([1], [150], [160])
     assert [line["micro_batches"] for line in read_run(tmp_path)["by_rank"]] == [2, 2]
-
-
-def test_files_of_another_run_are_left_out(tmp_path: Path) -> None:
-    """A stock run's log and state stand beside a newer run with odb in the same folder."""
-    write_stock(tmp_path, [9.0, 8.0, 7.0])
-    write_lines(tmp_path / LOG, [begin(), entry(1, BEGAN + 1), entry(2, BEGAN + 2)])
-    run = read_run(tmp_path)
-    assert [(one["step"], one["loss"]) for one in run["entries"]] == [(1, 1.0), (2, 1.0)]
-    assert not run["finished"] and run["totals"]["samples"] == 8
-    assert sum("tells of another run" in note for note in run["notes"]) == 2
 
 
 @pytest.mark.parametrize("steps", [1, 2])
@@ -142,6 +117,17 @@ def test_a_summary_of_an_earlier_end_is_not_taken(tmp_path: Path, steps: int) ->
     write_lines(tmp_path / LOG, lines)
     run = read_run(tmp_path)
     assert run["totals"]["samples"] == 8 and not run["finished"] and run["rows"]["left_out"] == {"invalid": 2}
+
+
+def test_files_of_another_run_are_left_out(tmp_path: Path) -> None:
+    """A stock run's log and state stand beside a newer run with odb in the same folder."""
+    write_stock(tmp_path, [9.0, 8.0, 7.0])
+    write_lines(tmp_path / LOG, [begin(), entry(1, BEGAN + 1), entry(2, BEGAN + 2)])
+    run = read_run(tmp_path)
+    assert [(one["step"], one["loss"]) for one in run["entries"]] == [(1, 1.0), (2, 1.0)]
+    assert not run["finished"] and run["totals"]["samples"] == 8
+    (note,) = [note for note in run["notes"] if "another run" in note]
+    assert note == "trainer_log.jsonl has other losses at the same optimizer steps: another run, left out."
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -199,7 +185,7 @@ def test_a_ratio_of_times_needs_the_same_steps_and_samples(tmp_path: Path) -> No
         "long": (write_stock(tmp_path / "long", [4.0, 3.0], seconds=800), None, "do not show that it was on as many"),
     }
     for other, ratio, said in cases.values():
-        figures = report([one, other])
+        figures = report_of([one, other])
         assert figures["comparison"]["time_ratio"] == ratio, other
         assert said in figures["headline"], other
         assert ratio is not None or "of the time" not in figures["headline"]
@@ -209,51 +195,44 @@ def test_resumed_runs_are_compared_until_the_last_common_entry(tmp_path: Path) -
     lines = [begin(), entry(1, BEGAN + 3), begin(1, BEGAN + 500), entry(2, BEGAN + 504), end(2, BEGAN + 600)]
     write_lines(tmp_path / "ours" / LOG, lines)
     stock = write_stock(tmp_path / "stock", [1.0, 1.0], seconds=7, samples=4)
-    found = report([tmp_path / "ours", stock])["comparison"]
+    found = report_of([tmp_path / "ours", stock])["comparison"]
     assert (found["seconds"], found["other_seconds"], found["time_ratio"]) == (7, 14, 0.5)
 
 
 def test_a_run_that_was_cut_off_is_not_compared_in_time(tmp_path: Path) -> None:
     write_lines(tmp_path / "cut" / LOG, [begin(), entry(1, BEGAN + 3, loss=4.0), entry(2, BEGAN + 6, loss=3.0)])
     stock = write_stock(tmp_path / "stock", [4.0, 3.0])
-    assert report([tmp_path / "cut", stock])["headline"] == (
-        "cut and stock, with the very same losses in the 2 optimizer steps that both have logged, cannot be compared "
-        "in time: cut has not come to the end."
+    assert report_of([tmp_path / "cut", stock])["headline"] == (
+        "cut and stock, with exactly the same losses in the 2 optimizer steps that both have logged, cannot be "
+        "compared in time: cut has not finished."
     )
 
 
-def test_settings_of_a_model_card_and_of_our_log_are_under_one_name(tmp_path: Path) -> None:
-    line = begin(ranks=2, model="m") | {"versions": {"torch": "2.12.1", "transformers": "5.6.0"}}
-    line["arguments"] = {"per_device_train_batch_size": 2, "num_train_epochs": 2, "warmup_steps": 4, "seed": 1}
-    line["arguments"] |= {"optim": "adamw_torch", "learning_rate": 1e-4, "weight_decay": 0.1}
+def test_settings_side_by_side(tmp_path: Path) -> None:
+    """Both runs have what is in the Trainer's state; the rest is only in our log."""
+    line = begin(ranks=2, model="m") | {"arguments": {"num_train_epochs": 2, "weight_decay": 0.1}}
     write_lines(tmp_path / "odb" / LOG, [line, entry(1, BEGAN + 3), end(1, BEGAN + 4)])
-    card = ("num_devices: 2", "train_batch_size: 2", "num_epochs: 2.0", "lr_scheduler_warmup_steps: 5", "seed: 1")
-    card += ("optimizer: Use OptimizerNames.ADAMW_TORCH with betas=(0.9,0.999)", "learning_rate: 0.0001")
     stock = write_stock(tmp_path / "stock", [1.0], samples=4)
-    listed = "\n- ".join(("### Training hyperparameters\n", *card, "\n### Framework versions\n", "Transformers 5.6.0"))
-    (stock / "README.md").write_text(f"{listed}\n- Pytorch 2.12.1+cu130\n")
-    figures = report([tmp_path / "odb", stock])
+    for folder, steps in (("odb", 1), ("stock", 2)):
+        state = {"log_history": [], "num_train_epochs": 2.0, "train_batch_size": 2, "logging_steps": steps}
+        (tmp_path / folder / "trainer_state.json").write_text(json.dumps(state))
+    figures = report_of([tmp_path / "odb", stock])
     found = {one["name"]: (one["value"], one["other_value"], one["same"]) for one in figures["comparison"]["settings"]}
-    assert {name for name, (*_, same) in found.items() if same} == {
-        "ranks", "per_device_train_batch_size", "num_train_epochs", "seed", "optim", "learning_rate",
-        "version of torch", "version of transformers",
-    }  # fmt: skip
-    assert [name for name, (*_, same) in found.items() if same is False] == ["warmup_steps"]
-    assert found["weight_decay"] == ("0.1", None, None) and found["warmup_steps"] == ("4", "5", False)
+    assert {name for name, (*_, same) in found.items() if same} == {"num_train_epochs", "train_batch_size"}
+    assert found["logging_steps"] == ("1", "2", False) and found["weight_decay"] == ("0.1", None, None)
     page = make_page(figures, datetime.datetime(2026, 1, 1))
-    assert f"9 settings of {len(found)} are known of both; different: warmup_steps." in page
-    assert '<tr class="differs"><td>warmup_steps</td><td>4</td><td>5</td><td>differs</td></tr>' in page
-    assert "<tr><td>weight_decay</td><td>0.1</td><td>not known</td><td></td></tr>" in page
+    assert f"3 of {len(found)} settings are in the files of both runs; different: logging_steps." in page
+    assert '<tr class="differs"><td>logging_steps</td><td>1</td><td>2</td></tr>' in page
 
 
 def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     runs = [write_stock(tmp_path / place / "run", [1.0]) for place in "ab"]
-    assert [run["name"] for run in report(runs)["runs"]] == [str(folder) for folder in runs]
+    assert [run["name"] for run in report_of(runs)["runs"]] == [str(folder) for folder in runs]
 
 
 def test_the_reference_has_every_field(tmp_path: Path) -> None:
     write_lines(tmp_path / LOG, [begin(), entry(1, BEGAN + 1)])
-    figures = report([tmp_path, write_stock(tmp_path / "stock", [1.0])])
+    figures = report_of([tmp_path, write_stock(tmp_path / "stock", [1.0])])
     documented = first_column("Report")
     assert documented == {"--html", "--json"} | figures["runs"][0].keys() | figures["comparison"].keys()
     totals = re.search(r"^\| `totals` \|.*$", REFERENCE, re.MULTILINE)
@@ -264,5 +243,11 @@ def test_of_two_runs_the_headline_says_first_which_one_diverged(tmp_path: Path) 
     lines = [begin(), entry(1, BEGAN + 3, loss=4.0), entry(2, BEGAN + 6, loss=math.nan), end(2, BEGAN + 9)]
     write_lines(tmp_path / "ours" / LOG, lines)
     stock = write_stock(tmp_path / "stock", [4.0, 3.0])
-    headline = report([tmp_path / "ours", stock])["headline"]
-    assert headline.startswith("the loss of ours is NaN or infinite from optimizer step 2 on; ")
+    headline = report_of([tmp_path / "ours", stock])["headline"]
+    assert headline.startswith(
+        "the loss of ours is NaN or infinite from optimizer step 2 on; ours and stock each took 2"
+    )
+    assert "with exactly the same losses before that; " in headline
+    assert report_of([tmp_path / "ours"])["headline"].startswith(
+        "ours: the loss is NaN or infinite from optimizer step 2 on"
+    )
