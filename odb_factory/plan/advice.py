@@ -4,105 +4,48 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from odb_factory.plan.look import CLOSE, Look, least_budget
-from odb_factory.plan.simulate import Outcome
+from odb_factory.plan.look import CLOSE, Look, best_budget
 
-WELL_USED = 0.9
-"""Ranks are well used where the step efficiency is this share of the best of any number of ranks."""
 EMPTY = 0.5
-"""A budget that is less full than this, though K is 1 or the least there can be, is mostly empty."""
+"""A budget that is less full than this, with K = 1, is mostly empty."""
 OFTEN = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """token_budget, max_patches (None: no limit is needed), layout: to be set, on the ranks that were asked for.
-
-    ranks: how many the YAML's own budget keeps busy; None with filled batches. sentence: all of it in words, with the
-    reasons. warnings: a line each.
-    """
+    """token_budget, max_patches (None: the YAML has no limit), layout: to be set, on the ranks that were asked for.
+    sentence: these with the reasons. warnings: a line each."""
 
     token_budget: int
     max_patches: int | None
     layout: str
-    ranks: int | None
     sentence: str
     warnings: list[str]
 
 
 def advise(found: Look) -> Advice:
-    best = least_budget(found.budgets, found.own)
-    assert best.token_budget is not None
-    patches, why_patches = _cap(found, best)
-    ranks = _most_ranks(found)
-    layout, why_layout = _layout(found)
-    parts = [f"token_budget: {best.token_budget}"]
-    if patches is not None:
-        parts.append(f"max_patches: {patches}")
-    parts.append(f"layout: {layout}")
-    reasons = [_why_budget(found, best)]
-    if patches is not None:
-        reasons.append(why_patches)
-    reasons.append(why_layout)
-    sentence = f"{', '.join(parts)}: {'; '.join(reasons)}."
+    best, own, other = best_budget(found), found.own.token_budget or 0, found.other_layout
+    token_budget, largest = best.token_budget or 0, max(one.token_budget or 0 for one in found.budgets)
+    faster = f"{1 / CLOSE - 1:.0%}"
+    why = f"no larger token_budget up to {largest:,} is more than {faster} faster, and each needs more memory"
+    if token_budget == largest:
+        why = f"the largest one planned, and more than {faster} faster than any other"
+    if token_budget > own:
+        why += " (`token_budget: auto` tries what fits)"
+    kind = f"padded here ({found.layout_reason})"
+    if found.layout == "flat":
+        ratio = found.own.speed / max(other.speed, 1e-9)
+        kind = f"flat here, {ratio:.2f} times the predicted speed of padded ({other.padding_ratio:.0%} padding)"
+    keys = [f"token_budget: {token_budget}", f"layout: {found.config.layout}"]
+    if best.max_patches is not None:
+        keys.insert(1, f"max_patches: {best.max_patches}")
+        why += "; max_patches grows with token_budget"
     return Advice(
-        token_budget=best.token_budget,
-        max_patches=patches,
-        layout=layout,
-        ranks=ranks,
-        sentence=sentence if ranks is None else f"{sentence} {_busy(found, ranks)}",
+        token_budget=token_budget,
+        max_patches=best.max_patches,
+        layout=found.config.layout,
+        sentence=f"{', '.join(keys)}: {why}; {kind}.",
         warnings=_warnings(found),
-    )
-
-
-def _cap(found: Look, best: Outcome) -> tuple[int | None, str]:
-    """A limit on patches that was looked at together with the budget of `best`; None where none is needed."""
-    caps = found.patch_caps
-    if not caps:
-        return None, ""
-    fastest = max(one.speed for one in caps)
-    chosen = next(one for one in caps if one.speed >= CLOSE * fastest)
-    least = chosen.max_patches or 1 << (chosen.most_patches - 1).bit_length()
-    if chosen.token_budget == best.token_budget:
-        return least, f"no smaller limit on patches (a power of two) costs less than {1 - CLOSE:.0%} of the speed"
-    return best.max_patches, "the limit on patches is the one that was looked at with this budget"
-
-
-def _most_ranks(found: Look) -> int | None:
-    if not found.by_ranks:
-        return None
-    best = max(one.step_efficiency for _, one in found.by_ranks)
-    return max(ranks for ranks, one in found.by_ranks if one.step_efficiency >= WELL_USED * best)
-
-
-def _layout(found: Look) -> tuple[str, str]:
-    other = found.other_layout
-    if found.layout == "padded":
-        return found.config.layout, f"padded here ({found.layout_reason})"
-    ratio = found.own.speed / max(other.speed, 1e-9)
-    return (
-        found.config.layout,
-        f"flat here, {ratio:.2f} times the predicted speed of padded ({other.padding_ratio:.0%} padding)",
-    )
-
-
-def _why_budget(found: Look, best: Outcome) -> str:
-    largest = max(one.token_budget or 0 for one in found.budgets)
-    chosen, own = best.token_budget or 0, found.own.token_budget or 0
-    why = f"no larger one up to {largest:,} is more than {1 / CLOSE - 1:.0%} faster, and each needs more memory"
-    if chosen == largest:
-        why = f"of those looked at the largest, and more than {1 / CLOSE - 1:.0%} faster than any other"
-    return why if chosen <= own else f"{why} (`token_budget: auto` tries what fits)"
-
-
-def _busy(found: Look, ranks: int) -> str:
-    reached = dict(found.by_ranks)
-    more = next((one for one in sorted(reached) if one > ranks), None)
-    beyond = "" if more is None else f", on {more} {reached[more].step_efficiency:.2f}"
-    return (
-        f"With the YAML's own token_budget {found.own.token_budget}, {found.step_size} samples of an optimizer step "
-        f"keep up to {ranks} rank{'s' * (ranks > 1)} busy: efficiency {reached[ranks].step_efficiency:.2f}{beyond} "
-        f"(busy is at least {WELL_USED:.0%} of the best of any number of ranks)."
     )
 
 

@@ -29,17 +29,15 @@ if TYPE_CHECKING:
 
 def to_dict(found: Look, advice: Advice) -> dict[str, Any]:
     """JSON types. These names are public."""
-    sample, config = found.sample, found.config
+    sample, asked = found.sample, found.asked
     return {
-        "yaml": str(found.asked.path),
-        "ranks": found.asked.ranks,
+        "yaml": str(asked.path),
+        "ranks": asked.ranks,
         "global_batch_size": found.step_size,
-        "per_device_train_batch_size": found.asked.batch_size,
-        "gradient_accumulation_steps": found.asked.accumulation,
-        "has_block": found.asked.has_block,
-        "config": config.to_dict(),
-        "layout": found.layout,
-        "layout_reason": found.layout_reason,
+        "per_device_train_batch_size": asked.batch_size,
+        "gradient_accumulation_steps": asked.accumulation,
+        "has_block": asked.has_block,
+        "config": found.config.to_dict(),
         "observed": {
             "rows": len(sample.seen),
             "of": sample.population,
@@ -47,20 +45,19 @@ def to_dict(found: Look, advice: Advice) -> dict[str, Any]:
             "resampled": sample.resampled,
             "seconds": sample.seconds,
         },
-        "data": [dataclasses.asdict(part) for part in found.parts],
-        "examples": found.examples,
         "cost_model": {"fixed_tokens_a_micro_step": simulate.FIXED, "measured": False},
-        "own": dataclasses.asdict(found.own),
-        "budgets": [dataclasses.asdict(one) for one in found.budgets],
-        "other_layout": dataclasses.asdict(found.other_layout),
-        "any_size": None if found.any_size is None else dataclasses.asdict(found.any_size),
-        "fixed": dataclasses.asdict(found.fixed),
-        "length_grouped": dataclasses.asdict(found.length_grouped),
-        "by_ranks": [{"ranks": ranks} | dataclasses.asdict(one) for ranks, one in found.by_ranks],
-        "patch_caps": [dataclasses.asdict(one) for one in found.patch_caps],
-        "bound_by_longest": found.bound_by_longest,
         "advice": dataclasses.asdict(advice),
-    }
+    } | {
+        ("data" if name == "parts" else name): _plain(getattr(found, name))
+        for name in ("layout", "layout_reason", "parts", "examples", "own", "budgets", "other_layout", "fixed",
+                     "length_grouped", "bound_by_longest")
+    }  # fmt: skip
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [dataclasses.asdict(one) for one in value]
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value  # type: ignore[arg-type]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -76,8 +73,6 @@ def show(console: Console, found: Look, advice: Advice) -> None:
     parts: list[RenderableType] = [Text(_head(found)), _distribution(found.parts), _budgets(found)]
     if found.compared.optimizer_steps < found.own.optimizer_steps:
         parts.append(Text(_thinned(found)))
-    if found.by_ranks:
-        parts.append(_ranks(found))
     parts.append(Text.assemble(("Recommended: ", "bold"), advice.sentence))
     parts += [Text.assemble(("Warning: ", "yellow"), line) for line in advice.warnings]
     if not found.asked.has_block:
@@ -101,7 +96,7 @@ def _head(found: Look) -> str:
 
 def _thinned(found: Look) -> str:
     return (
-        f"  Planning takes long here, so all but the YAML's own budget, and all numbers of ranks, are planned over "
+        f"  Planning takes long here, so all but the YAML's own budget is planned over "
         f"{found.compared.optimizer_steps} of the {found.own.optimizer_steps} optimizer steps."
     )
 
@@ -122,26 +117,24 @@ def _distribution(parts: Sequence[Part]) -> Table:
 
 
 def _budgets(found: Look) -> Table:
-    size = found.asked.batch_size
+    size, has_patches = found.asked.batch_size, found.own.max_patches is not None
     table = _table(
         f"Budgets (speed is predicted: a micro-step costs the tokens of the fullest rank and {simulate.FIXED})",
-        "token_budget", "max_patches", "K", "padding", "balance", "patch balance", "budget use", "efficiency",
-        "of limit", "overlong", "speed",
+        "token_budget", *["max_patches"] * has_patches, "K", "padding", "balance", "patch balance", "budget use",
+        "efficiency", "of limit", "overlong", "speed",
     )  # fmt: skip
     for one in found.budgets:
         is_own = one.token_budget == found.own.token_budget
         shown = found.own if is_own else one
-        table.add_row(*_figures(f"{one.token_budget:,}", shown), style="bold" if is_own else None)
+        table.add_row(*_figures(has_patches, f"{one.token_budget:,}", shown), style="bold" if is_own else None)
     table.add_section()
-    table.add_row(*_figures(f"{found.own.token_budget:,} {found.other_layout.layout}", found.other_layout))
-    if found.any_size is not None:
-        table.add_row(*_figures(f"{found.own.token_budget:,} any size", found.any_size))
-    table.add_row(*_figures(f"fixed x {size}", found.fixed))
-    table.add_row(*_figures(f"by length x {size}", found.length_grouped))
+    table.add_row(*_figures(has_patches, f"{found.own.token_budget:,} {found.other_layout.layout}", found.other_layout))
+    table.add_row(*_figures(has_patches, f"fixed x {size}", found.fixed))
+    table.add_row(*_figures(has_patches, f"by length x {size}", found.length_grouped))
     return table
 
 
-def _figures(name: str, one: Outcome) -> list[str]:
+def _figures(has_patches: bool, name: str, one: Outcome) -> list[str]:
     def share(value: float | None) -> str:
         return "" if value is None else f"{value:.1%}"
 
@@ -152,24 +145,13 @@ def _figures(name: str, one: Outcome) -> list[str]:
     reached = [share(one.step_efficiency), share(one.share_of_limit)]
     return [
         name,
-        patches,
+        *[patches] * has_patches,
         steps,
         *ratios,
         *reached,
         "" if one.token_budget is None else f"{one.overlong:,}",
         f"{one.speed:.2f}x",
     ]
-
-
-def _ranks(found: Look) -> Table:
-    table = _table(
-        f"On other numbers of ranks (N = {found.step_size:,})", "ranks", "K", "balance", "budget use", "efficiency"
-    )
-    for ranks, one in found.by_ranks:
-        use = "" if one.budget_use is None else f"{one.budget_use:.1%}"
-        cells = (f"{ranks}", f"{one.micro_batches:.1f}", f"{one.balance:.1%}", use, f"{one.step_efficiency:.1%}")
-        table.add_row(*cells, style="bold" if ranks == found.asked.ranks else None)
-    return table
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -192,16 +174,9 @@ def draw(found: Look, path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    plots: list[Any] = [_samples, _speed, _shares]
-    if found.by_ranks:
-        plots.append(_bars_of_ranks)
-    columns = 2
-    rows = -(-len(plots) // columns)
-    figure, grid = plt.subplots(rows, columns, figsize=(13, 4 * rows), layout="constrained", squeeze=False)
-    for axes, plot in zip(grid.flat, plots):
+    figure, grid = plt.subplots(1, 3, figsize=(17, 4.4), layout="constrained")
+    for axes, plot in zip(grid, (_samples, _speed, _shares)):
         plot(axes, found)
-    for axes in list(grid.flat)[len(plots) :]:
-        axes.axis("off")
     layout, ranks = f"layout {found.layout}", f"{found.asked.ranks} rank{'s' * (found.asked.ranks > 1)}"
     size = "filled optimizer steps" if found.step_size is None else f"{found.step_size:,} samples an optimizer step"
     figure.suptitle(
@@ -225,7 +200,8 @@ def _samples(axes: Axes, found: Look) -> None:
         (found.asked.parsed.data.cutoff_len, "cutoff_len"),
     ):
         axes.axvline(value, color=OWN, linestyle="--" if name == "token_budget" else ":", linewidth=1, label=name)
-    axes.set(xscale="log", xlabel="tokens of a sample", ylabel="samples")
+    axes.set_ylabel("samples")
+    _tokens_along(axes, "tokens of a sample")
     axes.legend(fontsize=8)
     axes.set_title("how long the samples are", loc="left", fontsize=10)
 
@@ -241,7 +217,7 @@ def _speed(axes: Axes, found: Look) -> None:
     axes.axhline(found.fixed.speed, color=FIXED, linewidth=1.5, label="fixed batches")
     _mark_own(axes, found)
     axes.set(ylabel="times fixed batches", ylim=(0, None))
-    _budgets_along(axes, budgets)
+    _tokens_along(axes, "token_budget")
     axes.legend(fontsize=8)
     axes.set_title("predicted speed (by the cost model, not measured)", loc="left", fontsize=10)
 
@@ -261,24 +237,18 @@ def _shares(axes: Axes, found: Look) -> None:
     )
     _mark_own(axes, found)
     axes.set(ylim=(0, 1.05))
-    _budgets_along(axes, budgets)
+    _tokens_along(axes, "token_budget")
     axes.legend(fontsize=8)
     axes.set_title("what a budget does", loc="left", fontsize=10)
 
 
-def _budgets_along(axes: Axes, budgets: list[int]) -> None:
+def _tokens_along(axes: Axes, label: str) -> None:
+    """Powers of two, written out."""
     axes.set_xscale("log", base=2)
-    axes.set_xticks(budgets, [f"{budget:,}" for budget in budgets], fontsize=8)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.tick_params(axis="x", labelsize=8)
     axes.minorticks_off()
-    axes.set_xlabel("token_budget")
-
-
-def _bars_of_ranks(axes: Axes, found: Look) -> None:
-    ranks = [f"{number}" for number, _ in found.by_ranks]
-    colors = [OWN if number == found.asked.ranks else ODB for number, _ in found.by_ranks]
-    axes.bar(ranks, [one.step_efficiency for _, one in found.by_ranks], color=colors)
-    axes.set(xlabel="ranks", ylabel="step efficiency", ylim=(0, 1.05))
-    axes.set_title(f"the same {found.step_size:,} samples on other numbers of ranks", loc="left", fontsize=10)
+    axes.set_xlabel(label)
 
 
 def _mark_own(axes: Axes, found: Look) -> None:

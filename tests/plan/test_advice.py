@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from test_docs import first_column
 
 from odb_factory.config import ODBConfig
 from odb_factory.plan.advice import Advice, advise
@@ -52,7 +53,7 @@ def a_look(asked_for: Asked, budgets: list[Outcome], seen: list[Seen] | None = N
     seen = seen or [Seen(index=0, source="texts", cost=Cost(8, units=1))]
     sample = Sample(seen=seen, steps=[Step(start=0, rows=np.zeros(1, ROW))], population=64, resampled="", seconds=1.0)
     plain: dict[str, Any] = {"layout": "flat", "layout_reason": "it is right", "step_size": 8}
-    plain |= {"any_size": None, "by_ranks": [], "patch_caps": [], "bound_by_longest": 0.0}
+    plain["bound_by_longest"] = 0.0
     own = next(one for one in budgets if one.token_budget == 1024)
     plain |= {"own": own, "compared": own, "other_layout": own}
     examples = {one.reason: one.message for one in seen if one.cost is None}
@@ -71,30 +72,13 @@ def test_the_smallest_budget_that_is_about_as_fast_as_any() -> None:
     assert "`token_budget: auto` tries what fits" in advise(a_look(asked(), BUDGETS)).sentence
 
 
-def test_patches_and_ranks() -> None:
-    caps = [
-        outcome(2048, 1.5, max_patches=256),
-        outcome(2048, 1.98, max_patches=512),
-        outcome(2048, 2.0, most_patches=900),
-    ]
-    ranks = [(1, outcome(1024, 2, step_efficiency=0.9)), (2, outcome(1024, 2, step_efficiency=0.85))]
-    ranks.append((4, outcome(1024, 2, step_efficiency=0.5)))
-    advice = advise(a_look(asked(), BUDGETS, patch_caps=caps, by_ranks=ranks))
-    assert (advice.max_patches, advice.ranks) == (512, 2)
-    assert "max_patches: 512" in advice.sentence and "2 ranks" in advice.sentence and "on 4 0.50" in advice.sentence
-    caps[1:2] = []
-    assert advise(a_look(asked(), BUDGETS, patch_caps=caps)).max_patches == 1024, "a power of two above what is used"
-
-
-def test_budgets_are_recommended_as_they_were_looked_at_together() -> None:
-    caps = [outcome(2048, 1.98, max_patches=512), outcome(2048, 2.0, most_patches=900)]
+def test_max_patches_grows_with_the_budget() -> None:
     budgets = [dataclasses.replace(one, max_patches=(one.token_budget or 0) // 8) for one in BUDGETS]
-    found = a_look(asked(max_patches=128), budgets, patch_caps=caps)
-    assert advise(found).max_patches == 512
-    budgets = [one for one in budgets if (one.token_budget or 0) <= 1024]
-    advice = advise(a_look(asked(max_patches=128), budgets, patch_caps=caps))
-    assert (advice.token_budget, advice.max_patches) == (1024, 128)
-    assert "looked at with this budget" in advice.sentence
+    advice = advise(a_look(asked(max_patches=128), budgets))
+    assert (advice.token_budget, advice.max_patches) == (2048, 256)
+    assert advice.sentence.startswith("token_budget: 2048, max_patches: 256, layout: auto: ")
+    assert "max_patches" not in advise(a_look(asked(), BUDGETS)).sentence
+    assert "1024" not in advice.sentence, "one budget in one sentence"
 
 
 def warned(found: Look, *words: str) -> Advice:
@@ -124,9 +108,9 @@ def test_warnings() -> None:
 
 
 def test_budgets_around_are_powers_of_two() -> None:
-    assert budgets_around(asked(), 1) == [128, 256, 512, 1024, 2048, 4096, 8192]
-    assert budgets_around(asked(token_budget=3000), 600) == [1024, 2048, 3000, 4096, 8192, 16384]
-    assert budgets_around(asked(length_buckets=[512, 1024]), 1)[0] == 1024
+    assert budgets_around(asked().config, 1) == [128, 256, 512, 1024, 2048, 4096, 8192]
+    assert budgets_around(asked(token_budget=3000).config, 600) == [1024, 2048, 3000, 4096, 8192, 16384]
+    assert budgets_around(asked(length_buckets=[512, 1024]).config, 1)[0] == 1024
 
 
 def test_ranks_of_a_training_that_is_started_here() -> None:
@@ -136,6 +120,8 @@ def test_ranks_of_a_training_that_is_started_here() -> None:
 
 
 def test_figures_are_json() -> None:
-    found = a_look(asked(), BUDGETS, by_ranks=[(1, BUDGETS[1])])
+    found = a_look(asked(), BUDGETS)
     content = json.loads(json.dumps(to_dict(found, advise(found))))
-    assert content["by_ranks"][0]["ranks"] == 1
+    assert content["budgets"][1] == content["own"] and content["data"][0]["tokens"]["most"] == 8
+    documented = first_column("Plan") - {"key=value", "--ranks N", "--samples N", "--json FILE", "--png FILE"}
+    assert content.keys() | content["own"].keys() - {"name", "layout", "token_budget", "max_patches"} <= documented
