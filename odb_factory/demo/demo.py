@@ -369,8 +369,6 @@ def main(argv: Sequence[str]) -> int:
     console.print(_conclusion(results))
     figures = folder / "demo.json"
     figures.write_text(json.dumps([asdict(result) for result in results.values()], indent=2), encoding="utf-8")
-    # merged
-
     draw(runs, TOKEN_BUDGET, folder / "demo.png")
     console.print(f"The micro-batches and the loss curves: {folder / 'demo.png'}; the figures: {figures}")
     return 0
