@@ -119,7 +119,7 @@ def test_stock_is_shown_as_far_as_its_logs_go(runs: tuple[Path, Path]) -> None:
 
 
 def test_two_runs_are_compared_by_what_their_logs_show(runs: tuple[Path, Path]) -> None:
-    figures = report(list(runs))
+    figures = report_of(list(runs))
     ours, stock = (json.loads((folder / "all_results.json").read_text())["train_runtime"] for folder in runs)
     found = figures["comparison"]
     assert found["same_amount"] and found["same_learning_rates"]
