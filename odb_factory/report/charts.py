@@ -112,13 +112,8 @@ def of_steps(runs: Sequence[Run]) -> Iterable[Chart]:
                 continue
             sums = zip(steps["step"], steps[name], steps["samples"])
             lines.append(Line([(k, total / n if name == "tokens" else total) for k, total, n in sums if n], place))
-            found = run["lengths_of_successive_steps"]
             if name == "units":
                 caption += f" Standard deviation / mean{of}: {number(run['totals']['units_cv'], 3)}."
-            elif found is not None:
-                caption += (
-                    f" Correlation with the next step{of}: {number(found['correlation'], 2)} (random order: about 0)."
-                )
         if drawing := draw_lines(lines, STEP, name, from_zero=True):
             yield Chart(title, caption, drawing)
 

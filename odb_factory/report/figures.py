@@ -8,7 +8,7 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,6 @@ STATE = ("max_steps", "num_train_epochs", "train_batch_size", "logging_steps", "
 """Settings that the Trainer's state has, of stock runs too."""
 DATA_SETS_FILE = re.compile(r"odb_data_sets_[0-9a-f]{8}\.zlib")
 BINS = 32
-FEWEST_PAIRS = 3
 
 
 def report_of(folders: Sequence[Path]) -> dict[str, Any]:
@@ -86,7 +85,7 @@ def read_run(folder: Path) -> dict[str, Any]:
         "kind": kind,
         "finished": is_finished,
         "diverged_at": _diverged_at(history),
-        "files": {"read": files.read, "broken": [dataclasses.asdict(one) for one in files.broken.values()]},
+        "files": {"read": files.read, "broken": list(files.broken.values())},
         "asked": _asked(history),
         "processes": [
             {"time": one.time, "optimizer_steps": one.optimizer_steps, "ranks": one.ranks, "ended": ended}
@@ -100,7 +99,6 @@ def read_run(folder: Path) -> dict[str, Any]:
             | {name: value for name, value in one.values.items() if name.startswith("eval_") or name == "epoch"}
             for one in history.evaluations
         ],
-        "lengths_of_successive_steps": successive_correlation(history, audit),
         "optimizer_steps": None
         if audit is None
         else {name: values.tolist() for name, values in audit.steps.items() if not name.startswith("awaited")},
@@ -284,24 +282,6 @@ def _datasets(history: History, audit: Audit, folder: Path) -> list[dict[str, An
         line["mean_length"] = float(lengths.mean()) if len(lengths) else None
         made.append(line | {"longest": int(lengths.max()) if len(lengths) else None})
     return made
-
-
-def successive_correlation(history: History, audit: Audit | None) -> dict[str, Any] | None:
-    """Pearson correlation of the mean sample lengths of each optimizer step and the next, and the pairs it is made of.
-
-    About 0 where samples come in random order; in length-grouped orders long steps follow each other. None where
-    optimizer steps are not known one by one, or are too few or all alike.
-    """
-    if audit is not None:
-        sums: Iterable[Sequence[float]] = zip(*(audit.steps[name].tolist() for name in ("step", "tokens", "samples")))
-    else:
-        singles = [(entry.step, entry.sums) for entry in history.entries if entry.sums is not None]
-        sums = ((step, one["tokens"], one["samples"]) for step, one in singles if one["optimizer_steps"] == 1)
-    means = {step: tokens / samples for step, tokens, samples in sums if samples}
-    pairs = np.array([(mean, means[step + 1]) for step, mean in means.items() if step + 1 in means])
-    if len(pairs) < FEWEST_PAIRS or not np.ptp(pairs[:, 0]) or not np.ptp(pairs[:, 1]):
-        return None
-    return {"correlation": float(np.corrcoef(pairs.T)[0, 1]), "pairs": len(pairs)}
 
 
 def to_json(figures: Mapping[str, Any]) -> str:

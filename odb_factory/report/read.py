@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_validator
@@ -172,23 +172,14 @@ LONE_SURROGATE = re.compile(r"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
 """Python writes a file name that is not UTF-8 with such escapes, which strict JSON does not have."""
 
 
-@dataclass(slots=True)
-class Broken:
-    """Lines or entries of a file that are not what they must be. line: the first of them; None: the whole file."""
-
-    file: str
-    count: int
-    line: int | None
-    wrong: str
-
-
 @dataclass
 class Files:
-    """The files of an output folder, and those that were `read` and `broken` so far."""
+    """The files of an output folder. read: their names so far. broken: of each file with lines or entries that are not
+    what they must be their `count`, the first `line` (None: the whole file) and what is `wrong`."""
 
     folder: Path
     read: list[str] = field(default_factory=list)
-    broken: dict[str, Broken] = field(default_factory=dict)
+    broken: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def lines(self, name: str, kind: TypeAdapter[Line]) -> Iterator[Line]:
         """The whole lines of a file, one at a time; none where there is no such file."""
@@ -210,7 +201,7 @@ class Files:
         return self._parsed(name, (self.folder / name).read_text(encoding="utf-8", errors="replace"), kind, None)
 
     def count_broken(self, name: str, line: int | None, wrong: str) -> None:
-        self.broken.setdefault(name, Broken(name, 0, line, wrong)).count += 1
+        self.broken.setdefault(name, {"file": name, "count": 0, "line": line, "wrong": wrong})["count"] += 1
 
     def _parsed(self, name: str, text: str, kind: TypeAdapter[Line], number: int | None) -> Line | None:
         try:

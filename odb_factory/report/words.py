@@ -271,7 +271,7 @@ def _missing(run: Run, history: History, incomplete: int | None) -> list[str]:
             "Without an audit there are no distributions and no figures by rank, data set and optimizer step: set "
             "`audit: true` in the `odb:` block of the next run."
         )
-    elif run["datasets"] is None and len(run["asked"].get("about", {}).get("dataset") or []) > 1:
+    elif run["datasets"] is None and len(settings(run).get("dataset", "").split(", ")) > 1:
         notes.append(
             "Rows are not known by data set: the data is a stream, was tokenized beforehand, or its file is broken."
         )

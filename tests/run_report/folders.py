@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -71,11 +70,3 @@ def write_stock(folder: Path, losses: Sequence[float], *, seconds: int = 2, samp
     history.append({"step": len(losses), "train_runtime": runtime, "train_samples_per_second": rate, "epoch": 1.0})
     (folder / "trainer_state.json").write_text(json.dumps({"log_history": history, "max_steps": len(losses)}))
     return folder
-
-
-def orders(num_samples: int, seed: int) -> tuple[list[int], list[int]]:
-    """Uneven lengths in random order, and as length-grouped batches put them: sorted within mega-batches."""
-    rng = random.Random(seed)
-    lengths = [int(20 * 1.5 ** rng.uniform(0, 10)) for _ in range(num_samples)]
-    grouped = [n for k in range(0, num_samples, 400) for n in sorted(lengths[k : k + 400], reverse=True)]
-    return lengths, grouped

@@ -166,8 +166,8 @@ def test_an_audit_of_no_use_makes_no_zeros(files: Files, tmp_path: Path) -> None
     for line in files[AUDIT]:
         line["lengths"] = None
     run = shown(write(tmp_path, files))
-    made = ("datasets", "by_rank", "distributions", "optimizer_steps", "lengths_of_successive_steps")
-    assert [run[name] for name in made] == [None] * 5 and run["files"]["broken"][0]["count"] == 3
+    made = ("datasets", "by_rank", "distributions", "optimizer_steps")
+    assert [run[name] for name in made] == [None] * 4 and run["files"]["broken"][0]["count"] == 3
 
 
 def test_without_its_begin_line_the_rest_of_the_log_is_used(files: Files, tmp_path: Path) -> None:

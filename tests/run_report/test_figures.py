@@ -8,11 +8,10 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from run_report.folders import BEGAN, audit_line, begin, end, entry, orders, write_lines, write_stock
+from run_report.folders import BEGAN, audit_line, begin, end, entry, write_lines, write_stock
 from test_docs import REFERENCE, first_column
 
 from odb_factory.report.figures import histogram, read_run, report_of, to_json
@@ -128,35 +127,6 @@ def test_files_of_another_run_are_left_out(tmp_path: Path) -> None:
     assert not run["finished"] and run["totals"]["samples"] == 8
     (note,) = [note for note in run["notes"] if "another run" in note]
     assert note == "trainer_log.jsonl has other losses at the same optimizer steps: another run, left out."
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_lengths_of_successive_steps(tmp_path: Path, seed: int) -> None:
-    """Orders by length are told from random ones, from audits and from log entries of single optimizer steps."""
-    found = []
-    for name, lengths in zip(("random", "grouped"), orders(3200, seed)):
-        steps = [lengths[k : k + 32] for k in range(0, len(lengths), 32)]
-        write_lines(tmp_path / name / LOG, [begin()])
-        audit = [audit_line(k + 1, step) for k, step in enumerate(steps)]
-        write_lines(tmp_path / name / "odb_audit_rank0.jsonl", audit)
-        means = [sum(step) / len(step) for step in steps]
-        one = read_run(tmp_path / name)["lengths_of_successive_steps"]
-        assert one["pairs"] == len(steps) - 1
-        assert one["correlation"] == pytest.approx(np.corrcoef(means[:-1], means[1:])[0, 1])
-        found.append(one["correlation"])
-    assert abs(found[0]) < 0.3 and found[1] > 0.5
-
-
-def test_correlation_needs_single_steps(tmp_path: Path) -> None:
-    def write(steps: int) -> Any:
-        made = [entry(k * steps, BEGAN + k, steps=steps) for k in range(1, 6)]
-        for k, line in enumerate(made):
-            line["sums"]["tokens"] = (1, 4, 2, 5, 3)[k]
-        write_lines(tmp_path / LOG, [begin(), *made])
-        return read_run(tmp_path)["lengths_of_successive_steps"]
-
-    assert write(1) == {"correlation": pytest.approx(np.corrcoef([1, 4, 2, 5], [4, 2, 5, 3])[0, 1]), "pairs": 4}
-    assert write(2) is None
 
 
 @pytest.mark.parametrize("values", [[5], [0, 0, 0], list(range(1000)), [1, 10_000_019], [3, 3, 4]])
