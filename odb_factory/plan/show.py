@@ -72,7 +72,8 @@ def show(console: Console, found: Look, advice: Advice) -> None:
         console.width = max(console.width, NARROWEST)
     parts: list[RenderableType] = [Text(_head(found)), _distribution(found.parts), _budgets(found)]
     if found.compared.optimizer_steps < found.own.optimizer_steps:
-        parts.append(Text(_thinned(found)))
+        of = f"{found.compared.optimizer_steps} of the {found.own.optimizer_steps} optimizer steps"
+        parts.append(Text(f"  Planning takes long here: budgets other than the YAML's are planned over {of}."))
     parts.append(Text.assemble(("Recommended: ", "bold"), advice.sentence))
     parts += [Text.assemble(("Warning: ", "yellow"), line) for line in advice.warnings]
     if not found.asked.has_block:
@@ -91,13 +92,6 @@ def _head(found: Look) -> str:
         f"{asked.path}: {len(sample.seen):,} {of} rows observed in {sample.seconds:.0f} s; {steps} on {asked.ranks} "
         f"rank{'s' * (asked.ranks > 1)}, {found.own.optimizer_steps} of them planned; layout {found.layout}: "
         f"{found.layout_reason}{auto}"
-    )
-
-
-def _thinned(found: Look) -> str:
-    return (
-        f"  Planning takes long here, so all but the YAML's own budget is planned over "
-        f"{found.compared.optimizer_steps} of the {found.own.optimizer_steps} optimizer steps."
     )
 
 
@@ -195,15 +189,11 @@ def _samples(axes: Axes, found: Look) -> None:
     every = np.concatenate(lengths)
     bins = np.geomspace(max(every.min(), 1), every.max() + 1, 40)
     axes.hist(lengths, bins=bins.tolist(), stacked=True, label=names or ["samples"])
-    for value, name in (
-        (found.config.token_budget, "token_budget"),
-        (found.asked.parsed.data.cutoff_len, "cutoff_len"),
-    ):
-        axes.axvline(value, color=OWN, linestyle="--" if name == "token_budget" else ":", linewidth=1, label=name)
+    axes.axvline(found.asked.parsed.data.cutoff_len, color=OWN, linestyle=":", linewidth=1, label="cutoff_len")
     axes.set_ylabel("samples")
-    _tokens_along(axes, "tokens of a sample")
+    _tokens_along(axes, "tokens of a sample", found)
     axes.legend(fontsize=8)
-    axes.set_title("how long the samples are", loc="left", fontsize=10)
+    axes.set_title("lengths of the samples; dashed: token_budget", loc="left", fontsize=10)
 
 
 def _speed(axes: Axes, found: Look) -> None:
@@ -215,9 +205,8 @@ def _speed(axes: Axes, found: Look) -> None:
     )
     axes.axhline(found.length_grouped.speed, color=GROUPED, linewidth=1.5, label="length-grouped")
     axes.axhline(found.fixed.speed, color=FIXED, linewidth=1.5, label="fixed batches")
-    _mark_own(axes, found)
     axes.set(ylabel="times fixed batches", ylim=(0, None))
-    _tokens_along(axes, "token_budget")
+    _tokens_along(axes, "token_budget", found)
     axes.legend(fontsize=8)
     axes.set_title("predicted speed (by the cost model, not measured)", loc="left", fontsize=10)
 
@@ -235,21 +224,17 @@ def _shares(axes: Axes, found: Look) -> None:
     axes.plot(
         budgets, [one.limit or 0.0 for one in found.budgets], color="black", linestyle=":", label="limit of efficiency"
     )
-    _mark_own(axes, found)
     axes.set(ylim=(0, 1.05))
-    _tokens_along(axes, "token_budget")
+    _tokens_along(axes, "token_budget", found)
     axes.legend(fontsize=8)
     axes.set_title("what a budget does", loc="left", fontsize=10)
 
 
-def _tokens_along(axes: Axes, label: str) -> None:
-    """Powers of two, written out."""
+def _tokens_along(axes: Axes, label: str, found: Look) -> None:
+    """Powers of two, written out, and the YAML's budget."""
+    axes.axvline(found.config.token_budget, color=OWN, linestyle="--", linewidth=1)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.tick_params(axis="x", labelsize=8)
     axes.minorticks_off()
     axes.set_xlabel(label)
-
-
-def _mark_own(axes: Axes, found: Look) -> None:
-    axes.axvline(found.config.token_budget, color=OWN, linestyle="--", linewidth=1)

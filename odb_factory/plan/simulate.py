@@ -57,24 +57,23 @@ def least_time(tokens: np.ndarray, ranks: int, token_budget: int, fixed: int = F
 # The figures of simulated optimizer steps.
 
 Totals = Sequence[Sequence[MicroStepTotals]]
-"""Of each optimizer step its micro-steps."""
+"""The micro-steps of each optimizer step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Ratios are 0 to 1, as in the summary of a run.
+    """The figures of docs/reference.md, "Plan". Ratios are 0 to 1.
 
-    name: of what forms the micro-batches. token_budget, max_patches, budget_use, limit: None where there is no budget.
-    micro_batches: K, its mean; least_micro_batches, most_micro_batches: of all optimizer steps. limit: the step
-    efficiency that no plan exceeds; share_of_limit: of it. speed: predicted, as a multiple of that of fixed batches of
-    this YAML's size. overlong: samples that break a budget alone. most_tokens, most_patches: of any rank in a
+    name: of what forms the micro-batches. token_budget, max_patches, budget_use, limit, share_of_limit: None without a
+    budget. micro_batches: K, its mean. limit: the step efficiency that no plan exceeds. speed: predicted, as a multiple
+    of that of fixed batches. overlong: samples that break a budget alone. most_tokens, most_patches: of any rank in a
     micro-step.
     """
 
     name: str
-    layout: str
-    token_budget: int | None
-    max_patches: int | None
+    layout: str = "padded"
+    token_budget: int | None = None
+    max_patches: int | None = None
     optimizer_steps: int
     micro_steps: int
     micro_batches: float
@@ -84,54 +83,37 @@ class Outcome:
     padding_ratio: float
     balance: float
     patch_balance: float
-    budget_use: float | None
+    budget_use: float | None = None
     step_efficiency: float
-    limit: float | None
-    share_of_limit: float | None
+    limit: float | None = None
+    share_of_limit: float | None = None
     speed: float
-    overlong: int
+    overlong: int = 0
     most_tokens: int
     most_patches: int
 
 
-def outcome(
-    name: str,
-    found: Totals,
-    ranks: int,
-    budget: Budget | None,
-    *,
-    limit: float | None,
-    stock: Totals,
-    overlong: int = 0,
-) -> Outcome:
-    """found: by optimizer step. stock: those of fixed batches, of about the same samples."""
+def outcome(name: str, found: Totals, ranks: int, stock: Totals) -> Outcome:
+    """Without a budget. found: by optimizer step. stock: those of fixed batches, of about the same samples."""
     totals, of_stock = (list(itertools.chain.from_iterable(steps)) for steps in (found, stock))
     statistics = StepStatistics()
     for one in totals:
         statistics.add(one, ranks)
     counts = [len(step) for step in found] or [0]
-    micro_steps = max(len(totals), 1)
-    reached, of_fixed = (step_efficiency(steps, ranks) for steps in (totals, of_stock))
+    reached = step_efficiency(totals, ranks)
     return Outcome(
         name=name,
-        layout="padded" if budget is None else budget.layout,
-        token_budget=None if budget is None else budget.token_budget,
-        max_patches=None if budget is None else budget.max_patches,
         optimizer_steps=len(found),
         micro_steps=len(totals),
         micro_batches=len(totals) / len(counts),
         least_micro_batches=min(counts),
         most_micro_batches=max(counts),
-        samples_per_micro_step=statistics.samples / micro_steps,
+        samples_per_micro_step=statistics.samples / max(len(totals), 1),
         padding_ratio=statistics.padding_ratio,
         balance=statistics.balance,
         patch_balance=statistics.patch_balance,
-        budget_use=None if budget is None else statistics.padded_tokens / (micro_steps * ranks * budget.token_budget),
         step_efficiency=reached,
-        limit=limit,
-        share_of_limit=None if limit is None else reached / max(limit, 1e-9),
-        speed=reached / max(of_fixed, 1e-9),
-        overlong=overlong,
+        speed=reached / max(step_efficiency(of_stock, ranks), 1e-9),
         most_tokens=max((one.max_rank_tokens for one in totals), default=0),
         most_patches=max((one.max_rank_patches for one in totals), default=0),
     )
@@ -231,9 +213,6 @@ def rounds(
         round_index, final = round_index + 1, plan.final
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     """What a plan depends on beside the budget. step_size: samples of an optimizer step; None: filled ones.
@@ -258,35 +237,37 @@ class Setting:
 
 def planned(sample: Sample, setting: Setting, budget: Budget) -> Outcome:
     """With odb, under this budget and in its layout."""
-    steps = _within(sample.steps, setting, budget)
+    steps, ranks = _within(sample.steps, setting, budget), setting.ranks
     table = np.concatenate([step.rows for step in steps] or [np.zeros(0, ROW)])
     totals = _filled(table, sample, setting, budget) if setting.step_size is None else _kept(steps, setting, budget)
-    limits = [least_time(step.rows["tokens"], setting.ranks, budget.token_budget) for step in steps]
-    if setting.step_size is None:  # whatever becomes of N: the load alone bounds it
-        load = float(table["tokens"].sum(dtype=np.int64)) / setting.ranks
-        within = float(np.minimum(table["tokens"], budget.token_budget).sum(dtype=np.int64)) / setting.ranks
-        limits = [load + FIXED * within / budget.token_budget]
+    limits = [least_time(step.rows["tokens"], ranks, budget.token_budget) for step in steps]
     tokens = float(table["tokens"].sum(dtype=np.int64))
-    return outcome(
-        "odb",
-        totals,
-        setting.ranks,
-        budget,
-        limit=tokens / (setting.ranks * sum(limits)) if limits else None,
-        stock=_fixed(steps, setting),
+    if setting.step_size is None:  # whatever N becomes, the load alone bounds it
+        within = float(np.minimum(table["tokens"], budget.token_budget).sum(dtype=np.int64)) / ranks
+        limits = [tokens / ranks + FIXED * within / budget.token_budget]
+    limit = tokens / (ranks * sum(limits)) if limits else None
+    found = outcome("odb", totals, ranks, _fixed(steps, setting))
+    padded = sum(one.padded_tokens for step in totals for one in step)
+    return dataclasses.replace(
+        found,
+        layout=budget.layout,
+        token_budget=budget.token_budget,
+        max_patches=budget.max_patches,
+        budget_use=padded / (max(found.micro_steps, 1) * ranks * budget.token_budget),
+        limit=limit,
+        share_of_limit=None if limit is None else found.step_efficiency / max(limit, 1e-9),
         overlong=num_overlong(sample, budget),
     )
 
 
 def baseline(name: str, sample: Sample, setting: Setting) -> Outcome:
-    """name: "fixed" batches of this YAML's size, or such "length-grouped" ones. They know no budget."""
-    stock = _fixed(sample.steps, setting)
-    found = stock
+    """name: "fixed" batches of this YAML's size, or such "length-grouped" ones."""
+    found = stock = _fixed(sample.steps, setting)
     if name != "fixed":
         table = np.concatenate([step.rows for step in sample.steps])
         together = length_grouped(table, setting.batch_size, setting.ranks, setting.collation)
         found = [together[k : k + setting.accumulation] for k in range(0, len(together), setting.accumulation)]
-    return outcome(name, found, setting.ranks, None, limit=None, stock=stock)
+    return outcome(name, found, setting.ranks, stock)
 
 
 def _kept(steps: Sequence[Step], setting: Setting, budget: Budget) -> list[list[MicroStepTotals]]:
@@ -351,12 +332,8 @@ def _within(steps: Sequence[Step], setting: Setting, budget: Budget) -> list[Ste
     return [step for step in kept if len(step.rows)]
 
 
-def _costs(samples: np.ndarray) -> list[Cost]:
-    """Of samples as `ROW`."""
-    names = ("tokens", "patches", "units", "has_media", "modality", "leading_label", "has_audio")
-    return [Cost(*values) for values in zip(*(samples[name].tolist() for name in names))]
-
-
 def _overlong(step: Step, budget: Budget) -> np.ndarray:
     """bool[samples]"""
-    return np.array([budget.overlong(cost) for cost in _costs(step.rows)], dtype=bool)
+    names = ("tokens", "patches", "units", "has_media", "modality", "leading_label", "has_audio")
+    columns = zip(*(step.rows[name].tolist() for name in names))
+    return np.array([budget.overlong(Cost(*values)) for values in columns], dtype=bool)
