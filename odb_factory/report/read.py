@@ -107,11 +107,11 @@ class TrainerState:
 
     log_history: list[dict[str, object]]
     max_steps: Count | None = None
-    num_train_epochs: Finite | None = None
+    num_train_epochs: Count | Finite | None = None
     train_batch_size: Count | None = None
-    logging_steps: Finite | None = None
-    eval_steps: Finite | None = None
-    save_steps: Finite | None = None
+    logging_steps: Count | Finite | None = None
+    eval_steps: Count | Finite | None = None
+    save_steps: Count | Finite | None = None
 
 
 @schema(slots=True, config=STRICT)

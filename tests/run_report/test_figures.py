@@ -212,7 +212,7 @@ def test_the_reference_has_every_field(tmp_path: Path) -> None:
 def test_of_two_runs_the_headline_says_first_which_one_diverged(tmp_path: Path) -> None:
     lines = [begin(), entry(1, BEGAN + 3, loss=4.0), entry(2, BEGAN + 6, loss=math.nan), end(2, BEGAN + 9)]
     write_lines(tmp_path / "ours" / LOG, lines)
-    stock = write_stock(tmp_path / "stock", [4.0, 3.0])
+    stock = write_stock(tmp_path / "stock", [4.0, 3.0], samples=4)
     headline = report_of([tmp_path / "ours", stock])["headline"]
     assert headline.startswith(
         "the loss of ours is NaN or infinite from optimizer step 2 on; ours and stock each took 2"
