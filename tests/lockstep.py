@@ -17,11 +17,12 @@ from unittest import mock
 
 from odb_factory.comm.coordinator import Failure, RankMetadata, decode, encode, make_buffers, redistribute
 from odb_factory.data import epoch as epoch_module
-from odb_factory.data.epoch import EpochContext, EpochPlanner, KeepEpoch
+from odb_factory.data.epoch import EpochContext, EpochPlanner, Held, KeepEpoch
 from odb_factory.data.fill_epoch import FillEpoch
 from odb_factory.data.order import OF_STEP, ShardSampler, Start, StockMean, StockSteps, shard
 from odb_factory.data.samples import MicroBatch, OptimizerStep, Rejection, Sample, Task
 from odb_factory.data.serialize import pack
+from odb_factory.data.state import Place, Share
 from odb_factory.errors import CollectiveError
 from odb_factory.planning import Budget, Cost, Plan
 
@@ -67,15 +68,6 @@ class Epoch:
     @property
     def ids(self) -> list[int]:
         return [id for one in self.micro_batches for id in one.ids]
-
-    @property
-    def groups(self) -> list[list[tuple[int, ...]]]:
-        """With `fill`: the groups that each round has taken out of its buffer, in order."""
-        groups: list[list[tuple[int, ...]]] = [[] for _ in self.buffers]
-        for one in self.micro_batches:
-            if not one.idle:
-                groups[one.round_index].append(one.ids)
-        return groups
 
 
 def of_all_ranks(step: OptimizerStep) -> OptimizerStep:
@@ -190,12 +182,13 @@ class RecordedFill(FillEpoch):
 class RecordedKeep(KeepEpoch):
     buffered: Sequence[Sample] = ()
 
-    def _observe(self, index: int) -> tuple[list[int], list[Sample]]:
-        positions, self.buffered = super()._observe(index)
-        return positions, list(self.buffered)
+    def collect(self, index: int) -> Held:
+        held = super().collect(index)
+        self.buffered = held.samples
+        return held
 
 
-FILL_OPTIONS = {"buffer_size": 8, "accumulation": 1, "join": True}
+FILL_OPTIONS: dict[str, Any] = {"share": Share(), "buffer_size": 8, "accumulation": 1, "join": True}
 CONTEXT_OPTIONS = {"budget": Budget(32), "balance": False, "group_size": 256, "seed": 0}
 
 
@@ -252,6 +245,7 @@ def run_shards(
         **CONTEXT_OPTIONS,
     } | {key: value for key, value in options.items() if key in EpochContext.__dataclass_fields__}
     settings = {key: value for key, value in options.items() if key not in EpochContext.__dataclass_fields__}
+    place = {key: settings.pop(key) for key in Place.__dataclass_fields__ if key in settings}
     planner: Callable[..., EpochPlanner] = RecordedKeep
     if stock is None:
         planner, settings = RecordedFill, FILL_OPTIONS | settings
@@ -266,7 +260,7 @@ def run_shards(
                 leave_out=lambda ids, *_, rank=rank, **__: epochs[rank].rejected.extend(ids),
                 **context,
             ),
-            epoch=epoch,
+            Place(epoch=epoch, **place),
             **settings,
         )
         for rank in range(len(shards))
@@ -325,7 +319,7 @@ def run_kept(rows: Sequence[Row], stock: StockSteps, *, first_step: int = 0, **o
         "num_samples": None if stock.num_samples is None else len(rows),
         "find_dummy_sample": lambda: usable(rows)[0],
     }
-    return run_shards(shards, stock=stock, first_step=first_step, **context | options)
+    return run_shards(shards, stock=stock, optimizer_steps=first_step, **context | options)
 
 
 def sample(id: int, tokens: int, patches: int = 0) -> Sample:

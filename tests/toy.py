@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from odb_factory.data.samples import MicroBatch, OptimizerStep
+from odb_factory.data.samples import MicroBatch, OptimizerStep, SampleInfo
 from odb_factory.planning import MicroStepTotals
 
 NUM_ROWS = 60
@@ -71,5 +71,7 @@ def a_micro_batch(**changes: Any) -> MicroBatch:
         last=True,
     )
     totals = MicroStepTotals(samples=2, tokens=5, padded_tokens=6, units=3, active_ranks=1)
-    defaults = {"step": step, "index": 0, "ids": (4, 7), "lengths": (2, 3), "units": (1, 2), "stock_units": (3, 3)}
-    return MicroBatch(**{"totals": totals} | defaults | changes)
+    columns = {"ids": (4, 7), "lengths": (2, 3), "units": (1, 2), "stock_units": (3, 3)}
+    columns |= {key: changes.pop(key) for key in columns if key in changes}
+    samples = tuple(SampleInfo(*row, 0, stock) for *row, stock in zip(*columns.values()))
+    return MicroBatch(**{"step": step, "index": 0, "samples": samples, "totals": totals} | changes)

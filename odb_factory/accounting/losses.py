@@ -81,7 +81,7 @@ def token_weights(micro_batch: MicroBatch, loss_scaling: str, world_size: int) -
     divisors: list[float]
     match loss_scaling:
         case "stock":
-            divisors = [step.num_stock_means * n for n in micro_batch.stock_units]
+            divisors = [step.num_stock_means * one.stock_units for one in micro_batch.samples]
         case "exact":
             divisors = [step.units for _ in units]
         case "sample":

@@ -30,7 +30,7 @@ from odb_factory.data.plan_process import PlanProcess, compute_here
 from odb_factory.data.progress import Layout, OptimizerStepRule, Progress, progress_for
 from odb_factory.data.samples import COLLATION, LeftOut, Measured, MicroBatch, OptimizerStep, Sample, Task
 from odb_factory.data.serialize import of_rows
-from odb_factory.data.state import DataState
+from odb_factory.data.state import DataState, TrainingData
 from odb_factory.data.step_agreement import Agreed, LateRow, Lost, StepAgreement
 from odb_factory.data.step_times import StepTimes
 from odb_factory.data.worker import Picklable
@@ -238,10 +238,9 @@ class ODBLoader:
         self._progress: Progress = progress_for(
             config,
             rule,
-            budget=budget,
             rank=rank,
             world_size=world_size,
-            data={"samples": self.num_samples, "seed": seed, "split": is_split},
+            data=TrainingData(samples=self.num_samples, seed=seed, split=is_split),
             read_row=self._workers.read_row,
         )
         named = {key: getattr(config, key) for key in KEYS_OF_ROWS} | dict(rows_from or {})
@@ -344,24 +343,17 @@ class ODBLoader:
         return self._progress.state(self._fingerprint(self._progress.epoch))
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as JSON types.
-
-        Some kilobytes; with `fill`, after settings were changed in the middle of an epoch, also a bit for each row.
-        """
+        """The state as JSON types: some kilobytes; with `fill` after a change of ranks, also a bit for each row."""
         return self.state().to_dict()
 
     def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
-        """Go on from the states of all ranks, or from this one's alone unless `needs_all`.
+        """Go on from the states of all ranks, or from this one's alone where there are as many ranks as before.
 
         Raises `DataError` where the data are not those of the states (see the key `resume`).
         """
         self.leave()
         self._progress.load(states, self._fingerprint, ignore_data=self.config.resume == "ignore_data")
         self.epoch = self._progress.epoch
-
-    def needs_all(self, state: DataState) -> bool:
-        """Whether `load_state_dict` needs the states of all ranks, to deal out the rest of an epoch anew."""
-        return self._progress.needs_all(state)
 
     def skip(self, *, optimizer_steps: int, epochs: float) -> int | None:
         """Stand where a stock training stands that has taken so many optimizer steps and epochs.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 from abc import ABC, abstractmethod
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -16,10 +16,9 @@ from odb_factory.data.epoch import EpochContext, EpochPlanner, KeepEpoch
 from odb_factory.data.fill_epoch import FillEpoch
 from odb_factory.data.order import OF_STEP, Start, StockMean, StockSteps
 from odb_factory.data.samples import MicroBatch, OptimizerStep, Rejection, Sample
-from odb_factory.data.state import DataState, FillState, KeepState, Snapshot, check_states, mark_done, read_state
+from odb_factory.data.state import DataState, Share, TrainingData, done_positions, read_state
 from odb_factory.errors import ConfigError, DataError
 from odb_factory.log import get_logger
-from odb_factory.planning import Budget
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Where the training stands in an epoch: kept as optimizer steps are consumed, written as a state, read from one.
@@ -30,48 +29,67 @@ NUM_PROBES = 8
 """So many of the rows that a rank has trained on last are read again when it goes on, to see that they are the same."""
 BUDGETS = {"token_budget", "max_patches"}
 """Settings that may change at any time: rows depend on them where overlong ones are dropped or cut."""
+ReadRow = Callable[[int], Sample | Rejection]
 WAY_OUT = "take an older state, or set `resume: ignore_data` to begin the epoch anew"
 
 
 class Progress(ABC):
     """One for each mode (`KeepProgress`, `FillProgress`), which also makes the planner of its epochs.
 
-    data: what must be as it was for a state to mean anything here; `order` in it is filled in for each epoch.
+    now: the state after the optimizer step consumed last.
     read_row: observes a row of the dataset by its number (None where that cannot be: a stream).
     is_loaded: a state has been loaded, and no step been taken since.
     order: the fingerprint that the order of the epoch must have, if a state has said so.
     rows_from: what rows are made with, as text by name; a state keeps it, so that a change is named.
     """
 
-    mode: str
+    mode: Literal["keep", "fill"]
+    share: Share | None
+    """Of a rank before the first step of an epoch."""
     global_batch_size: int | None = None
     """Samples of an optimizer step on all ranks; None with `fill`."""
     steps_an_epoch: int | None = None
     """Optimizer steps of an epoch, where they are known ahead."""
 
-    def __init__(
-        self, rank: int, world_size: int, data: dict[str, Any], read_row: Callable[[int], Sample | Rejection] | None
-    ):
+    def __init__(self, rank: int, world_size: int, data: TrainingData, read_row: ReadRow | None):
         self.rank, self.world_size, self.data, self.read_row = rank, world_size, data, read_row
         self.probes: deque[tuple[int, int]] = deque(maxlen=NUM_PROBES)
         self.rows_from: dict[str, str] = {}
         self.open(0)
 
-    def open(self, epoch: int) -> None:
-        """Stand before the first optimizer step of an epoch."""
-        self.epoch = epoch
+    @property
+    def epoch(self) -> int:
+        return self.now.epoch
+
+    @property
+    def place(self) -> dict[str, int]:
+        """Where the pass begins, in words of which all ranks must have the same."""
+        now = self.now
+        return {
+            "epoch": now.epoch,
+            "optimizer steps done in it": now.optimizer_steps,
+            "samples done in it": now.done,
+        }
+
+    def open(self, epoch: int, **place: Any) -> None:
+        """Stand before the first optimizer step of an epoch, or at `place` (fields of `DataState`)."""
         self.order: int | None = None
         self.has_moved = self.is_loaded = False
+        self.now = DataState(
+            mode=self.mode,
+            rank=self.rank,
+            world_size=self.world_size,
+            data=self.data,
+            epoch=epoch,
+            probes=(),
+            rows_from={},
+            **{"share": self.share} | place,
+        )
 
     def turn_to(self, epoch: int) -> None:
         """The next pass is over this epoch; from where a loaded state left it if it is that one."""
         if epoch != self.epoch or self.has_moved:
             self.open(epoch)
-
-    @property
-    @abstractmethod
-    def place(self) -> dict[str, int]:
-        """Where the pass begins, in words of which all ranks must have the same."""
 
     @abstractmethod
     def start(self) -> Start:
@@ -82,24 +100,38 @@ class Progress(ABC):
         """The planner of the epoch from there on."""
 
     def consume(self, step: OptimizerStep, micro_batches: Sequence[MicroBatch], planner: EpochPlanner | None) -> None:
-        """Stand behind `step`. micro_batches: those of this rank since the last call. planner: None behind the last."""
+        """Stand after `step`. micro_batches: those of this rank since the last call. planner: None after the last."""
         for one in micro_batches:
-            self.probes.extend(zip(one.ids, one.contents))
+            self.probes.extend((sample.id, sample.content) for sample in one.samples)
         if step.last:
             self.open(step.epoch + 1)
-        else:
-            self.has_moved, self.is_loaded = True, False
-            assert planner is not None
-            self._move(step, micro_batches, planner)
+            return
+        assert planner is not None
+        self.has_moved, self.is_loaded = True, False
+        rejected = dict(step.rejected)
+        self.now = replace(
+            self.now,
+            optimizer_steps=step.index + 1,
+            trained=step.done - sum(rejected.values()),  # of steps that were passed over, too
+            rejected=rejected,
+            overlong=step.overlong,
+            share=self._share_after(micro_batches, planner),
+        )
 
-    @abstractmethod
     def state(self, order: int) -> DataState:
         """order: the fingerprint of the epoch's."""
+        return replace(
+            self.now,
+            data=replace(self.data, order=order),
+            probes=tuple(self.probes),
+            rows_from=self.rows_from,
+        )
 
     def load(
         self, saved: Sequence[Mapping[str, Any]], fingerprint: Callable[[int], int], *, ignore_data: bool = False
     ) -> None:
-        """Go on from the states of all ranks, or from one alone where that tells all (see `needs_all`).
+        """Go on from the states of all ranks, or from one alone where that says all: with kept steps, and where it is
+        this rank's and there are as many ranks as before.
 
         fingerprint: that of the order of an epoch, here. Raises `DataError` with what differs or is damaged.
         """
@@ -113,15 +145,23 @@ class Progress(ABC):
         mine = next((state for state in states if state.rank == self.rank), states[0])
         changed = self._changed_settings(mine)
         self._check_data(mine, fingerprint(mine.epoch), changed)
-        are_same = self._rows_are_as_they_were(mine, changed)
+        self._check_rows(mine, changed)
         if changed.keys() - BUDGETS:
             logger.warning(
                 "%s since the checkpoint; the rows to come are made with what is set now", ", ".join(changed.values())
             )
+        ranks = f"ranks {mine.world_size} -> {self.world_size}" if mine.world_size != self.world_size else ""
+        share = self._share_of(mine, states, ranks)
+        if ranks and mine.data.split and not _is_at_begin(mine):
+            raise DataError(
+                f"{ranks}: a stream that was split between the ranks beforehand cannot be dealt out anew; go on as "
+                "before, give the ranks the whole stream, or set `resume: ignore_data`"
+            )
         self.open(mine.epoch)
+        self.now = replace(mine, rank=self.rank, world_size=self.world_size, data=self.data, share=share)
+        self.order = None if _is_at_begin(mine) else mine.data.order
         self.is_loaded = True
         self.probes = deque(mine.probes, maxlen=NUM_PROBES)
-        self._restore(mine, states, rows_are_same=are_same)
 
     @abstractmethod
     def skip(self, optimizer_steps: int, epochs: float) -> int | None:
@@ -131,15 +171,13 @@ class Progress(ABC):
         """Plans made ahead of the one that is handed on."""
         return 2
 
-    def needs_all(self, state: DataState) -> bool:
-        """Whether going on from it needs the states of all ranks."""
-        return False
+    def _share_after(self, micro_batches: Sequence[MicroBatch], planner: EpochPlanner) -> Share | None:
+        """What this rank has done once these are consumed."""
+        return None
 
-    @abstractmethod
-    def _move(self, step: OptimizerStep, micro_batches: Sequence[MicroBatch], planner: EpochPlanner) -> None: ...
-
-    @abstractmethod
-    def _restore(self, mine: DataState, states: Sequence[DataState], *, rows_are_same: bool) -> None: ...
+    def _share_of(self, mine: DataState, states: Sequence[DataState], ranks: str) -> Share | None:
+        """What this rank has done by these states. ranks: how their number has changed, "" if it has not."""
+        return None
 
     def _begin_epoch_of(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Of a state that may be damaged, or of another version: 0 where even that is not in it."""
@@ -162,33 +200,28 @@ class Progress(ABC):
         return changed
 
     def _check_data(self, state: DataState, order: int, changed: Mapping[str, str]) -> None:
-        mode = state.to_dict()["mode"]
-        if mode != self.mode:
+        if state.mode != self.mode:
             raise DataError(
-                f"global_batch_size: the state was written with `{mode}`, so where it stands among the steps of "
+                f"global_batch_size: the state was written with `{state.mode}`, so where it stands among the steps of "
                 f"`{self.mode}` cannot be told; go on with what it was, or set `resume: ignore_data` to begin the "
                 "epoch anew"
             )
-        differs = [
-            f"{key} was {then!r}, is {now!r}"
-            for key, then, now in differences(state.data, self.data | {"order": order})
-            if key != "order"
-        ]
-        if not differs and state.data.get("order") == order:
+        then, now = asdict(state.data), asdict(replace(self.data, order=order))
+        if then == now:
             return
+        differs = [
+            f"{key} was {then[key]!r}, is {now[key]!r}" for key in now if then[key] != now[key] and key != "order"
+        ]
         differs = [*changed.values(), *differs] or ["rows come in another order: another shuffling or other data sets"]
         raise DataError(
             f"the training data or their order are not those of the checkpoint ({'; '.join(differs)}), so what is left "
             "of the epoch cannot be told; bring them back, or set `resume: ignore_data` to begin it anew"
         )
 
-    def _rows_are_as_they_were(self, state: DataState, changed: Mapping[str, str]) -> bool:
-        """Read a few trained rows again. False if rows are not the same each time they are read (drawn at random).
-
-        Raises `DataError` where one has changed.
-        """
+    def _check_rows(self, state: DataState, changed: Mapping[str, str]) -> None:
+        """Read a few trained rows again. Raises `DataError` where one has changed; warns where rows are random."""
         if self.read_row is None:
-            return True
+            return
         for row, content in state.probes:
             now = self.read_row(row)
             if not content or (isinstance(now, Sample) and now.content == content):
@@ -200,7 +233,7 @@ class Progress(ABC):
                     "data are those of the checkpoint",
                     row,
                 )
-                return False
+                return
             found = "it says something else" if isinstance(now, Sample) else now.message.rstrip(".;")
             if changed:
                 raise DataError(
@@ -211,43 +244,34 @@ class Progress(ABC):
                 f"the training data have changed since the checkpoint: row {row} of the training dataset was trained "
                 f"on, and now: {found}; bring it back, or set `resume: ignore_data` to begin the epoch anew"
             )
-        return True
 
 
-def differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """(key, then, now) of what is not as it was."""
-    return [(key, then.get(key), value) for key, value in now.items() if then.get(key) != value]
+def _is_at_begin(state: DataState) -> bool:
+    """Whether nothing of the epoch is done."""
+    return not state.optimizer_steps and (state.share is None or state.share.is_untouched)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Progress in an epoch of kept optimizer steps: a cursor, the same on all ranks.
 
 
 class KeepProgress(Progress):
-    """Budget, workers and (but for a stream that is split beforehand) ranks may change at any optimizer step."""
+    """With kept optimizer steps: a cursor, the same on all ranks.
+
+    Budget, workers and (but for a stream that is split beforehand) ranks may change at any optimizer step.
+    """
 
     mode = "keep"
+    share = None
 
-    def __init__(
-        self,
-        rank: int,
-        stock: StockSteps,
-        data: dict[str, Any],
-        read_row: Callable[[int], Sample | Rejection] | None = None,
-    ):
+    def __init__(self, rank: int, stock: StockSteps, data: TrainingData, read_row: ReadRow | None = None):
         self.stock = stock
-        steps = {"global_batch_size": stock.global_batch_size, "rows left out by drop_last": stock.not_trained}
-        super().__init__(rank, stock.world_size, data | steps, read_row)
+        data = replace(data, global_batch_size=stock.global_batch_size, left_out_by_drop_last=stock.not_trained)
+        super().__init__(rank, stock.world_size, data, read_row)
         self.global_batch_size, self.steps_an_epoch = stock.global_batch_size, stock.steps_an_epoch
 
     def plans_ahead(self, buffer_size: int) -> int:
         """As many optimizer steps as the buffer holds of a rank's samples: with the one handed on, one more is held."""
         return max(1, buffer_size * self.stock.world_size // self.stock.global_batch_size)
-
-    def open(self, epoch: int) -> None:
-        super().open(epoch)
-        self.optimizer_steps = self.trained = self.overlong = 0
-        self.rejected: Counter[str] = Counter()
 
     def skip(self, optimizer_steps: int, epochs: float) -> None:
         """Raises `DataError` for a dataset without a length."""
@@ -258,204 +282,83 @@ class KeepProgress(Progress):
                 "length is not known; set `resume: ignore_data` to begin an epoch anew"
             )
         epoch, done = divmod(optimizer_steps, max(an_epoch, 1))
-        self.open(epoch)
-        self.optimizer_steps, self.trained = done, done * self.stock.global_batch_size
+        self.open(epoch, optimizer_steps=done, trained=done * self.stock.global_batch_size)
         self.is_loaded = True
-
-    @property
-    def place(self) -> dict[str, int]:
-        return {"epoch": self.epoch, "optimizer steps done in it": self.optimizer_steps}
 
     def start(self) -> Start:
         stock = self.stock
         return Start(
-            first=stock.first_number(self.rank, self.optimizer_steps),
+            first=stock.first_number(self.rank, self.now.optimizer_steps),
             stop=stock.num_samples if stock.not_trained else None,
             block=stock.global_batch_size,
         )
 
     def planner(self, observed: Iterator[Sample | Rejection], context: EpochContext) -> EpochPlanner:
-        return KeepEpoch(
-            observed,
-            context,
-            stock=self.stock,
-            epoch=self.epoch,
-            first_step=self.optimizer_steps,
-            trained=self.trained,
-            rejected=self.rejected,
-            overlong=self.overlong,
-        )
-
-    def state(self, order: int) -> KeepState:
-        return KeepState(
-            rank=self.rank,
-            world_size=self.world_size,
-            data=self.data | {"order": order},
-            epoch=self.epoch,
-            optimizer_steps=self.optimizer_steps,
-            trained=self.trained,
-            rejected=self.rejected,
-            overlong=self.overlong,
-            probes=tuple(self.probes),
-            rows_from=self.rows_from,
-        )
-
-    def _move(self, step: OptimizerStep, micro_batches: Sequence[MicroBatch], planner: EpochPlanner) -> None:
-        self.optimizer_steps = step.index + 1
-        self.trained = step.done - step.rejected.total()  # of steps that were passed over unsaid, too
-        self.rejected, self.overlong = step.rejected, step.overlong
-
-    def _restore(self, mine: DataState, states: Sequence[DataState], *, rows_are_same: bool) -> None:
-        assert isinstance(mine, KeepState)
-        if mine.data["split"] and mine.world_size != self.world_size:
-            raise DataError(
-                f"ranks {mine.world_size} -> {self.world_size}: a stream that was split between the ranks beforehand "
-                "cannot be dealt out anew; go on as before, give the ranks the whole stream, or set "
-                "`resume: ignore_data`"
-            )
-        if mine.optimizer_steps:
-            self.order = mine.data["order"]
-        self.optimizer_steps, self.trained = mine.optimizer_steps, mine.trained
-        self.rejected, self.overlong = Counter(mine.rejected), mine.overlong
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Progress in an epoch of filled optimizer steps: done samples, buffers, and the round under way.
+        return KeepEpoch(observed, context, self.now, stock=self.stock)
 
 
 class FillProgress(Progress):
-    """settings: of `FillEpoch`. plan: what must be as it was for the epoch to go on with the same micro-batches; else
-    its rest is dealt out anew."""
+    """With filled optimizer steps: what each rank has done of its share of the order.
+
+    A rank goes on with what is left of its share; where there are other ranks, what is left of all shares is dealt out
+    anew. settings: of `FillEpoch`.
+    """
 
     mode = "fill"
+    share = Share()
 
     def __init__(
         self,
         rank: int,
         world_size: int,
         settings: dict[str, Any],
-        data: dict[str, Any],
-        plan: dict[str, Any],
-        read_row: Callable[[int], Sample | Rejection] | None = None,
+        data: TrainingData,
+        read_row: ReadRow | None = None,
     ):
-        self.plan, self.settings = plan | settings, settings
+        self.settings = settings
         super().__init__(rank, world_size, data, read_row)
-
-    def open(self, epoch: int) -> None:
-        super().open(epoch)
-        self.done: np.ndarray | None = None
-        self.resume: tuple[Snapshot, int] | None = None
-        self.draws: list[int] = []
 
     def skip(self, optimizer_steps: int, epochs: float) -> int:
         """Returns how many samples of the order are taken for done."""
-        num_samples = self.data["samples"] or 0
+        num_samples = self.data.samples or 0
         done = round((epochs - int(epochs)) * num_samples)
-        self.open(int(epochs))
-        if done:
-            self.done = np.arange(num_samples) < done
+        self.open(int(epochs), trained=done, share=Share(done_before=np.arange(num_samples) < done if done else None))
         self.is_loaded = True
         return done
 
-    @property
-    def place(self) -> dict[str, int]:
-        round_index, consumed = (self.resume[0].round_index, self.resume[1]) if self.resume else (-1, 0)
-        return {
-            "epoch": self.epoch,
-            "plans made in it": round_index + 1,
-            "micro-batches done of the last plan": consumed,
-            "samples done before": -1 if self.done is None else int(self.done.sum()),
-        }
-
     def start(self) -> Start:
-        if self.resume is None:
-            return Start(done=self.done)
-        snapshot = self.resume[0]
-        return Start(done=self.done, replay=tuple(held.draw for held in snapshot.waiting), first=snapshot.drawn)
+        share = self.now.share
+        assert share is not None
+        return Start(done=share.done_before, replay=share.waiting, first=share.drawn)
 
     def planner(self, observed: Iterator[Sample | Rejection], context: EpochContext) -> EpochPlanner:
-        return FillEpoch(
-            observed,
-            context,
-            epoch=self.epoch,
-            done_before=0 if self.done is None else int(self.done.sum()),
-            resume=self.resume,
-            emitted_before=self.draws,
-            **self.settings,
+        assert self.now.share is not None
+        return FillEpoch(observed, context, self.now, share=self.now.share, **self.settings)
+
+    def _share_after(self, micro_batches: Sequence[MicroBatch], planner: EpochPlanner) -> Share | None:
+        share = self.now.share
+        assert isinstance(planner, FillEpoch) and share is not None
+        if not micro_batches:
+            return share
+        drawn = micro_batches[-1].drawn
+        given = {draw for one in micro_batches for draw in one.given}
+        waiting = (draw for draw in itertools.chain(share.waiting, range(share.drawn, drawn)) if draw not in given)
+        return replace(
+            share, drawn=drawn, waiting=tuple(draw for draw in waiting if draw not in planner.rejected_draws)
         )
 
-    def state(self, order: int) -> FillState:
-        snapshot, consumed = self.resume or (None, 0)
-        return FillState(
-            rank=self.rank,
-            world_size=self.world_size,
-            data=self.data | {"order": order},
-            plan=self.plan,
-            epoch=self.epoch,
-            done=self.done,
-            snapshot=snapshot,
-            consumed=consumed,
-            emitted=tuple(self.draws),
-            probes=tuple(self.probes),
-            rows_from=self.rows_from,
-        )
-
-    def needs_all(self, state: DataState) -> bool:
-        """The epoch is under way, and its plan will change."""
-        return isinstance(state, FillState) and bool(
-            (state.snapshot is not None or state.done is not None) and self._changed(state)
-        )
-
-    def _move(self, step: OptimizerStep, micro_batches: Sequence[MicroBatch], planner: EpochPlanner) -> None:
-        assert isinstance(planner, FillEpoch)
-        snapshots = planner.snapshots
-        for one in micro_batches:
-            while snapshots[0].round_index < one.round_index:
-                snapshots.popleft()
-            if self.resume is None or one.round_index != self.resume[0].round_index:
-                self.draws = []
-            self.draws += one.positions
-            self.resume = (snapshots[0], one.number + 1 - snapshots[0].steps)
-
-    def _restore(self, mine: DataState, states: Sequence[DataState], *, rows_are_same: bool) -> None:
-        assert isinstance(mine, FillState)
-        snapshot = mine.snapshot
-        if snapshot is not None and not rows_are_same:
-            snapshot = snapshot.without_contents()
-        if snapshot is None and mine.done is None:
-            return
-        self.order = mine.data["order"]
-        changed = self._changed(mine)
-        if not changed:
-            self.done, self.draws = mine.done, list(mine.emitted)
-            self.resume = None if snapshot is None else (snapshot, mine.consumed)
-            return
-        if self.data["split"]:
-            raise DataError(
-                f"{', '.join(changed)}: a stream that was split between the ranks beforehand cannot be dealt out anew; "
-                "go on as before, give the ranks the whole stream, or set `resume: ignore_data`"
-            )
+    def _share_of(self, mine: DataState, states: Sequence[DataState], ranks: str) -> Share | None:
+        if not ranks and mine.rank == self.rank:
+            return mine.share
+        if _is_at_begin(mine) or mine.data.split:
+            return self.share
         try:
-            of_all = [state for state in states if isinstance(state, FillState)]
-            check_states(of_all)
-            self.done = mark_done(of_all, self.data["samples"])
+            done = done_positions(states)
         except DataError as error:
             raise DataError(f"{error}; {WAY_OUT}") from None
-        logger.info(
-            "epoch %d goes on with other micro-batches (%s): its %s are dealt out anew",
-            self.epoch,
-            ", ".join(changed),
-            "other samples" if self.data["samples"] is None else f"{int((~self.done).sum())} samples left",
-        )
-
-    def _changed(self, state: FillState) -> list[str]:
-        """What keeps this rank from going on with the same micro-batches."""
-        changed = [f"{key} {then!r} -> {now!r}" for key, then, now in differences(state.plan, self.plan)]
-        if state.world_size != self.world_size:
-            changed.append(f"ranks {state.world_size} -> {self.world_size}")
-        elif state.rank != self.rank:
-            changed.append(f"the state of rank {state.rank} for rank {self.rank}")
-        return changed
+        left = "other samples" if self.data.samples is None else f"{int((~done).sum())} samples left"
+        logger.info("epoch %d goes on with %s: its %s are dealt out anew", mine.epoch, ranks, left)
+        return Share(done_before=done)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -495,15 +398,14 @@ def progress_for(
     config: ODBConfig,
     rule: OptimizerStepRule,
     *,
-    budget: Budget,
     rank: int,
     world_size: int,
-    data: dict[str, Any],
-    read_row: Callable[[int], Sample | Rejection] | None,
+    data: TrainingData,
+    read_row: ReadRow | None,
 ) -> Progress:
-    """data: what must be as it was for a state to mean anything; read_row: see `Progress`."""
+    """read_row: see `Progress`."""
     if config.keeps:
-        stock = _stock_steps(config, rule, world_size, data["samples"], is_split=data["split"])
+        stock = _stock_steps(config, rule, world_size, data.samples, is_split=data.split)
         return KeepProgress(rank, stock, data, read_row)
     if rule.drop_last:
         raise ConfigError(
@@ -511,20 +413,7 @@ def progress_for(
             "`global_batch_size: fill` trains on every sample; set it to False, or keep the optimizer steps."
         )
     settings = {"buffer_size": config.buffer_size, "accumulation": rule.accumulation, "join": config.join}
-    plan = {
-        "token_budget": config.token_budget,
-        "max_patches": config.max_patches,
-        "balance": config.balance,
-        "cost_model": config.cost_model,
-        "overlong": config.overlong,
-        "on_error": config.on_error,
-        "collation": [str(value) for value in dataclasses.astuple(budget.collation)],  # of tuples JSON makes lists
-        "layout": budget.layout,
-        "pad_to_multiple_of": budget.sizes.multiple,
-        "length_buckets": list(budget.sizes.buckets),
-        "row_multiple": budget.row_multiple,
-    }
-    return FillProgress(rank, world_size, settings, data, plan, read_row)
+    return FillProgress(rank, world_size, settings, data, read_row)
 
 
 def _stock_steps(

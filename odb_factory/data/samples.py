@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from odb_factory.log import get_logger
 from odb_factory.planning import Cost, MicroStepTotals
@@ -79,58 +79,91 @@ class OptimizerStep:
     epoch_steps: int
     last: bool
 
+    @classmethod
+    def of(cls, totals: Sequence[MicroStepTotals], **others: Any) -> OptimizerStep:
+        """The step of these micro-steps. others: the fields that are no sums over them."""
+        return cls(
+            num_micro_batches=len(totals),
+            num_active=sum(one.active_ranks for one in totals),
+            samples=sum(one.samples for one in totals),
+            tokens=sum(one.tokens for one in totals),
+            padded_tokens=sum(one.padded_tokens for one in totals),
+            units=sum(one.units for one in totals),
+            **others,
+        )
+
+
+class SampleInfo(NamedTuple):
+    """What is known of a sample of a micro-batch.
+
+    id: its row of the training dataset. tokens: without padding. content: as in `Sample`.
+    stock_units: what stock divides by to take the mean that the sample is part of; stock_counted: its own share of
+    these; stock_mean: the number of that mean in the optimizer step. stock_batch: the number of stock's micro-batch,
+    counted rank by rank, then micro-step by micro-step. All 0 with `fill`.
+    """
+
+    id: int
+    tokens: int
+    units: int
+    content: int = 0
+    stock_units: int = 0
+    stock_counted: int = 0
+    stock_mean: int = 0
+    stock_batch: int = 0
+
+    @classmethod
+    def of(cls, sample: Sample, of_stock: Sequence[int] = ()) -> SampleInfo:
+        return cls(sample.id, sample.cost.tokens, sample.cost.units, sample.content, *of_stock)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
     """One forward and backward of this rank, and what all ranks know about that micro-step.
 
     step: the optimizer step that it is a part of. index: its number in it, from 0.
-    ids: rows of the training dataset, in batch order; empty on an idle micro-batch.
-    lengths: tokens of each sample of `ids`, without padding. units: of each, too.
-    stock_units: of each sample the units that stock divides by to take the mean it is part of; () with `fill`.
-    stock_batches: of each sample the number of stock's micro-batch within the optimizer step, which goes through the
-        ranks first and then through the micro-steps; () with `fill`.
+    samples: in batch order; empty on an idle micro-batch.
     totals: the micro-step over all ranks.
-    number, round_index, positions: with `fill` its number in the epoch, the round it was planned in, and which of its
-        draws this rank has given away for the micro-step.
-    contents: checksums of the rows of `ids`.
-    stock_means, stock_counted: of each sample the number of the mean that `stock_units` belongs to, and its own share
-        of those units; () with `fill`.
+    given, drawn: with `fill` which rows of its share this rank has given away for the micro-step, and how many it had
+        drawn when the optimizer step was planned.
     whole, numbers: where rows were lost after the step began, the micro-batch as planned, by which the others are
-        weighed, and the places of `ids` in it.
+        weighed, and the places of `samples` in it.
     """
 
     step: OptimizerStep
     index: int
-    ids: tuple[int, ...]
-    lengths: tuple[int, ...]
-    units: tuple[int, ...]
-    stock_units: tuple[int, ...]
+    samples: tuple[SampleInfo, ...]
     totals: MicroStepTotals
-    stock_batches: tuple[int, ...] = ()
-    number: int = 0
-    round_index: int = 0
-    positions: tuple[int, ...] = ()
-    contents: tuple[int, ...] = ()
-    stock_means: tuple[int, ...] = ()
-    stock_counted: tuple[int, ...] = ()
+    given: tuple[int, ...] = ()
+    drawn: int = 0
     whole: MicroBatch | None = None
     numbers: tuple[int, ...] = ()
 
     def only(self, numbers: Sequence[int]) -> MicroBatch:
         """The same with these of its samples alone; what it says of all ranks stays."""
-        values = {name: getattr(self, name) for name in PER_SAMPLE}
-        left: dict[str, Any] = {name: tuple(all[i] for i in numbers) for name, all in values.items() if all}
-        return replace(self, **left)
+        places = tuple(self.numbers[i] for i in numbers) if self.whole is not None else ()
+        return replace(self, samples=tuple(self.samples[i] for i in numbers), numbers=places)
 
     def without(self, numbers: Sequence[int]) -> MicroBatch:
         """The same without these of its samples, which were lost after its step began: the others weigh as planned."""
-        kept = tuple(i for i in range(len(self.ids)) if i not in numbers)
+        kept = tuple(i for i in range(len(self.samples)) if i not in numbers)
         return replace(self.only(kept), whole=self, numbers=kept)
 
     @property
+    def ids(self) -> tuple[int, ...]:
+        return tuple(sample.id for sample in self.samples)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each sample."""
+        return tuple(sample.tokens for sample in self.samples)
+
+    @property
+    def units(self) -> tuple[int, ...]:
+        return tuple(sample.units for sample in self.samples)
+
+    @property
     def idle(self) -> bool:
-        return not self.ids
+        return not self.samples
 
     @property
     def tokens(self) -> int:
@@ -143,12 +176,6 @@ class MicroBatch:
     @property
     def ends_optimizer_step(self) -> bool:
         return self.index == self.step.num_micro_batches - 1
-
-
-PER_SAMPLE = (
-    "ids", "lengths", "units", "stock_units", "stock_batches", "contents", "stock_means", "stock_counted", "numbers"
-)  # fmt: skip
-"""The fields of a `MicroBatch` with one entry for each sample."""
 
 
 Task = tuple[MicroBatch, list[Sample]]

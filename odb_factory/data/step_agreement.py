@@ -37,8 +37,8 @@ CHECK_S = 0.1
 class AgreedRow(NamedTuple):
     """A row that cannot be collated, as all ranks are told before its optimizer step begins: it leaves the step.
 
-    micro_batch: its number in the step. mean, counted, divisor: of the micro-batch's `stock_means`, `stock_counted` and
-    `stock_units`.
+    micro_batch: its number in the step. mean, counted, divisor: `stock_mean`, `stock_counted` and `stock_units` of the
+    sample.
     """
 
     micro_batch: int
@@ -103,10 +103,10 @@ class Agreed:
             units=micro_batch.totals.units - sum(row.units for row in here),
             active_ranks=micro_batch.totals.active_ranks - self.emptied[micro_batch.index],
         )
-        left = micro_batch.only([number for number, id in enumerate(micro_batch.ids) if id not in ids])
+        left = micro_batch.only([number for number, id in enumerate(micro_batch.ids) if id not in ids]).samples
         lost = self._lost_units()
-        units = tuple(units - lost[mean] for units, mean in zip(left.stock_units, left.stock_means))
-        return replace(left, step=self.step, totals=totals, stock_units=units)
+        samples = tuple(one._replace(stock_units=one.stock_units - lost[one.stock_mean]) for one in left)
+        return replace(micro_batch, step=self.step, totals=totals, samples=samples)
 
     def _lost_units(self) -> Counter[int]:
         """By the number of the mean that stock takes."""
@@ -168,13 +168,14 @@ def _note(micro_batch: MicroBatch, lost: Sequence[int]) -> dict[str, Any]:
     step = micro_batch.step
     note: dict[str, Any] = {"step": step.index, "micro_batches": step.num_micro_batches}
     if lost:
-        stock = zip(micro_batch.stock_means, micro_batch.stock_counted, micro_batch.stock_units)
-        means = list(stock) or [(0, 0, 0)] * len(micro_batch.ids)
+        rows = [micro_batch.samples[i] for i in lost]
         note["lost"] = [
-            AgreedRow(micro_batch.index, micro_batch.ids[i], micro_batch.lengths[i], micro_batch.units[i], *means[i])
-            for i in lost
+            AgreedRow(
+                micro_batch.index, one.id, one.tokens, one.units, one.stock_mean, one.stock_counted, one.stock_units
+            )
+            for one in rows
         ]
-        note["emptied"] = [micro_batch.index] if len(lost) == len(micro_batch.ids) else []
+        note["emptied"] = [micro_batch.index] if len(lost) == len(micro_batch.samples) else []
     return note
 
 

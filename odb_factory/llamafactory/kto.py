@@ -126,7 +126,7 @@ class StepKL:
     def _batch_of(self, micro_batch: MicroBatch) -> Tensor:
         """Of each example the number of its batch."""
         if self._is_stock:
-            return torch.tensor(micro_batch.stock_batches)
+            return torch.tensor([one.stock_batch for one in micro_batch.samples], dtype=torch.long)
         return torch.zeros(len(micro_batch.ids), dtype=torch.long)
 
     def _log_ratios(self, model: Any, batch: Mapping[str, Any]) -> Tensor:

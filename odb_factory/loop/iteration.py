@@ -28,7 +28,7 @@ from odb_factory.data.dataloader_parts import dismantle
 from odb_factory.data.loader import ABORT_S, ODBLoader, Pass
 from odb_factory.data.observe import ItemObserver, check_first_item
 from odb_factory.data.progress import OptimizerStepRule
-from odb_factory.data.state import read_checked, write_checked
+from odb_factory.data.state import Positive, load_fields, read_checked, require, write_checked
 from odb_factory.data.trial import TrialBatches, trial_batches
 from odb_factory.data.worker import Picklable
 from odb_factory.ending import ending
@@ -114,16 +114,15 @@ def _file(folder: str, name: str, rank: int) -> Path:
 def _read(folder: str, name: str, rank: int) -> dict[str, Any]:
     path = _file(folder, name, rank)
     try:
-        content = read_checked(path)
-        state = content.part("state")
-        state.require(state.whole("rank") == rank, "rank", "it is of another rank")
-        state.whole("world_size", 1)
+        state: dict[str, Any] = read_checked(path, state=dict[str, Any])["state"]
+        own = load_fields(state, "state", rank=int, world_size=Positive)["rank"]
+        require(own == rank, "state.rank", own, "but the file is of another rank")
     except DataError as error:
         raise DataError(
             f"{path}: {error}; load another checkpoint, or load this one without checkpoint_with(accelerator) to begin "
             "the epoch anew."
         ) from None
-    return content.mapping("state")
+    return state
 
 
 # ----------------------------------------------------------------------------------------------------------------------

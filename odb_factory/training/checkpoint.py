@@ -23,7 +23,16 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 
 from odb_factory.comm.agreement import name_ranks
 from odb_factory.comm.gloo import Exchange
-from odb_factory.data.state import Fields, KeepState, check_figures, read_checked, read_json, read_state, write_checked
+from odb_factory.data.state import (
+    Positive,
+    check_figures,
+    load_fields,
+    read_checked,
+    read_json,
+    read_state,
+    require,
+    write_checked,
+)
 from odb_factory.errors import CollectiveError, ConfigError, DataError, ODBError, one_line
 from odb_factory.log import get_logger
 from odb_factory.random_numbers import kept_random_numbers, random_states
@@ -99,44 +108,49 @@ def _naming(path: Path) -> Iterator[None]:
 def read_rank_state(folder: Path, rank: int) -> RankState:
     path = folder / RANK_FILE.format(rank=rank)
     with _naming(path):
-        fields = read_checked(path)
-        saved, run = fields.mapping("data"), fields.mapping("run")
-        check_figures(run, "run")
-        state = RankState(fields.whole("optimizer_steps"), read_state(saved), saved, run)
-        fields.require(state.data.rank == rank, "data", "it is of another rank")
-        return state
+        file = read_checked(path, optimizer_steps=int, data=dict[str, Any], run=dict[str, Any])
+        check_figures(file["run"], "run")
+        data = read_state(file["data"])
+        require(data.rank == rank, "data.rank", data.rank, "but the file is of another rank")
+        return RankState(file["optimizer_steps"], data, file["data"], file["run"])
 
 
 def read_marker(folder: Path) -> tuple[int, int]:
     """(world size, optimizer steps) of the marker."""
     with _naming(folder / MARKER):
-        fields = read_checked(folder / MARKER)
-        return fields.whole("world_size", 1), fields.whole("optimizer_steps")
+        marker = read_checked(folder / MARKER, world_size=Positive, optimizer_steps=int)
+        return marker["world_size"], marker["optimizer_steps"]
 
 
 def read_trainer_state(folder: Path) -> TrainerRecord:
     path = folder / TRAINER_STATE
     with _naming(path):
         saved = read_json(path)
-        fields = Fields(saved)
-        epochs = 0.0 if fields.value("epoch") is None else fields.number("epoch")
-        callbacks = Fields(saved.get("stateful_callbacks") or {}, "stateful_callbacks")
-        marked = callbacks.part(MARK).part("args").whole("optimizer_steps") if callbacks.has(MARK) else -1
-        return TrainerRecord(fields.whole("global_step"), epochs, marked)
+        state = load_fields(saved, global_step=int, epoch=float | None)
+        marked, callbacks = (
+            -1,
+            load_fields({"stateful_callbacks": {}} | saved, stateful_callbacks=dict[str, Any] | None),
+        )
+        callbacks = callbacks["stateful_callbacks"] or {}
+        if MARK in callbacks:
+            name = f"stateful_callbacks.{MARK}"
+            arguments = load_fields(callbacks[MARK], name, args=dict[str, Any])["args"]
+            marked = load_fields(arguments, f"{name}.args", optimizer_steps=int)["optimizer_steps"]
+        return TrainerRecord(state["global_step"], state["epoch"] or 0.0, marked)
 
 
-def read_states(folder: Path, rank: int, world_size: int, *, of_all: bool = False) -> list[RankState]:
-    """This rank's state if as many ranks wrote the checkpoint; otherwise, or `of_all`, the states of all ranks.
+def read_states(folder: Path, rank: int, world_size: int) -> list[RankState]:
+    """This rank's state if as many ranks wrote the checkpoint; otherwise the states of all ranks.
 
     With kept optimizer steps the state of any rank is enough. Raises `DataError` that names the file.
     """
     written = by_rank(folder, RANK_FILE)
     own = rank if rank in written else min(written, default=rank)
     state = read_rank_state(folder, own)
-    if isinstance(state.data, KeepState):
+    if state.data.mode == "keep":
         return [state]
     written_by = state.data.world_size
-    if written_by == world_size and not of_all:
+    if written_by == world_size:
         return [state if own == rank else read_rank_state(folder, rank)]
     return [state if other == own else read_rank_state(folder, other) for other in range(written_by)]
 
@@ -340,7 +354,7 @@ def check_content(folder: Path, rank: int, world_size: int) -> None:
     entries: dict[str, dict[str, Any]] = {}
     for other in sorted(writers & hash_files.keys()):
         with contextlib.suppress(DataError):  # a damaged hash file counts as missing
-            entries |= read_checked(hash_files[other]).mapping("files")
+            entries |= read_checked(hash_files[other], files=dict[str, Any])["files"]
     may_be_missing = (*OPTIMIZERS, SCHEDULER)  # `check_optimizer` checks for them, unless data are ignored
     files = {*files_of(folder), *(folder / name for name in entries if name not in may_be_missing)}
     for path in sorted(path for path in files if _is_loaded_by(path, rank, world_size)):
@@ -615,7 +629,7 @@ def examine(folder: Path) -> Iterator[Line]:
 
     def read_hashes(path: Path) -> None:
         with _naming(path):
-            entries.update(read_checked(path).mapping("files"))
+            entries.update(read_checked(path, files=dict[str, Any])["files"])
 
     checks: list[tuple[str, Callable[[], object]]] = [
         ("trainer_state.json is readable", partial(read_trainer_state, folder))
@@ -678,11 +692,9 @@ def load(run: ODBRun, folder: Path, gather: Gather) -> None:
 
 
 def _load_ours(run: ODBRun, folder: Path) -> None:
-    """Reads this rank's file alone, unless the rest of the epoch has to be dealt out anew."""
+    """Reads this rank's file alone where there are as many ranks as before."""
     try:
         states = read_states(folder, run.loader.rank, run.loader.world_size)
-        if len(states) == 1 and run.loader.needs_all(states[0].data):
-            states = read_states(folder, run.loader.rank, run.loader.world_size, of_all=True)
     except DataError as error:
         raise DataError(f"{error}; {WAY_OUT}.") from None
     try:

@@ -8,7 +8,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from odb_factory.data.samples import Measured, MicroBatch, OptimizerStep
+from odb_factory.data.samples import Measured, MicroBatch, OptimizerStep, SampleInfo
 from odb_factory.planning import MicroStepTotals
 
 
@@ -88,10 +88,10 @@ def optimizer_step(
             MicroBatch(
                 step=step,
                 index=k,
-                ids=tuple(ids),
-                lengths=tuple(rows[i].tokens for i in ids),
-                units=tuple(rows[i].supervised for i in ids),
-                stock_units=tuple(groups[group_of(rows[i])] for i in ids),
+                samples=tuple(
+                    SampleInfo(i, rows[i].tokens, rows[i].supervised, stock_units=groups[group_of(rows[i])])
+                    for i in ids
+                ),
                 totals=totals[k],
             )
             for k, ids in enumerate(slots[r])

@@ -18,6 +18,7 @@ from odb_factory.comm.coordinator import RankMetadata, SingleProcessCoordinator
 from odb_factory.data.epoch import EpochContext
 from odb_factory.data.fill_epoch import FillEpoch
 from odb_factory.data.samples import Rejection, Sample
+from odb_factory.data.state import Place, Share
 from odb_factory.errors import CollectiveError, DataError
 from odb_factory.planning import Budget, Collation
 
@@ -95,10 +96,9 @@ def test_what_a_step_says_is_true_on_every_rank(rows: list[Row], options: dict[s
     epochs = run_epoch(rows, **options)
     costs = {row.id: row.cost for row in usable(rows)}
     check_whole_optimizer_steps(epochs)
-    for number, micro_step in enumerate(zip(*(epoch.micro_batches for epoch in epochs))):
+    for micro_step in zip(*(epoch.micro_batches for epoch in epochs)):
         totals, ids = micro_step[0].totals, [id for one in micro_step for id in one.ids]
         assert [one.totals for one in micro_step] == [totals] * len(epochs)
-        assert [one.number for one in micro_step] == [number] * len(epochs)
         assert totals.samples == len(ids)
         assert totals.active_ranks == sum(not one.idle for one in micro_step)
         assert totals.tokens == sum(one.tokens for one in micro_step) == sum(costs[id].tokens for id in ids)
@@ -263,7 +263,7 @@ def test_the_buffer_is_filled_and_never_above_its_size() -> None:
         find_dummy_sample=lambda: sample(0, 1),
         leave_out=print,
     )
-    planner = FillEpoch(rows(), context, epoch=0, buffer_size=8, accumulation=1, join=True)
+    planner = FillEpoch(rows(), context, Place(), share=Share(), buffer_size=8, accumulation=1, join=True)
     for tasks in planner:
         emitted += sum(len(one.ids) for one, _ in tasks)
     assert emitted == 100

@@ -16,6 +16,7 @@ from odb_factory.data import epoch
 from odb_factory.data.epoch import EpochContext, KeepEpoch
 from odb_factory.data.samples import MicroBatch, Sample
 from odb_factory.data.serialize import pack
+from odb_factory.data.state import Place
 from odb_factory.errors import CollectiveError
 from odb_factory.planning import Budget, BufferMetadata, Cost, CostModel, keep, make_metadata, plan_in_groups
 from odb_factory.planning.keep import GroupOutline, group_of, outline, plan_group
@@ -38,8 +39,8 @@ def epoch_of(seat: Any, samples: list[Sample], global_batch_size: int, group_siz
             find_dummy_sample=lambda: samples[0],
             leave_out=print,
         ),
+        Place(),
         stock=stock_steps(len(samples), size=global_batch_size, world_size=seat.world_size),
-        epoch=0,
     )
     return [micro_batch for tasks in planner for micro_batch, _ in tasks]
 

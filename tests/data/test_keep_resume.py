@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from thread_ranks import run_ranks
 
 from odb_factory.data.order import StockMean
-from odb_factory.data.state import KeepState
+from odb_factory.data.state import read_state
 from odb_factory.errors import CollectiveError, ConfigError, DataError
 
 EIGHT = KEEP | {"global_batch_size": 8}
@@ -140,7 +140,7 @@ def test_a_loop_may_fetch_ahead_of_what_it_has_trained_on() -> None:
     for state in states:
         place = (state["epoch"], state["optimizer_steps"])
         done = [id for one in whole[0] for id in one.ids if (one.step.epoch, one.step.index) < place]
-        assert state["probes"]["rows"] == done[-8:], "rows of steps that are done, and of no other"
+        assert [row for row, _ in state["probes"]] == done[-8:], "rows of steps that are done, and of no other"
 
 
 def test_steps_that_were_not_named_one_by_one_are_done_with_a_later_one() -> None:
@@ -183,7 +183,7 @@ OTHERS = [
     ({"seed": 8}, "seed was 7, is 8"),
     ({"lengths": LENGTHS[:-1]}, "samples was 60, is 59"),
     ({"global_batch_size": 16}, "global_batch_size was 8, is 16"),
-    ({"drop_last": True, "batch_size": 8}, "rows left out by drop_last was 0, is 4"),
+    ({"drop_last": True, "batch_size": 8}, "left_out_by_drop_last was 0, is 4"),
     ({"stream": Stream}, "samples was 60, is None"),
 ]
 
@@ -250,7 +250,8 @@ EDITS = [
     ("data", [], "`data` is [], not an object"),
     ("data.samples", "60", "`data.samples` is '60'"),
     ("data.global_batch_size", 0, "`data.global_batch_size` is 0"),
-    ("data.split", None, "split was None, is False"),
+    ("data.split", None, "`data.split` is None, not true or false"),
+    ("data.split", True, "split was True, is False"),
     ("optimizer_steps", 2.5, "`optimizer_steps` is 2.5, not a whole number"),
     ("optimizer_steps", 8, "an epoch has 60 samples"),
     ("optimizer_steps", 3, "24 samples were drawn"),
@@ -259,8 +260,8 @@ EDITS = [
     ("rejected", {"invalid": -1}, "`rejected.invalid` is -1"),
     ("rejected", {"invalid": 10}, "32 samples were drawn"),
     ("overlong", True, "`overlong` is True"),
-    ("probes.rows", [1], "`probes.rows`"),
-    ("probes.content", "AAA=", "not four for each sample"),
+    ("probes", [[1]], "`probes[0]` is [1], not 2 values"),
+    ("share", {"done_before": None, "drawn": 0, "waiting": []}, "but `mode` is keep"),
     ("mode", "both", "`mode` is 'both', not keep or fill"),
     ("version", 3, "version 3"),
 ]
@@ -284,7 +285,7 @@ def test_a_state_that_contradicts_itself_is_refused(path: str, value: Any, words
 
 
 def test_a_state_without_a_field_is_refused(stopped: dict[str, Any]) -> None:
-    assert KeepState.from_dict(stopped).to_dict() == stopped
+    assert json.loads(json.dumps(read_state(stopped).to_dict())) == stopped
     for key in stopped:
         with pytest.raises(DataError, match=f"`{key}` is missing"):
             run(LENGTHS, states=[{name: value for name, value in stopped.items() if name != key}], **EIGHT)

@@ -1,26 +1,23 @@
-"""Stop anywhere, resume anywhere: what is left of an epoch comes once; with nothing changed, in the same steps."""
+"""Stop anywhere, resume anywhere: what is left of an epoch comes once."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import logging
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-from data.stops import KEEP, LENGTHS, Observer, Stream, edited, ids_of, make_loader, num_steps, run, usable
+from data.stops import KEEP, LENGTHS, Observer, SplitStream, Stream, edited, ids_of, make_loader, num_steps, run, usable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from thread_ranks import Table
 
 from odb_factory.data.order import OF_MICRO_BATCH
-from odb_factory.data.state import pack_done
-from odb_factory.data.step_times import StepTimes
+from odb_factory.data.state import dump
 from odb_factory.errors import DataError
-from odb_factory.planning import Cost, CostModel
+from odb_factory.planning import Cost
 
 SLOW = pytest.mark.full_grid
 MODES = [
@@ -47,38 +44,50 @@ MODES = [
 ]
 
 
-def check_every_stop(lengths: Sequence[int], *, epochs: int = 2, **mode: Any) -> list[list[Any]]:
-    """Save and restore behind every optimizer step: what follows is what follows in the run that was not stopped.
-
-    Each rank goes on from its own state alone. Returns the micro-batches of each rank of the whole run.
-    """
-    whole, end = run(lengths, epochs=epochs, **mode)
-    for stop in range(1, num_steps(whole)):
-        before, states = run(lengths, epochs=epochs, stop_after=stop, **mode)
-        after, end_after = run(lengths, epochs=epochs, states=states, own_state=True, **mode)
-        assert [a + b for a, b in zip(before, after)] == whole, stop
-        assert end_after == end, stop
-    return whole
-
-
 @pytest.mark.parametrize("mode", MODES, ids=str)
-def test_stopped_at_every_step_it_goes_on_as_if_it_had_not_been(mode: dict[str, Any]) -> None:
-    """Over two epochs: the same micro-batches, ids, totals, progress and ends, from this rank's own state."""
-    whole = check_every_stop(LENGTHS, **mode)
-    if mode.get("join") is not False and not mode.get("drop_last"):
+def test_a_stop_at_any_step_loses_no_sample(mode: dict[str, Any]) -> None:
+    """I2, I3: each rank goes on from its own state alone; every sample comes once, and counts go on.
+
+    With kept optimizer steps: the same micro-batches, totals, progress and end as without the stop (I9).
+    """
+    whole, end = run(LENGTHS, epochs=2, **mode)
+    covers = mode.get("join") is not False and not mode.get("drop_last")
+    if covers:
         assert ids_of(whole) == ids_of(whole, 1) == usable(LENGTHS)
+    stops = num_steps(whole)
+    for stop in range(1, stops, 1 if mode.get("global_batch_size") else 3):
+        before, states = run(LENGTHS, epochs=2, stop_after=stop, **mode)
+        after, end_after = run(LENGTHS, epochs=2, states=states, own_state=True, **mode)
+        if mode.get("global_batch_size"):
+            assert [a + b for a, b in zip(before, after)] == whole, stop
+            assert end_after == end, stop
+            continue
+        for epoch in (0, 1):
+            ids = ids_of(before, epoch) + ids_of(after, epoch)
+            assert ids == usable(LENGTHS) if covers else ids <= usable(LENGTHS), (stop, epoch)
+        steps = [one.step for one in before[0] + after[0] if one.ends_optimizer_step]
+        assert [step.index for step in steps if not step.epoch] == list(range(sum(not step.epoch for step in steps)))
+        for step in steps:
+            if step.last:
+                assert (step.done, step.rejected.total()) == (
+                    whole[0][-1].step.done,
+                    whole[0][-1].step.rejected.total(),
+                )
 
 
-@pytest.mark.parametrize("balance", [False, True])
-def test_a_plan_by_measured_times_loses_nothing_over_a_stop(balance: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """I2: each run, rank and round measures something else; a round that was under way is planned again as it was."""
-    measured = (CostModel(k * 7919 % 101, k * 31 % 7, 0, k % 3) for k in itertools.count(1))
-    monkeypatch.setattr(StepTimes, "fit", lambda self: next(measured))
-    mode = {"world_size": 2, "cost_model": "time", "balance": balance, "accumulation": 2}
-    for stop in range(1, num_steps(run(LENGTHS, **mode)[0]), 2):
-        before, states = run(LENGTHS, stop_after=stop, **mode)
-        after, _ = run(LENGTHS, states=states, **mode)
-        assert ids_of(before) + ids_of(after) == usable(LENGTHS), stop
+@pytest.mark.parametrize("mode", [MODES[1], MODES[5], MODES[6].values[0]], ids=str)
+def test_stopped_again_and_again_it_still_loses_no_sample(mode: dict[str, Any]) -> None:
+    """I2: a state taken after each optimizer step of a run that goes on from the one before."""
+    states, seen = None, Counter[int]()
+    while True:
+        taken, states = run(LENGTHS, states=states, own_state=True, stop_after=1, **mode)
+        seen += ids_of(taken)
+        step = taken[0][-1].step
+        assert step.done == len(LENGTHS) if step.last and "stream" not in mode else step.done <= len(LENGTHS)
+        if step.last:
+            break
+        assert states[0]["trained"] == seen.total()
+    assert seen == usable(LENGTHS)
 
 
 @pytest.mark.parametrize("mode", [*MODES[:4], MODES[7]], ids=str)
@@ -140,42 +149,21 @@ def test_other_data_are_refused_unless_that_is_wanted(changed: dict[str, Any], w
     assert ids_of(steps) == usable(lengths)
 
 
-def test_in_another_layout_the_rest_of_an_epoch_is_dealt_out_anew(caplog: pytest.LogCaptureFixture) -> None:
+def test_any_setting_may_change_while_the_ranks_are_the_same() -> None:
     """What `auto` is resolved to may change with the machine; every row is trained on once all the same."""
     mode = {"world_size": 2, "accumulation": 2}
     before, states = run(LENGTHS, stop_after=2, **mode)
-    with caplog.at_level(logging.INFO, "odb_factory"):
-        after, _ = run(LENGTHS, states=states, layout="flat", pad_to_multiple_of=4, **mode)
+    changes = {"layout": "flat", "pad_to_multiple_of": 4, "token_budget": 64, "balance": True, "accumulation": 3}
+    after, _ = run(LENGTHS, states=states, own_state=True, **mode | changes)
     assert ids_of(before) + ids_of(after) == usable(LENGTHS)
-    assert "layout 'padded' -> 'flat', pad_to_multiple_of 1 -> 4" in caplog.text
 
 
-def test_a_waiting_row_that_has_changed_is_noticed() -> None:
-    _, states = run(LENGTHS, stop_after=4)
-    changed = [length and length + 1 for length in LENGTHS]
-    with pytest.raises(DataError, match="changed since the checkpoint.*resume: ignore_data"):
-        run(changed, states=states)
-
-
-def changed_at(stop: int, which: str) -> dict[int, int]:
-    """A row that says something else in as many tokens. which: it waits at that stop, or was consumed just before."""
-    (micro_batches,), _ = run(LENGTHS)
-    if which == "consumed":
-        return {micro_batches[stop - 1].ids[0]: 2}
-    _, (state,) = run(LENGTHS, stop_after=stop)
-    waits = set(state["snapshot"]["held"]["draw"] + state["snapshot"]["next"]["draw"])
-    waiting = (id for one in micro_batches[stop:] for id, draw in zip(one.ids, one.positions) if draw in waits)
-    return {next(waiting): 2}
-
-
-@pytest.mark.parametrize("stop", [7, 9])
-@pytest.mark.parametrize("which", ["waiting", "consumed"])
-def test_a_row_that_says_something_else_in_as_many_tokens_is_noticed(stop: int, which: str) -> None:
-    """Before anything is trained on; and it is not called another version's plan."""
-    _, states = run(LENGTHS, stop_after=stop)
-    with pytest.raises(DataError, match="have changed since the checkpoint.*resume: ignore_data") as caught:
-        run(LENGTHS, states=states, observer=Observer(changed_at(stop, which)))
-    assert "comes out otherwise" not in str(caught.value)
+def test_a_split_stream_goes_on_with_as_many_ranks(caplog: pytest.LogCaptureFixture) -> None:
+    before, states = run(LENGTHS, world_size=2, stop_after=3, stream=SplitStream)
+    after, _ = run(LENGTHS, world_size=2, stream=SplitStream, states=states, own_state=True)
+    assert ids_of(before) + ids_of(after) == ids_of(run(LENGTHS, world_size=2, stream=SplitStream)[0])
+    with pytest.raises(DataError, match="ranks 2 -> 1: a stream that was split.*resume: ignore_data"):
+        run(LENGTHS, stream=SplitStream, states=states)
 
 
 @pytest.mark.parametrize("at_end", [False, True])
@@ -212,32 +200,28 @@ def test_rows_that_are_drawn_at_random_are_not_taken_for_other_data() -> None:
 EDITS = [
     ("rank", 1, "`rank` is 1, not 0 to 0"),
     ("rank", "0", "`rank` is '0', not a whole number"),
-    ("world_size", 0, "`world_size` is 0"),
+    ("world_size", 0, "`world_size` is 0, not at least 1"),
     ("epoch", -1, "`epoch` is -1"),
     ("data", [], "`data` is [], not an object"),
     ("data.samples", 12.5, "`data.samples` is 12.5"),
-    ("data.split", None, "`data.split`"),
-    ("plan", "x", "`plan`"),
-    ("done", "@@@@", "`done` is '@@@@', not text in base64"),
-    ("done", "AAAA", "`done` cannot be unpacked"),
-    ("done", lambda _: pack_done(np.ones(16, dtype=bool)), "`done` marks 16 positions of an order of 60"),
-    ("consumed", 0, "`consumed` is 0, but a round is under way"),
-    ("consumed", True, "`consumed` is True"),
-    ("snapshot", None, "no round is under way"),
-    ("snapshot.held", {}, "`snapshot.held.draw` is missing"),
-    ("snapshot.held.draw", lambda draws: [draws[0]] * len(draws), "`snapshot.held` is"),
-    ("snapshot.held.age", lambda ages: ages[1:], "columns differ in length"),
-    ("snapshot.held.draw", lambda draws: [10**6, *draws[1:]], "`snapshot.drawn`"),
-    ("snapshot.held.content", "AAA=", "not four for each sample"),
-    ("snapshot.drawn", 1, "`snapshot.drawn` is 1"),
-    ("snapshot.steps", 10**6, "`snapshot.steps` is 1000000"),
-    ("snapshot.emitted", 10**6, "an epoch has 60 samples"),
-    ("snapshot.rejected", {"invalid": -1}, "`snapshot.rejected.invalid` is -1"),
-    ("snapshot.rejected", {"invalid": 50}, "more samples are held or rejected"),
-    ("snapshot.model.token", None, "`snapshot.model.token`"),
-    ("emitted", lambda draws: draws + draws[:1], "`emitted`"),
-    ("emitted", lambda draws: [0, *draws], "these samples were not in the buffer"),
-    ("probes.rows", [1], "`probes.rows`"),
+    ("data.split", None, "`data.split` is None, not true or false"),
+    ("trained", 61, "`trained` is 61, but an epoch has 60 samples"),
+    ("rejected", {"invalid": -1}, "`rejected.invalid` is -1"),
+    ("rejected", {"invalid": 55}, "an epoch has 60 samples"),
+    ("rejected", 3, "`rejected` is 3, not an object"),
+    ("share", None, "`share` is None, but `mode` is fill"),
+    ("share.drawn", 61, "`share.drawn` is 61, but 60 samples were to be drawn"),
+    ("share.drawn", 1, "must be of the 1 rows that were drawn"),
+    ("share.waiting", {}, "`share.waiting` is {}, not a list"),
+    ("share.waiting", lambda draws: draws + draws[:1], "must be of the"),
+    ("share.waiting", lambda draws: [*draws, 1.5], "]` is 1.5, not a whole number"),
+    ("share.done_before", "@@@@", "`share.done_before` is '@@@@', not text in base64"),
+    ("share.done_before", "AAAA", "`share.done_before` cannot be unpacked"),
+    ("share.done_before", dump(np.ones(16, dtype=bool)), "`share.done_before` marks 16 positions of an order of 60"),
+    ("share.done_before", dump(np.arange(60) < 50), "but 10 samples were to be drawn"),
+    ("probes", [[1]], "`probes[0]` is [1], not 2 values"),
+    ("rows_from", {"overlong": 3}, "`rows_from.overlong` is 3, not text"),
+    ("mode", "both", "`mode` is 'both', not keep or fill"),
     ("version", 2, "version 2"),
     ("version", None, "version None"),
 ]
@@ -257,12 +241,10 @@ def test_a_state_that_contradicts_itself_is_refused(path: str, value: Any, words
 
 @pytest.fixture(scope="module")
 def stopped() -> dict[str, Any]:
-    """A state in the middle of an epoch and of a round, with samples held back from the one before."""
-    for stop in range(6, 20):
-        _, (state,) = run(LENGTHS, stop_after=stop, buffer_size=16)
-        if len(state["snapshot"]["held"]["draw"]) > 1 and state["emitted"]:
-            return state
-    raise AssertionError("no round holds samples back")
+    """A state in the middle of an epoch, with samples held back."""
+    _, (state,) = run(LENGTHS, stop_after=9, buffer_size=16)
+    assert len(state["share"]["waiting"]) > 1
+    return state
 
 
 @pytest.mark.parametrize("nothing", [None, [], "x", {}, 7], ids=str)
@@ -270,20 +252,6 @@ def test_what_is_no_state_is_refused(nothing: Any) -> None:
     with pytest.raises(DataError, match="data state cannot be read.*resume: ignore_data"):
         run(LENGTHS, states=[nothing])
     assert ids_of(run(LENGTHS, states=[nothing], resume="ignore_data")[0]) == usable(LENGTHS)
-
-
-def test_more_steps_than_the_round_has_are_not_consumed() -> None:
-    _, (state,) = run(LENGTHS, stop_after=4)
-    with pytest.raises(DataError, match="comes out otherwise now"):
-        run(LENGTHS, states=[state | {"consumed": 10**6}])
-
-
-def test_a_planner_that_has_changed_is_noticed() -> None:
-    """What is left of the round under way could not be told: samples would come twice, others never."""
-    _, states = run(LENGTHS, stop_after=5)
-    assert len(states[0]["emitted"]) > 1
-    with pytest.raises(DataError, match="comes out otherwise now"):
-        run(LENGTHS, states=[states[0] | {"emitted": states[0]["emitted"][::-1]}])
 
 
 def test_states_that_are_not_all_there_are_refused() -> None:
@@ -298,5 +266,4 @@ def test_size_of_a_state() -> None:
     """10 million samples: kilobytes; with other ranks than before, a bitmap below 2 MB."""
     _, states = run([1 + k % 20 for k in range(20_000)], stop_after=50, buffer_size=1024)
     assert len(json.dumps(states[0])) < 10_000
-    done = np.random.default_rng(0).random(10_000_000) < 0.5
-    assert len(pack_done(done)) < 2_000_000
+    assert len(dump(np.random.default_rng(0).random(10_000_000) < 0.5)) < 2_000_000

@@ -25,8 +25,11 @@ def test_order_and_resume_do_not_depend_on_the_number_of_workers(options: dict[s
     assert whole[0] == whole[1] == whole[2]
     assert ids_of(whole[0]) == ids_of(whole[0], 1) == usable(LENGTHS)
     before, states = run(LENGTHS, num_workers=3, stop_after=2, **options)
-    after, _ = run(LENGTHS, epochs=2, num_workers=1, states=states, **options)
-    assert [one.ids for one in before[0] + after[0]] == [one.ids for one in whole[0][0]]
+    rest = [run(LENGTHS, epochs=2, num_workers=count, states=states, **options)[0] for count in (0, 1, 3)]
+    assert rest[0] == rest[1] == rest[2]
+    assert ids_of(before) + ids_of(rest[0]) == usable(LENGTHS)
+    if options is STEPS:
+        assert [one.ids for one in before[0] + rest[0][0]] == [one.ids for one in whole[0][0]]
 
 
 class Telling(Observer):

@@ -281,11 +281,16 @@ def test_a_state_goes_on_behind_the_last_optimizer_step(mode: Any, num_workers: 
         kept = max([0, *(end for end in ends if end <= stop)])
         with loader(tmp_path / str(stop)) as second:
             second.load_state_dict(state)
-            after = epoch_of(second)
-            if kept + len(after) < len(whole):
-                after += epoch_of(second)
-        assert whole[:kept] + after == whole, stop
-        assert audit(tmp_path / str(stop)) == lines[:stop] + lines[kept:]
+            after = [batch for _ in range(state["epoch"], 2) for batch in epoch_of(second)]
+        done = audit(tmp_path / str(stop))
+        assert done[:stop] == lines[:stop]
+        if mode == "keep":
+            assert whole[:kept] + after == whole, stop
+            assert done[stop:] == lines[kept:]
+            continue
+        for epoch in (0, 1):
+            rows = [line["ids"] for line in done[:kept] + done[stop:] if line["epoch"] == epoch]
+            assert flat(rows) == EVERY_ROW, stop
 
 
 def test_a_state_under_accelerate_counts_what_was_handed_over() -> None:

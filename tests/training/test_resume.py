@@ -86,13 +86,36 @@ WORKERS = {"gradient_accumulation_steps": 2, "dataloader_num_workers": 2}
 
 
 @pytest.mark.parametrize(
-    ("block", "mode"),
+    "mode",
     [
-        pytest.param(FILL, {}, id="fill", marks=pytest.mark.full_grid),
-        pytest.param(FILL, WORKERS, id="fill, workers"),
-        pytest.param(FILL, {"max_steps": 9}, id="fill, max_steps", marks=pytest.mark.full_grid),
-        pytest.param(BLOCK | {"token_budget": 128}, WORKERS, id="keep, workers"),
+        pytest.param({}, marks=pytest.mark.full_grid),
+        WORKERS,
+        pytest.param({"max_steps": 9}, marks=pytest.mark.full_grid),
     ],
+    ids=str,
+)
+def test_a_filled_run_goes_on_from_any_checkpoint(tiny_text, tmp_path, mode: dict[str, Any]) -> None:
+    """I2: every row of an epoch once; optimizer steps and the share of the epoch go on where they stood."""
+    whole = train(tiny_text, tmp_path / "whole", block=FILL, **mode)
+    steps = whole.state.global_step
+    for step in (1, steps // 2, steps - 1):
+        folder = tmp_path / f"from{step}"
+        again = train(tiny_text, folder, resume=str(copy_of(tmp_path / "whole", step, folder)), block=FILL, **mode)
+        lines = audit(folder)
+        assert history(again)[:step] == history(whole)[:step]
+        assert [*dict.fromkeys(line["optimizer_step"] for line in lines)] == list(range(1, again.state.global_step + 1))
+        for epoch in range(lines[-1]["epoch"] + 1):
+            rows = sorted(row for line in lines if line["epoch"] == epoch for row in line["ids"])
+            assert rows == list(range(NUM_ROWS)) or ("max_steps" in mode and len(set(rows)) == len(rows))
+        if "max_steps" in mode:
+            assert again.state.global_step == steps
+        else:
+            assert again.state.epoch == whole.state.epoch
+
+
+@pytest.mark.parametrize(
+    ("block", "mode"),
+    [pytest.param(BLOCK | {"token_budget": 128}, WORKERS, id="keep, workers")],
 )
 def test_the_same_run_from_any_checkpoint(tiny_text, tmp_path, block: dict[str, Any], mode: dict[str, Any]) -> None:
     """Steps, losses, gradient norms, learning rates, audit and summary are those of the run that was not stopped."""
