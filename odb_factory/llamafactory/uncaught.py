@@ -9,7 +9,9 @@ imports torch, and with it this module.
 from __future__ import annotations
 
 import logging
+import multiprocessing.util
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -71,6 +73,7 @@ def end_process(failure: str) -> None:
     """End this process at once, whatever its main thread is doing."""
     say_last(failure)
     sys.stdout.flush()
+    shutil.rmtree(multiprocessing.util.get_temp_dir(), ignore_errors=True)  # no exit handler does it
     os._exit(1)
 
 

@@ -270,6 +270,18 @@ def test_which_errors_are_shortened(
     assert sys.excepthook is sys.__excepthook__
 
 
+def test_a_process_that_another_rank_ends_leaves_no_folder(tmp_path: Path) -> None:
+    """In which multiprocessing keeps its sockets."""
+    code = (
+        "import multiprocessing.util; from odb_factory.llamafactory.uncaught import end_process\n"
+        "multiprocessing.util.get_temp_dir(); end_process('rank 1 has ended')"
+    )
+    env = os.environ | {"TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (1, "[odb] rank 1 has ended\n")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("num_ended", "exit_codes", "is_quiet"),
     [
