@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Real trainings by LLaMA-Factory's command line on a CPU, in processes of their own, every micro-batch recorded.
+# Real trainings by LLaMA-Factory's command line on a CPU, in separate processes, every micro-batch recorded.
 
 POLL_S = 0.5
 LAUNCHES_ELSEWHERE = ("FORCE_TORCHRUN", "NNODES", "NPROC_PER_NODE", "USE_MCA", "USE_RAY", "USE_V1")
 """Settings of LLaMA-Factory's launcher that would take the training out of the processes that are recorded."""
 
 RECORDER = ("-m", "odb_factory.demo.recorder")
-"""Arguments of Python that begin the recorder; its own come behind them."""
+"""Arguments of Python that start the recorder; its own arguments come after them."""
 Batch = dict[str, Any]
 """A micro-batch as `recorder.py` writes it."""
 
@@ -56,7 +56,7 @@ class Run:
 
     @property
     def cpu_seconds(self) -> float:
-        """Of the busiest training process, in as much; worker processes are not in it."""
+        """CPU time of the busiest training process in that time, without worker processes."""
         return max(mine[-1]["cpu_end"] - mine[0]["cpu_begin"] for mine in self.batches)
 
     @property
@@ -180,7 +180,7 @@ def run_llamafactory(
         "CUDA_VISIBLE_DEVICES": "",
         "ASCEND_RT_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
-        # Each run preprocesses from scratch, as with new data; nobody profits from the run before.
+        # Each run preprocesses from scratch, as with new data, without the cache of the run before.
         "HF_DATASETS_CACHE": str(output / "cache"),
         "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 2) // ranks - 1)),
         # glibc would give freed tensors back to the system and fault their pages in again: a tenth of the time or
@@ -337,9 +337,15 @@ class Result:
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="odb-factory demo", description=__doc__)
-    parser.add_argument("--output", type=Path, default=Path("odb_demo"), help="folder for models, data and results")
+    parser.add_argument(
+        "--output", type=Path, default=Path("odb_demo"), help="folder for models, data and results (%(default)s)"
+    )
     parser.add_argument("--ranks", type=int, choices=(1, 2), default=2, help="processes that train (%(default)s)")
-    parser.add_argument("--short", action="store_true", help="a fifth of the data, to see that everything works")
+    parser.add_argument(
+        "--short",
+        action="store_true",
+        help="a fifth of the data, to see that everything works (a few minutes instead of about ten)",
+    )
     arguments = parser.parse_args(argv)
     folder, ranks = arguments.output.resolve(), arguments.ranks
     if folder.exists() and not folder.is_dir():
@@ -421,19 +427,20 @@ def _result(name: str, run: Run) -> Result:
     )
 
 
-ROW_TEXTS: dict[str, Callable[[Result], str]] = {
-    "optimizer steps": lambda result: str(result.optimizer_steps),
-    "final training loss": lambda result: f"{result.train_loss:.4f}",
-    "validation loss": lambda result: f"{result.validation_loss:.4f}",
-    "seconds of training": lambda result: f"{result.seconds:.1f}",
-    "CPU seconds of a rank": lambda result: f"{result.cpu_seconds:.1f}",
-    "samples/s": lambda result: f"{result.samples_per_second:.1f}",
-    "real tokens/s": lambda result: f"{result.tokens_per_second:,.0f}",
-    "padding": lambda result: f"{result.padding_ratio:.1%}",
-    "micro-steps": lambda result: str(result.micro_steps),
-    "peak tokens of a micro-batch": lambda result: f"{result.peak_padded_tokens:,}",
-    "seconds to first step": lambda result: f"{result.seconds_to_first_step:.1f}",
-}
+ROWS_OF_TABLE = (
+    ("optimizer steps", "optimizer_steps", ""),
+    ("final training loss", "train_loss", ".4f"),
+    ("validation loss", "validation_loss", ".4f"),
+    ("seconds of training", "seconds", ".1f"),
+    ("CPU seconds of a rank", "cpu_seconds", ".1f"),
+    ("samples/s", "samples_per_second", ".1f"),
+    ("real tokens/s", "tokens_per_second", ",.0f"),
+    ("padding", "padding_ratio", ".1%"),
+    ("micro-steps", "micro_steps", ""),
+    ("peak tokens of a micro-batch", "peak_padded_tokens", ","),
+    ("seconds to first step", "seconds_to_first_step", ".1f"),
+)
+"""Label, field of `Result`, and its format."""
 
 
 def _table(results: list[Result]) -> Table:
@@ -443,8 +450,8 @@ def _table(results: list[Result]) -> Table:
     table.add_column("")
     for result in results:
         table.add_column(result.name, justify="right")
-    for label, text in ROW_TEXTS.items():
-        table.add_row(label, *(text(result) for result in results))
+    for label, name, form in ROWS_OF_TABLE:
+        table.add_row(label, *(format(getattr(result, name), form) for result in results))
     return table
 
 

@@ -130,7 +130,7 @@ class _Studio:
         path = self.rng.choice(self.videos)
         with av.open(str(path)) as container:
             stream = container.streams.video[0]
-            assert stream.duration and stream.time_base and stream.average_rate  # the clips of gradio tell
+            assert stream.duration and stream.time_base and stream.average_rate  # the clips of gradio have all three
             seconds, rate = float(stream.duration * stream.time_base), float(stream.average_rate)
             size = f"{stream.width} by {stream.height} pixels"
         shutil.copyfile(path, self.folder / _MEDIA / path.name)

@@ -25,7 +25,7 @@ RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes; getrusage counts in
 
 
 def _peak_memory() -> int:
-    """Bytes; 0 on Windows, which does not tell it this way."""
+    """Bytes; 0 on Windows, which has no `resource`."""
     try:
         import resource
     except ImportError:
@@ -44,7 +44,7 @@ def main() -> None:
     from llamafactory.extras.misc import is_env_enabled
 
     if is_env_enabled("FORCE_TORCHRUN") and "RANK" not in os.environ:
-        launcher.__file__ = __file__  # what the launcher gives to torchrun, with the arguments behind "train"
+        launcher.__file__ = __file__  # given to torchrun, with the arguments after "train"
         sys.argv = ["llamafactory-cli", "train", record, config]
         cli.main()
         return
@@ -80,7 +80,7 @@ def main() -> None:
 def _real_tokens(inputs: Any) -> list[int]:
     """Of each row, from its attention mask: [rows, length], or [rows, 1, length, length] of added minima and zeros.
 
-    Of a flat row from its positions, which begin anew with each sample; what has no label is none.
+    Of a flat row from its positions, which restart with each sample; a segment without labels is no sample.
     """
     mask = inputs.get("attention_mask")
     if mask is None:

@@ -33,21 +33,10 @@ MAX_VIDEO_PIXELS = 2 * 320 * 320  # over all sampled frames; two frames share a 
 # In the order in which Qwen numbers them, after the vocabulary. The last four are not "special":
 # they survive `skip_special_tokens`.
 _SPECIAL = [
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|object_ref_start|>",
-    "<|object_ref_end|>",
-    "<|box_start|>",
-    "<|box_end|>",
-    "<|quad_start|>",
-    "<|quad_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|vision_pad|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-]
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>",
+    "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
+    "<|image_pad|>", "<|video_pad|>",
+]  # fmt: skip
 _ADDED = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
 
 # Transformers 5 rebuilds a Qwen2 tokenizer around this very rule when it loads one, so it must be
@@ -84,7 +73,7 @@ _CHAT_TEMPLATE = """\
 def train_tokenizer(text: str) -> PreTrainedTokenizerBase:
     """A byte-level BPE tokenizer of Qwen's make; it loses no byte of NFC-normalised text."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-    from transformers import Qwen2TokenizerFast  # type: ignore[attr-defined]  # made when it is asked for
+    from transformers import Qwen2TokenizerFast  # type: ignore[attr-defined]  # a lazy name
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
@@ -137,7 +126,7 @@ def write_processor(folder: Path) -> None:
 
 # ----------------------------------------------------------------------------------------------------------------------
 
-_LAYOUT = 1  # raise when what is written changes, so that a folder of an older layout is made anew
+_LAYOUT = 1  # raise when what is written changes, so that a folder of an older layout is rebuilt
 _MARKER = "tiny_model.json"
 
 
@@ -242,14 +231,9 @@ def _qwen3_vl(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
         "num_position_embeddings": 20 * 20,  # the grid of the largest square picture
         "deepstack_visual_indexes": [0],
     }
+    tokens = {"image": "image_pad", "video": "video_pad", "vision_start": "vision_start", "vision_end": "vision_end"}
     ids: dict[str, Any] = {
-        f"{name}_token_id": tokenizer.convert_tokens_to_ids(token)
-        for name, token in {
-            "image": "<|image_pad|>",
-            "video": "<|video_pad|>",
-            "vision_start": "<|vision_start|>",
-            "vision_end": "<|vision_end|>",
-        }.items()
+        f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{token}|>") for name, token in tokens.items()
     }
     config = Qwen3VLConfig(text_config=text_config, vision_config=vision_config, tie_word_embeddings=True, **ids)
     return Qwen3VLForConditionalGeneration(config)

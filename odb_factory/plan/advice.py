@@ -13,7 +13,7 @@ OFTEN = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """token_budget, max_patches (None: the YAML has no limit), layout: to be set, on the ranks that were asked for.
+    """token_budget, max_patches (None: the YAML has no limit), layout: to be set, on the planned ranks.
     sentence: these with the reasons. warnings: a line each."""
 
     token_budget: int
@@ -73,7 +73,7 @@ def _warnings(found: Look) -> list[str]:
         )
     if own.overlong:
         does = {
-            "singleton": "a micro-batch of its own each, larger than the budget",
+            "singleton": "each in a micro-batch alone, larger than the budget",
             "drop": "left out",
             "error": "the training ends at the first",
         }[config.overlong]

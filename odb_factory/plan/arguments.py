@@ -25,7 +25,7 @@ PLACEHOLDER = 8192
 NEEDS_ACCELERATOR = ("tf32", "ddp_backend", "pure_bf16")
 """Keys that are refused on a machine without an accelerator, and that no plan depends on."""
 OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""What torchrun tells a process."""
+"""Environment that torchrun sets for a process."""
 
 
 class ParsedArguments(NamedTuple):
@@ -64,7 +64,7 @@ class Asked:
 
     @property
     def seed(self) -> int:
-        """Of the order of samples, as a training takes it."""
+        """The seed of the order of samples, chosen as in a training."""
         training = self.parsed.training
         return int(next(seed for seed in (self.config.seed, training.data_seed, training.seed) if seed is not None))
 
@@ -173,7 +173,7 @@ def _leave_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     for state in (AcceleratorState, PartialState):
-        state._shared_state.clear()  # it would say that the group is still there
+        state._shared_state.clear()  # it would still hold the group
 
 
 def _free_port() -> int:

@@ -94,9 +94,9 @@ def look(asked: Asked, samples: int) -> Look:
         budget = make_budget(changed, rows.collation, layout)
         return dataclasses.replace(planned(sample, setting, budget), overlong=num_overlong(whole, budget))
 
-    whole, begun = sample, time.thread_time()  # what other processes do is not counted
+    whole, start = sample, time.thread_time()  # what other processes do is not counted
     own = under(config.token_budget, whole)
-    part = _thinned(whole, PLANNING_SECONDS / (RANGE * max(time.thread_time() - begun, 1e-3)))
+    part = _thinned(whole, PLANNING_SECONDS / (RANGE * max(time.thread_time() - start, 1e-3)))
     compared = own if part is whole else under(config.token_budget, part)
     parts = parts_of(sample.seen, rows.sources)
     budgets = budgets_around(config, least=parts[0].tokens.p50)

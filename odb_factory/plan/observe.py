@@ -1,4 +1,4 @@
-"""Observe whole optimizer steps, spread over the first epoch, and say how long their samples are."""
+"""Observe whole optimizer steps, spread over the first epoch, and measure how long their samples are."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from odb_factory.data.worker import BusyRows, WorkerInit
 from odb_factory.data.workers import END, take
-from odb_factory.plan.rows import Rows, Seen
+from odb_factory.plan.rows import Rows, ObservedRow
 from odb_factory.planning import make_metadata
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -43,7 +43,7 @@ class Sample:
     stream. resampled: why the steps are drawn from what was seen, with replacement; "": they are those of the training.
     """
 
-    seen: list[Seen]
+    seen: list[ObservedRow]
     steps: list[Step]
     population: int | None
     resampled: str
@@ -60,16 +60,16 @@ def observe(rows: Rows, step_size: int, samples: int, *, seconds: float = MOST_S
 
     step_size: samples of an optimizer step. Raises what a worker raises.
     """
-    begun = time.perf_counter()
+    start = time.perf_counter()
     chosen = chosen_positions(len(rows.order), step_size, samples)
     # In another order: if the time is over before the end, what was seen is spread as well.
     blocks = [list(block) for block in chosen]
     random.Random(0).shuffle(blocks)
     positions = list(itertools.chain.from_iterable(blocks))
-    found: dict[int, Seen] = {}
-    for position, seen in zip(positions, _look_at(rows, [rows.order[position] for position in positions])):
+    found: dict[int, ObservedRow] = {}
+    for position, seen in zip(positions, _read(rows, [rows.order[position] for position in positions])):
         found[position] = seen
-        if time.perf_counter() - begun > seconds:
+        if time.perf_counter() - start > seconds:
             break
     is_all = len(found) == len(rows.order) and not (rows.is_stream and len(rows.order) >= samples)
     complete = [block for block in chosen if found.keys() >= set(block) and (is_all or len(block) == step_size)]
@@ -84,7 +84,7 @@ def observe(rows: Rows, step_size: int, samples: int, *, seconds: float = MOST_S
         steps=steps,
         population=None if rows.is_stream else len(rows.order),
         resampled=resampled,
-        seconds=time.perf_counter() - begun,
+        seconds=time.perf_counter() - start,
     )
 
 
@@ -107,19 +107,17 @@ def chosen_positions(num_rows: int, step_size: int, samples: int) -> list[range]
     return [whole[number] for number in dict.fromkeys(spread)]
 
 
-def _look_at(rows: Rows, indices: Sequence[int]) -> Iterator[Seen]:
+def _read(rows: Rows, indices: Sequence[int]) -> Iterator[ObservedRow]:
     workers = min(len(os.sched_getaffinity(0)), MOST_WORKERS, len(indices) // ROWS_A_WORKER)
     options: dict[str, Any] = {"worker_init_fn": WorkerInit(None), "prefetch_factor": 4} if workers else {}
-    loader = DataLoader(
-        rows.looked_at, batch_size=CHUNK, sampler=indices, num_workers=workers, collate_fn=list, **options
-    )
+    loader = DataLoader(rows.reader, batch_size=CHUNK, sampler=indices, num_workers=workers, collate_fn=list, **options)
     batches = iter(loader)
     while (batch := take(batches, "observes", BusyRows())) is not END:
         yield from batch
 
 
-def _table(positions: Sequence[int], found: dict[int, Seen]) -> np.ndarray:
-    """The samples among these rows, as `ROW`, with their positions behind the first."""
+def _table(positions: Sequence[int], found: dict[int, ObservedRow]) -> np.ndarray:
+    """The samples among these rows, as `ROW`, with their positions after the first."""
     kept = [(position - positions[0], found[position]) for position in positions if found[position].cost is not None]
     costs = [seen.cost for _, seen in kept if seen.cost is not None]
     sizes = [seen.bytes for _, seen in kept]
@@ -147,7 +145,7 @@ ALL = "all"
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """Of a measure over samples: mean, percentiles, most."""
+    """Mean, percentiles and maximum of a measure over samples."""
 
     mean: float = 0.0
     p50: int = 0
@@ -175,7 +173,7 @@ class Part:
     left_out: dict[str, int]
 
 
-def parts_of(seen: Sequence[Seen], sources: Sequence[str]) -> list[Part]:
+def parts_of(seen: Sequence[ObservedRow], sources: Sequence[str]) -> list[Part]:
     """All rows as one part, then the parts of a mix of several data sets."""
     whole = part_of(ALL, seen)
     if len(sources) < 2:
@@ -183,7 +181,7 @@ def parts_of(seen: Sequence[Seen], sources: Sequence[str]) -> list[Part]:
     return [whole, *(part_of(name, [row for row in seen if row.source == name]) for name in dict.fromkeys(sources))]
 
 
-def part_of(name: str, rows: Sequence[Seen]) -> Part:
+def part_of(name: str, rows: Sequence[ObservedRow]) -> Part:
     costs = [row.cost for row in rows if row.cost is not None]
     uncut = [row.uncut for row in rows if row.uncut]
     return Part(

@@ -45,15 +45,15 @@ NEAR_THE_CUT = 0.9
 """Rows of this share of cutoff_len and more are preprocessed once more without it."""
 UNCUT = 1 << 30
 NO_ROW = "corresponds to no data"
-"""What `datasets` says of a file without rows."""
+"""Error of `datasets` for a file without rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
-    """What a row turned out to be. source: the data set of the mix it is from.
+class ObservedRow:
+    """A row of the training dataset. source: its data set of the mix.
 
-    cost: None where it is not trained on, for the `reason` (see `Rejection`), said in `message`. bytes: of its features
-    as they travel. uncut: its tokens as they would be without cutoff_len, 0 where it is not cut off.
+    cost: None if the row is not trained on, for the `reason` (see `Rejection`), explained in `message`. bytes: of its
+    features as they travel. uncut: its tokens without cutoff_len, 0 if it is not cut off.
     """
 
     index: int
@@ -67,12 +67,11 @@ class Seen:
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """looked_at: `looked_at[index]` is what a row turned out to be. order: of the first epoch; of a stream the rows
-    that were read, for nobody knows its length. sources: the data sets of the mix. collation: what the collator adds.
-    dataset: what is trained on.
-    """
+    """The training rows of a YAML. reader: `reader[index]` is an `ObservedRow`. order: of the first epoch; of a stream the
+    rows that were read, because its length is unknown. sources: the data sets of the mix. collation: what the collator
+    adds."""
 
-    looked_at: LookedAt
+    reader: RowReader
     order: list[int]
     is_stream: bool
     sources: tuple[str, ...]
@@ -82,21 +81,21 @@ class Rows:
     tokenizer: Any
 
 
-class LookedAt(WorkerDataset):
-    """Observes rows as a training does, and notes what else a plan tells of them."""
+class RowReader(WorkerDataset):
+    """Observes rows as a training does, with their data set and their length without cutoff_len."""
 
     def __init__(self, observed: ObservedDataset, uncut: Any, cutoff_len: int, source: str):
         self.dataset, self.observed = observed.dataset, observed
         self.uncut, self.cutoff_len, self.source = uncut, cutoff_len, source
 
-    def __getitem__(self, index: int) -> Seen:
+    def __getitem__(self, index: int) -> ObservedRow:
         row = self.observed[index]
         rows = getattr(self.dataset, "rows", None)
         source = rows.dataset_name(index) if isinstance(rows, IndexedRows) else self.source
         if isinstance(row, Rejection):
-            return Seen(index=index, source=source, reason=row.reason, message=row.message)
+            return ObservedRow(index=index, source=source, reason=row.reason, message=row.message)
         features = unpack(row.features)
-        return Seen(
+        return ObservedRow(
             index=index, source=source, cost=row.cost, bytes=len(row.features), uncut=self._uncut(index, features)
         )
 
@@ -105,7 +104,7 @@ class LookedAt(WorkerDataset):
             return 0
         try:
             whole = self.uncut[index]
-        except ValueError:  # what is wrong with it lies behind the cut
+        except ValueError:  # the mistake is after the cut
             return self.cutoff_len
         return max(_lengths(whole)) if sum(_lengths(whole)) > sum(_lengths(features)) else 0
 
@@ -115,7 +114,7 @@ def _lengths(features: Mapping[str, Any]) -> list[int]:
 
 
 def open_rows(asked: Asked, samples: int) -> Rows:
-    """samples: of a stream so many are read. Raises what a training would raise before it loads the model."""
+    """samples: rows to read of a stream. Raises what a training would raise before it loads the model."""
     model_args, data_args, training_args, finetuning_args = asked.parsed
     name = finetuning_args.stage
     tokenizer_module = load_tokenizer(model_args)
@@ -145,13 +144,13 @@ def open_rows(asked: Asked, samples: int) -> Rows:
         rows, order = dataset, _order(asked, dataset)
         observer = of_rows
         uncut = None if isinstance(dataset, TokenizedDataset) else _uncut(dataset)
-    # Whether a sample breaks a budget is asked for each budget.
+    # Overlong samples are counted for each budget later.
     config = dataclasses.replace(asked.config, overlong="singleton")
     observed = ObservedDataset(rows, observer, config, Budget(asked.config.token_budget))
     whole = ", ".join(data_args.dataset or [str(data_args.tokenized_path)])
     indexed = getattr(dataset, "rows", None)
     return Rows(
-        looked_at=LookedAt(observed, uncut, data_args.cutoff_len, whole),
+        reader=RowReader(observed, uncut, data_args.cutoff_len, whole),
         order=order,
         is_stream=isinstance(dataset, OnlineStream),
         sources=indexed.dataset_names if isinstance(indexed, IndexedRows) else (whole,),
@@ -163,7 +162,7 @@ def open_rows(asked: Asked, samples: int) -> Rows:
 
 
 def _order(asked: Asked, dataset: Any) -> list[int]:
-    """Of the first epoch, as the Trainer's sampler and ours have it."""
+    """The order of the first epoch, as the Trainer's sampler and ours have it."""
     if asked.parsed.finetuning.disable_shuffling:
         order = list(range(len(dataset)))
     else:
@@ -211,7 +210,7 @@ def _no_evaluation(data_args: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _naming(data_args: Any) -> Iterator[None]:
-    """An error of `datasets` does not say which data set it is about."""
+    """Name the data sets in an error of `datasets`."""
     try:
         yield
     except (ValueError, datasets.exceptions.DatasetsError) as error:
@@ -234,7 +233,7 @@ def _silence() -> Iterator[None]:
 # Which layout the run would have: asked of the rules of a training, with the model's class and no weights.
 
 ACCELERATOR = torch.device("cuda")
-"""What a training is taken to run on, unless its YAML says `use_cpu`."""
+"""Device of the training, unless its YAML sets `use_cpu`."""
 
 
 def layout_of(asked: Asked, rows: Rows) -> Layout:
@@ -247,7 +246,7 @@ def layout_of(asked: Asked, rows: Rows) -> Layout:
     try:
         with _quiet():
             model = _without_weights(asked, rows.tokenizer)
-    except Exception as error:  # a model of its own code, or a release that builds it otherwise
+    except Exception as error:  # custom model code, or a release that builds it otherwise
         name: Literal["flat", "padded"] = "flat" if asked.config.layout == "flat" else "padded"
         return Layout(name, f"taken for granted, for the model cannot be built without its weights: {one_line(error)}")
     trainer = SimpleNamespace(

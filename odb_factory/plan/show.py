@@ -64,7 +64,7 @@ def _plain(value: Any) -> Any:
 # A look as text for a terminal.
 
 NARROWEST = 120
-"""Characters of a line where nobody looks at a terminal."""
+"""Least characters of a line where the output is not a terminal."""
 
 
 def show(console: Console, found: Look, advice: Advice) -> None:

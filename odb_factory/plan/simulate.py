@@ -296,7 +296,7 @@ def _kept(steps: Sequence[Step], setting: Setting, budget: Budget) -> list[list[
 
 
 def _filled(table: np.ndarray, sample: Sample, setting: Setting, budget: Budget) -> list[list[MicroStepTotals]]:
-    """An epoch of the samples; of a part of the data set so many rounds that as many samples go out."""
+    """An epoch of the samples; of a part of the data set as many rounds as put out that number of samples."""
     shares = [table[rank :: setting.ranks] for rank in range(setting.ranks)]
     totals: list[MicroStepTotals] = []
     for one in rounds(

@@ -16,7 +16,7 @@ from odb_factory.plan.advice import Advice, advise
 from odb_factory.plan.arguments import Asked, ParsedArguments, ranks_of
 from odb_factory.plan.look import Look, budgets_around
 from odb_factory.plan.observe import Sample, Step, parts_of
-from odb_factory.plan.rows import Seen
+from odb_factory.plan.rows import ObservedRow
 from odb_factory.plan.show import to_dict
 from odb_factory.plan.simulate import Outcome
 from odb_factory.planning import ROW, Cost
@@ -49,8 +49,8 @@ def outcome(budget: int, speed: float, **figures: Any) -> Outcome:
     return Outcome(token_budget=budget, speed=speed, **(plain | figures))
 
 
-def a_look(asked_for: Asked, budgets: list[Outcome], seen: list[Seen] | None = None, **figures: Any) -> Look:
-    seen = seen or [Seen(index=0, source="texts", cost=Cost(8, units=1))]
+def a_look(asked_for: Asked, budgets: list[Outcome], seen: list[ObservedRow] | None = None, **figures: Any) -> Look:
+    seen = seen or [ObservedRow(index=0, source="texts", cost=Cost(8, units=1))]
     sample = Sample(seen=seen, steps=[Step(start=0, rows=np.zeros(1, ROW))], population=64, resampled="", seconds=1.0)
     plain: dict[str, Any] = {"layout": "flat", "layout_reason": "it is right", "step_size": 8}
     plain["bound_by_longest"] = 0.0
@@ -95,9 +95,9 @@ def test_warnings() -> None:
     few = a_look(asked(2), empty)
     few = dataclasses.replace(few, sample=dataclasses.replace(few.sample, population=5))
     warned(few, "there are 5 rows", f"{few.step_size} samples")
-    rows = [Seen(index=0, source="texts", cost=Cost(8, units=1), uncut=700)]
+    rows = [ObservedRow(index=0, source="texts", cost=Cost(8, units=1), uncut=700)]
     for reason in ("media_cut", "unsupervised", "unreadable"):
-        rows.append(Seen(index=1, source="texts", reason=reason, message=f"row of {reason}"))
+        rows.append(ObservedRow(index=1, source="texts", reason=reason, message=f"row of {reason}"))
     found = a_look(asked(), BUDGETS, rows)
     warned(found, "1 of 1 samples are cut off at cutoff_len 512", "700")
     warned(found, "1 of 4 rows have no supervised token", "left out", "row of unsupervised")

@@ -14,22 +14,22 @@ from toy import pad
 from odb_factory.config import ODBConfig
 from odb_factory.data.observe import ItemObserver, ObservedDataset
 from odb_factory.plan.observe import chosen_positions, observe
-from odb_factory.plan.rows import LookedAt, Seen
+from odb_factory.plan.rows import RowReader, ObservedRow
 from odb_factory.planning import Budget, Cost
 
 
 class Numbers(Dataset):
     """Row `index` costs `index + 1` tokens; every tenth is none."""
 
-    def __getitem__(self, index: int) -> Seen:
+    def __getitem__(self, index: int) -> ObservedRow:
         if index % 10 == 9:
-            return Seen(index=index, source="numbers", reason="invalid", message=f"row {index}")
-        return Seen(index=index, source="numbers", cost=Cost(index + 1, units=1))
+            return ObservedRow(index=index, source="numbers", reason="invalid", message=f"row {index}")
+        return ObservedRow(index=index, source="numbers", cost=Cost(index + 1, units=1))
 
 
 def rows_of(number: int, is_stream: bool = False) -> Any:
     order = list(reversed(range(number)))
-    return SimpleNamespace(looked_at=Numbers(), order=order, is_stream=is_stream)
+    return SimpleNamespace(reader=Numbers(), order=order, is_stream=is_stream)
 
 
 def test_all_rows_where_there_are_no_more_than_asked_for() -> None:
@@ -64,8 +64,8 @@ def test_an_optimizer_step_larger_than_the_sample_is_drawn_from_it() -> None:
 def test_every_worker_observes() -> None:
     config = ODBConfig(token_budget=4096).resolved()
     observed = ObservedDataset(ToyRows(num_rows=200), ItemObserver(pad), config, Budget(4096))
-    looked_at = LookedAt(observed, None, 4096, "toy")
-    sample = observe(SimpleNamespace(looked_at=looked_at, order=list(range(200)), is_stream=False), 8, 200)
+    reader = RowReader(observed, None, 4096, "toy")
+    sample = observe(SimpleNamespace(reader=reader, order=list(range(200)), is_stream=False), 8, 200)
     assert len(sample.seen) == 200 and all(seen.cost is not None for seen in sample.seen), sample.seen
 
 
