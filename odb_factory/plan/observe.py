@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from odb_factory.data.worker import BusyRows, WorkerInit
 from odb_factory.data.workers import END, take
-from odb_factory.plan.rows import Rows, ObservedRow
+from odb_factory.plan.rows import ObservedRow, Rows
 from odb_factory.planning import make_metadata
 
 # ----------------------------------------------------------------------------------------------------------------------

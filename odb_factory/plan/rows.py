@@ -67,7 +67,7 @@ class ObservedRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """The training rows of a YAML. reader: `reader[index]` is an `ObservedRow`. order: of the first epoch; of a stream the
+    """Training rows of a YAML. reader: `reader[index]` is an `ObservedRow`. order: of the first epoch; of a stream the
     rows that were read, because its length is unknown. sources: the data sets of the mix. collation: what the collator
     adds."""
 
