@@ -1,4 +1,4 @@
-"""Fit a cost model to measured times of micro-steps."""
+"""What a sample costs, what a group of samples costs once collated, and the budgets that bound it (I4)."""
 
 from __future__ import annotations
 
@@ -10,20 +10,26 @@ from typing import TypeVar
 import numpy as np
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A few sizes that lengths and rows are rounded up to, so that kernels which are compiled or tuned by shape see few.
+# Sizes to which lengths are rounded up, so that kernels that are compiled or tuned by shape see few shapes.
 
 Amount = TypeVar("Amount", int, np.ndarray)
-"""A whole number, or an array of them."""
+"""An integer, or an array of integers."""
+
+
+def larger(one: Amount, other: Amount | int) -> Amount:
+    """The larger of two numbers, or of each pair of two arrays."""
+    most: Amount = np.maximum(one, other) if isinstance(one, np.ndarray) else max(one, other)
+    return most
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes in tokens: of padded rows, or, where the layout is flat, of whole micro-batches.
+    """Sizes in tokens: of padded rows, or of whole micro-batches where the layout is flat.
 
     multiple: sizes are multiples of this.
-    buckets: ascending, each a multiple of `multiple`. What is longer than the last is rounded up to a multiple of the
-        last; (): there are none, and every multiple is a size.
-    limit: the largest size that a budget allows; one that would be larger is this, unless the length is.
+    buckets: ascending, each a multiple of `multiple`. Longer rows are rounded up to a multiple of the last bucket.
+        (): every multiple is a size.
+    limit: the largest size that a budget allows: no length up to it is rounded up beyond it.
 
         Sizes(buckets=(512, 2048), limit=5000).up(np.array([3, 600, 4100, 6000]))  # [512, 2048, 5000, 6144]
     """
@@ -55,10 +61,9 @@ EVERY_SIZE = Sizes()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What a sample costs, what a group costs once collated, and the budgets that bound it (I4).
 
 VIDEO = 1
-"""The modality of samples with videos, where they are one (see `Cost`)."""
+"""The modality of samples with videos, where videos are a modality (see `Cost`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +102,8 @@ class Cost:
 class CostModel:
     """What a group costs: fixed + token x padded tokens + patch x patches + square x rows x padded row length squared.
 
-    Whole numbers, so that all ranks compute the same, in a unit of their own: one is what a padded token costs, as
-    long as nothing better is known, and a step costs 500 of these beside its tokens.
+    Integers, so that all ranks compute the same. Unit: the cost of one padded token. A micro-step costs 500 tokens in
+    addition.
     """
 
     fixed: int = 500
@@ -107,7 +112,7 @@ class CostModel:
     square: int = 0
 
     def of(self, padded: Amount, patches: Amount, squares: Amount) -> Amount:
-        """Of one group, or of arrays of them."""
+        """The cost of one group, or of each of an array of groups."""
         total: Amount = self.fixed + self.token * padded + self.patch * patches + self.square * squares
         return total
 
@@ -119,9 +124,9 @@ class Collation:
     pad_to_multiple_of: the row length is rounded up to a multiple of this.
     dummy_media_tokens, dummy_media_patches: a fake image that the collator injects into the first row of a
         group without images and videos (so that every rank runs the vision tower).
-    dummy_audio_tokens, dummy_audio_patches: the same of audio, behind it.
-    rows: that it makes of a sample. batches: of rows that the trainer reads while the model computes them, each by what
-    its keys begin with; empty where the batch is the model's alone.
+    dummy_audio_tokens, dummy_audio_patches: the same for audio, after it.
+    rows: number of rows it makes of a sample. batches: prefixes of the keys of each batch of rows that the trainer
+    reads while the model computes them; empty where only the model reads the batch.
     """
 
     pad_to_multiple_of: int = 1
@@ -133,8 +138,7 @@ class Collation:
     batches: tuple[str, ...] = ()
 
     def in_one_row(self) -> Collation:
-        """For padded micro-batches, where the rows of a sample are planned as one of their length together, which is
-        widened as often as there are rows."""
+        """For padded micro-batches: the rows of a sample are planned as one row, so every addition counts per row."""
         return dataclasses.replace(
             self,
             pad_to_multiple_of=self.rows * self.pad_to_multiple_of,
@@ -153,25 +157,15 @@ class Collation:
         patches: Amount = (media == 0) * self.dummy_media_patches + (audio == 0) * self.dummy_audio_patches
         return tokens, patches
 
-    def length(self, longest: int, first: int, dummy_tokens: int) -> int:
+    def length(self, longest: Amount, first: Amount, dummy_tokens: Amount) -> Amount:
         """Padded row length of a group (tokens); `first` is the length of its first row, without `dummy_tokens`."""
-        longest = max(longest, first + dummy_tokens)
-        return -(-longest // self.pad_to_multiple_of) * self.pad_to_multiple_of
-
-    def shape(self, group: Sequence[Cost]) -> tuple[int, int, int]:
-        """(rows, padded row length in tokens, patches) of a group, its rows in the given order."""
-        dummy_tokens, dummy_patches = self.dummies_of(group)
-        length = self.length(max(cost.padded for cost in group), group[0].padded, dummy_tokens)
-        return len(group), length, sum(cost.patches for cost in group) + dummy_patches
-
-    def dummies_of(self, group: Sequence[Cost]) -> tuple[int, int]:
-        """Tokens and patches that are injected into a group."""
-        return self.dummies(sum(cost.has_media for cost in group), sum(cost.has_audio for cost in group))
+        length: Amount = -(-larger(longest, first + dummy_tokens) // self.pad_to_multiple_of) * self.pad_to_multiple_of
+        return length
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Both budgets by themselves, as they have been lowered while training (`oom: split`)."""
+    """Both budgets alone, as lowered while training (`oom: split`)."""
 
     token_budget: int
     max_patches: int | None = None
@@ -188,7 +182,7 @@ class Limits:
 class Budget:
     """Both budgets of a group, measured as collated. `max_patches` None: not limited.
 
-    layout: `padded`, one row a sample; `flat`, all samples of a group in one row, behind each other.
+    layout: `padded`, a row for each sample; `flat`, all samples of a group in one row, one after the other.
     sizes: what padded row lengths are rounded up to, or the tokens of a flat micro-batch.
     row_multiple: padded rows are rounded up to a multiple of this, as far as the budget allows.
     """
@@ -209,23 +203,62 @@ class Budget:
         least = self.limits.least(limits)
         return dataclasses.replace(self, token_budget=least.token_budget, max_patches=least.max_patches)
 
-    def holds(self, rows: int, length: int, patches: int) -> bool:
-        return rows * length <= self.token_budget and (self.max_patches is None or patches <= self.max_patches)
+    def collated(
+        self,
+        count: Amount,
+        tokens: Amount,
+        squares: Amount,
+        patches: Amount,
+        media: Amount,
+        audio: Amount,
+        longest: Amount,
+        first: Amount,
+    ) -> tuple[Amount, Amount, Amount, Amount]:
+        """(rows, row length in tokens, patches, attention) of a group as collated, or of an array of groups.
 
-    def fits(self, group: Sequence[Cost]) -> bool:
-        return self.holds(*self.shape(group))
+        count: samples. tokens, squares (of their lengths), patches: summed over them. media, audio: how many have it.
+        longest, first: tokens of the longest row and of the first one. Padded rows depend on neither tokens nor
+        squares, flat ones not on count, longest and first.
+        Attention is rows x length squared; flat: the sum of squared lengths of all segments, those of dummy media (one)
+        and of the filler included.
+        """
+        dummy_tokens, dummy_patches = self.collation.dummies(media, audio)
+        if self.layout == "flat":
+            length = self.sizes.up(tokens + dummy_tokens)
+            filler = length - tokens - dummy_tokens
+            one: Amount = 0 * tokens + 1
+            return one, length, patches + dummy_patches, squares + dummy_tokens**2 + filler**2
+        length = self.sizes.up(self.collation.length(longest, first, dummy_tokens))
+        rows = self.rows_of(count, length)
+        return rows, length, patches + dummy_patches, rows * length * length
+
+    def excess(self, padded: Amount, patches: Amount) -> Amount:
+        """Tokens and patches by which collated groups break the budgets; 0: within both. padded: rows x length."""
+        over = larger(padded - self.token_budget, 0)
+        if self.max_patches is not None:
+            over = over + larger(patches - self.max_patches, 0)
+        return over
 
     def shape(self, group: Sequence[Cost]) -> tuple[int, int, int]:
         """(rows, row length in tokens, patches) of a group as collated, its samples in the given order."""
-        rows, length, patches = self.collation.shape(group)
-        if self.layout == "padded":
-            length = self.sizes.up(length)
-            return self.rows_of(rows, length), length, patches
-        tokens = sum(cost.tokens for cost in group) + self.collation.dummies_of(group)[0]
-        return 1, self.sizes.up(tokens), patches
+        rows, length, patches, _ = self.collated(
+            len(group),
+            sum(cost.tokens for cost in group),
+            sum(cost.tokens**2 for cost in group),
+            sum(cost.patches for cost in group),
+            sum(cost.has_media for cost in group),
+            sum(cost.has_audio for cost in group),
+            max(cost.padded for cost in group),
+            group[0].padded,
+        )
+        return rows, length, patches
+
+    def fits(self, group: Sequence[Cost]) -> bool:
+        rows, length, patches = self.shape(group)
+        return self.excess(rows * length, patches) == 0
 
     def tokens_of(self, cost: Cost) -> int:
-        """What the sample takes of the budget without padding to others."""
+        """Tokens of the budget that the sample takes without padding to others."""
         return cost.tokens if self.layout == "flat" else cost.padded
 
     @property
@@ -234,33 +267,12 @@ class Budget:
         return self.sizes.up(1) > 1 or self.row_multiple > 1
 
     def rows_of(self, count: Amount, length: Amount) -> Amount:
-        """Rows as collated of so many samples: rounded up, unless the budget has no room for that."""
+        """Rows as collated of `count` samples: rounded up, unless the budget has no room for that."""
         if self.row_multiple == 1:
             return count
         rounded: Amount = -(-count // self.row_multiple) * self.row_multiple
-        room = self.token_budget // np.maximum(length, 1)
-        rows: Amount = np.maximum(np.minimum(rounded, room), count)
-        return rows if isinstance(count, np.ndarray) else int(rows)
-
-    def flat_shapes(
-        self, tokens: np.ndarray, patches: np.ndarray, squares: np.ndarray, media: np.ndarray, audio: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tokens, patches and attention of flat micro-batches, given sums over the samples of each.
-
-        squares: of lengths squared. media, audio: samples that have it. Attention is the sum of squared lengths of all
-        segments, those of dummy media (one) and of what the total is rounded up by included.
-        """
-        dummy_tokens, dummy_patches = self.collation.dummies(media, audio)
-        collated = self.sizes.up(tokens + dummy_tokens)
-        rounded_up = collated - (tokens + dummy_tokens)
-        return collated, patches + dummy_patches, squares + dummy_tokens**2 + rounded_up**2
-
-    def holds_flat(self, sums: np.ndarray) -> np.ndarray:
-        """Whether flat micro-batches are within both budgets, given sums over the samples of each: tokens, patches,
-        squared lengths, samples with media, samples with audio [..., 5]."""
-        tokens, patches, _ = self.flat_shapes(*np.moveaxis(sums, -1, 0))
-        holds: np.ndarray = tokens <= self.token_budget
-        return holds if self.max_patches is None else holds & (patches <= self.max_patches)
+        room = self.token_budget // larger(length, 1)
+        return larger(-larger(-rounded, -room), count)
 
     def overlong(self, cost: Cost) -> bool:
         """Whether this sample breaks a budget even when it travels alone."""

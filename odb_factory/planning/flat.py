@@ -41,7 +41,7 @@ class Samples:
         modalities, modality = np.unique(rows["modality"], return_inverse=True)
         self.num_modalities = max(len(modalities), 1)
         self.sample_class = pool * self.num_modalities + modality
-        self.overlong = ~budget.holds_flat(self.measures)
+        self.overlong = self.excess(self.measures) > 0
 
     def __len__(self) -> int:
         return len(self.index)
@@ -55,6 +55,18 @@ class Samples:
         """Tokens, patches, squared length, and whether it has media and audio [n, 5]."""
         columns = [self.tokens, self.patches, self.tokens**2, self.has_media, self.has_audio]
         return np.stack(columns, axis=1, dtype=np.int64, casting="unsafe")
+
+    def shapes(self, sums: np.ndarray) -> np.ndarray:
+        """Tokens, patches and squares of bins with these sums of `measures`, as collated [..., 3]."""
+        tokens, patches, squares, media, audio = np.moveaxis(sums, -1, 0)
+        return np.stack(
+            self.budget.collated(tokens, tokens, squares, patches, media, audio, tokens, tokens)[1:], axis=-1
+        )
+
+    def excess(self, sums: np.ndarray) -> np.ndarray:
+        """By how much bins with these sums break the budgets (tokens and patches) [...]."""
+        shapes = self.shapes(sums)
+        return self.budget.excess(shapes[..., 0], shapes[..., 1])
 
     def sums(self, bin_of: np.ndarray, num_bins: int) -> np.ndarray:
         """`measures` of each bin [bins, 5]."""

@@ -44,14 +44,10 @@ class Filled:
         self.weights = np.array([self.model.token, self.model.patch, self.model.square], dtype=np.int64)
         self.sums = self.samples.sums(self.bin_of, len(self.step))
 
-    def shapes(self, sums: np.ndarray) -> np.ndarray:
-        """Tokens, patches and squares of bins with these sums, as collated [..., 3]."""
-        return np.stack(self.samples.budget.flat_shapes(*np.moveaxis(sums, -1, 0)), axis=-1)
-
     def maxima(self) -> np.ndarray:
         """Of each micro-step [micro-steps, 3]."""
         most = np.zeros((self.num_steps, 3), dtype=np.int64)
-        np.maximum.at(most, self.step, self.shapes(self.sums))
+        np.maximum.at(most, self.step, self.samples.shapes(self.sums))
         return most
 
     def step_costs(self) -> np.ndarray:
@@ -63,18 +59,10 @@ class Filled:
     def cost(self) -> int:
         return int(self.step_costs().sum())
 
-    def excess(self, sums: np.ndarray) -> np.ndarray:
-        """By how much bins with these sums break the budgets (tokens and patches) [...]."""
-        budget, shapes = self.samples.budget, self.shapes(sums)
-        over: np.ndarray = np.maximum(shapes[..., 0] - budget.token_budget, 0)
-        if budget.max_patches is not None:
-            over = over + np.maximum(shapes[..., 1] - budget.max_patches, 0)
-        return over
-
     @property
     def within(self) -> bool:
         """Whether all bins but those of overlong samples are within the budgets."""
-        return not self.excess(self.sums[~self.frozen]).any()
+        return not self.samples.excess(self.sums[~self.frozen]).any()
 
 
 def polish(filled: Filled, bound: int) -> None:
@@ -83,7 +71,7 @@ def polish(filled: Filled, bound: int) -> None:
     An exchange of two samples, or a move of one, is made if less of the budgets is broken afterwards, or as much and
     the cost is lower. Done when the cost is close to `bound`, when nothing helps, or after a bounded number of trials.
     """
-    num_broken = np.count_nonzero(filled.excess(filled.sums)[~filled.frozen])
+    num_broken = np.count_nonzero(filled.samples.excess(filled.sums)[~filled.frozen])
     left = MAX_REPAIRED if 0 < num_broken <= FEW_BROKEN else MOST_POLISHED
     while not (filled.within and filled.cost - bound <= bound // CLOSE_ENOUGH):
         for critical in _critical(filled):
@@ -99,11 +87,11 @@ def polish(filled: Filled, bound: int) -> None:
 
 def _critical(filled: Filled) -> list[int]:
     """Bins that break a budget, the worst first, or else those that have the most of their micro-step in anything."""
-    over = np.where(filled.frozen, 0, filled.excess(filled.sums))
+    over = np.where(filled.frozen, 0, filled.samples.excess(filled.sums))
     if over.any():
         critical = np.argsort(-over, kind="stable")[: np.count_nonzero(over)]
     else:
-        at_most = (filled.shapes(filled.sums) == filled.maxima()[filled.step]) & (filled.weights > 0)
+        at_most = (filled.samples.shapes(filled.sums) == filled.maxima()[filled.step]) & (filled.weights > 0)
         critical = np.flatnonzero(at_most.any(axis=1) & ~filled.frozen)
     return [int(i) for i in critical]
 
@@ -123,9 +111,9 @@ def _improve(filled: Filled, critical: int, own: np.ndarray) -> bool:
     partner = np.concatenate([filled.bin_of[theirs], others])
     moved = measures[given][:, None] - measures[taken][None]
     after, after_partner = filled.sums[critical] - moved, filled.sums[partner] + moved
-    over = filled.excess(after) + filled.excess(after_partner)
-    over -= (filled.excess(filled.sums[critical]) + filled.excess(filled.sums[partner]))[None]
-    cost = _cost_after(filled, critical, partner, filled.shapes(after), filled.shapes(after_partner))
+    over = filled.samples.excess(after) + filled.samples.excess(after_partner)
+    over -= (filled.samples.excess(filled.sums[critical]) + filled.samples.excess(filled.sums[partner]))[None]
+    cost = _cost_after(filled, critical, partner, filled.samples.shapes(after), filled.samples.shapes(after_partner))
     cost -= filled.cost
     count = np.bincount(filled.bin_of, minlength=len(filled.step))
     empties = (given != nobody)[:, None] & (taken == nobody) & (count[critical] == 1)
@@ -148,7 +136,7 @@ def _cost_after(
     filled: Filled, critical: int, partner: np.ndarray, after: np.ndarray, after_partner: np.ndarray
 ) -> np.ndarray:
     """The cost of all once two bins have changed: `critical` and, of each column, `partner`."""
-    shapes, step, own_step = filled.shapes(filled.sums), filled.step, filled.step[critical]
+    shapes, step, own_step = filled.samples.shapes(filled.sums), filled.step, filled.step[critical]
     shapes[critical] = 0
     without = np.zeros((filled.num_steps, 3), dtype=np.int64)
     np.maximum.at(without, step, shapes)
@@ -345,12 +333,9 @@ class OpenBins:
 
     def _excess(self, sums: list[int]) -> int:
         """By how much a bin with these sums breaks the budgets (tokens and patches)."""
-        budget, (tokens, patches, _, media, audio) = self.budget, sums
-        dummy_tokens, dummy_patches = budget.collation.dummies(media, audio)
-        over = max(budget.sizes.up(tokens + dummy_tokens) - budget.token_budget, 0)
-        if budget.max_patches is not None:
-            over += max(patches + dummy_patches - budget.max_patches, 0)
-        return over
+        tokens, patches, squares, media, audio = sums
+        _, length, patches, _ = self.budget.collated(1, tokens, squares, patches, media, audio, 0, 0)
+        return self.budget.excess(length, patches)
 
 
 def best_fit_decreasing(samples: Samples, least_steps: int) -> tuple[np.ndarray, np.ndarray]:
@@ -376,7 +361,7 @@ def repair(filled: Filled) -> np.ndarray:
     ends = np.cumsum(np.bincount(filled.bin_of, minlength=len(filled.step))).tolist()
     for start, end, sums in zip([0, *ends], ends, filled.sums.tolist()):
         bins.open(by_bin[start:end], sums)
-    broken = (filled.excess(filled.sums) > 0) & ~filled.frozen
+    broken = (filled.samples.excess(filled.sums) > 0) & ~filled.frozen
     # A bin should not become the one that its micro-step waits for.
     most = np.zeros((filled.num_steps, 3), dtype=np.int64)
     np.maximum.at(most, filled.step, np.where(broken[:, None], 0, filled.sums[:, :3]))

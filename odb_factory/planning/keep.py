@@ -104,12 +104,12 @@ def _filled(samples: Samples, num_steps: int, model: CostModel, bins: Bins) -> F
 def without_excess(filled: Filled) -> Filled:
     """The same bins without the youngest and shortest samples of those that break a budget."""
     samples, bin_of, sums = filled.samples, filled.bin_of.copy(), filled.sums.copy()
-    for number in np.flatnonzero((filled.excess(sums) > 0) & ~filled.frozen).tolist():
+    for number in np.flatnonzero((samples.excess(sums) > 0) & ~filled.frozen).tolist():
         own = np.flatnonzero(bin_of == number)
         for out in own[np.lexsort((own, samples.tokens[own], samples.age[own]))][:-1].tolist():
             bin_of[out] = -1
             sums[number] -= samples.measures[out]
-            if not filled.excess(sums[number]):
+            if not samples.excess(sums[number]):
                 break
     kept = np.flatnonzero(bin_of >= 0)
     return replace(filled, samples=samples.of(kept), bin_of=bin_of[kept])
@@ -118,7 +118,7 @@ def without_excess(filled: Filled) -> Filled:
 def match_by_cost(filled: Filled) -> Filled:
     """The same bins in other micro-steps: of each pool the costliest in the first, and so on."""
     samples, pool = filled.samples, filled.pool
-    costs = filled.shapes(filled.sums) @ filled.weights
+    costs = samples.shapes(filled.sums) @ filled.weights
     order = np.lexsort((-costs, pool))
     step = np.empty_like(filled.step)
     step[order] = (np.arange(len(order)) - np.searchsorted(pool, pool)) // samples.slots

@@ -55,24 +55,23 @@ class Rows:
         """Its samples, the shortest first: dummy media added to the first row then rarely make it the longest."""
         return self.index[start:end][::-1]
 
-    def shapes(self, starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """`shape` of many groups, none of them empty."""
-        collation, lengths = self.budget.collation, self.length[starts]
+    def shapes(self, starts: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """`Budget.collated` of many groups, none of them empty."""
+        count, ones = ends - starts, np.ones((), dtype=np.int64)
+        media, audio = (
+            (before[ends] - before[starts] for before in (self.media_before, self.audio_before))
+            if self.budget.collation.has_dummies
+            else (ones, ones)
+        )
         patches = self.patches_before[ends] - self.patches_before[starts]
-        if collation.has_dummies:
-            media = self.media_before[ends] - self.media_before[starts]
-            audio = self.audio_before[ends] - self.audio_before[starts]
-            dummy_tokens, dummy_patches = collation.dummies(media, audio)
-            first = self.tokens[ends - 1] + dummy_tokens
-            first = -(-first // collation.pad_to_multiple_of) * collation.pad_to_multiple_of
-            lengths, patches = np.maximum(lengths, self.budget.sizes.up(first)), patches + dummy_patches
-        return self.budget.rows_of(ends - starts, lengths), lengths, patches
+        return self.budget.collated(
+            count, count, count, patches, media, audio, self.tokens[starts], self.tokens[ends - 1]
+        )
 
     def costs(self, starts: np.ndarray, ends: np.ndarray, model: CostModel) -> np.ndarray:
-        """`cost` of many groups, none of them empty."""
-        rows, lengths, patches = self.shapes(starts, ends)
-        padded = rows * lengths
-        return model.of(padded, patches, padded * lengths)
+        """The cost of many groups, none of them empty, in the unit of the model."""
+        rows, lengths, patches, attention = self.shapes(starts, ends)
+        return model.of(rows * lengths, patches, attention)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -185,11 +184,9 @@ def next_ends(pools: Pools, caps: np.ndarray) -> np.ndarray:
         ends = low
     if budget.collation.has_dummies:
         while True:
-            collated, lengths, patches = rows.shapes(starts, ends)
+            collated, lengths, patches, attention = rows.shapes(starts, ends)
             count, padded = ends - starts, collated * lengths
-            exceeds = (padded > budget.token_budget) | (model.of(padded, patches, padded * lengths) > caps)
-            if budget.max_patches is not None:
-                exceeds |= patches > budget.max_patches
+            exceeds = (budget.excess(padded, patches) > 0) | (model.of(padded, patches, attention) > caps)
             exceeds &= count > 1
             if not exceeds.any():
                 break
@@ -233,7 +230,7 @@ def make_cut(pools: Pools, groups: list[list[Group]]) -> Cut:
     pool = np.repeat(np.arange(len(groups)), sizes)
     starts, ends = np.array([group for own in groups for group in own], dtype=np.int64).reshape(-1, 2).T
     costs = pools.rows.costs(starts, ends, pools.model)
-    _, _, patches = pools.rows.shapes(starts, ends)
+    _, _, patches, _ = pools.rows.shapes(starts, ends)
     order = np.lexsort((starts, -patches, -costs, pool))
     steps = (np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)) // pools.slots
     largest = np.zeros(int(steps.max(initial=-1)) + 1, dtype=np.int64)
@@ -399,8 +396,8 @@ def split_to_fill_slots(rows: Rows, groups: list[Group], slots: int) -> list[Gro
 
 def _fits(rows: Rows, start: int, end: int) -> bool:
     """Whether a group is within both budgets, as collated (I4)."""
-    count, length, patches = rows.shapes(np.array([start]), np.array([end]))
-    return end - start == 1 or rows.budget.holds(int(count[0]), int(length[0]), int(patches[0]))
+    count, length, patches, _ = rows.shapes(np.array([start]), np.array([end]))
+    return end - start == 1 or not rows.budget.excess(count * length, patches).any()
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -177,21 +177,22 @@ def _totals(
     rows, sizes = table[chosen], np.array([len(group) for group in present.values()])
     starts = np.cumsum(sizes) - sizes
     moved = owner_rank[chosen] != np.repeat(busy, sizes)
-    patches = np.add.reduceat(rows["patches"].astype(np.int64), starts)
-    tokens = rows["tokens"].astype(np.int64)
-    media, audio = (np.add.reduceat(rows[name].astype(np.int64), starts) for name in ("has_media", "has_audio"))
-    if budget.layout == "flat":
-        totals, squares = np.add.reduceat(tokens, starts), np.add.reduceat(tokens**2, starts)
-        collated, patches, attention = budget.flat_shapes(totals, patches, squares, media, audio)
-    else:
-        dummy_tokens, dummy_patches = budget.collation.dummies(media, audio)
-        patches += dummy_patches
-        padded = rows["row_tokens"]
-        longest, first = np.maximum.reduceat(padded, starts).tolist(), padded[starts].tolist()
-        lengths = np.array([budget.collation.length(*shape) for shape in zip(longest, first, dummy_tokens.tolist())])
-        lengths = budget.sizes.up(lengths)
-        collated = budget.rows_of(sizes, lengths) * lengths
-        attention = collated * lengths
+
+    def sums(values: np.ndarray) -> np.ndarray:
+        return np.add.reduceat(values.astype(np.int64), starts)
+
+    tokens, row_tokens = rows["tokens"].astype(np.int64), rows["row_tokens"].astype(np.int64)
+    collated_rows, lengths, patches, attention = budget.collated(
+        sizes,
+        sums(tokens),
+        sums(tokens**2),
+        sums(rows["patches"]),
+        sums(rows["has_media"]),
+        sums(rows["has_audio"]),
+        np.maximum.reduceat(row_tokens, starts),
+        row_tokens[starts],
+    )
+    collated = collated_rows * lengths
     return MicroStepTotals(
         samples=len(rows),
         tokens=int(tokens.sum()),

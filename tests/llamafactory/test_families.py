@@ -166,7 +166,7 @@ def compare(setting: Setting, case: str, folder: Path) -> str:
     collation = STAGES["sft"].collation(setting.collator, setting.media.patch_size)
     measured = measure_batch(batch, setting.media.patch_size)
     shape = measured.rows, measured.length, measured.patches
-    planned = collation.shape(costs)
+    planned = Budget(1 << 40, collation=collation).shape(costs)
     if type(setting.plugin).__name__ == PADS_TILES:  # its patches are not planned, nor bounded
         planned = *planned[:2], max(planned[2], shape[2])
     if planned != shape:

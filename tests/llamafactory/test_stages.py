@@ -124,7 +124,9 @@ def test_pairs_with_images_are_the_same_training(
     settings = trainer.odb.settings
     for line in read_jsonl(tmp_path / "odb" / "odb_audit_rank0.jsonl"):
         costs = [settings.observer(trainer.train_dataset[id])[1] for id in line["ids"]]
-        dummy_tokens, dummy_patches = settings.collation.dummies_of(costs)
+        dummy_tokens, dummy_patches = settings.collation.dummies(
+            sum(cost.has_media for cost in costs), sum(cost.has_audio for cost in costs)
+        )
         assert line["patches"] == sum(cost.patches for cost in costs) + dummy_patches <= 300
         assert line["rows"] * line["length"] == sum(cost.tokens for cost in costs) + dummy_tokens, "no padding"
 

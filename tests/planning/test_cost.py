@@ -9,10 +9,12 @@ from planning_strategies import budgets, collated, collations, costs, within
 
 from odb_factory.planning import Budget, Collation, Cost
 
+NO_LIMIT = 1 << 40
+
 
 @given(st.lists(costs(), min_size=1, max_size=5), collations)
 def test_shape_is_that_of_the_collated_rows(group: list[Cost], collation: Collation) -> None:
-    assert collation.shape(group) == collated(group, collation)
+    assert Budget(NO_LIMIT, collation=collation).shape(group) == collated(group, collation)
 
 
 @given(st.lists(costs(), min_size=1, max_size=5), budgets)
@@ -39,7 +41,7 @@ def test_overlong_means_that_a_sample_breaks_a_budget_alone(cost: Cost, budget: 
 )
 def test_shapes_by_hand(group: list[Cost], collation: Collation, shape: tuple[int, int, int]) -> None:
     """The filler goes into the first row, only where no row has media, and before padding."""
-    assert collation.shape(group) == collated(group, collation) == shape
+    assert Budget(NO_LIMIT, collation=collation).shape(group) == collated(group, collation) == shape
 
 
 @pytest.mark.parametrize(
