@@ -1,22 +1,25 @@
 """`token_budget: auto` and `max_patches: auto`: the largest whose heaviest micro-batch fits, tried before training.
 
-A few micro-batches of real samples, larger from one to the next, run forward and backward on the wrapped model; their
-peaks make a model of memory over tokens, patches and rows x length squared; the budget it allows is verified with one
-more, the heaviest of real samples. All ranks run the same and decide by what all have measured.
+A few micro-batches of real samples of growing size run forward and backward on the wrapped model; their peaks make a
+model of memory over tokens, patches and rows x length squared; the budget it allows is verified with one more trial,
+the heaviest micro-batch of real samples. All ranks run the same and decide by the peaks of all.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import itertools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from scipy.optimize import nnls
 from torch import Tensor
 
 from odb_factory import memory
@@ -26,25 +29,25 @@ from odb_factory.data.loader import ODBLoader
 from odb_factory.data.samples import Measured, Sample
 from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.log import get_logger
-from odb_factory.memory import DataShape, PeakMeter, Tried, TriedShape, largest, rounded, update_bytes
+from odb_factory.memory import PeakMeter
 from odb_factory.model.flat_row import flat_row
 from odb_factory.random_numbers import kept_random_numbers
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A training that has not begun, as it was before micro-batches were tried on it.
+# A trial leaves the training as it was.
 
 ACCUMULATION = "current_gradient_accumulation_steps"
-"""What a loss is divided by; the Trainer's loop says it when it asks for the first batch."""
+"""The divisor of a loss; the Trainer's loop sets it with the first batch."""
 METRICS = "_stored_metrics"
-"""Where trl's trainers of preferences collect what they log."""
+"""The figures that trl's preference trainers collect for their logs."""
 
 
 @contextlib.contextmanager
 def untouched(trainer: Any) -> Iterator[None]:
     """Afterwards gradients, buffers, modes of modules and random numbers are as they were.
 
-    Weights and the optimizer are what nobody in it changes. What is tried must have gradients of zero: where an engine
-    keeps them to itself (DeepSpeed), they stay there and add nothing.
+    Weights and the optimizer are not changed within. A trial must have gradients of zero: an engine that keeps them to
+    itself (DeepSpeed) keeps zeros.
     """
     model = trainer.model_wrapped
     without = [parameter for parameter in model.parameters() if parameter.grad is None]
@@ -77,13 +80,13 @@ def untouched(trainer: Any) -> Iterator[None]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Forward and backward of the wrapped model on micro-batches that are made up, to see how much memory they need.
+# Forward and backward of the wrapped model on trial micro-batches, to measure their memory.
 
 
 class TrialRuns:
-    """Micro-batches of samples of `loader`, on all ranks alike: each runs the same, and hears of the others' peaks.
+    """Trial micro-batches of samples of `loader`: every rank runs the same, and learns the peaks of all.
 
-    While it is there the state that the optimizer will have takes its place in memory.
+    A tensor takes the place of the optimizer's later state in memory as long as this object exists.
     """
 
     def __init__(self, trainer: Any, loader: ODBLoader, meter: PeakMeter):
@@ -100,19 +103,19 @@ class TrialRuns:
 
     def limits(self, fraction: float) -> tuple[int, ...]:
         """Bytes that each rank may use."""
-        return tuple(self._of_all_ranks(self._meter.limit(fraction)))
+        return tuple(self._trainer.odb.gather(self._meter.limit(fraction)))
 
     def peaks(self, samples: Sequence[Sample]) -> tuple[Measured, tuple[int | None, ...]]:
-        """What the samples are as collated, and the peak of each rank in bytes; None where it ran out of memory.
+        """The shape of the samples as collated, and the peak bytes of each rank; None if it ran out of memory.
 
-        Raises `DataError` where they cannot be collated, and `ConfigError` where ranks cannot go on after an error.
+        Raises `DataError` if they cannot be collated, and `ConfigError` if ranks cannot continue after an error.
         """
         self.count += 1
         try:
             measured, batch = self._loader.groups.collate(list(samples))
         except NotCollated as error:
             raise DataError(f"rows cannot be tried for a budget: {error}") from None
-        peaks = self._of_all_ranks(self._meter.peak(lambda: self._run(batch, measured), self._held()))
+        peaks = self._trainer.odb.gather(self._meter.peak(lambda: self._run(batch, measured), self._held()))
         if None in peaks and (self._trainer.is_deepspeed_enabled or self._trainer.is_fsdp_enabled):
             raise ConfigError(
                 f"odb.token_budget: 'auto' ran out of memory at {measured.rows * measured.length} tokens and "
@@ -122,7 +125,7 @@ class TrialRuns:
         return measured, tuple(peaks)
 
     def _run(self, batch: Any, measured: Measured) -> None:
-        """As a micro-batch is computed that does not end its optimizer step; its gradients are zeros."""
+        """Computed as a micro-batch that does not end its optimizer step; its gradients are zeros."""
         trainer = self._trainer
         trainer.odb.trial_units = max(measured.units, 1)
         try:
@@ -142,24 +145,21 @@ class TrialRuns:
                 yield parameter.grad
         yield from self._trainer.model_wrapped.buffers()
 
-    def _of_all_ranks(self, mine: int | None) -> list[Any]:
-        return self._trainer.odb.gather(mine)
-
 
 def state_bytes(trainer: Any) -> int:
-    """What the optimizer of a training that has not begun will keep on this rank, beyond what it has."""
+    """Bytes that the optimizer of a training will keep on this rank, beyond what it has already."""
     optimizer = trainer.optimizer
     while hasattr(optimizer, "optimizer"):  # accelerate's wrapper, DeepSpeed's
         optimizer = optimizer.optimizer
     if not isinstance(optimizer, torch.optim.Optimizer):
-        return 0  # one of DeepSpeed's, which has made its state when it was made
-    weights = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
-    new = [_local(one) for one in weights if not optimizer.state.get(one)]
+        return 0  # DeepSpeed's, which has made its state already
+    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for weight in (weight for group in optimizer.param_groups for weight in group["params"]):
+        if weight.requires_grad and not optimizer.state.get(weight):
+            to_local = getattr(weight, "to_local", None)  # the part of a sharded weight that is on this rank
+            by_kind.setdefault((weight.dtype, weight.device), []).append(weight if to_local is None else to_local())
     try:
-        return sum(
-            update_bytes(type(optimizer), optimizer.defaults, dtype, device).of(group)
-            for (dtype, device), group in _by_kind(new).items()
-        )
+        return sum(_state_of(optimizer, weights) for weights in by_kind.values())
     except Exception as error:
         raise ConfigError(
             f"odb.token_budget: 'auto' cannot tell how much memory {type(optimizer).__name__} will need "
@@ -167,17 +167,147 @@ def state_bytes(trainer: Any) -> int:
         ) from error
 
 
-def _by_kind(weights: Sequence[Tensor]) -> dict[tuple[torch.dtype, torch.device], list[Tensor]]:
-    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+ROWS, COLUMNS = 3, 5
+"""Shape of the test weight used to measure optimizer state."""
+
+
+def _state_of(optimizer: torch.optim.Optimizer, weights: Sequence[Tensor]) -> int:
+    """Bytes kept of weights of one type and device: by one update of a small weight [ROWS, COLUMNS] with an optimizer
+    of the same class, for each element, row, column and weight."""
+    tried = torch.nn.Parameter(torch.ones(ROWS, COLUMNS, dtype=weights[0].dtype, device=weights[0].device))
+    known = inspect.signature(type(optimizer).__init__).parameters
+    arguments = {key: value for key, value in optimizer.defaults.items() if key in known}
+    small = type(optimizer)([tried], **arguments)
+    tried.grad = torch.ones_like(tried)
+    small.step()
+    of_element = of_row = of_column = of_weight = 0.0
+    for value in small.state[tried].values():
+        if not isinstance(value, Tensor):
+            continue
+        size = value.numel() * value.element_size()
+        if value.numel() == tried.numel():
+            of_element += size / value.numel()
+        elif value.shape == (ROWS,):
+            of_row += size / ROWS
+        elif value.shape == (COLUMNS,):
+            of_column += size / COLUMNS
+        else:
+            of_weight += size
+    total = 0.0
     for one in weights:
-        groups.setdefault((one.dtype, one.device), []).append(one)
-    return groups
+        total += one.numel() * of_element + of_weight
+        if one.dim() > 1:
+            total += one.shape[0] * of_row + one.numel() // one.shape[0] * of_column
+        elif of_row:  # factored state is not for vectors
+            total += one.numel() * 4
+    return round(total)
 
 
-def _local(weight: Tensor) -> Tensor:
-    """The part of a sharded weight that is on this rank."""
-    to_local = getattr(weight, "to_local", None)
-    return weight if to_local is None else to_local()
+# ----------------------------------------------------------------------------------------------------------------------
+# The largest budgets whose heaviest micro-batch fits, from the peaks of a few that were tried. Pure.
+# The model of bytes is linear in tokens, patches and rows x length squared.
+
+HEADROOM = 1.25
+"""Patches that a budget of auto leaves room for, as a multiple of the average of the data for its tokens."""
+GRAIN = 64
+"""Tokens; budgets beyond a thousand are multiples of it."""
+
+
+class Shape(NamedTuple):
+    """rows x length tokens as collated; patches of its media."""
+
+    rows: int
+    length: int
+    patches: int
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.length
+
+    def terms(self) -> list[float]:
+        """The terms of the model. Attention of several rows may need a mask of all their pairs and one row needs none,
+        so pairs count apart."""
+        pairs = self.rows * self.length**2
+        return [1.0, self.tokens, self.patches, pairs, pairs if self.rows > 1 else 0.0]
+
+
+@dataclass(frozen=True, slots=True)
+class DataShape:
+    """The heaviest micro-batches of the samples that were read.
+
+    longest: tokens of the longest sample. most_patches: of any sample. densest: the most patches for each token, and
+    mean: their average, of samples with media and without. is_flat: all samples in one row.
+    """
+
+    longest: int
+    most_patches: int
+    densest: float
+    mean: float
+    is_flat: bool
+
+    def heaviest(self, tokens: int, max_patches: int | None) -> Shape:
+        """The heaviest micro-batch within these budgets."""
+        patches = math.ceil(self.densest * tokens)
+        patches = patches if max_patches is None else min(patches, max_patches)
+        if self.is_flat:
+            return Shape(1, tokens, patches)
+        length = min(self.longest, tokens)
+        return Shape(tokens // length, length, patches)
+
+    def patches_for(self, tokens: int) -> int | None:
+        """A cap for micro-batches of this number of tokens; None for data without media."""
+        if not self.most_patches:
+            return None
+        return max(self.most_patches, math.ceil(HEADROOM * self.mean * tokens))
+
+
+class Tried:
+    """The micro-batches that have been run, and the peak bytes of each rank (None: more than it had).
+
+    limits: bytes that each rank may use.
+    """
+
+    def __init__(self, limits: tuple[int, ...]):
+        self.limits = limits
+        self._ran: list[tuple[Shape, tuple[int | None, ...]]] = []
+        self._models: list[np.ndarray] = []
+
+    def add(self, shape: Shape, peaks: Sequence[int | None]) -> bool:
+        """Returns whether it is within the limits of all ranks."""
+        self._ran.append((shape, tuple(peaks)))
+        self._models = []
+        return self._is_within(peaks)
+
+    def holds(self, shape: Shape) -> bool:
+        """Whether `shape` should fit, and is smaller than any that did not."""
+        for other, peaks in self._ran:
+            if shape.tokens >= other.tokens and shape.patches >= other.patches and not self._is_within(peaks):
+                return False
+        self._models = self._models or [self._fit(rank) for rank in range(len(self.limits))]
+        needed = (round(float(np.dot(model, shape.terms()))) for model in self._models)
+        return all(size <= limit for size, limit in zip(needed, self.limits))
+
+    def _is_within(self, peaks: Sequence[int | None]) -> bool:
+        return all(peak is not None and peak <= limit for peak, limit in zip(peaks, self.limits))
+
+    def _fit(self, rank: int) -> np.ndarray:
+        """Non-negative least squares (Lawson and Hanson 1974) of relative errors: more of anything never needs less."""
+        known = [(shape.terms(), peaks[rank]) for shape, peaks in self._ran if peaks[rank] is not None]
+        values = np.array([peak for _, peak in known], dtype=float)
+        weights = 1 / np.maximum(values, 1.0)
+        rows = np.array([terms for terms, _ in known]) * weights[:, None]
+        scale = np.maximum(np.abs(rows).max(axis=0), 1e-300)
+        return nnls(rows / scale, values * weights)[0] / scale
+
+
+def largest(low: int, high: int, holds: Callable[[int], bool]) -> int:
+    """The largest whole number of [low, high] that `holds`; low if none does. It holds for all below one that does."""
+    if holds(high):
+        return high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -186,12 +316,12 @@ logger = get_logger(__name__)
 
 ROWS_LOOKED_AT = 128
 MOST_TOKENS = 2**20
-"""Of a budget where nothing else bounds it."""
+"""The largest budget if nothing else bounds it."""
 MOST_ROWS = 64
-"""Of the micro-batch of short rows."""
+"""Rows of the micro-batch of short rows."""
 MOST_VERIFIED = 6
 BACK = 0.9
-"""Of a budget that did not fit, the next one that is verified, at the most."""
+"""After a failed trial the next budget is at most 0.9 of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,11 +331,10 @@ class Budgets:
 
 
 def choose_budgets(trainer: Any, loader: ODBLoader, config: ODBConfig, memory_meter: PeakMeter | None) -> Budgets:
-    """The budgets for a training that is about to take its first optimizer step. Collective; leaves nothing behind.
+    """The budgets for a training before its first optimizer step. Collective; leaves nothing behind.
 
-    loader: its rows and how they are collated; the budgets it plans with do not matter. memory_meter: None: that of the
-        accelerator.
-    Raises `ConfigError` where not even one row fits.
+    loader: for its rows and its collator; its own budgets do not matter. memory_meter: None: that of the accelerator.
+    Raises `ConfigError` if not even one row fits.
     """
     samples = list(itertools.islice(loader.first_samples(), ROWS_LOOKED_AT))
     if not samples:
@@ -249,7 +378,7 @@ class _Search:
         self._chooses_tokens = config.token_budget == AUTO
 
     def run(self) -> tuple[Budgets, str]:
-        """The budgets, and a line that says them and why."""
+        """The budgets, and a line with them and the reason."""
         self._try_small()
         self._grow()
         bound = self._most if self._chooses_tokens else self._useful
@@ -267,13 +396,13 @@ class _Search:
     # Runs
 
     def _try(self, samples: list[Sample]) -> tuple[Measured, tuple[int | None, ...]] | None:
-        """What has been measured of these samples; None where they do not fit."""
+        """Shape and peaks of these samples; None if they do not fit."""
         measured, peaks = self.runs.peaks(samples)
-        shape = TriedShape(measured.rows, measured.length, measured.patches)
+        shape = Shape(measured.rows, measured.length, measured.patches)
         return (measured, peaks) if self.tried.add(shape, peaks) else None
 
     def _try_small(self) -> None:
-        """Micro-batches that tell apart what memory goes by. The first run makes gradients and workspaces."""
+        """Micro-batches that separate the terms of the model. The first run makes gradients and workspaces."""
         longest, tokens = [self._longest], self._data.longest
         self.runs.peaks(longest)
         if self._try(longest) is None:
@@ -292,19 +421,20 @@ class _Search:
                 return
 
     def _grow(self) -> None:
-        """Larger and larger ones, as long as they should fit."""
+        """Try larger and larger micro-batches, as long as they should fit."""
         tokens = 4 * self._data.longest
         while tokens <= (self._most if self._chooses_tokens else int(self._config.token_budget)):
-            shape = self._data.heaviest(tokens, self._patches(tokens))
-            if not self.tried.holds(shape, self.tried.models()):
-                break
-            if self._try(self._group(tokens, self._patches(tokens))) is None:
+            patches = self._patches(tokens)
+            if (
+                not self.tried.holds(self._data.heaviest(tokens, patches))
+                or self._try(self._group(tokens, patches)) is None
+            ):
                 break
             tokens *= 2
 
     def _group(self, tokens: int, max_patches: int | None) -> list[Sample]:
         """The heaviest micro-batch of real samples within these budgets: the densest, beside them the longest, and in a
-        flat row one of text that fits behind them."""
+        flat row one text sample that fills the rest."""
         longest, densest = self._longest.cost, self._densest.cost
         of_longest, of_densest = self._tokens_of(longest), self._tokens_of(densest)
         most = tokens // max(of_densest, 1) if densest.patches else 0
@@ -332,25 +462,26 @@ class _Search:
 
     @property
     def _useful(self) -> int:
-        """Patches that micro-batches of the token_budget given can have."""
+        """The most patches of a micro-batch within the token_budget given."""
         return max(math.ceil(self._data.densest * int(self._config.token_budget)), self._data.most_patches)
 
     def _solve(self, bound: int) -> Budgets:
         """bound: of tokens; where only patches are searched for, of patches."""
-        models = self.tried.models()
 
         def holds(tokens: int, patches: int | None) -> bool:
-            return self.tried.holds(self._data.heaviest(tokens, patches), models)
+            return self.tried.holds(self._data.heaviest(tokens, patches))
 
         if self._chooses_tokens:
-            tokens = largest(self._data.longest, bound, lambda one: holds(one, self._patches(one)))
-            tokens = rounded(tokens, self._data.longest) if tokens < self._most else tokens
+            least = self._data.longest
+            tokens = largest(least, bound, lambda one: holds(one, self._patches(one)))
+            if 1024 < tokens < self._most:
+                tokens = max(tokens - tokens % GRAIN, least)
             return Budgets(tokens, self._patches(tokens))
         given = int(self._config.token_budget)
         return Budgets(given, largest(self._data.most_patches, bound, lambda patches: holds(given, patches)))
 
     def _less(self, chosen: Budgets) -> int:
-        """What bounds the next budget, when `chosen` did not fit."""
+        """The bound of the next budget, after `chosen` did not fit."""
         if self._chooses_tokens:
             return max(int(BACK * chosen.token_budget), self._data.longest)
         assert chosen.max_patches is not None
