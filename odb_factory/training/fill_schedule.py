@@ -1,4 +1,4 @@
-"""How far a run with filled optimizer steps has come, and how many there will be: estimates, and the schedule by them.
+"""Progress and number of optimizer steps of a run with filled optimizer steps: estimates, and the schedule by them.
 
 With kept optimizer steps all of this is known ahead, and nothing of it is used.
 """
@@ -16,25 +16,24 @@ from odb_factory.data.samples import OptimizerStep
 from odb_factory.errors import ConfigError
 from odb_factory.log import get_logger
 
+logger = get_logger(__name__)
+
+SAMPLES_TO_JUDGE_BY = 256
+"""Lengths often vary as much as their mean, so the mean of 256 random ones is known to about 6 %."""
+
 # ----------------------------------------------------------------------------------------------------------------------
-# Learning-rate schedules when the number of optimizer steps is not known ahead.
+# Learning-rate schedules if the number of optimizer steps is not known ahead.
 # A schedule is a curve over optimizer steps. Here the curve is drawn over an estimated number of steps, and read at a
 # position that follows the share of samples done: after half the samples the learning rate is that of half the run,
 # however many steps that took.
 
-SAMPLES_TO_JUDGE_BY = 256
-"""Lengths often vary as much as their mean, so the mean of so many drawn at random is known to about 6 %."""
-
-logger = get_logger(__name__)
-
 
 class ScheduleClock:
-    """Where the run stands on the curve, in estimated optimizer steps.
+    """The position of the run on the curve, in estimated optimizer steps.
 
-    estimated_steps: optimizer steps of the run, as far as is known. warmup_steps: a warm-up given in optimizer
-    steps, which is then taken in real steps; 0 if it is a share of the run.
-    total_steps: length of the curve, its warm-up and what is left behind it. That is a step at least: also where the
-    estimate is too low the learning rate comes down with the samples that are left, not at once.
+    warmup_steps: a warm-up given in optimizer steps, which is then taken in real steps; 0 if it is a share of the run.
+    total_steps: steps of the curve: warm-up plus the rest (at least 1, so that the learning rate comes down with the
+    samples that are left, not at once, if the estimate is too low).
     """
 
     def __init__(self, estimated_steps: int, warmup_steps: int = 0):
@@ -42,13 +41,6 @@ class ScheduleClock:
         self.warmup_steps = warmup_steps
         self.position = 0.0
         self._share_warm = 0.0
-
-    @classmethod
-    def of(cls, saved: dict[str, Any]) -> ScheduleClock:
-        """A clock as `vars` of one was saved."""
-        clock = cls(0)
-        vars(clock).update(saved)
-        return clock
 
     def advance(self, step: int, share: float) -> None:
         """Move to optimizer step `step` (real, from 1), with `share` (0 to 1) of all samples done."""
@@ -59,38 +51,20 @@ class ScheduleClock:
             self.position = self.warmup_steps + rest * (self.total_steps - self.warmup_steps)
 
 
-def learning_rate_factor(
-    config: ODBConfig, *, num_samples: int | None, window: int, is_shuffled: bool, optimizer_steps_an_epoch: float
-) -> float:
-    """What `lr_scale` (linear or sqrt) makes of the samples of an optimizer step, estimated from the first window.
+def follow_clock(scheduler: Any, clock: ScheduleClock) -> bool:
+    """Make a `LambdaLR` (every schedule of transformers but the metric-driven ones) read `clock`.
 
-    window: samples of the first window on all ranks; optimizer_steps_an_epoch: as estimated from it. Raises
-    `ConfigError` where it need not be like the rest: few samples, or the first ones of an order that is not random.
+    Returns False, with nothing changed, for another kind of scheduler.
     """
-    name = f"odb.lr_scale: {config.lr_scale!r}"
-    if num_samples is None:
-        raise ConfigError(
-            f"{name} needs to know how many samples an epoch has, and this dataset has no length; leave lr_scale out "
-            "and set learning_rate itself."
-        )
-    if window < num_samples and (not is_shuffled or window < SAMPLES_TO_JUDGE_BY):
-        why = "so few need not be" if is_shuffled else "the first of an order that is not shuffled need not be"
-        raise ConfigError(
-            f"{name} goes by the first {window} of {num_samples} samples, and {why} like the rest; raise buffer_size, "
-            "or leave lr_scale out and set learning_rate itself."
-        )
-    assert config.lr_reference_samples is not None  # checked with the block
-    samples = num_samples / optimizer_steps_an_epoch
-    ratio = samples / config.lr_reference_samples
-    factor = ratio if config.lr_scale == "linear" else math.sqrt(ratio)
-    logger.info(
-        "learning rate x %.4g (lr_scale %s: about %.1f samples an optimizer step, lr_reference_samples %d)",
-        factor,
-        config.lr_scale,
-        samples,
-        config.lr_reference_samples,
-    )
-    return factor
+    if not isinstance(scheduler, LambdaLR):
+        return False
+
+    def at_clock(curve: Any) -> Any:
+        return lambda _steps_taken: curve(clock.position)
+
+    # Plain functions: LambdaLR saves the attributes of callable objects with the checkpoint.
+    scheduler.lr_lambdas = [at_clock(curve) for curve in scheduler.lr_lambdas]
+    return True
 
 
 def scale_learning_rate(optimizer: Any, factor: float) -> None:
@@ -101,38 +75,11 @@ def scale_learning_rate(optimizer: Any, factor: float) -> None:
             group["odb_lr_factor"] = factor
 
 
-def rescale_learning_rate(optimizer: Any, scheduler: Any, ratio: float) -> None:
-    """Multiply the learning rates that a scheduler has been made for."""
-    for group in optimizer.param_groups:
-        for name in ("lr", "initial_lr", "odb_lr_factor"):
-            if name in group:
-                group[name] *= ratio
-    scheduler = getattr(scheduler, "scheduler", scheduler)  # accelerate's
-    if hasattr(scheduler, "base_lrs"):
-        scheduler.base_lrs = [rate * ratio for rate in scheduler.base_lrs]
-
-
-def follow_clock(scheduler: Any, clock: ScheduleClock) -> bool:
-    """Make a `LambdaLR` (every schedule of transformers but the metric-driven ones) read `clock`.
-
-    Returns False, with nothing changed, for another kind of scheduler.
-    """
-    if not isinstance(scheduler, LambdaLR):
-        return False
-    # Plain functions: LambdaLR saves the attributes of callable objects with the checkpoint.
-    scheduler.lr_lambdas = [_at_clock(curve, clock) for curve in scheduler.lr_lambdas]
-    return True
-
-
-def _at_clock(curve: Any, clock: ScheduleClock) -> Any:
-    return lambda _steps_taken: curve(clock.position)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 
 
 class FillSchedule:
-    """epochs: what the run shall do; None if it counts `max_steps`. is_shuffled: the order of samples is random."""
+    """epochs: of the run; None if it counts `max_steps`. is_shuffled: the order of samples is random."""
 
     def __init__(
         self,
@@ -151,7 +98,7 @@ class FillSchedule:
 
     @property
     def most_steps_an_epoch(self) -> int | None:
-        """A micro-step emits a sample on some rank, and all optimizer steps but the last have `accumulation`."""
+        """A micro-step has at least one sample, and all optimizer steps but the last have `accumulation` of them."""
         if self.max_steps is not None or self.loader.num_samples is None:
             return None
         return -(-self.loader.num_samples // self.accumulation)
@@ -160,43 +107,63 @@ class FillSchedule:
         """Optimizer steps of the run, estimated from the first plan (waits for it)."""
         if self.max_steps is not None:
             return self.max_steps
-        if self._expected:
-            return self._expected
         assert self.epochs is not None
-        return math.ceil(self.epochs * self.loader.estimate_optimizer_steps())
+        return self._expected or math.ceil(self.epochs * self.loader.estimate_optimizer_steps())
 
     def epoch(self, step: OptimizerStep) -> float:
-        """Epochs done behind `step`, by samples; whole ones where nobody knows how many."""
+        """Epochs done after `step`, by samples; whole epochs if their number is not known."""
         if self.loader.num_samples is None:
             return float(step.epoch + step.last)
         return step.epoch + step.done / self.loader.num_samples
 
-    def share(self, epoch: float) -> float:
-        """Share of the samples of `epochs` done."""
+    def _share(self, epoch: float) -> float:
+        """Share of the samples of the run done after `epoch` epochs."""
         assert self.epochs is not None
         return min(epoch / self.epochs, 1.0)
 
     def expected_steps(self, epoch: float, optimizer_steps: int) -> int:
-        """Optimizer steps of the whole run as it looks now; equals those taken when and only when it is done."""
+        """Current estimate of the optimizer steps of the run; equals those taken if and only if it is done."""
         if self.max_steps is not None:
             return self.max_steps
-        share = self.share(epoch)
+        share = self._share(epoch)
         if share >= 1.0:
             return optimizer_steps
         return max(round(optimizer_steps / share), optimizer_steps + 1) if share else optimizer_steps + 1
 
     def learning_rate_factor(self) -> float:
-        """What `lr_scale` makes of the samples of an optimizer step, estimated from the first plan."""
+        """The factor of `lr_scale` (linear or sqrt) for the samples of an optimizer step, estimated from the first
+        plan.
+
+        Raises `ConfigError` if the first window need not be like the rest: few samples, or an order that is not random.
+        """
         if self._lr_factor is None and self.config.lr_scale == "none":
             return 1.0
-        if self._lr_factor is None:
-            self._lr_factor = learning_rate_factor(
-                self.config,
-                num_samples=self.loader.num_samples,
-                window=self.config.buffer_size * self.loader.world_size,
-                is_shuffled=self.is_shuffled,
-                optimizer_steps_an_epoch=self.loader.estimate_optimizer_steps(),
+        if self._lr_factor is not None:
+            return self._lr_factor
+        config, num_samples = self.config, self.loader.num_samples
+        name, window = f"odb.lr_scale: {config.lr_scale!r}", config.buffer_size * self.loader.world_size
+        if num_samples is None:
+            raise ConfigError(
+                f"{name} needs to know how many samples an epoch has, and this dataset has no length; leave lr_scale "
+                "out and set learning_rate itself."
             )
+        if window < num_samples and (not self.is_shuffled or window < SAMPLES_TO_JUDGE_BY):
+            why = "so few need not be" if self.is_shuffled else "the first of an order that is not shuffled need not be"
+            raise ConfigError(
+                f"{name} goes by the first {window} of {num_samples} samples, and {why} like the rest; raise "
+                "buffer_size, or leave lr_scale out and set learning_rate itself."
+            )
+        assert config.lr_reference_samples is not None  # checked with the block
+        samples = num_samples / self.loader.estimate_optimizer_steps()
+        ratio = samples / config.lr_reference_samples
+        self._lr_factor = ratio if config.lr_scale == "linear" else math.sqrt(ratio)
+        logger.info(
+            "learning rate x %.4g (lr_scale %s: about %.1f samples an optimizer step, lr_reference_samples %d)",
+            self._lr_factor,
+            config.lr_scale,
+            samples,
+            config.lr_reference_samples,
+        )
         return self._lr_factor
 
     def steps_of_schedule(self, warmup_steps: float) -> int:
@@ -206,7 +173,7 @@ class FillSchedule:
         return self.estimated_steps() if self.clock is None else self.clock.total_steps
 
     def follow(self, scheduler: Any) -> None:
-        """Let the scheduler go by the samples done, if the run counts epochs."""
+        """Let the scheduler follow the samples done, if the run counts epochs."""
         if self.clock is None or self.max_steps is not None:
             return
         if not follow_clock(scheduler, self.clock) and not isinstance(scheduler, ReduceLROnPlateau):
@@ -214,17 +181,24 @@ class FillSchedule:
             logger.warning("%s counts optimizer steps, which are estimated as %d", name, steps)
 
     def advance(self, optimizer_step: int, epoch: float) -> None:
-        """Optimizer step `optimizer_step` (from 1) is about to be taken, and `epoch` epochs will be done."""
+        """Optimizer step `optimizer_step` (from 1) comes next; `epoch` epochs will be done after it."""
         if self.clock is not None:
-            self.clock.advance(optimizer_step, self.share(epoch))
+            self.clock.advance(optimizer_step, self._share(epoch))
 
     def take_over(self, other: FillSchedule, optimizer: Any, scheduler: Any) -> None:
-        """Go on in the place of `other`, before the first optimizer step: these were made by its estimates.
+        """Replace `other` before the first optimizer step: optimizer and scheduler were made by its estimates.
 
         The scheduler keeps following its clock, which goes by the share of samples done.
         """
         self.clock = other.clock
-        rescale_learning_rate(optimizer, scheduler, self.learning_rate_factor() / other.learning_rate_factor())
+        ratio = self.learning_rate_factor() / other.learning_rate_factor()
+        for group in optimizer.param_groups:
+            for name in ("lr", "initial_lr", "odb_lr_factor"):
+                if name in group:
+                    group[name] *= ratio
+        scheduler = getattr(scheduler, "scheduler", scheduler)  # accelerate's
+        if hasattr(scheduler, "base_lrs"):
+            scheduler.base_lrs = [rate * ratio for rate in scheduler.base_lrs]
 
     def state_dict(self, epoch: float, optimizer_steps: int) -> dict[str, Any]:
         return {
@@ -236,4 +210,5 @@ class FillSchedule:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._expected, self._lr_factor = state["expected_steps"], state["lr_factor"]
         if state["clock"] is not None:
-            self.clock = ScheduleClock.of(state["clock"])
+            self.clock = ScheduleClock(0)
+            vars(self.clock).update(state["clock"])
