@@ -1,4 +1,4 @@
-"""Why a run ends: errors whose cause is known are replaced by one line that says what, where and what to do."""
+"""Why a run ends: errors of known cause are replaced by one line that names cause, place and remedy."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ LESS_MEMORY = (
 
 
 def ending(error: BaseException, output_dir: str | Path | None = None) -> BaseException:
-    """What to raise in place of `error`, which ends the run: an `ODBError` where the cause is known, else `error`.
+    """The error to raise in place of `error`, which ends the run: an `ODBError` if the cause is known, else `error`.
 
-    Waits a little for the cause where a collective has failed. output_dir: of the run, if there is one.
+    Waits briefly for the cause if a collective has failed. output_dir: of the run, if there is one.
     """
     if isinstance(error, ODBError) or not isinstance(error, Exception):
         return error
@@ -48,7 +48,7 @@ def ending(error: BaseException, output_dir: str | Path | None = None) -> BaseEx
 
 
 def lost_rank(error: BaseException) -> CollectiveError | None:
-    """Why a collective of the training itself, or of the framework before it, has failed, as far as it is known."""
+    """Why a collective of the training, or of the framework before it, has failed; None if not known."""
     if not any(_is_of_a_collective(one) for one in _chain(error)):
         return None
     failure = known_failure()
@@ -63,7 +63,7 @@ def lost_rank(error: BaseException) -> CollectiveError | None:
 
 
 def why_worker_failed(error: BaseException) -> str | None:
-    """What has become of a data worker, and what to do; None where the error is of another kind."""
+    """What happened to a data worker, and what to do; None for an error of another kind."""
     text = str(error)
     died = WORKER_DIED.search(text)
     if died is not None:

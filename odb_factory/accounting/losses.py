@@ -21,14 +21,14 @@ from odb_factory.model.head import WithoutLogits
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The weight of every unit within its optimizer step, and the loss that is made of them (I8, I9).
-# With `loss_scaling` one of these, a unit of sample s, which has n units, weighs
-#     stock     1 / (num_stock_means x stock_units of s)     what it weighs in stock training
+# With `loss_scaling` one of these, a unit of sample s with n units weighs
+#     stock     1 / (num_stock_means x stock_units of s)     as in stock training
 #     exact     1 / (units of the step)                       the mean over the units of the step
 #     sample    1 / (samples of the step x n)                 every sample weighs the same
 #     square    1 / (sum of the roots x sqrt(n))              a sample weighs the root of its units
 #     approx    as exact, with the micro-batch's share of the step's input tokens in place of its units
 #     none      1 / (micro-batches of all ranks x units of this one)      the mean of micro-batch means
-# All that is summed up is known from the plan, so no communication is needed.
+# All sums are known from the plan, so no communication is needed.
 
 IN_BATCH = (
     "compares the samples of a micro-batch with each other (in-batch negatives), and odb decides anew in each "
@@ -44,7 +44,7 @@ _IN_BATCH_LOSSES = (
 
 
 def in_batch_loss(modules: Iterable[object]) -> str | None:
-    """The first of these whose loss is known to depend on which samples share a micro-batch."""
+    """The class name of the first module whose loss depends on which samples share a micro-batch."""
     names = (type(module).__name__ for module in modules)
     return next((name for name in names if name in _IN_BATCH_LOSSES), None)
 
@@ -55,14 +55,12 @@ class MicroBatchLoss:
 
     scale: the micro-batch's share of the loss of its optimizer step, times the ranks that gradients are averaged over;
         0 on an idle micro-batch.
-    row_weights: None: the model's loss is its own mean over the units of the micro-batch. Else one number a
-        sample, which is a row or a segment of a flat one: in place of that mean goes the weighted one, the sum of
-        row weight x token loss (see `TokenLoss`). Rows without a sample (`row_multiple`) weigh 0.
+    row_weights: None: the model's loss is its own mean over the units of the micro-batch. Else one number for each
+        sample (a row, or a segment of a flat row): the model's mean is replaced by the sum of row weight x token loss
+        (see `TokenLoss`). Rows without a sample (`row_multiple`) weigh 0.
 
-    Losses that a model adds to the one of its tokens (of the routers of a mixture of experts) are multiplied by `scale`
-    too: over an optimizer step their mean by the micro-batches' shares. Stock takes their plain mean over its own
-    micro-batches where its loss is a mean of means, and their sum where it is a mean over tokens; as they depend on
-    which samples meet in a micro-batch, no other cut of the same samples gives the very same.
+    Auxiliary losses (MoE routers) are multiplied by `scale` too. They depend on which samples share a micro-batch, so
+    they cannot equal stock's exactly.
     """
 
     scale: float
@@ -70,7 +68,7 @@ class MicroBatchLoss:
 
 
 def token_weights(micro_batch: MicroBatch, loss_scaling: str, world_size: int) -> tuple[float, ...]:
-    """Of each sample of the micro-batch the weight of each of its units, times `world_size`; () if idle.
+    """For each sample of the micro-batch the weight of each of its units, times `world_size`; () if idle.
 
     world_size: the data-parallel ranks, over which the engine averages gradients; it sums them over micro-batches.
     """
@@ -98,14 +96,14 @@ def token_weights(micro_batch: MicroBatch, loss_scaling: str, world_size: int) -
 def micro_batch_loss(
     micro_batch: MicroBatch, loss_scaling: str, world_size: int, filler_rows: int = 0
 ) -> MicroBatchLoss:
-    """What the weights of `token_weights` make of the model's loss; its own mean wherever they are all equal."""
+    """How the loss is made with the weights of `token_weights`; the model's own mean if they are all equal."""
     return loss_of(token_weights(micro_batch, loss_scaling, world_size), micro_batch.units, filler_rows)
 
 
 def loss_of(weights: Sequence[float], units: Sequence[int], filler_rows: int = 0) -> MicroBatchLoss:
-    """weights: of each sample that of each of its units (none: an idle micro-batch); units: how many it has.
+    """weights: of each unit of each sample (none: an idle micro-batch); units: their number for each sample.
 
-    filler_rows: of `Measured`; they weigh nothing.
+    filler_rows: of `Measured`; they weigh 0.
     """
     if len(set(weights)) <= 1:
         return MicroBatchLoss(weights[0] * sum(units) if weights else 0.0, None)
@@ -130,10 +128,10 @@ def weighted_token_loss(
 
     logits: [rows, length, vocabulary]; labels: [rows, length], `ignore_index` where there is no loss. The token at t
     predicts label t + 1, as in transformers' `ForCausalLMLoss`; shift_labels: labels that are shifted already.
-    row_weights: one a row; of a flat micro-batch one a sample. segments: of a flat one, as in `Measured`; what is
-    behind the samples weighs nothing.
-    The peak of memory is that of the mean: beside it stands one number a token. Nothing waits for the device.
-    Raises `DataError` where the logits are not those of these rows or segments.
+    row_weights: one for each row; of a flat micro-batch one for each sample. segments: of a flat one, as in `Measured`;
+    segments after the samples weigh 0.
+    The memory peak is that of the mean plus one number a token. Nothing waits for the device.
+    Raises `DataError` if the logits are not those of these rows or segments.
     """
     rows, length = logits.shape[:2]
     if segments and (rows, length) != (1, sum(segments)):
@@ -174,8 +172,8 @@ def in_float32(values: Tensor) -> Tensor:
 def sum_of_losses(losses: Sequence[Tensor], *, skip_non_finite: bool) -> Tensor:
     """The loss of an optimizer step: the sum of the weighted losses of its micro-batches, in float32 (float64 stays).
 
-    losses: one scalar a micro-batch. skip_non_finite: NaN and infinite losses are left out unless all are, as the
-    Trainer's `logging_nan_inf_filter` does; it sees one loss an optimizer step here. Does not wait for the device.
+    losses: one scalar a micro-batch. skip_non_finite: leave out NaN and infinite losses unless all are, as the
+    Trainer's `logging_nan_inf_filter` does, which gets one loss an optimizer step here. Does not wait for the device.
     """
     stacked = in_float32(torch.stack(tuple(losses)))
     total = stacked.sum()
@@ -186,14 +184,14 @@ def sum_of_losses(losses: Sequence[Tensor], *, skip_non_finite: bool) -> Tensor:
 
 
 def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
-    """Autocast may round any product to bfloat16 or half; which products it does is different from device to device."""
+    """Autocast rounds products to bfloat16 or half; which ones depends on the device."""
     if not torch.amp.is_autocast_available(device_type):  # the device "meta"
         return contextlib.nullcontext()
     return torch.autocast(device_type, enabled=False)
 
 
 def _to_device(values: np.ndarray, like: Tensor) -> Tensor:
-    """As a tensor where `like` is, of its type, without waiting for the device: from pinned memory, asynchronously."""
+    """As a tensor on the device of `like`, of its type, asynchronously from pinned memory."""
     tensor = torch.as_tensor(values, dtype=like.dtype)
     if like.device.type == "cuda":
         tensor = tensor.pin_memory()
@@ -201,12 +199,12 @@ def _to_device(values: np.ndarray, like: Tensor) -> Tensor:
 
 
 class TokenLoss:
-    """Lets a model's own forward compute the weighted loss, so that what it adds (of routers) stays in.
+    """Lets a model's own forward compute the weighted loss, so that auxiliary losses (of routers) are included.
 
     model: a transformers model, also wrapped by PEFT, DDP, FSDP, DeepSpeed or torch.compile. The loss is computed
-    without logits (`odb_factory.model.head`) where the model allows it. Otherwise causal models call
-    `self.loss_function(logits, labels, ...)`; while `weighing` lasts, that is this object. One object serves a whole
-    run. loss_scaling: the word that error messages name. needs_logits: why the logits are wanted, where they are.
+    without logits (`odb_factory.model.head`) if the model allows it. Otherwise causal models call
+    `self.loss_function(logits, labels, ...)`, which is this object within `weighing`. One object serves a whole run.
+    loss_scaling: for error messages. needs_logits: why the logits are needed, if they are.
 
     Example::
 
@@ -234,10 +232,10 @@ class TokenLoss:
         num_units: int = 1,
         num_supervised: int | None = None,
     ) -> Iterator[None]:
-        """For one forward with labels. row_weights: one a row of the micro-batch; of a flat one, with these segments
-        (`Measured.segments`), one a sample; None: all tokens weigh 1 / num_units, as in the model's own mean.
+        """For one forward with labels. row_weights: one for each row of the micro-batch, or each sample of a flat one
+        with these segments (`Measured.segments`); None: all tokens weigh 1 / num_units, as in the model's own mean.
 
-        num_supervised: tokens with a loss, if known. Raises `ConfigError` at the end where the model has computed its
+        num_supervised: tokens with a loss, if known. Raises `ConfigError` at the end if the model has computed its
         loss otherwise and the weights differ.
         """
         weights: float | Tensor = 1 / num_units
@@ -280,7 +278,7 @@ class TokenLoss:
         shift_labels: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
-        """What the model calls; the signature is that of `ForCausalLMLoss`."""
+        """Called by the model in place of `ForCausalLMLoss`."""
         self._calls += 1
         return weighted_token_loss(
             logits,
@@ -293,8 +291,8 @@ class TokenLoss:
 
 
 def _has_loss_function(module: nn.Module) -> bool:
-    """Whether it is one of transformers' models and takes labels; a vision tower is one and does not."""
-    kind = type(module)  # whose forward says what it takes, however the module's own has been wrapped
+    """Whether it is a transformers model that takes labels (a vision tower takes none)."""
+    kind = type(module)  # the class has the signature, even if the module's own forward is wrapped
     function = getattr(kind, "loss_function", None)
     return (
         isinstance(function, property) and function.fset is not None and "labels" in signature(kind.forward).parameters
@@ -302,6 +300,6 @@ def _has_loss_function(module: nn.Module) -> bool:
 
 
 def _is_causal(module: Any) -> bool:
-    from transformers.loss.loss_utils import LOSS_MAPPING  # heavy, and a loop of one's own may have no such model
+    from transformers.loss.loss_utils import LOSS_MAPPING  # heavy, and the model of a custom loop may need none
 
     return module.loss_function is LOSS_MAPPING["ForCausalLM"]

@@ -50,26 +50,26 @@ def enable_odb(
     trainer: a `transformers.Trainer` (or of a subclass) that has not begun. Its dataset yields processed samples
     (see `odb_factory.data.observe.ItemObserver`), unless an observer is given.
     config, or its keys one by one: `enable_odb(trainer, token_budget=8192, max_patches=16384)`.
-    cost_fn: item -> `Cost` or tokens, where items tell their cost in their own way.
+    cost_fn: item -> `Cost` or tokens, if they cannot be read from `input_ids` and `labels`.
     observer: reads a row of the dataset as light features and a cost. collation: what the data collator adds to
     a group (default: its `pad_to_multiple_of`). patch_size: side of a vision patch (pixels), to count patches
-    where the model takes no patch grid.
-    measure: counts what a collated batch has, its units above all (`measure_batch`, whose units are labels that carry
-    loss): what the loss is a mean over. equal_weights: the loss of a micro-batch is one mean, whose units cannot be
-    weighed one by one, so that samples of different weight must not share one.
-    process_group: the data-parallel ranks, those that the engine averages gradients over (None: all ranks, as with
-    DDP, ZeRO, FSDP and HSDP); samples are shared among them and the loss weight goes by their number.
-    agree_on: settings of your own that all ranks must have in common; where they differ, no step is taken.
+    if the model takes no patch grid.
+    measure: counts rows, tokens, patches and units of a collated batch (default: `measure_batch`, whose units are
+    labels that carry loss); the loss is a mean over units. equal_weights: the loss of a micro-batch is one mean, whose
+    units cannot be weighed one by one, so that samples of different weight must not share one.
+    process_group: the data-parallel ranks, over which the engine averages gradients (None: all ranks, as with DDP,
+    ZeRO, FSDP and HSDP); samples are shared among them and the loss weight depends on their number.
+    agree_on: custom settings that all ranks must have in common; if they differ, no step is taken.
     rows_from: settings that rows are made with (a template, a maximal length): a resume names those that have changed.
-    not_flat: why flat micro-batches would be wrong, where the caller knows a reason (see the key `layout`).
-    memory_meter: what budgets of `auto` are chosen by (default: what the accelerator counts); with a
+    not_flat: why flat micro-batches would be wrong, if the caller knows a reason (see the key `layout`).
+    memory_meter: measures memory for budgets of `auto` (default: the accelerator's figures); with a
     `odb_factory.memory.CPUMeter` they can be chosen on a CPU, for tests.
-    about: what `odb-factory report` shall say of the run beside its training arguments (JSON types).
+    about: facts about the run for `odb-factory report`, beside its training arguments (JSON types).
     A `compute_loss_func` of the trainer is called once for the samples of each weight in a micro-batch, with their
-    units as `num_items_in_batch`, and the mean that it returns is weighed as a model's own; one that returns a sum
-    without dividing is not supported.
+    units as `num_items_in_batch`, and its mean is weighed like a model's own loss; a function that returns a sum is not
+    supported.
     Outside of `train()` the trainer stays as it was: its dataset, its collator, its dataloaders.
-    Raises `ConfigError` where a training argument cannot work with it. A second call is an error.
+    Raises `ConfigError` if a training argument cannot work with it. A second call is an error.
     """
     if getattr(trainer, "odb", None) is not None:
         raise ConfigError("enable_odb: this trainer has it already; call it once.")

@@ -1,7 +1,7 @@
-"""What the trainers for preferences log of their own (rewards, accuracies, log-probabilities), over what was trained.
+"""Figures of preference trainers (rewards, accuracies, log-probabilities), averaged over the samples trained on.
 
 Stock stores the figures of every micro-batch and takes their mean, over the ranks too. Here micro-batches differ in
-size and some are idle, so each counts by what is in it and the idle ones not at all.
+size and some are idle, so each counts by its samples, and idle ones not at all.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from odb_factory.data.samples import OptimizerStep
 
 
 class PreferenceMetrics(ABC):
-    """Takes the figures of a trainer's micro-batches out of `get_batch_loss_metrics` while a run is under way.
+    """Takes the figures of micro-batches out of a trainer's `get_batch_loss_metrics` during a run.
 
-    After each, what `trainer.log` would say of the logging interval until then is in `trainer._stored_metrics`, from
-    which that method takes it and where it leaves nothing behind. Evaluations are stock's.
-    counts: the attributes that count.
+    After each micro-batch the figures of the logging interval so far are in `trainer._stored_metrics`, from which
+    `trainer.log` takes and removes them. Evaluations are stock's.
+    counts: the attributes that hold sums.
     """
 
     counts: tuple[str, ...]
@@ -62,7 +62,7 @@ class PreferenceMetrics(ABC):
         self._begun = None
 
     def _begin(self, step: OptimizerStep) -> None:
-        """An optimizer step begins, perhaps anew (`oom: split`): then its figures until now do not count."""
+        """An optimizer step begins or is restarted (`oom: split`): then its figures so far do not count."""
         if self._begun is not step:
             self._begun = step
             self._before = {name: copy.copy(getattr(self, name)) for name in self.counts}
@@ -71,18 +71,18 @@ class PreferenceMetrics(ABC):
 
     @abstractmethod
     def add(self, computing: Computing, metrics: dict[str, Any]) -> None:
-        """The figures of a micro-batch of this rank; of an idle one they count nothing, but its step does."""
+        """Add the figures of a micro-batch of this rank; those of an idle one count nothing, but its step does."""
 
     @abstractmethod
     def figures(self) -> dict[str, float]:
-        """What this rank gives to the sum or the mean over ranks: the same keys in the same order on all of them."""
+        """This rank's contribution to the sum or mean over ranks: the same keys in the same order on all of them."""
 
 
 class PairMetrics(PreferenceMetrics):
-    """Those of DPO and its variants: means over pairs. `figures` are such that their mean over ranks is that of all.
+    """Figures of DPO and its variants: means over pairs. The mean of `figures` over ranks is the mean over all pairs.
 
-    A pair weighs what it does in the loss of its optimizer step, and that step what it has of what the loss is a mean
-    of: stock's micro-batches, or else pairs.
+    A pair has its weight in the loss of its optimizer step; a step counts by its number of stock micro-batches, or of
+    pairs, whichever the loss is a mean over.
     """
 
     counts = ("sums", "total")

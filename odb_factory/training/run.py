@@ -26,10 +26,8 @@ from odb_factory.training.fill_schedule import FillSchedule
 from odb_factory.version import installed_version
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `odb_log.jsonl`: what a run was asked to do, and each log entry with its time and its sums; `odb-factory report`
-# reads it.
-# Rank 0 writes a line when training begins (or goes on), one with each log entry, and one at the end. Nothing is done
-# between log entries.
+# `odb_log.jsonl`: the settings of a run, and each log entry with its time and its sums; `odb-factory report` reads it.
+# Rank 0 writes a line when training begins (or is resumed), one with each log entry, and one at the end.
 
 logger = get_logger(__name__)
 
@@ -40,15 +38,15 @@ ARGUMENTS = (
     "gradient_checkpointing", "dataloader_num_workers", "dataloader_drop_last", "deepspeed", "fsdp", "seed",
     "data_seed", "logging_steps", "eval_strategy", "resume_from_checkpoint",
 )  # fmt: skip
-"""Training arguments that a reader of a report asks for."""
+"""Training arguments shown in a report."""
 PACKAGES = ("odb_factory", "llamafactory", "torch", "transformers", "accelerate", "deepspeed")
 
 
 class RunLog(TrainerCallback):
-    """Comes behind the other callbacks. It goes on behind what a resumed run has written.
+    """Runs after the other callbacks; appends to the log of a resumed run.
 
-    about: what the training arguments do not say, such as model and data sets (JSON types). `rows_of`, the names of the
-        data sets and of each row the number of its own (int16), goes into a file beside the log, once.
+    about: facts missing in the training arguments, such as model and data sets (JSON types). `rows_of`, the names of
+        the data sets and the number of each row's own (int16), is written to a file beside the log, once.
     """
 
     def __init__(self, trainer: Any, about: Mapping[str, object]):
@@ -58,7 +56,7 @@ class RunLog(TrainerCallback):
         self._is_over = not trainer.is_world_process_zero()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The arguments are as they were given now."""
+        """Now the arguments have the user's values."""
         given = {name: getattr(args, name) for name in ARGUMENTS if hasattr(args, name)}
         self._begin = {
             "event": "begin",
@@ -72,7 +70,7 @@ class RunLog(TrainerCallback):
         }
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The first line: by now budget and layout are settled, and nothing of the training is refused any more."""
+        """The first line: by now budget and layout are settled, and the training is not refused."""
         if self._begin is not None:
             begin, self._begin = self._begin, None
             layout = self.trainer.odb.layout
@@ -91,7 +89,7 @@ class RunLog(TrainerCallback):
             "epoch": run.epoch,
             "logs": {key: value for key, value in (logs or {}).items() if isinstance(value, int | float)},
         }
-        if "odb/balance" in line["logs"] and "loss" in line["logs"]:  # the Trainer's own entry, and not that of the end
+        if "odb/balance" in line["logs"] and "loss" in line["logs"]:  # the Trainer's own entry, not the last one
             line |= {"sums": run.accounting.interval_before.sums(), "rows": run.accounting.rows_apart()}
         self._write(line, args.output_dir)
 
@@ -104,7 +102,7 @@ class RunLog(TrainerCallback):
         self._is_over = True
 
     def _write(self, line: Mapping[str, Any], folder: str) -> None:
-        """A log that nobody asked for must not end the training that it is about."""
+        """A failing log must not end the training."""
         if self._is_over or self._begin is not None:  # of no interest before the first optimizer step
             return
         try:
@@ -123,7 +121,7 @@ class RunLog(TrainerCallback):
 
 
 def _in_file(rows_of: Mapping[str, Any], folder: Path) -> dict[str, object]:
-    """The same with the name of a file in place of the numbers. Its name tells its content: a restart writes none."""
+    """The same with the name of a file in place of the numbers. The name is a checksum: a restart writes none."""
     numbers = rows_of["numbers"].astype("<i2").tobytes()
     path = folder / f"odb_data_sets_{zlib.crc32(numbers):08x}.zlib"
     try:
@@ -155,7 +153,7 @@ def _device(args: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RunLength:
-    """What the training arguments ask for. epochs: None where `max_steps` counts. output_dir: where figures go."""
+    """Of the training arguments. epochs: None if `max_steps` counts."""
 
     epochs: float | None
     max_steps: int | None
@@ -199,7 +197,7 @@ class ODBRun:
 
     @property
     def total_steps(self) -> int | None:
-        """Optimizer steps of the whole run, kept ones; None where nobody knows them ahead (`fill` in epochs)."""
+        """Optimizer steps of the whole run; None if they are not known ahead (`fill` in epochs)."""
         if self.length.max_steps is not None:
             return self.length.max_steps
         an_epoch = self.loader.num_optimizer_steps
@@ -210,7 +208,7 @@ class ODBRun:
 
     @property
     def epoch_length(self) -> int | None:
-        """At least the optimizer steps of any epoch; None where nobody knows."""
+        """At least the optimizer steps of any epoch; None if not known."""
         if self.fill is not None:
             return self.fill.most_steps_an_epoch
         an_epoch = self.loader.num_optimizer_steps
@@ -228,7 +226,7 @@ class ODBRun:
 
     @property
     def epoch(self) -> float:
-        """Epochs done once the current optimizer step is taken, as stock says it."""
+        """Epochs done once the current optimizer step is taken, as in stock."""
         step = self.step
         if step is None:
             return self._epochs_before
@@ -241,7 +239,7 @@ class ODBRun:
 
     @property
     def taken_anew(self) -> int:
-        """Optimizer steps beyond those of whole epochs, of an epoch that has been begun once more."""
+        """Optimizer steps beyond those of whole epochs, of an epoch that was restarted."""
         if self._anew is None:
             return 0
         steps, epoch = self._anew
@@ -273,7 +271,7 @@ class ODBRun:
     # Its state and its end
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON types: what the figures, the schedule and the summary go on from."""
+        """Figures, schedule and summary so far, in JSON types."""
         anew = None if self._anew is None else list(self._anew)
         lowered = self.loader.lowered
         limits = lowered and {"configured": asdict(self.loader.budget.limits), "lowered": asdict(lowered)}
@@ -287,25 +285,25 @@ class ODBRun:
         self._epochs_before = state["epochs"]
         self._anew = None if state["anew"] is None else tuple(state["anew"])
         limits = state["limits"]
-        # Budgets that somebody has changed since say what to do themselves.
+        # Budgets that the user has changed since take precedence.
         if limits is not None and limits["configured"] == asdict(self.loader.budget.limits):
             self.loader.lower(Limits(**limits["lowered"]))
         if self.fill is not None:
             self.fill.load_state_dict(state["fill"])
 
     def begin_at(self, optimizer_steps: int, epochs: float) -> None:
-        """Go on behind that many optimizer steps and epochs; without figures of them."""
+        """Continue after that many optimizer steps and epochs, without their figures."""
         self.accounting.resume_at(optimizer_steps)
         self._epochs_before = epochs
 
     def begin_epoch_anew(self, epoch: int) -> None:
-        """Take the epoch as a whole, whatever has been done of it: the run is as much longer."""
+        """Train on the whole epoch, whatever was done of it: the run becomes longer by that."""
         self.loader.set_epoch(epoch)
         self._epochs_before = float(epoch)
         self._anew = (self.optimizer_steps, epoch)
 
     def finish(self) -> None:
-        """Write the summary, say the one line. Collective."""
+        """Write the summary and log its line. Collective."""
         self.loader.leave()
         if self.loader.rank != 0:
             return
@@ -316,7 +314,7 @@ class ODBRun:
             logger.info(self.loader.times)
 
     def abort(self, error: BaseException) -> None:
-        """The training has failed on this rank: tell the others, unless they know, and end everything here."""
+        """The training has failed on this rank: report it to the others, unless they know, and end everything here."""
         if not isinstance(error, CollectiveError):
             self.loader.abort(one_line(error))
         self.close()
