@@ -21,8 +21,7 @@ import torch
 from distributed.conftest import deepspeed_op  # noqa: F401
 from distributed.ranks import Outcome, run_ranks
 from training.cases import Case
-from training.compare import Cell, compare, summary
-from training.reference import replay
+from training.reference import Cell, compare, replay
 
 LIMIT_S = 240
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
@@ -107,9 +106,8 @@ Measure = Callable[[str, str], Cell]
 
 @pytest.fixture(scope="module")
 def measure(tiny_text, tiny_vl, tmp_path_factory, request) -> Iterator[Measure]:
-    """`measure("2_ranks", "lora")` compares one training of a set, which is run once; all cells are printed at last."""
+    """`measure("2_ranks", "lora")` compares one training of a set, which is run once."""
     models = {"text": str(tiny_text), "vl": str(tiny_vl)}
-    cells: dict[tuple[str, str], Cell] = {}
 
     @functools.cache
     def run(name: str) -> tuple[Path, list[Outcome]]:
@@ -135,22 +133,16 @@ def measure(tiny_text, tiny_vl, tmp_path_factory, request) -> Iterator[Measure]:
     def measure(name: str, training: str) -> Cell:
         world_size, cases = (SETS | FULL_GRID)[name]
         case = cases[training]
-        engine = f"ZeRO-{case.zero}" if case.zero else "DDP" if world_size > 1 else "plain"
-        option = training if case in (LIGER, *OPTIONS.values()) else ""
-        label = (option, case.model, case.dtype, engine, str(world_size), str(case.accumulation))
         folder, outcomes = run(name)
         assert all(outcome.returncode == 0 for outcome in outcomes), "\n".join(o.said[-3000:] for o in outcomes)
         output_dir = folder / str(list(cases).index(training))
-        cell = compare(label, output_dir, world_size, functools.partial(replay, case, models[case.model], world_size))
-        cells[name, training] = cell
+        cell = compare(output_dir, world_size, functools.partial(replay, case, models[case.model], world_size))
         assert cell.optimizer_steps >= MIN_STEPS
         assert case.keep or all((idle > 0) == (world_size > 1) for idle in cell.idle_steps)
         return cell
 
     with pytest.MonkeyPatch.context() as patch:
         yield measure
-    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
-        print(f"\n\nLargest relative difference from one process and one batch:\n\n{summary(list(cells.values()))}\n")
 
 
 def check(measure: Measure, name: str, training: str) -> None:

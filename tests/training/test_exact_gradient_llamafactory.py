@@ -7,7 +7,6 @@ own rows, has none of its own. `use_dft_loss` replaces the model's loss with a f
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,7 @@ from distributed.rows import row
 from PIL import Image
 from stock import load_stock
 from support import training_config, write_dataset
-from training.compare import Cell, compare, summary
-from training.reference import Reference, dynamic, token_loss
+from training.reference import Cell, Reference, compare, dynamic, token_loss
 
 WORLD_SIZE, ACCUMULATION = 2, 2
 TOLERANCE = 1e-5
@@ -62,7 +60,7 @@ def configs(tiny_text, tiny_vl, tmp_path_factory) -> dict[tuple[str, str], dict[
 
 
 @pytest.fixture(scope="module")
-def cells(configs, tmp_path_factory, request) -> Iterator[dict[tuple[str, str], Cell]]:
+def cells(configs, tmp_path_factory) -> dict[tuple[str, str], Cell]:
     odb = {"token_budget": 256, "max_patches": 120, "buffer_size": 8, "global_batch_size": "fill", "audit": True}
     odb |= {"balance": False, "layout": "padded"}
     outcomes = run_ranks(
@@ -75,12 +73,9 @@ def cells(configs, tmp_path_factory, request) -> Iterator[dict[tuple[str, str], 
     assert all(outcome.returncode == 0 for outcome in outcomes), "\n".join(o.said[-3000:] for o in outcomes)
     found = {}
     for (loss, model), config in configs.items():
-        label = (loss, model, "float32", "DDP", str(WORLD_SIZE), str(ACCUMULATION))
         replayed = functools.partial(replay, config, LOSSES[loss])
-        found[loss, model] = compare(label, Path(config["output_dir"]), WORLD_SIZE, replayed)
-    yield found
-    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
-        print(f"\n\nLargest relative difference from one process and one batch:\n\n{summary(list(found.values()))}\n")
+        found[loss, model] = compare(Path(config["output_dir"]), WORLD_SIZE, replayed)
+    return found
 
 
 def replay(config: dict[str, Any], loss: Any, steps: list[list[int]]) -> Reference:
