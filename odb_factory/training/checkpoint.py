@@ -189,12 +189,6 @@ def rank_of(path: Path) -> int | None:
     return None if named is None else int(next(group for group in named.groups() if group))
 
 
-def _is_loaded_by(path: Path, rank: int, world_size: int) -> bool:
-    """Whether this rank loads it: a file of all ranks, or its own. FSDP's, of any number of ranks, are shared out."""
-    owner = rank_of(path)
-    return owner is None or (owner % world_size if path.suffix == ".distcp" else owner) == rank
-
-
 def check_weights(folder: Path) -> None:
     """Raise `DataError` if weights are missing."""
     shards = [shard for name in INDICES if (folder / name).is_file() for shard in _shards(folder / name)]
@@ -229,12 +223,13 @@ def check_optimizer(folder: Path) -> None:
         raise DataError(f"{folder / SCHEDULER}: it is missing, so the schedule would begin anew")
 
 
-def check_structure(path: Path) -> None:
-    """Raise `DataError` for a file that is missing, empty, cut off, or does not begin as its kind does."""
+def check_file(path: Path, expected: Mapping[str, Any] | None) -> None:
+    """Raise `DataError` for a file that is missing, empty, cut off, or does not begin as its kind does; or whose
+    content is not what was hashed. expected: its hash entry, if it has one."""
     try:
         with path.open("rb") as file:
-            head = file.read(8)
-        if not head:
+            size, head = path.stat().st_size, file.read(8)
+        if size == 0:
             raise DataError(f"{path}: it is empty")
         if not any(head):
             raise DataError(f"{path}: it is damaged (it begins with zeros)")
@@ -243,13 +238,19 @@ def check_structure(path: Path) -> None:
                 pass
         elif path.suffix in ARCHIVES and not head.startswith(PICKLE):  # older releases of torch write bare pickles
             _check_archive(path, head)
+        if expected is None:
+            return
+        if size != expected["bytes"]:
+            raise DataError(f"{path}: it is damaged ({size} bytes, and {expected['bytes']} when it was saved)")
+        if entry_of(path) != expected:
+            raise DataError(f"{path}: it is damaged (its content is not what was saved)")
     except FileNotFoundError:
         raise DataError(f"{path}: it is missing") from None
     except SafetensorError as error:
         raise DataError(f"{path}: it was cut off or damaged ({one_line(error)})") from None
     except DataError:
         raise
-    except Exception as error:  # whatever zipfile raises for a damaged header
+    except Exception as error:  # OSError, and whatever zipfile raises for a damaged header
         raise DataError(f"{path}: it cannot be read ({one_line(error)})") from None
 
 
@@ -356,24 +357,12 @@ def check_content(folder: Path, rank: int, world_size: int) -> None:
         with contextlib.suppress(DataError):  # a damaged hash file counts as missing
             entries |= read_checked(hash_files[other], files=dict[str, Any])["files"]
     may_be_missing = (*OPTIMIZERS, SCHEDULER)  # `check_optimizer` checks for them, unless data are ignored
-    files = {*files_of(folder), *(folder / name for name in entries if name not in may_be_missing)}
-    for path in sorted(path for path in files if _is_loaded_by(path, rank, world_size)):
-        check_file(path, entries.get(path.relative_to(folder).as_posix()))
-
-
-def check_file(path: Path, expected: Mapping[str, Any] | None) -> None:
-    """Raise `DataError` for a file whose structure or content is damaged. expected: its hash entry, if it has one."""
-    check_structure(path)
-    if expected is None:
-        return
-    try:
-        size = path.stat().st_size
-        if size != expected["bytes"]:
-            raise DataError(f"{path}: it is damaged ({size} bytes, and {expected['bytes']} when it was saved)")
-        if entry_of(path) != expected:
-            raise DataError(f"{path}: it is damaged (its content is not what was saved)")
-    except OSError as error:
-        raise DataError(f"{path}: it cannot be read ({one_line(error)})") from None
+    for path in sorted({*files_of(folder), *(folder / name for name in entries if name not in may_be_missing)}):
+        owner = rank_of(path)
+        if owner is not None and path.suffix == ".distcp":  # FSDP's, of any number of ranks, are shared out
+            owner %= world_size
+        if owner in (None, rank):
+            check_file(path, entries.get(path.relative_to(folder).as_posix()))
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -19,8 +19,7 @@ from odb_factory.errors import ConfigError
 from odb_factory.memory import PeakMeter
 from odb_factory.planning import Collation
 from odb_factory.training.checks import check_arguments, check_dummy_media, check_methods, check_stream
-from odb_factory.training.run_start import ODBState
-from odb_factory.training.settings import ODBSettings
+from odb_factory.training.state import ODBSettings, ODBState
 from odb_factory.training.trainer import ODBTrainerMixin
 
 if TYPE_CHECKING:

@@ -38,7 +38,7 @@ from odb_factory.training.checkpoint import CheckpointMark, CheckpointSaver, Pre
 from odb_factory.training.checks import check_trainer, compare_output_dirs
 from odb_factory.training.fill_schedule import scale_learning_rate
 from odb_factory.training.run import ODBRun, RunLog
-from odb_factory.training.run_start import HideArguments, ODBState, RunArguments, Source
+from odb_factory.training.state import HideArguments, ODBState, RunArguments, Source
 from odb_factory.training.trainer_loss import say_what_differs, without_average_tokens
 
 # ----------------------------------------------------------------------------------------------------------------------

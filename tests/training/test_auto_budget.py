@@ -19,7 +19,7 @@ from transformers import Trainer
 
 from odb_factory import ConfigError, ODBDataLoader, enable_odb
 from odb_factory.memory import CPUMeter
-from odb_factory.training import run_start
+from odb_factory.training import state
 
 MIB = 2**20
 CAPACITY = 40 * MIB
@@ -60,7 +60,7 @@ class Watch:
     def __init__(self) -> None:
         self.chosen: list[Any] = []
         self.changed: list[str] = []
-        self._search = run_start.choose_budgets
+        self._search = state.choose_budgets
 
     def __call__(self, trainer: Any, *args: Any) -> Any:
         before = state_of(trainer)
@@ -73,7 +73,7 @@ class Watch:
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
     found = Watch()
-    monkeypatch.setattr(run_start, "choose_budgets", found)
+    monkeypatch.setattr(state, "choose_budgets", found)
     return found
 
 
@@ -176,7 +176,7 @@ def test_where_nothing_can_be_tried(tiny_text, tmp_path) -> None:
 def on_two_ranks(rank: int, model: str, output_dir: str, deepspeed: dict[str, Any] | None = None) -> dict[str, Any]:
     """One rank has less memory than the other. Returns what was chosen, what was left behind, and two trainings."""
     os.environ["LOCAL_RANK"] = str(rank)
-    watch = run_start.choose_budgets = Watch()
+    watch = state.choose_budgets = Watch()
     folder = Path(output_dir, str(rank))
     capacity = CAPACITY - rank * 10 * MIB
     block = {"token_budget": "auto", "layout": "flat"}

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import torch.distributed as dist
 from accelerate.utils import DistributedType
 from torch.utils.data import IterableDataset, RandomSampler
 from transformers import TrainerCallback
@@ -23,11 +24,13 @@ from odb_factory.config import BUDGETS, ODBConfig, ResolvedConfig
 from odb_factory.data.collate import Collated
 from odb_factory.data.dataloader_parts import DataLoaderParts, dismantle, unwrap
 from odb_factory.data.loader import ODBLoader
-from odb_factory.data.observe import PATCHES_KEY, ItemObserver
+from odb_factory.data.measure import Measure
+from odb_factory.data.observe import PATCHES_KEY, ItemObserver, Observer
 from odb_factory.data.progress import OptimizerStepRule
 from odb_factory.data.trial import trial_batches
 from odb_factory.data.worker import Picklable
 from odb_factory.log import get_logger
+from odb_factory.memory import PeakMeter
 from odb_factory.model.check import (
     Layout,
     Runs,
@@ -48,7 +51,6 @@ from odb_factory.training.checkpoint import RANK_FILE, CheckpointSaver, by_rank,
 from odb_factory.training.checks import check_hooks, of_trainer, why_not_split
 from odb_factory.training.oom import MemoryWatch, SplitSteps
 from odb_factory.training.run import ODBRun, RunLength
-from odb_factory.training.settings import ODBSettings
 from odb_factory.training.trainer_loss import TrainerLoss, stock_mean, why_logits
 
 logger = get_logger(__name__)
@@ -212,6 +214,25 @@ def first_config(config: ODBConfig, folder: Path | None, rank: int, ranks: int) 
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ODBSettings:
+    """The arguments of `enable_odb`."""
+
+    config: ODBConfig
+    observer: Observer | None
+    collation: Collation | None
+    patch_size: int
+    measure: Measure
+    equal_weights: bool
+    cost_fn: Callable[..., Any] | None
+    process_group: dist.ProcessGroup | None
+    agree_on: Mapping[str, object]
+    rows_from: Mapping[str, object]
+    not_flat: str | None
+    memory_meter: PeakMeter | None
+    about: Mapping[str, object]
 
 
 class ODBState:
