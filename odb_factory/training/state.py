@@ -149,13 +149,13 @@ def _deepspeed_configs(trainer: Any) -> list[dict[str, Any]]:
 
 
 class KeepColumns:
-    """A collator that is given the columns which the Trainer would not have removed."""
+    """Gives the data collator only the columns that the Trainer would not have removed."""
 
-    def __init__(self, collate_fn: Callable, columns: Sequence[str]):
-        self.collate_fn, self.columns = collate_fn, tuple(columns)
+    def __init__(self, data_collator: Callable, columns: Sequence[str]):
+        self.data_collator, self.columns = data_collator, tuple(columns)
 
     def __call__(self, items: Sequence[Mapping[str, Any]]) -> Any:
-        return self.collate_fn([{key: item[key] for key in self.columns if key in item} for item in items])
+        return self.data_collator([{key: item[key] for key in self.columns if key in item} for item in items])
 
 
 @dataclass(frozen=True)
@@ -295,6 +295,7 @@ class ODBState:
             is_stream=isinstance(self.trainer.train_dataset, IterableDataset),
         )
         run = self._make_run(layout, config)
+        self.is_unchecked = layout.name == "flat"
         logger.info("layout: %s (%s)", layout.name, layout.reason)
         return run
 
@@ -391,7 +392,6 @@ class ODBState:
                 looks_at_labels=not settings.equal_weights,
                 is_shuffled=getattr(parts.sampler, "shuffle", isinstance(parts.sampler, RandomSampler)),
             )
-            self.is_unchecked = layout.name == "flat"
             # 3. what happens if memory is short
             is_split = config.oom == "split"
             can_split = not is_split and config.row_multiple == 1 and why_not_split(args) is None
