@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -202,14 +202,6 @@ class BatchChecks:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-class Trained(NamedTuple):
-    """Samples and tokens trained on by all ranks; padded_tokens as collated."""
-
-    samples: int = 0
-    tokens: int = 0
-    padded_tokens: int = 0
-
-
 @dataclass(slots=True)
 class Computing:
     """A micro-batch, or a part of one, in forward and backward.
@@ -277,7 +269,7 @@ class StepAccounting:
             path = Path(left_out_dir) / LEFT_OUT_FILE.format(rank=loader.rank)
             self._left_out_file, loader.left_out.path = Lines(path, "the list of rows left out"), path
         loader.weights = self._shares
-        self._before = Trained()
+        self._before = StepStatistics()
         self._step: OptimizerStep | None = None
         self._left_out: Counter[str] = Counter()
         self._not_trained = self._overlong = 0
@@ -379,10 +371,9 @@ class StepAccounting:
         """Rows left out on all ranks, by reason; in the current epoch as of its last plan."""
         return self._left_out if self._step is None else self._left_out + self._step.rejected
 
-    @property
-    def since_resume(self) -> Trained:
-        """Since the start of this process."""
-        return Trained(*(now - before for now, before in zip(self._trained(), self._before)))
+    def since_resume(self, name: str) -> int:
+        """A sum of `StepStatistics` since the start of this process."""
+        return getattr(self.total, name) - getattr(self._before, name)
 
     def summary(self) -> dict[str, Any]:
         """The content of `odb_summary.json`; the names are public."""
@@ -419,8 +410,7 @@ class StepAccounting:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.resume_at(state["optimizer_steps"])
-        self.total = StepStatistics(**state["total"])
-        self._before = self._trained()
+        self.total, self._before = StepStatistics(**state["total"]), StepStatistics(**state["total"])
         self.num_over_budget = state["over_budget"]
         self._left_out = Counter(state["left_out"])
         self._not_trained, self._overlong = state["not_trained"], state["overlong"]
@@ -453,9 +443,6 @@ class StepAccounting:
             self._left_out[COLLATION] += lost.rows
         for statistics in (self.total, self.interval):
             statistics.lose(lost.late)
-
-    def _trained(self) -> Trained:
-        return Trained(self.total.samples, self.total.tokens, self.total.padded_tokens)
 
     def _end_optimizer_step(self, step: OptimizerStep) -> None:
         self.optimizer_steps += 1

@@ -155,7 +155,7 @@ class TellTokensPerSecond(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         run, logs = self.trainer.odb.run, kwargs["logs"]
         if run is not None and "train_runtime" in logs:
-            tokens = run.accounting.since_resume.tokens / run.loader.world_size
+            tokens = run.accounting.since_resume("tokens") / run.loader.world_size
             logs["effective_tokens_per_sec"] = tokens / logs["train_runtime"]
 
 

@@ -399,10 +399,11 @@ class ODBTrainerMixin(Base):
             logs.update(accounting.interval_metrics())
         elif "train_runtime" in logs:
             logs.update(accounting.metrics())
-            done, seconds = accounting.since_resume, logs["train_runtime"]
-            logs["train_samples_per_second"] = round(done.samples / seconds, 3)
+            seconds = logs["train_runtime"]
+            logs["train_samples_per_second"] = round(accounting.since_resume("samples") / seconds, 3)
             if odb.arguments is not None and odb.arguments.counts_tokens:
-                logs["train_tokens_per_second"] = round(done.padded_tokens / odb.run.loader.world_size / seconds, 3)
+                tokens = accounting.since_resume("padded_tokens") / odb.run.loader.world_size
+                logs["train_tokens_per_second"] = round(tokens / seconds, 3)
         super().log(logs, *args, **kwargs)
 
 

@@ -121,7 +121,7 @@ def test_a_state_goes_on_with_figures_and_audit(tmp_path: Path) -> None:
         accounting.close()
     timed = ("seconds", "data_wait_s")
     assert all(after.summary()[key] == value for key, value in whole.summary().items() if key not in timed)
-    assert after.since_resume.samples == 8
+    assert after.since_resume("samples") == 8
     assert read_audit(tmp_path / "parts") == read_audit(tmp_path / "whole")
 
 
