@@ -32,7 +32,7 @@ MOSTLY_EMPTY = 0.5
 """Budgets filled by less get a line of advice."""
 
 
-def say_what_to_expect(
+def log_first_step(
     loader: ODBLoader, config: ResolvedConfig, first: OptimizerStep | None, *, in_loop: bool = False
 ) -> None:
     """first: the first optimizer step, if it is planned. in_loop: of a custom loop, where no other line names the

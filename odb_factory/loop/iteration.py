@@ -18,7 +18,7 @@ from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
 
-from odb_factory.accounting.step_accounting import StepAccounting, say_what_to_expect
+from odb_factory.accounting.step_accounting import StepAccounting, log_first_step
 from odb_factory.comm.gloo import check_process_group, find_process_group, gather_once, world_size_of
 from odb_factory.comm.lifeline import lifeline_of
 from odb_factory.comm.process_group import make_coordinator
@@ -365,7 +365,7 @@ class Iteration:
                 self.accounting.begin(micro_batch, measured, labels)
                 if not self._has_said:
                     self._has_said = True
-                    say_what_to_expect(loader, self.config, micro_batch.step, in_loop=True)
+                    log_first_step(loader, self.config, micro_batch.step, in_loop=True)
                 info = make_step_info(
                     micro_batch,
                     self.config.loss_scaling,

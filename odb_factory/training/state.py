@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset, RandomSampler
 from transformers import TrainerCallback
 
 from odb_factory.accounting.losses import TokenLoss
-from odb_factory.accounting.step_accounting import Computing, say_what_to_expect
+from odb_factory.accounting.step_accounting import Computing, log_first_step
 from odb_factory.comm.gloo import Exchange, gather_once
 from odb_factory.comm.process_group import make_coordinator
 from odb_factory.config import BUDGETS, ODBConfig, ResolvedConfig
@@ -339,7 +339,7 @@ class ODBState:
         if run.fill is not None and before.fill is not None:
             run.fill.take_over(before.fill, self.trainer.optimizer, self.trainer.lr_scheduler)
         if not self.lacks_budgets:
-            say_what_to_expect(run.loader, run.config, run.loader.first_planned)
+            log_first_step(run.loader, run.config, run.loader.first_planned)
 
     def _make_run(self, layout: Layout, config: ResolvedConfig) -> ODBRun:
         """A run at its start, or where its checkpoint left it, with its first plan made."""

@@ -19,7 +19,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from odb_factory.accounting.losses import in_float32, sum_of_losses
-from odb_factory.accounting.step_accounting import say_what_to_expect
+from odb_factory.accounting.step_accounting import log_first_step
 from odb_factory.comm.gloo import world_size_of
 from odb_factory.comm.lifeline import lifeline_of
 from odb_factory.data.collate import Collated
@@ -39,7 +39,7 @@ from odb_factory.training.checks import check_trainer, compare_output_dirs
 from odb_factory.training.fill_schedule import scale_learning_rate
 from odb_factory.training.run import ODBRun, RunLog
 from odb_factory.training.state import HideArguments, ODBState, RunArguments, Source
-from odb_factory.training.trainer_loss import say_what_differs, without_average_tokens
+from odb_factory.training.trainer_loss import log_what_differs, without_average_tokens
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What the Trainer sees as its train dataloader: its batches are optimizer steps.
@@ -168,7 +168,7 @@ class ODBCallback(TrainerCallback):
             state.max_steps = run.total_steps
             state.compute_steps(args, state.max_steps)
         if not self.trainer.odb.lacks_budgets:
-            say_what_to_expect(run.loader, run.config, run.loader.first_planned)
+            log_first_step(run.loader, run.config, run.loader.first_planned)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer.odb.saver.begin_hashing()
@@ -221,7 +221,7 @@ class ODBTrainerMixin(Base):
             lifeline_of(settings.process_group, config.exchange_timeout_s).renew()
         check_trainer(self)
         probes.check_gradient(self)
-        say_what_differs(self, counts_tokens=not settings.equal_weights)
+        log_what_differs(self, counts_tokens=not settings.equal_weights)
         if self.args.world_size > 1 and self.args.save_strategy != "no":
             compare_output_dirs(str(self.args.output_dir), odb.gather)
         odb.checkpoint = find_checkpoint(

@@ -182,7 +182,7 @@ def without_average_tokens(args: Any) -> Iterator[None]:
 DROPOUT_OF_ATTENTION = ("attention_dropout", "dropout")
 
 
-def say_what_differs(trainer: Any, *, counts_tokens: bool) -> None:
+def log_what_differs(trainer: Any, *, counts_tokens: bool) -> None:
     """counts_tokens: the loss is a mean over tokens."""
     random = list(_dropouts(trainer.model))
     if random:

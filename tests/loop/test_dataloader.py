@@ -331,7 +331,7 @@ def test_a_loaded_state_is_not_dropped_in_silence(
     def loader() -> ODBDataLoader:
         return ODBDataLoader(Rows(), token_budget=BUDGET, collate_fn=pad)
 
-    monkeypatch.setattr("odb_factory.loop.iteration.say_what_to_expect", lambda *_, **__: None)
+    monkeypatch.setattr("odb_factory.loop.iteration.log_first_step", lambda *_, **__: None)
     with loader() as first:
         next(iter(first))
         amid = first.state_dict()

@@ -181,7 +181,7 @@ def test_a_cache_that_hides_samples_is_switched_off(
     assert sum("call odb_factory.unpad(model, loader)" in message for message in caplog.messages) == 1
     assert any(abs(unchecked[step] - expected[step]) > 1e-4 for step in expected), "what the check is there for"
     caplog.clear()
-    monkeypatch.setattr("odb_factory.loop.iteration.say_what_to_expect", lambda *_, **__: None)
+    monkeypatch.setattr("odb_factory.loop.iteration.log_first_step", lambda *_, **__: None)
     with make(**settings) as loader:
         unpad(model, loader)
         assert losses(model, loader) == pytest.approx(expected, rel=1e-6)  # transformers' own loss is in float32

@@ -37,7 +37,7 @@ EVERY_ROW = Counter(range(NUM_ROWS))
 
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
-    monkeypatch.setattr("odb_factory.loop.iteration.say_what_to_expect", lambda *_, **__: None)
+    monkeypatch.setattr("odb_factory.loop.iteration.log_first_step", lambda *_, **__: None)
     return caplog
 
 
