@@ -566,11 +566,11 @@ def find_checkpoint(
             "all nodes to where all ranks can read them."
         )
     if number != candidates.number:
-        logger.warning("%s is not whole (%s); going on from %s", candidates.asked, why, chosen.name)
+        logger.warning("%s is not whole (%s); resuming %s", candidates.asked, why, chosen.name)
     elif Kind.CUT_OFF in kinds:
         logger.warning(
             "%s: its saving was cut off (%s), and there is no older one; what this training needs of it is whole, so "
-            "it goes on from there, and no row is lost or comes twice",
+            "it is resumed, and no row is lost or comes twice",
             chosen,
             why,
         )

@@ -324,7 +324,7 @@ def compare_output_dirs(output_dir: str, gather: Callable[[Any], list[Any]]) -> 
         if folder != expected:
             logger.warning(
                 "output_dir: rank %d of this node has %r and rank %d has %r, so a checkpoint would lie in parts "
-                "in both and could not be gone on from; give all ranks one folder (no time or process id in its name)",
+                "in both and could not be resumed; give all ranks one folder (no time or process id in its name)",
                 other,
                 expected,
                 rank,

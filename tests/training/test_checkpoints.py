@@ -119,7 +119,7 @@ def test_a_damaged_state_is_refused_or_the_older_checkpoint_taken(run: Path, tmp
     DAMAGES[damage](asked / RANK_0)
     DAMAGES[damage](asked.with_name("checkpoint-3") / RANK_0)
     assert find(True, output_dir=asked.parent) == asked.with_name("checkpoint-2")
-    assert str(asked / RANK_0) in log.text and "going on from checkpoint-2" in log.text
+    assert str(asked / RANK_0) in log.text and "resuming checkpoint-2" in log.text
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
