@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,24 +65,16 @@ class StepInputs(dict[str, torch.Tensor]):
 
 
 class TrainLoader:
-    """Yields the optimizer steps of an epoch of `run`.
+    """Yields the optimizer steps of an epoch of the run, which is settled when the first step is requested.
 
     main_input: the model's `main_input_name`. stock: the DataLoader that the Trainer would have used; callbacks are
-    given that one, which they may iterate. before_first: called once, when the model is wrapped and the first step is
-    requested; returns the run to continue with. before_each: called before each step.
+    given that one, which they may iterate.
     """
 
-    def __init__(
-        self,
-        run: ODBRun,
-        main_input: str,
-        stock: Any,
-        before_first: Callable[[], ODBRun],
-        before_each: Callable[[], None],
-    ):
-        self.run, self.main_input, self.stock, self._before_each = run, main_input, stock, before_each
-        self._before_first: Callable[[], ODBRun] | None = before_first
+    def __init__(self, odb: ODBState, run: ODBRun, main_input: str, stock: Any):
+        self._odb, self.run, self.main_input, self.stock = odb, run, main_input, stock
         self.dataset = run.loader.dataset
+        self._is_settled = False
         self._offset: int | None = None
 
     def __len__(self) -> int:
@@ -95,12 +87,12 @@ class TrainLoader:
     def __iter__(self) -> Iterator[StepInputs]:
         if self.run.finished:
             return
-        if self._before_first is not None:
-            before_first, self._before_first = self._before_first, None
-            self.run = before_first()
+        if not self._is_settled:
+            self._is_settled, self.run = True, self._odb.settle()
         collated = iter(self.run.loader)
         while True:
-            self._before_each()
+            assert self._odb.saver is not None
+            self._odb.saver.step_is_asked_for()
             first = self.run.accounting.next(collated)
             if first is None:
                 return
@@ -145,17 +137,17 @@ logger = get_logger(__name__)
 class ODBCallback(TrainerCallback):
     """Runs before the other callbacks."""
 
-    def __init__(self, trainer: Any, arguments: RunArguments):
-        self.trainer, self.arguments = trainer, arguments
+    def __init__(self, odb: ODBState):
+        self.odb: Any = odb
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        run = self.trainer.odb.run
+        run = self.odb.run
         if args.local_process_index == 0:
             for folder in Path(args.output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
                 remove_unfinished(folder)
-        handler = self.trainer.callback_handler
+        handler = self.odb.trainer.callback_handler
         handler.train_dataloader = handler.train_dataloader.stock  # ordinary batches, for callbacks that look at them
-        self.arguments.show()  # until `HideArguments`: trackers of experiments read them now
+        self.odb.arguments.show()  # until `HideArguments`: trackers of experiments read them now
         if run.finished:
             logger.info("nothing is left to train: the checkpoint has all %s optimizer steps", run.optimizer_steps)
             return
@@ -167,15 +159,15 @@ class ODBCallback(TrainerCallback):
         elif run.taken_anew and run.total_steps is not None:
             state.max_steps = run.total_steps
             state.compute_steps(args, state.max_steps)
-        if not self.trainer.odb.lacks_budgets:
+        if not self.odb.lacks_budgets:
             log_first_step(run.loader, run.config, run.loader.first_planned)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer.odb.saver.begin_hashing()
+        self.odb.saver.begin_hashing()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        run = self.trainer.odb.run
-        self.trainer.odb.saver.step_ends()
+        run = self.odb.run
+        self.odb.saver.step_ends()
         if run.optimizer_steps != state.global_step:
             raise ConfigError(
                 "training_step: an override of it does not call odb's, so the loss weights would be lost; let it call "
@@ -187,7 +179,7 @@ class ODBCallback(TrainerCallback):
         # The Trainer's loop is sized by a bound; this ends it in time.
         state.max_steps = run.fill.expected_steps(run.epoch, run.optimizer_steps)
         control.should_epoch_stop = control.should_epoch_stop or run.step.last
-        for callback in self.trainer.callback_handler.callbacks:
+        for callback in self.odb.trainer.callback_handler.callbacks:
             bar = getattr(callback, "training_bar", None)
             if bar is not None:
                 bar.total = state.max_steps
@@ -258,7 +250,7 @@ class ODBTrainerMixin(Base):
         assert odb.arguments is not None
         callbacks = self.callback_handler.callbacks
         # First, so that every other callback reads the right figures.
-        callbacks.insert(0, ODBCallback(self, odb.arguments))
+        callbacks.insert(0, ODBCallback(odb))
         callbacks += [CheckpointMark(), RunLog(self, odb.settings.about), preemption, HideArguments(odb.arguments)]
         try:
             yield
@@ -279,8 +271,7 @@ class ODBTrainerMixin(Base):
                 source = Source(stock, super().get_train_dataloader())
             finally:
                 self.args.remove_unused_columns = True
-        main_input = getattr(self.model, "main_input_name", "input_ids")
-        return TrainLoader(odb.begin(source), main_input, stock, odb.settle, odb.saver.step_is_asked_for)
+        return TrainLoader(odb, odb.begin(source), getattr(self.model, "main_input_name", "input_ids"), stock)
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Samples of an optimizer step, as the Trainer logs them."""
