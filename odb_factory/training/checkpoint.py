@@ -127,14 +127,11 @@ def read_trainer_state(folder: Path) -> TrainerRecord:
     with _naming(path):
         saved = read_json(path)
         state = load_fields(saved, global_step=int, epoch=float | None)
-        marked, callbacks = (
-            -1,
-            load_fields({"stateful_callbacks": {}} | saved, stateful_callbacks=dict[str, Any] | None),
-        )
-        callbacks = callbacks["stateful_callbacks"] or {}
-        if MARK in callbacks:
+        callbacks = load_fields({"stateful_callbacks": None} | saved, stateful_callbacks=dict[str, Any] | None)
+        mark, marked = (callbacks["stateful_callbacks"] or {}).get(MARK), -1
+        if mark is not None:
             name = f"stateful_callbacks.{MARK}"
-            arguments = load_fields(callbacks[MARK], name, args=dict[str, Any])["args"]
+            arguments = load_fields(mark, name, args=dict[str, Any])["args"]
             marked = load_fields(arguments, f"{name}.args", optimizer_steps=int)["optimizer_steps"]
         return TrainerRecord(state["global_step"], state["epoch"] or 0.0, marked)
 
