@@ -124,9 +124,8 @@ def _get_train_args(original: Callable, args: Any = None) -> Any:
 
     _check_seams()
     releases.tell_if_newer()
-    args = block.with_whole_documents(block.with_neat_packing_as_layout(args))
-    config = block.check_block(args)
-    args = block.with_local_files_by_index(args)
+    args = block.checked(args)
+    config = ODBConfig.from_block(args["odb"])
     probes.check_signatures()
     parsed = original({key: value for key, value in args.items() if key != "odb"})
     probes.check_arguments(parsed)

@@ -88,7 +88,7 @@ def check_yaml(path: Path, overrides: Sequence[str]) -> None:
         block.check_keys(args)
         if "odb" in args:
             named = {str(key): value for key, value in args.items()}
-            block.check_block(block.with_neat_packing_as_layout(named, tell=False))
+            block.check_block(block.rewritten(named, logs=False))
     _check_numbers(text, str(path))
 
 

@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from odb_factory.config import ODBConfig, ResolvedConfig
 from odb_factory.errors import ConfigError
-from odb_factory.llamafactory.block import with_neat_packing_as_layout
+from odb_factory.llamafactory.block import rewritten
 from odb_factory.llamafactory.launch import check_yaml
 
 AUTO, AUTO_KEYS = "auto", ("token_budget", "max_patches")
@@ -126,7 +126,7 @@ def parsed(path: Path, overrides: Sequence[str] = (), ranks: int | None = None) 
         yield Asked(
             path=path,
             parsed=ParsedArguments(model, data, training, finetuning),
-            config=ODBConfig.from_block(with_neat_packing_as_layout(given, tell=False)["odb"] | numbers).resolved(),
+            config=ODBConfig.from_block(rewritten(given, logs=False)["odb"] | numbers).resolved(),
             has_block=has_block,
             auto=auto,
             ranks=ranks or of_environment,
