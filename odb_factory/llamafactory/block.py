@@ -1,4 +1,4 @@
-"""The rules of the host: what an `odb:` block cannot be combined with in LLaMA-Factory, checked before a model is loaded.
+"""The rules of the host: what does not go with an `odb:` block in LLaMA-Factory, checked before a model is loaded.
 
 `check_block` sees the arguments as they stand in the YAML, before LLaMA-Factory reads them and where possible before
 processes are started; `check_combination` sees what LLaMA-Factory has made of them. Both are called by the plugin's
