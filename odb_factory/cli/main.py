@@ -64,10 +64,7 @@ def train(argv: Sequence[str]) -> int:
 
     from llamafactory import cli, launcher
 
-    from odb_factory.llamafactory.probes import check_launcher
-
     # The file that the launcher gives to torchrun, where it starts several processes.
-    check_launcher(launcher)
     launcher.__file__ = str(CHILD)
     sys.argv = ["llamafactory-cli", "train", str(given.config), *given.overrides]
     cli.main()

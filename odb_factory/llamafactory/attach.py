@@ -5,10 +5,13 @@ Called by the plugin's hooks and by patched forks (`patches/` in the repository)
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import datasets
 from datasets import Dataset
 from llamafactory.data.converter import align_dataset, get_dataset_converter
 from llamafactory.data.loader import _get_dataset_processor, _get_preprocessed_dataset
@@ -19,20 +22,31 @@ from transformers import TrainerCallback
 from odb_factory.config import ODBConfig
 from odb_factory.data.worker import Picklable
 from odb_factory.errors import ConfigError, DataError
-from odb_factory.llamafactory import dataset as dataset_module
-from odb_factory.llamafactory import probes
 from odb_factory.llamafactory.block import why_not_flat
 from odb_factory.llamafactory.dataset import (
     INVALID_ROW,
+    MEDIA_COLUMNS,
     IndexedRows,
     OnlineDataset,
+    OnlineStream,
     OpenMedia,
     RowObserver,
+    Source,
+    StreamObserver,
     TokenizedDataset,
+    head_of,
+    index_of,
+    is_convertible,
+    is_index,
+    is_stream,
+    keep_head,
+    kept_head,
+    online_stream,
     rows_from,
+    settings_of,
+    through_pass,
 )
-from odb_factory.llamafactory.media import MediaObserver
-from odb_factory.llamafactory.online_stream import OnlineStream, StreamObserver, first_rows, is_stream, online_stream
+from odb_factory.llamafactory.media import EncodedImage, MediaObserver
 from odb_factory.llamafactory.stages import STAGES, Stage
 from odb_factory.log import get_logger
 from odb_factory.model.tower import shards_parameters
@@ -75,20 +89,10 @@ def _values(arguments: Any, names: Iterable[str]) -> dict[str, object]:
     return {name: value for name, value in found.items() if value not in (None, False, [], "", 0)}
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# What a run needs to hear of LLaMA-Factory's Trainer: to undo what was changed on it, and to tell its users.
-
 logger = get_logger(__name__)
 
-
-class Prepared(TrainerCallback):
-    """What a stage has changed on the trainer, until the training ends."""
-
-    def __init__(self, undo: Callable[[], None]):
-        self.undo = undo
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.undo()
+# ----------------------------------------------------------------------------------------------------------------------
+# Callbacks between LLaMA-Factory's Trainer and a run.
 
 
 class BeginLog(TrainerCallback):
@@ -106,29 +110,24 @@ class BeginLog(TrainerCallback):
     on_log = on_train_end = on_step_end
 
 
-class MirrorMaxSteps(TrainerCallback):
-    """LLaMA-Factory's log callback reads the number of steps once; keep its copy up to date."""
+class HostCallback(TrainerCallback):
+    """Keeps what LLaMA-Factory shows of a training up to date, and undoes what its stage has changed on the trainer."""
 
-    def __init__(self, trainer: Any):
-        self.trainer = trainer
+    def __init__(self, trainer: Any, stage: Stage, *, keeps: bool):
+        self.trainer, self._undo, self._watches_dropped = trainer, stage.prepare(trainer), keeps
+        # LLaMA-Factory would preprocess every row once more after the training, to count its tokens.
+        arguments = trainer.finetuning_args
+        self._counts_tokens = stage.name == "sft" and arguments.include_effective_tokens_per_second
+        if self._counts_tokens:
+            arguments.include_effective_tokens_per_second = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         for callback in self.trainer.callback_handler.callbacks:
-            if isinstance(callback, LogCallback):
+            if isinstance(callback, LogCallback):  # it reads the number of steps once
                 callback.max_steps = state.max_steps
-
-
-class TellDropped(TrainerCallback):
-    """Say once where LLaMA-Factory's own preprocessing drops rows, whose number nobody knows without a pass."""
-
-    def __init__(self, trainer: Any):
-        self.trainer = trainer
-        self.has_told = False
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        count = self.trainer.odb.run.loader.rejected[INVALID_ROW]
-        if count and not self.has_told:
-            self.has_told = True
+        count = self.trainer.odb.run.loader.rejected[INVALID_ROW] if self._watches_dropped else 0
+        if count:
+            self._watches_dropped = False
             logger.info(
                 "rows are left out (%d by optimizer step %d) that LLaMA-Factory's preprocessing drops; stock does so "
                 "before it shuffles and cuts, so its optimizer steps are others (without shuffling: from here on); set "
@@ -137,30 +136,62 @@ class TellDropped(TrainerCallback):
                 state.global_step,
             )
 
-
-# ----------------------------------------------------------------------------------------------------------------------
-# `include_effective_tokens_per_second`, without the pass over the training data that LLaMA-Factory makes for it.
-
-
-class TellTokensPerSecond(TrainerCallback):
-    """Puts the figure among those of the training: tokens trained on, without padding, a second and rank.
-
-    LLaMA-Factory would preprocess every row once more behind the training, to count them, and is told not to.
-    """
-
-    def __init__(self, trainer: Any):
-        self.trainer = trainer
-        trainer.finetuning_args.include_effective_tokens_per_second = False
-
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """effective_tokens_per_sec: tokens trained on, without padding, a second and rank."""
         run, logs = self.trainer.odb.run, kwargs["logs"]
-        if run is not None and "train_runtime" in logs:
+        if self._counts_tokens and run is not None and "train_runtime" in logs:
             tokens = run.accounting.since_resume("tokens") / run.loader.world_size
             logs["effective_tokens_per_sec"] = tokens / logs["train_runtime"]
 
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._undo()
+
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Rows made one at a time must be those of LLaMA-Factory's pass over all rows: tried on a row of the data, because a
+# release that means something else by a name would give wrong data in silence. Other assumptions are tried by the
+# tests marked `versions`.
 
+ROWS_TRIED = 3
+
+
+def _compare_with_pass(ours: Callable[[int], Any], stock: Callable[[int], Any], count: int, what: str) -> None:
+    """Raise `ConfigError` where the first row that both can make differs; one that cannot be made is for `on_error`.
+
+    ours, stock: make a row (of `count`), one at a time and by the pass.
+    """
+    shows_bars = not datasets.are_progress_bars_disabled()
+    for index in range(min(count, ROWS_TRIED)):
+        datasets.disable_progress_bars()
+        try:
+            own, other = ours(index), stock(index)
+        except Exception:
+            continue
+        finally:
+            if shows_bars:
+                datasets.enable_progress_bars()
+        for name in dict.fromkeys((*own, *other)):
+            mine, its = own.get(name), other.get(name)
+            if name in MEDIA_COLUMNS:
+                mine, its = len(mine or []), len(its or [])
+            if mine != its:
+                raise ConfigError(
+                    f"odb: {what} gives another {name} by row than by its pass over all rows (row {index}), so "
+                    "odb_factory would train on wrong data; install a supported release (`odb-factory doctor` names "
+                    "them)."
+                )
+        return
+
+
+def _one_by_one(data_args: Any) -> Any:
+    """The data arguments for a pass over one row."""
+    changed = copy.copy(data_args)
+    changed.preprocessing_num_workers, changed.overwrite_cache = None, True
+    return changed
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# In place of LLaMA-Factory's passes over the data, and of its `train`.
 
 ROWS_TRIED_FOR_EXAMPLE = 16
 PADS_TILES = "MllamaPlugin"
@@ -175,41 +206,44 @@ def mark_source(dataset: Any, dataset_attr: Any, data_args: Any, training_args: 
     Raises `DataError` where no row of the dataset has a column that its converter needs, or where it has no row.
     """
     if not isinstance(dataset, Dataset):
-        if not first_rows(dataset):
+        if not head_of(dataset):
             raise DataError(
                 f"{dataset_attr} yields no row; take it out of `dataset`, or, if it is a local file beside a stream, "
                 "set dataloader_num_workers to 1 or more (LLaMA-Factory cuts it into so many shards)."
             )
         stream = align_dataset(dataset, dataset_attr, data_args, training_args)
-        dataset_module.keep_first_rows(first_rows(stream))
+        keep_head(head_of(stream))
         return stream
     if not len(dataset):
         raise DataError(f"{dataset_attr} has no row; take it out of `dataset`, or raise max_samples or num_samples.")
-    if dataset_module.is_convertible(dataset, dataset_attr):
+    if is_convertible(dataset, dataset_attr):
         converter = get_dataset_converter(dataset_attr.formatting, dataset_attr, data_args)
     else:
         dataset, converter = align_dataset(dataset, dataset_attr, data_args, training_args), None
-    source = dataset_module.Source(dataset, dataset_attr, converter)
+    source = Source(dataset, dataset_attr, converter)
     source.check_columns()
     if converter is not None:
-        one_row = probes.without_processes(data_args)
-        probes.check_conversion(
-            source.__getitem__, dataset, lambda rows: align_dataset(rows, dataset_attr, one_row, training_args)
-        )
-    return dataset_module.index_of(source)
+        table, one_row = dataset.with_format("arrow"), _one_by_one(data_args)
+
+        def by_pass(index: int) -> Any:  # of a dataset in memory, so that no file is written for it
+            row = Dataset(table[index : index + 1], info=datasets.DatasetInfo(features=dataset.features))
+            return align_dataset(row, dataset_attr, one_row, training_args)[0]
+
+        _compare_with_pass(source.__getitem__, by_pass, len(dataset), "the conversion of its format")
+    return index_of(source)
 
 
 def is_online(dataset: Any, data_args: Any, is_eval: bool) -> bool:
     """Whether `online_dataset` stands in for LLaMA-Factory's preprocessing pass: for training data that is not
     to be stored at `tokenized_path`."""
-    return (dataset_module.is_index(dataset) or is_stream(dataset)) and not is_eval and data_args.tokenized_path is None
+    return (is_index(dataset) or is_stream(dataset)) and not is_eval and data_args.tokenized_path is None
 
 
 def converted(dataset: Any, data_args: Any, training_args: Any) -> Any:
     """What LLaMA-Factory's preprocessing pass takes: the rows of an index, converted by its own pass."""
-    if not dataset_module.is_index(dataset):
+    if not is_index(dataset):
         return dataset
-    return dataset_module.through_pass(dataset, lambda rows, attr: align_dataset(rows, attr, data_args, training_args))
+    return through_pass(dataset, lambda rows, attr: align_dataset(rows, attr, data_args, training_args))
 
 
 def online_dataset(
@@ -229,21 +263,29 @@ def online_dataset(
     dataset: an index, or a stream. config: the block, where `data_args` do not hold it as a patched fork's do.
     """
     dataset_processor = _get_dataset_processor(data_args, stage, template, tokenizer, processor)
-    rows = dataset_module.first_rows() if is_stream(dataset) else dataset_module.IndexedRows(dataset)
+    rows = kept_head() if is_stream(dataset) else IndexedRows(dataset)
     of_rows = STAGES[stage].of_rows(data_args, len(rows))
     media = _media_of(of_rows, template, tokenizer, processor)
     online = OnlineDataset(rows, dataset_processor, media, of_rows)
     if training_args.should_log:
         _print_example(online)
-    one_row = probes.without_processes(data_args)
-    probes.check_preprocessing(
-        online.__getitem__,
-        lambda index: [online.rows[number] for number in of_rows.together(index)],
-        len(online),
-        lambda rows: _get_preprocessed_dataset(
-            rows, one_row, training_args, stage, template, tokenizer, processor, is_eval=False
-        ),
-    )
+    one_row = _one_by_one(data_args)
+
+    def by_pass(index: int) -> Any:
+        given = [online.rows[number] for number in of_rows.together(index)]
+        if any(row.get(name) for name in ("_videos", "_audios") for row in given):
+            raise ValueError("takes long")
+        # As they are stored: an encoded cell is what LLaMA-Factory takes for an image, too.
+        stored = [
+            row | {"_images": [one.cell if isinstance(one, EncodedImage) else one for one in row.get("_images") or []]}
+            for row in given
+        ]
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints the row, which we have done
+            return _get_preprocessed_dataset(
+                Dataset.from_list(stored), one_row, training_args, stage, template, tokenizer, processor, is_eval=False
+            )[-1]
+
+    _compare_with_pass(online.__getitem__, by_pass, len(online), "its preprocessing")
     if is_stream(dataset):
         config = config or ODBConfig.from_block(data_args.odb)
         return online_stream(dataset, online, config, data_args, training_args)
@@ -276,10 +318,6 @@ def attach_block(trainer: Any, block: Mapping[str, Any]) -> None:
 
 def attach(trainer: Any, config: ODBConfig) -> None:
     """Call `enable_odb` on LLaMA-Factory's trainer with its own collator and an observer for its dataset."""
-    probes.check_images()
-    for callback in trainer.callback_handler.callbacks:
-        if isinstance(callback, LogCallback):
-            probes.check_progress(callback)
     collator = trainer.data_collator
     tokenizer = getattr(collator, "tokenizer", trainer.processing_class)
     stage = STAGES[trainer.finetuning_args.stage].of_training(trainer.finetuning_args, tokenizer)
@@ -304,30 +342,22 @@ def attach(trainer: Any, config: ODBConfig) -> None:
         model_type=trainer.model.config.model_type,
         shards_parameters=shards_parameters(trainer),
     )
+    sample = rows.head if isinstance(rows, OnlineStream) else rows
     enable_odb(
         trainer,
         config,
-        observer=StreamObserver(observer, dataset.head) if isinstance(dataset, OnlineStream) else observer,
+        observer=StreamObserver(observer, rows.head) if isinstance(rows, OnlineStream) else observer,
         collation=stage.collation(collator, rows.media.patch_size),
         patch_size=rows.media.patch_size,
         measure=stage.measure,
         equal_weights=stage.equal_weights,
-        agree_on=dataset_module.settings_of(
-            dataset.head if isinstance(dataset, OnlineStream) else trainer.train_dataset, observer
-        ),
-        rows_from=rows_from(
-            dataset.head if isinstance(dataset, OnlineStream) else trainer.train_dataset, collator.tokenizer, processor
-        ),
+        agree_on=settings_of(sample, observer),
+        rows_from=rows_from(sample, collator.tokenizer, processor),
         not_flat=why_not_flat(trainer),
         about=about(trainer, dataset),
     )
-    trainer.add_callback(Prepared(stage.prepare(trainer)))
-    trainer.add_callback(MirrorMaxSteps(trainer))
-    if stage.name == "sft" and trainer.finetuning_args.include_effective_tokens_per_second:
-        trainer.add_callback(TellTokensPerSecond(trainer))
-    if config.keeps:
-        trainer.add_callback(TellDropped(trainer))
-    elif trainer.args.per_device_train_batch_size > 1:
+    trainer.add_callback(HostCallback(trainer, stage, keeps=config.keeps))
+    if not config.keeps and trainer.args.per_device_train_batch_size > 1:
         logger.info(
             "per_device_train_batch_size has no effect with `global_batch_size: fill`, which goes by token_budget"
         )

@@ -12,9 +12,9 @@ import dataclasses
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from odb_factory.config import AUTO, ODBConfig
 from odb_factory.errors import ConfigError, quoted
@@ -25,10 +25,8 @@ from odb_factory.log import get_logger
 logger = get_logger(__name__)
 
 
-class ValueOf(Protocol):
-    """`value_of(key, default)`: an argument of LLaMA-Factory, as it stands in the YAML or as it has been read."""
-
-    def __call__(self, key: str, default: Any = None, /) -> Any: ...
+ValueOf = Callable[..., Any]
+"""`value_of(key, default)`: an argument of LLaMA-Factory, as it stands in the YAML or as it has been read."""
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -292,7 +290,7 @@ def check_combination(
     config = config or ODBConfig.from_block(data_args.odb)
     owners = (finetuning_args, model_args, data_args)
 
-    def value_of(key: str, default: Any = None, /) -> Any:
+    def value_of(key: str, default: Any = None) -> Any:
         return next((getattr(owner, key) for owner in (*owners, training_args) if hasattr(owner, key)), default)
 
     problem = None

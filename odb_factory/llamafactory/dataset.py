@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import datasets
 import numpy as np
 import pyarrow as pa
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from odb_factory.comm.agreement import MayDiffer, compare, of_block, releases
 from odb_factory.comm.gloo import gather_once
 from odb_factory.config import ODBConfig
 from odb_factory.data.observe import MediaCut, Observer, RowDropped
 from odb_factory.data.serialize import checksum
-from odb_factory.errors import DataError, ODBError
+from odb_factory.errors import ConfigError, DataError, ODBError
 from odb_factory.llamafactory.media import EncodedImage, MediaObserver, check_sizes, decoded
 from odb_factory.llamafactory.stages import Stage
+from odb_factory.log import get_logger
 from odb_factory.model.tower import TWICE, takes_both
 from odb_factory.planning import VIDEO, Cost
 from odb_factory.training.checks import of_arguments
+
+logger = get_logger(__name__)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # LLaMA-Factory's datasets as loaded, each row converted to its common format when it is needed.
@@ -117,24 +122,24 @@ _sources: list[Source] = []
 """The datasets of the training that this process loads; an index names them by number."""
 
 
-_first_rows: list[dict[str, Any]] = []
-"""Of the first of its streams, converted."""
+_head: list[dict[str, Any]] = []
+"""A few rows of the first of its streams, converted."""
 
 
 def forget() -> None:
     """A new training begins: let go of the datasets of the one before."""
     _sources.clear()
-    _first_rows.clear()
+    _head.clear()
 
 
-def keep_first_rows(rows: list[dict[str, Any]]) -> None:
+def keep_head(rows: list[dict[str, Any]]) -> None:
     """Of a stream, before it is mixed and shuffled; the first is one of the training."""
-    if not _first_rows:
-        _first_rows.extend(rows)
+    if not _head:
+        _head.extend(rows)
 
 
-def first_rows() -> list[dict[str, Any]]:
-    return list(_first_rows)
+def kept_head() -> list[dict[str, Any]]:
+    return list(_head)
 
 
 def is_convertible(rows: Any, attr: Any) -> bool:
@@ -442,6 +447,90 @@ class OpenMedia:
                 check_sizes(feature["images"], feature.pop(SIZES, ()))
                 feature["images"] = decoded(feature["images"])
         return self.collator(features)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Training data that can only be iterated: rows as LLaMA-Factory aligns, mixes and shuffles them. They are preprocessed
+# by the observe workers, which are handed one row at a time (`data/order.py`).
+
+ROWS_IN_HEAD = 3
+
+
+def is_stream(dataset: Any) -> bool:
+    return isinstance(dataset, datasets.IterableDataset)
+
+
+def head_of(stream: Any) -> list[dict[str, Any]]:
+    return list(itertools.islice(stream, ROWS_IN_HEAD))
+
+
+class OnlineStream(IterableDataset):
+    """Iterates over raw rows.
+
+    rows: the stream, as LLaMA-Factory would preprocess it. head: a few rows of it, preprocessed when asked for; they
+    come before the shuffling, whose buffer need not be filled for them. already_split: `rows` are those of this rank.
+    is_reshuffled: in another order in each epoch.
+    """
+
+    def __init__(self, rows: Any, head: OnlineDataset, *, already_split: bool, is_reshuffled: bool):
+        self.rows, self.head, self.already_split, self.is_reshuffled = rows, head, already_split, is_reshuffled
+        self.media, self.stage, self.processor = head.media, head.stage, head.processor
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.rows)
+
+    def set_epoch(self, epoch: int) -> None:
+        if self.is_reshuffled:
+            self.rows.set_epoch(epoch)
+
+
+class StreamObserver:
+    """Makes features of a raw row and observes them, in the worker that is handed the row."""
+
+    def __init__(self, observer: RowObserver, head: OnlineDataset):
+        self.observer, self.head = observer, head
+
+    def __call__(self, row: dict[str, Any]) -> tuple[dict[str, Any], Cost]:
+        return self.observer(self.head.features_of([row]))
+
+    def describe(self, rows: Any, index: int) -> str:
+        return self.observer.describe(SimpleNamespace(rows=rows), index)
+
+
+def online_stream(
+    rows: datasets.IterableDataset, head: OnlineDataset, config: ODBConfig, data_args: Any, training_args: Any
+) -> OnlineStream:
+    """The stream as this rank reads it.
+
+    With dispatch_batches (accelerate's default) every rank reads the whole stream; step t is rows [tN, (t+1)N), as in
+    stock. Where stock splits the shards between ranks, so does this; with `fill`, which keeps no steps of stock,
+    wherever there are enough. Rows held out by `val_size` come before the split. Raises `ConfigError` for a stage whose
+    rows are not preprocessed one by one.
+    """
+    if len(head.stage.together(0)) > 1:
+        raise ConfigError(
+            f"streaming: True does not go with odb and stage {head.stage.name}, where a row is preprocessed with the "
+            "one before it; set it to false, or take a data set of local files."
+        )
+    rank, world_size = training_args.process_index, training_args.world_size
+    holds_out = data_args.val_size > 1e-6
+    shards, splits = rows.n_shards, False
+    every_rank_reads = training_args.accelerator_config.dispatch_batches is False
+    if world_size > 1 and not holds_out:
+        # accelerate leaves as many shards as ranks alone
+        splits = shards > world_size if every_rank_reads else not config.keeps and shards >= world_size
+    if splits:
+        rows = rows.shard(num_shards=world_size, index=rank)
+    how = "this process reads all of it"
+    if world_size > 1:
+        how = (
+            f"each rank reads its part of the {shards} shards" if splits else "every rank reads it and takes its share"
+        )
+    order = f"the order is that of LLaMA-Factory's stream, shuffled within {data_args.buffer_size} rows"
+    if holds_out:
+        order += ", and the same in each epoch: in another, rows that val_size has held out would be trained on"
+    logger.info("streaming: %s, and rows are preprocessed when they are needed; %s", how, order)
+    return OnlineStream(rows, head, already_split=splits, is_reshuffled=not holds_out)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -113,7 +113,7 @@ def _wrapped(wrapper: Callable, original: Callable) -> Callable:
 def _get_train_args(original: Callable, args: Any = None) -> Any:
     global _active, _begin_log
     _active = _begin_log = None
-    from odb_factory.llamafactory import block, probes, releases
+    from odb_factory.llamafactory import block, releases
 
     if (read_args := releases.find_read_args()) is not None:
         args = read_args(args)
@@ -126,9 +126,7 @@ def _get_train_args(original: Callable, args: Any = None) -> Any:
     releases.tell_if_newer()
     args = block.checked(args)
     config = ODBConfig.from_block(args["odb"])
-    probes.check_signatures()
     parsed = original({key: value for key, value in args.items() if key != "odb"})
-    probes.check_arguments(parsed)
     model_args, data_args, training_args, finetuning_args, _ = parsed
     block.check_combination(model_args, data_args, training_args, finetuning_args, config)
     if training_args.world_size > 1:

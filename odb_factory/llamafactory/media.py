@@ -58,9 +58,13 @@ class EncodedImage:
     path: str | None
     encodings: int = 0
 
+    @property
+    def cell(self) -> dict[str, Any]:
+        return {"bytes": self.bytes, "path": self.path}
+
     def open(self) -> Image.Image:
         """The decoded image, as `datasets` would have given it."""
-        image = _FEATURE.decode_example({"bytes": self.bytes, "path": self.path})
+        image = _FEATURE.decode_example(self.cell)
         is_kept = image.format in LOSSLESS or bool(
             getattr(image, "filename", "")
         )  # a file with a name is kept as it is

@@ -29,8 +29,14 @@ from odb_factory.data.worker import WorkerDataset
 from odb_factory.errors import DataError, ODBError, one_line
 from odb_factory.llamafactory.attach import training_rows
 from odb_factory.llamafactory.block import why_not_flat
-from odb_factory.llamafactory.dataset import IndexedRows, OnlineDataset, RowObserver, TokenizedDataset
-from odb_factory.llamafactory.online_stream import OnlineStream, StreamObserver
+from odb_factory.llamafactory.dataset import (
+    IndexedRows,
+    OnlineDataset,
+    OnlineStream,
+    RowObserver,
+    StreamObserver,
+    TokenizedDataset,
+)
 from odb_factory.llamafactory.stages import STAGES, Stage
 from odb_factory.model.check import Layout, models_of, resolve_layout
 from odb_factory.plan.arguments import Asked

@@ -21,7 +21,7 @@ from support import read_jsonl, training_config
 from odb_factory.config import ODBConfig
 from odb_factory.data.order import is_split_by_node
 from odb_factory.errors import ConfigError, DataError
-from odb_factory.llamafactory.online_stream import online_stream
+from odb_factory.llamafactory.dataset import online_stream
 from odb_factory.llamafactory.stages import STAGES
 
 BLOCK = {"token_budget": 256, "audit": True}
