@@ -2,46 +2,46 @@
 
 A copy of LLaMA-Factory's multimodal plugin is used for observation. Its call of the image
 processor is answered from image sizes: by a formula where there is one, else by what the real
-processor said of blank images of these sizes. Both are checked against the real processor at start;
+processor answered for blank images of these sizes. Both are checked against the real processor at start;
 where they fail, and for videos, it is asked each time, its pixels thrown away. The same holds for
 the lengths of audio clips. The plugin that collates is never touched.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import math
 import os
+import wave
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import BytesIO
-from typing import Any
+from typing import Any, TypeVar
 
 import datasets
+import numpy as np
 import torch
 from llamafactory.extras.constants import AUDIO_PLACEHOLDER, IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER
 from PIL import Image
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map
 
-from odb_factory.data.measure import DEFAULT_PATCH_SIZE, count_patches
+from odb_factory.data.measure import AUDIO_KEYS, DEFAULT_PATCH_SIZE, count_patches
 from odb_factory.data.serialize import register_dataclass
 from odb_factory.errors import DataError
-from odb_factory.llamafactory.media_sizes import (
-    clips_by_length,
-    grid_from_size,
-    memory_of_sizes,
-    metadata_is_exact,
-    size_is_exact,
-)
+from odb_factory.log import get_logger
+
+logger = get_logger(__name__)
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Images as LLaMA-Factory takes them, and image cells of a dataset, which stay encoded until they are collated.
 
 EXIF_ORIENTATION, EXIF_ROTATED = 0x0112, (5, 6, 7, 8)
 LOSSLESS = (None, "PNG")
 """Formats of an opened image, none if it was turned, that `datasets` encodes without changing a pixel."""
-WRITTEN_FOR_MEDIA = (IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, AUDIO_PLACEHOLDER)
-_WRITTEN_OUT = (
-    "it has {found} of the tokens {name} where its media take {expected}: its text has such a token written out, "
-    "which the model would take for a medium"
-)
 _FEATURE = datasets.Image()
 
 
@@ -98,6 +98,329 @@ def check_sizes(images: Sequence[Any], sizes: Sequence[tuple[int, int] | None]) 
             )
 
 
+def _size_of(image: Any) -> tuple[int, int]:
+    if isinstance(image, Image.Image | EncodedImage):
+        return image.size
+    with _opened(image) as opened:
+        return opened.size
+
+
+def _opened(image: Any) -> AbstractContextManager[Image.Image]:
+    """An image in any form LLaMA-Factory takes: path, bytes, file, {bytes, path}, PIL image, encoded cell."""
+    if isinstance(image, EncodedImage):
+        return image.open()
+    if isinstance(image, Image.Image):
+        return nullcontext(image)
+    if isinstance(image, dict):
+        image = image["bytes"] if image["bytes"] is not None else image["path"]
+    return Image.open(BytesIO(image) if isinstance(image, bytes) else image)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Vision patches of images and videos from their sizes alone, and the checks that this is exact for a plugin.
+
+SIZE_IS_ENOUGH = ("Qwen2VLPlugin", "Qwen3VLPlugin", "Qwen2OmniPlugin", "GLM4VPlugin", "ErnieVLPlugin")
+CHECK_SIZES = ((37, 211), (640, 480), (1500, 90), (64, 64))
+
+
+class SizeOnlyImage(Image.Image):
+    """An image without pixels: LLaMA-Factory's own resizing rules can be run on its size."""
+
+    def __init__(self, size: tuple[int, int], mode: str = "RGB"):
+        super().__init__()
+        self._size, self._mode = size, mode
+
+    def resize(self, size: Any, *args: Any, **kwargs: Any) -> SizeOnlyImage:
+        return SizeOnlyImage(tuple(size), self.mode)
+
+    def convert(self, mode: str | None = None, *args: Any, **kwargs: Any) -> SizeOnlyImage:
+        return SizeOnlyImage(self.size, mode or self.mode)
+
+
+def grid_from_size(plugin: Any, processor: Any, sizes: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """[images, 3] whose rows multiply to the patches of each image (their own shape does not matter here).
+
+    sizes: (width, height) of each image in pixels.
+    """
+    regular = plugin._regularize_images(
+        [SizeOnlyImage(size) for size in sizes],
+        image_max_pixels=getattr(processor, "image_max_pixels", 768 * 768),
+        image_min_pixels=getattr(processor, "image_min_pixels", 32 * 32),
+    )["images"]
+    count = processor.image_processor.get_number_of_image_patches
+    return torch.tensor([[1, 1, count(image.height, image.width, {})] for image in regular])
+
+
+def size_is_exact(plugin: Any, processor: Any) -> bool:
+    """Whether sizes alone give the real processor's patch counts; tried on a few blank images."""
+    if type(plugin).__name__ not in SIZE_IS_ENOUGH:
+        return False
+    blanks = [Image.new("RGB", size, "white") for size in CHECK_SIZES]
+    try:
+        real = plugin._get_mm_inputs(blanks, [], [], processor)["image_grid_thw"].prod(-1)
+        by_size = grid_from_size(plugin, processor, CHECK_SIZES).prod(-1)
+    except (AttributeError, KeyError, TypeError) as error:
+        logger.debug("sizes of images do not give their patches (%s: %s)", type(error).__name__, error)
+        return False
+    if not torch.equal(real, by_size):
+        logger.debug("sizes of images give other patches than the real processor")
+        return False
+    return True
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What an image processor answers, by image size: it is asked once, with blank images, and the answer is remembered.
+# Token and patch counts depend on the sizes of images, not on their pixels. Whether that holds is tried at start,
+# with images of noise.
+
+
+MAX_REMEMBERED = 2048
+"""Answers; when there are more, the oldest is forgotten. COCO has some hundred image sizes."""
+MAX_DIMENSIONS_KEPT = 2
+"""Whole numbers in so many dimensions are grids, sizes and counts, which plugins read; more are masks of pixels."""
+CACHED_CHECK_SIZES = ((37, 211), (900, 500), (400, 90), (64, 64), (37, 211))
+
+Size = tuple[int, int]
+Answer = dict[str, Any]
+
+
+class MemoryOfSizes:
+    """`plugin._get_mm_inputs` for images, given their sizes alone: (width, height) in pixels.
+
+    In place of pixels it gives tensors of their shape that take no memory.
+
+    one_by_one: the answer for several images is that for each, put together; else it is remembered for all together.
+    """
+
+    def __init__(self, plugin: Any, processor: Any, *, one_by_one: bool):
+        self.plugin, self.processor, self.one_by_one = plugin, processor, one_by_one
+        self._known: dict[Any, Answer] = {}
+
+    def answer(self, sizes: Sequence[Size], *args: Any, **kwargs: Any) -> Answer:
+        """args, kwargs: of `_get_mm_inputs`, behind the processor."""
+        if self.one_by_one and len(sizes) > 1 and not (args or kwargs):
+            return _put_together([self._of((size,)) for size in sizes])
+        return dict(self._of(tuple(sizes), *args, **kwargs))
+
+    def _of(self, sizes: tuple[Size, ...], *args: Any, **kwargs: Any) -> Answer:
+        key = sizes, repr((args, kwargs))
+        if key not in self._known:
+            blanks = [Image.new("RGB", size, "white") for size in sizes]
+            if len(self._known) >= MAX_REMEMBERED:
+                del self._known[next(iter(self._known))]
+            self._known[key] = _ask(self.plugin, self.processor, blanks, *args, **kwargs)
+        return self._known[key]
+
+
+def _ask(plugin: Any, processor: Any, images: Sequence[Any], *args: Any, **kwargs: Any) -> Answer:
+    """The answer of the real processor for these images, its pixels taken out."""
+    return without_pixels(plugin._get_mm_inputs(list(images), [], [], processor, *args, **kwargs))
+
+
+def memory_of_sizes(plugin: Any, processor: Any) -> MemoryOfSizes | None:
+    """For a plugin that takes images and whose answers follow from their sizes; None, with a log line, for others."""
+    if plugin.image_token is None or processor is None:
+        return None
+
+    def make() -> MemoryOfSizes | None:
+        noise = [Image.effect_noise(size, 50).convert("RGB") for size in CACHED_CHECK_SIZES]
+        found = MemoryOfSizes(plugin, processor, one_by_one=False)
+        alone = [_ask(plugin, processor, [image]) for image in noise]
+        together = _ask(plugin, processor, noise)
+        if not equal(
+            [found.answer(CACHED_CHECK_SIZES), *map(found.answer, zip(CACHED_CHECK_SIZES))], [together, *alone]
+        ):
+            return None
+        with contextlib.suppress(TypeError, ValueError, RuntimeError):
+            found.one_by_one = equal(_put_together(alone), together)
+        return found
+
+    return _if_exact(make, "images", "their sizes tell")
+
+
+Known = TypeVar("Known")
+
+
+def _if_exact(make: Callable[[], Known | None], media: str, known_by: str) -> Known | None:
+    try:
+        found = make()
+    except Exception as error:  # whatever a processor raises, it is asked for each medium, and raises it again
+        logger.info("%s are observed through the real processor (%s: %s)", media, type(error).__name__, error)
+        return None
+    if found is None:
+        logger.info("%s are observed through the real processor: its answers hold more than %s", media, known_by)
+    return found
+
+
+def _put_together(answers: Sequence[Answer]) -> Answer:
+    """Of single images, the answer for all of them: they follow each other, padded to the largest."""
+    if any(answer.keys() != answers[0].keys() for answer in answers):
+        raise ValueError("answers of different kinds")
+    return {key: _joined([answer[key] for answer in answers]) for key in answers[0]}
+
+
+def _joined(values: Sequence[Any]) -> Any:
+    if all(isinstance(value, list) for value in values):
+        return [one for value in values for one in value]
+    if all(isinstance(value, Tensor) for value in values) and values[0].dim():
+        if _is_kept(values[0]):
+            return torch.cat(list(values))
+        rest = [max(sides) for sides in zip(*(value.shape[1:] for value in values), strict=True)]
+        return stand_in(torch.Size([sum(len(value) for value in values), *rest]), values[0].dtype)
+    raise TypeError("neither lists nor tensors")
+
+
+def without_pixels(answer: Mapping[str, Any]) -> Answer:
+    """An answer with stand-ins for what is large."""
+
+    def light(value: Any) -> Any:
+        if isinstance(value, np.ndarray) and value.dtype != object:
+            value = torch.from_numpy(value)
+        return stand_in(value.shape, value.dtype) if isinstance(value, Tensor) and not _is_kept(value) else value
+
+    found: Answer = tree_map(light, dict(answer))
+    return found
+
+
+def _is_kept(value: Tensor) -> bool:
+    return not value.is_floating_point() and value.dim() <= MAX_DIMENSIONS_KEPT
+
+
+def stand_in(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """Of this shape, in the memory of one number; not zeros, which tell tiles that are not there."""
+    return torch.ones((), dtype=dtype).expand(shape)
+
+
+def equal(first: Any, second: Any) -> bool:
+    """Whether two answers are, pixels aside, the same."""
+    (mine, structure), (theirs, other) = tree_flatten(first), tree_flatten(second)
+    return structure == other and all(map(_is_same, mine, theirs))
+
+
+def _is_same(first: Any, second: Any) -> bool:
+    if not (isinstance(first, Tensor) and isinstance(second, Tensor)):
+        return bool(first == second)
+    same_kind = first.shape == second.shape and first.dtype == second.dtype
+    return same_kind and (not _is_kept(first) or torch.equal(first, second))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What audio costs, by the length of each clip: read from the header of its file, where the format tells it.
+# LLaMA-Factory pads every clip to one length; what differs is how much of that its mask says is real. Whether that
+# follows from the length is tried at start, on a few clips of noise.
+
+
+CHECK_LENGTHS = (1600, 161, 40_001, 480_161)
+"""Samples of a clip (at the sampling rate of the model); the last is longer than the 30 s that most models take."""
+FLAC_INFO_BYTES = 26
+
+
+class ClipsByLength:
+    """`plugin._get_mm_inputs` for audio, given the length of each clip in samples."""
+
+    def __init__(self, plugin: Any, processor: Any):
+        extractor: Any = getattr(processor, "feature_extractor", None) or getattr(processor, "audio_processor", None)
+        self.rate: int = getattr(processor, "audio_sampling_rate", 16000)
+        self.hop: int = extractor.hop_length
+        self._one = _ask_clips(plugin, processor, CHECK_LENGTHS[:1])
+        self._mask = next(key for key in AUDIO_KEYS if self._one.get(key) is not None)
+
+    def lengths_of(self, clips: Sequence[Any]) -> list[int] | None:
+        """In samples as the model takes them; None where a file must be decoded to know."""
+        lengths = [_length_of(clip, self.rate) for clip in clips]
+        return None if None in lengths else [length for length in lengths if length is not None]
+
+    def answer(self, lengths: Sequence[int]) -> Answer:
+        """Features are tensors of the right shape that take no memory."""
+        mask = self._one[self._mask]
+        real = torch.tensor([-(-length // self.hop) for length in lengths])
+        inputs: Answer = {
+            key: None if value is None else stand_in(torch.Size([len(lengths), *value.shape[1:]]), value.dtype)
+            for key, value in self._one.items()
+        }
+        return inputs | {self._mask: (torch.arange(mask.shape[1]) < real[:, None]).to(mask.dtype)}
+
+
+def clips_by_length(plugin: Any, processor: Any) -> ClipsByLength | None:
+    """For a plugin that takes audio whose masks follow from the lengths of clips; None, with a log line, for others."""
+    if plugin.audio_token is None or processor is None:
+        return None
+
+    def make() -> ClipsByLength | None:
+        found = ClipsByLength(plugin, processor)
+        real = _ask_clips(plugin, processor, CHECK_LENGTHS)
+        return found if equal(real, found.answer(CHECK_LENGTHS)) else None
+
+    return _if_exact(make, "audio clips", "their lengths tell")
+
+
+def _ask_clips(plugin: Any, processor: Any, lengths: Sequence[int]) -> Answer:
+    noise = np.random.default_rng(0)
+    clips = [noise.standard_normal(length).astype(np.float32) for length in lengths]
+    return without_pixels(plugin._get_mm_inputs([], [], clips, processor))
+
+
+def _length_of(clip: Any, rate: int) -> int | None:
+    """Samples of a clip at this rate, as resampling makes them."""
+    if isinstance(clip, np.ndarray):
+        return len(clip)  # LLaMA-Factory takes arrays as they are
+    if not isinstance(clip, str | os.PathLike) or not os.path.isfile(clip):
+        return None
+    found = _of_wav(clip) or _of_flac(clip)
+    if found is None:
+        return None
+    samples, own_rate = found
+    divisor = math.gcd(rate, own_rate)  # as torchaudio does it, in single precision
+    return int(torch.ceil(torch.as_tensor(rate // divisor * samples / (own_rate // divisor))))
+
+
+def _of_wav(path: str | os.PathLike[str]) -> tuple[int, int] | None:
+    """(samples, rate) of a file of plain WAV; None for any other, and for one whose header says more than it holds."""
+    try:
+        with open(path, "rb") as file, wave.open(file) as clip:
+            num_bytes = clip.getnframes() * clip.getnchannels() * clip.getsampwidth()
+            is_whole = clip.getnframes() > 0 and num_bytes <= os.path.getsize(path)
+            return (clip.getnframes(), clip.getframerate()) if is_whole else None
+    except (wave.Error, EOFError):
+        return None
+
+
+def _of_flac(path: str | os.PathLike[str]) -> tuple[int, int] | None:
+    """(samples, rate) of a FLAC file whose header says how many it has."""
+    with open(path, "rb") as file:
+        head = file.read(FLAC_INFO_BYTES)
+    if len(head) < FLAC_INFO_BYTES or head[:4] != b"fLaC" or head[4] & 0x7F:
+        return None
+    packed = int.from_bytes(head[18:26], "big")  # rate: 20 bits, channels - 1: 3, bits of a sample - 1: 5, samples: 36
+    rate, samples = packed >> 44, packed & ((1 << 36) - 1)
+    return (samples, rate) if samples and rate else None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# One row at a time: placeholders and patches.
+
+WRITTEN_FOR_MEDIA = (IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, AUDIO_PLACEHOLDER)
+_WRITTEN_OUT = (
+    "it has {found} of the tokens {name} where its media take {expected}: its text has such a token written out, "
+    "which the model would take for a medium"
+)
+
+
+@dataclass
+class _Row:
+    """What the stand-in of the plugin has learnt about one row.
+
+    answers: of the real processor. expected, inserted: placeholders by name, of each call. written: placeholders that
+    its text has written out. sizes: of image files.
+    """
+
+    answers: dict[Any, dict[str, Any]] = field(default_factory=dict)
+    expected: list[Counter[str]] = field(default_factory=list)
+    inserted: list[Counter[str]] = field(default_factory=list)
+    written: set[str] = field(default_factory=set)
+    sizes: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+
 class MediaObserver:
     """Observes the media of one row at a time. `plugin` stands in for the template's mm plugin.
 
@@ -111,32 +434,24 @@ class MediaObserver:
         self._by_size = size_is_exact(plugin, processor)
         self._memory = None if self._by_size else memory_of_sizes(plugin, processor)
         self._clips = clips_by_length(plugin, processor)
-        self._metadata_is_exact = self._by_size and metadata_is_exact(plugin, processor)
-        self._answers: dict[Any, dict[str, Any]] = {}
-        self._expected: list[Counter[str]] = []
-        self._inserted: list[Counter[str]] = []
-        self._written: set[str] = set()
-        self._sizes: dict[str, tuple[int, int]] = {}
+        self._knows_videos = self._by_size and hasattr(plugin, "_get_video_token_metadata")
+        self._row = _Row()
         self.plugin = copy.copy(plugin)
         self.plugin._get_mm_inputs = self._get_mm_inputs
         self.plugin.process_messages = self._process_messages
         self.plugin.process_token_ids = self._process_token_ids
 
     def begin_row(self) -> None:
-        self._answers.clear()
-        self._expected.clear()
-        self._inserted.clear()
-        self._written.clear()
-        self._sizes.clear()
+        self._row = _Row()
 
     def sizes_of(self, images: Sequence[Any] | None) -> list[tuple[int, int] | None]:
         """(width, height) of the image files of the row that have been looked at; None for others."""
-        return [self._sizes.get(image) if isinstance(image, str) else None for image in images or []]
+        return [self._row.sizes.get(image) if isinstance(image, str) else None for image in images or []]
 
     def _size_of(self, image: Any) -> tuple[int, int]:
         size = _size_of(image)
         if isinstance(image, str):
-            self._sizes[image] = size
+            self._row.sizes[image] = size
         return size
 
     def placeholders_cut(self, answers: Sequence[list[int]]) -> bool:
@@ -146,8 +461,8 @@ class MediaObserver:
         Raises `ValueError` where one holds more: a text, a system prompt or a tool has a placeholder written out.
         """
         not_asked = [Counter[str]()] * len(answers)
-        expected = [*not_asked, *self._expected][-len(answers) :] if answers else []
-        inserted = sum(self._inserted[-1:], Counter[str]())
+        expected = [*not_asked, *self._row.expected][-len(answers) :] if answers else []
+        inserted = sum(self._row.inserted[-1:], Counter[str]())
         are_cut = [self._is_cut(ids, one + inserted) for ids, one in zip(answers, expected, strict=True)]
         return any(are_cut)  # only once all have been looked at
 
@@ -156,7 +471,7 @@ class MediaObserver:
         for name, token_id in self._token_ids.items():
             found, expected = input_ids.count(token_id), of_media[name]
             # As many as expected, some of them written out, is what a cut may leave as well.
-            if found > expected or (found == expected > 0 and name in self._written):
+            if found > expected or (found == expected > 0 and name in self._row.written):
                 raise ValueError(_WRITTEN_OUT.format(name=name, found=found, expected=expected))
             is_cut |= found < expected
         return is_cut
@@ -201,9 +516,9 @@ class MediaObserver:
         if images:
             total += count_patches(self._get_mm_inputs(images, [], [], self.processor))
         if videos:
-            known = self._metadata_is_exact
-            from_metadata = self.plugin._get_video_token_metadata(videos, self.processor) if known else None
-            total += count_patches(from_metadata or self._get_mm_inputs([], videos, [], self.processor))
+            # Newer releases of LLaMA-Factory expand placeholders by the metadata of videos.
+            known = self.plugin._get_video_token_metadata(videos, self.processor) if self._knows_videos else None
+            total += count_patches(known or self._get_mm_inputs([], videos, [], self.processor))
         return total
 
     def _count_audio(self, audios: Any) -> int:
@@ -243,11 +558,11 @@ class MediaObserver:
     def _asked(self, media: tuple[Any, Any, Any], processor: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """What the real processor says of images, videos and audio of this row; it is asked once."""
         key = tuple(tuple(id(item) for item in kind) for kind in media), repr((args, kwargs))
-        if key not in self._answers:
+        if key not in self._row.answers:
             images, videos, audios = media
             answer = self.original._get_mm_inputs(decoded(images), videos, audios, processor, *args, **kwargs)
-            self._answers[key] = dict(answer)
-        return self._answers[key]
+            self._row.answers[key] = dict(answer)
+        return self._row.answers[key]
 
     def _process_messages(self, messages: Any, *args: Any, **kwargs: Any) -> list[dict[str, str]]:
         written = [message["content"] for message in messages]
@@ -258,8 +573,8 @@ class MediaObserver:
             literal = 0 if name in WRITTEN_FOR_MEDIA else sum(text.count(name) for text in written)
             expected[name] = sum(message["content"].count(name) for message in messages) - literal
             if literal:
-                self._written.add(name)
-        self._expected.append(expected)
+                self._row.written.add(name)
+        self._row.expected.append(expected)
         return messages
 
     def _process_token_ids(self, input_ids: Any, *args: Any, **kwargs: Any) -> tuple[list[int], list[int] | None]:
@@ -268,7 +583,7 @@ class MediaObserver:
         inserted = Counter[str]()
         for name, token_id in self._token_ids.items():
             inserted[name] = answer[0].count(token_id) - before[name]
-        self._inserted.append(inserted)
+        self._row.inserted.append(inserted)
         return answer
 
 
@@ -278,21 +593,3 @@ def _placeholder_ids(plugin: Any, tokenizer: Any) -> dict[str, int]:
     ids = {name: tokenizer.convert_tokens_to_ids(name) for name in names}
     known = {name: token_id for name, token_id in ids.items() if isinstance(token_id, int)}
     return {name: token_id for name, token_id in known.items() if tokenizer.convert_ids_to_tokens(token_id) == name}
-
-
-def _size_of(image: Any) -> tuple[int, int]:
-    if isinstance(image, Image.Image | EncodedImage):
-        return image.size
-    with _opened(image) as opened:
-        return opened.size
-
-
-def _opened(image: Any) -> AbstractContextManager[Image.Image]:
-    """An image in any form LLaMA-Factory takes: path, bytes, file, {bytes, path}, PIL image, encoded cell."""
-    if isinstance(image, EncodedImage):
-        return image.open()
-    if isinstance(image, Image.Image):
-        return nullcontext(image)
-    if isinstance(image, dict):
-        image = image["bytes"] if image["bytes"] is not None else image["path"]
-    return Image.open(BytesIO(image) if isinstance(image, bytes) else image)

@@ -10,8 +10,9 @@ import dataclasses
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from odb_factory.data.measure import IGNORE_INDEX, count_patches, count_supervised, has_leading_label, measure_batch
 from odb_factory.data.samples import Measured
@@ -112,9 +113,31 @@ class Stage(ABC):
             label_pad_token_id=IGNORE_INDEX,
         )
 
-    @abstractmethod
+    def probe(self, answer: Mapping[str, list[int]]) -> dict[str, Any]:
+        """A sample of nothing but this answer, as the collator takes it."""
+        return dict(answer)
+
     def collation(self, collator: Any, patch_size: int) -> Collation:
         """What this collator adds to a micro-batch; learnt by collating one short sample without media."""
+        multiple = getattr(collator, "pad_to_multiple_of", None) or 1
+        if not self.takes_media:
+            return Collation(pad_to_multiple_of=multiple)
+        tokenizer = getattr(collator, "tokenizer", None)  # a collator without one is not asked to collate
+        answer = {
+            "input_ids": [0 if tokenizer is None else tokenizer.pad_token_id] * PROBE_TOKENS,
+            "attention_mask": [1] * PROBE_TOKENS,
+            "labels": [IGNORE_INDEX] * PROBE_TOKENS,
+        }
+        image, audio = _dummies(collator, self.probe(answer), patch_size)
+        return Collation(
+            pad_to_multiple_of=multiple,
+            dummy_media_tokens=image[0],
+            dummy_media_patches=image[1],
+            dummy_audio_tokens=audio[0],
+            dummy_audio_patches=audio[1],
+            rows=self.rows,
+            batches=self.batches,
+        )
 
     def prepare(self, trainer: Any) -> Callable[[], None]:
         """Change on a trainer what its run needs; returns what undoes it. Its evaluations must stay stock's."""
@@ -122,7 +145,7 @@ class Stage(ABC):
 
 
 def media_cost(features: Mapping[str, Any], media: MediaObserver, input_ids: list[int]) -> dict[str, Any]:
-    """The arguments of `Cost` that media decide, where the collator takes those of a row once."""
+    """The arguments of `Cost` that media decide, for a collator that takes those of a row once."""
     images, videos, audios = (features.get(key) for key in MEDIA)
     return {
         "patches": media.count_patches(images, videos, audios, input_ids),
@@ -131,18 +154,23 @@ def media_cost(features: Mapping[str, Any], media: MediaObserver, input_ids: lis
     }
 
 
-def _dummies(collator: Any, sample: Mapping[str, Any], patch_size: int) -> tuple[int, int, int, int]:
-    """Tokens and patches of the fake image, then of the fake audio, that a collator injects.
+def _dummies(collator: Any, sample: Mapping[str, Any], patch_size: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """(tokens, patches) of the fake image, and of the fake audio, that a collator injects.
 
     sample: text of `PROBE_TOKENS` tokens, collated alone.
     """
     template = getattr(collator, "template", None)
-    if template is None:  # a collator of the user's own, which injects nothing
-        return 0, 0, 0, 0
+    if template is None:  # a custom collator, which injects nothing
+        return (0, 0), (0, 0)
+
+    def injected(collator: Any) -> tuple[int, int]:
+        batch = collator([copy.deepcopy(dict(sample))])
+        return batch["input_ids"].shape[1] - PROBE_TOKENS, count_patches(batch, patch_size)
+
     unpadded = copy.copy(collator)
     unpadded.pad_to_multiple_of = None
     plugin = template.mm_plugin
-    both = _injected(unpadded, sample, patch_size)
+    both = injected(unpadded)
     if plugin.image_token is None:
         image = (0, 0)
     elif plugin.audio_token is None:
@@ -153,40 +181,8 @@ def _dummies(collator: Any, sample: Mapping[str, Any], patch_size: int) -> tuple
         without.template = copy.copy(template)
         without.template.mm_plugin = copy.copy(plugin)
         without.template.mm_plugin.audio_token = None
-        image = _injected(without, sample, patch_size)
-    return (*image, both[0] - image[0], both[1] - image[1])
-
-
-def _injected(collator: Any, sample: Mapping[str, Any], patch_size: int) -> tuple[int, int]:
-    """Tokens of the first row, and patches."""
-    batch = collator([copy.deepcopy(dict(sample))])
-    return batch["input_ids"].shape[1] - PROBE_TOKENS, count_patches(batch, patch_size)
-
-
-def probe_answer(collator: Any) -> dict[str, list[int]]:
-    """A short row of nothing but padding tokens. collator: one without a tokenizer is not asked to collate it."""
-    tokenizer = getattr(collator, "tokenizer", None)
-    return {
-        "input_ids": [0 if tokenizer is None else tokenizer.pad_token_id] * PROBE_TOKENS,
-        "attention_mask": [1] * PROBE_TOKENS,
-        "labels": [IGNORE_INDEX] * PROBE_TOKENS,
-    }
-
-
-def probe_collation(
-    collator: Any, sample: Mapping[str, Any], patch_size: int, rows: int = 1, batches: tuple[str, ...] = ()
-) -> Collation:
-    """What this collator makes of one sample of `PROBE_TOKENS` tokens without media. rows, batches: of `Collation`."""
-    image_tokens, image_patches, audio_tokens, audio_patches = _dummies(collator, sample, patch_size)
-    return Collation(
-        pad_to_multiple_of=getattr(collator, "pad_to_multiple_of", None) or 1,
-        dummy_media_tokens=image_tokens,
-        dummy_media_patches=image_patches,
-        dummy_audio_tokens=audio_tokens,
-        dummy_audio_patches=audio_patches,
-        rows=rows,
-        batches=batches,
-    )
+        image = injected(without)
+    return image, (both[0] - image[0], both[1] - image[1])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -208,9 +204,6 @@ class Sft(Stage):
             leading_label=has_leading_label(labels),
             **media_cost(features, media, ids),
         )
-
-    def collation(self, collator: Any, patch_size: int) -> Collation:
-        return probe_collation(collator, probe_answer(collator), patch_size)
 
 
 class Pt(Stage):
@@ -243,9 +236,6 @@ class Pt(Stage):
         from transformers import DataCollatorForLanguageModeling
 
         return DataCollatorForLanguageModeling(tokenizer=tokenizer, mlm=False)
-
-    def collation(self, collator: Any, patch_size: int) -> Collation:
-        return Collation(pad_to_multiple_of=getattr(collator, "pad_to_multiple_of", None) or 1)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -289,10 +279,9 @@ class Pairs(Stage):
         rows, length = (1, sum(segments)) if segments else (found.rows, found.length)
         return Measured(rows, length, found.patches, found.rows // self.rows, segments)
 
-    def collation(self, collator: Any, patch_size: int) -> Collation:
-        answer = probe_answer(collator)
+    def probe(self, answer: Mapping[str, list[int]]) -> dict[str, Any]:
         pair = {f"{side}_{name}": value for side in SIDES for name, value in answer.items()}
-        return probe_collation(collator, pair | dict.fromkeys(MEDIA), patch_size, self.rows, self.batches)
+        return pair | dict.fromkeys(MEDIA)
 
 
 class Rm(Pairs):
@@ -337,55 +326,6 @@ class Dpo(Pairs):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Which row's answer LLaMA-Factory pairs a row's prompt with, to estimate the KL divergence of KTO.
-# Its preprocessing goes through the training data in batches, `datasets.map` of `preprocessing_batch_size` rows
-# within each of `preprocessing_num_workers` shards, and gives every prompt the answer of the row before it in its
-# batch, the first one that of the last. Loading, mixing and splitting come before that pass and shuffling behind it,
-# and a row that the pass drops has lent its answer first: so the number of a row says which row its partner is,
-# without a pass.
-
-
-@dataclass(frozen=True, slots=True)
-class Partners:
-    """The partner of each row: `partners[row]`, a number of the same dataset.
-
-    num_rows: of the training dataset as it would be preprocessed. batch_size, num_shards: of the pass.
-
-    Example::
-
-        partners = Partners(num_rows=5, batch_size=2, num_shards=1)
-        [partners[row] for row in range(5)]  # [1, 0, 3, 2, 4]
-    """
-
-    num_rows: int
-    batch_size: int
-    num_shards: int
-
-    @classmethod
-    def of_pass(cls, num_rows: int, data_args: Any) -> Partners:
-        """data_args: LLaMA-Factory's. `datasets` uses no more shards than there are rows, and for no batch size one
-        batch a shard."""
-        num_shards = min(data_args.preprocessing_num_workers or 1, max(num_rows, 1))
-        batch_size = data_args.preprocessing_batch_size or 0
-        return cls(num_rows, batch_size if batch_size > 0 else max(num_rows, 1), num_shards)
-
-    def __getitem__(self, row: int) -> int:
-        first, end = self._shard(row)
-        first += (row - first) // self.batch_size * self.batch_size
-        return row - 1 if row > first else min(first + self.batch_size, end) - 1
-
-    def _shard(self, row: int) -> tuple[int, int]:
-        """[first, end) of the shard of a row: contiguous, as even as they can be, the longer ones first."""
-        size, num_longer = divmod(self.num_rows, self.num_shards)
-        in_longer = num_longer * (size + 1)
-        if row < in_longer:
-            first = row - row % (size + 1)
-            return first, first + size + 1
-        first = row - (row - in_longer) % size
-        return first, first + size
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # Stage kto: examples that are desirable or not, each with an answer to another prompt to estimate a divergence from.
 # The collator makes two batches of the examples, of their own answers and of those others, which go through the model
 # one after the other: the budget bounds each of them, so an example costs the longer of its two rows. What is kept
@@ -393,6 +333,25 @@ class Partners:
 
 NOT_HANDED_ON = ("videos", "audios")
 OF_BOTH_KINDS = "one preference type"
+
+
+def partners_of(num_rows: int, batch_size: int | None, num_shards: int) -> np.ndarray:
+    """int64[num_rows]: the row whose answer LLaMA-Factory pairs a row's prompt with.
+
+    Its preprocessing goes through the training data in batches, `datasets.map` of `preprocessing_batch_size` rows
+    within each of `preprocessing_num_workers` contiguous shards (the longer ones first), and gives every prompt the
+    answer of the row before it in its batch, the first one that of the last. Loading, mixing and splitting come before
+    that pass and shuffling after it, and a row that the pass drops has lent its answer first: so the number of a row
+    says which row its partner is, without a pass. batch_size: none or below 1, one batch a shard.
+
+    Example::
+
+        partners_of(5, batch_size=2, num_shards=1)  # [1, 0, 3, 2, 4]
+    """
+    shards = np.array_split(np.arange(num_rows), min(num_shards, max(num_rows, 1)))
+    size = batch_size if batch_size is not None and batch_size > 0 else max(num_rows, 1)
+    batches = [shard[first : first + size] for shard in shards for first in range(0, len(shard), size)]
+    return np.concatenate([np.roll(batch, 1) for batch in batches] or [np.arange(0)])
 
 
 class Kto(Stage):
@@ -404,20 +363,22 @@ class Kto(Stage):
     equal_weights = True
     prepares_steps = True
     batches = ("", "kl_")
-    partners = Partners(num_rows=0, batch_size=1, num_shards=1)
+    num_shards = 1
+    partners = np.arange(0)
 
     def of_rows(self, data_args: Any, num_rows: int) -> Stage:
         stage = copy.copy(self)
-        stage.partners = Partners.of_pass(num_rows, data_args)
+        stage.num_shards = min(data_args.preprocessing_num_workers or 1, max(num_rows, 1))
+        stage.partners = partners_of(num_rows, data_args.preprocessing_batch_size, stage.num_shards)
         return stage
 
     @property
     def settings(self) -> dict[str, object]:
         """The number of processes decides which rows are pairs."""
-        return {"shards of preprocessing (preprocessing_num_workers)": self.partners.num_shards}
+        return {"shards of preprocessing (preprocessing_num_workers)": self.num_shards}
 
     def together(self, index: int) -> Sequence[int]:
-        partner = self.partners[index]
+        partner = int(self.partners[index])
         return (index,) if partner == index else (partner, index)
 
     def preprocess(self, processor: Any, rows: Sequence[Mapping[str, Any]]) -> Mapping[str, list[Any]]:
@@ -460,17 +421,14 @@ class Kto(Stage):
         length = sum(segments) + int((others - own).clamp(min=0).sum())
         return Measured(1, length, found.patches, found.rows, segments)
 
-    def collation(self, collator: Any, patch_size: int) -> Collation:
-        answer = probe_answer(collator)
-        example: dict[str, Any] = {f"{kind}{name}": value for kind in self.batches for name, value in answer.items()}
-        example |= dict.fromkeys(MEDIA) | {"kto_tags": True}
-        return probe_collation(collator, example, patch_size, batches=self.batches)
+    def probe(self, answer: Mapping[str, list[int]]) -> dict[str, Any]:
+        example = {f"{kind}{name}": value for kind in self.batches for name, value in answer.items()}
+        return example | dict.fromkeys(MEDIA) | {"kto_tags": True}
 
     def prepare(self, trainer: Any) -> Callable[[], None]:
-        from odb_factory.llamafactory import kto
-        from odb_factory.llamafactory.kto import ExampleMetrics, StepKL
+        from odb_factory.llamafactory.kto import ExampleMetrics, StepKL, check_trainer
 
-        kto.check_trainer(trainer)
+        check_trainer(trainer)
         step_kl = StepKL(trainer)
         metrics = ExampleMetrics(trainer, step_kl)
         step_kl.install()
@@ -491,5 +449,3 @@ def _is_about_rows(record: logging.LogRecord) -> bool:
 # ----------------------------------------------------------------------------------------------------------------------
 
 STAGES: dict[str, Stage] = {stage.name: stage for stage in (Sft(), Pt(), Rm(), Dpo(), Kto())}
-
-__all__ = ["STAGES", "Stage"]

@@ -23,7 +23,7 @@ from transformers import TrainerCallback
 from odb_factory.data.observe import RowDropped
 from odb_factory.errors import ConfigError
 from odb_factory.llamafactory.dataset import OnlineDataset
-from odb_factory.llamafactory.stages import STAGES, Partners
+from odb_factory.llamafactory.stages import STAGES, partners_of
 from odb_factory.training.run import ODBRun
 
 GRADIENT = 2e-6
@@ -107,7 +107,7 @@ def test_each_row_has_the_partner_of_its_batch() -> None:
                     list(shard)[at : at + batch_size] for shard in shards for at in range(0, len(shard), batch_size)
                 ]
                 expected = [row for batch in batches for row in (batch[-1:] + batch[:-1])]
-                partners = Partners(num_rows, batch_size, num_shards)
+                partners = partners_of(num_rows, batch_size, num_shards)
                 assert [partners[row] for row in range(num_rows)] == expected
 
 

@@ -21,10 +21,9 @@ from PIL import Image
 
 from odb_factory.config import ODBConfig
 from odb_factory.errors import ConfigError
-from odb_factory.llamafactory import media_sizes
+from odb_factory.llamafactory import media
 from odb_factory.llamafactory.attach import _check_tiles
-from odb_factory.llamafactory.media import MediaObserver
-from odb_factory.llamafactory.media_sizes import clips_by_length, memory_of_sizes
+from odb_factory.llamafactory.media import MediaObserver, clips_by_length, memory_of_sizes
 
 TOKENS = {"image_token": "<image>", "audio_token": None}
 NAME = {"llava_next": TOKENS, "mllama": TOKENS, "gemma3": TOKENS, "qwen2_audio": {"audio_token": "<|AUDIO|>"}}
@@ -88,7 +87,7 @@ def test_an_answer_that_depends_on_pixels_is_asked_for_each_image(caplog, monkey
 
 
 def test_no_more_is_remembered_than_fits(monkeypatch) -> None:
-    monkeypatch.setattr(media_sizes, "MAX_REMEMBERED", 3)
+    monkeypatch.setattr(media, "MAX_REMEMBERED", 3)
     plugin, _, processor = build("llava_next")
     memory = memory_of_sizes(plugin, processor)
     assert memory is not None

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import av
 import datasets
 import pytest
 from llamafactory import launcher
@@ -24,7 +25,7 @@ from PIL import Image
 from support import training_config
 
 from odb_factory.errors import ConfigError
-from odb_factory.llamafactory import attach, media, media_sizes
+from odb_factory.llamafactory import attach, media
 
 pytestmark = pytest.mark.versions
 
@@ -106,7 +107,7 @@ def test_datasets_and_pillow_keep_images() -> None:
     again = feature.encode_example(opened)
     assert {"bytes", "path"} <= set(again) and opened.format == "PNG"
     assert {one.convert("RGB").tobytes() for one in (opened, feature.decode_example(again))} == {image.tobytes()}
-    blank = media_sizes.SizeOnlyImage((3, 2))
+    blank = media.SizeOnlyImage((3, 2))
     assert (blank.size, blank.width, blank.height, blank.mode) == ((3, 2), 3, 2, "RGB")
 
 
@@ -158,7 +159,7 @@ def test_other_sizes_of_images_turn_to_the_real_processor(
 
     def halved(self: Any, images: Any, **kwargs: Any) -> Any:
         answer = regular(self, images, **kwargs)
-        if isinstance(images[0], media_sizes.SizeOnlyImage):
+        if isinstance(images[0], media.SizeOnlyImage):
             answer["images"] = [image.resize((image.width // 2, image.height // 2)) for image in answer["images"]]
         return answer
 
@@ -170,21 +171,19 @@ def test_other_sizes_of_images_turn_to_the_real_processor(
     assert patches(observer, online[1]["images"], None, None, []) == expected
 
 
-def test_another_meaning_of_video_metadata_turns_to_the_real_processor(
-    config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    plugin = mm_plugin.Qwen3VLPlugin
-    if not hasattr(plugin, "_get_video_token_metadata"):
+def test_metadata_of_videos_give_their_patches(config: dict[str, Any], tmp_path: Path) -> None:
+    if not hasattr(mm_plugin.Qwen3VLPlugin, "_get_video_token_metadata"):
         pytest.skip("this release decodes videos to know their size")
-    video = media_sizes.write_video(tmp_path / "tiny.avi")
+    video = str(tmp_path / "tiny.avi")
+    with av.open(video, "w") as container:  # eight blank frames, one second
+        stream = container.add_stream("mjpeg", rate=8)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuvj420p"
+        for _ in range(8):
+            container.mux(stream.encode(av.VideoFrame.from_image(Image.new("RGB", (64, 48)))))
+        container.mux(stream.encode())
     observer = load(config).media
     real = int(observer.original._get_mm_inputs([], [video], [], observer.processor)["video_grid_thw"].prod())
-    assert real > 0 and observer._metadata_is_exact
-    twice = changed(plugin._get_video_token_metadata, lambda known: {"video_grid_thw": known["video_grid_thw"] * 2})
-    monkeypatch.setattr(plugin, "_get_video_token_metadata", twice)
-    observer = load(config).media
-    assert observer._by_size and not observer._metadata_is_exact
-    assert observer.count_patches(None, [video], None, []) == real
+    assert observer.count_patches(None, [video], None, []) == real > 0 and observer._knows_videos
 
 
 def test_max_patches_below_the_fake_image_is_refused_before_the_model_is_loaded(config: dict[str, Any]) -> None:
