@@ -32,7 +32,6 @@ from odb_factory.llamafactory.dataset import (
     OpenMedia,
     RowObserver,
     Source,
-    StreamObserver,
     TokenizedDataset,
     head_of,
     index_of,
@@ -335,18 +334,19 @@ def attach(trainer: Any, config: ODBConfig) -> None:
             "odb.max_patches: %d has no effect: template and stage take no images, videos or audio", config.max_patches
         )
     trainer.data_collator = Picklable(OpenMedia(collator), "data_collator")  # evaluation sends it to workers, too
+    sample = rows.head if isinstance(rows, OnlineStream) else rows
     observer = RowObserver(
         rows.media,
         stage,
         decode=config.on_error == "skip",
         model_type=trainer.model.config.model_type,
         shards_parameters=shards_parameters(trainer),
+        head=rows.head if isinstance(rows, OnlineStream) else None,
     )
-    sample = rows.head if isinstance(rows, OnlineStream) else rows
     enable_odb(
         trainer,
         config,
-        observer=StreamObserver(observer, rows.head) if isinstance(rows, OnlineStream) else observer,
+        observer=observer,
         collation=stage.collation(collator, rows.media.patch_size),
         patch_size=rows.media.patch_size,
         measure=stage.measure,

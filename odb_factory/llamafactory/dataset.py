@@ -8,8 +8,7 @@ import itertools
 import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import datasets
 import numpy as np
@@ -19,7 +18,7 @@ from torch.utils.data import Dataset, IterableDataset
 from odb_factory.comm.agreement import MayDiffer, compare, of_block, releases
 from odb_factory.comm.gloo import gather_once
 from odb_factory.config import ODBConfig
-from odb_factory.data.observe import MediaCut, Observer, RowDropped
+from odb_factory.data.observe import MediaCut, RowDropped
 from odb_factory.data.serialize import checksum
 from odb_factory.errors import ConfigError, DataError, ODBError
 from odb_factory.llamafactory.media import EncodedImage, MediaObserver, check_sizes, decoded
@@ -365,18 +364,12 @@ class TokenizedDataset(Dataset):
         return features
 
 
-class Rows(Protocol):
-    """`rows[i]` is a row that is not processed."""
-
-    rows: Any
-
-
 class RowObserver:
-    """The observer of both: counts what a processed row costs.
+    """Counts what a processed row costs; of a stream it is given raw rows, and makes their features first.
 
-    stage: says what a row costs.
+    stage: knows the cost of a row. head: of a stream.
     decode: also decode all media once, so that unreadable ones are known at observation.
-    model_type: of the model's config; says whether images and videos can share a micro-batch (see `one_pass`), as
+    model_type: of the model's config; says whether images and videos can share a micro-batch (see `model.tower`), as
     they do if it is not given.
     shards_parameters: ranks gather parameters in each run of a module, so that all must run it equally often.
     """
@@ -389,12 +382,16 @@ class RowObserver:
         decode: bool,
         model_type: str | None = None,
         shards_parameters: bool = False,
+        head: OnlineDataset | None = None,
     ):
-        self.media, self.stage, self.decode = media, stage, decode
+        self.media, self.stage, self.decode, self.head = media, stage, decode, head
         self.model_type, self.shards_parameters = model_type, shards_parameters
         self.videos_apart = model_type is not None and not takes_both(model_type)
 
-    def __call__(self, features: dict[str, Any]) -> tuple[dict[str, Any], Cost]:
+    def __call__(self, item: dict[str, Any]) -> tuple[dict[str, Any], Cost]:
+        return self.observe(item if self.head is None else self.head.features_of([item]))
+
+    def observe(self, features: dict[str, Any]) -> tuple[dict[str, Any], Cost]:
         images, videos, audios = (features.get(key) for key in ("images", "videos", "audios"))
         if self.videos_apart and self.shards_parameters and images and videos:
             raise ValueError(TWICE.format("it", self.model_type))
@@ -406,12 +403,13 @@ class RowObserver:
         sizes = self.media.sizes_of(images)
         return (features | {SIZES: sizes} if any(sizes) else features), cost
 
-    def describe(self, dataset: Rows, index: int) -> str:
+    def describe(self, dataset: Any, index: int) -> str:
+        rows = dataset.rows if self.head is None else dataset
         where = f"row {index} of the training dataset"
-        if isinstance(dataset.rows, IndexedRows):
-            where += f" ({dataset.rows.origin(index)})"
+        if isinstance(rows, IndexedRows):
+            where += f" ({rows.origin(index)})"
         try:
-            row = dataset.rows[index]
+            row = rows[index]
         except Exception:  # its conversion may be what failed
             return where
         media = [item for key in MEDIA_COLUMNS for item in row.get(key) or []]
@@ -484,19 +482,6 @@ class OnlineStream(IterableDataset):
             self.rows.set_epoch(epoch)
 
 
-class StreamObserver:
-    """Makes features of a raw row and observes them, in the worker that is handed the row."""
-
-    def __init__(self, observer: RowObserver, head: OnlineDataset):
-        self.observer, self.head = observer, head
-
-    def __call__(self, row: dict[str, Any]) -> tuple[dict[str, Any], Cost]:
-        return self.observer(self.head.features_of([row]))
-
-    def describe(self, rows: Any, index: int) -> str:
-        return self.observer.describe(SimpleNamespace(rows=rows), index)
-
-
 def online_stream(
     rows: datasets.IterableDataset, head: OnlineDataset, config: ODBConfig, data_args: Any, training_args: Any
 ) -> OnlineStream:
@@ -556,16 +541,16 @@ def compare_arguments(owners: Sequence[Any], training_args: Any, config: ODBConf
     )
 
 
-def settings_of(dataset: OnlineDataset | TokenizedDataset, observer: Observer) -> dict[str, object]:
+def settings_of(dataset: OnlineDataset | TokenizedDataset, observer: RowObserver) -> dict[str, object]:
     """What the first rows say once template and tokenizer have run."""
     settings = dataset.stage.settings if isinstance(dataset, OnlineDataset) else {}
     rows = range(min(len(dataset), ROWS_COMPARED))
     return settings | {"what the first rows say": [_content(dataset, observer, index) for index in rows]}
 
 
-def _content(dataset: Any, observer: Observer, index: int) -> object:
+def _content(dataset: Any, observer: RowObserver, index: int) -> object:
     """A checksum of a row; for one that cannot be read, the kind of its error: it is the loader's to report."""
     try:
-        return checksum(*observer(dataset[index]))
+        return checksum(*observer.observe(dataset[index]))
     except Exception as error:
         return type(error).__name__

@@ -22,7 +22,7 @@ from torch.utils.data import IterableDataset
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
-from odb_factory.data.observe import ObservedDataset, Observer
+from odb_factory.data.observe import ObservedDataset
 from odb_factory.data.samples import Rejection
 from odb_factory.data.serialize import unpack
 from odb_factory.data.worker import WorkerDataset
@@ -34,7 +34,6 @@ from odb_factory.llamafactory.dataset import (
     OnlineDataset,
     OnlineStream,
     RowObserver,
-    StreamObserver,
     TokenizedDataset,
 )
 from odb_factory.llamafactory.stages import STAGES, Stage
@@ -132,23 +131,21 @@ def open_rows(asked: Asked, samples: int) -> Rows:
     stage = STAGES[name].of_training(finetuning_args, tokenizer)
     dataset = training_rows(found, stage, template, tokenizer, processor)
     shards = is_deepspeed_zero3_enabled() or bool(training_args.fsdp)
-    of_rows = RowObserver(
+    observer = RowObserver(
         dataset.media,
         stage,
         decode=asked.config.on_error == "skip",
         model_type=load_config(model_args).model_type,
         shards_parameters=asked.ranks > 1 and shards,
+        head=dataset.head if isinstance(dataset, OnlineStream) else None,
     )
     collation = stage.collation(stage.make_collator(template, tokenizer, processor), dataset.media.patch_size)
-    observer: Observer
     if isinstance(dataset, OnlineStream):
         rows: Any = list(itertools.islice(dataset, samples))
         order = list(range(len(rows)))
-        observer = StreamObserver(of_rows, dataset.head)
         uncut: Any = _StreamUncut(rows, _uncut(dataset.head))
     else:
         rows, order = dataset, _order(asked, dataset)
-        observer = of_rows
         uncut = None if isinstance(dataset, TokenizedDataset) else _uncut(dataset)
     # Overlong samples are counted for each budget later.
     config = dataclasses.replace(asked.config, overlong="singleton")
