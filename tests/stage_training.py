@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from distributed.ranks import run_ranks
+from distributed.shims.training_record import TrainingRecord
 from PIL import Image
 from same_training import Training, check_same_training, read, report
-from support import training_config
-from transformers import AutoConfig, AutoModelForCausalLM
+from support import read_jsonl, training_config
+from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
+
+from odb_factory.llamafactory import attach
 
 NUM_TRAINED, NUM_EVAL, NUM_PICTURES = 22, 4, 14
 """With 2 x 3 pairs an optimizer step the last one of an epoch has stock micro-batches of 3 and of 1."""
@@ -167,3 +172,54 @@ def on_ranks(
         return read(folder / name, folder / f"{name}_record", num_ranks)
 
     return {name: (trained(f"{name}_odb"), trained(f"{name}_stock")) for name in stages}
+
+
+class OneBatch(TrainerCallback):
+    """Compares the gradient of every optimizer step with that of the mean loss of one batch of the same samples."""
+
+    def __init__(self, trainer: Any):
+        self.trainer, self.audit = trainer, Path(trainer.args.output_dir, "odb_audit_rank0.jsonl")
+        self.deviations: list[float] = []
+        self.num_cut, self.of_a_tensor = 0, 0.0
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        lines = [line for line in read_jsonl(self.audit) if line["optimizer_step"] == state.global_step + 1]
+        ids = [id for line in lines for id in line["ids"]]
+        keeps_means = self.trainer.odb.run.config.loss_scaling == "stock"
+        if keeps_means and len(ids) % args.per_device_train_batch_size:
+            return  # a mean of means of unlike micro-batches, which one batch does not have
+        self.num_cut += len(lines) > 1
+        recorded = [one for one in self.trainer.callback_handler.callbacks if isinstance(one, TrainingRecord)]
+        before = [list(one.micro_batches) for one in recorded]
+        ours = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        model.zero_grad()
+        batch = self.trainer.data_collator([dict(self.trainer.train_dataset[i]) for i in ids])
+        counted = {}
+        if self.trainer.model_accepts_loss_kwargs:  # as the Trainer counts, before the causal shift
+            counted["num_items_in_batch"] = (batch["labels"] != -100).sum()
+        self.trainer.compute_loss(model, self.trainer._prepare_inputs(batch), **counted).backward()
+        differences, norms = [], []
+        for name, p in model.named_parameters():
+            if p.grad is not None:
+                differences.append(float((ours[name] - p.grad).norm()))
+                norms.append(float(p.grad.norm()))
+            p.grad = ours.get(name)
+        self.deviations.append(math.hypot(*differences) / math.hypot(*norms))
+        of_tensors = [one / norm for one, norm in zip(differences, norms) if norm > 1e-6 * max(norms)]
+        self.of_a_tensor = max(self.of_a_tensor, *of_tensors)
+        for one, micro_batches in zip(recorded, before):
+            one.micro_batches = micro_batches
+
+
+def compare_with_one_batch(monkeypatch: pytest.MonkeyPatch) -> list[OneBatch]:
+    """The comparisons of the trainings with odb that are run in this process."""
+    made: list[OneBatch] = []
+    attached = attach.attach
+
+    def also_compare(trainer: Any, config: Any) -> None:
+        attached(trainer, config)
+        made.append(OneBatch(trainer))
+        trainer.add_callback(made[-1])
+
+    monkeypatch.setattr(attach, "attach", also_compare)
+    return made

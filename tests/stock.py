@@ -21,6 +21,17 @@ class Stock:
     collator: SFTDataCollatorWith4DAttentionMask
 
 
+def load_data(config: dict[str, Any], stage: str = "sft") -> dict[str, Any]:
+    """What `get_dataset` gives; with the plugin, off again afterwards, if `config` has an `odb:` block."""
+    model_args, data_args, training_args, _, _ = get_train_args(dict(config))
+    tokenizer_module = load_tokenizer(model_args)
+    template = get_template_and_fix_tokenizer(tokenizer_module["tokenizer"], data_args)
+    try:
+        return get_dataset(template, model_args, data_args, training_args, stage=stage, **tokenizer_module)
+    finally:
+        get_train_args({key: value for key, value in config.items() if key != "odb"})
+
+
 def load_stock(config: dict[str, Any]) -> Stock:
     model_args, data_args, training_args, finetuning_args, _ = get_train_args(dict(config))
     tokenizer_module = load_tokenizer(model_args)

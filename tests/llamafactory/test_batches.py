@@ -9,11 +9,8 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from llamafactory.data import get_dataset, get_template_and_fix_tokenizer
-from llamafactory.hparams import get_train_args
-from llamafactory.model import load_tokenizer
 from PIL import Image
-from stock import load_stock
+from stock import load_data, load_stock
 from support import training_config, write_dataset
 
 from odb_factory.config import ODBConfig
@@ -40,14 +37,9 @@ class Setting:
         self.config = ODBConfig.from_block(block)
         stock = load_stock(config)
         self.stock, self.collator = stock.datasets, stock.collator
-        model_args, data_args, training_args, _, _ = get_train_args({**config, "odb": block})
-        self.online = get_dataset(
-            stock.template, model_args, data_args, training_args, stage="sft", **stock.tokenizer_module
-        )
-        self.dataset: OnlineDataset = self.online["train_dataset"]
+        self.dataset: OnlineDataset = load_data({**config, "odb": block})["train_dataset"]
         self.observer = RowObserver(self.dataset.media, STAGES["sft"], decode=self.config.on_error == "skip")
         self.collation = STAGES["sft"].collation(self.collator, 14)
-        get_train_args(dict(config))  # leaves the plugin inactive for the next test
 
     def observe(self, index: int) -> Any:
         budget = Budget(self.config.token_budget, self.config.max_patches, self.collation)
@@ -317,17 +309,10 @@ def test_unreadable_image_names_dataset_row_and_file(tiny_vl, tmp_path, on_error
     (tmp_path / "folder.png").mkdir()
     rows.append(rows[0] | {"images": ["folder.png"]})
     config = training_config(tiny_vl, write_dataset(tmp_path, {"pictures": rows}), tmp_path / "out", dataset="pictures")
-    get_train_args({**config, "odb": BLOCK})
     # Stock preprocessing would fail on these rows, so the online path is built alone.
-    from odb_factory.llamafactory import hooks
-
     setting = Setting.__new__(Setting)
-    model_args, data_args, training_args, _, _ = get_train_args({**config, "odb": BLOCK})
-    tokenizer_module = load_tokenizer(model_args)
-    template = get_template_and_fix_tokenizer(tokenizer_module["tokenizer"], data_args)
-    module = get_dataset(template, model_args, data_args, training_args, stage="sft", **tokenizer_module)
     setting.config = ODBConfig.from_block(BLOCK | {"on_error": on_error})
-    setting.dataset = module["train_dataset"]
+    setting.dataset = load_data({**config, "odb": BLOCK})["train_dataset"]
     setting.observer = RowObserver(setting.dataset.media, STAGES["sft"], decode=on_error == "skip")
     setting.collation = Budget(1).collation
     assert not isinstance(setting.observe(0), Rejection)
@@ -340,8 +325,6 @@ def test_unreadable_image_names_dataset_row_and_file(tiny_vl, tmp_path, on_error
     assert isinstance(setting.observe(2), Rejection) == (on_error == "skip")
     assert "no such file: gone.png: ValueError" in setting.observe(3).message
     assert "not a file: folder.png: " in setting.observe(4).message
-    assert hooks._active is not None
-    get_train_args(dict(config))
 
 
 def test_a_row_with_images_and_videos_is_refused_where_ranks_share_parameters(vl: Setting) -> None:

@@ -13,11 +13,9 @@ from typing import Any
 import datasets
 import pytest
 from llamafactory.data import converter as stock_converter
-from llamafactory.data import get_dataset, get_template_and_fix_tokenizer
-from llamafactory.hparams import get_train_args
-from llamafactory.model import load_tokenizer
 from llamafactory.train.tuner import run_exp
 from PIL import Image
+from stock import load_data
 from support import training_config
 
 from odb_factory.config import ODBConfig
@@ -119,17 +117,6 @@ def formats(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def load(config: dict[str, Any]) -> dict[str, Any]:
-    """What LLaMA-Factory's `get_dataset` gives; with the plugin if `config` has an `odb:` block."""
-    model_args, data_args, training_args, _, _ = get_train_args(dict(config))
-    tokenizer_module = load_tokenizer(model_args)
-    template = get_template_and_fix_tokenizer(tokenizer_module["tokenizer"], data_args)
-    try:
-        return get_dataset(template, model_args, data_args, training_args, stage="sft", **tokenizer_module)
-    finally:
-        get_train_args({key: value for key, value in config.items() if key != "odb"})  # the plugin is off again
-
-
 def rows_of(dataset: Any) -> list[dict[str, Any]]:
     """All rows that are not dropped; Arrow stores a missing list of media as None or as empty, and they are alike."""
     rows = []
@@ -157,7 +144,7 @@ def rows_of(dataset: Any) -> list[dict[str, Any]]:
 )
 def test_train_and_eval_rows_equal_stock(tiny_vl, formats, tmp_path, changes: dict[str, Any]) -> None:
     config = training_config(tiny_vl, formats, tmp_path / "out", mask_history=True) | changes
-    stock, online = load(config), load(config | {"odb": BLOCK})
+    stock, online = load_data(config), load_data(config | {"odb": BLOCK})
     assert isinstance(online["train_dataset"], OnlineDataset)
     assert rows_of(online["train_dataset"]) == rows_of(stock["train_dataset"])
     evaluated = stock.get("eval_dataset", {})
@@ -177,7 +164,7 @@ def test_media_dir_is_where_media_are_looked_for(tiny_vl, formats, tmp_path) -> 
     for picture in formats.glob("*.png"):
         shutil.copy(picture, moved)
     config = training_config(tiny_vl, formats, tmp_path / "out", dataset="pictures", media_dir=str(moved))
-    stock, online = load(config), load(config | {"odb": BLOCK})
+    stock, online = load_data(config), load_data(config | {"odb": BLOCK})
     rows = rows_of(online["train_dataset"])
     assert rows == rows_of(stock["train_dataset"])
     assert rows[1]["images"] == [str(moved / "1_0.png")] and rows[4]["images"] == [str(formats / "4_0.png")]
@@ -187,7 +174,7 @@ def test_tokenized_path_stores_what_stock_stores(tiny_text, formats, tmp_path) -
     stored = []
     for name, block in (("stock", {}), ("odb", {"odb": BLOCK})):
         changes = {"dataset": "alpaca,sharegpt", "val_size": 5, "tokenized_path": str(tmp_path / name)} | block
-        load(training_config(tiny_text, formats, tmp_path / "out", **changes))
+        load_data(training_config(tiny_text, formats, tmp_path / "out", **changes))
         stored.append(datasets.load_from_disk(str(tmp_path / name)))
     assert stored[0].keys() == stored[1].keys()
     assert all(rows_of(stored[0][split]) == rows_of(stored[1][split]) for split in stored[0])
@@ -216,7 +203,7 @@ def test_images_stored_in_the_dataset_have_the_pixels_of_stock(tiny_vl, tmp_path
     info["columns"] = {"messages": "messages", "images": "images"}
     (tmp_path / "dataset_info.json").write_text(json.dumps({"pictures": info}), encoding="utf-8")
     config = training_config(tiny_vl, tmp_path, tmp_path / "out", dataset="pictures")
-    stock, online = load(config)["train_dataset"], load(config | {"odb": BLOCK})["train_dataset"]
+    stock, online = load_data(config)["train_dataset"], load_data(config | {"odb": BLOCK})["train_dataset"]
     for name, theirs, index in zip(names, stock, range(len(names))):
         ours = online[index]
         (encoded,), (image,) = ours.pop("images"), theirs.pop("images")
@@ -258,9 +245,9 @@ def _attr(**columns: str) -> Any:
 
 def test_a_source_that_stock_converted_gives_its_rows(tiny_vl, formats, tmp_path, monkeypatch) -> None:
     config = training_config(tiny_vl, formats, tmp_path / "out", dataset=",".join(NAMES))
-    stock = load(config)
+    stock = load_data(config)
     monkeypatch.setattr(dataset_module, "is_convertible", lambda rows, attr: False)
-    assert rows_of(load(config | {"odb": BLOCK})["train_dataset"]) == rows_of(stock["train_dataset"])
+    assert rows_of(load_data(config | {"odb": BLOCK})["train_dataset"]) == rows_of(stock["train_dataset"])
 
 
 def test_before_the_first_step_a_window_is_converted_and_no_more(tiny_text, tmp_path, monkeypatch) -> None:
@@ -297,10 +284,10 @@ def test_a_row_that_cannot_be_converted_is_named_and_falls_under_on_error(tiny_t
     (tmp_path / "dataset_info.json").write_text((formats / "dataset_info.json").read_text(encoding="utf-8"))
     config = training_config(tiny_text, tmp_path, tmp_path / "out", dataset="openai")
     with pytest.raises(KeyError, match="developer"):
-        load(config)
+        load_data(config)
     for policy in ("raise", "skip"):
         block = BLOCK | {"on_error": policy}
-        online = load(config | {"odb": block})["train_dataset"]
+        online = load_data(config | {"odb": block})["train_dataset"]
         settings = ODBConfig.from_block(block)
         observer = RowObserver(online.media, STAGES["sft"], decode=False)
         observed = ObservedDataset(online, observer, settings, Budget(1024))
@@ -318,9 +305,9 @@ def test_a_dataset_that_does_not_fit_its_description_is_refused_at_once(tiny_tex
     shutil.copy(formats / "alpaca.json", tmp_path)
     config = training_config(tiny_text, tmp_path, tmp_path / "out", dataset="alpaca", odb=BLOCK | {"on_error": "skip"})
     with pytest.raises(DataError, match=r"alpaca\.json has no column 'answer', only instruction, .*dataset_info"):
-        load(config)
+        load_data(config)
     with pytest.raises(DataError, match="alpaca.json has no row"):
-        load(config | {"max_samples": 0})
+        load_data(config | {"max_samples": 0})
 
 
 def test_an_index_with_a_mapping_is_read_without_gathering_row_by_row() -> None:

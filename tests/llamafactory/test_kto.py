@@ -11,20 +11,17 @@ from typing import Any
 import datasets
 import pytest
 from distributed.rows import WORDS
-from llamafactory.data import get_dataset, get_template_and_fix_tokenizer
-from llamafactory.hparams import get_train_args
-from llamafactory.model import load_tokenizer
 from llamafactory.train.kto.trainer import CustomKTOTrainer
 from llamafactory.train.tuner import run_exp
 from same_training import Training, check_same_training, report, train
+from stage_training import compare_with_one_batch
+from stock import load_data
 from support import read_jsonl, training_config
-from transformers import TrainerCallback
 
 from odb_factory.data.observe import RowDropped
 from odb_factory.errors import ConfigError
 from odb_factory.llamafactory.dataset import OnlineDataset
 from odb_factory.llamafactory.stages import STAGES, partners_of
-from odb_factory.training.run import ODBRun
 
 GRADIENT = 2e-6
 """Largest relative difference of a tensor (float32)."""
@@ -67,10 +64,7 @@ def config_of(model: Path, rows_dir: Path, output_dir: Path, **changes: Any) -> 
 
 
 def rows_of(config: dict[str, Any]) -> Any:
-    model_args, data_args, training_args, _, _ = get_train_args(dict(config))
-    module = load_tokenizer(model_args)
-    template = get_template_and_fix_tokenizer(module["tokenizer"], data_args)
-    return get_dataset(template, model_args, data_args, training_args, stage="kto", **module)["train_dataset"]
+    return load_data(config, stage="kto")["train_dataset"]
 
 
 @pytest.mark.parametrize(
@@ -156,57 +150,20 @@ def test_two_ranks_train_as_stock_does_on_one(tiny_text: Path, rows_dir: Path, t
     check_same("kto, 2 ranks", ours, stock)
 
 
-class OneBatch(TrainerCallback):
-    """Compares the gradient of each optimizer step with that of one stock batch of the same rows."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.ids: list[int] = []
-        self.deviations: list[float] = []
-        make, begin = CustomKTOTrainer.__init__, ODBRun.begin_micro_batch
-
-        def make_and_keep(trainer: Any, *args: Any, **kwargs: Any) -> None:
-            make(trainer, *args, **kwargs)
-            self.trainer = trainer
-
-        def begin_and_note(run: ODBRun, micro_batch: Any, *args: Any) -> None:
-            self.ids += micro_batch.ids
-            begin(run, micro_batch, *args)
-
-        monkeypatch.setattr(CustomKTOTrainer, "__init__", make_and_keep)
-        monkeypatch.setattr(ODBRun, "begin_micro_batch", begin_and_note)
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        trained = [parameter for parameter in model.parameters() if parameter.grad is not None]
-        ours = [parameter.grad.clone() for parameter in trained]
-        model.zero_grad()
-        trainer, rows = self.trainer, [self.trainer.train_dataset[row] for row in self.ids]
-        trainer.compute_loss(model, trainer._prepare_inputs(trainer.data_collator(rows))).backward()
-        norms = [float(parameter.grad.norm()) for parameter in trained]
-        self.deviations.append(
-            max(
-                float((mine - parameter.grad).norm()) / norm
-                for mine, parameter, norm in zip(ours, trained, norms)
-                if norm > 1e-6 * max(norms)  # the gradient of the bias of keys is 0 but for rounding
-            )
-        )
-        for mine, parameter in zip(ours, trained):
-            parameter.grad = mine
-        self.ids.clear()
-
-
 def test_the_gradient_is_that_of_one_batch(
     tiny_text: Path, rows_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """I8: with one estimate for the whole optimizer step."""
-    one_batch = OneBatch(monkeypatch)
+    one_batch = compare_with_one_batch(monkeypatch)
     block = BLOCK | {"loss_scaling": "exact"}
     steps = {"dataset": "odd", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
     # Short answers: what rounding does to a log-ratio grows with the log-probabilities, in stock, too.
     changes = WEIGHED | steps | {"max_grad_norm": 0.0, "learning_rate": 1e-4, "cutoff_len": 40}
-    run_exp(config_of(tiny_text, rows_dir, tmp_path, odb=block, **changes), callbacks=[one_batch])
-    assert len(one_batch.deviations) == 6
-    print(f"kto, exact: worst gradient {max(one_batch.deviations):.1e}")
-    assert all(found < GRADIENT for found in one_batch.deviations)
+    run_exp(config_of(tiny_text, rows_dir, tmp_path, odb=block, **changes))
+    (found,) = one_batch
+    assert len(found.deviations) == 6 and found.num_cut
+    print(f"kto, exact: worst gradient {found.of_a_tensor:.1e}")
+    assert found.of_a_tensor < GRADIENT
     assert any(
         line["idle"] is False and len(line["ids"]) > 2 for line in read_jsonl(tmp_path / "odb_audit_rank0.jsonl")
     )

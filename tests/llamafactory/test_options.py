@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import transformers
 from distributed.rows import write_uneven_rows
-from llamafactory.data import get_dataset, get_template_and_fix_tokenizer
-from llamafactory.hparams import TrainingArguments, get_train_args
-from llamafactory.model import load_tokenizer
+from llamafactory.hparams import TrainingArguments
 from same_training import Training, check_same_training, report, train
+from stock import load_data
 from support import training_config
 
 BLOCK = {"token_budget": 256, "audit": True}
@@ -37,10 +36,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def rows_of(config: dict[str, Any]) -> dict[str, Any]:
     """What `get_dataset` makes of the training data, and of each set that is evaluated."""
-    model_args, data_args, training_args, _, _ = get_train_args(dict(config))
-    tokenizer_module = load_tokenizer(model_args)
-    template = get_template_and_fix_tokenizer(tokenizer_module["tokenizer"], data_args)
-    module = get_dataset(template, model_args, data_args, training_args, stage="sft", **tokenizer_module)
+    module = load_data(config)
     evaluated = module["eval_dataset"]
     evaluated = evaluated if isinstance(evaluated, dict) else {"": evaluated}
     sets = {"training": module["train_dataset"]} | evaluated

@@ -16,12 +16,12 @@ import av
 import datasets
 import pytest
 from llamafactory import launcher
-from llamafactory.data import get_dataset, get_template_and_fix_tokenizer, mm_plugin
 from llamafactory.data import loader as stock_loader
+from llamafactory.data import mm_plugin
 from llamafactory.hparams import get_train_args
-from llamafactory.model import load_tokenizer
 from llamafactory.train.callbacks import LogCallback
 from PIL import Image
+from stock import load_data
 from support import training_config
 
 from odb_factory.errors import ConfigError
@@ -39,12 +39,7 @@ def config(tiny_vl: Path, data_dir: Path, tmp_path: Path) -> dict[str, Any]:
 
 def load(config: dict[str, Any]) -> Any:
     """The training dataset as a run has it, before the model is loaded."""
-    model_args, data_args, training_args, _, _ = get_train_args(dict(config))
-    tokenizer_module = load_tokenizer(model_args)
-    template = get_template_and_fix_tokenizer(tokenizer_module["tokenizer"], data_args)
-    dataset = get_dataset(template, model_args, data_args, training_args, stage="sft", **tokenizer_module)
-    get_train_args({key: value for key, value in config.items() if key != "odb"})
-    return dataset["train_dataset"]
+    return load_data(config)["train_dataset"]
 
 
 def changed(function: Callable, change: Callable[[Any], Any]) -> Callable:

@@ -35,7 +35,7 @@ BEFORE_A_MODEL: dict[str, tuple[dict[str, Any], str]] = {
     "accumulation": ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps: 0"),
     "labels": ({"ignore_pad_token_for_loss": False}, "ignore_pad_token_for_loss: False"),
     "workers": ({"dataloader_num_workers": "2"}, "dataloader_num_workers: '2'"),
-    "checkpoint": ({"resume_from_checkpoint": "no/such"}, "resume_from_checkpoint: 'no/such' is no folder"),
+    "checkpoint": ({"resume_from_checkpoint": "no/such"}, "resume_from_checkpoint: 'no/such' is not a folder"),
 }
 WITH_A_MODEL: dict[str, tuple[dict[str, Any], str]] = {
     "overlong": ({"odb": {"token_budget": 16, "overlong": "error"}}, "overlong"),

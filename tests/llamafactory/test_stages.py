@@ -6,21 +6,29 @@ runs differ.
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
-from distributed.shims.training_record import TrainingRecord
 from llamafactory.hparams import FinetuningArguments, get_train_args
 from llamafactory.train.tuner import run_exp
 from same_training import train
-from stage_training import ODB, VARIANTS, WHOLE, Config, configurations, on_ranks, same, untied
+from stage_training import (
+    ODB,
+    VARIANTS,
+    WHOLE,
+    Config,
+    OneBatch,
+    compare_with_one_batch,
+    configurations,
+    on_ranks,
+    same,
+    untied,
+)
 from support import read_jsonl
-from transformers import AutoModelForImageTextToText, TrainerCallback
+from transformers import AutoModelForImageTextToText
 
 from odb_factory.errors import ConfigError
-from odb_factory.llamafactory import attach
 from odb_factory.llamafactory.media import MediaObserver
 from odb_factory.llamafactory.stages import STAGES
 
@@ -36,55 +44,9 @@ def config_of(tiny_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Conf
     return configurations(tiny_text, tmp_path_factory.mktemp("stages"))
 
 
-class OneBatch(TrainerCallback):
-    """Compares the gradient of every optimizer step with that of the mean loss of one batch of the same samples."""
-
-    def __init__(self, trainer: Any):
-        self.trainer, self.audit = trainer, Path(trainer.args.output_dir, "odb_audit_rank0.jsonl")
-        self.deviations: list[float] = []
-        self.num_cut, self.of_a_tensor = 0, 0.0
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        lines = [line for line in read_jsonl(self.audit) if line["optimizer_step"] == state.global_step + 1]
-        ids = [id for line in lines for id in line["ids"]]
-        if len(ids) % args.per_device_train_batch_size:
-            return  # a mean of means of unlike micro-batches, which one batch does not have
-        self.num_cut += len(lines) > 1
-        recorded = [one for one in self.trainer.callback_handler.callbacks if isinstance(one, TrainingRecord)]
-        before = [list(one.micro_batches) for one in recorded]
-        ours = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        model.zero_grad()
-        batch = self.trainer.data_collator([dict(self.trainer.train_dataset[i]) for i in ids])
-        counted = {}
-        if self.trainer.model_accepts_loss_kwargs:  # as the Trainer counts, before the causal shift
-            counted["num_items_in_batch"] = (batch["labels"] != -100).sum()
-        self.trainer.compute_loss(model, self.trainer._prepare_inputs(batch), **counted).backward()
-        differences, norms = [], []
-        for name, p in model.named_parameters():
-            if p.grad is not None:
-                differences.append(float((ours[name] - p.grad).norm()))
-                norms.append(float(p.grad.norm()))
-            p.grad = ours.get(name)
-        self.deviations.append(math.hypot(*differences) / math.hypot(*norms))
-        of_tensors = [one / norm for one, norm in zip(differences, norms) if norm > 1e-6 * max(norms)]
-        self.of_a_tensor = max(self.of_a_tensor, *of_tensors)
-        for one, micro_batches in zip(recorded, before):
-            one.micro_batches = micro_batches
-
-
 @pytest.fixture
 def one_batch(monkeypatch: pytest.MonkeyPatch) -> list[OneBatch]:
-    """The comparisons of the trainings with odb that this test runs in this process."""
-    made: list[OneBatch] = []
-    attached = attach.attach
-
-    def also_compare(trainer: Any, config: Any) -> None:
-        attached(trainer, config)
-        made.append(OneBatch(trainer))
-        trainer.add_callback(made[-1])
-
-    monkeypatch.setattr(attach, "attach", also_compare)
-    return made
+    return compare_with_one_batch(monkeypatch)
 
 
 def check_gradient(name: str, one: OneBatch) -> None:

@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from llamafactory.data import SFTDataCollatorWith4DAttentionMask, get_dataset, get_template_and_fix_tokenizer
-from llamafactory.hparams import get_train_args
-from llamafactory.model import load_model, load_tokenizer
 from llamafactory.train.tuner import run_exp
+from stock import load_stock
 from support import read_jsonl, read_log, run_llamafactory, training_config
 
 from odb_factory.errors import DataError
@@ -98,21 +96,13 @@ def test_gradient_and_loss_are_those_of_one_batch(model, data_dir, tmp_path, req
     run_exp(dict(config))
     audit, log = audit_of(tmp_path / "out"), [entry for entry in read_log(tmp_path / "out") if "loss" in entry]
 
-    model_args, data_args, training_args, finetuning_args, _ = get_train_args(
-        {key: value for key, value in config.items() if key != "odb"}
-    )
-    tokenizer_module = load_tokenizer(model_args)
-    template = get_template_and_fix_tokenizer(tokenizer_module["tokenizer"], data_args)
-    rows = get_dataset(template, model_args, data_args, training_args, stage="sft", **tokenizer_module)["train_dataset"]
-    net = load_model(tokenizer_module["tokenizer"], model_args, finetuning_args, is_trainable=True).train()
-    collate = SFTDataCollatorWith4DAttentionMask(
-        template=template, model=net, pad_to_multiple_of=8, label_pad_token_id=-100, **tokenizer_module
-    )
+    stock = load_stock({key: value for key, value in config.items() if key != "odb"})
+    rows, net = stock.datasets["train_dataset"], stock.model.train()
     for number, entry in enumerate(log, start=1):
         lines = [line for line in audit if line["optimizer_step"] == number]
         assert len(lines) == accumulation or number == len(log), "the last one of an epoch has what is left"
         net.zero_grad()
-        loss = net(**collate([dict(rows[i]) for line in lines for i in line["ids"]])).loss
+        loss = net(**stock.collator([dict(rows[i]) for line in lines for i in line["ids"]])).loss
         loss.backward()
         norm = torch.sqrt(sum(p.grad.square().sum() for p in net.parameters() if p.grad is not None))
         assert entry["loss"] == pytest.approx(loss.item(), rel=1e-5)
