@@ -41,9 +41,8 @@ TRAINERS = {
 
 _active: ODBConfig | None = None
 """The `odb:` block of the training that this process runs; LLaMA-Factory runs one at a time."""
-_originals: dict[tuple[Any, str], Callable] = {}
-_inherited: set[tuple[Any, str]] = set()
-"""Those among them that a class has from its base: it must not keep them as its own."""
+_replaced: dict[tuple[Any, str], Callable | None] = {}
+"""The originals; none for a method that a class inherits, whose wrapper is deleted on unhook instead of restored."""
 _missing: list[str] = []
 _begin_log: Callable[[], None] | None = None
 """Deletes the log of the run before, as LLaMA-Factory's log callback would have done where its trainer was made."""
@@ -69,11 +68,14 @@ def _wrap(module: ModuleType, path: str, wrapper: Callable) -> bool:
     original = getattr(owner, name, None)
     if original is None:
         return False
-    if (owner, name) not in _originals:
-        _originals[owner, name] = original
-        if name not in vars(owner):
-            _inherited.add((owner, name))
-        setattr(owner, name, _wrapped(wrapper, original))
+    if (owner, name) not in _replaced:
+        _replaced[owner, name] = vars(owner).get(name)
+
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return wrapper(original, *args, **kwargs)
+
+        setattr(owner, name, call)
     return True
 
 
@@ -81,13 +83,12 @@ def unhook() -> None:
     """Put every original back and forget the block."""
     global _active, _begin_log
     _active = _begin_log = None
-    for (owner, name), original in _originals.items():
-        if (owner, name) in _inherited:
+    for (owner, name), original in _replaced.items():
+        if original is None:
             delattr(owner, name)
         else:
             setattr(owner, name, original)
-    _originals.clear()
-    _inherited.clear()
+    _replaced.clear()
     _missing.clear()
     uncaught.uninstall()
 
@@ -100,14 +101,6 @@ def seams() -> list[str]:
 def missing() -> list[str]:
     """Seams that a hooked module turned out not to have."""
     return list(_missing)
-
-
-def _wrapped(wrapper: Callable, original: Callable) -> Callable:
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(original, *args, **kwargs)
-
-    return call
 
 
 def _get_train_args(original: Callable, args: Any = None) -> Any:

@@ -159,32 +159,19 @@ class StepKL:
             chosen_logps_avg = chosen_logps_avg * estimate.sft_factor[estimate.tags] * (num_chosen / num) ** 2
         return *others, chosen_logps_avg
 
-    def _kto_loss(
-        self,
-        stock: Callable,
-        policy_chosen: Tensor,
-        policy_rejected: Tensor,
-        policy_kl: Tensor,
-        reference_chosen: Tensor,
-        reference_rejected: Tensor,
-        reference_kl: Tensor,
-    ) -> Any:
-        """Stock's loss of log-ratios from which the estimate has been taken already, which it does first of all."""
+    def _kto_loss(self, stock: Callable, *logps: Tensor) -> Any:
+        """Stock's loss of log-ratios from which the estimate has been taken already, which it does first of all.
+
+        logps: chosen, rejected and KL by the model, then by the reference.
+        """
         if (computing := self.trainer.odb.computing) is None:
-            return stock(policy_chosen, policy_rejected, policy_kl, reference_chosen, reference_rejected, reference_kl)
+            return stock(*logps)
         estimate = self._estimate(computing)
-        chosen, rejected = policy_chosen - reference_chosen, policy_rejected - reference_rejected
-        zero = torch.zeros_like
+        chosen, rejected = logps[0] - logps[3], logps[1] - logps[4]
+        given = chosen - estimate.kl[estimate.tags], rejected - estimate.kl[~estimate.tags]
         calculates, self.trainer.calculate_KL = self.trainer.calculate_KL, False  # and no reduction over ranks
         try:
-            losses, _, _, kl = stock(
-                chosen - estimate.kl[estimate.tags],
-                rejected - estimate.kl[~estimate.tags],
-                zero(policy_kl),
-                zero(chosen),
-                zero(rejected),
-                zero(reference_kl),
-            )
+            losses, _, _, kl = stock(*given, *map(torch.zeros_like, logps[2:]))
         finally:
             self.trainer.calculate_KL = calculates
         beta = self.trainer.beta
