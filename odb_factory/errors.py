@@ -17,7 +17,7 @@ class DataError(ODBError, RuntimeError):
 
 
 class CollectiveError(DataError):
-    """An error that every rank knows of and raises: nobody is left waiting, and nobody has to be told."""
+    """An error that every rank knows of and raises: no rank waits, and none has to be informed."""
 
 
 class OutOfMemoryError(ODBError, RuntimeError):
@@ -29,7 +29,7 @@ LONGEST_VALUE = 200
 
 
 def quoted(value: object) -> str:
-    """The `repr` of a value for a message, its middle left out if it is long."""
+    """The `repr` of a value for a message, shortened in the middle to 200 characters."""
     try:
         text = repr(value)
     except ValueError:  # Python writes no whole number of more than some thousand digits
@@ -46,10 +46,10 @@ def printable(text: str) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """The type and message of any error on one line, its middle left out if it is long; of ours the message alone.
+    """One line: the message of an `ODBError`, else "Type: message", shortened in the middle to 300 characters.
 
-    An error that others caused is followed by the first of them: the outermost often says no more than that something
-    failed. Messages of tokenizers, PIL and torch often have several lines; LLaMA-Factory's quote whole conversations.
+    An error with causes is followed by the first of them, because the outermost often has no details. Messages of
+    tokenizers, PIL and torch often have several lines; those of LLaMA-Factory quote whole conversations.
     """
     if isinstance(error, KeyboardInterrupt):
         return "interrupted from the keyboard"

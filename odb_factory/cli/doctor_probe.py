@@ -1,4 +1,4 @@
-"""What `odb-factory doctor` runs in a process of its own: the imports of a training, and what came of them.
+"""What `odb-factory doctor` runs in a separate process: the imports of a training, and their outcome.
 
 Writes a JSON object (see `Probe`) to the file named as its only argument.
 """
@@ -23,7 +23,7 @@ class Probe:
 
     active: `import torch` placed the hook. switched_off: `ODB_FACTORY_DISABLE` forbids it.
     errors: what a module raised when imported, by module. hooked, unhooked: seams by their full name.
-    own_keys: odb keys that this LLaMA-Factory has of its own. gpus: names of the CUDA devices.
+    own_keys: odb keys in the arguments of this LLaMA-Factory. gpus: names of the CUDA devices.
     kernels: what computes attention of flat rows in bf16, by the name of the GPU (or "cpu", where there is none).
     crash: how the process ended, if it wrote nothing.
     """

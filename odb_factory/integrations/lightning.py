@@ -42,9 +42,9 @@ class OptimizerStep:
 class OptimizerSteps:
     """A train dataloader for Lightning: the optimizer steps of an `ODBDataLoader` (or of what `apply_odb` returns).
 
-    It has no length: Lightning's batches are optimizer steps, `loader.num_optimizer_steps` says how many an epoch has
-    where that is known. Lightning keeps its state in every checkpoint, that of all ranks, and goes on from there, also
-    with other ranks. Goes with the callback `OnlineBatching`.
+    It has no length: Lightning's batches are optimizer steps, `loader.num_optimizer_steps` is their number in an
+    epoch where that is known. Lightning keeps its state in every checkpoint, that of all ranks, and resumes from it,
+    also with other ranks. Goes with the callback `OnlineBatching`.
 
     Example::
 
@@ -69,11 +69,11 @@ class OptimizerSteps:
                 micro_batches = []
 
     def trained_on(self, step: OptimizerStep) -> None:
-        """Lightning fetches a batch before it hands over the one before, so what was yielded says too much."""
+        """Lightning fetches a batch before it hands over the previous one, so what was yielded is one step ahead."""
         self._state = step._state
 
     def state_dict(self) -> dict[str, Any]:
-        """Where all ranks stand behind the last optimizer step trained on. Collective, as Lightning's saving is."""
+        """Where all ranks stand after the last optimizer step trained on. Collective, as Lightning's saving is."""
         own = self._loader.state_dict() if self._state is None else self._state
         states = [own] * own["world_size"]
         if own["world_size"] > 1:
@@ -169,8 +169,8 @@ def _leave_gradients(epoch: int, batch_idx: int, optimizer: Any) -> None:
 def _check(trainer: Trainer, module: LightningModule) -> None:
     if trainer.accumulate_grad_batches != 1:
         raise ConfigError(
-            f"accumulate_grad_batches: {trainer.accumulate_grad_batches} would put so many optimizer steps of odb into "
-            "one; leave it out of the Trainer, and give it to ODBDataLoader as gradient_accumulation_steps."
+            f"accumulate_grad_batches: {trainer.accumulate_grad_batches} would put that many optimizer steps of odb "
+            "into one; leave it out of the Trainer, and give it to ODBDataLoader as gradient_accumulation_steps."
         )
     if not module.automatic_optimization:
         raise ConfigError(

@@ -53,7 +53,7 @@ from odb_factory.training.checks import check_dummy_media
 from odb_factory.training.enable import enable_odb
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What `odb-factory report` says of a training of LLaMA-Factory's beside its training arguments.
+# What `odb-factory report` shows of a training of LLaMA-Factory beside its training arguments.
 
 FINETUNING = ("stage", "finetuning_type")
 OF_KIND = {"lora": ("lora_rank", "lora_target"), "dpo": ("pref_loss", "pref_beta")}
@@ -67,19 +67,19 @@ DATA = (
 def about(trainer: Any, dataset: Any) -> dict[str, object]:
     """JSON types, except for `rows_of`. dataset: what it trains on.
 
-    rows_of: the names of several data sets, and of each row the number of its own (int16); see `training.run_log`.
+    rows_of: the names of several data sets, and for each row the number of its own (int16); see `training.run`.
     """
-    said = _values(trainer.finetuning_args, FINETUNING)
-    for kind in list(said.values()):
-        said |= _values(trainer.finetuning_args, OF_KIND.get(str(kind), ()))
+    found = _values(trainer.finetuning_args, FINETUNING)
+    for kind in list(found.values()):
+        found |= _values(trainer.finetuning_args, OF_KIND.get(str(kind), ()))
     processor = getattr(dataset, "processor", None)
     if processor is not None:
-        said |= _values(processor.data_args, DATA)
+        found |= _values(processor.data_args, DATA)
     if isinstance(dataset, OnlineDataset) and isinstance(dataset.rows, IndexedRows):
         names, numbers = dataset.rows.by_source()
         if len(names) > 1:
-            said["rows_of"] = {"names": names, "numbers": numbers}
-    return said
+            found["rows_of"] = {"names": names, "numbers": numbers}
+    return found
 
 
 def _values(arguments: Any, names: Iterable[str]) -> dict[str, object]:
@@ -208,7 +208,7 @@ def mark_source(dataset: Any, dataset_attr: Any, data_args: Any, training_args: 
         if not head_of(dataset):
             raise DataError(
                 f"{dataset_attr} yields no row; take it out of `dataset`, or, if it is a local file beside a stream, "
-                "set dataloader_num_workers to 1 or more (LLaMA-Factory cuts it into so many shards)."
+                "set dataloader_num_workers to 1 or more (LLaMA-Factory cuts it into that many shards)."
             )
         stream = align_dataset(dataset, dataset_attr, data_args, training_args)
         keep_head(head_of(stream))

@@ -325,8 +325,11 @@ def _refused_arguments(value_of: ValueOf) -> Iterator[str]:
         yield refused("stage", "PPO generates its own batches while training; remove the odb: block")
     if stage not in STAGES:
         yield refused("stage", f"odb trains stage {', '.join(STAGES)}; remove the odb: block")
-    if (why := STAGES[stage].refuse(value_of)) is not None:
-        yield why
+    if stage == "rm" and value_of("include_effective_tokens_per_second"):
+        yield (
+            "include_effective_tokens_per_second: True would preprocess the whole dataset once more, as odb counts the "
+            "tokens of a pair with their padding; read odb/tokens_per_micro_step and remove the key."
+        )
     for key, why in REFUSED.items():
         if value_of(key):
             yield refused(key, why)

@@ -180,7 +180,7 @@ class IndexedRows:
         return self._sources[self._source[index]][int(self._row[index])]
 
     def by_source(self) -> tuple[list[str], np.ndarray]:
-        """The names of the datasets, and of each row the number of its own (int16)."""
+        """The names of the datasets, and for each row the number of its dataset (int16)."""
         place = np.zeros(max(self._sources) + 1, dtype=np.int16)
         place[list(self._sources)] = np.arange(len(self._sources))
         return [source.name for source in self._sources.values()], place[self._source]
@@ -240,7 +240,7 @@ def _holds(feature: Any, kind: type | tuple[type, ...]) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What the rows of a LLaMA-Factory training are made with, by name: a resume says which of it has changed.
+# What the rows of a LLaMA-Factory training are made with, by name: a resume names what has changed.
 
 OTHERS = ("eval_", "preprocessing_", "buffer_size")
 """Beginnings of the names of data arguments that no training row depends on, beside those in which ranks may differ."""
@@ -369,7 +369,7 @@ class RowObserver:
 
     stage: knows the cost of a row. head: of a stream.
     decode: also decode all media once, so that unreadable ones are known at observation.
-    model_type: of the model's config; says whether images and videos can share a micro-batch (see `model.tower`), as
+    model_type: of the model's config; decides whether images and videos can share a micro-batch (see `model.tower`);
     they do if it is not given.
     shards_parameters: ranks gather parameters in each run of a module, so that all must run it equally often.
     """
@@ -542,7 +542,7 @@ def compare_arguments(owners: Sequence[Any], training_args: Any, config: ODBConf
 
 
 def settings_of(dataset: OnlineDataset | TokenizedDataset, observer: RowObserver) -> dict[str, object]:
-    """What the first rows say once template and tokenizer have run."""
+    """Checksums of the first rows after template and tokenizer."""
     settings = dataset.stage.settings if isinstance(dataset, OnlineDataset) else {}
     rows = range(min(len(dataset), ROWS_COMPARED))
     return settings | {"what the first rows say": [_content(dataset, observer, index) for index in rows]}

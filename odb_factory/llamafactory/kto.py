@@ -184,7 +184,7 @@ class StepKL:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What LLaMA-Factory's trainer for KTO logs of its own, over what was trained.
+# The figures that LLaMA-Factory's trainer for KTO logs, over the examples that were trained on.
 # It reduces the figures of the ranks as a vector without names, so every rank stores the same keys in the same order.
 
 KINDS = ("chosen", "rejected")
@@ -193,9 +193,9 @@ KEYS_OF_A_KIND = ("rewards/{}_sum", "logps/{}_sum", "logits/{}_sum", "count/{}")
 
 class ExampleMetrics(PreferenceMetrics):
     """Those of KTO: sums over the desirable and over the undesirable examples, which LLaMA-Factory adds up over ranks
-    and divides by their numbers. Stock says those of rank 0 alone.
+    and divides by their numbers. Stock logs those of rank 0 alone.
 
-    `kl` is the sum of the estimates that were used (see `StepKL`), as stock's is the sum of its own.
+    `kl` is the sum of the estimates that were used (see `StepKL`), as in stock.
     """
 
     counts = ("sums", "num_examples")

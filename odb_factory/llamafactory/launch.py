@@ -47,7 +47,7 @@ def launch(original: Callable[[], Any]) -> Any:
         try:
             return original()
         except subprocess.CalledProcessError as ended:
-            if ended.returncode < 0:  # torchrun itself was killed, and could not say why
+            if ended.returncode < 0:  # torchrun itself was killed, and has not reported why
                 raise
             sys.exit(ended.returncode)
 
@@ -77,10 +77,10 @@ def check_yaml(path: Path, overrides: Sequence[str]) -> None:
         loaded = OmegaConf.load(path)
     except yaml.MarkedYAMLError as error:
         if error.problem_mark is not None and _is_in_block(text, error.problem_mark.line):
-            line = min(error.problem_mark.line, max(len(text.splitlines()) - 1, 0))  # it may lie behind the last one
+            line = min(error.problem_mark.line, max(len(text.splitlines()) - 1, 0))  # it may lie after the last one
             problem = "has a tab; indent it by spaces" if "\t" in text.splitlines()[line] else error.problem
             raise ConfigError(f"odb: the block cannot be read: {path}, line {line + 1}: {problem}.") from None
-        return  # LLaMA-Factory will say so
+        return  # LLaMA-Factory reports it
     except Exception as error:  # a set, a null key, a number of thousands of digits, a byte that is no text
         raise ConfigError(f"{path}: this YAML cannot be read ({one_line(error)}).") from None
     args = OmegaConf.to_container(OmegaConf.merge(loaded, OmegaConf.from_cli(list(overrides))))

@@ -50,8 +50,8 @@ _FEATURE = datasets.Image()
 class EncodedImage:
     """An image cell of a dataset with an `Image` column, as stored: the file's bytes, or its path.
 
-    encodings: times that stock would have decoded it and encoded it anew by the time it is collated, in its passes
-    over the dataset. The pixels of a JPEG change by that, so it is done when the image is opened.
+    encodings: how often stock would have decoded and encoded it again by the time it is collated, in its passes over
+    the dataset. The pixels of a JPEG change by that, so it is done when the image is opened.
     """
 
     bytes: bytes | None
@@ -177,7 +177,7 @@ def size_is_exact(plugin: Any, processor: Any) -> bool:
 MAX_REMEMBERED = 2048
 """Answers; when there are more, the oldest is forgotten. COCO has some hundred image sizes."""
 MAX_DIMENSIONS_KEPT = 2
-"""Whole numbers in so many dimensions are grids, sizes and counts, which plugins read; more are masks of pixels."""
+"""Integer tensors with at most this many dimensions are grids, sizes and counts, which plugins read; others are masks."""
 CACHED_CHECK_SIZES = ((37, 211), (900, 500), (400, 90), (64, 64), (37, 211))
 
 Size = tuple[int, int]
@@ -197,7 +197,7 @@ class MemoryOfSizes:
         self._known: dict[Any, Answer] = {}
 
     def answer(self, sizes: Sequence[Size], *args: Any, **kwargs: Any) -> Answer:
-        """args, kwargs: of `_get_mm_inputs`, behind the processor."""
+        """args, kwargs: of `_get_mm_inputs`, after the processor."""
         if self.one_by_one and len(sizes) > 1 and not (args or kwargs):
             return _put_together([self._of((size,)) for size in sizes])
         return dict(self._of(tuple(sizes), *args, **kwargs))
@@ -287,7 +287,7 @@ def _is_kept(value: Tensor) -> bool:
 
 
 def stand_in(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Of this shape, in the memory of one number; not zeros, which tell tiles that are not there."""
+    """A tensor of this shape in the memory of one number; ones, because zeros mark tiles that do not exist."""
     return torch.ones((), dtype=dtype).expand(shape)
 
 
@@ -305,7 +305,7 @@ def _is_same(first: Any, second: Any) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What audio costs, by the length of each clip: read from the header of its file, where the format tells it.
+# What audio costs, by the length of each clip: read from the header of its file, where the format has it.
 # LLaMA-Factory pads every clip to one length; what differs is how much of that its mask says is real. Whether that
 # follows from the length is tried at start, on a few clips of noise.
 
@@ -375,7 +375,7 @@ def _length_of(clip: Any, rate: int) -> int | None:
 
 
 def _of_wav(path: str | os.PathLike[str]) -> tuple[int, int] | None:
-    """(samples, rate) of a file of plain WAV; None for any other, and for one whose header says more than it holds."""
+    """(samples, rate) of a file of plain WAV; None for any other, and for a truncated one."""
     try:
         with open(path, "rb") as file, wave.open(file) as clip:
             num_bytes = clip.getnframes() * clip.getnchannels() * clip.getsampwidth()
@@ -386,7 +386,7 @@ def _of_wav(path: str | os.PathLike[str]) -> tuple[int, int] | None:
 
 
 def _of_flac(path: str | os.PathLike[str]) -> tuple[int, int] | None:
-    """(samples, rate) of a FLAC file whose header says how many it has."""
+    """(samples, rate) of a FLAC file whose header has them."""
     with open(path, "rb") as file:
         head = file.read(FLAC_INFO_BYTES)
     if len(head) < FLAC_INFO_BYTES or head[:4] != b"fLaC" or head[4] & 0x7F:
@@ -477,7 +477,7 @@ class MediaObserver:
         return is_cut
 
     def tokenized_placeholders_cut(self, images: Any, videos: Any, audios: Any, input_ids: Sequence[int]) -> bool:
-        """The same for a row of which no more is known than its media, as far as their sizes tell what they take."""
+        """The same for a row of which only the media are known, if their sizes give the number of placeholders."""
         found = sum(input_ids.count(token_id) for token_id in self._token_ids.values())
         if not (images or videos or audios):
             expected = 0
@@ -556,7 +556,7 @@ class MediaObserver:
         return inputs
 
     def _asked(self, media: tuple[Any, Any, Any], processor: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """What the real processor says of images, videos and audio of this row; it is asked once."""
+        """The answer of the real processor for images, videos and audio of this row; it is asked once."""
         key = tuple(tuple(id(item) for item in kind) for kind in media), repr((args, kwargs))
         if key not in self._row.answers:
             images, videos, audios = media

@@ -35,7 +35,6 @@ class Stage(ABC):
     collator: its class, among LLaMA-Factory's that take a template; other stages make theirs themselves.
     name: as in the YAML. unit: what stock's loss is a mean over, for messages. column: what every processed row has.
     dropped: why LLaMA-Factory's preprocessing leaves a row out.
-    pads_to: its workflow has rows padded to a multiple of so many tokens.
     takes_media: its collator does. equal_weights: the loss of a micro-batch is one mean whose units cannot be weighed
     one by one, so samples that stock weighs differently do not share one.
     prepares_steps: it looks at all micro-batches of an optimizer step before the first is trained on.
@@ -47,7 +46,6 @@ class Stage(ABC):
     collator: str
     column: str = "input_ids"
     dropped: str = "the turns do not end in one answer to a prompt"
-    pads_to: int = 8
     takes_media: bool = True
     equal_weights: bool = False
     prepares_steps: bool = False
@@ -55,24 +53,17 @@ class Stage(ABC):
     batches: tuple[str, ...] = ()
 
     def of_training(self, finetuning_args: Any, tokenizer: Any) -> Stage:
-        """The stage as a training has it: what `cost` and `measure` know of its arguments."""
+        """The stage with the arguments of a training that `cost` and `measure` need."""
         return self
 
     def of_rows(self, data_args: Any, num_rows: int) -> Stage:
-        """The stage as a training dataset of so many rows has it: what `together` and `settings` know of it."""
+        """The stage for a training dataset of `num_rows` rows, which `together` and `settings` need."""
         return self
 
     @property
     def settings(self) -> dict[str, object]:
         """What ranks must have in common for their rows to be the same, beside the arguments that they compare."""
         return {}
-
-    def refuse(self, value_of: Callable[..., Any]) -> str | None:
-        """Why an argument of this stage cannot be right, in one line; None: they can.
-
-        value_of(key, default): an argument of LLaMA-Factory's, as it stands in the YAML or as it has been read.
-        """
-        return None
 
     def together(self, index: int) -> Sequence[int]:
         """The rows that LLaMA-Factory's preprocessing must have in one batch to make this one; itself is the last."""
@@ -109,7 +100,7 @@ class Stage(ABC):
             template=template,
             tokenizer=tokenizer,
             processor=processor,
-            pad_to_multiple_of=self.pads_to,
+            pad_to_multiple_of=8,
             label_pad_token_id=IGNORE_INDEX,
         )
 
@@ -288,14 +279,6 @@ class Rm(Pairs):
     """`stage: rm`."""
 
     name = "rm"
-
-    def refuse(self, value_of: Callable[..., Any]) -> str | None:
-        if value_of("include_effective_tokens_per_second"):
-            return (
-                "include_effective_tokens_per_second: True would preprocess the whole dataset once more, as odb counts "
-                "the tokens of a pair with their padding; read odb/tokens_per_micro_step and remove the key."
-            )
-        return None
 
 
 class Dpo(Pairs):

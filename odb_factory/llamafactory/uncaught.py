@@ -1,7 +1,7 @@
 """An error whose cause is known and that nobody catches ends its process in one line instead of a traceback.
 
 Under torchrun each rank prints that line, and torchrun and the launcher that called it print nothing more about it.
-They tell such an end by a file that the launcher makes (`launch.py`) and the environment names: every rank that ends
+Such an end is recorded in a file that the launcher makes (`launch.py`) and the environment names: every rank that ends
 so adds a byte to it. What else may end a rank is reported as without odb_factory. Standard library only: torchrun
 imports torch, and with it this module.
 """
@@ -33,7 +33,7 @@ def shows_tracebacks() -> bool:
 
 
 def install() -> None:
-    """From now on an uncaught error whose cause is known is one line of this process, and other ranks are told of any.
+    """From now on an uncaught error whose cause is known ends this process in one line, and any reaches other ranks.
 
     With its traceback before that line if `ODB_FACTORY_TRACEBACK` is set.
     """
@@ -50,17 +50,17 @@ def uninstall() -> None:
 
 
 def _excepthook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    told: BaseException = error
+    shown: BaseException = error
     if "odb_factory.comm.lifeline" in sys.modules:  # else torch has not been imported, and there are no other ranks
         from odb_factory.comm.lifeline import end_all
         from odb_factory.ending import lost_rank
 
-        told = lost_rank(error) or error
-        end_all(None if isinstance(told, CollectiveError) else one_line(told))
-    if shows_tracebacks() or not isinstance(told, ODBError):
+        shown = lost_rank(error) or error
+        end_all(None if isinstance(shown, CollectiveError) else one_line(shown))
+    if shows_tracebacks() or not isinstance(shown, ODBError):
         _before(kind, error, traceback)
-    if isinstance(told, ODBError):
-        say_last(str(told))
+    if isinstance(shown, ODBError):
+        say_last(str(shown))
 
 
 def say_last(line: str) -> None:
@@ -78,7 +78,7 @@ def end_process(failure: str) -> None:
 
 
 def quiet_torchrun() -> None:
-    """In torchrun's own process: say nothing of ranks that have ended in their one line."""
+    """In torchrun's own process: report nothing of ranks that have ended in their one line."""
     if "LOCAL_RANK" in os.environ or shows_tracebacks():
         return
     for name in TORCHRUN_LOGGERS:
@@ -98,7 +98,7 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 def _is_known(error: BaseException) -> bool:
-    """Whether it says no more than that ranks ended in their one line, and that the others were ended for it."""
+    """Whether it reports only that ranks ended in their one line, and that the others were ended because of it."""
     failures = getattr(error, "failures", None)
     if type(error).__name__ != "ChildFailedError" or not isinstance(failures, dict):
         return False

@@ -42,6 +42,7 @@ def config(tiny_text: Path, data_dir: Path, tmp_path: Path) -> dict[str, Any]:
         ({"auto_find_batch_size": True}, ("auto_find_batch_size", "True", "token_budget")),
         ({"accelerator_config": {"dispatch_batches": True}}, ("dispatch_batches", "True", "false")),
         ({"ignore_pad_token_for_loss": False}, ("ignore_pad_token_for_loss", "False", "true")),
+        ({"stage": "rm", "include_effective_tokens_per_second": True}, ("effective_tokens", "True", "remove the key")),
         ({"stage": "ppo", "reward_model": "x", "reward_model_type": "full"}, ("stage", "ppo", "its own batches")),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
