@@ -25,19 +25,27 @@ def printed(code: str) -> list[str]:
     return done.stderr.splitlines()
 
 
-def test_lines_are_marked_where_nothing_is_configured() -> None:
-    assert printed("get_logger('odb_factory.x').info('a line')") == ["[odb] a line"]
+LOG = "get_logger('odb_factory.x').warning('a line')"
+QUIET = "logging.getLogger('odb_factory').setLevel(logging.ERROR)"
 
 
-def test_the_users_console_handler_prints_each_line_once_in_their_format() -> None:
-    """Whether it was set before the import or after."""
-    early = printed(
-        "logging.basicConfig(format='mine %(name)s %(message)s'); get_logger('odb_factory.x').info('a line')"
-    )
-    late = printed(
-        "log = get_logger('odb_factory.x'); logging.basicConfig(format='mine %(message)s'); log.info('a line')"
-    )
-    assert (early, late) == (["mine odb_factory.x a line"], ["mine a line"])
+@pytest.mark.parametrize(
+    ("code", "lines"),
+    [
+        (LOG, ["[odb] a line"]),
+        # The user's console handler prints each line once in their format, made before the logger or after.
+        (f"logging.basicConfig(format='mine %(name)s %(message)s'); {LOG}", ["mine odb_factory.x a line"]),
+        (
+            "log = get_logger('odb_factory.x'); logging.basicConfig(format='mine %(message)s'); log.info('a line')",
+            ["mine a line"],
+        ),
+        # The level is the user's.
+        (f"{QUIET}; {LOG}", []),
+        (f"get_logger('odb_factory.x'); {QUIET}; {LOG}", []),
+    ],
+)
+def test_lines_on_the_console(code: str, lines: list[str]) -> None:
+    assert printed(code) == lines
 
 
 def test_a_handler_for_a_file_does_not_take_the_lines_off_the_console(tmp_path: Path) -> None:
@@ -50,13 +58,6 @@ def test_a_handler_for_a_file_does_not_take_the_lines_off_the_console(tmp_path: 
 def test_records_can_be_caught(caplog: pytest.LogCaptureFixture) -> None:
     logger.info("a line")
     assert caplog.messages == ["a line"]
-
-
-def test_the_level_is_the_users() -> None:
-    quiet = "logging.getLogger('odb_factory').setLevel(logging.ERROR)\n"
-    log = "get_logger('odb_factory.x').warning('a line')\n"
-    assert printed(quiet + log) == []
-    assert printed("get_logger('odb_factory.x')\n" + quiet + log) == []
 
 
 def test_other_ranks_of_torchrun_do_not_inform(

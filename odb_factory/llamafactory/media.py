@@ -177,7 +177,7 @@ def size_is_exact(plugin: Any, processor: Any) -> bool:
 MAX_REMEMBERED = 2048
 """Answers; when there are more, the oldest is forgotten. COCO has some hundred image sizes."""
 MAX_DIMENSIONS_KEPT = 2
-"""Integer tensors with at most this many dimensions are grids, sizes and counts, which plugins read; others are masks."""
+"""Integer tensors of at most this many dimensions are grids, sizes and counts, which plugins read; others are masks."""
 CACHED_CHECK_SIZES = ((37, 211), (900, 500), (400, 90), (64, 64), (37, 211))
 
 Size = tuple[int, int]

@@ -23,6 +23,7 @@ from odb_factory.llamafactory.activation import LAUNCH_RECORD
 from odb_factory.llamafactory.launch import check_yaml, launch
 
 BLOCK = {"token_budget": 1024}
+BUDGET = ["odb.token_budget=1"]
 TWO_RANKS = {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "2"}
 
 
@@ -210,29 +211,37 @@ def test_an_error_elsewhere_in_the_yaml_is_left_to_llamafactory(tmp_path: Path) 
     check_yaml(path, ())
 
 
-@pytest.mark.parametrize("overrides", [(), ("odb.token_budget=1",)])
-def test_the_v1_trainer_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], hook_undone: None
+@pytest.mark.parametrize(
+    ("module", "command", "overrides", "message"),
+    [
+        *(("llamafactory.v1.launcher", "train", more, "USE_V1: '1' selects .* v1 trainer") for more in ([], BUDGET)),
+        *(
+            (
+                "llamafactory.launcher",
+                name,
+                [],
+                f"^odb: `llamafactory-cli {name}` does not train; remove the odb: block",
+            )
+            for name in ("chat", "export", "api")
+        ),
+    ],
+)
+def test_launchers_that_do_not_train_with_a_block(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    hook_undone: None,
+    module: str,
+    command: str,
+    overrides: list[str],
+    message: str,
 ) -> None:
-    launcher = importlib.import_module("llamafactory.v1.launcher")
     path = tmp_path / "my.yaml"
-    path.write_text("model: x\n" if overrides else "model: x\nodb:\n  token_budget: 1\n", encoding="utf-8")
-    monkeypatch.setenv("USE_V1", "1")
-    monkeypatch.setattr(sys, "argv", ["llamafactory-cli", "train", str(path), *overrides])
-    with pytest.raises(ConfigError, match="USE_V1: '1' selects .* v1 trainer"):
-        launcher.launch()
-
-
-@pytest.mark.parametrize("command", ["chat", "export", "api"])
-def test_commands_that_do_not_train_refuse_a_block(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, hook_undone: None
-) -> None:
-    launcher = importlib.import_module("llamafactory.launcher")
-    path = tmp_path / "my.yaml"
-    path.write_text("model_name_or_path: x\nodb:\n  token_budget: 1\n", encoding="utf-8")
-    monkeypatch.setattr(sys, "argv", ["llamafactory-cli", command, str(path)])
-    with pytest.raises(ConfigError, match=f"^odb: `llamafactory-cli {command}` does not train; remove the odb: block"):
-        launcher.launch()
+    path.write_text("model: x\n" + ("" if overrides else "odb:\n  token_budget: 1\n"), encoding="utf-8")
+    if "v1" in module:
+        monkeypatch.setenv("USE_V1", "1")
+    monkeypatch.setattr(sys, "argv", ["llamafactory-cli", command, str(path), *overrides])
+    with pytest.raises(ConfigError, match=message):
+        importlib.import_module(module).launch()
 
 
 def test_without_a_block_the_launcher_is_stocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
