@@ -82,6 +82,16 @@ def train(config: dict[str, Any], num_ranks: int = 1, env: dict[str, str] | None
     return read(output_dir, record, num_ranks)
 
 
+def side_by_side(
+    config: dict[str, Any], odb: dict[str, Any], num_ranks: int = 1, env: dict[str, str] | None = None, **stock: Any
+) -> tuple[Training, Training]:
+    """The training of `config` with this block, audited, and without, in folders of its output_dir. stock: changes of
+    the one without."""
+    folder = Path(config["output_dir"])
+    ours = config | {"output_dir": str(folder / "odb"), "odb": odb | {"audit": True}}
+    return train(ours, num_ranks, env), train(config | {"output_dir": str(folder / "stock")} | stock, num_ranks, env)
+
+
 def read(output_dir: Path, record: Path, num_ranks: int) -> Training:
     ranks = [read_jsonl(record.with_name(f"{record.name}.{rank}")) for rank in range(num_ranks)]
     idle = [_idle(output_dir / f"odb_audit_rank{rank}.jsonl", ranks[rank]) for rank in range(num_ranks)]

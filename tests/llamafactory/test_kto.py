@@ -13,7 +13,7 @@ import pytest
 from distributed.rows import WORDS
 from llamafactory.train.kto.trainer import CustomKTOTrainer
 from llamafactory.train.tuner import run_exp
-from same_training import Training, check_same_training, report, train
+from same_training import Training, check_same_training, report, side_by_side, train
 from stage_training import compare_with_one_batch
 from stock import load_data
 from support import read_jsonl, training_config
@@ -130,10 +130,7 @@ def test_one_rank_trains_as_stock_does(tiny_text: Path, rows_dir: Path, tmp_path
     """Accumulated: every example has the KL estimate of its own micro-step; the last optimizer step is uneven."""
     steps = {"dataset": "odd", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
     changes = WEIGHED | steps | {"finetuning_type": finetuning, "eval_dataset": "dropped", "eval_strategy": "epoch"}
-    ours, stock = (
-        train(config_of(tiny_text, rows_dir, tmp_path / name, **changes, **block))
-        for name, block in (("odb", {"odb": BLOCK}), ("stock", {}))
-    )
+    ours, stock = side_by_side(config_of(tiny_text, rows_dir, tmp_path, **changes), BLOCK)
     assert [len(step) for step in stock.rows] == [6, 6, 6, 3] * 2
     check_same(f"kto, {finetuning}", ours, stock)
     audit = read_jsonl(tmp_path / "odb" / "odb_audit_rank0.jsonl")
@@ -196,8 +193,7 @@ def test_rows_with_videos_are_refused() -> None:
 @pytest.mark.full_grid
 def test_two_ranks_train_as_stock_does(tiny_text: Path, rows_dir: Path, tmp_path: Path) -> None:
     changes = WEIGHED | {"dataset": "whole", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
-    ours = train(config_of(tiny_text, rows_dir, tmp_path / "odb", odb=BLOCK, **changes), 2)
-    stock = train(config_of(tiny_text, rows_dir, tmp_path / "stock", **changes), 2)
+    ours, stock = side_by_side(config_of(tiny_text, rows_dir, tmp_path, **changes), BLOCK, 2)
     check_same("kto, 2 ranks, accumulated", ours, stock, num_ranks=2)
 
 

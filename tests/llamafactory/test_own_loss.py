@@ -15,7 +15,7 @@ import pytest
 import torch
 import torchaudio
 from families import FAMILIES, make_tokenizer
-from same_training import check_same_training, report, train
+from same_training import check_same_training, report, side_by_side
 from support import training_config
 from transformers import (
     AutoConfig,
@@ -119,25 +119,18 @@ def test_it_trains_as_stock_does(
     has_sounds = family == "qwen2_audio"
     model = write_qwen2_audio(tmp_path / "model") if has_sounds else write_mamba(tmp_path / "model", tiny_text)
     rows = write_rows(tmp_path / "rows")
-    ours, stock = (
-        train(
-            training_config(
-                model,
-                rows,
-                tmp_path / name,
-                template="qwen2_audio" if has_sounds else "qwen",
-                dataset="sounds" if has_sounds else "texts",
-                per_device_train_batch_size=3,
-                gradient_accumulation_steps=2,
-                dataloader_num_workers=0,
-                num_train_epochs=2,
-                disable_gradient_checkpointing=True,
-                **changes,
-                **more,
-            ),
-            num_ranks,
-        )
-        for name, more in (("odb", {"odb": odb | {"audit": True}}), ("stock", {}))
+    config = training_config(
+        model,
+        rows,
+        tmp_path,
+        template="qwen2_audio" if has_sounds else "qwen",
+        dataset="sounds" if has_sounds else "texts",
+        per_device_train_batch_size=3,
+        gradient_accumulation_steps=2,
+        dataloader_num_workers=0,
+        num_train_epochs=2,
+        disable_gradient_checkpointing=True,
+        **changes,
     )
-    report(family, check_same_training(ours, stock))
+    report(family, check_same_training(*side_by_side(config, odb, num_ranks)))
     assert not [line for line in caplog.messages if line.startswith("loss: with logits")]

@@ -15,7 +15,7 @@ from distributed.rows import INVALID, row, write_uneven_rows
 from distributed.test_engines import ENGINES, deepspeed_config
 from llamafactory.hparams import FinetuningArguments
 from llamafactory.train.tuner import run_exp
-from same_training import RELATIVE, Training, check_same_training, deviation, report, train
+from same_training import RELATIVE, Training, check_same_training, deviation, report, side_by_side, train
 from support import read_jsonl, training_config, write_dataset
 
 NUM_EVAL = 6
@@ -65,11 +65,7 @@ def pair(tiny_text: Path, tiny_vl: Path, rows_dir: Path, tmp_path: Path) -> Pair
         dataset: str, num_ranks: int = 1, *, env: dict[str, str] | None = None, **changes: Any
     ) -> tuple[Training, Training]:
         model, budget = (tiny_vl, MIXED) if dataset == "mixed" else (tiny_text, TEXT)
-        ours, stock = (
-            train(config_of(model, rows_dir, tmp_path / name, dataset, **(changes | more)), num_ranks, env)
-            for name, more in (("odb", {"odb": budget | {"audit": True}}), ("stock", {}))
-        )
-        return ours, stock
+        return side_by_side(config_of(model, rows_dir, tmp_path, dataset, **changes), budget, num_ranks, env)
 
     return pair
 
