@@ -241,7 +241,7 @@ def test_launchers_that_do_not_train_with_a_block(
         monkeypatch.setenv("USE_V1", "1")
     monkeypatch.setattr(sys, "argv", ["llamafactory-cli", command, str(path), *overrides])
     with pytest.raises(ConfigError, match=message):
-        importlib.import_module(f"llamafactory.{module}").launch()
+        importlib.import_module(module).launch()
 
 
 def test_without_a_block_the_launcher_is_stocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
