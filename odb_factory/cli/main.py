@@ -156,7 +156,7 @@ def report(argv: Sequence[str]) -> int:
         from odb_factory.report.figures import report_of, to_json
         from odb_factory.report.page import make_page
     except ModuleNotFoundError as error:
-        if error.name not in REPORT_NEEDS:
+        if not (error.name or "").startswith(REPORT_NEEDS):  # pydantic_core, too
             raise
         raise ODBError(f"this command needs {', '.join(REPORT_NEEDS)}: pip install 'odb_factory[report]'") from None
     figures = report_of([folder for folder in (given.output_dir, given.other_dir) if folder is not None])

@@ -21,7 +21,7 @@ Run = Mapping[str, Any]
 COLOURS = {"#1f6f9f": "s0", "#b3541e": "s1", "#5c666d": "soft", "#dfe2e0": "rule", "#9b2226": "mark"}
 """Colours as drawn, and the variables of page.css that replace them."""
 RUNS, SOFT, RULE, MARK = tuple(COLOURS)[:2], *tuple(COLOURS)[2:]
-STYLE: Any = {"svg.fonttype": "none", "svg.hashsalt": "odb_factory", "font.size": 9, "axes.edgecolor": RULE}
+STYLE: Any = {"svg.fonttype": "none", "svg.hashsalt": "odb_factory", "font.size": 9.5, "axes.edgecolor": RULE}
 STYLE |= {"axes.labelcolor": SOFT, "xtick.color": SOFT, "ytick.color": SOFT, "grid.color": RULE}
 MOST_POINTS = 600
 """Points of a line; of longer ones the least and the largest of each stretch are drawn, so that no peak is lost."""

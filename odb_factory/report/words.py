@@ -54,8 +54,8 @@ def settings(run: Run) -> dict[str, str]:
     """Those that the files of a run have, as text."""
     asked = run["asked"]
     found = {"ranks": asked.get("ranks"), **(asked.get("about") or {})} | (asked.get("arguments") or {})
-    if asked.get("layout"):
-        found["layout"] = "{name} ({reason})".format(**asked["layout"])
+    if layout := asked.get("layout"):
+        found["layout"] = f"{layout.get('name')} ({layout.get('reason')})"
     found |= {f"odb.{name}": value for name, value in (asked.get("block") or {}).items()}
     found |= {f"version of {name}": value for name, value in (asked.get("versions") or {}).items()}
     return {
@@ -151,7 +151,7 @@ def _seconds(
 def headline(runs: Sequence[Run], comparison: Mapping[str, Any] | None) -> str:
     """One sentence; of a run that has diverged that comes first, and no time where two runs did not do the same."""
     diverged = [
-        ("the loss" + (f" of {run['name']}" if comparison else ""))
+        (f"The loss of {run['name']}" if comparison else "the loss")
         + f" is NaN or infinite from optimizer step {number(run['diverged_at'])} on"
         for run in runs
         if run["diverged_at"] is not None

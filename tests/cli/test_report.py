@@ -66,7 +66,7 @@ def test_texts_that_are_no_utf_8_and_figures_that_are_no_numbers(tmp_path: Path,
     assert "\\ud8" not in text and "broken ? name" in (folder / "odb_report.html").read_text()
     other = write_odb(tmp_path / "other")
     assert run(folder, other) == 0
-    assert "the loss of run is NaN or infinite from optimizer step 2 on; run and other" in capsys.readouterr().out
+    assert "The loss of run is NaN or infinite from optimizer step 2 on; run and other" in capsys.readouterr().out
 
 
 def test_a_page_that_cannot_be_made_leaves_the_one_before(tmp_path: Path, monkeypatch, capsys) -> None:

@@ -34,6 +34,7 @@ def files(tmp_path: Path) -> Files:
     (tmp_path / DATA_SETS).write_bytes(zlib.compress(np.array([0, 0, 1, 1], "<i2").tobytes()))
     about = {"dataset": ["a", "b"], "rows_of": {"names": ["a", "b"], "file": DATA_SETS}}
     logged = [begin(**about), *(entry(k, BEGAN + 2 * k) for k in (1, 2, 3)), end(3, BEGAN + 8)]
+    logged[0]["layout"] = {"name": "flat", "reason": "the model allows it"}
     summary = {
         "optimizer_steps": 3,
         "samples": 12,

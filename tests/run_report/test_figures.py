@@ -215,7 +215,7 @@ def test_of_two_runs_the_headline_says_first_which_one_diverged(tmp_path: Path) 
     stock = write_stock(tmp_path / "stock", [4.0, 3.0], samples=4)
     headline = report_of([tmp_path / "ours", stock])["headline"]
     assert headline.startswith(
-        "the loss of ours is NaN or infinite from optimizer step 2 on; ours and stock each took 2"
+        "The loss of ours is NaN or infinite from optimizer step 2 on; ours and stock each took 2"
     )
     assert "with exactly the same losses before that; " in headline
     assert report_of([tmp_path / "ours"])["headline"].startswith(
