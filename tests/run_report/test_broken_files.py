@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,9 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from markupsafe import Markup
 from run_report.folders import BEGAN, audit_line, begin, end, entry, write_lines, write_stock
 
 from odb_factory.errors import ODBError
+from odb_factory.report import charts
 from odb_factory.report.figures import read_run, report_of, to_json
 from odb_factory.report.page import make_page
 
@@ -117,8 +120,12 @@ def test_a_wrong_value_is_counted_and_named(
 @pytest.mark.parametrize(
     "values", [WRONG, pytest.param(EXTREME, marks=pytest.mark.full_grid)], ids=["wrong", "extreme"]
 )
-def test_no_value_in_any_place_ends_in_a_traceback(files: Files, tmp_path: Path, values: tuple[Any, ...]) -> None:
+def test_no_value_in_any_place_ends_in_a_traceback(
+    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: tuple[Any, ...]
+) -> None:
     """Every key of every kind of record, with values of every type in its place, or gone."""
+    if values is WRONG:  # charts are prepared, but not written as SVG, which takes most of the time
+        monkeypatch.setattr(charts, "_svg", lambda figure, meaning: Markup())
     write(tmp_path, files)
     pages: dict[str, dict[str, Any]] = {}
     cases, at = 0, datetime.datetime(2026, 1, 1)
@@ -132,7 +139,8 @@ def test_no_value_in_any_place_ends_in_a_traceback(files: Files, tmp_path: Path,
                     figures = report_of([tmp_path])
                     to_json(figures)
                     shown = {key: value for key, value in figures["runs"][0].items() if key not in ("files", "notes")}
-                    pages.setdefault(repr(shown), figures)
+                    kind = repr(shown) if values is EXTREME else re.sub(r"[0-9.]+", "0", repr(shown))
+                    pages.setdefault(kind, figures)
                     cases += 1
         write_lines(tmp_path / name, records)
     assert cases > 80 * len(values)
