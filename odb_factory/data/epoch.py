@@ -91,7 +91,7 @@ class EpochContext:
 
 
 class Held(NamedTuple):
-    """The samples of a rank that can be planned, and what it tells the others of them."""
+    """The samples of a rank that can be planned, and their integers for the other ranks."""
 
     samples: list[Sample]
     buffer: BufferMetadata
@@ -177,7 +177,7 @@ class EpochPlanner(ABC):
         """Draw the next row; one is drawn ahead, so that the end of the epoch is known."""
 
     def __iter__(self) -> Generator[list[Task], None, None]:
-        """Raises `CollectiveError` on all ranks where one cannot go on; `DataError` if the others cannot be told."""
+        """Raises `CollectiveError` on all ranks where one cannot go on; `DataError` where the others have ended."""
         coordinator = self.context.coordinator
         try:
             self._draw()
@@ -197,7 +197,7 @@ class EpochPlanner(ABC):
                 logger.error("planning failed", exc_info=error)
             message = one_line(error)
         finally:
-            self.observed = iter(())  # lets its worker processes go, whoever still holds this object
+            self.observed = iter(())  # lets its worker processes go
         if self.final:
             raise DataError(message)
         coordinator.fail(message)
@@ -312,7 +312,7 @@ class KeepEpoch(EpochPlanner):
         if not groups:
             logger.warning("optimizer step %d of epoch %d has no usable sample: its loss is 0", index + 1, self.epoch)
             groups, totals = [[]], [MicroStepTotals()]
-        means = stock_means(rows, stock)
+        of_stock, num_means = stock_means(rows, stock)
         done = self.trained + rejected.total()
         if stock.num_samples is not None:
             done = min((index + 1) * stock.global_batch_size, stock.num_samples)
@@ -321,7 +321,7 @@ class KeepEpoch(EpochPlanner):
             epoch=self.epoch,
             index=index,
             root_units=sum_of_roots(rows["units"]),
-            num_stock_means=means.num_means,
+            num_stock_means=num_means,
             stock_input_tokens=stock_input_tokens(
                 rows, stock, self.context.rank, self.context.budget.collation.in_one_row()
             ),
@@ -333,7 +333,6 @@ class KeepEpoch(EpochPlanner):
             epoch_steps=stock.steps_an_epoch or (index + 1 if self.final else 0),
             last=self.final,
         )
-        of_stock = np.stack((means.units, means.counted, means.means, rows["position"] // stock.batch_size), axis=1)
         tasks: list[Task] = []
         for number, (group, total) in enumerate(zip(groups, totals)):
             samples = [mine[row] for row in group]

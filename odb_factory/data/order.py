@@ -68,8 +68,8 @@ def shard(order: Iterable[Any], rank: int, world_size: int, start: Start) -> Ite
 class ShardSampler(Sampler[int]):
     """The shard of a rank in `sampler`: no padding, no index twice (I2).
 
-    start: where the next iteration begins. fingerprint: a checksum of the first indices of the order that was begun
-    last, to compare between ranks and runs. first: those indices, of all ranks.
+    start: where the next iteration begins. fingerprint: a checksum of the first indices of the order drawn last, to
+    compare between ranks and runs. first: those indices, of all ranks.
     """
 
     def __init__(self, sampler: Any, rank: int, world_size: int):
@@ -86,7 +86,7 @@ class ShardSampler(Sampler[int]):
         return self.fingerprint
 
     def whole(self) -> Iterator[int]:
-        """Indices of all ranks: the first of the order that was begun last, then those of an order drawn for this."""
+        """Indices of all ranks: the first of the order drawn last, then those of an order drawn for this."""
         yield from self.first
         with self._kept():
             order = [int(index) for index in self.sampler]
@@ -158,9 +158,9 @@ SAME_STREAMS = (
 
 
 def is_split_by_node(stream: Any) -> bool:
-    """Whether `datasets.distributed.split_dataset_by_node` has given each rank a part of it, or it says so itself.
+    """Whether each rank has a part of it: by `datasets.distributed.split_dataset_by_node`, or by its `already_split`.
 
-    Raises `ConfigError` for a release of `datasets` whose streams do not tell.
+    Raises `ConfigError` for a release of `datasets` whose streams do not show that.
     """
     if type(stream).__module__.startswith("datasets.") and not hasattr(stream, "_distributed"):
         raise ConfigError(
@@ -182,12 +182,12 @@ class StreamReader(WorkerDataset, IterableDataset):
     The id of an item is its position in the stream. All ranks iterate the same stream, unless it is split between
     them beforehand (`is_split`), and then each all of its own; the ranks compare their first items. One process reads,
     however many observe what it has read, so that order and ids are the same. A resumed stream is read from its
-    beginning, what is done passed over: a state of its own, where it has one, may forget what waits in it (that of
-    `datasets` loses its shuffle buffer).
+    beginning, and what is done is passed over: the stream's own state, if it has one, may lose what waits in it (that
+    of `datasets` loses its shuffle buffer).
     """
 
     fingerprint = 0
-    """Of the order, for a state: a stream is not begun to find out what it will yield."""
+    """Of the order, for a state: a stream is not iterated to find out what it will yield."""
 
     def __init__(self, dataset: Any, rank: int, world_size: int, *, is_split: bool = False):
         self.dataset = dataset
@@ -215,8 +215,8 @@ class StreamReader(WorkerDataset, IterableDataset):
                 return
             except Exception as error:
                 message = (
-                    f"the dataset raised an error while it was iterated, behind item {position}: {one_line(error)}; "
-                    "nothing can be read behind it, so mend the dataset (`on_error: skip` is for items alone)."
+                    f"the dataset raised an error while it was iterated, after item {position}: {one_line(error)}; "
+                    "nothing can be read after it, so fix the dataset (`on_error: skip` is for items alone)."
                 )
                 yield Rejection(position + 1, "unreadable", message, fatal=True)
                 return
@@ -254,7 +254,7 @@ class StreamReader(WorkerDataset, IterableDataset):
 
 
 def _raw(id: int, item: Any) -> RawItem:
-    """Packed here where this process is a worker: a queue would tell nobody that it cannot pickle an item."""
+    """Packed here if this process is a worker: a queue does not report an item that it cannot pickle."""
     if get_worker_info() is None:
         return RawItem(id, item)
     try:
@@ -324,14 +324,14 @@ class StockSteps:
         return (micro_step * self.world_size + rank) * self.batch_size + row
 
     def first_number(self, rank: int, step: int) -> int:
-        """The number of the first sample that this rank draws for an optimizer step, or for one behind it."""
+        """The number of the first sample that this rank draws for an optimizer step, or for a later one."""
         if self.is_split:
             micro_steps, rest = divmod(step * self.global_batch_size, self.batch_size * self.world_size)
             return micro_steps * self.batch_size + min(max(rest - rank * self.batch_size, 0), self.batch_size)
         return max(0, -(-(step * self.global_batch_size - rank) // self.world_size))
 
     def progress(self, step: int) -> float | None:
-        """Share of the epoch once this optimizer step is taken, as stock says it: in whole micro-steps of its own."""
+        """Share of the epoch once this optimizer step is taken, in whole micro-steps of stock, as stock reports it."""
         if self.num_samples is None:
             return None
         of_all_ranks = self.batch_size * self.world_size
@@ -340,37 +340,24 @@ class StockSteps:
         return min(done + rest / of_all_ranks, total) / total
 
 
-class StockMeans(NamedTuple):
-    """Of each sample of an optimizer step (int64[len(rows)]): the tokens that stock divides its losses by (`units`),
-    how many of them are its own (`counted`), the number of that mean (`means`). num_means: that stock averages."""
+def stock_means(rows: np.ndarray, stock: StockSteps) -> tuple[np.ndarray, int]:
+    """What stock's loss divides by, for the samples of an optimizer step (as `ROW`).
 
-    units: np.ndarray
-    counted: np.ndarray
-    means: np.ndarray
-    num_means: int
-
-
-def stock_means(rows: np.ndarray, stock: StockSteps) -> StockMeans:
-    """What stock's loss divides by.
-
-    rows: all samples of an optimizer step, as `ROW`.
+    Returns int64[len(rows), 4], the last four fields of `SampleInfo`, and the number of means that stock averages.
     """
     mean = stock.mean
     counted = rows["units"].astype(np.int64)
     if mean.counts_first:
         counted += rows["leading_label"]
-    group = np.zeros(len(rows), dtype=np.int64)
-    if mean.over != "step":
-        group = rows["position"] // stock.batch_size
-    if mean.over == "rank":
-        group %= stock.world_size
+    batch = rows["position"].astype(np.int64) // stock.batch_size
+    group = {"step": np.zeros_like(batch), "rank": batch % stock.world_size, "micro_batch": batch}[mean.over]
     tokens = np.bincount(group, weights=counted).astype(np.int64)
     num_means = int(np.count_nonzero(tokens)) if mean.divisor is None else mean.divisor
-    return StockMeans(tokens[group], counted, group, num_means)
+    return np.stack((tokens[group], counted, group, batch), axis=1), num_means
 
 
 def by_weight(buffers: Sequence[BufferMetadata], stock: StockSteps) -> list[BufferMetadata]:
-    """The same samples, of a modality of their own for each weight that stock gives, so that no group mixes them.
+    """The same samples, with a modality for each weight that stock gives, so that no group mixes them.
 
     Weights differ where stock's micro-batches have different sizes: at the end of an epoch, and where rows were left
     out.
@@ -378,7 +365,7 @@ def by_weight(buffers: Sequence[BufferMetadata], stock: StockSteps) -> list[Buff
     rows, starts, _ = pool(buffers)
     if not len(rows):
         return list(buffers)
-    divisors = stock_means(rows, stock).units
+    divisors = stock_means(rows, stock)[0][:, 0]
     kinds, kind = np.unique(np.stack((rows["modality"], divisors)), axis=1, return_inverse=True)
     if kinds.shape[1] > np.iinfo(np.uint8).max:
         raise DataError(f"stock would give the samples of an optimizer step {kinds.shape[1]} different weights")

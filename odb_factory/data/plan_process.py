@@ -1,7 +1,6 @@
-"""Plans are made in a process of their own: the training thread never waits for the interpreter lock of a planner.
+"""Plans are made in a separate process: the training thread never waits for the interpreter lock of a planner.
 
-Planners are pure functions of a few integers a sample, so this is all that travels: what the ranks have told each
-other there, a plan back.
+Planners are pure functions of a few integers a sample: these go to the process, a plan comes back.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def watch_parent(pid: int) -> None:
 
 
 def _watch(pid: int) -> None:
-    # Where workers are forked, a later one holds the pipe that tells of the parent, too; but its id changes.
+    # Where workers are forked, a later one holds the pipe of the parent, too; but the parent's id changes.
     # With forkserver the system's parent is the server.
     is_child = os.getppid() == pid
     while not (_has_ended(pid) or (is_child and os.getppid() != pid)):
@@ -133,7 +132,7 @@ class PlanProcess:
         return result
 
     def close(self) -> None:
-        """End it, whatever it is doing; begun or not, and safe to call twice."""
+        """End it, whatever it is doing; started or not, and safe to call twice."""
         if self._connection.closed:
             return
         if self._process.pid is not None:

@@ -5,22 +5,19 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from odb_factory.log import get_logger
 from odb_factory.planning import Cost, MicroStepTotals
 
-# ----------------------------------------------------------------------------------------------------------------------
-# What travels through the loader: light samples in, micro-batches of optimizer steps out.
-
 
 @dataclass(slots=True)
 class Sample:
     """One observed row: its index in the training dataset, its cost and its light features (see `serialize.pack`).
 
-    content: a checksum of what it says (see `serialize.checksum`); 0 if unknown.
+    content: a checksum of its tokens and labels (see `serialize.checksum`); 0 if unknown.
     """
 
     id: int
@@ -31,7 +28,7 @@ class Sample:
 
 @dataclass(slots=True)
 class Rejection:
-    """One row that will not be trained on. `fatal`: the policy says to stop with `message`."""
+    """One row that will not be trained on. fatal: the training stops with `message`."""
 
     id: int
     reason: str
@@ -56,7 +53,7 @@ class OptimizerStep:
     overlong: samples of the epoch that break a budget alone, on all ranks, seen until this step was planned.
     not_trained: on the last step, rows neither trained on nor left out (`join: false`, `drop_last`); 0 before.
     epoch_steps: optimizer steps of the whole epoch: exact with kept steps of a dataset with a length (and in the last
-        step), else estimated; 0 where nobody can say.
+        step), else estimated; 0 where that is not known.
     last: no step follows in this epoch.
     """
 
@@ -139,7 +136,7 @@ class MicroBatch:
     numbers: tuple[int, ...] = ()
 
     def only(self, numbers: Sequence[int]) -> MicroBatch:
-        """The same with these of its samples alone; what it says of all ranks stays."""
+        """The same with these of its samples alone; its totals stay."""
         places = tuple(self.numbers[i] for i in numbers) if self.whole is not None else ()
         return replace(self, samples=tuple(self.samples[i] for i in numbers), numbers=places)
 
@@ -207,24 +204,13 @@ class Measured:
 
 MAX_LOGGED = 10
 COLLATION = "collation"
-"""What rows are counted under that could be read when they were observed, and cannot be collated."""
+"""The reason of rows that were observed and cannot be collated."""
 
 logger = get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class LeftOutRow:
-    """A row that this rank leaves out. lost_weight: its share of the loss of its optimizer step, if that is lost."""
-
-    id: int
-    reason: str
-    message: str
-    epoch: int
-    lost_weight: float
-
-
 class LeftOut:
-    """What one rank leaves out. The first rows are logged; all of them wait for `through`, to be written.
+    """The rows that one rank leaves out. The first ones are logged; all of them wait for `through`, to be written.
 
     path: of the file that they will be written to, for the log.
     """
@@ -233,15 +219,19 @@ class LeftOut:
         self.path: Path | None = None
         self._num_logged = 0
         self._lock = threading.Lock()
-        self._rows: deque[tuple[int, LeftOutRow]] = deque()
+        self._rows: deque[tuple[int, dict[str, Any]]] = deque()
 
     def leave_out(
         self, ids: Sequence[int], reason: str, message: str, *, epoch: int, step: int, lost_weight: float = 0.0
     ) -> None:
-        """Note that these rows are not trained on in an optimizer step (its index in the epoch). Any thread."""
+        """Note that these rows are not trained on in an optimizer step (its index in the epoch). Any thread.
+
+        lost_weight: their share of the loss of that step, where it is lost.
+        """
+        row = {"reason": reason, "message": message, "epoch": epoch, "lost_weight": lost_weight}
         with self._lock:
             for id in ids:
-                self._rows.append((step, LeftOutRow(id, reason, message, epoch, lost_weight)))
+                self._rows.append((step, {"id": id} | row))
                 self._log(reason, message)
 
     def through(self, step: int) -> list[dict[str, Any]]:
@@ -249,10 +239,10 @@ class LeftOut:
         with self._lock:
             now = [row for index, row in self._rows if index <= step]
             self._rows = deque(one for one in self._rows if one[0] > step)
-        return [asdict(row) for row in now]
+        return now
 
     def forget(self) -> None:
-        """A pass begins: rows of steps that were not taken will be found again."""
+        """Before a pass: rows of steps that were not taken will be found again."""
         with self._lock:
             self._rows.clear()
 

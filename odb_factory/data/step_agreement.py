@@ -27,32 +27,18 @@ from typing import Any, NamedTuple
 
 from odb_factory.comm.coordinator import LEFT_EPOCH, Coordinator
 from odb_factory.comm.lifeline import known_failure
-from odb_factory.data.samples import MicroBatch, OptimizerStep
+from odb_factory.data.samples import MicroBatch, OptimizerStep, SampleInfo
 from odb_factory.errors import CollectiveError, one_line
 
 CHECK_S = 0.1
 """How often a training thread that waits for an answer looks whether another rank has failed."""
 
 
-class AgreedRow(NamedTuple):
-    """A row that cannot be collated, as all ranks are told before its optimizer step begins: it leaves the step.
-
-    micro_batch: its number in the step. mean, counted, divisor: `stock_mean`, `stock_counted` and `stock_units` of the
-    sample.
-    """
-
-    micro_batch: int
-    id: int
-    tokens: int
-    units: int
-    mean: int = 0
-    counted: int = 0
-    divisor: int = 0
-
-
 class LateRow(NamedTuple):
-    """A row that was found later, as all ranks are told with the next step. share: of the loss of its step, is lost.
-    empties: it is the last that its micro-batch has lost, which idles."""
+    """A row that is lost after its step began; all ranks learn of it with the next step.
+
+    share: of the loss of its step, which is lost. empties: its micro-batch has no row left and idles.
+    """
 
     tokens: int
     units: int
@@ -62,7 +48,7 @@ class LateRow(NamedTuple):
 
 @dataclass(slots=True)
 class Lost:
-    """What all ranks have told. rows: that could not be collated; late: of those the ones found too late.
+    """What all ranks have lost. rows: that could not be collated; late: those found after their step began.
 
     over_budget: micro-batches of two or more samples that the collator has made larger than the budgets.
     """
@@ -81,21 +67,39 @@ class Lost:
 class Agreed:
     """What all ranks know of an optimizer step before its first forward.
 
-    step: without the rows that cannot be collated. rows: those. emptied: micro-batches that have none left, by their
-    number in the step. told: of an earlier step.
+    step: without the rows that cannot be collated. rows: these, each with the index of its micro-batch. emptied:
+    micro-batches of all ranks that have no row left, by index. told: of an earlier step.
     """
 
     step: OptimizerStep
-    rows: Sequence[AgreedRow]
+    rows: Sequence[tuple[int, SampleInfo]]
     emptied: Counter[int]
     told: Lost
+
+    @classmethod
+    def of(cls, step: OptimizerStep, answers: Sequence[Mapping[str, Any]]) -> Agreed:
+        """step: as planned. answers: of all ranks."""
+        rows = [(index, SampleInfo(*row)) for answer in answers for index, *row in answer.get("lost", ())]
+        emptied = Counter(number for answer in answers for number in answer.get("emptied", ()))
+        agreed, lost_rows = cls(step, rows, emptied, _told(answers)), [row for _, row in rows]
+        lost, divisors = agreed.lost_units, {row.stock_mean: row.stock_units for row in lost_rows}
+        left = replace(
+            step,
+            samples=step.samples - len(rows),
+            tokens=step.tokens - sum(row.tokens for row in lost_rows),
+            units=step.units - sum(row.units for row in lost_rows),
+            root_units=step.root_units - math.fsum(math.sqrt(row.units) for row in lost_rows),
+            num_active=step.num_active - emptied.total(),
+            num_stock_means=step.num_stock_means - sum(0 < divisors[mean] == lost[mean] for mean in divisors),
+        )
+        return replace(agreed, step=left)
 
     def apply(self, micro_batch: MicroBatch) -> MicroBatch:
         """A micro-batch of the step, as planned, without these rows."""
         if not self.rows:
             return replace(micro_batch, step=self.step)
-        ids = {row.id for row in self.rows}
-        here = [row for row in self.rows if row.micro_batch == micro_batch.index]
+        ids = {row.id for _, row in self.rows}
+        here = [row for index, row in self.rows if index == micro_batch.index]
         totals = replace(
             micro_batch.totals,
             samples=micro_batch.totals.samples - len(here),
@@ -103,32 +107,15 @@ class Agreed:
             units=micro_batch.totals.units - sum(row.units for row in here),
             active_ranks=micro_batch.totals.active_ranks - self.emptied[micro_batch.index],
         )
-        left = micro_batch.only([number for number, id in enumerate(micro_batch.ids) if id not in ids]).samples
-        lost = self._lost_units()
+        lost = self.lost_units
+        left = (one for one in micro_batch.samples if one.id not in ids)
         samples = tuple(one._replace(stock_units=one.stock_units - lost[one.stock_mean]) for one in left)
         return replace(micro_batch, step=self.step, totals=totals, samples=samples)
 
-    def _lost_units(self) -> Counter[int]:
+    @property
+    def lost_units(self) -> Counter[int]:
         """By the number of the mean that stock takes."""
-        return sum((Counter({row.mean: row.counted}) for row in self.rows), Counter())
-
-
-def _agreed(step: OptimizerStep, answers: Sequence[Mapping[str, Any]]) -> Agreed:
-    """step: as planned. answers: of all ranks."""
-    rows = [AgreedRow(*row) for answer in answers for row in answer.get("lost", ())]
-    emptied = Counter(number for answer in answers for number in answer.get("emptied", ()))
-    agreed = Agreed(step, rows, emptied, _told(answers))
-    lost, divisors = agreed._lost_units(), {row.mean: row.divisor for row in rows}
-    left = replace(
-        step,
-        samples=step.samples - len(rows),
-        tokens=step.tokens - sum(row.tokens for row in rows),
-        units=step.units - sum(row.units for row in rows),
-        root_units=step.root_units - math.fsum(math.sqrt(row.units) for row in rows),
-        num_active=step.num_active - emptied.total(),
-        num_stock_means=step.num_stock_means - sum(0 < divisors[mean] == lost[mean] for mean in divisors),
-    )
-    return replace(agreed, step=left)
+        return sum((Counter({row.stock_mean: row.stock_counted}) for _, row in self.rows), Counter())
 
 
 def _told(answers: Sequence[Mapping[str, Any]]) -> Lost:
@@ -138,7 +125,7 @@ def _told(answers: Sequence[Mapping[str, Any]]) -> Lost:
 
 
 class CollateNotes:
-    """What collate workers tell the training process beside their batches: one pipe for each worker.
+    """What collate workers report to the training process beside their batches: one pipe for each worker.
 
     Make it before the workers start. `tell` is for the workers, `readers` for the training process.
     """
@@ -168,13 +155,7 @@ def _note(micro_batch: MicroBatch, lost: Sequence[int]) -> dict[str, Any]:
     step = micro_batch.step
     note: dict[str, Any] = {"step": step.index, "micro_batches": step.num_micro_batches}
     if lost:
-        rows = [micro_batch.samples[i] for i in lost]
-        note["lost"] = [
-            AgreedRow(
-                micro_batch.index, one.id, one.tokens, one.units, one.stock_mean, one.stock_counted, one.stock_units
-            )
-            for one in rows
-        ]
+        note["lost"] = [(micro_batch.index, *micro_batch.samples[i]) for i in lost]
         note["emptied"] = [micro_batch.index] if len(lost) == len(micro_batch.samples) else []
     return note
 
@@ -239,7 +220,7 @@ class StepAgreement:
         for rank, answer in enumerate(answers):
             if "through" in answer:
                 raise CollectiveError(known_failure() or f"rank {rank} stopped: {LEFT_EPOCH}")
-        return _agreed(step, answers)
+        return Agreed.of(step, answers)
 
     def tell_late(self, rows: Sequence[LateRow]) -> None:
         """Rows of the step under way that all ranks have not left out of it."""

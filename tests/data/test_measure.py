@@ -36,10 +36,15 @@ GRIDS = [[1, 4, 6], [2, 4, 4]]  # 24 + 32 patches
         ({"image_grid_hws": torch.tensor([[4, 6], [2, 2]])}, 28),
         ({"spatial_shapes": torch.tensor([[4, 6], [2, 2]])}, 28),
         ({"input_ids": torch.ones(2, 3), "labels": torch.ones(2, 3)}, 0),
+        *(({"pixel_values": none}, 0) for none in (None, [], [[]], (), torch.zeros(0, 3, 28, 42))),
+        ({"pixel_values": torch.zeros(1, 3, 14, 14).tolist()}, 1),
+        ({"pixel_values": torch.zeros(1, 3, 14, 14), "pixel_values_videos": torch.zeros(1, 4, 3, 14, 14)}, 5),
+        # Flattened pixels carry a temporal axis twice; the grid is exact.
+        ({"image_grid_thw": torch.tensor([[1, 4, 6]]), "pixel_values": torch.zeros(24, 3 * 2 * 14 * 14)}, 24),
     ],
 )
-def test_patches_from_grids(inputs: dict[str, Any], patches: int) -> None:
-    """The patches of a medium are the product of its grid, whatever holds the grids."""
+def test_patches_of_grids_or_pixels(inputs: dict[str, Any], patches: int) -> None:
+    """The patches of a medium are the product of its grid, whatever holds the grids; without one, of its pixels."""
     count = count_patches(inputs)
     assert count == patches
     assert type(count) is int
@@ -71,17 +76,6 @@ def test_patches_from_pixels(key: str, pixels: Any) -> None:
     assert count_patches({key: pixels}, patch_size=7) == 48
 
 
-@pytest.mark.parametrize("pixels", [None, [], [[]], (), torch.zeros(0, 3, 28, 42)])
-def test_no_pixels_are_no_patches(pixels: Any) -> None:
-    assert count_patches({"pixel_values": pixels}) == 0
-
-
-def test_grids_are_believed_before_pixels() -> None:
-    """Flattened pixels carry a temporal axis twice; the grid is exact."""
-    inputs = {"image_grid_thw": torch.tensor([[1, 4, 6]]), "pixel_values": torch.zeros(24, 3 * 2 * 14 * 14)}
-    assert count_patches(inputs) == 24
-
-
 def test_what_pads_images_to_the_largest_is_not_counted() -> None:
     """Pixtral: the tower takes 28 x 42 and 14 x 28 pixels of two images."""
     inputs = {"pixel_values": torch.ones(2, 3, 28, 42), "image_sizes": torch.tensor([[28, 42], [14, 28]])}
@@ -107,11 +101,6 @@ def test_audio_counts_two_frames_of_its_spectrogram(make: Any) -> None:
     assert count_patches(packed) == 5 + 2
     assert count_patches(packed | {"image_grid_thw": torch.tensor([[1, 4, 6]])}) == 24 + 7
     assert count_patches({"feature_attention_mask": None}) == 0
-
-
-def test_pixels_of_images_and_videos_add_up() -> None:
-    inputs = {"pixel_values": torch.zeros(1, 3, 14, 14), "pixel_values_videos": torch.zeros(1, 4, 3, 14, 14)}
-    assert count_patches(inputs) == 5
 
 
 @pytest.mark.parametrize(
@@ -167,8 +156,3 @@ def test_a_collated_batch_is_measured_as_it_is() -> None:
 def test_a_batch_without_labels_has_no_supervised_token() -> None:
     batch = {"input_ids": torch.ones(1, 5), "pixel_values": torch.zeros(1, 3, 16, 16)}
     assert measure_batch(batch, patch_size=8) == Measured(rows=1, length=5, patches=4, units=0)
-
-
-def test_patches_from_nested_lists_of_numbers() -> None:
-    """What an image processor gives without `return_tensors`, after `tolist()`."""
-    assert count_patches({"pixel_values": torch.zeros(1, 3, 14, 14).tolist()}) == 1

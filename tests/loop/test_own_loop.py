@@ -447,7 +447,7 @@ def test_a_stream_that_raises_says_where(num_workers: int) -> None:
             raise OSError("no route to host")
 
     with make(Breaks(), num_workers=num_workers) as loader:
-        with pytest.raises(DataError, match="behind item 19: OSError: no route to host") as caught:
+        with pytest.raises(DataError, match="after item 19: OSError: no route to host") as caught:
             list(loader)
     assert "\n" not in str(caught.value)
 
