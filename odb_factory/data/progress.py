@@ -26,7 +26,7 @@ from odb_factory.log import get_logger
 logger = get_logger(__name__)
 
 NUM_PROBES = 8
-"""So many of the rows that a rank has trained on last are read again when it goes on, to see that they are the same."""
+"""The rows that a rank has trained on last and reads again when it resumes, to see that they are the same."""
 BUDGETS = {"token_budget", "max_patches"}
 """Settings that may change at any time: rows depend on them where overlong ones are dropped or cut."""
 ReadRow = Callable[[int], Sample | Rejection]
@@ -39,7 +39,7 @@ class Progress(ABC):
     now: the state after the optimizer step consumed last.
     read_row: observes a row of the dataset by its number (None where that cannot be: a stream).
     is_loaded: a state has been loaded, and no step been taken since.
-    order: the fingerprint that the order of the epoch must have, if a state has said so.
+    order: the fingerprint that the order of the epoch must have, if a state was loaded.
     rows_from: what rows are made with, as text by name; a state keeps it, so that a change is named.
     """
 
@@ -130,8 +130,8 @@ class Progress(ABC):
     def load(
         self, saved: Sequence[Mapping[str, Any]], fingerprint: Callable[[int], int], *, ignore_data: bool = False
     ) -> None:
-        """Go on from the states of all ranks, or from one alone where that says all: with kept steps, and where it is
-        this rank's and there are as many ranks as before.
+        """Resume from the states of all ranks, or from one alone if that is enough: with kept steps, or if it is this
+        rank's and there are as many ranks as before.
 
         fingerprint: that of the order of an epoch, here. Raises `DataError` with what differs or is damaged.
         """
@@ -150,13 +150,15 @@ class Progress(ABC):
             logger.warning(
                 "%s since the checkpoint; the rows to come are made with what is set now", ", ".join(changed.values())
             )
-        ranks = f"ranks {mine.world_size} -> {self.world_size}" if mine.world_size != self.world_size else ""
-        share = self._share_of(mine, states, ranks)
-        if ranks and mine.data.split and not _is_at_begin(mine):
+        change = f"ranks {mine.world_size} -> {self.world_size}" if mine.world_size != self.world_size else ""
+        if not change and self.share is not None and mine.rank != self.rank:
+            change = f"the state of rank {mine.rank} for rank {self.rank}"
+        if change and mine.data.split and not _is_at_begin(mine):
             raise DataError(
-                f"{ranks}: a stream that was split between the ranks beforehand cannot be dealt out anew; go on as "
+                f"{change}: a stream that was split between the ranks beforehand cannot be dealt out anew; go on as "
                 "before, give the ranks the whole stream, or set `resume: ignore_data`"
             )
+        share = self._share_of(mine, states, change)
         self.open(mine.epoch)
         self.now = replace(mine, rank=self.rank, world_size=self.world_size, data=self.data, share=share)
         self.order = None if _is_at_begin(mine) else mine.data.order
@@ -175,8 +177,8 @@ class Progress(ABC):
         """What this rank has done once these are consumed."""
         return None
 
-    def _share_of(self, mine: DataState, states: Sequence[DataState], ranks: str) -> Share | None:
-        """What this rank has done by these states. ranks: how their number has changed, "" if it has not."""
+    def _share_of(self, mine: DataState, states: Sequence[DataState], change: str) -> Share | None:
+        """What this rank has done by these states. change: of the ranks; "": there is none."""
         return None
 
     def _begin_epoch_of(self, saved: Sequence[Mapping[str, Any]]) -> None:
@@ -347,17 +349,15 @@ class FillProgress(Progress):
             share, drawn=drawn, waiting=tuple(draw for draw in waiting if draw not in planner.rejected_draws)
         )
 
-    def _share_of(self, mine: DataState, states: Sequence[DataState], ranks: str) -> Share | None:
-        if not ranks and mine.rank == self.rank:
+    def _share_of(self, mine: DataState, states: Sequence[DataState], change: str) -> Share | None:
+        if not change or _is_at_begin(mine):
             return mine.share
-        if _is_at_begin(mine) or mine.data.split:
-            return self.share
         try:
             done = done_positions(states)
         except DataError as error:
             raise DataError(f"{error}; {WAY_OUT}") from None
         left = "other samples" if self.data.samples is None else f"{int((~done).sum())} samples left"
-        logger.info("epoch %d goes on with %s: its %s are dealt out anew", mine.epoch, ranks, left)
+        logger.info("epoch %d goes on with %s: its %s are dealt out anew", mine.epoch, change, left)
         return Share(done_before=done)
 
 

@@ -377,6 +377,7 @@ def test_a_stream_that_was_split_goes_on_with_the_same_ranks_alone() -> None:
     rest, _ = run(LENGTHS, world_size=2, stream=SplitStream, states=states, own_state=True)
     assert ids_of(filled) + ids_of(rest) == ids_of(run(LENGTHS, world_size=2, stream=SplitStream)[0])
     refused(states, "ranks 2 -> 1: a stream that was split", stream=SplitStream)
+    refused(states[::-1][:1], "the state of rank 1 for rank 0: a stream", stream=SplitStream, world_size=2)
     options = EIGHT | {"stream": SplitStream, "batch_size": 2, "accumulation": 2, "global_batch_size": "keep"}
     whole, _ = run(LENGTHS, world_size=2, **options)
     before, states = run(LENGTHS, world_size=2, stop_after=3, **options)
