@@ -21,7 +21,7 @@ Run = Mapping[str, Any]
 COLOURS = {"#1f6f9f": "s0", "#b3541e": "s1", "#5c666d": "soft", "#dfe2e0": "rule", "#9b2226": "mark"}
 """Colours as drawn, and the variables of page.css that replace them."""
 RUNS, SOFT, RULE, MARK = tuple(COLOURS)[:2], *tuple(COLOURS)[2:]
-STYLE: Any = {"svg.fonttype": "none", "svg.hashsalt": "odb_factory", "font.size": 9.5, "axes.edgecolor": RULE}
+STYLE: Any = {"svg.fonttype": "none", "svg.hashsalt": "odb_factory", "font.size": 9, "axes.edgecolor": RULE}
 STYLE |= {"axes.labelcolor": SOFT, "xtick.color": SOFT, "ytick.color": SOFT, "grid.color": RULE}
 MOST_POINTS = 600
 """Points of a line; of longer ones the least and the largest of each stretch are drawn, so that no peak is lost."""
@@ -200,11 +200,11 @@ def _thinned(points: np.ndarray) -> np.ndarray:
 def _axes(x_label: str, y_label: str) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(4.7, 2.3))
     axes = figure.subplots()
-    figure.subplots_adjust(left=0.15, right=0.975, top=0.96, bottom=0.2)
+    figure.subplots_adjust(left=0.17, right=0.98, top=0.96, bottom=0.2)
     figure.patch.set_visible(False)
     axes.patch.set_visible(False)
     axes.set(xlabel=x_label, ylabel=y_label)
-    axes.yaxis.set_label_coords(-0.135, 0.5)
+    axes.yaxis.set_label_coords(-0.165, 0.5)
     axes.spines[["left", "right", "top"]].set_visible(False)
     axes.tick_params(bottom=False, left=False)
     axes.grid(axis="y")

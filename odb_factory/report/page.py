@@ -31,7 +31,7 @@ TILES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("budget_use", "budget use", percent),
     ("data_wait_s", "waited for data", seconds_text),
     ("micro_steps", "micro-steps", number),
-    ("units_cv", "spread of units (sd / mean)", percent),
+    ("units_cv", "spread of units", percent),
 )
 
 
