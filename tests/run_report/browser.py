@@ -49,8 +49,14 @@ def open_page(page: Path, folder: Path) -> Opened:
     if found is None:
         pytest.skip("no Chromium: apt-get install chromium-headless-shell")
     log = folder / "net.json"
-    command = [found, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr"]
-    command += [f"--user-data-dir={folder / 'profile'}", f"--log-net-log={log}", "--dump-dom", page.resolve().as_uri()]
+    command = [found, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+    command += [
+        "--enable-logging=stderr",
+        f"--user-data-dir={folder / 'profile'}",
+        f"--log-net-log={log}",
+        "--dump-dom",
+        page.resolve().as_uri(),
+    ]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     assert ended.returncode == 0, ended.stderr[-2000:]
     opened = Opened()
