@@ -93,16 +93,10 @@ def token_weights(micro_batch: MicroBatch, loss_scaling: str, world_size: int) -
     return tuple(world_size / divisor for divisor in divisors)
 
 
-def micro_batch_loss(
-    micro_batch: MicroBatch, loss_scaling: str, world_size: int, filler_rows: int = 0
-) -> MicroBatchLoss:
-    """How the loss is made with the weights of `token_weights`; the model's own mean if they are all equal."""
-    return loss_of(token_weights(micro_batch, loss_scaling, world_size), micro_batch.units, filler_rows)
-
-
 def loss_of(weights: Sequence[float], units: Sequence[int], filler_rows: int = 0) -> MicroBatchLoss:
-    """weights: of each unit of each sample (none: an idle micro-batch); units: their number for each sample.
+    """How the loss is made with these weights; the model's own mean if they are all equal.
 
+    weights: of each unit of each sample (none: an idle micro-batch); units: their number for each sample.
     filler_rows: of `Measured`; they weigh 0.
     """
     if len(set(weights)) <= 1:

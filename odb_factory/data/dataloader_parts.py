@@ -9,13 +9,15 @@ from typing import Any
 
 import torch
 from accelerate.data_loader import IterableDatasetShard, SeedableRandomSampler
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from odb_factory.comm.gloo import world_size_of
 from odb_factory.config import ODBConfig
+from odb_factory.data.observe import ItemError, ItemObserver
 from odb_factory.data.order import is_split_by_node
 from odb_factory.errors import ConfigError
+from odb_factory.random_numbers import kept_random_numbers
 
 ORDER_BLOCK = 4096
 """Indices of an order that are Python numbers at a time."""
@@ -23,7 +25,7 @@ ORDER_BLOCK = 4096
 
 @dataclass(frozen=True, kw_only=True)
 class DataLoaderParts:
-    """What a DataLoader is made of, as far as an online loader takes it over; each name as in torch.
+    """What a DataLoader is made of; each name as in torch.
 
     sampler: indices of the whole epoch, the same on all ranks, with `set_epoch` if the order changes; None for a
         dataset that is iterated.
@@ -49,7 +51,7 @@ class DataLoaderParts:
 
 
 class RandomOrder(SeedableRandomSampler):
-    """The order of accelerate's sampler, without a list of it: 8 bytes a row, which forked workers share."""
+    """The order of accelerate's sampler as a tensor, not a list: 8 bytes a row, which forked workers share."""
 
     def __iter__(self) -> Iterator[int]:
         if self.replacement:
@@ -63,6 +65,26 @@ class RandomOrder(SeedableRandomSampler):
         self.set_epoch(self.epoch + 1)
 
 
+def check_source(dataset: Any, sampler: Any = None) -> None:
+    """Raise `ConfigError` if a DataLoader could not read `dataset`, or if its order could be read only once."""
+    if isinstance(sampler, Iterator):
+        raise ConfigError(
+            f"sampler: a {type(sampler).__name__} can be iterated only once, and every epoch iterates it again; give a "
+            "list, or a torch.utils.data.Sampler."
+        )
+    if isinstance(dataset, IterableDataset):
+        return
+    kind = type(dataset)
+    if getattr(kind, "__getitem__", Dataset.__getitem__) is Dataset.__getitem__:
+        raise ConfigError(
+            f"dataset: a {kind.__name__} can be iterated only once or has no `__getitem__`; wrap it in a "
+            "torch.utils.data.IterableDataset whose `__iter__` starts from the beginning, or give a dataset with "
+            "`__getitem__` and `__len__`."
+        )
+    if sampler is None and not hasattr(kind, "__len__"):
+        raise ConfigError(f"dataset: a {kind.__name__} has no `__len__`; add one, or give sampler=.")
+
+
 def unwrap(dataloader: Any) -> DataLoader:
     """The torch DataLoader inside what accelerate has prepared, or `dataloader` itself."""
     while not isinstance(dataloader, DataLoader) or hasattr(dataloader, "base_dataloader"):
@@ -73,14 +95,58 @@ def unwrap(dataloader: Any) -> DataLoader:
     return dataloader
 
 
+class _FirstItem(Dataset[tuple[str, bool | None]]):
+    """`self[0]`: observe the first item of a dataset; what is wrong with the kind of its items, or ""."""
+
+    def __init__(self, dataset: Any, observer: ItemObserver):
+        self.dataset, self.observer = dataset, observer
+
+    def __getitem__(self, index: int) -> tuple[str, bool | None]:
+        try:
+            self.observer(self.dataset[index])
+        except ItemError as error:
+            return str(error), None
+        except Exception:  # a row that cannot be read; the loader reports it, by its policy
+            return "", None
+        return "", self.observer.counts_labels
+
+
+def check_first_item(parts: DataLoaderParts, observer: ItemObserver) -> None:
+    """Observe the first item of a dataset with an index, and note what units of its items are counted from.
+
+    It is read where items will be, in a worker process if there are any: workers do not inherit what a dataset opens
+    for it. Random numbers are drawn as without it.
+    Raises `ConfigError` if items of this kind need a `cost_fn` or labels, or if `cost_fn` returns no cost.
+    """
+    first = _FirstItem(parts.dataset, observer)
+    if parts.num_workers == 0:
+        with kept_random_numbers():
+            message, counts_labels = first[0]
+    else:
+        ((message, counts_labels),) = DataLoader(
+            first,
+            sampler=[0],
+            batch_size=None,
+            num_workers=1,
+            generator=torch.Generator(),
+            worker_init_fn=parts.worker_init_fn,
+            timeout=parts.timeout,
+            multiprocessing_context=parts.multiprocessing_context,
+        )
+    if message:
+        raise ConfigError(f"dataset: {observer.describe(parts.dataset, 0)}: {message}.")
+    observer.counts_labels = counts_labels
+
+
 def dismantle(dataloader: Any, seed: int, stream: Any = None, *, already_split: bool = False) -> DataLoaderParts:
-    """What an online loader needs of `dataloader` (torch's, or one that accelerate has prepared).
+    """The parts of `dataloader` (torch's, or one that accelerate has prepared).
 
-    stream: the dataset itself, where it is iterated and known: accelerate may have cut `dataloader`'s into shards.
+    stream: the dataset itself, if it is iterated and known: accelerate may have cut `dataloader`'s into shards.
+    already_split: see `DataLoaderParts`.
 
-    Shares of a rank (`DistributedSampler`, accelerate's shards) are undone: shards without padding are
-    made later. A random sampler gets its order from `seed` and the epoch. Raises `ConfigError` where the
-    order cannot be told, and for options that have no meaning here.
+    Shares of a rank (`DistributedSampler`, accelerate's shards) are undone: shards without padding are made later. A
+    random sampler gets its order from `seed` and the epoch. Raises `ConfigError` if the order cannot be found out, and
+    for options that have no meaning here.
     """
     loader = unwrap(dataloader)
     _refuse_options(loader)
@@ -117,7 +183,7 @@ def _can_pin() -> bool:
 
 
 def _refuse_options(loader: DataLoader) -> None:
-    """Raise `ConfigError` for what a loader that forms its batches online cannot do as torch does."""
+    """Raise `ConfigError` for options that an online loader cannot honour."""
     if not getattr(loader, "in_order", True):  # torch >= 2.6
         raise ConfigError(
             "in_order: False would let the workers' timing decide which samples meet; leave it at True, odb needs the "
@@ -130,11 +196,11 @@ def _refuse_options(loader: DataLoader) -> None:
 
 
 def _refuse_shards(dataset: Any) -> None:
-    """A stream of `datasets` that accelerate has prepared for several ranks may have been cut, and does not tell."""
+    """Raise `ConfigError` for a stream of `datasets` that accelerate may have cut for this rank."""
     if world_size_of(None) > 1 and isinstance(dataset, IterableDataset) and not is_split_by_node(dataset):
         raise ConfigError(
-            "odb: accelerate has prepared this DataLoader over a stream, and nobody can tell which part of it this "
-            "rank has; apply odb to the DataLoader before `prepare`, or give the dataset to ODBDataLoader."
+            "odb: accelerate has prepared this DataLoader over a stream, and which part of it this rank has is not "
+            "known; apply odb to the DataLoader before `prepare`, or give the dataset to ODBDataLoader."
         )
 
 
@@ -154,14 +220,14 @@ def _batch_size(loader: DataLoader) -> int:
 def _sampler(loader: DataLoader) -> Any:
     if loader.batch_sampler is None:
         raise ConfigError(
-            "odb: a DataLoader with batch_size=None yields batches of its dataset's own making; give one whose dataset "
+            "odb: a DataLoader with batch_size=None yields batches that its dataset has made; give one whose dataset "
             "yields single samples."
         )
     batches = _batch_sampler(loader)
     sampler = getattr(batches, "sampler", None)
     if sampler is None:
         raise ConfigError(
-            f"odb: {type(batches).__name__} decides which samples meet in a batch, and does not tell its sampler; "
+            f"odb: {type(batches).__name__} decides which samples share a batch, and has no `sampler`; "
             "build the DataLoader with `sampler=` or `shuffle=`, for odb forms the batches."
         )
     return sampler

@@ -25,7 +25,7 @@ from odb_factory.data.dataloader_parts import DataLoaderParts
 from odb_factory.data.epoch import EpochContext, EpochPlanner
 from odb_factory.data.layout import FlatLayout, LayoutError, PaddedLayout
 from odb_factory.data.measure import DEFAULT_PATCH_SIZE, Measure, measure_batch
-from odb_factory.data.observe import ItemObserver, Observer
+from odb_factory.data.observe import ItemObserver, ObservedDataset, Observer
 from odb_factory.data.plan_process import PlanProcess, compute_here
 from odb_factory.data.progress import Layout, OptimizerStepRule, Progress, progress_for
 from odb_factory.data.samples import COLLATION, LeftOut, Measured, MicroBatch, OptimizerStep, Sample, Task
@@ -34,7 +34,7 @@ from odb_factory.data.state import DataState, TrainingData
 from odb_factory.data.step_agreement import Agreed, LateRow, Lost, StepAgreement
 from odb_factory.data.step_times import StepTimes
 from odb_factory.data.worker import Picklable
-from odb_factory.data.workers import END, POLL_S, LoaderWorkers, Prefetcher, take
+from odb_factory.data.workers import END, POLL_S, LoaderWorkers, Prefetcher
 from odb_factory.errors import CollectiveError, ConfigError, DataError, one_line
 from odb_factory.log import get_logger
 from odb_factory.planning import Budget, Collation, CostModel, Limits, Sizes
@@ -42,11 +42,11 @@ from odb_factory.planning import Budget, Collation, CostModel, Limits, Sizes
 logger = get_logger(__name__)
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The `Budget` of a config: what the planner may put into a micro-batch, and to which sizes it is rounded up.
+# The `Budget` of a config, and the layout of its micro-batches.
 
 
 def make_budget(config: ResolvedConfig, collation: Collation, layout: Layout) -> Budget:
-    """collation: what the collator adds. layout: in which the micro-batches come, `auto` resolved."""
+    """The planner's budget. collation: what the collator adds. layout: of the micro-batches, `auto` resolved."""
     is_flat = layout == "flat"
     multiple = config.pad_to_multiple_of or 1 if is_flat else 1
     limit = config.token_budget // multiple * multiple
@@ -78,13 +78,13 @@ def make_layout(budget: Budget, *, with_boundaries: bool) -> FlatLayout | Padded
 
 
 class Pass:
-    """One pass over an epoch: what is planned and not yet handed on, its batches, how it failed.
+    """One pass over an epoch: tasks that are planned and not yet handed on, batches, the error that ended planning.
 
-    plans: the planner's lists of tasks, made ahead. agreement: of all ranks on its optimizer steps. process: where
-    planners compute, if not here.
-    in_flight: tasks handed on whose batches have not been taken yet; keeps_tasks: they are in `handed_on`, in order,
-    until somebody takes them out. epoch_steps: optimizer steps of the epoch as its first plan says. agreed: on the
-    optimizer step under way. is_taken: an iterator of its micro-batches has been handed out.
+    plans: the planner's lists of tasks, made ahead. agreement: of all ranks on its optimizer steps. process: runs the
+    planners, if not this one.
+    in_flight: tasks handed on whose batches have not been taken yet; with keeps_tasks they stand in `handed_on`, in
+    order. epoch_steps: optimizer steps of the epoch according to its first plan. agreed: the agreement on the optimizer
+    step under way. is_taken: an iterator over its micro-batches has been handed out.
     """
 
     agreed: Agreed
@@ -110,9 +110,9 @@ class Pass:
     def feed(self, num_workers: int) -> Iterator[Task | None]:
         """Planned tasks to be collated, and None while there is none yet.
 
-        Waits a moment for a plan only if no batch is in flight. torch hands the tasks to its workers in turn; None
-        comes once for each, so that a task always goes to the same worker, whenever its plan was ready, and meets the
-        same random numbers there (I6).
+        Waits a moment for a plan only if no batch is in flight. torch hands tasks to its workers in turn; None comes
+        once for each worker, so that a task always goes to the same worker and meets the same random numbers there
+        (I6), whenever its plan was ready.
         """
         while True:
             while self.tasks:
@@ -155,7 +155,7 @@ ABORT_S = 7.0
 STAND_INS_TRIED = 64
 """Rows that are tried for a micro-batch that has no row of its own left."""
 KEYS_OF_ROWS = ("overlong", "token_budget", "max_patches", "loss_scaling")
-"""Keys of the block on which it depends what a row is, and what it weighs."""
+"""Keys of the block that decide what a row is and what it weighs."""
 
 
 class ODBLoader:
@@ -214,7 +214,8 @@ class ODBLoader:
             budget=None if self.counts_labels else budget,
             skips=config.on_error == "skip",
         )
-        self._workers = LoaderWorkers(parts, observer, self.groups, config, budget, rank, world_size)
+        rows = ObservedDataset(parts.dataset, observer, config, budget)
+        self._workers = LoaderWorkers(parts, rows, self.groups, config.collate_workers, rank, world_size)
         self._order = self._workers.order
         # The length of a stream that is split is that of this rank's part, or of the whole; nobody says which.
         is_split = getattr(self._order, "is_split", False)
@@ -275,11 +276,11 @@ class ODBLoader:
 
     @property
     def num_optimizer_steps(self) -> int | None:
-        """Optimizer steps of an epoch; None where nobody knows (`fill`, no length)."""
+        """Optimizer steps of an epoch; None if not known (`fill`, no length)."""
         return self._progress.steps_an_epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration; a new order every epoch."""
+        """Choose the epoch of the next iteration; each epoch has its own order."""
         if epoch != self.epoch:
             if self._progress.is_loaded:
                 logger.warning(
@@ -292,7 +293,7 @@ class ODBLoader:
             self._progress.turn_to(epoch)
 
     def consume(self, step: OptimizerStep) -> None:
-        """Note that this optimizer step, and all before it, has been trained on: a state is taken from there."""
+        """This optimizer step, and all before it, have been trained on: the next state is that after it."""
         mine = []  # a loop may have fetched some of the next step ahead
         while self._handed_out and _place(self._handed_out[0][0].step) <= _place(step):
             mine.append(self._handed_out.popleft()[0])
@@ -307,7 +308,7 @@ class ODBLoader:
     def leave(self, timeout_s: float | None = None) -> None:
         """Leave the epoch, on all ranks at the same optimizer step.
 
-        timeout_s: how long planning that is stuck is waited for (default: that of the coordinator).
+        timeout_s: how long to wait for planning that is stuck (default: the coordinator's).
         """
         current, self.under_way = self.under_way, None
         if current is not None:
@@ -319,7 +320,7 @@ class ODBLoader:
         self.lowered = limits.least(self.lowered)
 
     def samples_of(self, micro_batch: MicroBatch) -> list[Sample]:
-        """What a micro-batch was collated from, of an optimizer step that is not yet consumed (with `oom: split`)."""
+        """The samples of a micro-batch whose optimizer step is not yet consumed (with `oom: split`)."""
         wanted = _place(micro_batch.step), micro_batch.index
         for one, samples in self._handed_out:
             if (_place(one.step), one.index) == wanted and samples is not None:
@@ -327,19 +328,15 @@ class ODBLoader:
         raise LookupError(f"the samples of micro-batch {micro_batch.index} are not held")
 
     def collate(self, micro_batch: MicroBatch, samples: list[Sample]) -> Collated:
-        """These samples by the collator of the workers, in this process. Raises `DataError` where it fails."""
+        """Collate these samples in this process. Raises `DataError` if that fails."""
         outcome = self.groups[micro_batch, samples]
         assert outcome is not None
         if outcome.problem or outcome.lost or outcome.measured is None:
             raise DataError(self._problem(outcome))
         return micro_batch, outcome.measured, outcome.batch
 
-    def check(self) -> None:
-        """Raise `CollectiveError` if another rank has failed."""
-        self._coordinator.check()
-
     def state(self) -> DataState:
-        """Where this rank stands after the last optimizer step consumed; it does not change with later ones."""
+        """The place of this rank after the last optimizer step consumed; a snapshot."""
         return self._progress.state(self._fingerprint(self._progress.epoch))
 
     def state_dict(self) -> dict[str, Any]:
@@ -347,18 +344,19 @@ class ODBLoader:
         return self.state().to_dict()
 
     def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
-        """Go on from the states of all ranks, or from this one's alone where there are as many ranks as before.
+        """Resume from the states of all ranks, or from this rank's alone if there are as many ranks as before.
 
-        Raises `DataError` where the data are not those of the states (see the key `resume`).
+        Raises `DataError` if the data are not those of the states (see the key `resume`).
         """
         self.leave()
         self._progress.load(states, self._fingerprint, ignore_data=self.config.resume == "ignore_data")
         self.epoch = self._progress.epoch
 
     def skip(self, *, optimizer_steps: int, epochs: float) -> int | None:
-        """Stand where a stock training stands that has taken so many optimizer steps and epochs.
+        """Go to the place of a stock training after these optimizer steps and epochs.
 
-        Exact with kept optimizer steps (returns None); else the samples of the last epoch that are taken for done.
+        Exact with kept optimizer steps (returns None); otherwise returns the samples of the last epoch that count as
+        done.
         """
         self.leave()
         skipped = self._progress.skip(optimizer_steps, epochs)
@@ -366,18 +364,18 @@ class ODBLoader:
         return skipped
 
     def estimate_optimizer_steps(self) -> int:
-        """Optimizer steps of an epoch. With `fill` it begins the epoch and is an estimate; 0 where nobody can say."""
+        """Optimizer steps of an epoch. With `fill` it begins the epoch and is an estimate; 0 if not known."""
         if self._progress.steps_an_epoch is not None:
             return self._progress.steps_an_epoch
         return self._begun().epoch_steps
 
     @property
     def has_rows(self) -> bool:
-        """Whether rows can be read by their number; those of a stream cannot."""
+        """Whether rows can be read by their index, which a stream does not allow."""
         return self._workers.read_row is not None
 
     def first_samples(self) -> Iterator[Sample]:
-        """The first samples in the order of all ranks, the same on each, observed here; of an epoch that has begun."""
+        """The first samples of the epoch under way in the order of all ranks, observed in this process."""
         if self._workers.read_row is not None:
             rows = map(self._workers.read_row, dict.fromkeys(self._order.first))
             yield from (row for row in rows if isinstance(row, Sample))
@@ -388,12 +386,12 @@ class ODBLoader:
 
     @property
     def first_planned(self) -> OptimizerStep | None:
-        """The optimizer step that comes first in the pass that has begun, if it has not been handed on yet."""
+        """The first optimizer step of the pass under way, if it has not been handed on yet."""
         tasks = () if self.under_way is None else self.under_way.tasks
         return tasks[0][0].step if tasks else None
 
     def __iter__(self) -> Iterator[Collated]:
-        """Begin the epoch, or go on with one that `begin` has begun; an iterator handed out before is over."""
+        """Begin the epoch, or continue one that `begin` has begun; ends an iterator that was handed out before."""
         if self.under_way is not None and self.under_way.is_taken:
             self.leave()
         current = self._begun()
@@ -401,20 +399,20 @@ class ODBLoader:
         return self._micro_batches(current)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Leave the epoch, end the worker processes, give the coordinator back. timeout_s: see `leave`."""
+        """Leave the epoch, end the worker processes, release the coordinator. timeout_s: see `leave`."""
         self.leave(timeout_s)
         self._workers.close()
         self._coordinator.close()
 
     def abort(self, message: str) -> None:
-        """Tell the other ranks why this one ends, then end as `close` does, without waiting for them."""
+        """Report to the other ranks why this one ends, then close without waiting for them."""
         self._coordinator.abort(message)
         self.close(ABORT_S)
 
     def release(self) -> None:
         """End what this process alone needs, for garbage collection: calls no collective and waits for no rank.
 
-        A thread gives the rest back, the planning thread and the coordinator.
+        A thread ends the rest, the planning thread and the coordinator.
         """
         current, self.under_way = self.under_way, None
         if current is not None:
@@ -493,7 +491,7 @@ class ODBLoader:
                 asked = time.perf_counter()
                 if not waits:
                     self._coordinator.progress(f"micro-batch {next(number)} of epoch {self.epoch}")
-                outcome = take(current.batches, "collates", self._workers.collated)
+                outcome = self._workers.next_outcome(current.batches)
                 self.times.wait(time.perf_counter() - asked)
                 if outcome is END:
                     break
@@ -510,7 +508,7 @@ class ODBLoader:
                     samples = left or ([] if self._stand_in is None else [self._stand_in])
                 self._handed_out.append((micro_batch, samples))
                 self.rejected = micro_batch.step.rejected
-                # Whoever takes it holds the only reference.
+                # The receiver holds the only reference.
                 yield handed.pop()
             if current.error is not None:
                 error, current.error = current.error, None
@@ -519,7 +517,7 @@ class ODBLoader:
                 finally:
                     del error
         except GeneratorExit:
-            # Not waited for: the loop may have ended by an exception, of which the others must hear first.
+            # Not waited for: the loop may have ended by an exception, which must be reported to the others first.
             current.plans.stop()
             raise
         except BaseException as error:
@@ -529,7 +527,7 @@ class ODBLoader:
             self.leave()
 
     def _agree_on(self, current: Pass, outcome: Outcome) -> Collated:
-        """The micro-batch without the rows that are left out. Its first one waits until all ranks know of the step."""
+        """The micro-batch without the rows that are left out. The first of a step waits for the agreement on it."""
         planned = outcome.micro_batch
         if outcome.problem or (outcome.lost and self.config.on_error == "raise"):
             raise DataError(self._problem(outcome))
@@ -547,7 +545,7 @@ class ODBLoader:
         return micro_batch, measured, batch
 
     def _leave_out(self, current: Pass, micro_batch: MicroBatch, outcome: Outcome) -> MicroBatch:
-        """Without the rows that are lost. micro_batch: as agreed on, which may hold rows that were found too late."""
+        """Leave out the rows that are lost. micro_batch: as agreed on, perhaps with rows that were found too late."""
         late = [number for number, id in enumerate(micro_batch.ids) if id in outcome.lost]
         weights = self.weights(micro_batch) if late else ()
         shares = {micro_batch.ids[number]: weights[number] for number in late}
@@ -568,7 +566,7 @@ class ODBLoader:
         return micro_batch.without(late)
 
     def _collate_stand_in(self, outcome: Outcome) -> tuple[Measured, Any]:
-        """Of a micro-batch that has no row left: another row to run it with, which weighs nothing."""
+        """Another row to run a micro-batch with that has no row left; it weighs nothing."""
         candidates = itertools.chain(() if self._stand_in is None else [self._stand_in], self._workers.usable_rows())
         for sample in itertools.islice(candidates, STAND_INS_TRIED):
             try:
@@ -580,7 +578,7 @@ class ODBLoader:
         raise DataError(self._problem(outcome))
 
     def _problem(self, outcome: Outcome) -> str:
-        """Why its micro-batch cannot be trained on."""
+        """Why the micro-batch cannot be trained on."""
         if outcome.problem:
             return outcome.problem
         id, cause = next(iter(outcome.lost.items()))
@@ -588,15 +586,15 @@ class ODBLoader:
         return f"{self._workers.describe(id)}: cannot be collated: {cause}; fix or remove the row{skips}."
 
     def _abandon(self, error: BaseException) -> None:
-        """Leave after an error. The others know of an agreed one; of any other they are told, for they do not leave."""
+        """Leave after an error. All ranks have a `CollectiveError`; any other is reported to them."""
         if not isinstance(error, CollectiveError):
             self._coordinator.abort(one_line(error))
         self.leave(ABORT_S)
 
     def _checked_order(self, place: tuple[int, ...], expected: int | None, optimizer_step: int) -> int:
-        """A number made of order and place, by which the ranks compare them (planning thread).
+        """A checksum of order and place, which the ranks compare (planning thread).
 
-        optimizer_step: the one that is planned, of kept ones.
+        optimizer_step: the index of the kept step that is planned.
         """
         if expected is not None and self._order.fingerprint != expected:
             raise DataError(

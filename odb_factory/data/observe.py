@@ -1,4 +1,4 @@
-"""Observe: turn dataset rows, or processed items, into light samples with a known cost."""
+"""Observe: make dataset items light samples with a known cost, in worker processes."""
 
 from __future__ import annotations
 
@@ -10,24 +10,21 @@ from numbers import Real
 from typing import Any, Protocol
 
 import numpy as np
-import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from odb_factory.config import ODBConfig
 from odb_factory.data.measure import DEFAULT_PATCH_SIZE, count_patches, count_supervised, has_leading_label, is_ints
 from odb_factory.data.samples import Rejection, Sample
 from odb_factory.data.serialize import checksum, pack, unpack
 from odb_factory.data.worker import BusyRows, WorkerDataset, retried
-from odb_factory.errors import ConfigError, DataError, one_line
+from odb_factory.errors import DataError, one_line
 from odb_factory.planning import VIDEO, Budget, Cost
-from odb_factory.random_numbers import kept_random_numbers
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Observe: turn dataset rows into light samples with a known cost, in worker processes.
+# Any observer, and the dataset of the observe workers.
 
 
 class RowDropped(Exception):
-    """The framework itself would drop this row; `reason` is the word it is counted under."""
+    """The framework itself would drop this row; it is counted under `reason`."""
 
     def __init__(self, reason: str, message: str):
         super().__init__(message)
@@ -35,11 +32,11 @@ class RowDropped(Exception):
 
 
 class MediaCut(Exception):
-    """Truncation cut visual placeholders, so the sample cannot be trained on in any group."""
+    """Truncation cut visual placeholders, so the sample cannot be trained on in any micro-batch."""
 
 
 class ItemError(DataError):
-    """An item is not of the kind that the observer reads, as most likely all are; the message says what to do."""
+    """The observer cannot read this kind of item, so probably none of the dataset; the message says what to do."""
 
 
 class Observer(Protocol):
@@ -88,11 +85,9 @@ class ObservedDataset(WorkerDataset):
     returned as it is.
     """
 
-    def __init__(
-        self, dataset: Any, observer: Observer, config: ODBConfig, budget: Budget, busy: BusyRows | None = None
-    ):
+    def __init__(self, dataset: Any, observer: Observer, config: ODBConfig, budget: Budget):
         self.dataset, self.observer, self.config, self.budget = dataset, observer, config, budget
-        self.busy = busy or BusyRows()
+        self.busy = BusyRows()
 
     def __getitem__(self, row: int | RawItem | Rejection) -> Sample | Rejection:
         if isinstance(row, Rejection):
@@ -142,7 +137,7 @@ class ObservedDataset(WorkerDataset):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Observe processed samples: datasets whose items already are model inputs, of any kind and origin.
+# The observer of datasets whose items already are model inputs, of any kind and origin.
 
 PATCHES_KEY = "odb_n_patches"
 """An item may bring its vision patches under this key; the collator does not see it."""
@@ -154,16 +149,16 @@ EXPECTED = "expected a mapping with `input_ids` of shape [length] or [1, length]
 
 
 class ItemObserver:
-    """The `Observer` of a dataset whose items are mappings with `input_ids`, or anything that `cost_fn` can tell of.
+    """The `Observer` of a dataset whose items are mappings with `input_ids`, or anything that `cost_fn` takes.
 
     `input_ids` and `labels`: list, array or tensor of shape [length] or [1, length]. Patches are taken from
-    `odb_n_patches`, or counted from the patch grids or pixel tensors. Where an item has no `labels`, it is
-    collated alone and the labels of that batch are counted; where it has no `input_ids` (text and images that the
-    collator tokenizes and processes), all its cost is that of this batch.
+    `odb_n_patches`, or counted from the patch grids or pixel tensors. An item without `labels` is collated alone and
+    the labels of that batch are counted; of an item without `input_ids` (text and images that the collator tokenizes
+    and processes) the whole cost is counted there.
 
-    cost_fn: item -> `Cost`, or int (tokens; patches are then counted as without it). Where it gives no units,
-    labels are counted all the same.
-    loss_scaling: if it weighs by units, they must be known; else they may be 0 for want of labels.
+    cost_fn: item -> `Cost`, or int (tokens; patches are then counted as without it). If it gives no units, labels are
+    counted.
+    loss_scaling: if it weighs by units, these must be known; otherwise they may be 0 without labels.
     takes_any_loss: with a `cost_fn` the loss need not be that of a language model. A sample then has the units of its
         `Cost`; without these its label tokens are counted where it has `input_ids` and one label for each of them, and
         any other sample is one unit.
@@ -229,7 +224,7 @@ class ItemObserver:
         return Cost(tokens, patches, has_media=patches > 0, modality=_modality(item))
 
     def _collated_cost(self, item: Mapping[str, Any]) -> Cost:
-        """Of an item that its collator makes model inputs of."""
+        """The cost of an item whose collator makes the model inputs."""
         try:
             batch = self.collate_fn([copy.copy(item)])
         except Exception as error:
@@ -261,7 +256,7 @@ class ItemObserver:
         return labels.dtype.kind == "i" and labels.ndim == ids.ndim > 0
 
     def _labels(self, features: Any) -> Any:
-        """Those of an item, or of the batch that it makes alone; None if there are none and none are needed."""
+        """The labels of an item, or of the batch that it makes alone; None if there are none and none are needed."""
         labels = features.get("labels") if isinstance(features, Mapping) else None
         if labels is None:
             batch = self.collate_fn([copy.copy(features)])
@@ -275,42 +270,6 @@ class ItemObserver:
         return labels
 
 
-class _FirstItem(Dataset[tuple[str, bool | None]]):
-    """`self[0]`: observe the first item of a dataset; what is wrong with the kind of its items, or ""."""
-
-    def __init__(self, dataset: Any, observer: ItemObserver):
-        self.dataset, self.observer = dataset, observer
-
-    def __getitem__(self, index: int) -> tuple[str, bool | None]:
-        try:
-            self.observer(self.dataset[index])
-        except ItemError as error:
-            return str(error), None
-        except Exception:  # a row that cannot be read; the loader reports it, by its policy
-            return "", None
-        return "", self.observer.counts_labels
-
-
-def check_first_item(dataset: Any, observer: ItemObserver, *, num_workers: int, **options: Any) -> None:
-    """Read and observe the first item of a dataset with an index, and note what units of its items are counted from.
-
-    It is read where items will be, in a worker process if there are any: what a dataset opens for it is not inherited
-    by the workers to come. options: of torch's `DataLoader`. Random numbers are drawn as without it.
-    Raises `ConfigError` where items of this kind need a `cost_fn` or labels, or `cost_fn` returns what is no cost.
-    """
-    first = _FirstItem(dataset, observer)
-    if num_workers == 0:
-        with kept_random_numbers():
-            message, counts_labels = first[0]
-    else:
-        generator = torch.Generator()
-        loader = DataLoader(first, sampler=[0], batch_size=None, num_workers=1, generator=generator, **options)
-        ((message, counts_labels),) = loader
-    if message:
-        raise ConfigError(f"dataset: {observer.describe(dataset, 0)}: {message}.")
-    observer.counts_labels = counts_labels
-
-
 def _modality(inputs: Mapping[str, Any]) -> int:
     return VIDEO if any(inputs.get(key) is not None for key in ("video_grid_thw", "pixel_values_videos")) else 0
 
@@ -320,26 +279,10 @@ def _not_an_item(item: Mapping[str, Any]) -> str:
 
 
 def _length(item: Any) -> int:
-    """Tokens of an item; says what was found where it is not what was expected."""
+    """Tokens of an item. Raises `ItemError` with what was found, if that is not what was expected."""
     if not isinstance(item, Mapping):
         raise ItemError(f"{EXPECTED}, found {type(item).__name__}; {GIVE_COST_FN}")
     shape = (len(item["input_ids"]),) if is_ints(item["input_ids"]) else np.shape(item["input_ids"])
     if len(shape) == 0 or len(shape) > 2 or (len(shape) == 2 and shape[0] != 1):
         raise ItemError(f"{EXPECTED}, found shape {list(shape)}")
     return int(shape[-1])
-
-
-def check_dataset(dataset: Any, sampler: Any = None) -> None:
-    """Raise `ConfigError` where a DataLoader could not read `dataset`."""
-    if isinstance(dataset, IterableDataset):
-        return
-    kind = type(dataset)
-    reads_rows = hasattr(kind, "__getitem__") and kind.__getitem__ is not Dataset.__getitem__
-    if not reads_rows:
-        raise ConfigError(
-            f"dataset: a {kind.__name__} can be iterated only once or has no `__getitem__`; wrap it in a "
-            "torch.utils.data.IterableDataset whose `__iter__` begins anew, or give a dataset with `__getitem__` and "
-            "`__len__`."
-        )
-    if sampler is None and not hasattr(kind, "__len__"):
-        raise ConfigError(f"dataset: a {kind.__name__} has no `__len__`; add one, or give sampler=.")

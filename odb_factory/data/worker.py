@@ -1,4 +1,4 @@
-"""A data worker: how its collator gets there, and what it does beside its tasks."""
+"""A data worker: how its collator is sent to it, and what it does beside its tasks."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ from odb_factory.errors import ConfigError, one_line
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Send a collator to a worker process that is not forked, without the weights of a model it holds.
-# LLaMA-Factory's collator holds the model, for its config and its `get_rope_index`. Pickled as it is, every worker
-# would get a copy of all weights. So each module is sent with tensors of torch's device "meta" in their place:
-# whatever needs only the config works as before, and whatever needs a weight raises instead of returning another
-# number.
+# LLaMA-Factory's collator holds the model, for its config and its `get_rope_index`. Pickled unchanged, every worker
+# would get a copy of all weights. So each module is sent with tensors of torch's device "meta" in their place: code
+# that needs only the config works as before, and code that needs a weight raises.
 
 NOT_SENT = (
     "cannot be sent to a worker process, as the start methods 'spawn' and 'forkserver' require ({}); make it "
@@ -41,9 +40,8 @@ _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, f
 class Picklable:
     """A callable that can be sent to a worker of any start method; there it is the plain callable again.
 
-    Attributes and calls go to `inner`. role: what messages call it. A model in it is pickled once: engines that wrap
-    the model later on (FSDP, DeepSpeed) make it unpicklable.
-    Raises `ConfigError`, when it is sent, where it cannot be pickled.
+    Attributes and calls go to `inner`. role: its name in messages. A model in it is pickled once: engines that wrap the
+    model later on (FSDP, DeepSpeed) make it unpicklable. Sending raises `ConfigError` if `inner` cannot be pickled.
     """
 
     def __init__(self, inner: Callable[..., Any], role: str):
@@ -66,7 +64,7 @@ class Picklable:
 
 
 class _Pickler(ForkingPickler):
-    """Pickles what it holds, and modules without their weights. models: what was pickled of each before, by its id."""
+    """Pickles modules without their weights. models: the pickles of modules that were sent before, by their id."""
 
     def __init__(self, file: io.BytesIO, models: dict[int, bytes]):
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
@@ -90,7 +88,7 @@ class _ModulePickler(ForkingPickler):
             return _meta, (type(obj) is torch.nn.Parameter, tuple(obj.shape), obj.dtype)
         if not isinstance(obj, torch.nn.Module):
             return NotImplemented
-        # Hooks belong to who trains the model, functions are often closures of an engine.
+        # Hooks belong to the trainer of the model, functions are often closures of an engine.
         blank = vars(torch.nn.Module())
         state = {name: value for name, value in vars(obj).items() if name not in blank}
         state = {name: _NotSent(name) if isinstance(value, _FUNCTIONS) else value for name, value in state.items()}
@@ -128,18 +126,17 @@ RETRY_PAUSE_S = 0.1
 def worker_seed(seed: int, rank: int, stage: int, epoch: int) -> int:
     """A seed for the workers of one stage; torch adds the number of the worker to it.
 
-    seed: the user's own (torch's global one, or that of the DataLoader's generator). Ranks, stages and epochs get
-    seeds that have nothing in common, as numpy's `SeedSequence` promises.
+    seed: torch's global one, or that of the DataLoader's generator. The seeds of ranks, stages and epochs are
+    independent (numpy's `SeedSequence`).
     """
     return int(np.random.SeedSequence(seed, spawn_key=(rank, stage, epoch)).generate_state(1, np.uint64)[0] >> 1)
 
 
 class BusyRows:
-    """Which row each worker of a stage is at, for messages of the process that waits for them.
+    """The row that each worker of a stage works at, for messages of the process that waits for them.
 
     A table in shared memory, a line for each worker and one for the process itself: process id, row (-1: none), and
-    since when (`time.monotonic`, which all processes of a machine have in common). Workers beyond `num_workers` are not
-    in the table.
+    since when (`time.monotonic`, the same in all processes of a machine). Workers beyond `num_workers` share the last.
     """
 
     def __init__(self, num_workers: int = 0):
@@ -159,11 +156,11 @@ class BusyRows:
             line[1] = -1
 
     def close(self) -> None:
-        """Give the shared memory back; the workers have ended."""
+        """Release the shared memory; the workers have ended."""
         self._table = self._table.clone()
 
     def describe(self, task: str) -> str:
-        """The worker that has been at its row for longest, or one that is stopped. task: what they do."""
+        """The worker that has been at its row for longest, or one that is stopped. task: a verb, such as "observes"."""
         lines = [(int(pid), int(row), since) for pid, row, since in self._table.tolist() if pid]
         busy = sorted((since, pid, row) for pid, row, since in lines if row >= 0)
         stopped = [pid for pid, _, _ in lines if is_stopped(pid)]
@@ -178,7 +175,7 @@ class BusyRows:
 
 
 def retried(call: Callable[[], T], final: tuple[type[Exception], ...] = ()) -> T:
-    """`call()`, once more if it raises: the second read of a network disk often succeeds. final: not tried again."""
+    """`call()`, repeated once if it raises: a second read of a network disk often succeeds. final: not repeated."""
     try:
         return call()
     except final:
@@ -193,10 +190,9 @@ def retried(call: Callable[[], T], final: tuple[type[Exception], ...] = ()) -> T
 class WorkerDataset(Dataset):
     """A dataset that is sent to worker processes, and wraps the user's own (`dataset`).
 
-    Sent to a process that is being started, it makes that one watch its parent before anything else is unpickled, which
-    may take long or never end. Pickled for any other purpose, or copied, it does not.
-    sends_dataset: False where `dataset` is for `worker_init_fn` alone: it is there in a forked worker and sent to no
-    other.
+    A worker process that is being started watches its parent before it unpickles anything else, which may take long or
+    never end; a process that unpickles it for another purpose does not.
+    sends_dataset: False if `dataset` is for `worker_init_fn` alone: only a forked worker has it.
     """
 
     dataset: Any
@@ -224,8 +220,7 @@ def _new(watch: None, kind: Any) -> Any:
 class WorkerInit:
     """The `worker_init_fn` of our DataLoaders: watches the parent, then calls the user's own (if any).
 
-    That one finds in `get_worker_info()` what it finds in a plain DataLoader: `dataset` is the user's (in a collating
-    worker that was not forked there is none).
+    The user's finds its own dataset in `get_worker_info().dataset` (None in a collating worker that was not forked).
     """
 
     def __init__(self, init_fn: Callable[[int], None] | None):

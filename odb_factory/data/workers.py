@@ -1,11 +1,10 @@
 """The two stages of an `ODBLoader`, each an ordinary torch DataLoader: one observes rows, one collates micro-batches.
 
-A dataset that is iterated has a third before them, which reads. All start their workers when an epoch begins, in the
-caller's thread, before the planning thread of that epoch runs: where workers are forked, no thread of ours that draws,
-plans or logs can hold a lock then. What still runs is the thread that watches the other ranks; it holds locks of its
-own store and of nothing that a worker uses. The same goes for workers that others fork in the middle of an epoch, such
-as those of transformers' evaluation: what the planning thread may hold just then is the locks of our queues, which they
-never touch; Python and libc make those of the interpreter, of logging and of memory anew in a forked process.
+A dataset that is iterated has a third before them, which reads.
+
+Fork safety: workers are forked in the caller's thread, before the planning thread of the epoch starts, and the thread
+that watches the other ranks holds no lock that a worker uses. A process that others fork in the middle of an epoch
+(transformers' evaluation does) never touches the locks of our queues.
 """
 
 from __future__ import annotations
@@ -24,10 +23,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from odb_factory.comm.standing import waiting
-from odb_factory.config import ODBConfig
 from odb_factory.data.collate import GroupDataset
 from odb_factory.data.dataloader_parts import DataLoaderParts
-from odb_factory.data.observe import ObservedDataset, Observer, where
+from odb_factory.data.observe import ObservedDataset, where
 from odb_factory.data.order import ShardSampler, StreamReader
 from odb_factory.data.plan_process import PlanProcess
 from odb_factory.data.samples import Rejection, Sample, Task
@@ -35,7 +33,6 @@ from odb_factory.data.step_agreement import CollateNotes
 from odb_factory.data.worker import NOT_SENT, BusyRows, WorkerInit, worker_seed
 from odb_factory.ending import LESS_MEMORY, why_worker_failed
 from odb_factory.errors import ConfigError, DataError, one_line
-from odb_factory.planning import Budget
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Run a generator ahead of its consumer; hand a DataLoader what its sampler does not know when it is made.
@@ -135,57 +132,47 @@ END = object()
 class LoaderWorkers:
     """The DataLoaders that read, observe and collate, made of `parts`, and the worker processes of all.
 
-    groups: what collates. order: the rows of this rank, epoch by epoch; its `start` says where the next pass begins.
-    num_collating: collate workers; 0: this process collates. window: micro-batches that they collate ahead. notes: what
-    they report beside their batches.
+    rows, groups: what observes and what collates. collate_workers: None: as many as there are observe workers; 0: this
+    process collates. order: the rows of this rank, epoch by epoch; its `start` says where the next pass begins. window:
+    micro-batches that are collated ahead. notes: what collate workers report beside their batches.
     read_row: observes a row of the dataset, by its number, in this process; None for a stream.
 
-    There are `num_workers` observe workers, and as many collate workers where the config does not say. A dataset that
-    is iterated has one worker more, which reads it for all of them, restarted in each epoch. Only what is collated is
-    pinned. The seed of `generator` is that of the workers (None: the global one).
+    A dataset that is iterated has one worker more, which reads it for the observe workers and is restarted in each
+    epoch. Only what is collated is pinned. The seed of the workers is that of `generator` (None: the global one).
     Raises `ConfigError` where what the workers need cannot be sent to them.
     """
 
     def __init__(
         self,
         parts: DataLoaderParts,
-        observer: Observer,
+        rows: ObservedDataset,
         groups: GroupDataset,
-        config: ODBConfig,
-        budget: Budget,
+        collate_workers: int | None,
         rank: int,
         world_size: int,
     ):
         num_workers = parts.num_workers
-        self.num_collating = num_workers if config.collate_workers is None else config.collate_workers
+        self.num_collating = num_workers if collate_workers is None else collate_workers
         self.notes: CollateNotes | None = None
         self.window = parts.prefetch_factor * self.num_collating
-        self.groups = groups
+        self._parts, self._rows, self._groups, self._rank = parts, rows, groups, rank
         self._tasks, self._chunks = Feed(), Feed()
-        self._parts, self._observer, self._rank = parts, observer, rank
-        self._observed, self.collated = BusyRows(num_workers), BusyRows(self.num_collating)
-        groups.busy = self.collated
-
-        rows = ObservedDataset(parts.dataset, observer, config, budget, self._observed)
+        rows.busy, groups.busy = BusyRows(num_workers), BusyRows(self.num_collating)
         self._reading: DataLoader | None = None
         self._observing: DataLoader | None
+        self.order: Any
+        self.read_row: Callable[[int], Sample | Rejection] | None = None
         if parts.sampler is None:
-            reader = StreamReader(parts.dataset, rank, world_size, is_split=parts.already_split)
+            self.order = StreamReader(parts.dataset, rank, world_size, is_split=parts.already_split)
             # A persistent worker would not hear of another epoch or state.
             once = {"persistent_workers": False} if num_workers else {}
-            self._reading = self._loader(reader, min(num_workers, 1), batch_size=OBSERVE_CHUNK, **once)
+            self._reading = self._loader(self.order, min(num_workers, 1), batch_size=OBSERVE_CHUNK, **once)
             rows.sends_dataset = False
-            self.order: Any = reader
-            self.read_row: Callable[[int], Sample | Rejection] | None = None
             self._observing = self._loader(rows, num_workers, batch_sampler=self._chunks)
-            self._all_rows: Callable[[], Iterator[Sample | Rejection]] = functools.partial(
-                _observed, parts.dataset, rows
-            )
         else:
             self.read_row = rows.__getitem__
             self.order = ShardSampler(parts.sampler, rank, world_size)
             self._observing = self._loader(rows, num_workers, batch_size=OBSERVE_CHUNK, sampler=self.order)
-            self._all_rows = lambda: map(rows.__getitem__, self.order.whole())
         self._collating: DataLoader | None = self._loader(
             groups,
             self.num_collating,
@@ -220,18 +207,22 @@ class LoaderWorkers:
             ahead: Iterator[list[Any]] = itertools.repeat([], self._parts.prefetch_factor * self._parts.num_workers)
             self._chunks.source = itertools.chain(ahead, (list(self.order.items(chunk)) for chunk in chunks))
         return itertools.chain.from_iterable(
-            _taken(self._start(self._observing, OBSERVES, epoch), "observes", self._observed)
+            _taken(self._start(self._observing, OBSERVES, epoch), "observes", self._rows.busy)
         )
 
     def collate(self, epoch: int, tasks: Iterator[Task | None]) -> Iterator[Any]:
-        """The outcomes of these tasks; to be asked with `take`."""
+        """The outcomes of these tasks; ask for them with `next_outcome`."""
         if self.num_collating and (self.notes is None or not self._parts.persistent_workers):
-            self.notes = self.groups.notes = CollateNotes(self.num_collating)
+            self.notes = self._groups.notes = CollateNotes(self.num_collating)
         self._tasks.source = tasks
         batches = self._start(self._collating, COLLATES, epoch)
         if self.notes is not None:
             self.notes.forget()
         return batches
+
+    def next_outcome(self, outcomes: Iterator[Any]) -> Any:
+        """The next outcome, None for a task that was None, or `END`."""
+        return take(outcomes, "collates", self._groups.busy)
 
     def plan(self) -> PlanProcess | None:
         """What plans an epoch; None: the caller's own thread, for nothing here has processes."""
@@ -239,7 +230,7 @@ class LoaderWorkers:
 
     def describe(self, index: int) -> str:
         """Where a row comes from, for messages."""
-        return where(self._observer, self._parts.dataset, index)
+        return where(self._rows.observer, self._parts.dataset, index)
 
     def usable_rows(self) -> Iterator[Sample]:
         """The rows in the order of all ranks that can be trained on, observed in this process."""
@@ -262,12 +253,19 @@ class LoaderWorkers:
             "warnings above name the first of them."
         )
 
+    def _all_rows(self) -> Iterator[Sample | Rejection]:
+        """In the order of all ranks, read and observed in this process; a stream from its beginning."""
+        if self.read_row is not None:
+            return map(self.read_row, self.order.whole())
+        reader = StreamReader(self._parts.dataset, 0, 1)
+        return (self._rows[item] for item in reader.items(reader))
+
     def close(self) -> None:
         """End the worker processes."""
-        self._observed.close()
-        self.collated.close()
+        self._rows.busy.close()
+        self._groups.busy.close()
         self._reading = self._observing = self._collating = None
-        self.notes = self.groups.notes = None
+        self.notes = self._groups.notes = None
 
     def _start(self, loader: DataLoader | None, stage: int, epoch: int) -> Iterator[Any]:
         """Begin an epoch; starts the workers, unless they live on.
@@ -313,12 +311,6 @@ def take(batches: Iterator[Any], task: str, busy: BusyRows) -> Any:
 
 def _taken(batches: Iterator[Any], task: str, busy: BusyRows) -> Iterator[Any]:
     return iter(functools.partial(take, batches, task, busy), END)
-
-
-def _observed(stream: Any, rows: ObservedDataset) -> Iterator[Sample | Rejection]:
-    """A stream from its beginning, read and observed in this process."""
-    reader = StreamReader(stream, 0, 1)
-    return (rows[item] for item in reader.items(reader))
 
 
 def _identity(item: Any) -> Any:

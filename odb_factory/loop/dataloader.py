@@ -1,4 +1,4 @@
-"""`ODBDataLoader` and `apply_odb`: DataLoaders that form their batches online, for loops of one's own."""
+"""`ODBDataLoader` and `apply_odb`: DataLoaders that form their batches online, for custom training loops."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Sampler
 
 from odb_factory.config import AUTO, BUDGETS, ODBConfig, ResolvedConfig
-from odb_factory.data.dataloader_parts import make_config, unwrap
-from odb_factory.data.observe import check_dataset
+from odb_factory.data.dataloader_parts import check_source, make_config, unwrap
 from odb_factory.ending import ending
 from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.log import get_logger
@@ -53,7 +52,7 @@ class CommonKeys(TypedDict, total=False):
 
 
 class LoopKeys(CommonKeys, total=False):
-    """Keys with an effect in a training loop of one's own; there loss_scaling is `exact` unless given."""
+    """Keys with an effect in a custom training loop; there loss_scaling is `exact` unless given."""
 
     token_budget: int
     max_patches: int | None
@@ -74,7 +73,7 @@ class TrainerKeys(CommonKeys, total=False):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What `ODBDataLoader` and a DataLoader that `apply_odb` has changed have in common.
+# The common part of `ODBDataLoader` and of a DataLoader that `apply_odb` has changed.
 
 logger = get_logger(__name__)
 
@@ -92,12 +91,12 @@ class Controls(Generic[T_co]):
 
     @property
     def epoch(self) -> int:
-        """Of the iteration under way or over, or of the next one after `set_epoch` or `load_state_dict`."""
+        """The epoch of the iteration under way or over; of the next one after `set_epoch` or `load_state_dict`."""
         return self._odb.epoch
 
     @property
     def num_optimizer_steps(self) -> int | None:
-        """Optimizer steps of an epoch; None where nobody knows (`global_batch_size: fill`, a dataset without a length).
+        """Optimizer steps of an epoch; None if not known (`global_batch_size: fill`, a dataset without a length).
 
         With several ranks, all ask.
         """
@@ -106,23 +105,23 @@ class Controls(Generic[T_co]):
     def estimate_optimizer_steps(self) -> int:
         """Optimizer steps of an epoch: `num_optimizer_steps`, or an estimate with `global_batch_size: fill`.
 
-        The estimate is that of the next epoch, or of the one under way, if all samples are as long as those seen until
-        now; it can be wrong by a factor where the data are sorted. It begins the epoch and waits for its first plan:
-        with several ranks, all call it. Raises `TypeError` for a dataset without a length.
+        The estimate is of the next epoch, or of the one under way, and takes all samples to be as long as those seen
+        until now: with sorted data it can be wrong by a factor. It begins the epoch and waits for its first plan: with
+        several ranks, all call it. Raises `TypeError` for a dataset without a length.
         """
         return self._odb.estimate_optimizer_steps()
 
     def stats(self) -> dict[str, float]:
-        """Padding, balance, waiting and throughput since the first batch, all ranks together, to be logged.
+        """Padding, balance, waiting and throughput since the first batch, of all ranks, to be logged.
 
-        The names and meanings of the Trainer's `odb/...` figures, odb/left_out: rows that were left out, and
+        Names and meanings are those of the Trainer's `odb/...` figures, with odb/left_out: rows that were left out, and
         odb/over_budget: micro-batches of all ranks that the collator made larger than the budget.
         Before the first batch: with several ranks, all ask.
         """
         return self._odb.accounting.stats()
 
     def close(self) -> None:
-        """End the worker processes and give the process group of the planning back (on all ranks)."""
+        """End the worker processes and release the process group of the planning (on all ranks)."""
         self._odb.close()
 
     def __enter__(self) -> Self:
@@ -131,13 +130,13 @@ class Controls(Generic[T_co]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """After an error the other ranks are told why this one leaves. Raises what is known to be its cause."""
-        told = None if error is None else ending(error)
-        if told is not None and not (isinstance(told, SystemExit) and not told.code):
-            self._odb.abort(one_line(told))
+        """After an error this rank reports to the others why it leaves. Raises the cause of the error, if known."""
+        cause = None if error is None else ending(error)
+        if cause is not None and not (isinstance(cause, SystemExit) and not cause.code):
+            self._odb.abort(one_line(cause))
         self.close()
-        if told is not None and told is not error:
-            raise told from error
+        if cause is not None and cause is not error:
+            raise cause from error
 
 
 class State:
@@ -146,18 +145,18 @@ class State:
     _odb: Iteration
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this rank stands, behind the last optimizer step whose batches were all yielded (JSON types).
+        """The place of this rank after the last optimizer step whose batches were all yielded (JSON types).
 
-        On the contract of torchdata's loaders; micro-batches of an unfinished optimizer step come again.
+        The contract is that of torchdata's loaders; micro-batches of an unfinished optimizer step come again.
         """
         return self._odb.state()
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-        """Go on from this rank's state, or from a list of all ranks', which also serves other ranks or settings.
+        """Resume from this rank's state, or from a list of all ranks', which also serves other ranks or settings.
 
-        Before the first batch of an iteration; the state's epoch is the next to be iterated, and `set_epoch` with that
-        epoch keeps the place in it. Raises `DataError` for what is no state of this rank, and where the data are not
-        those of the state.
+        Call it before the first batch of an iteration. The state's epoch is the next to be iterated, and `set_epoch`
+        with that epoch keeps the place in it. Raises `DataError` for a value that is no state of this rank, and if the
+        data are not those of the state.
         """
         loader = self._odb.loader
         self._odb.load(_checked_states(state, loader.rank, loader.world_size))
@@ -172,7 +171,7 @@ class State:
 
 
 class Online(Controls[T_co]):
-    """Goes before a `DataLoader` class: the same object, iterated online. T_co: what its `collate_fn` returns."""
+    """Base before a `DataLoader` class: the same object, iterated online. T_co: what its `collate_fn` returns."""
 
     def __iter__(self) -> Iterator[T_co]:
         return self._odb.batches()
@@ -185,12 +184,12 @@ class Online(Controls[T_co]):
 
     @property
     def _is_accelerate_prepared(self) -> bool:
-        """`accelerator.prepare` would build another DataLoader, of fixed batches; it leaves prepared ones alone."""
+        """True: `accelerator.prepare` leaves prepared loaders alone, and would build one of fixed batches otherwise."""
         return True
 
     @_is_accelerate_prepared.setter
     def _is_accelerate_prepared(self, value: bool) -> None:
-        """`accelerator.prepare` sets it: from now on the batches are moved, and its mesh says who shares samples."""
+        """`accelerator.prepare` sets it: now batches are moved, and the ranks are those of accelerate's mesh."""
         self._odb.is_prepared = self._odb.moves_batches = value
 
 
@@ -208,51 +207,50 @@ def loop_config(config: ODBConfig | None, block: Mapping[str, Any]) -> ResolvedC
         )
     if block.get("loss_scaling") == "stock":
         raise ConfigError(
-            "odb.loss_scaling: 'stock' is the loss of a trainer, and a loop of your own makes its own; leave it out "
+            "odb.loss_scaling: 'stock' is the loss of a trainer, and a custom loop computes its own; leave it out "
             f"(exact), or choose one of {', '.join(LOOP_LOSS_SCALINGS)}."
         )
     config = make_config(config, block)
     if config.has_auto:
         key = next(key for key in BUDGETS if getattr(config, key) == AUTO)
         raise ConfigError(
-            f"odb.{key}: 'auto' runs the model before training, which a loop of your own keeps to itself; give a "
-            "number."
+            f"odb.{key}: 'auto' runs the model before training, which a custom loop does by itself; give a number."
         )
     if config.loss_scaling == "stock":
         config = dataclasses.replace(config, loss_scaling="exact")
-    if config.audit:
-        raise ConfigError("odb.audit: True does not say where to; give audit_dir= instead.")
-    if config.oom != "raise":
-        raise ConfigError(
-            f"odb.oom: {config.oom!r} takes the micro-batches of an optimizer step once more, and this loop is yours; "
-            "leave it out, and lower token_budget if memory is short."
-        )
-    if config.lr_scale != "none":
-        raise ConfigError(
-            f"odb.lr_scale: {config.lr_scale!r} has no effect in a loop of your own, whose learning rate you set; "
-            "leave it out, and scale by optimizer_step_samples of the step info."
-        )
-    if config.pad_to_multiple_of is not None and config.layout != "flat":
-        raise ConfigError(
-            f"odb.pad_to_multiple_of: {config.pad_to_multiple_of} fills up flat micro-batches, and those of this loop "
-            "are padded, as its collator says; set `layout: flat`, or leave it out."
-        )
-    if config.lr_reference_samples is not None:
-        raise ConfigError("odb.lr_reference_samples: has no effect in a loop of your own; leave it out.")
+    for key, is_refused, why in (
+        ("audit", config.audit, "True does not say where to; give audit_dir= instead."),
+        (
+            "oom",
+            config.oom != "raise",
+            f"{config.oom!r} takes the micro-batches of an optimizer step once more, which a custom loop does by "
+            "itself; leave it out, and lower token_budget if memory is short.",
+        ),
+        (
+            "lr_scale",
+            config.lr_scale != "none",
+            f"{config.lr_scale!r} has no effect in a custom loop, which sets its learning rate; leave it out, and "
+            "scale by optimizer_step_samples of the step info.",
+        ),
+        (
+            "pad_to_multiple_of",
+            config.pad_to_multiple_of is not None and config.layout != "flat",
+            f"{config.pad_to_multiple_of} fills up flat micro-batches, and those of this loop are padded, as its "
+            "collator makes them; set `layout: flat`, or leave it out.",
+        ),
+        (
+            "lr_reference_samples",
+            config.lr_reference_samples is not None,
+            "has no effect in a custom loop; leave it out.",
+        ),
+    ):
+        if is_refused:
+            raise ConfigError(f"odb.{key}: {why}")
     return config.resolved()
 
 
-def check_sampler(sampler: object) -> None:
-    """Raise `ConfigError` for an order that is gone once it has been read."""
-    if isinstance(sampler, Iterator):
-        raise ConfigError(
-            f"sampler: a {type(sampler).__name__} can be iterated only once, and every epoch begins it anew; give a "
-            "list, or a torch.utils.data.Sampler."
-        )
-
-
 def _checked_states(state: object, rank: int, world_size: int) -> list[dict[str, Any]]:
-    """A list of states. Raises `DataError` for what cannot be gone on from on this rank."""
+    """A list of states. Raises `DataError` for a value from which this rank cannot resume."""
     states = [state] if isinstance(state, Mapping) else state
     if (
         not isinstance(states, Sequence)
@@ -279,7 +277,7 @@ def _short(value: object) -> str:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `ODBDataLoader`: a DataLoader that forms its batches online, for people with a training loop of their own.
+# `ODBDataLoader`: a DataLoader that forms its batches online, for custom training loops.
 
 
 class ODBDataLoader(Online[T_co], State, DataLoader[T_co]):
@@ -367,7 +365,7 @@ class ODBDataLoader(Online[T_co], State, DataLoader[T_co]):
             )
         if batch_sampler is not None:
             raise ConfigError(
-                f"batch_sampler: a {type(batch_sampler).__name__} decides which samples meet in a batch, "
+                f"batch_sampler: a {type(batch_sampler).__name__} decides which samples share a batch, "
                 "as odb does; give the order alone, as sampler= or shuffle=."
             )
         if not in_order:
@@ -377,8 +375,7 @@ class ODBDataLoader(Online[T_co], State, DataLoader[T_co]):
         if collate_fn is None:
             raise ConfigError("collate_fn: missing; samples of one batch have different lengths, so it must pad them.")
         config = loop_config(config, block)
-        check_sampler(sampler)
-        check_dataset(dataset, sampler)
+        check_source(dataset, sampler)
         super().__init__(
             dataset,
             batch_size,
@@ -427,11 +424,11 @@ class ODBDataLoader(Online[T_co], State, DataLoader[T_co]):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `apply_odb`: let a DataLoader that somebody else has built form its batches online.
+# `apply_odb`: let an existing DataLoader form its batches online.
 
 
 class ODBHandle(Controls[Any], State):
-    """What `apply_odb` has done to a DataLoader; iterates it, and `remove()` undoes it.
+    """The result of `apply_odb`: iterates the DataLoader, and `remove()` restores it.
 
     Example::
 
@@ -453,7 +450,7 @@ class ODBHandle(Controls[Any], State):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """After an error the other ranks are told why this one leaves."""
+        """After an error this rank reports to the others why it leaves."""
         super().__exit__(kind, error, trace)
         self.remove()
 
@@ -477,12 +474,12 @@ def apply_odb(
     config: ODBConfig | None = None,
     **block: Unpack[LoopKeys],
 ) -> ODBHandle:
-    """Let a DataLoader that a framework has built form its batches online: in place, this one object only.
+    """Let an existing DataLoader form its batches online: in place, this one object only.
 
     dataloader: torch's, or one that accelerate has prepared (leave accelerate's own gradient_accumulation_steps at 1).
     Its dataset, order, collator and workers are kept, and so is the number of samples in an optimizer step: its batch
     size x gradient_accumulation_steps x ranks. The other arguments are those of `ODBDataLoader`.
-    Raises `ConfigError` where its order cannot be told, or if it was applied before.
+    Raises `ConfigError` if its order cannot be found out, or if it was applied before.
 
     Example::
 
@@ -498,8 +495,7 @@ def apply_odb(
             "DataLoaderConfiguration, and use state_dict() or checkpoint_with(accelerator) of what apply_odb returns."
         )
     config = loop_config(config, block)
-    check_sampler(loader.sampler)
-    check_dataset(loader.dataset, loader.sampler)
+    check_source(loader.dataset, loader.sampler)
     iteration = Iteration(
         loader,
         config,

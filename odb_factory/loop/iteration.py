@@ -1,4 +1,4 @@
-"""The epochs of a `DataLoader` that forms its batches online: what is handed over, and when it counts as trained on."""
+"""The epochs of a `DataLoader` that forms its batches online: which batch comes next, and when it is trained on."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,9 +25,9 @@ from odb_factory.comm.lifeline import lifeline_of
 from odb_factory.comm.process_group import make_coordinator
 from odb_factory.config import ResolvedConfig
 from odb_factory.data.collate import Collated
-from odb_factory.data.dataloader_parts import dismantle
+from odb_factory.data.dataloader_parts import check_first_item, dismantle
 from odb_factory.data.loader import ABORT_S, ODBLoader, Pass
-from odb_factory.data.observe import ItemObserver, check_first_item
+from odb_factory.data.observe import ItemObserver
 from odb_factory.data.progress import OptimizerStepRule
 from odb_factory.data.state import Positive, load_fields, read_checked, require, write_checked
 from odb_factory.data.trial import TrialBatches, trial_batches
@@ -34,12 +35,12 @@ from odb_factory.data.worker import Picklable
 from odb_factory.ending import ending
 from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.log import get_logger
-from odb_factory.loop.step_info import Receipts, make_step_info, put_step_info
+from odb_factory.loop.step_info import ODBStepInfo, Receipt, make_step_info, put_step_info
 from odb_factory.model.flat_row import begin_row
 from odb_factory.planning import Collation
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What accelerate does for a DataLoader it has prepared, done for one whose batches are formed online.
+# What accelerate does for a prepared DataLoader, for one whose batches are formed online.
 
 
 class Stateful(Protocol):
@@ -49,31 +50,26 @@ class Stateful(Protocol):
 
 
 class FixedBatchesRefused:
-    """In the place of a DataLoader's `collate_fn`: nobody calls it while the batches are formed online.
+    """Replaces a DataLoader's `collate_fn`, which nobody calls while the batches are formed online.
 
-    Who does has built another DataLoader from the attributes of this one, as `accelerate.skip_first_batches` does.
+    A caller has built another DataLoader from the attributes of this one, as `accelerate.skip_first_batches` does.
     """
 
     def __call__(self, items: Any) -> Any:
         raise ConfigError(
             "a DataLoader was built from the parts of one whose batches odb forms online, as "
-            "accelerate.skip_first_batches does, and would yield fixed batches; to go on in the middle of an epoch use "
-            "state_dict() and load_state_dict(), and else the online loader itself."
+            "accelerate.skip_first_batches does, and would yield fixed batches; to resume in the middle of an epoch "
+            "use state_dict() and load_state_dict(), and otherwise the online loader itself."
         )
 
 
-def to_device(batch: Any, *, pin_memory: bool) -> Any:
-    """Where accelerate puts the batches of the DataLoaders it has prepared."""
-    return send_to_device(batch, AcceleratorState().device, non_blocking=pin_memory)
-
-
 def check_accumulation() -> None:
-    """Raise `ConfigError` where accelerate would end optimizer steps by a count of its own."""
+    """Raise `ConfigError` if accelerate would end optimizer steps by its own count."""
     theirs = GradientState().num_steps
     if theirs != 1:
         raise ConfigError(
             f"gradient_accumulation_steps: {theirs} in the Accelerator, which would end its optimizer steps by that "
-            "count, and odb cuts each into as many micro-batches as it needs; leave it at 1 there (give it to "
+            "count, but odb cuts each into as many micro-batches as it needs; leave it at 1 there (give it to "
             "ODBDataLoader or apply_odb), and step where the step info says ends_optimizer_step."
         )
 
@@ -81,66 +77,64 @@ def check_accumulation() -> None:
 def checkpoint_with(accelerator: Accelerator, loader: Stateful, name: str) -> None:
     """Write the loader's state with `accelerator.save_state`, one file a rank, and read it with `load_state`.
 
-    Loading raises `DataError` where a file is missing or damaged.
+    Loading raises `DataError` if a file is missing or damaged.
     """
+
+    def path_of(folder: str, rank: int) -> Path:
+        return Path(folder, f"{name}_rank{rank}.json")
 
     def save(models: Any, weights: Any, folder: str) -> None:
         state = loader.state_dict()
-        path = _file(folder, name, state["rank"])
+        path = path_of(folder, state["rank"])
         try:
             write_checked(path, {"state": state})
         except OSError as error:
             raise DataError(f"{path}: cannot be written ({one_line(error)}); the checkpoint is not whole.") from None
 
     def load(models: Any, folder: str) -> None:
-        if not _file(folder, name, 0).exists():
+        if not path_of(folder, 0).exists():
             raise DataError(
-                f"{folder}: holds no {name}_rank0.json, so nobody knows which samples were trained on; it was saved "
-                "without checkpoint_with(accelerator). Load it without that call to begin the epoch anew."
+                f"{folder}: holds no {name}_rank0.json, so it is not known which samples were trained on; it was saved "
+                "without checkpoint_with(accelerator). Load it without that call to restart the epoch."
             )
-        # A folder that was written before, by more ranks, has files of ranks that are no more.
-        states = [_read(folder, name, 0)]
-        states += [_read(folder, name, rank) for rank in range(1, states[0]["world_size"])]
+        # An older folder that more ranks wrote has files of ranks that no longer exist.
+        states = [_read(path_of(folder, 0), 0)]
+        states += [_read(path_of(folder, rank), rank) for rank in range(1, states[0]["world_size"])]
         loader.load_state_dict(states)
 
     accelerator.register_save_state_pre_hook(save)
     accelerator.register_load_state_pre_hook(load)
 
 
-def _file(folder: str, name: str, rank: int) -> Path:
-    return Path(folder, f"{name}_rank{rank}.json")
-
-
-def _read(folder: str, name: str, rank: int) -> dict[str, Any]:
-    path = _file(folder, name, rank)
+def _read(path: Path, rank: int) -> dict[str, Any]:
     try:
         state: dict[str, Any] = read_checked(path, state=dict[str, Any])["state"]
         own = load_fields(state, "state", rank=int, world_size=Positive)["rank"]
         require(own == rank, "state.rank", own, "but the file is of another rank")
     except DataError as error:
         raise DataError(
-            f"{path}: {error}; load another checkpoint, or load this one without checkpoint_with(accelerator) to begin "
-            "the epoch anew."
+            f"{path}: {error}; load another checkpoint, or load this one without checkpoint_with(accelerator) to "
+            "restart the epoch."
         ) from None
     return state
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# End a loader that nobody has closed: when it is garbage-collected, or when the program ends.
+# Close a loader that its user has not closed: when it is garbage-collected, or when the program ends.
 
 
 class LastResort:
-    """owner: whose end is waited for. It must not be reachable from `loader`."""
+    """Closes `loader` when `owner` is garbage-collected, or at exit. `owner` must not be reachable from `loader`."""
 
     def __init__(self, owner: object, loader: ODBLoader):
-        # The exit of the program is another matter: by then it is known whether an error has ended it.
+        # Not the finalizer's at exit: then it is known whether an error has ended the program.
         self._at_exit = partial(_at_exit, weakref.ref(loader), id(_last_error()), os.getpid())
         atexit.register(self._at_exit)
         self._finalizer = weakref.finalize(owner, _collected, loader, self._at_exit, os.getpid())
         self._finalizer.atexit = False
 
     def cancel(self) -> None:
-        """The loader is closed otherwise."""
+        """The loader has been closed."""
         self._finalizer.detach()
         atexit.unregister(self._at_exit)
 
@@ -152,7 +146,7 @@ def _collected(loader: ODBLoader, at_exit: partial[None], pid: int) -> None:
 
 
 def _at_exit(loader: weakref.ref[ODBLoader], error_before: int, pid: int) -> None:
-    """Tell the other ranks of the error that ends this program; not of one that a notebook's cell has ended with."""
+    """Report the error that ends this program to the other ranks; not one that has ended a cell of a notebook."""
     left, error = loader(), _last_error()
     if left is None or os.getpid() != pid:
         return
@@ -171,24 +165,30 @@ def _last_error() -> BaseException | None:
 logger = get_logger(__name__)
 
 OVER = (
-    "this iteration is over before its end: its loader has since been iterated anew, set to another epoch or state, or "
-    "closed; finish one iteration before the next, or make two loaders."
+    "this iterator is stale: its loader was iterated again, given another epoch or state, or closed; finish one "
+    "iteration before the next, or make two loaders."
 )
 UNCHECKED = (
-    "layout: flat in a loop of your own, and nothing has made sure that the model keeps the samples of a row apart "
+    "layout: flat in a custom loop, and nothing has made sure that the model keeps the samples of a row apart "
     "(one with its cache switched on does not); call odb_factory.unpad(model, loader) before the first batch"
 )
+NOT_TAKEN = (
+    "a batch was dropped with its step info in it, so its loss was not weighed: call pop_step_info(batch) before "
+    "model(**batch), which may swallow the key, and multiply the mean loss by loss_scale (logged once)."
+)
+NUM_WATCHED = 64
+"""Batches whose step info may still be taken out; a loop that collects more of them is not watched."""
 RUN_STEPS = "optimizer_steps_of_run"
-"""The key of a loop's state that the `ODBLoader` has no use for: the audit counts on from it."""
+"""The key of a loop's state from which the audit counts; `ODBLoader` does not use it."""
 
 
 class Iteration:
-    """One DataLoader's. The `ODBLoader` behind it is made when it is first needed, for the ranks there are then.
+    """The iterations of one DataLoader. Its `ODBLoader` is made when it is first needed, for the ranks there are then.
 
     accumulation: micro-batches of an optimizer step, as they would be without odb.
-    is_fetched_ahead: a framework asks it for a batch before it hands over the one before.
+    is_fetched_ahead: a framework asks for the next batch before it hands over the current one.
     is_checked: `unpad` has found that the loop's model takes flat rows.
-    is_prepared: accelerate has prepared the DataLoader. moves_batches: and leaves it to us to move them.
+    is_prepared: accelerate has prepared the DataLoader. moves_batches: and has left it to odb to move batches.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class Iteration:
         if already_split and parts.sampler is not None:
             raise ConfigError(
                 "already_split: this dataset has an index, of which every rank takes its own share; give each rank the "
-                "whole dataset (an order that is split, as DistributedSampler's, is put together again)."
+                "whole dataset (an order that is split, such as DistributedSampler's, is joined again)."
             )
         self.config = config
         self.is_prepared = self._is_fetched_ahead = is_fetched_ahead
@@ -226,9 +226,7 @@ class Iteration:
             takes_any_loss=True,
         )
         if parts.sampler is not None:
-            options = {"worker_init_fn": parts.worker_init_fn, "timeout": parts.timeout}
-            options["multiprocessing_context"] = parts.multiprocessing_context
-            check_first_item(parts.dataset, observer, num_workers=parts.num_workers, **options)
+            check_first_item(parts, observer)
         self._make = partial(
             ODBLoader,
             parts,
@@ -242,56 +240,51 @@ class Iteration:
         )
         if world_size_of(process_group) > 1:  # a rank that dies from here on ends the others
             lifeline_of(process_group, config.exchange_timeout_s).renew()
-        self._made: tuple[ODBLoader, StepAccounting] | None = None
-        self._last_resort: LastResort | None = None
-        self._is_closed = self._begun = self._has_said = False
+        self._loader: ODBLoader | None = None
+        self._accounting: StepAccounting
+        self._last_resort: LastResort
+        self._is_closed = self._begun = self._has_said = self._has_warned = False
         self._epoch = 0
         self._current: Pass | None = None
-        self._receipts = Receipts()
 
     def __repr__(self) -> str:
-        ranks = "not begun"
-        if self._made is not None:
-            ranks = f"rank {self.loader.rank} of {self.loader.world_size}"
+        loader = self._loader
+        ranks = "not begun" if loader is None else f"rank {loader.rank} of {loader.world_size}"
         return f"token_budget={self.config.token_budget}, epoch={self.epoch}, {ranks}"
 
     @property
     def epoch(self) -> int:
-        """Of the iteration under way, or of the next one if `set_epoch` has chosen it."""
-        return self._epoch if self._made is None else self.loader.epoch
-
-    @property
-    def loader(self) -> ODBLoader:
-        return self._parts[0]
+        """The epoch of the iteration under way, or of the next one if `set_epoch` has chosen it."""
+        return self._epoch if self._loader is None else self._loader.epoch
 
     @property
     def accounting(self) -> StepAccounting:
-        return self._parts[1]
+        _ = self.loader
+        return self._accounting
 
     @property
-    def _parts(self) -> tuple[ODBLoader, StepAccounting]:
+    def loader(self) -> ODBLoader:
         """Made by the first to ask; on all ranks at the same place of the program."""
-        if self._made is None:
+        if self._loader is None:
             if self._is_closed:
                 raise ConfigError("odb: this loader has been closed; make another one.")
             group = find_process_group(self._process_group, is_prepared=self.is_prepared)
             loader = self._make(coordinator=make_coordinator(group, self.config.exchange_timeout_s))
             loader.set_epoch(self._epoch)
-            accounting = StepAccounting(
+            self._accounting = StepAccounting(
                 loader,
                 self.config,
                 self._audit_dir,
                 left_out_dir=self._audit_dir,
                 is_fetched_ahead=self._is_fetched_ahead,
             )
-            self._made = loader, accounting
-            self._last_resort = LastResort(self, loader)
-        return self._made
+            self._loader, self._last_resort = loader, LastResort(self, loader)
+        return self._loader
 
     def set_epoch(self, epoch: int) -> None:
         self._epoch = epoch
-        if self._made is not None:
-            self.loader.set_epoch(epoch)
+        if self._loader is not None:
+            self._loader.set_epoch(epoch)
         self._begun = False
 
     def state(self) -> dict[str, Any]:
@@ -343,29 +336,23 @@ class Iteration:
         if self._is_closed:
             return
         self._is_closed = True
-        if self._last_resort is not None:
+        if self._loader is not None:
             self._last_resort.cancel()
-        if self._made is not None:
-            self.loader.close()
-            self.accounting.close()
+            self._loader.close()
+            self._accounting.close()
 
     def abort(self, message: str) -> None:
-        """Tell the other ranks why this one ends; `close` comes next."""
-        if self._made is not None and not self._is_closed:
-            self.loader.abort(message)
+        """Report to the other ranks why this one ends; `close` comes next."""
+        if self._loader is not None and not self._is_closed:
+            self._loader.abort(message)
 
     def _batches(self, loader: ODBLoader, items: Iterator[Collated], current: Pass) -> Iterator[Any]:
         micro_batch = None
-        self._receipts.begin()
+        handed_over: deque[tuple[weakref.ref[ODBStepInfo], Receipt]] = deque(maxlen=NUM_WATCHED)
         begin_row(())
         try:
             for micro_batch, measured, collated in iter(partial(self.accounting.next, items), None):
                 self._check_goes_on(loader, current)
-                labels = collated.get("labels") if isinstance(collated, Mapping) else None
-                self.accounting.begin(micro_batch, measured, labels)
-                if not self._has_said:
-                    self._has_said = True
-                    log_first_step(loader, self.config, micro_batch.step, in_loop=True)
                 info = make_step_info(
                     micro_batch,
                     self.config.loss_scaling,
@@ -374,22 +361,31 @@ class Iteration:
                     loader.num_samples,
                     self.accounting.optimizer_steps + 1,
                 )
-                batch = put_step_info(self._moved(collated), info)
+                labels = collated.get("labels") if isinstance(collated, Mapping) else None
+                self.accounting.begin(micro_batch, measured, labels, weights=info.token_weights)
+                if not self._has_said:
+                    self._has_said = True
+                    log_first_step(loader, self.config, micro_batch.step, in_loop=True)
+                if self.moves_batches:  # as accelerate does
+                    collated = send_to_device(collated, AcceleratorState().device, non_blocking=self._pin_memory)
+                batch = put_step_info(collated, info)
                 if not self._is_fetched_ahead:
                     self.accounting.end()
                 self._current = current
-                self._receipts.add(info)
+                handed_over.append((weakref.ref(info), info.receipt))
                 del info, collated, labels  # the batch alone holds the info
                 yield batch
                 del batch
-                self._receipts.check()
+                if not self._has_warned and any(info() is None and not one.taken for info, one in handed_over):
+                    self._has_warned = True
+                    logger.warning(NOT_TAKEN)
                 if self._is_fetched_ahead:  # the framework hands it over now, and holds the next one
                     self._check_goes_on(loader, current)
                     self.accounting.end()
             if micro_batch is None or not (micro_batch.step.last and micro_batch.ends_optimizer_step):
                 raise ConfigError(OVER)
         finally:
-            begin_row(())  # nothing after the loop is of the row whose step info was taken out last
+            begin_row(())  # the row whose step info was taken out last ends with the loop
             if self._current is current:
                 self._current = None
 
@@ -404,6 +400,3 @@ class Iteration:
     def _check_goes_on(self, loader: ODBLoader, current: Pass) -> None:
         if loader.under_way is not current:
             raise ConfigError(OVER)
-
-    def _moved(self, batch: Any) -> Any:
-        return to_device(batch, pin_memory=self._pin_memory) if self.moves_batches else batch

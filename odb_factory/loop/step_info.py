@@ -1,4 +1,4 @@
-"""`ODBStepInfo`, and the loss that a loop of one's own makes with it."""
+"""`ODBStepInfo`, and the loss that a custom loop computes with it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import weakref
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,22 +18,21 @@ from odb_factory.accounting.losses import (
     TokenLoss,
     in_batch_loss,
     in_float32,
-    micro_batch_loss,
+    loss_of,
     token_weights,
     weighted_token_loss,
 )
 from odb_factory.config import LOSS_SCALINGS
 from odb_factory.data.samples import Measured, MicroBatch, Sample
 from odb_factory.errors import ConfigError, DataError
-from odb_factory.log import get_logger
 from odb_factory.model.flat_row import begin_row
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `ODBStepInfo`: what a training loop has to know of a micro-batch. Travels beside the model inputs of a batch.
+# `ODBStepInfo`: what a training loop needs to know about a micro-batch. Travels beside the model inputs of a batch.
 
 STEP_INFO_KEY = "odb_step_info"
 LOOP_LOSS_SCALINGS = tuple(scaling for scaling in LOSS_SCALINGS if scaling != "stock")
-"""What the losses of a loop would be without odb, only its author knows."""
+"""Without `stock`: what the loss of a loop would be without odb, only its author knows."""
 
 
 class Receipt:
@@ -103,7 +101,7 @@ class ODBStepInfo:
         micro-batches of an optimizer step: do not divide by their number (where `accelerator.backward` does, multiply
         by it). Raises `ConfigError` where the samples' tokens weigh differently, as with `loss_scaling: sample`.
         """
-        loss = micro_batch_loss(self._micro_batch, self.loss_scaling, self._world_size)
+        loss = loss_of(self.token_weights, self._micro_batch.units)
         if loss.row_weights is not None:
             raise ConfigError(
                 f"loss_scale: loss_scaling {self.loss_scaling!r} gives the samples of a micro-batch different weights, "
@@ -124,7 +122,7 @@ def make_step_info(
     num_samples: int | None,
     optimizer_step: int,
 ) -> ODBStepInfo:
-    """num_samples: of an epoch; None if nobody knows. optimizer_step: of the run, from 1."""
+    """num_samples: of an epoch; None if not known. optimizer_step: of the run, from 1."""
     step = micro_batch.step
     progress = None
     if num_samples is not None:
@@ -153,9 +151,10 @@ def make_step_info(
 
 
 def put_step_info(batch: Any, info: ODBStepInfo) -> Any:
-    """The batch with the step info in it: under a key of a mapping, else as an attribute.
+    """The batch with the step info in it: under a key of a mapping, otherwise as an attribute.
 
-    A tuple or list becomes one of a subclass that can have attributes. Raises `DataError` for what can hold neither.
+    A tuple or list becomes one of a subclass that can have attributes. Raises `DataError` for a batch that can hold
+    neither.
     """
     if not isinstance(batch, Mapping):
         if isinstance(batch, tuple | list):
@@ -165,13 +164,13 @@ def put_step_info(batch: Any, info: ODBStepInfo) -> Any:
         except AttributeError:
             raise DataError(
                 f"collate_fn returned a {type(batch).__name__}, which takes no further attribute; odb adds the step "
-                "info to each batch, so return a dict, a tuple, a list, a tensor or an object of your own."
+                "info to each batch, so return a dict, a tuple, a list, a tensor or a custom object."
             ) from None
         return batch
     if STEP_INFO_KEY in batch:
         raise DataError(
-            f"collate_fn returned a batch with the key {STEP_INFO_KEY!r}, under which odb hands over the step info; "
-            "let the collator name it otherwise."
+            f"collate_fn returned a batch with the key {STEP_INFO_KEY!r}, under which odb adds the step info; rename "
+            "it in the collator."
         )
     if not isinstance(batch, MutableMapping):
         raise DataError(
@@ -198,8 +197,8 @@ def pop_step_info(batch: object, loss_scaling: str | None = None) -> ODBStepInfo
 
     A model that `unpad` has set up takes the lengths of a flat row from the info that was taken out last.
 
-    batch: as the loader yields it: a mapping, or what else `collate_fn` returns (a tuple, a tensor, an object).
-    loss_scaling: exact, sample, square, approx or none; default: that of the loader. Raises `DataError` where the batch
+    batch: as the loader yields it: a mapping, or another type that `collate_fn` returns (a tuple, a tensor, an object).
+    loss_scaling: exact, sample, square, approx or none; default: that of the loader. Raises `DataError` if the batch
     has no info, and `ValueError` for another word.
     """
     held = batch if isinstance(batch, MutableMapping) else getattr(batch, "__dict__", {})
@@ -224,11 +223,11 @@ def pop_step_info(batch: object, loss_scaling: str | None = None) -> ODBStepInfo
 
 
 def weighted_loss(logits: Tensor, labels: Tensor, info: ODBStepInfo) -> Tensor:
-    """A micro-batch's part of the loss of its optimizer step, with any `loss_scaling`; `backward()` takes it as it is.
+    """A micro-batch's part of the loss of its optimizer step, with any `loss_scaling`; call `backward()` on it.
 
     logits: [rows, length, vocabulary]; labels: [rows, length], -100 where no loss is wanted; padded or flat, as the
     micro-batch is. Shifted and in float32 as in transformers' causal models; what a model adds to its own loss (for the
-    routers of a mixture of experts) is not in it. Raises `DataError` where the rows (flat: segments) are not the
+    routers of a mixture of experts) is not in it. Raises `DataError` if the rows (flat: segments) are not the
     samples of the micro-batch.
 
     Example::
@@ -243,11 +242,11 @@ def weighted_loss(logits: Tensor, labels: Tensor, info: ODBStepInfo) -> Tensor:
 
 
 def without_logits(model: nn.Module) -> Callable[[Mapping[str, Any], ODBStepInfo], Tensor]:
-    """The same loss, computed in the forward of a transformers model without a matrix of logits, if that is possible.
+    """The same loss, computed in the forward of a transformers model without a matrix of logits, if possible.
 
     model: as trained, also wrapped by PEFT, DDP, FSDP or DeepSpeed. Losses that it adds (for the routers of a mixture
-    of experts) are included, by the micro-batch's share. Where the model needs its logits, one line says why, and the
-    loss is made from them.
+    of experts) are included, by the micro-batch's share. If the model needs its logits, the log says why, and the loss
+    is computed from them.
     Returns a function of the model's inputs with labels, and of the step info.
 
     Example::
@@ -259,16 +258,16 @@ def without_logits(model: nn.Module) -> Callable[[Mapping[str, Any], ODBStepInfo
     """
     token_loss: TokenLoss | None = None
 
-    def loss_of(batch: Mapping[str, Any], info: ODBStepInfo) -> Tensor:
+    def compute(batch: Mapping[str, Any], info: ODBStepInfo) -> Tensor:
         nonlocal token_loss
         if token_loss is None:  # by now engines have wrapped the model
             token_loss = TokenLoss(model, info.loss_scaling)
-        loss = micro_batch_loss(info._micro_batch, info.loss_scaling, info._world_size, info.filler_rows)
+        loss = loss_of(info.token_weights, info._micro_batch.units, info.filler_rows)
         with token_loss.weighing(loss.row_weights, info.segments, max(info.units, 1)):
             output = model(**batch)
         return in_float32(output["loss"] if isinstance(output, dict) else output[0]) * loss.scale
 
-    return loss_of
+    return compute
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -276,7 +275,7 @@ def without_logits(model: nn.Module) -> Callable[[Mapping[str, Any], ODBStepInfo
 
 SAMPLES = 4
 TOLERANCE = 0.01
-"""Relative difference that is taken for rounding, in bfloat16 too; in-batch negatives differ by far more."""
+"""Relative difference that counts as rounding, in bfloat16 too; in-batch negatives differ by far more."""
 
 
 def check_loss(dataloader: Any, loss_fn: Callable[[Any], Tensor]) -> None:
@@ -285,8 +284,8 @@ def check_loss(dataloader: Any, loss_fn: Callable[[Any], Tensor]) -> None:
     dataloader: an `ODBDataLoader` (or what `apply_odb` returns), not yet iterated. It begins the epoch. With several
     ranks, all call it.
     loss_fn: batch, as the loader yields it (on the CPU, without step info) -> mean loss, a scalar. It runs without
-    gradients; put a model with dropout into eval mode, for its losses are random numbers else.
-    Raises `ConfigError` where the loss compares samples with each other, as in-batch negatives do.
+    gradients; put a model with dropout into eval mode, because its losses are random otherwise.
+    Raises `ConfigError` if the loss compares samples with each other, as in-batch negatives do.
 
     Example::
 
@@ -305,18 +304,18 @@ def check_loss(dataloader: Any, loss_fn: Callable[[Any], Tensor]) -> None:
     if len(samples) < 2:
         raise ConfigError(f"check_loss: the first {SAMPLES} rows have no two samples that could share a micro-batch.")
 
-    def loss_of(samples: Sequence[Sample]) -> float:
+    def mean_loss(samples: Sequence[Sample]) -> float:
         with torch.no_grad():
             return float(loss_fn(loader.groups.collate(list(samples))[1]))
 
     half = len(samples) // 2
-    whole, again = loss_of(samples), loss_of(samples)
+    whole, again = mean_loss(samples), mean_loss(samples)
     if not math.isclose(whole, again, rel_tol=TOLERANCE, abs_tol=1e-6):
         raise ConfigError(
             f"check_loss: the loss of the same batch is {whole:.4g}, and {again:.4g} the second time; put the model "
             "into eval mode for the check, or draw no random numbers in loss_fn."
         )
-    halves = [(loss_of(part), sum(one.cost.units for one in part)) for part in (samples[:half], samples[half:])]
+    halves = [(mean_loss(part), sum(one.cost.units for one in part)) for part in (samples[:half], samples[half:])]
     mean = sum(loss * units for loss, units in halves) / sum(units for _, units in halves)
     if not math.isclose(whole, mean, rel_tol=TOLERANCE, abs_tol=1e-6):
         raise ConfigError(
@@ -324,39 +323,3 @@ def check_loss(dataloader: Any, loss_fn: Callable[[Any], Tensor]) -> None:
             f"units, {mean:.4g}: it {IN_BATCH}; or it is no mean over the units of `Cost`; or the model depends on "
             "padding or on batch statistics."
         )
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Notice a loop that never takes the step info out of its batches, so that no loss is weighed.
-
-NOT_TAKEN = (
-    "a batch was dropped with its step info in it, so its loss was not weighed: call pop_step_info(batch) before "
-    "model(**batch), which may swallow the key, and multiply the mean loss by loss_scale (said once)."
-)
-MOST_WATCHED = 64
-"""Batches whose step info may still be taken out; a loop that collects more of them is not watched."""
-logger = get_logger(__name__)
-
-
-class Receipts:
-    """Of the step infos handed over in an iteration, those that have not been taken out yet."""
-
-    def __init__(self) -> None:
-        self._handed_over: list[tuple[weakref.ref[ODBStepInfo], Receipt]] = []
-        self._has_warned = False
-
-    def begin(self) -> None:
-        """The iteration before may have been broken off with a batch in hand."""
-        self._handed_over = []
-
-    def add(self, info: ODBStepInfo) -> None:
-        """The batch alone may hold the info from now on."""
-        self._handed_over.append((weakref.ref(info), info.receipt))
-
-    def check(self) -> None:
-        """Say, once, that a step info has gone with its batch and was never taken out."""
-        open_ones = [(info, receipt) for info, receipt in self._handed_over if not receipt.taken]
-        if not self._has_warned and any(info() is None for info, _ in open_ones):
-            self._has_warned = True
-            logger.warning(NOT_TAKEN)
-        self._handed_over = [(info, receipt) for info, receipt in open_ones if info() is not None][-MOST_WATCHED:]

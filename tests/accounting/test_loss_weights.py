@@ -10,7 +10,7 @@ from statistics import fmean
 import pytest
 from accounting.steps import Row, cut, optimizer_step, random_rows
 
-from odb_factory.accounting.losses import micro_batch_loss, token_weights
+from odb_factory.accounting.losses import loss_of, token_weights
 
 Losses = list[list[float]]
 """Of each sample the losses of its supervised tokens."""
@@ -54,7 +54,7 @@ def _summed(scaling: str, losses: Losses, micro_batches: list[list]) -> float:
     """What an engine makes of the losses of all micro-batches: their sum over micro-steps, averaged over ranks."""
     total = 0.0
     for micro_batch in (one for rank in micro_batches for one in rank):
-        loss = micro_batch_loss(micro_batch, scaling, len(micro_batches))
+        loss = loss_of(token_weights(micro_batch, scaling, len(micro_batches)), micro_batch.units)
         if micro_batch.idle:
             assert (loss.scale, loss.row_weights) == (0.0, None)
         elif loss.row_weights is None:
@@ -87,7 +87,7 @@ def test_shares_of_an_optimizer_step_add_up_to_one(scaling: str, stock_mean: str
     rng = random.Random(3)
     rows = [Row(9, n, False, k % 2, k // 2) for k, n in enumerate((3, 1, 7, 7, 5, 2, 8))]
     micro_batches = optimizer_step(rows, cut(rng, len(rows), 3, 4), stock_mean=stock_mean)
-    scales = [micro_batch_loss(one, scaling, 3).scale for rank in micro_batches for one in rank]
+    scales = [loss_of(token_weights(one, scaling, 3), one.units).scale for rank in micro_batches for one in rank]
     assert sum(scales) / 3 == pytest.approx(1, rel=1e-12)
 
 
@@ -96,14 +96,14 @@ def test_equal_weights_use_the_mean_of_the_model_itself(scaling: str) -> None:
     """`stock` where stock takes the mean over the tokens of the step: text."""
     rows = random_rows(random.Random(1), 12)
     (micro_batches,) = optimizer_step(rows, [[list(range(5)), list(range(5, 12))]])
-    assert all(micro_batch_loss(one, scaling, 1).row_weights is None for one in micro_batches)
+    assert all(loss_of(token_weights(one, scaling, 1), one.units).row_weights is None for one in micro_batches)
 
 
 @pytest.mark.parametrize("scaling", ["sample", "square", "stock"])
 def test_one_sample_alone_and_samples_of_one_length_have_equal_weights(scaling: str) -> None:
     rows = [Row(9, n, False, 0, k // 3) for k, n in enumerate((4, 4, 4, 7, 2, 6))]
     (micro_batches,) = optimizer_step(rows, [[[0, 1, 2], [3], [4, 5], []]], stock_mean="micro_batch")
-    weighted = [micro_batch_loss(one, scaling, 1).row_weights is not None for one in micro_batches]
+    weighted = [loss_of(token_weights(one, scaling, 1), one.units).row_weights is not None for one in micro_batches]
     assert weighted == [False, False, scaling != "stock", False]
 
 

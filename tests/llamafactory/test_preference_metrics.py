@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from accounting.steps import cut, measured, optimizer_step, random_rows
 
-from odb_factory.accounting.losses import micro_batch_loss
+from odb_factory.accounting.losses import loss_of, token_weights
 from odb_factory.accounting.step_accounting import Computing
 from odb_factory.llamafactory.kto import ExampleMetrics
 from odb_factory.training.pair_metrics import PairMetrics
@@ -43,9 +43,9 @@ def trained(scaling: str, seed: int) -> list[list[Computing]]:
         rows = [dataclasses.replace(row, supervised=1) for row in random_rows(rng, num_rows)]
         slots = cut(rng, num_rows, WORLD_SIZE, MICRO_BATCHES)
         for mine, micro_batches in zip(ranks, optimizer_step(rows, slots, stock_mean="micro_batch")):
-            mine += [
-                Computing(one, measured(one, 70), micro_batch_loss(one, scaling, WORLD_SIZE)) for one in micro_batches
-            ]
+            for one in micro_batches:
+                loss = loss_of(token_weights(one, scaling, WORLD_SIZE), one.units)
+                mine.append(Computing(one, measured(one, 70), loss))
     assert any(one.micro_batch.idle for rank in ranks for one in rank)
     return ranks
 

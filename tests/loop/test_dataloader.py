@@ -368,7 +368,7 @@ def test_an_older_iterator_is_over_once_another_has_begun() -> None:
         next(older)
         loader.set_epoch(5)
         assert flat(epoch_of(loader)) == EVERY_ROW
-        with pytest.raises(ConfigError, match="over before its end"):
+        with pytest.raises(ConfigError, match="iterator is stale"):
             next(older)
     with pytest.raises(ConfigError, match="closed"):
         iter(loader)

@@ -365,7 +365,7 @@ def test_nested_iteration_is_refused() -> None:
         outer = iter(loader)
         next(outer)
         assert len(list(loader)) > 1
-        with pytest.raises(ConfigError, match="over before its end"):
+        with pytest.raises(ConfigError, match="iterator is stale"):
             next(outer)
 
 
@@ -383,7 +383,7 @@ def test_an_iterator_that_goes_on_after_a_change(change: str, accelerate_state: 
             with pytest.raises(ConfigError, match="batches of this iteration have been taken"):
                 handle.load_state_dict(handle.state_dict())
             return
-        with pytest.raises(ConfigError, match="over before its end"):
+        with pytest.raises(ConfigError, match="iterator is stale"):
             list(batches)
 
 
@@ -459,13 +459,13 @@ def test_a_stream_that_raises_says_where(num_workers: int) -> None:
     ("arguments", "words"),
     [
         ({"lr_scale": "sqrt", "lr_reference_samples": 8}, "odb.lr_scale: 'sqrt' has no effect on kept optimizer steps"),
-        ({"loss_scaling": "stock"}, "odb.loss_scaling: 'stock' is the loss of a trainer, and a loop of your own makes"),
+        ({"loss_scaling": "stock"}, "odb.loss_scaling: 'stock' is the loss of a trainer, and a custom loop computes"),
         ({"sampler": (k for k in range(9))}, "sampler: a generator can be iterated only once"),
         ({"batch_size": 0}, "batch_size: 0 is not a whole number"),
         ({"batch_size": None}, "batch_size: None is not a whole number"),
         (
             {"config": FILLED_AND_SCALED, "token_budget": None},
-            "odb.lr_scale: 'sqrt' has no effect in a loop",
+            "odb.lr_scale: 'sqrt' has no effect in a custom loop",
         ),
         ({"audit": True}, "give audit_dir= instead"),
         ({"batch_sampler": BatchSampler(SequentialSampler(Rows()), 4, False)}, "batch_sampler: a BatchSampler decides"),

@@ -323,5 +323,5 @@ def test_advice(block: dict[str, Any], held: list, failed: tuple, num_samples: i
 
 
 def test_a_loop_of_ones_own_refuses_split() -> None:
-    with pytest.raises(ConfigError, match=r"odb.oom: 'split' takes .* and this loop is yours"):
+    with pytest.raises(ConfigError, match=r"odb.oom: 'split' takes .* which a custom loop does by itself"):
         ODBDataLoader(Rows(), token_budget=64, collate_fn=pad, oom="split")  # type: ignore[call-arg]
