@@ -15,10 +15,11 @@ from torch.utils.data import DataLoader, Sampler
 
 from odb_factory.config import AUTO, BUDGETS, ODBConfig, ResolvedConfig
 from odb_factory.data.dataloader_parts import check_source, make_config, unwrap
+from odb_factory.data.state import Positive, load_fields, read_checked, require, write_checked
 from odb_factory.ending import ending
 from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.log import get_logger
-from odb_factory.loop.iteration import FixedBatchesRefused, Iteration, checkpoint_with
+from odb_factory.loop.iteration import FixedBatchesRefused, Iteration
 from odb_factory.loop.step_info import LOOP_LOSS_SCALINGS
 from odb_factory.planning import Collation, Cost
 
@@ -164,10 +165,50 @@ class State:
     def checkpoint_with(self, accelerator: Accelerator, name: str = "odb_state") -> None:
         """Let `accelerator.save_state(folder)` and `load_state(folder)` keep this loader's state on every rank.
 
-        Call it once. Each rank writes `{name}_rank{r}.json`; give two loaders two names.
+        Call it once. Each rank writes `{name}_rank{r}.json`; give two loaders two names. Loading raises `DataError` if
+        a file is missing or damaged.
         """
-        checkpoint_with(accelerator, self, name)
+
+        def path_of(folder: str, rank: int) -> Path:
+            return Path(folder, f"{name}_rank{rank}.json")
+
+        def save(models: Any, weights: Any, folder: str) -> None:
+            state = self.state_dict()
+            path = path_of(folder, state["rank"])
+            try:
+                write_checked(path, {"state": state})
+            except OSError as error:
+                raise DataError(
+                    f"{path}: cannot be written ({one_line(error)}); the checkpoint is incomplete."
+                ) from None
+
+        def load(models: Any, folder: str) -> None:
+            if not path_of(folder, 0).exists():
+                raise DataError(
+                    f"{folder}: holds no {name}_rank0.json, so it is not known which samples were trained on; it was "
+                    "saved without checkpoint_with(accelerator). Load it without that call to restart the epoch."
+                )
+            # An older folder that more ranks wrote has files of ranks that no longer exist.
+            states = [_read(path_of(folder, 0), 0)]
+            states += [_read(path_of(folder, rank), rank) for rank in range(1, states[0]["world_size"])]
+            self.load_state_dict(states)
+
+        accelerator.register_save_state_pre_hook(save)
+        accelerator.register_load_state_pre_hook(load)
         self._odb.is_checkpointed = True
+
+
+def _read(path: Path, rank: int) -> dict[str, Any]:
+    try:
+        state: dict[str, Any] = read_checked(path, state=dict[str, Any])["state"]
+        own = load_fields(state, "state", rank=int, world_size=Positive)["rank"]
+        require(own == rank, "state.rank", own, "but the file is of another rank")
+    except DataError as error:
+        raise DataError(
+            f"{path}: {error}; load another checkpoint, or load this one without checkpoint_with(accelerator) to "
+            "restart the epoch."
+        ) from None
+    return state
 
 
 class Online(Controls[T_co]):

@@ -11,10 +11,9 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
-from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
@@ -29,11 +28,10 @@ from odb_factory.data.dataloader_parts import check_first_item, dismantle
 from odb_factory.data.loader import ABORT_S, ODBLoader, Pass
 from odb_factory.data.observe import ItemObserver
 from odb_factory.data.progress import OptimizerStepRule
-from odb_factory.data.state import Positive, load_fields, read_checked, require, write_checked
 from odb_factory.data.trial import TrialBatches, trial_batches
 from odb_factory.data.worker import Picklable
 from odb_factory.ending import ending
-from odb_factory.errors import ConfigError, DataError, one_line
+from odb_factory.errors import ConfigError, one_line
 from odb_factory.log import get_logger
 from odb_factory.loop.step_info import ODBStepInfo, Receipt, make_step_info, put_step_info
 from odb_factory.model.flat_row import begin_row
@@ -41,12 +39,6 @@ from odb_factory.planning import Collation
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What accelerate does for a prepared DataLoader, for one whose batches are formed online.
-
-
-class Stateful(Protocol):
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: Sequence[dict[str, Any]]) -> None: ...
 
 
 class FixedBatchesRefused:
@@ -72,51 +64,6 @@ def check_accumulation() -> None:
             "count, but odb cuts each into as many micro-batches as it needs; leave it at 1 there (give it to "
             "ODBDataLoader or apply_odb), and step where the step info says ends_optimizer_step."
         )
-
-
-def checkpoint_with(accelerator: Accelerator, loader: Stateful, name: str) -> None:
-    """Write the loader's state with `accelerator.save_state`, one file a rank, and read it with `load_state`.
-
-    Loading raises `DataError` if a file is missing or damaged.
-    """
-
-    def path_of(folder: str, rank: int) -> Path:
-        return Path(folder, f"{name}_rank{rank}.json")
-
-    def save(models: Any, weights: Any, folder: str) -> None:
-        state = loader.state_dict()
-        path = path_of(folder, state["rank"])
-        try:
-            write_checked(path, {"state": state})
-        except OSError as error:
-            raise DataError(f"{path}: cannot be written ({one_line(error)}); the checkpoint is not whole.") from None
-
-    def load(models: Any, folder: str) -> None:
-        if not path_of(folder, 0).exists():
-            raise DataError(
-                f"{folder}: holds no {name}_rank0.json, so it is not known which samples were trained on; it was saved "
-                "without checkpoint_with(accelerator). Load it without that call to restart the epoch."
-            )
-        # An older folder that more ranks wrote has files of ranks that no longer exist.
-        states = [_read(path_of(folder, 0), 0)]
-        states += [_read(path_of(folder, rank), rank) for rank in range(1, states[0]["world_size"])]
-        loader.load_state_dict(states)
-
-    accelerator.register_save_state_pre_hook(save)
-    accelerator.register_load_state_pre_hook(load)
-
-
-def _read(path: Path, rank: int) -> dict[str, Any]:
-    try:
-        state: dict[str, Any] = read_checked(path, state=dict[str, Any])["state"]
-        own = load_fields(state, "state", rank=int, world_size=Positive)["rank"]
-        require(own == rank, "state.rank", own, "but the file is of another rank")
-    except DataError as error:
-        raise DataError(
-            f"{path}: {error}; load another checkpoint, or load this one without checkpoint_with(accelerator) to "
-            "restart the epoch."
-        ) from None
-    return state
 
 
 # ----------------------------------------------------------------------------------------------------------------------
