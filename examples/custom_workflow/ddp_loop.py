@@ -1,10 +1,10 @@
-"""A training loop of your own in plain PyTorch, one process or DistributedDataParallel, with batches formed online.
+"""A custom training loop in plain PyTorch, one process or DistributedDataParallel, with batches formed online.
 
 python examples/custom_workflow/ddp_loop.py
 torchrun --nproc_per_node 2 examples/custom_workflow/ddp_loop.py
 
-Stopped, or killed, it goes on behind its last checkpoint with --resume, also with another number of ranks if batch_size
-x gradient_accumulation_steps x ranks stays what it was.
+With --resume it continues after its last checkpoint, also with another number of ranks if batch_size x
+gradient_accumulation_steps x ranks stays the same.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(path)
     dataset = Chats(rows, tokenizer)
 
-    # On every rank, once the process group is there; give it the whole dataset, for each rank takes its own share.
-    # As a context manager it ends its workers, and tells the other ranks why if this one fails.
+    # On every rank, once the process group is there; give it the whole dataset: each rank takes its own share.
+    # As a context manager it ends its workers, and reports an error of this rank to the others.
     with ODBDataLoader(
         dataset, args.batch_size, shuffle=True, collate_fn=DataCollatorForSeq2Seq(tokenizer), num_workers=1,
         pin_memory=on_gpu, gradient_accumulation_steps=args.gradient_accumulation_steps,

@@ -19,6 +19,10 @@ from odb_factory.data.order import is_split_by_node
 from odb_factory.errors import ConfigError
 from odb_factory.random_numbers import kept_random_numbers
 
+IN_ORDER = (
+    "in_order: False would let the timing of workers decide the order of batches; leave it at True, odb needs the same "
+    "order in every run."
+)
 ORDER_BLOCK = 4096
 """Indices of an order that are Python numbers at a time."""
 
@@ -185,10 +189,7 @@ def _can_pin() -> bool:
 def _refuse_options(loader: DataLoader) -> None:
     """Raise `ConfigError` for options that an online loader cannot honour."""
     if not getattr(loader, "in_order", True):  # torch >= 2.6
-        raise ConfigError(
-            "in_order: False would let the workers' timing decide which samples meet; leave it at True, odb needs the "
-            "same order in every run."
-        )
+        raise ConfigError(IN_ORDER)
     if loader.timeout and not loader.num_workers:
         raise ConfigError(
             f"timeout: {loader.timeout} bounds the wait for workers, of which there are none; leave it at 0."

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Sampler
 
 from odb_factory.config import AUTO, BUDGETS, ODBConfig, ResolvedConfig
-from odb_factory.data.dataloader_parts import check_source, make_config, unwrap
+from odb_factory.data.dataloader_parts import IN_ORDER, check_source, make_config, unwrap
 from odb_factory.data.state import Positive, load_fields, read_checked, require, write_checked
 from odb_factory.ending import ending
 from odb_factory.errors import ConfigError, DataError, one_line
@@ -410,9 +410,7 @@ class ODBDataLoader(Online[T_co], State, DataLoader[T_co]):
                 "as odb does; give the order alone, as sampler= or shuffle=."
             )
         if not in_order:
-            raise ConfigError(
-                "in_order: False would let batches overtake each other; odb keeps their order, leave it out."
-            )
+            raise ConfigError(IN_ORDER)
         if collate_fn is None:
             raise ConfigError("collate_fn: missing; samples of one batch have different lengths, so it must pad them.")
         config = loop_config(config, block)

@@ -179,6 +179,8 @@ def test_the_weights_are_those_of_whole_batches(world: Callable[[], tuple[Any, .
     [
         (list(zip(SERIES, SERIES)), None, "found tuple; give cost_fn=..., a function from an item to its size"),
         ([{"x": x} for x in SERIES], None, "found the keys x, .*give cost_fn=..., a function from an item to its size"),
+        ([[1, 2]] * 9, None, "row 0 .*found list; give cost_fn"),
+        ([{"input_ids": [[1], [2]]}] * 9, None, r"row 0 .*`input_ids`.*found shape \[2, 1\]"),
         ([{"x": x} for x in SERIES], lambda item: item["x"].shape, "cost_fn returned torch.Size"),
         ([{"x": x} for x in SERIES], lambda item: 0, "its cost is 0 tokens"),
         ([{"input_ids": [1, 2]}] * 9, None, "neither the item nor its collated batch has `labels`.*cost_fn"),

@@ -109,20 +109,6 @@ def test_patches_of_an_item_are_counted(more: dict[str, Any], cost_fn: Any, patc
         assert {len(rows_of(batch)) for batch in loader} == {2}
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda k: {"text": "x"}, ("the keys text", "input_ids")),
-        (lambda k: [1, 2], ("found list", "cost_fn")),
-        (lambda k: {"input_ids": [[1], [2]]}, ("shape [2, 1]",)),
-    ],
-)
-def test_an_item_of_another_kind_is_an_error_that_says_what_was_found(make: Any, words: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        ODBDataLoader(Rows(make), token_budget=BUDGET, collate_fn=pad)
-    assert all(word in str(caught.value) for word in (*words, "row 0")), caught.value
-
-
 def test_exact_never_quietly_becomes_none() -> None:
     """Labels that nobody can see, before or after collating, are an error; other scalings do without."""
 
