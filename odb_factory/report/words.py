@@ -99,29 +99,29 @@ def compare(one: Run, other: Run) -> dict[str, Any]:
     known = [(mine, theirs) for mine, theirs in rates if mine is not None and theirs is not None]
     same_amount = _same_amount(one, other)
     seconds = _seconds(one, other, losses, common) if same_amount else (None, None)
-    return {
-        "same_amount": same_amount,
-        "common_logged_steps": len(common),
-        "largest_loss_difference": max(differences, default=(None,))[0],
-        "first_different_step": next((step for size, step in differences if size > ROUNDING), None),
-        "same_learning_rates": all(abs(a - b) <= 1e-9 * abs(b) for a, b in known) if known else None,
-        "seconds": seconds[0],
-        "other_seconds": seconds[1],
-        "time_ratio": seconds[0] / seconds[1] if seconds[0] and seconds[1] else None,
-        "settings": _side_by_side(settings(one), settings(other)),
-        "steps": steps,
-        "notes": _notes_of_two(one, other, any(size > ROUNDING for size, _ in differences)),
-    }
-
-
-def _notes_of_two(one: Run, other: Run, are_losses_different: bool) -> list[str]:
-    notes = ["A ratio of times holds only if each run had the machine to itself; no log shows whether it had."]
-    if are_losses_different and {one["kind"], other["kind"]} == {"stock", "odb"}:
+    first_different = next((step for size, step in differences if size > ROUNDING), None)
+    ratio = seconds[0] / seconds[1] if seconds[0] and seconds[1] else None
+    notes = []
+    if ratio is not None:
+        notes.append("A ratio of times holds only if each run had the machine to itself; no log shows whether it had.")
+    if first_different is not None and {one["kind"], other["kind"]} == {"stock", "odb"}:
         notes.append(
             "Stock training repeats samples to fill up the last optimizer step of an epoch and odb does not: where the "
             "samples of an epoch are not a multiple of the global batch, losses may differ from there on."
         )
-    return notes
+    return {
+        "same_amount": same_amount,
+        "common_logged_steps": len(common),
+        "largest_loss_difference": max(differences, default=(None,))[0],
+        "first_different_step": first_different,
+        "same_learning_rates": all(abs(a - b) <= 1e-9 * abs(b) for a, b in known) if known else None,
+        "seconds": seconds[0],
+        "other_seconds": seconds[1],
+        "time_ratio": ratio,
+        "settings": _side_by_side(settings(one), settings(other)),
+        "steps": steps,
+        "notes": notes,
+    }
 
 
 def _same_amount(one: Run, other: Run) -> bool | None:
