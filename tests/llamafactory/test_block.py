@@ -22,43 +22,6 @@ def config(tiny_text: Path, data_dir: Path, tmp_path: Path) -> dict[str, Any]:
     return training_config(tiny_text, data_dir, tmp_path / "out", odb=BLOCK)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"odb": {"token_budgte": 1024}}, ("odb.token_budgte", "1024", "token_budget")),
-        ({"odb": {"token_budget": "many"}}, ("odb.token_budget", "many")),
-        ({"odb": None}, ("odb:", "token_budget")),
-        ({"packing": True}, ("packing", "True", "remove")),
-        ({"neat_packing": True, "odb": BLOCK | {"layout": "padded"}}, ("neat_packing", "True", "remove one")),
-        ({"neftune_noise_alpha": 5, "odb": BLOCK | {"layout": "flat"}}, ("neftune_noise_alpha", "5", "padded")),
-        ({"shift_attn": True, "odb": BLOCK | {"layout": "flat"}}, ("shift_attn", "True", "padded")),
-        ({"use_mca": True}, ("use_mca", "True", "remove")),
-        ({"use_hyper_parallel": True}, ("use_hyper_parallel", "True", "remove")),
-        ({"use_galore": True, "galore_layerwise": True}, ("galore_layerwise", "True", "galore_layerwise: false")),
-        ({"use_apollo": True, "apollo_layerwise": True}, ("apollo_layerwise", "True", "apollo_layerwise: false")),
-        ({"use_badam": True, "badam_mode": "ratio"}, ("badam_mode", "ratio", "badam_mode: layer")),
-        ({"optim": "galore_adamw_layerwise"}, ("optim", "galore_adamw_layerwise", "another optimizer")),
-        ({"optim": "adalomo"}, ("optim", "adalomo", "another optimizer")),
-        ({"auto_find_batch_size": True}, ("auto_find_batch_size", "True", "token_budget")),
-        ({"accelerator_config": {"dispatch_batches": True}}, ("dispatch_batches", "True", "false")),
-        ({"ignore_pad_token_for_loss": False}, ("ignore_pad_token_for_loss", "False", "true")),
-        ({"stage": "rm", "include_effective_tokens_per_second": True}, ("effective_tokens", "True", "remove the key")),
-        ({"stage": "ppo", "reward_model": "x", "reward_model_type": "full"}, ("stage", "ppo", "its own batches")),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_mistakes_are_named_in_one_line(config, changes, words) -> None:
-    if "use_hyper_parallel" in changes and not hasattr(FinetuningArguments, "use_hyper_parallel"):
-        pytest.skip("this release has no use_hyper_parallel")
-    with pytest.raises(ValueError) as caught:
-        get_train_args(config | changes)
-    assert isinstance(caught.value, ConfigError)
-    message = str(caught.value)
-    assert all(word in message for word in words), message
-    assert "\n" not in message
-    assert hooks._active is None
-
-
 def test_optimizer_steps_of_any_size_are_taken(config) -> None:
     parsed = get_train_args(config | {"per_device_train_batch_size": 4, "dataloader_drop_last": True})
     assert parsed[2].per_device_train_batch_size == 4

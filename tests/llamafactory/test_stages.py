@@ -115,19 +115,10 @@ def test_stages_are_the_same_training_on_two_ranks(config_of: Config, tmp_path: 
 # What is refused, and what is said.
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"stage": "pt", "packing": True}, ("packing", "True", "layout: flat")),
-        ({"stage": "rm", "odb": ODB | {"row_multiple": 64}}, ("row_multiple: 64", "stage 'rm'", "leave it out")),
-    ],
-)
-def test_what_cannot_be_right_is_refused_in_one_line(
-    changes: dict[str, Any], words: tuple[str, ...], config_of: Config, tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigError) as caught:
-        get_train_args(config_of("sft", tmp_path, **{"odb": ODB} | changes))
-    assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value)
+def test_keys_that_a_stage_cannot_have_are_refused_in_one_line(config_of: Config, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="row_multiple: 64 .* stage 'rm' .* leave it out") as caught:
+        get_train_args(config_of("rm", tmp_path, odb=ODB | {"row_multiple": 64}))
+    assert "\n" not in str(caught.value)
 
 
 def test_documents_stay_whole_and_that_is_said(
