@@ -299,10 +299,10 @@ def check_combination(
     else:
         try:
             _raise_first(_refused_arguments(value_of))
+            _raise_first(_refused_keys_of_the_block(config, value_of))
             check_arguments(training_args, config)
             if value_of("streaming"):
                 check_stream(config)
-            _raise_first(_refused_keys_of_the_block(config, value_of))
             _raise_first(_refused_losses(config, model_args, training_args, value_of))
         except ConfigError as error:
             problem = error
