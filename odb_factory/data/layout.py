@@ -157,6 +157,8 @@ class FlatLayout:
     batches: tuple[str, ...] = ()
 
 
+_OF_PAIRS = ("prompt_", "chosen_", "rejected_", "ref_")
+"""What TRL's trainer for pairs makes its rows from."""
 UNPADDED = "odb_unpadded"
 """The key of what `beside_rows` adds to a batch, behind the prefix of the rows."""
 
@@ -182,7 +184,7 @@ def model_keys(batch: Mapping[str, Any], batches: Sequence[str]) -> list[str]:
     """What the model is given of a batch. batches: of `Collation`; where there are several, what each of them has, and
     media, which they share. Raises `LayoutError` where they would need positions of media, which they do not share."""
     if len(batches) < 2:
-        return list(batch)
+        return [key for key in batch if not key.startswith(_OF_PAIRS)]
     positions = batch.get("position_ids")
     if isinstance(positions, Tensor) and positions.dim() == 3:
         raise LayoutError(

@@ -1,8 +1,9 @@
 """TRL's `DPOTrainer`: its pairs in micro-batches that are formed online. Its `SFTTrainer` takes `enable_odb` as it is.
 
 A pair is a prompt and two answers: the trainer puts the prompt before each, chosen ones first, and shifts the rows to
-the left, so that a pair costs two rows of its longer answer. The loss is a mean over pairs. Needs
-`pip install "odb_factory[trl]"`.
+the left. Padded, a pair costs two rows of its longer answer; flat, both answers: the collate worker makes the same rows
+and lays them into one, which every model that sees the batch computes in their place (`model/unpad.py`). The loss is a
+mean over pairs. Needs `pip install "odb_factory[trl]"`.
 
 Import this module before the trainers of trl: with transformers 5, trl 0.24 takes packages for installed that are not,
 and `from trl import DPOTrainer` fails for want of mergekit. Importing this module corrects trl's list.
@@ -14,29 +15,36 @@ import contextlib
 import functools
 import importlib
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 
 from odb_factory.config import ODBConfig
+from odb_factory.data.measure import IGNORE_INDEX
 from odb_factory.data.observe import ItemError
 from odb_factory.data.samples import Measured
 from odb_factory.errors import ConfigError
-from odb_factory.planning import Cost
+from odb_factory.model.check import models_of
+from odb_factory.model.unpad import UnpadDoor
+from odb_factory.planning import Collation, Cost
 from odb_factory.training.enable import enable_odb
 from odb_factory.training.pair_metrics import PairMetrics
 
 if TYPE_CHECKING:
     from odb_factory.loop.dataloader import TrainerKeys
 
-USED = ("get_batch_loss_metrics", "concatenated_forward", "_stored_metrics", "max_length", "loss_type")
+USED = (
+    *("get_batch_loss_metrics", "concatenated_forward", "_stored_metrics", "max_length", "loss_type"),
+    *("truncation_mode", "padding_free", "use_weighting"),
+)
 """What is relied on of the trainer."""
 OF_TOKENS = "which is a mean over the tokens of a micro-batch and so depends on how an optimizer step is cut"
 REFUSED_LOSSES = {
     "sft": f"adds a loss of the chosen answers, {OF_TOKENS}",
     "bco_pair": "goes by a mean that every micro-batch moves, idle ones too",
 }
-NOT_FLAT = "DPOTrainer pads the rows of its pairs itself (padding_free: True lays them flat)"
+SIDES = ("chosen", "rejected")
 
 
 def _correct_packages() -> None:
@@ -56,8 +64,9 @@ _correct_packages()
 def enable_odb_dpo(trainer: Any, config: ODBConfig | None = None, **block: Unpack[TrainerKeys]) -> Any:
     """Make `train()` of a `trl.DPOTrainer` form its micro-batches online. Changes this one object; returns it.
 
-    config, or its keys one by one, as in `enable_odb`; `token_budget` counts two rows of the longer answer, prompt
-    included, for each pair. Losses, gradients and what the trainer logs are those of training without it.
+    config, or its keys one by one, as in `enable_odb`; `token_budget` counts for each pair both answers, prompts
+    included, or with `layout: padded` two rows of the longer one. Losses, gradients and what the trainer logs are those
+    of training without it.
     Raises `ConfigError` for a trainer of another kind, and for losses that are no mean over pairs.
 
     Example::
@@ -67,15 +76,20 @@ def enable_odb_dpo(trainer: Any, config: ODBConfig | None = None, **block: Unpac
         trainer.train()
     """
     _check(trainer)
+    rows_of = PairRows(trainer.data_collator, trainer.max_length, trainer.truncation_mode)
+    not_flat = why_not_flat(trainer)
     enable_odb(
         trainer,
         config,
         cost_fn=functools.partial(pair_cost, trainer.max_length),
         measure=functools.partial(measure_pairs, trainer.max_length),
+        collation=Collation(rows=len(SIDES), batches=("",)),
         equal_weights=True,
-        not_flat=NOT_FLAT,
+        not_flat=not_flat,
         **block,
     )
+    if not_flat is None:
+        trainer.data_collator = rows_of
     FiguresOfAllRanks(trainer).install()
     return trainer
 
@@ -96,22 +110,70 @@ def _check(trainer: Any) -> None:
         raise ConfigError("use_liger_loss: True has not been tried with odb; set it to False.")
 
 
+def why_not_flat(trainer: Any) -> str | None:
+    """What the trainer reads of its rows that only a padded layout has; None: nothing."""
+    if trainer.padding_free:
+        return "padding_free: True lays the rows of a micro-batch flat in the trainer"
+    if trainer.use_weighting:
+        return "use_weighting: True reads the whole distribution of each token"
+    if trainer.args.ld_alpha is not None and trainer.truncation_mode == "keep_end":
+        return "ld_alpha with truncation_mode: keep_end reads a token where an answer has lost its prompt"
+    reasons = (UnpadDoor(model).reason for model in models_of(trainer))
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+@dataclass(frozen=True, slots=True)
+class PairRows:
+    """A collator that adds to what the trainer's own one returns the rows that the trainer makes of it: `input_ids`,
+    `attention_mask` and `labels`, each [2 x pairs, length], where labels are the tokens of answers.
+
+    max_length, truncation_mode: of the trainer.
+    """
+
+    collate: Callable[[list[Mapping[str, Any]]], dict[str, Any]]
+    max_length: int | None
+    truncation_mode: str
+
+    def __call__(self, pairs: list[Mapping[str, Any]]) -> dict[str, Any]:
+        rows = [(pair["prompt_input_ids"], pair[f"{side}_input_ids"]) for side in SIDES for pair in pairs]
+        cut = slice(self.max_length) if self.truncation_mode == "keep_start" else slice(-(self.max_length or 0), None)
+        ids = [[*prompt, *answer][cut] for prompt, answer in rows]
+        labels = [[*[IGNORE_INDEX] * len(prompt), *answer][cut] for prompt, answer in rows]
+        length = max(map(len, ids))
+
+        def padded(values: list[list[int]], fill: int) -> torch.Tensor:
+            return torch.tensor([[*row, *[fill] * (length - len(row))] for row in values])
+
+        return {
+            **self.collate(pairs),
+            "input_ids": padded(ids, 0),
+            "attention_mask": padded([[1] * len(row) for row in ids], 0),
+            "labels": padded(labels, IGNORE_INDEX),
+        }
+
+
 def pair_cost(max_length: int | None, item: Mapping[str, Any]) -> Cost:
-    """Two rows of the longer answer, with the prompt. item: as `DPOTrainer` tokenizes a pair."""
+    """Both answers, each with the prompt. item: as `DPOTrainer` tokenizes a pair."""
     if item.get("pixel_values") is not None:
         raise ItemError(
             "it has images, which TRL's DPOTrainer gives to models without patch grids alone and odb has not tried; "
             "use `stage: dpo` of LLaMA-Factory, or train without odb"
         )
-    answer = max(len(item[f"{side}_input_ids"]) for side in ("chosen", "rejected"))
-    return Cost(tokens=2 * _cut(len(item["prompt_input_ids"]) + answer, max_length), units=1)
+    prompt = len(item["prompt_input_ids"])
+    lengths = [_cut(prompt + len(item[f"{side}_input_ids"]), max_length) for side in SIDES]
+    return Cost(tokens=sum(lengths), row_tokens=len(SIDES) * max(lengths), units=1)
 
 
 def measure_pairs(
     max_length: int | None, batch: Mapping[str, Any], patch_size: int = 0, segments: tuple[int, ...] = ()
 ) -> Measured:
-    """Of what `DataCollatorForPreference` returns, as the trainer makes rows of it: two for each pair."""
-    prompts, chosen, rejected = (batch[f"{part}_attention_mask"].sum(1) for part in ("prompt", "chosen", "rejected"))
+    """Of what `DataCollatorForPreference` returns, as the trainer makes rows of it: two for each pair.
+
+    segments: of the flat row that lies beside it.
+    """
+    if segments:
+        return Measured(1, sum(segments), patches=0, units=len(batch["prompt_input_ids"]), segments=segments)
+    prompts, chosen, rejected = (batch[f"{part}_attention_mask"].sum(1) for part in ("prompt", *SIDES))
     longest = int((prompts + torch.maximum(chosen, rejected)).max())
     return Measured(rows=2 * len(prompts), length=_cut(longest, max_length), patches=0, units=len(prompts))
 

@@ -3,7 +3,7 @@
 A preference loss reads from logits [rows, length, vocabulary] the log-probability of each label, and for its log the
 mean of the logits. Here a forward computes these for the supervised tokens of one flat row, some hundred at a time, and
 hands over a tensor [rows, length, 2] that answers what the loss asks of logits (`LabelLogProbs`). A reward is computed
-from the last hidden states: where a forward is asked for hidden states, it hands over these, and no logits.
+from the last hidden states, and no logits.
 
 Names of shapes: as in `head`.
 """
@@ -47,8 +47,9 @@ class FlatRows:
 class UnpadDoor:
     """Forwards of padded rows by a transformers model as those of one flat row without logits.
 
-    model: also wrapped by PEFT, a reward head, DDP, FSDP or DeepSpeed. reason: why it cannot be; None where it can. The
-    first forward may find one, and then raises. A backward that runs forwards again is within `flat_row`.
+    model: also wrapped by PEFT, a reward head, DDP, FSDP or DeepSpeed. reads_hidden_states: a reward head reads the
+    last ones of it, and nobody reads logits. reason: why it cannot be; None where it can. A backward that runs forwards
+    again is within `flat_row`.
 
     Example::
 
@@ -58,8 +59,9 @@ class UnpadDoor:
             (logits.log_softmax(-1).gather(2, labels.unsqueeze(2)) * weights).sum().backward()
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, *, reads_hidden_states: bool = False):
         self._door = WithoutLogits(model)
+        self._reads_hidden_states = reads_hidden_states
 
     @property
     def reason(self) -> str | None:
@@ -72,12 +74,14 @@ class UnpadDoor:
             yield
 
     def _forward(self, rows: FlatRows, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if args or "input_ids" not in kwargs:
-            raise DataError("layout: rows can be laid flat only where the model is given `input_ids` by name")
-        shape = kwargs["input_ids"].shape
-        given = {name: value for name, value in {**kwargs, **rows.inputs}.items() if name != "labels"}
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        if ids is None or len(args) > 1:
+            raise DataError("layout: rows can be laid flat only where the model is given `input_ids`, the rest by name")
+        shape = ids.shape
+        given = {name: value for name, value in {**kwargs, **rows.inputs}.items() if name not in _NOT_GIVEN}
         with flat_row(rows.segments):
-            if given.get("output_hidden_states"):
+            if self._reads_hidden_states:
+                given["output_hidden_states"] = True
                 return self._hidden_states(rows, functools.partial(own, **given), shape)
             return self._log_probs(rows, functools.partial(own, **given), shape)
 
@@ -103,6 +107,10 @@ class UnpadDoor:
         return type(output)(logits=padded.view(*shape, 2).as_subclass(LabelLogProbs), **rest)
 
 
+_NOT_GIVEN = ("labels", "logits_to_keep", "output_hidden_states")
+"""Arguments of a forward of rows that the one of a flat row does not get."""
+
+
 def positions_of_samples(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Meanwhile a forward of the flat row under way that is given no `position_ids` takes those of its samples, each
     from 0: of a reference model that a trainer hands nothing but token ids. model: a transformers model."""
@@ -118,7 +126,7 @@ def _with_positions(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 _SELECTING = {
     "__get__", "__getitem__", "__len__", "__repr__", "chunk", "clone", "contiguous", "cpu", "detach", "dim", "float",
-    "is_floating_point", "numel", "register_hook", "requires_grad_", "size", "split", "to",
+    "is_floating_point", "numel", "register_hook", "requires_grad_", "size", "split", "to", "unbind",
 }  # fmt: skip
 """Functions that select from a tensor, convert it, or look at it."""
 
@@ -127,8 +135,9 @@ class LabelLogProbs(Tensor):
     """[rows, length, 2] in the place of logits: of each position the log-probability of the label behind it (0 where
     there is none), and the mean over the vocabulary of its logits (NaN where there is no label).
 
-    `log_softmax` followed by `gather` of the labels gives the former, `mean` and `nansum` work on the latter. What
-    selects or converts works as ever, and everything else raises `TypeError`: it would need the logits.
+    It is logits whose `logsumexp` is 0: `gather` of the labels, also after `log_softmax`, gives log-probabilities.
+    `mean` and `nansum` are those of the means. Functions that select or convert work as ever, and everything else
+    raises `TypeError`: it would need the logits.
     """
 
     @classmethod
@@ -139,6 +148,10 @@ class LabelLogProbs(Tensor):
         if name == "gather":
             with torch._C.DisableTorchFunctionSubclass():
                 return args[0].as_subclass(Tensor)[..., :1]
+        if name == "logsumexp":
+            return torch.zeros(args[0].shape[:-1], dtype=args[0].dtype, device=args[0].device)
+        if name == "__iter__":  # torch's would give rows that are no `LabelLogProbs`
+            return iter(args[0].unbind())
         if name in ("mean", "nansum"):
             with torch._C.DisableTorchFunctionSubclass():
                 means = args[0].detach().as_subclass(Tensor)[..., 1]

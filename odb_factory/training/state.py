@@ -428,7 +428,10 @@ class ODBState:
     @contextlib.contextmanager
     def flat(self, rows: FlatRows) -> Iterator[None]:
         """Every model that sees the batch computes these rows in place of its own."""
-        self._doors = self._doors or [UnpadDoor(model) for model in models_of(self.trainer)]
+        has_reward_head = hasattr(self.trainer.model, "v_head")
+        self._doors = self._doors or [
+            UnpadDoor(model, reads_hidden_states=has_reward_head) for model in models_of(self.trainer)
+        ]
         with contextlib.ExitStack() as doors:
             for door in self._doors:
                 doors.enter_context(door.flat(rows))

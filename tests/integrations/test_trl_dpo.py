@@ -23,7 +23,8 @@ from odb_factory.integrations.trl import enable_odb_dpo
 
 trl = pytest.importorskip("trl")
 
-BLOCK = {"token_budget": 640, "audit": True}
+BLOCK = {"token_budget": 640, "audit": True, "layout": "padded"}
+FLAT = {"token_budget": 320, "audit": True, "layout": "flat"}
 NUM_PAIRS, MAX_LENGTH = 22, 60
 GRADIENT, RELATIVE, FIGURES = 2e-6, 1e-5, {"rewards/": 2e-4, "logps/": 2e-3}
 """Largest differences: of the norm of the gradient, of losses and weights, and of figures, themselves."""
@@ -72,9 +73,9 @@ class Seen(TrainerCallback):
 
     def __init__(self, trainer: Any):
         self.trainer, self.shapes, self.deviations = trainer, [], []
-        trainer.model.register_forward_pre_hook(self.see)
+        trainer.model.get_input_embeddings().register_forward_pre_hook(self.see)
 
-    def see(self, model: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+    def see(self, embedding: Any, inputs: tuple[torch.Tensor, ...]) -> None:
         if self.trainer.odb.computing is not None:
             self.shapes.append(tuple(inputs[0].shape))
 
@@ -115,13 +116,26 @@ def compare(ours: list[dict[str, float]], stock: list[dict[str, float]], num_ste
     return found
 
 
-def test_it_is_the_same_training(tiny_text: Path, tmp_path: Path) -> None:
-    """I8, I9."""
-    stock = make(tiny_text, tmp_path / "stock")
+VARIANTS: dict[str, dict[str, Any]] = {
+    "": {},
+    "keep_end": {"truncation_mode": "keep_end"},
+    "ld_alpha": {"ld_alpha": 0.5},
+    "ipo, logits_to_keep": {"loss_type": "ipo", "use_logits_to_keep": True},
+}
+
+
+@pytest.mark.parametrize("layout", ["padded", "flat"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_it_is_the_same_training(tiny_text: Path, tmp_path: Path, layout: str, variant: str) -> None:
+    """I8, I9; flat I10: policy and reference compute both answers of a pair in one row, without padding."""
+    if layout == "padded" and variant:
+        pytest.skip("the trainer's own code")
+    changes, block = VARIANTS[variant], FLAT if layout == "flat" else BLOCK
+    stock = make(tiny_text, tmp_path / "stock", **changes)
     stock.train()
-    ours = make(tiny_text, tmp_path / "odb")
+    ours = make(tiny_text, tmp_path / "odb", **changes)
     seen = Seen(ours)
-    enable_odb_dpo(ours, **BLOCK).add_callback(seen)
+    enable_odb_dpo(ours, **block).add_callback(seen)
     ours.train()
     found = compare(ours.state.log_history, stock.state.log_history, 3)
     weights = dict(stock.model.named_parameters())
@@ -131,8 +145,14 @@ def test_it_is_the_same_training(tiny_text: Path, tmp_path: Path) -> None:
     assert worst < RELATIVE and len(seen.deviations) == 3 and max(seen.deviations) < GRADIENT
     audit = read_jsonl(tmp_path / "odb" / "odb_audit_rank0.jsonl")
     assert [(line["rows"], line["length"]) for line in audit] == seen.shapes, "what was planned is what is computed"
-    assert any(rows > 6 for rows, _ in seen.shapes) and max(length for _, length in seen.shapes) == MAX_LENGTH
-    assert all(line["units"] == len(line["ids"]) and line["rows"] * line["length"] <= 640 for line in audit)
+    assert all(line["units"] == len(line["ids"]) for line in audit)
+    assert all(line["rows"] * line["length"] <= block["token_budget"] for line in audit if len(line["ids"]) > 1), "I4"
+    if layout == "flat":
+        assert all(line["rows"] == 1 and len(line["segments"]) == 2 * len(line["ids"]) for line in audit)
+        assert all(sum(line["segments"]) == line["length"] for line in audit), "no padding"
+        assert any(len(line["ids"]) > 1 for line in audit)
+    else:
+        assert any(rows > 6 for rows, _ in seen.shapes) and max(length for _, length in seen.shapes) == MAX_LENGTH
 
 
 @pytest.mark.parametrize(
@@ -142,7 +162,7 @@ def test_it_is_the_same_training(tiny_text: Path, tmp_path: Path) -> None:
         ({"loss_type": "bco_pair"}, "loss_type: 'bco_pair' goes by a mean"),
         ({"rpo_alpha": 0.5}, "rpo_alpha: 0.5 adds a loss"),
         ({"max_steps": 1}, "has no get_batch_loss_metrics"),
-        ({"layout": "flat"}, "DPOTrainer pads the rows of its pairs itself"),
+        ({"layout": "flat", "use_weighting": True}, "use_weighting: True reads the whole distribution"),
     ],
 )
 def test_what_cannot_be_right_is_refused_in_one_line(
