@@ -27,11 +27,11 @@ class LayoutError(DataError):
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """What follows each other in a flat row, and where it comes from.
+    """The parts of a flat row, in their order.
 
-    index: int64[tokens], where each token of the row stands in the rows of the batch laid end to end.
-    lengths: of each segment (tokens). samples: the first so many segments are the samples, in batch order.
-    filled: tokens of the last segment that come from nowhere, and so are not in `index`; 0 if there is none.
+    index: int64[tokens], where each token of the row stands in the rows of the batch laid end to end. lengths: of each
+    segment (tokens). samples: number of segments that are samples, which come first. filled: tokens of the last segment
+    if it only fills up, and so is not in `index`; else 0.
     """
 
     index: Tensor
@@ -43,12 +43,18 @@ class Segments:
     def starts(self) -> list[int]:
         return [0, *itertools.accumulate(self.lengths)][:-1]
 
+    def pack(self, tensor: Tensor, fill: int = 0) -> Tensor:
+        """[rows, length, ...] -> [1, total, ...]"""
+        packed = tensor.flatten(0, 1).index_select(0, self.index)
+        if self.filled:
+            packed = torch.cat([packed, packed.new_full((self.filled, *packed.shape[1:]), fill)])
+        return packed[None]
+
 
 def find_segments(batch: Mapping[str, Any], tokens: Sequence[int], num_dummy: int, sizes: Sizes) -> Segments:
-    """batch, tokens: as `flatten` takes them. num_dummy: tokens of the dummy media in the first row. sizes: of the
-    total.
+    """batch, tokens: of `flatten`. num_dummy: tokens of the dummy media in the first row. sizes: of the total.
 
-    Raises `DataError` where the batch is not as told, `LayoutError` where its mask has holes.
+    Raises `DataError` where the lengths do not fit the batch, `LayoutError` where its mask has holes.
     """
     rows, length = batch_shape(batch)
     mask = batch.get("attention_mask")
@@ -123,15 +129,17 @@ def _one_row(real: Tensor | None, tokens: Sequence[int], length: int) -> list[tu
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The flat layout: what the framework's collator returned, as one row in which the samples follow each other.
-# A flat micro-batch has `input_ids` and `labels` [1, total], `position_ids` that begin anew with each segment, and no
-# `attention_mask`: models of transformers then keep attention within a segment. A segment is a sample or, behind
-# them, dummy media and what fills up to a multiple. Media tensors stay as they are, for their order is that of the
-# samples.
+# A flat micro-batch has `input_ids` and `labels` [1, total], `position_ids` that restart with each segment, and no
+# `attention_mask`: models of transformers then keep attention within a segment. A segment is a sample or, after the
+# samples, dummy media and what fills up to a multiple. Media tensors stay as they are: their order is that of the
+# samples. The row is packed in the collate worker, on integers of the host: what reads logits reads flat labels, so
+# the batch has no rows that would have to travel to the device. Where a trainer reads rows (preferences, rewards), they
+# stay in the batch, and the model gets the row beside them (`beside_rows`, `model/unpad.py`).
 
 BOUNDARY_KEYS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _DROPPED = ("attention_mask", "rope_deltas", *BOUNDARY_KEYS)
 _PER_ROW = ("cross_attention_mask", "aspect_ratio_ids", "aspect_ratio_mask", "image_bound", "audio_bounds", "tgt_sizes")
-"""Media inputs of mllama and MiniCPM-V that are padded to the rows of a batch, or say where in a row media are."""
+"""Media inputs of mllama and MiniCPM-V that are padded to the rows of a batch, or hold places of media in a row."""
 _MEDIA = (
     *(*GRID_KEYS, *PIXEL_KEYS, *AUDIO_KEYS, "input_features", "image_sizes", "pixel_attention_mask"),
     *("second_per_grid_ts", "video_second_per_grid"),
@@ -166,7 +174,7 @@ UNPADDED = "odb_unpadded"
 def beside_rows(
     batch: Mapping[str, Any], num_samples: int, has_media: bool, layout: FlatLayout, has_audio: bool = False
 ) -> tuple[dict[str, Any], tuple[int, ...]]:
-    """The batch, whose rows a trainer looks at, with the same in one row for the model; the lengths of its segments.
+    """The batch, whose rows a trainer reads, with the same in one row for the model; the lengths of its segments.
 
     batch: as of `flatten`, with `layout.rows` rows a sample and an `attention_mask`; segments are rows, in their order.
     For each of `layout.batches` it has, under its prefix and `UNPADDED`, what `model.unpad.FlatRows` is made of. The
@@ -236,7 +244,7 @@ def flatten(
 
     Every tensor [rows, length, ...] becomes [1, total, ...]; the first label of each segment is -100; `position_ids`
     restart, and of three or four rows of them (mrope) the first is such a row and the others are the collator's.
-    Raises `LayoutError` where the batch has what depends on its rows, and `DataError` where it is not as told.
+    Raises `LayoutError` where the batch has what depends on its rows, `DataError` where the lengths do not fit it.
 
         batch, segments = flatten(collator(items), [5, 3], False, FlatLayout())  # segments: (5, 3)
     """
@@ -250,10 +258,9 @@ def flatten(
         elif key == "labels":
             flat[key] = _labels(value, segments, rows, length)
         elif key == "input_ids":
-            token = text_token(batch) if segments.filled else 0
-            flat[key] = _filled(_gathered(value, segments), segments, token)
+            flat[key] = segments.pack(value, text_token(batch) if segments.filled else 0)
         elif key != "position_ids" and is_per_token(key, value, rows, length):
-            flat[key] = _filled(_gathered(value, segments), segments, 0)
+            flat[key] = segments.pack(value)
     flat["position_ids"] = _position_ids(batch.get("position_ids"), segments, rows, length)
     if layout.with_boundaries or any(key in batch for key in BOUNDARY_KEYS):
         flat.update(varlen_arguments(segments.lengths))
@@ -272,18 +279,6 @@ def varlen_arguments(segments: Sequence[int]) -> dict[str, Any]:
     return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
 
 
-def _gathered(tensor: Tensor, segments: Segments) -> Tensor:
-    """[rows, length, ...] -> [1, tokens, ...]"""
-    return tensor.flatten(0, 1).index_select(0, segments.index).unsqueeze(0)
-
-
-def _filled(tensor: Tensor, segments: Segments, value: int) -> Tensor:
-    """[1, tokens, ...] -> [1, total, ...]"""
-    if not segments.filled:
-        return tensor
-    return torch.cat([tensor, tensor.new_full((1, segments.filled, *tensor.shape[2:]), value)], 1)
-
-
 def text_token(batch: Mapping[str, Any]) -> int:
     """To fill up with: no placeholder of media, of which there would be one too many."""
     labels = batch.get("labels")
@@ -299,15 +294,14 @@ def _labels(labels: Any, segments: Segments, rows: int, length: int) -> Tensor:
             f"layout: the collator's `labels` {_shape(labels)} are not of the shape of `input_ids` {[rows, length]}, "
             "so they cannot be laid flat; set `layout: padded`."
         )
-    gathered = _gathered(labels, segments)
-    if int((gathered != IGNORE_INDEX).sum()) != int((labels != IGNORE_INDEX).sum()):
+    packed = segments.pack(labels, IGNORE_INDEX)
+    if int((packed != IGNORE_INDEX).sum()) != int((labels != IGNORE_INDEX).sum()):
         raise DataError(
             f"the collator put labels where its samples of {list(segments.lengths[: segments.samples])} tokens have "
             "none; let it return the `attention_mask` of its padding, or say the lengths as collated (cost_fn)"
         )
-    gathered = _filled(gathered, segments, IGNORE_INDEX)
-    gathered[0, segments.starts] = IGNORE_INDEX
-    return gathered
+    packed[0, segments.starts] = IGNORE_INDEX
+    return packed
 
 
 def _position_ids(given: Any, segments: Segments, rows: int, length: int) -> Tensor:
@@ -326,7 +320,7 @@ def _position_ids(given: Any, segments: Segments, rows: int, length: int) -> Ten
             f"{[rows, length]}, so they cannot be laid flat; set `layout: padded`."
         )
     of_samples = sum(segments.lengths[: segments.samples])
-    theirs = _gathered(given.expand(rows, length), segments)[0, :of_samples]
+    theirs = segments.pack(given.expand(rows, length))[0, :of_samples]
     if not torch.equal(theirs, restarting[0, :of_samples].to(theirs.dtype)):
         raise DataError(
             f"the collator's `position_ids` do not count the tokens of its {segments.samples} samples, which have "

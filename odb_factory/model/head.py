@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from odb_factory.errors import ConfigError, DataError
 from odb_factory.log import get_logger
 from odb_factory.model.chunked import AfterHead, log_probs_of, weighted_loss_of
+from odb_factory.model.flat_row import forward_replaced
 from odb_factory.model.own_loss import model_with_labels, own_loss
 
 logger = get_logger(__name__)
@@ -176,20 +177,6 @@ class WithoutLogits:
             self._name,
             self.reason,
         )
-
-
-@contextlib.contextmanager
-def forward_replaced(model: Any, forward: Callable[..., Any]) -> Iterator[None]:
-    """Meanwhile the forward of `model` is this one, whose first argument is the model's own."""
-    own, is_replaced = model.forward, "forward" in vars(model)
-    model.forward = functools.partial(forward, own)
-    try:
-        yield
-    finally:
-        if is_replaced:
-            model.forward = own
-        else:
-            del model.forward
 
 
 _OTHER_FORWARDS = ("past_key_values", "use_cache", "logits_to_keep", "shift_labels")

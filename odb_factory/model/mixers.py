@@ -19,6 +19,7 @@ must call a mixer as often as the others, the number is fixed (`install(model, g
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections import Counter
@@ -32,7 +33,7 @@ from torch import Tensor, nn
 
 from odb_factory.errors import ConfigError
 from odb_factory.model import attention
-from odb_factory.model.flat_row import FlatRow, copy_to, row_in_progress
+from odb_factory.model.flat_row import FlatRow, copy_to, replace_forward, row_in_progress
 
 KNOWN = (
     "GatedDeltaNet", "MambaMixer", "Mamba2Mixer", "BambaMixer", "FalconH1Mixer", "MambaLayer", "ShortConv",
@@ -142,26 +143,16 @@ def install(model: nn.Module, groups: int | None = None) -> Callable[[], None]:
     groups: of every row (None: as its lengths need, so that their number differs from rank to rank). A number is needed
     where the forward of a mixer waits for other ranks, as under ZeRO-3, which gathers the parameters of its parts.
     """
-    added = [
-        (mixer.__dict__, functools.partial(_mix, mixer, mixer.forward, groups), mixer.__dict__.get("forward"))
-        for mixer in find(model)
-        if getattr(mixer.forward, "func", None) is not _mix  # installed twice
-    ]
-    for attributes, forward, _ in added:
-        attributes["forward"] = forward
-
-    def undo() -> None:
-        for attributes, forward, before in added:
-            if attributes.get("forward") is forward:  # else somebody has wrapped it, and it stays, without effect
-                del attributes["forward"]
-                attributes.update({} if before is None else {"forward": before})
-
-    return undo
+    undo = contextlib.ExitStack()
+    for mixer in find(model):
+        if getattr(mixer.forward, "func", None) is not _mix:  # else installed twice
+            undo.callback(replace_forward(mixer, functools.partial(_mix, mixer, groups)))
+    return undo.close
 
 
 @torch.compiler.disable(recursive=False)
-def _mix(mixer: nn.Module, own: Callable[..., Any], number: int | None, /, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a mixer. own: its forward before `install`. number: of groups.
+def _mix(mixer: nn.Module, number: int | None, own: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a mixer. number: of groups. own: its forward before `install`.
 
     Inside a flat row `own` gets the hidden states and what else has one entry per token; no cache, no mask.
     """

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from odb_factory.errors import ConfigError, DataError
 from odb_factory.log import get_logger
 from odb_factory.model.check import Runs, check_rows, not_right, of_batches, resolve_layout, unwrapped
-from odb_factory.model.flat_row import FlatRow, copy_to, flat_row, row_in_progress
-from odb_factory.model.head import WithoutLogits, forward_replaced
+from odb_factory.model.flat_row import FlatRow, copy_to, flat_row, forward_replaced, replace_forward, row_in_progress
+from odb_factory.model.head import WithoutLogits
 
 logger = get_logger(__name__)
 
@@ -232,16 +232,9 @@ class _LoopDoor:
     """The forward of a model whose loop says by `pop_step_info` which row it computes."""
 
     def __init__(self, model: nn.Module):
-        self._model, self._before = model, vars(model).get("forward")
-        self._added = model.forward = functools.partial(self._forward, model.forward)
+        self._model = model
         self._computed: int | None = None  # the number of the last row that the model has computed
-
-    def leave(self) -> None:
-        if vars(self._model).get("forward") is not self._added:
-            return  # somebody has wrapped it since; where no row is in progress it has no effect
-        del self._model.forward
-        if self._before is not None:
-            self._model.forward = self._before
+        self.leave = replace_forward(model, self._forward)
 
     def _forward(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         row, positions = row_in_progress(), kwargs.get("position_ids")
