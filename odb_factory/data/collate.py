@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch.utils.data import get_worker_info
 
-from odb_factory.data.layout import FlatLayout, LayoutError, PaddedLayout, beside_rows, flatten, pad_to_sizes
+from odb_factory.data.layout import FlatLayout, LayoutError, beside_rows, flatten, pad_to_sizes
 from odb_factory.data.measure import Measure, batch_shape, count_patches, describe_batch, measure_batch
 from odb_factory.data.samples import Measured, MicroBatch, Sample, Task
 from odb_factory.data.serialize import unpack
@@ -53,8 +53,9 @@ class NotCollated(DataError):
 class GroupDataset(WorkerDataset):
     """The dataset of the collating workers: `self[task]` is the outcome of that task, the index itself.
 
-    layout: how batches are laid flat, or padded further; None: they stay as the collator returns them. notes: where
-    workers report which micro-batches they have collated. skips: rows that cannot be collated are left out.
+    layout: how batches are laid flat, or the budget whose sizes they are padded to; None: they stay as the collator
+        returns them. notes: where workers report which micro-batches they have collated. skips: rows that cannot be
+        collated are left out.
     budget: of samples whose units are not counted from labels: a batch without `input_ids` has the shape that its
         samples were planned with.
     """
@@ -66,7 +67,7 @@ class GroupDataset(WorkerDataset):
         collate_fn: Callable[[list[Any]], Any],
         patch_size: int,
         dataset: Any,
-        layout: FlatLayout | PaddedLayout | None = None,
+        layout: FlatLayout | Budget | None = None,
         measure: Measure = measure_batch,
         budget: Budget | None = None,
         *,
@@ -138,13 +139,13 @@ class GroupDataset(WorkerDataset):
                 "layout: flat, length_buckets and row_multiple need batches with `input_ids` [rows, length], and "
                 f"collate_fn returned {describe_batch(batch)}; leave these keys out"
             )
-        if isinstance(self.layout, PaddedLayout):
+        if isinstance(self.layout, Budget):
             padded, filler_rows = pad_to_sizes(batch, self.layout)
             return replace(self._measured(padded, samples), filler_rows=filler_rows), padded
         costs = [sample.cost for sample in samples]
         has_media, has_audio = any(cost.has_media for cost in costs), any(cost.has_audio for cost in costs)
         flat: Mapping[str, Any]
-        if self.layout.batches:
+        if self.layout.collation.batches:
             flat, segments = beside_rows(batch, len(samples), has_media, self.layout, has_audio)
         else:
             flat, segments = flatten(batch, [cost.tokens for cost in costs], has_media, self.layout, has_audio)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from odb_factory.data.measure import AUDIO_KEYS, GRID_KEYS, IGNORE_INDEX, PIXEL_KEYS, batch_shape
 from odb_factory.errors import DataError
-from odb_factory.planning import EVERY_SIZE, Budget, Sizes
+from odb_factory.planning import EVERY_SIZE, Budget, Collation, Sizes
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Where the tokens of each sample stand in what a collator returned: the segments of a flat row.
@@ -153,16 +153,13 @@ _MEDIA_WORDS = ("pixel", "image", "video", "audio", "feature", "grid", "tile", "
 class FlatLayout:
     """How micro-batches are laid flat.
 
-    dummy_media_tokens, dummy_audio_tokens, rows, batches: of `Collation`. sizes: what the total is filled up to
-    (tokens). with_boundaries: the batch carries what `varlen_arguments` returns.
+    collation: dummy media, rows and batches of the collator. sizes: what the total is filled up to (tokens).
+    with_boundaries: the batch carries what `varlen_arguments` returns.
     """
 
-    dummy_media_tokens: int = 0
+    collation: Collation = field(default_factory=Collation)
     sizes: Sizes = EVERY_SIZE
     with_boundaries: bool = False
-    dummy_audio_tokens: int = 0
-    rows: int = 1
-    batches: tuple[str, ...] = ()
 
 
 _OF_PAIRS = ("prompt_", "chosen_", "rejected_", "ref_")
@@ -176,16 +173,16 @@ def beside_rows(
 ) -> tuple[dict[str, Any], tuple[int, ...]]:
     """The batch, whose rows a trainer reads, with the same in one row for the model; the lengths of its segments.
 
-    batch: as of `flatten`, with `layout.rows` rows a sample and an `attention_mask`; segments are rows, in their order.
-    For each of `layout.batches` it has, under its prefix and `UNPADDED`, what `model.unpad.FlatRows` is made of. The
-    segments returned are those of the first.
+    batch: of `flatten`, with the collation's rows a sample and an `attention_mask`; segments are rows, in their order.
+    For each of the collation's batches it has, under its prefix and `UNPADDED`, what `model.unpad.FlatRows` is made of.
+    The segments returned are those of the first.
     """
-    own = model_keys(batch, layout.batches)
+    own = model_keys(batch, layout.collation.batches)
     unpadded = {}
-    for prefix in layout.batches:
+    for prefix in layout.collation.batches:
         rows = {key: batch.get(prefix + key, batch[key]) for key in own}
         unpadded[prefix + UNPADDED] = _unpadded(rows, num_samples, has_media, layout, has_audio)
-    return {**batch, **unpadded}, unpadded[layout.batches[0] + UNPADDED]["segments"]
+    return {**batch, **unpadded}, unpadded[layout.collation.batches[0] + UNPADDED]["segments"]
 
 
 def model_keys(batch: Mapping[str, Any], batches: Sequence[str]) -> list[str]:
@@ -211,16 +208,16 @@ def model_keys(batch: Mapping[str, Any], batches: Sequence[str]) -> list[str]:
 def _unpadded(
     batch: Mapping[str, Any], num_samples: int, has_media: bool, layout: FlatLayout, has_audio: bool
 ) -> dict[str, Any]:
-    rows, length = batch_shape(batch)
+    (rows, length), of_sample = batch_shape(batch), layout.collation.rows
     mask: Any = batch.get("attention_mask")
-    if rows != num_samples * layout.rows or not isinstance(mask, Tensor) or mask.shape != (rows, length):
+    if rows != num_samples * of_sample or not isinstance(mask, Tensor) or mask.shape != (rows, length):
         raise LayoutError(
             f"layout: the collator made {rows} rows of {num_samples} samples with the `attention_mask` {_shape(mask)}, "
-            f"and a flat micro-batch takes {layout.rows} rows a sample with a mask of tokens; set `layout: padded`."
+            f"and a flat micro-batch takes {of_sample} rows a sample with a mask of tokens; set `layout: padded`."
         )
     tokens = (mask != 0).sum(1).tolist()
     flat, lengths = flatten(batch, tokens, has_media, layout, has_audio)
-    num_dummy = (not has_media) * layout.dummy_media_tokens + (not has_audio) * layout.dummy_audio_tokens
+    num_dummy, _ = layout.collation.dummies(has_media, has_audio)
     changed: dict[str, Any] = {key: flat.get(key) for key in {**batch, **flat} if flat.get(key) is not batch.get(key)}
     labels = changed.pop("labels")
     return {
@@ -249,7 +246,7 @@ def flatten(
         batch, segments = flatten(collator(items), [5, 3], False, FlatLayout())  # segments: (5, 3)
     """
     rows, length = batch_shape(batch)
-    num_dummy = (not has_media) * layout.dummy_media_tokens + (not has_audio) * layout.dummy_audio_tokens
+    num_dummy, _ = layout.collation.dummies(has_media, has_audio)
     segments = find_segments(batch, tokens, num_dummy, layout.sizes)
     flat: MutableMapping[str, Any] = copy.copy(batch) if isinstance(batch, MutableMapping) else dict(batch)
     for key, value in batch.items():
@@ -361,25 +358,18 @@ def _shape(value: Any) -> str:
 # Round a padded micro-batch up to the sizes that were planned: longer rows, and rows without labels behind them.
 
 
-@dataclass(frozen=True, slots=True)
-class PaddedLayout:
-    """budget: whose sizes rows and row lengths are rounded up to."""
-
-    budget: Budget
-
-
-def pad_to_sizes(batch: Mapping[str, Any], layout: PaddedLayout) -> tuple[Mapping[str, Any], int]:
+def pad_to_sizes(batch: Mapping[str, Any], budget: Budget) -> tuple[Mapping[str, Any], int]:
     """The batch [rows, length] with rows and row length as its budget has them, and how many rows were added.
 
     What is added is text without labels: the attention mask is 0 there, but for the first token of an added row, for
     attention over nothing is not a number. Position ids go on counting, so that no row looks like several.
     Raises `LayoutError` where the batch has what cannot be made longer. Where nothing is missing it stays as it is.
 
-        longer, added = pad_to_sizes(collator(items), PaddedLayout(Budget(64, sizes=Sizes(buckets=(32, 64), limit=64))))
+        longer, added = pad_to_sizes(collator(items), Budget(64, sizes=Sizes(buckets=(32, 64), limit=64)))
     """
     rows, length = batch_shape(batch)
-    to_length = layout.budget.sizes.up(length)
-    more_rows, more = layout.budget.rows_of(rows, to_length) - rows, to_length - length
+    to_length = budget.sizes.up(length)
+    more_rows, more = budget.rows_of(rows, to_length) - rows, to_length - length
     if not more_rows and not more:
         return batch, 0
     padded: MutableMapping[str, Any] = copy.copy(batch) if isinstance(batch, MutableMapping) else dict(batch)

@@ -23,7 +23,7 @@ from odb_factory.config import ResolvedConfig
 from odb_factory.data.collate import Collated, GroupDataset, NotCollated, Outcome
 from odb_factory.data.dataloader_parts import DataLoaderParts
 from odb_factory.data.epoch import EpochContext, EpochPlanner
-from odb_factory.data.layout import FlatLayout, LayoutError, PaddedLayout
+from odb_factory.data.layout import FlatLayout, LayoutError
 from odb_factory.data.measure import DEFAULT_PATCH_SIZE, Measure, measure_batch
 from odb_factory.data.observe import ItemObserver, ObservedDataset, Observer
 from odb_factory.data.plan_process import PlanProcess, compute_here
@@ -60,14 +60,11 @@ def make_budget(config: ResolvedConfig, collation: Collation, layout: Layout) ->
     )
 
 
-def make_layout(budget: Budget, *, with_boundaries: bool) -> FlatLayout | PaddedLayout | None:
+def make_layout(budget: Budget, *, with_boundaries: bool) -> FlatLayout | Budget | None:
     """What is done to collated batches; None: they stay as the collator returns them."""
     if budget.layout != "flat":
-        return PaddedLayout(budget) if budget.rounds_up else None
-    made = budget.collation
-    return FlatLayout(
-        made.dummy_media_tokens, budget.sizes, with_boundaries, made.dummy_audio_tokens, made.rows, made.batches
-    )
+        return budget if budget.rounds_up else None
+    return FlatLayout(budget.collation, budget.sizes, with_boundaries)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -88,13 +88,13 @@ def collated(samples: list[Sample], flat: GroupDataset) -> TrialBatches:
 
     def inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
         """Those of the model. Without labels it computes logits, whatever its loss is computed from."""
-        own = {key: batch[key] for key in model_keys(batch, layout.batches) if key != UNPADDED}
+        own = {key: batch[key] for key in model_keys(batch, layout.collation.batches) if key != UNPADDED}
         own |= batch.get(UNPADDED, {}).get("inputs", {})
         return {key: value for key, value in own.items() if key != "labels" and value is not None}
 
     measured, row = flat.collate(samples)
     tokens, ids = tuple(one.cost.tokens for one in samples), tuple(one.id for one in samples)
-    rest = inputs(row), measured.segments, tokens, ids, not layout.batches
+    rest = inputs(row), measured.segments, tokens, ids, not layout.collation.batches
     together = padded.collate(samples)[1]
     if len(together["input_ids"]) < len(samples):
         return TrialBatches([], [], *rest)

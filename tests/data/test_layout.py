@@ -78,7 +78,9 @@ def test_it_is_the_same_tokens_without_padding(
     if num_rotary:
         batch["position_ids"] = torch.arange(num_rotary * shape.numel()).view(num_rotary, *shape)
     before = copy.deepcopy(batch)
-    flat, segments = flatten(batch, lengths, not dummy, FlatLayout(dummy, Sizes(round_to)))
+    flat, segments = flatten(
+        batch, lengths, not dummy, FlatLayout(Collation(dummy_media_tokens=dummy), Sizes(round_to))
+    )
 
     total = sum(lengths) + dummy
     fill = -total % round_to
@@ -108,8 +110,10 @@ def test_it_is_the_same_tokens_without_padding(
 
 def test_without_a_mask_the_lengths_say_where_padding_begins() -> None:
     rows = items([3, 5, 1])
-    with_mask, _ = flatten(collate(rows, dummy=2), [3, 5, 1], False, FlatLayout(2))
-    without, segments = flatten(collate(rows, dummy=2, mask=False), [3, 5, 1], False, FlatLayout(2))
+    with_mask, _ = flatten(collate(rows, dummy=2), [3, 5, 1], False, FlatLayout(Collation(dummy_media_tokens=2)))
+    without, segments = flatten(
+        collate(rows, dummy=2, mask=False), [3, 5, 1], False, FlatLayout(Collation(dummy_media_tokens=2))
+    )
     assert segments == (3, 5, 1, 2)
     assert all(torch.equal(with_mask[key], without[key]) for key in with_mask)
 
@@ -197,7 +201,7 @@ def test_a_batch_that_is_not_as_told_is_refused(batch: dict[str, Any], tokens: l
 
 def test_dummy_media_that_are_not_there_are_missed() -> None:
     with pytest.raises(DataError, match="too short for 5 of its sample and 2 of the dummy media"):
-        flatten(collate(items([5, 3])), [5, 3], False, FlatLayout(2))
+        flatten(collate(items([5, 3])), [5, 3], False, FlatLayout(Collation(dummy_media_tokens=2)))
 
 
 # Real collators

@@ -38,7 +38,7 @@ from odb_factory.data.layout import FlatLayout, flatten
 from odb_factory.llamafactory.stages import STAGES
 from odb_factory.model import attention
 from odb_factory.model.flat_row import flat_row
-from odb_factory.planning import Sizes
+from odb_factory.planning import Collation, Sizes
 
 ATTENTION = {"sdpa": "sdpa", "eager": "eager", attention.NAME: "sdpa", FLASH: FLASH}
 """Attention of the flat row, and of the padded rows it is compared with."""
@@ -109,7 +109,11 @@ def compare(model: Any, cases: dict[str, tuple[Case, list[Case]]], family: str, 
         set_attention(model, attention)
         for round_to in (1, ROUND_TO):
             # A flash kernel is told the boundaries, or finds them in the positions.
-            layout = FlatLayout(case.dummy, Sizes(round_to), with_boundaries=attention == FLASH and round_to > 1)
+            layout = FlatLayout(
+                Collation(dummy_media_tokens=case.dummy),
+                Sizes(round_to),
+                with_boundaries=attention == FLASH and round_to > 1,
+            )
             flat, segments = flatten(case.batch, case.tokens, case.has_media, layout)
             assert flat["input_ids"].shape == (1, sum(segments))
             theirs, found = gradients(model, dict(flat), segments, weights)

@@ -10,10 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
 from odb_factory import ODBDataLoader, pop_step_info, weighted_loss
-from odb_factory.data.layout import LayoutError, PaddedLayout, pad_to_sizes
+from odb_factory.data.layout import LayoutError, pad_to_sizes
 from odb_factory.planning import Budget, Sizes
 
-SIZED = PaddedLayout(Budget(96, sizes=Sizes(buckets=(16, 32), limit=96), row_multiple=4))
+SIZED = Budget(96, sizes=Sizes(buckets=(16, 32), limit=96), row_multiple=4)
 LENGTHS = (3, 11, 7, 25, 1, 18, 9, 30, 5, 14, 22, 40, 90)
 
 

@@ -171,7 +171,7 @@ def compare(setting: Setting, case: str, folder: Path) -> str:
         planned = *planned[:2], max(planned[2], shape[2])
     if planned != shape:
         wrong.append(f"planned {planned}, collated {shape}")
-    layout = FlatLayout(collation.dummy_media_tokens, dummy_audio_tokens=collation.dummy_audio_tokens)
+    layout = FlatLayout(collation)
     has_media, has_audio = any(cost.has_media for cost in costs), any(cost.has_audio for cost in costs)
     try:
         flat, _ = flatten(batch, [cost.tokens for cost in costs], has_media, layout, has_audio)

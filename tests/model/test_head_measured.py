@@ -1,6 +1,6 @@
 """Memory, time and gradient of the head at width 2,048 and a vocabulary of 151,936, beside stock's logits.
 
-    pytest -s -m full_grid tests/model/test_head_measured.py
+pytest -s -m full_grid tests/model/test_head_measured.py
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from odb_factory.model import attention
 from odb_factory.model.chunked import AfterHead, log_probs_of
 from odb_factory.model.flat_row import flat_row
 from odb_factory.model.unpad import FlatRows, LabelLogProbs, UnpadDoor, positions_of_samples
+from odb_factory.planning import Collation
 
 LENGTHS = (9, 4, 17, 6)
 IGNORED = -100
@@ -98,7 +99,7 @@ def test_rows_go_flat_through_the_model(model: Any, side: str, ld_alpha: float |
     expected = gradient(model, stock)
     door = UnpadDoor(model)
     assert door.reason is None
-    laid_out, segments = beside_rows(batch, 2, True, FlatLayout(rows=2, batches=("",)))
+    laid_out, segments = beside_rows(batch, 2, True, FlatLayout(Collation(rows=2, batches=("",))))
     assert segments == LENGTHS
     model.gradient_checkpointing_enable({"use_reentrant": False})
     seen: list[int] = []
