@@ -86,7 +86,7 @@ def _padded_rows(real: Tensor | None, tokens: Sequence[int], rows: int, length: 
         if max(tokens) > length:
             raise DataError(
                 f"the collator made rows of {length} tokens of samples of {list(tokens)}: they are cut; let it keep "
-                "every token, or say their length as collated (cost_fn)"
+                "every token, or give their collated length with cost_fn"
             )
         return [(row * length, row * length + count) for row, count in enumerate(tokens)]
     counts = real.sum(1).tolist()
@@ -121,7 +121,7 @@ def _one_row(real: Tensor | None, tokens: Sequence[int], length: int) -> list[tu
     if ends[-1] > length or (real is not None and not bool(real[0, : ends[-1]].all())):
         raise DataError(
             f"the collator laid these {len(tokens)} samples of {ends[-1]} tokens into one row of {length}, so some are "
-            "left out; let it keep every token, or say their length as collated (cost_fn)"
+            "left out; let it keep every token, or give their collated length with cost_fn"
         )
     spans = list(itertools.pairwise([0, *ends]))
     return spans if ends[-1] == length else [*spans, (ends[-1], length)]
@@ -295,7 +295,7 @@ def _labels(labels: Any, segments: Segments, rows: int, length: int) -> Tensor:
     if int((packed != IGNORE_INDEX).sum()) != int((labels != IGNORE_INDEX).sum()):
         raise DataError(
             f"the collator put labels where its samples of {list(segments.lengths[: segments.samples])} tokens have "
-            "none; let it return the `attention_mask` of its padding, or say the lengths as collated (cost_fn)"
+            "none; let it return the `attention_mask` of its padding, or give the collated lengths with cost_fn"
         )
     packed[0, segments.starts] = IGNORE_INDEX
     return packed

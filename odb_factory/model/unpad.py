@@ -32,10 +32,12 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class FlatRows:
-    """The rows of a batch as one row. inputs: in the place of those of the model (None: it gets none). labels: [1,
-    total], the first of each row -100. index: int64[tokens], where each of the first tokens of the row stands in the
-    rows laid end to end; what comes behind them is in no row. num_supervised: labels that are not -100. segments: of
-    `flat_row`."""
+    """The rows of a batch as one row.
+
+    inputs: replace those of the model (None: it gets none). labels: [1, total], the first of each row -100. index:
+    int64[tokens], the places of the row's first tokens in the rows laid end to end; the tokens after them (a dummy
+    image, filler) are in no row. num_supervised: labels that are not -100. segments: of `flat_row`.
+    """
 
     inputs: Mapping[str, Any]
     labels: Tensor
@@ -45,11 +47,11 @@ class FlatRows:
 
 
 class UnpadDoor:
-    """Forwards of padded rows by a transformers model as those of one flat row without logits.
+    """Lets a transformers model compute forwards of padded rows as one flat row without logits.
 
-    model: also wrapped by PEFT, a reward head, DDP, FSDP or DeepSpeed. reads_hidden_states: a reward head reads the
-    last ones of it, and nobody reads logits. reason: why it cannot be; None where it can. A backward that runs forwards
-    again is within `flat_row`.
+    model: also wrapped by PEFT, a reward head, DDP, FSDP or DeepSpeed. reads_hidden_states: a reward head reads its
+    last hidden states, and nobody reads logits. reason: why the door cannot act; None where it can. A backward that
+    recomputes forwards runs within `flat_row`, too.
 
     Example::
 
@@ -69,7 +71,7 @@ class UnpadDoor:
 
     @contextlib.contextmanager
     def flat(self, rows: FlatRows) -> Iterator[None]:
-        """Within it every forward of the model is one of these rows, whichever of its rows' arguments it is given."""
+        """Within it every forward of the model computes these rows, whatever rows it is given."""
         with self._door.replacing_forward(functools.partial(self._forward, rows)):
             yield
 
@@ -112,8 +114,10 @@ _NOT_GIVEN = ("labels", "logits_to_keep", "output_hidden_states")
 
 
 def positions_of_samples(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Meanwhile a forward of the flat row under way that is given no `position_ids` takes those of its samples, each
-    from 0: of a reference model that a trainer hands nothing but token ids. model: a transformers model."""
+    """Meanwhile a forward of the flat row in progress without `position_ids` gets those of its samples, each from 0.
+
+    model: a transformers model; a trainer may hand a reference model nothing but token ids.
+    """
     return forward_replaced(model, _with_positions)
 
 
@@ -229,7 +233,7 @@ _undone_by: WeakKeyDictionary[nn.Module, Callable[[], None]] = WeakKeyDictionary
 
 
 class _LoopDoor:
-    """The forward of a model whose loop says by `pop_step_info` which row it computes."""
+    """The forward of a model in a loop, where `pop_step_info` begins the row of a batch."""
 
     def __init__(self, model: nn.Module):
         self._model = model
@@ -251,8 +255,8 @@ class _LoopDoor:
             return own(*args, **kwargs)
 
     def _is_of(self, positions: Tensor, row: FlatRow) -> bool:
-        """Whether these are the positions of the row in progress. They are looked at, for which the host waits for the
-        device, only in evaluations and where infos of several batches were taken out since the last forward."""
+        """Whether these are the positions of the row in progress. Reading them makes the host wait for the device, so
+        they are read only in evaluations and where infos of several batches were taken out since the last forward."""
         if positions.shape[-1] != row.tokens:
             return False
         is_next = self._computed is not None and row.number <= self._computed + 1
