@@ -118,8 +118,7 @@ def compare(ours: list[dict[str, float]], stock: list[dict[str, float]], num_ste
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "": {},
-    "keep_end": {"truncation_mode": "keep_end"},
-    "ld_alpha": {"ld_alpha": 0.5},
+    "keep_start, ld_alpha": {"truncation_mode": "keep_start", "ld_alpha": 0.5},
     "ipo, logits_to_keep": {"loss_type": "ipo", "use_logits_to_keep": True},
 }
 
