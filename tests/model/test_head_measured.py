@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 
 from odb_factory.model.chunked import weighted_loss_of
 
-WIDTH, VOCABULARY, TOKENS = 2048, 151_936, 1024
+WIDTH, VOCABULARY, TOKENS = 2048, 151_936, 512
 HEAD_MIB = WIDTH * VOCABULARY * 4 / 2**20
 
 
