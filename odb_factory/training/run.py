@@ -7,7 +7,7 @@ import os
 import time
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -151,17 +151,10 @@ def _device(args: Any) -> str:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class RunLength:
-    """Of the training arguments. epochs: None if `max_steps` counts."""
-
-    epochs: float | None
-    max_steps: int | None
-
-
 class ODBRun:
     """One call of `train()`. Its optimizer steps are counted by `accounting`, those before a resume included.
 
+    epochs, max_steps: of the training arguments; epochs None if `max_steps` counts, and the other way round.
     fill: estimates of the number of optimizer steps; None with kept steps, whose number is known. budgets: those chosen
     for `auto`. step: the optimizer step taken last. looks_at_labels: units are labels that carry loss, so that they can
     be counted in the collated rows.
@@ -171,18 +164,20 @@ class ODBRun:
         self,
         loader: ODBLoader,
         config: ResolvedConfig,
-        length: RunLength,
         output_dir: str | Path,
         *,
+        epochs: float | None,
+        max_steps: int | None,
         is_shuffled: bool = False,
         accumulation: int = 1,
         looks_at_labels: bool = True,
     ):
-        self.loader, self.config, self.length, self.output_dir = loader, config, length, Path(output_dir)
+        self.loader, self.config, self.output_dir = loader, config, Path(output_dir)
+        self.epochs, self.max_steps = epochs, max_steps
         self.accounting = StepAccounting(loader, config, output_dir if config.audit else None, left_out_dir=output_dir)
         self.fill: FillSchedule | None = None
         if not config.keeps:
-            self.fill = FillSchedule(loader, config, length.epochs, length.max_steps, accumulation, is_shuffled)
+            self.fill = FillSchedule(loader, config, epochs, max_steps, accumulation, is_shuffled)
         self.budgets: dict[str, int | None] = {}
         self.step: OptimizerStep | None = None
         self._looks_at_labels = looks_at_labels
@@ -198,13 +193,13 @@ class ODBRun:
     @property
     def total_steps(self) -> int | None:
         """Optimizer steps of the whole run; None if they are not known ahead (`fill` in epochs)."""
-        if self.length.max_steps is not None:
-            return self.length.max_steps
+        if self.max_steps is not None:
+            return self.max_steps
         an_epoch = self.loader.num_optimizer_steps
         if an_epoch is None:
             return None
-        assert self.length.epochs is not None
-        return max(math.ceil(self.length.epochs * an_epoch) + self.taken_anew, self.optimizer_steps)
+        assert self.epochs is not None
+        return max(math.ceil(self.epochs * an_epoch) + self.taken_anew, self.optimizer_steps)
 
     @property
     def epoch_length(self) -> int | None:
@@ -220,8 +215,8 @@ class ODBRun:
     @property
     def finished(self) -> bool:
         """Whether a resumed run has nothing left to do."""
-        if self.fill is not None and self.length.epochs is not None:
-            return self._epochs_before >= self.length.epochs
+        if self.fill is not None and self.epochs is not None:
+            return self._epochs_before >= self.epochs
         return self.total_steps is not None and self.optimizer_steps >= self.total_steps
 
     @property
@@ -234,8 +229,8 @@ class ODBRun:
             return step.epoch + step.progress
         if self.fill is not None:
             return self.fill.epoch(step)
-        assert self.length.max_steps is not None
-        return step.epoch + (step.index + 1) / self.length.max_steps
+        assert self.max_steps is not None
+        return step.epoch + (step.index + 1) / self.max_steps
 
     @property
     def taken_anew(self) -> int:

@@ -50,7 +50,7 @@ from odb_factory.training.auto_budget import choose_budgets
 from odb_factory.training.checkpoint import RANK_FILE, CheckpointSaver, by_rank, read_states
 from odb_factory.training.checks import check_hooks, of_trainer, why_not_split
 from odb_factory.training.oom import MemoryWatch, SplitSteps
-from odb_factory.training.run import ODBRun, RunLength
+from odb_factory.training.run import ODBRun
 from odb_factory.training.trainer_loss import TrainerLoss, stock_mean, why_logits
 
 logger = get_logger(__name__)
@@ -386,8 +386,9 @@ class ODBState:
             run = self.run = ODBRun(
                 loader,
                 config,
-                RunLength(None if counts_steps else args.num_train_epochs, args.max_steps if counts_steps else None),
                 args.output_dir,
+                epochs=None if counts_steps else args.num_train_epochs,
+                max_steps=args.max_steps if counts_steps else None,
                 accumulation=args.gradient_accumulation_steps,
                 looks_at_labels=not settings.equal_weights,
                 is_shuffled=getattr(parts.sampler, "shuffle", isinstance(parts.sampler, RandomSampler)),

@@ -154,7 +154,7 @@ class ODBCallback(TrainerCallback):
         if run.fill is not None:
             state.max_steps = run.fill.estimated_steps()
             an_epoch = run.loader.estimate_optimizer_steps()
-            state.num_train_epochs = math.ceil(run.length.epochs or run.length.max_steps / max(an_epoch, 1))
+            state.num_train_epochs = math.ceil(run.epochs or run.max_steps / max(an_epoch, 1))
             state.compute_steps(args, state.max_steps)
         elif run.taken_anew and run.total_steps is not None:
             state.max_steps = run.total_steps
