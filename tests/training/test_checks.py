@@ -87,7 +87,7 @@ REFUSED: list[tuple[Callable[[Trainer], None], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("change", "match"), REFUSED, ids=str)
+@pytest.mark.parametrize(("change", "match"), REFUSED, ids=[match for _, match in REFUSED])
 def test_a_trainer_that_cannot_work_is_refused(tiny_text, tmp_path, change: Any, match: str) -> None:
     trainer = make(Trainer, tiny_text, tmp_path)
     enable_odb(trainer, **BLOCK)
