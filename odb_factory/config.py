@@ -74,7 +74,7 @@ class ODBConfig:
     join: bool = True
     balance: bool | None = None
     balance_group_size: int = _number(256)
-    cost_model: Literal["tokens", "time"] = "tokens"
+    cost_model: Sequence[int] | None = _number(None, minimum=0)  # fixed, token, patch, square
     overlong: Literal["singleton", "drop", "error"] = "singleton"
     on_error: Literal["raise", "skip"] = "raise"
     oom: Literal["raise", "split"] = "raise"
@@ -96,6 +96,8 @@ class ODBConfig:
                 object.__setattr__(self, name, int(value))  # numpy's integers are no JSON
         if self.length_buckets is not None:
             object.__setattr__(self, "length_buckets", tuple(sorted(set(map(int, self.length_buckets)))))
+        if self.cost_model is not None:
+            object.__setattr__(self, "cost_model", tuple(map(int, self.cost_model)))
         for contradiction in self._contradictions():
             raise ConfigError(f"odb.{contradiction}.")
 
@@ -126,6 +128,11 @@ class ODBConfig:
                     f"length_buckets: {size} is no multiple of pad_to_multiple_of ({multiple}); choose multiples, or "
                     "leave one of the keys out"
                 )
+        if self.cost_model is not None and (len(self.cost_model) != 4 or not any(self.cost_model)):
+            yield (
+                f"cost_model: {list(self.cost_model)} is not four numbers, not all of them 0; write what a micro-step, "
+                "a token, a patch and a squared row length cost, for example [2000, 4, 1, 0]"
+            )
         if self.oom == "split" and self.row_multiple > 1:
             yield (
                 f"oom: 'split' cuts micro-batches to save memory, and `row_multiple: {self.row_multiple}` would fill "

@@ -35,7 +35,7 @@ DEFAULTS = {
     "join": True,
     "balance": True,
     "balance_group_size": 256,
-    "cost_model": "tokens",
+    "cost_model": None,
     "overlong": "singleton",
     "on_error": "raise",
     "oom": "raise",
@@ -46,14 +46,13 @@ DEFAULTS = {
 }
 """What a block with nothing but `token_budget` means."""
 OPTIONAL_NUMBERS = ["max_patches", "pad_to_multiple_of", "collate_workers", "lr_reference_samples", "seed"]
-OPTIONAL = [*OPTIONAL_NUMBERS, "balance", "length_buckets"]
+OPTIONAL = [*OPTIONAL_NUMBERS, "balance", "length_buckets", "cost_model"]
 WHOLE_NUMBERS = ["token_budget", "row_multiple", *OPTIONAL_NUMBERS, "buffer_size", "balance_group_size"]
 WHOLE_NUMBERS += ["exchange_timeout_s"]
 WORDS = {
     "loss_scaling": ["stock", "exact", "sample", "square", "approx", "none"],
     "lr_scale": ["none", "sqrt", "linear"],
     "layout": ["auto", "flat", "padded"],
-    "cost_model": ["tokens", "time"],
     "overlong": ["singleton", "drop", "error"],
     "on_error": ["raise", "skip"],
     "oom": ["raise", "split"],
@@ -93,7 +92,7 @@ def refusal(content: Any) -> str:
 def test_defaults_and_kinds() -> None:
     """The tables of this file name every key."""
     assert ODBConfig.from_block(block()).to_dict() == DEFAULTS
-    others = ["global_batch_size", "length_buckets", "memory_fraction"]
+    others = ["global_batch_size", "length_buckets", "cost_model", "memory_fraction"]
     assert sorted(DEFAULTS) == sorted([*WHOLE_NUMBERS, *WORDS, *SWITCHES, *others])
 
 
@@ -118,6 +117,7 @@ def test_what_follows_from_the_optimizer_steps(keys: dict[str, Any], resolved: t
 
 def test_values_are_normalised() -> None:
     assert ODBConfig.from_block(block(length_buckets=[int64(512), 128, 512])).length_buckets == (128, 512)
+    assert ODBConfig.from_block(block(cost_model=[int64(2000), 4, 1, 0])).cost_model == (2000, 4, 1, 0)
     config = ODBConfig(token_budget=int64(4096), seed=int64(3), global_batch_size=int64(8))
     assert {type(config.token_budget), type(config.seed), type(config.global_batch_size)} == {int}
     assert (config.token_budget, config.seed, config.global_batch_size) == (4096, 3, 8)
@@ -274,6 +274,7 @@ def test_switches(key: str) -> None:
             "is not a list of whole numbers of at least 1",
             [512, [], "512", [0], [True], [1.5], ["512"], {}],
         ),
+        ("cost_model", "is not ", [500, [], [1, 2, 3], [0, 0, 0, 0], [1, 2, 3, -4], "tokens", [1.5, 0, 0, 0]]),
         ("memory_fraction", "is not a share", [0, -0.5, 1.01, 90, float("nan"), True, "0.9", None]),
     ],
 )

@@ -90,7 +90,6 @@ def test_reference_has_every_public_name() -> None:
     assert first_column("Step info") == fields | {"loss_scale"}
     metrics = StepStatistics().metrics(token_budget=8, world_size=1).keys()
     assert first_column("Metrics") == metrics | {
-        "odb/cost_model_r2",
         "odb/oom_cuts",
         "odb/lost_weight",
         "odb/left_out",

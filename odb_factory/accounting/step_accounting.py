@@ -231,8 +231,6 @@ class StepAccounting:
     """The accounting of one run of a loader, in a trainer or in a custom loop.
 
     audit_dir: folder of `odb_audit_rank{r}.jsonl`, left_out_dir: of `odb_left_out_rank{r}.jsonl`; None: not written.
-    is_fetched_ahead: a framework asks for a micro-batch before it hands over the previous one, so the micro-batch that
-        `end` closes is trained on only then.
     optimizer_steps: taken in the run, those before a resume included. num_over_budget: micro-batches of two or more
         samples that the collator made larger than the budget, on all ranks.
     computing: the micro-batch between `begin` and `end`. interval_before: what `interval_metrics` returned last.
@@ -253,13 +251,11 @@ class StepAccounting:
         audit_dir: str | Path | None = None,
         *,
         left_out_dir: str | Path | None = None,
-        is_fetched_ahead: bool = False,
     ):
         self.loader, self.config = loader, config
         self.total, self.interval, self.interval_before = StepStatistics(), StepStatistics(), StepStatistics()
         self.optimizer_steps = self.num_over_budget = 0
         self.computing: Computing | None = None
-        self._is_fetched_ahead = is_fetched_ahead
         self._checks = BatchChecks(config, counts_labels=loader.counts_labels)
         self._audit: Lines | None = None
         self._left_out_file: Lines | None = None
@@ -310,16 +306,12 @@ class StepAccounting:
         self.computing = Computing(
             micro_batch, measured, loss_of(weights, micro_batch.units, measured.filler_rows), start
         )
-        if not self._is_fetched_ahead:
-            self.loader.times.begin(micro_batch.totals)
         return self.computing
 
     def end(self) -> None:
         """Count the micro-batch whose backward is done and, with the last one of an optimizer step, that step."""
         done, self.computing = self.computing, None
         assert done is not None, "begin comes first"
-        if self._is_fetched_ahead:
-            self.loader.times.begin(done.micro_batch.totals)
         self.count(done.micro_batch, [done])
 
     def count(self, micro_batch: MicroBatch, parts: Sequence[Computing]) -> None:
@@ -339,8 +331,6 @@ class StepAccounting:
         """The `odb/...` entries since the last call."""
         metrics = self._metrics(self.interval)
         self.interval_before, self.interval = self.interval, StepStatistics()
-        if self.loader.times.r2 is not None:
-            metrics["odb/cost_model_r2"] = round(self.loader.times.r2, 4)
         return metrics
 
     def metrics(self) -> dict[str, float]:

@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from odb_factory.comm.lifeline import Lifeline
-from odb_factory.planning import ROW, BufferMetadata, CostModel, Limits, Plan
+from odb_factory.planning import ROW, BufferMetadata, Limits, Plan
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What ranks tell each other, and the interface by which they do: `Coordinator`.
@@ -33,7 +33,6 @@ class RankMetadata:
 
     rejected: rows that are not trained on, by reason. overlong: samples that break a budget alone and are trained on.
     order: a checksum of the order in which all ranks together draw (the same on all ranks).
-    model: the cost model that this rank proposes; that of rank 0 is taken.
     limits: to which it has lowered its budgets, if it has; the least of all ranks are taken.
     """
 
@@ -41,7 +40,6 @@ class RankMetadata:
     rejected: Counter[str]
     overlong: int = 0
     order: int = 0
-    model: CostModel = CostModel()
     limits: Limits | None = None
 
 
@@ -168,7 +166,6 @@ def encode(message: RankMetadata | Failure) -> bytes:
             "rejected": message.rejected,
             "overlong": message.overlong,
             "order": message.order,
-            "model": dataclasses.astuple(message.model),
             "limits": None if message.limits is None else dataclasses.astuple(message.limits),
         }
         rows = message.buffer.rows.tobytes()
@@ -188,7 +185,6 @@ def decode(message: bytes) -> RankMetadata | Failure:
         Counter(header["rejected"]),
         header["overlong"],
         header["order"],
-        CostModel(*header["model"]),
         None if header["limits"] is None else Limits(*header["limits"]),
     )
 

@@ -67,8 +67,8 @@ class EpochContext:
     group_size: ranks among which samples travel, where steps are kept and the layout is flat; each group plans alone.
     order: a checksum of the order drawn so far, given the optimizer step. compare_orders: with the checksums of all
         ranks, why they cannot go on (None: they can).
-    propose: the cost model as it is known by then. lowered: to what this rank has lowered its budgets by then, if it
-        has; `budget` stays as configured.
+    model: what micro-batches cost. lowered: to what this rank has lowered its budgets by then, if it has; `budget`
+        stays as configured.
     compute: what runs planners, which are pure functions.
     leave_out: as `LeftOut.leave_out`.
     find_dummy_sample: a usable sample of the dataset, for the idle micro-batches of a rank that holds none.
@@ -85,7 +85,7 @@ class EpochContext:
     leave_out: Callable[..., None]
     order: Callable[[int], int] = int
     compare_orders: Callable[[Sequence[int]], str | None] = lambda orders: None
-    propose: Callable[[], CostModel] = CostModel
+    model: CostModel = CostModel()
     lowered: Callable[[], Limits | None] = lambda: None
     compute: Compute = compute_here
 
@@ -131,9 +131,7 @@ class EpochPlanner(ABC):
     def agree(self, buffer: BufferMetadata, index: int) -> list[RankMetadata]:
         """What all ranks hold. Collective."""
         context = self.context
-        mine = RankMetadata(
-            buffer, self.rejected, self.overlong, context.order(index), context.propose(), context.lowered()
-        )
+        mine = RankMetadata(buffer, self.rejected, self.overlong, context.order(index), context.lowered())
         ranks = context.coordinator.all_gather(mine, index)
         problem = context.compare_orders([rank.order for rank in ranks])
         if problem is not None:
@@ -144,7 +142,7 @@ class EpochPlanner(ABC):
         """The plan that all ranks have confirmed; sets `final`. Collective."""
         budget = functools.reduce(lambda budget, rank: budget.within(rank.limits), ranks, self.context.budget)
         with self._telling_others("planning"):
-            plan = self._make_plan([rank.buffer for rank in ranks], budget, ranks[0].model, index)
+            plan = self._make_plan([rank.buffer for rank in ranks], budget, index)
         if plan.exceeds_transfer_limit and not self._has_warned:
             self._has_warned = True
             logger.warning(TOO_HEAVY)
@@ -169,7 +167,7 @@ class EpochPlanner(ABC):
         """Those of this rank."""
 
     @abstractmethod
-    def _make_plan(self, buffers: Sequence[BufferMetadata], budget: Budget, model: CostModel, index: int) -> Plan:
+    def _make_plan(self, buffers: Sequence[BufferMetadata], budget: Budget, index: int) -> Plan:
         """A plan that all ranks have confirmed."""
 
     @abstractmethod
@@ -346,23 +344,23 @@ class KeepEpoch(EpochPlanner):
         row = next(self.observed, None)
         self._next = None if row is None else (next(self._positions), row)
 
-    def _make_plan(self, buffers: Sequence[BufferMetadata], budget: Budget, model: CostModel, index: int) -> Plan:
+    def _make_plan(self, buffers: Sequence[BufferMetadata], budget: Budget, index: int) -> Plan:
         context = self.context
         self.final = all(buffer.exhausted for buffer in buffers)
         if self.stock.equal_weights:
             buffers = by_weight(buffers, self.stock)
         in_groups = context.balance and budget.layout == "flat" and len(buffers) > context.group_size
         if in_groups and not exceeds_limit(buffers):
-            plan = self._plan_in_groups(buffers, budget, model, index)
+            plan = self._plan_in_groups(buffers, budget, index)
         else:
-            plan = context.compute(plan_optimizer_step, buffers, budget, balance=context.balance, model=model)
+            plan = context.compute(plan_optimizer_step, buffers, budget, balance=context.balance, model=context.model)
             context.coordinator.confirm(plan.checksum(), index)
         expected = self.stock.steps_an_epoch
         if expected is not None and self.final != (index + 1 >= expected):
             raise CollectiveError(OTHER_LENGTH.format(self.stock.num_samples, "fewer" if self.final else "more"))
         return plan
 
-    def _plan_in_groups(self, buffers: Sequence[BufferMetadata], budget: Budget, model: CostModel, index: int) -> Plan:
+    def _plan_in_groups(self, buffers: Sequence[BufferMetadata], budget: Budget, index: int) -> Plan:
         """What this rank's group does, with the totals of all groups, which agree on K (I1, I6).
 
         Raises `CollectiveError` on all ranks if those of a group have computed different plans.
@@ -370,7 +368,7 @@ class KeepEpoch(EpochPlanner):
         context = self.context
         size = context.group_size
         ranks = group_of(context.rank, len(buffers), size)
-        plan = context.compute(plan_group, buffers, budget, ranks, model=model)
+        plan = context.compute(plan_group, buffers, budget, ranks, model=context.model)
         for _ in range(MAX_AGREEMENTS):
             answers = context.coordinator.gather_plans(outline(plan, ranks).to_bytes(), index)
             if answers != [answers[rank - rank % size] for rank in range(len(answers))]:
@@ -380,5 +378,5 @@ class KeepEpoch(EpochPlanner):
             if not least_steps:
                 return joined(plan, ranks, outlines)
             if len(plan.totals) < least_steps:
-                plan = context.compute(plan_group, buffers, budget, ranks, model=model, least_steps=least_steps)
+                plan = context.compute(plan_group, buffers, budget, ranks, model=context.model, least_steps=least_steps)
         raise disagreement(outlines)

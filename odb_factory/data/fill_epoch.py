@@ -18,7 +18,7 @@ from odb_factory.data.epoch import EpochContext, EpochPlanner, Held, nothing_lef
 from odb_factory.data.samples import MicroBatch, OptimizerStep, Rejection, Sample, SampleInfo, Task
 from odb_factory.data.state import Place, Share
 from odb_factory.errors import CollectiveError
-from odb_factory.planning import Budget, BufferMetadata, CostModel, MicroStepTotals, Plan, make_metadata, plan_buffers
+from odb_factory.planning import Budget, BufferMetadata, MicroStepTotals, Plan, make_metadata, plan_buffers
 from odb_factory.planning.plan import pool
 
 
@@ -118,7 +118,7 @@ class FillEpoch(EpochPlanner):
             self.rejected_draws.add(draw)
             self._leave_out(row, self._next_step + len(self._planned) // self.accumulation)
 
-    def _make_plan(self, buffers: Sequence[BufferMetadata], budget: Budget, model: CostModel, index: int) -> Plan:
+    def _make_plan(self, buffers: Sequence[BufferMetadata], budget: Budget, index: int) -> Plan:
         plan = self.context.compute(
             plan_buffers,
             buffers,
@@ -129,7 +129,7 @@ class FillEpoch(EpochPlanner):
             accumulation=self.accumulation,
             join=self.join,
             balance=self.context.balance,
-            model=model,
+            model=self.context.model,
         )
         self.context.coordinator.confirm(plan.checksum(), index)
         self.final = plan.final

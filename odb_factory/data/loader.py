@@ -12,7 +12,6 @@ import functools
 import itertools
 import queue
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -32,7 +31,6 @@ from odb_factory.data.samples import COLLATION, LeftOut, Measured, MicroBatch, O
 from odb_factory.data.serialize import of_rows
 from odb_factory.data.state import DataState, TrainingData
 from odb_factory.data.step_agreement import Agreed, LateRow, Lost, StepAgreement
-from odb_factory.data.step_times import StepTimes
 from odb_factory.data.worker import Picklable
 from odb_factory.data.workers import END, POLL_S, LoaderWorkers, Prefetcher
 from odb_factory.errors import CollectiveError, ConfigError, DataError, one_line
@@ -198,7 +196,6 @@ class ODBLoader:
         self.counts_labels = bool(getattr(observer, "counts_labels", True))
         self._coordinator = coordinator or SingleProcessCoordinator()
         self.rank, self.world_size = rank, world_size = self._coordinator.rank, self._coordinator.world_size
-        self.times = StepTimes()
         self.budget = budget = make_budget(config, collation, layout)
         self.lowered: Limits | None = None
         self.left_out = LeftOut()
@@ -230,7 +227,7 @@ class ODBLoader:
             find_dummy_sample=self._workers.find_dummy_sample,
             leave_out=self.left_out.leave_out,
             compare_orders=self._order.compare,
-            propose=self.times.fitting() if config.cost_model == "time" else CostModel,
+            model=CostModel() if config.cost_model is None else CostModel(*config.cost_model),
             lowered=lambda: self.lowered,
         )
         self._progress: Progress = progress_for(
@@ -485,11 +482,9 @@ class ODBLoader:
         try:
             # No reference to the iterator but the pass's own: leaving must end the worker processes.
             while current.batches is not None:
-                asked = time.perf_counter()
                 if not waits:
                     self._coordinator.progress(f"micro-batch {next(number)} of epoch {self.epoch}")
                 outcome = self._workers.next_outcome(current.batches)
-                self.times.wait(time.perf_counter() - asked)
                 if outcome is END:
                     break
                 waits = outcome is None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -73,7 +72,6 @@ class StepKL:
 
     def estimate(self, model: Any, micro_batches: Sequence[Collated]) -> None:
         """Run what is needed of all micro-batches of an optimizer step, idle ones too: ranks run forwards together."""
-        began = time.perf_counter()
         model.train()
         if callable(getattr(self.trainer.optimizer, "train", None)):  # of optimizers that average weights by themselves
             self.trainer.optimizer.train()
@@ -103,7 +101,6 @@ class StepKL:
         self.kl = steps.sum().item()
         of_both, num_chosen = round(examples.sum().item()), round(chosen.sum().item())
         self.num_examples = {"chosen": num_chosen, "rejected": of_both - num_chosen}
-        self.trainer.odb.run.loader.times.wait(time.perf_counter() - began)  # no micro-batch takes longer for it
 
     @property
     def _is_stock(self) -> bool:

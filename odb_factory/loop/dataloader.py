@@ -44,7 +44,7 @@ class CommonKeys(TypedDict, total=False):
     join: bool
     balance: bool | None
     balance_group_size: int
-    cost_model: Literal["tokens", "time"]
+    cost_model: Sequence[int] | None
     overlong: Literal["singleton", "drop", "error"]
     on_error: Literal["raise", "skip"]
     resume: Literal["strict", "ignore_data"]

@@ -223,7 +223,6 @@ class Iteration:
                 self.config,
                 self._audit_dir,
                 left_out_dir=self._audit_dir,
-                is_fetched_ahead=self._is_fetched_ahead,
             )
             self._loader, self._last_resort = loader, LastResort(self, loader)
         return self._loader

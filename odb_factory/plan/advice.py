@@ -84,8 +84,8 @@ def _warnings(found: Look) -> list[str]:
             f"{found.asked.parsed.data.cutoff_len}; the longest would have {whole.longest_uncut:,} tokens"
         )
     lines += [_left_out(found, reason, number) for reason, number in whole.left_out.items()]
-    if config.cost_model == "time":
-        lines.append("cost_model: time is fitted while training; here micro-batches are compared by tokens")
+    if config.cost_model is not None:
+        lines.append("cost_model is not looked at here: micro-batches are compared by tokens")
     if found.sample.resampled:
         lines.append(f"{found.sample.resampled}: optimizer steps are drawn from these, with replacement")
     return lines

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -379,10 +378,7 @@ class SplitSteps:
                 return
 
     def _collated(self, part: Part) -> Collated:
-        began = time.perf_counter()
-        collated = self.run.loader.collate(part.micro_batch, part.samples)
-        self.run.loader.times.wait(time.perf_counter() - began)
-        return collated
+        return self.run.loader.collate(part.micro_batch, part.samples)
 
     def _runs(self, trainer: Any, step: _Attempt, part: Part, box: list[Collated]) -> bool:
         """Forward and backward of a part; False if memory did not hold it, and it was cut in two.
@@ -413,7 +409,6 @@ class SplitSteps:
             return True
         del batch
         run.accounting.computing = None
-        run.loader.times.forget()
         clear_device_cache(garbage_collection=True)
         step.cuts += 1
         step.lowered = self.watch.lower(measured).least(step.lowered)

@@ -305,8 +305,6 @@ class ODBRun:
         summary = {"epochs": round(self.epoch, 4), **self.accounting.summary()}
         write_summary(self.output_dir, summary)
         logger.info(summary_line(summary))
-        if self.config.cost_model == "time":
-            logger.info(self.loader.times)
 
     def abort(self, error: BaseException) -> None:
         """The training has failed on this rank: report it to the others, unless they know, and end everything here."""

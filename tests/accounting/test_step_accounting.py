@@ -21,7 +21,6 @@ from odb_factory.accounting.step_accounting import StepAccounting
 from odb_factory.config import ODBConfig
 from odb_factory.data.samples import LeftOut, Measured, MicroBatch, OptimizerStep
 from odb_factory.data.step_agreement import Lost
-from odb_factory.data.step_times import StepTimes
 from odb_factory.errors import ConfigError, DataError
 
 
@@ -31,7 +30,7 @@ class Loader:
     rank, num_samples, lowered, counts_labels = 0, 40, None, True
 
     def __init__(self, world_size: int = 1):
-        self.world_size, self.times = world_size, StepTimes()
+        self.world_size = world_size
         self.consumed: list[OptimizerStep] = []
         self.left_out = LeftOut()
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from odb_factory.comm.coordinator import Failure, RankMetadata, decode, encode
-from odb_factory.planning import ROW, BufferMetadata, Cost, CostModel, make_metadata
+from odb_factory.planning import ROW, BufferMetadata, Cost, make_metadata
 
 INT32 = 2**31 - 1
 ROW_BYTES, HEADER_BYTES = ROW.itemsize, 240
@@ -21,10 +21,7 @@ a_row = st.tuples(
 )
 rows = st.lists(a_row, max_size=50)
 buffers = st.builds(BufferMetadata, rows.map(lambda rows: np.array(rows, dtype=ROW)), st.booleans())
-models = st.builds(CostModel, *[st.integers(0, 2**62)] * 4)
-messages = st.builds(
-    RankMetadata, buffers, reasons, overlong=st.integers(0, INT32), order=st.integers(0, 2**32), model=models
-)
+messages = st.builds(RankMetadata, buffers, reasons, overlong=st.integers(0, INT32), order=st.integers(0, 2**32))
 
 
 @given(messages)

@@ -6,7 +6,6 @@ And every way in which some of the ranks do not reach the end: none of the other
 from __future__ import annotations
 
 import itertools
-import random
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from planning_strategies import budgets, costs, sized
 
 from odb_factory.data.samples import Rejection, Sample
 from odb_factory.errors import CollectiveError
-from odb_factory.planning import Budget, Collation, Cost, CostModel
+from odb_factory.planning import Budget, Collation, Cost
 
 Case = tuple[list[list[Row]], dict[str, Any]]
 REASONS = ("overlong", "unreadable", "unsupervised")
@@ -97,16 +96,6 @@ def test_it_does_not_matter_which_rank_is_first(data: Any, case: Case) -> None:
     again = run_shards(world, order=data.draw(orders(world)), **options)
     assert [epoch.plans for epoch in again] == [epoch.plans for epoch in first]
     assert endings(again) == endings(first)
-
-
-@settings(deadline=None, max_examples=15)
-@given(cases(), st.integers())
-def test_ranks_that_measure_different_times_plan_the_same(case: Case, seed: int) -> None:
-    """I6: the first rank's cost model is taken by all."""
-    world, options = case
-    measured = random.Random(seed)
-    options["propose"] = lambda: CostModel(*(measured.randrange(10**12) for _ in range(4)))
-    check_promises(world, run_shards(world, **options), **options)
 
 
 @settings(deadline=None, max_examples=15)

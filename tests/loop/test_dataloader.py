@@ -317,17 +317,6 @@ def test_a_loaded_state_is_not_dropped_in_silence(
         assert "it stands in epoch 3" in caplog.text
 
 
-def test_steps_are_timed_and_groups_meet_by_time() -> None:
-    """Several epochs, so that there are steps enough to fit a model to; every row once in each."""
-    with ODBDataLoader(Rows(), 16, token_budget=BUDGET, collate_fn=pad, cost_model="time") as loader:
-        steps = 0
-        while steps < 60:
-            batches = epoch_of(loader)
-            steps += len(batches)
-            assert flat(batches) == EVERY_ROW
-        assert loader._odb.loader.times.r2 is not None
-
-
 def test_an_older_iterator_is_over_once_another_has_begun() -> None:
     with ODBDataLoader(Rows(), 8, token_budget=BUDGET, collate_fn=pad, gradient_accumulation_steps=2) as loader:
         older = iter(loader)

@@ -103,7 +103,7 @@ def test_warnings() -> None:
     warned(found, "1 of 4 rows have no supervised token", "left out", "row of unsupervised")
     warned(found, "opened and then cut off", "the training would end", "row of media_cut")
     warned(found, "cannot be read", "the training would end", "row of unreadable")
-    dropping = a_look(asked(overlong="drop", on_error="skip", cost_model="time"), BUDGETS, rows)
+    dropping = a_look(asked(overlong="drop", on_error="skip", cost_model=[500, 1, 1, 0]), BUDGETS, rows)
     assert not any("would end" in line for line in warned(dropping, "cost_model").warnings)
 
 
