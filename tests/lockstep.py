@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
-from odb_factory.comm.coordinator import Failure, RankMetadata, decode, encode, make_buffers, redistribute
+from odb_factory.comm.ranks import Failure, RankMetadata, decode, encode, make_buffers, redistribute
 from odb_factory.data import epoch as epoch_module
 from odb_factory.data.epoch import EpochContext, EpochPlanner, Held, KeepEpoch
 from odb_factory.data.fill_epoch import FillEpoch
@@ -129,7 +129,7 @@ class Lockstep:
 
 
 class Seat:
-    """One rank's `Coordinator`. on_wire: its messages travel encoded, as between processes."""
+    """One rank, as `Ranks`. on_wire: its messages travel encoded, as between processes."""
 
     timeout_s = 0.0
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from odb_factory.comm.agreement import compare
-from odb_factory.comm.coordinator import Failure, RankMetadata, decode, encode
+from odb_factory.comm.ranks import Failure, RankMetadata, decode, encode
 from odb_factory.errors import CollectiveError
 
 
@@ -46,7 +46,7 @@ class Table:
 
 
 class Seat:
-    """One rank's `Coordinator`."""
+    """One rank, as `Ranks`."""
 
     def __init__(self, table: Table, rank: int):
         self.table, self.rank, self.timeout_s = table, rank, table.timeout_s

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from torch.distributed.device_mesh import DeviceMesh
 
-from odb_factory.comm.lifeline import lifeline_of, patience_of
+from odb_factory.comm.lifeline import Lifeline, lifeline_of, patience_of
 from odb_factory.errors import CollectiveError, ConfigError, DataError, one_line
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -164,25 +164,34 @@ def pause_at_exit() -> None:
 
 
 class Group:
-    """A gloo group of ranks that wait for each other as long as `parent` does, and not for one that is gone.
+    """Bytes of all ranks to all of them, over a gloo group; one rank alone answers itself.
 
-    Of its own, so that planning messages never meet the collectives of the training. Where a parent is given, only its
-    ranks take part, and nothing is created on the default group. All ranks make their groups in the same order.
-    parent: None for the default group. silence_s: how long a rank may give no sign of life. name: what the calls are
-    for, in messages. Raises `CollectiveError`, as all its methods do, where another rank has failed or is missed.
+    Ranks wait for each other as long as `parent` does, and not for a rank that is gone. The gloo group is separate, so
+    that these messages never meet the collectives of the training. Where a parent is given, only its ranks take part,
+    and nothing is created on the default group. All ranks make their groups in the same order; one thread uses a group.
+    parent: None for the default group, if there is one. silence_s: how long a rank may give no sign of life. name: what
+    the calls are for, in messages. Raises `CollectiveError`, as all its methods do, where another rank has failed or is
+    missed.
 
         group = Group(None, 600, "planning")
         group.all_gather(b"mine", "round 3")  # [b"mine", b"theirs"]
     """
 
+    lifeline: Lifeline
+    """Of several ranks."""
+
     def __init__(self, parent: dist.ProcessGroup | None, silence_s: float, name: str):
+        self.rank, self.world_size = 0, world_size_of(parent)
+        self.is_busy = False
+        self._group: dist.ProcessGroup | None = None
+        if self.world_size == 1:
+            return
         pause_at_exit()
         self.lifeline = lifeline_of(parent, silence_s)
-        self.rank, self.world_size = dist.get_rank(parent), dist.get_world_size(parent)
-        self._stream = self.lifeline.stream(name)
+        self.rank = dist.get_rank(parent)
+        self._stream, self._steps = self.lifeline.stream(name), ""
         self._count = itertools.count(1)
         self._patience_s = patience_of(parent)
-        self.is_busy = False
 
         def make() -> dist.ProcessGroup:
             group: dist.ProcessGroup = dist.new_group(
@@ -197,13 +206,13 @@ class Group:
         def bounded_make(check: Callable[[float], None]) -> dist.ProcessGroup:
             return bounded(make, self._patience_s + MARGIN_S, check)
 
-        self._group: dist.ProcessGroup | None = self._call(f"making the process group for {name}", bounded_make)
+        self._group = self._call(f"making the process group for {name}", bounded_make)
 
-    def all_gather(self, message: bytes, phase: str, steps: str | None = None) -> list[bytes]:
+    def all_gather(self, message: bytes, phase: str) -> list[bytes]:
         """The messages of all ranks, in rank order, in one collective where all have `FRAME_BYTES` bytes or less.
 
-        phase: what it is about, in messages. steps: a stream of the lifeline of which all ranks have made as many calls
-        when they come here.
+        phase: what the messages are about. Raises `DataError` where another rank has taken a `step` that this one has
+        not.
         """
 
         def gather(check: Callable[[float], None]) -> list[bytes]:
@@ -213,7 +222,13 @@ class Group:
                 answers = self._gather(message, longest, check)
             return [text for _, text in answers]
 
-        return self._call(phase, gather, steps)
+        return [message] if self.world_size == 1 else self._call(phase, gather, self._steps or None)
+
+    def step(self, phase: str) -> None:
+        """This rank takes the next of the steps that all ranks take. phase: which step."""
+        if self.world_size > 1:
+            self._steps = self._steps or self.lifeline.stream("steps")
+            self.lifeline.enter(self._steps, phase)
 
     def _gather(self, message: bytes, room: int, check: Callable[[float], None]) -> list[tuple[int, bytes]]:
         """The length of each rank's message, and as much of it as there is room for (bytes)."""
@@ -244,13 +259,16 @@ class Group:
             _wait(work, check)
             return [text.numpy().tobytes() for text in torch.split(incoming, split)]
 
-        return self._call(phase, exchange)
+        return list(buffers) if self.world_size == 1 else self._call(phase, exchange)
 
     def close(self, *, failed: bool = False) -> None:
         """Give the group back; safe to call twice. One in use, or whose ranks are gone, is kept to the end of the
         process: its destructor waits for the collective under way, and so would `dist.destroy_process_group()`."""
+        if self.world_size == 1:
+            return
         group, self._group = self._group, None
-        self.lifeline.leave(self._stream)
+        for stream in (self._stream, self._steps):
+            self.lifeline.leave(stream)
         failed = failed or self.is_busy or self.lifeline.failure is not None
         if group is not None and failed:
             _kept.append(group)
@@ -298,53 +316,9 @@ def _wait(work: dist.Work, check: Callable[[float], None]) -> None:
 
 
 def gather_once(message: bytes, silence_s: float, phase: str = "comparing what the ranks say") -> list[bytes]:
-    """The messages of all ranks of the default group, before there is a coordinator; alone this rank's.
-
-    silence_s, phase and what is raised: as in `Group`.
-    """
-    if world_size_of(None) == 1:
-        return [message]
+    """The messages of all ranks of the default group, before the run has groups. silence_s, phase: as in `Group`."""
     group = Group(None, silence_s, "a comparison before training")
     try:
         return group.all_gather(message, phase)
     finally:
         group.close()
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# `Exchange`: what ranks tell each other in the training thread, over a gloo group of its own.
-
-
-class Exchange:
-    """Small messages of all data-parallel ranks to all of them; alone, of this rank to itself.
-
-    process_group: as in `make_coordinator`, whose group is used by the planning thread at the same time. All ranks make
-    theirs at the same place of the program. timeout_s: how long a rank may give no sign of life (seconds).
-
-        answers = Exchange(None, 600).gather(b"done", "optimizer step 3")  # [b"done", b"done"]
-    """
-
-    def __init__(self, process_group: dist.ProcessGroup | None, timeout_s: float):
-        several = world_size_of(process_group) > 1
-        self._group = Group(process_group, timeout_s, "agreements of an optimizer step") if several else None
-        self._steps: str | None = None
-        self.world_size = 1 if self._group is None else self._group.world_size
-
-    def gather(self, message: bytes, phase: str) -> list[bytes]:
-        """The messages of all ranks, in rank order. phase: what it is about. Raises `CollectiveError` if a rank has
-        failed, is missed, or has taken a `step` that this one has not."""
-        return [message] if self._group is None else self._group.all_gather(message, phase, self._steps)
-
-    def step(self, phase: str) -> None:
-        """This rank takes the next of the steps that all ranks take. phase: which one."""
-        if self._group is not None:
-            self._steps = self._steps or self._group.lifeline.stream("steps")
-            self._group.lifeline.enter(self._steps, phase)
-
-    def close(self, *, failed: bool = False) -> None:
-        """Give the group back; safe to call twice. One that others may wait in is left to the end of the process."""
-        if self._group is not None:
-            if self._steps is not None:
-                self._group.lifeline.leave(self._steps)
-            self._group.close(failed=failed)
-            self._group = None

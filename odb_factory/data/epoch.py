@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from odb_factory.comm.agreement import ranks_alike
-from odb_factory.comm.coordinator import DIFFERENT_PLANS, Coordinator, RankMetadata, redistribute
+from odb_factory.comm.ranks import DIFFERENT_PLANS, RankMetadata, Ranks, redistribute
 from odb_factory.data.order import StockSteps, by_weight, stock_input_tokens, stock_means
 from odb_factory.data.plan_process import Compute, compute_here
 from odb_factory.data.samples import MicroBatch, OptimizerStep, Rejection, Sample, SampleInfo, Task
@@ -80,7 +80,7 @@ class EpochContext:
     group_size: int
     seed: int
     rank: int
-    coordinator: Coordinator
+    coordinator: Ranks
     find_dummy_sample: Callable[[], Sample]
     leave_out: Callable[..., None]
     order: Callable[[int], int] = int

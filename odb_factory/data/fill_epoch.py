@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from odb_factory.comm.coordinator import RankMetadata
+from odb_factory.comm.ranks import RankMetadata
 from odb_factory.data.epoch import EpochContext, EpochPlanner, Held, nothing_left, sum_of_roots
 from odb_factory.data.samples import MicroBatch, OptimizerStep, Rejection, Sample, SampleInfo, Task
 from odb_factory.data.state import Place, Share

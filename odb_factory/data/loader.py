@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from odb_factory.comm.agreement import of_block, releases
-from odb_factory.comm.coordinator import Coordinator, SingleProcessCoordinator
+from odb_factory.comm.ranks import Ranks
 from odb_factory.config import ResolvedConfig
 from odb_factory.data.collate import Collated, GroupDataset, NotCollated, Outcome
 from odb_factory.data.dataloader_parts import DataLoaderParts
@@ -185,7 +185,7 @@ class ODBLoader:
         measure: Measure = measure_batch,
         patch_size: int = DEFAULT_PATCH_SIZE,
         seed: int = 0,
-        coordinator: Coordinator | None = None,
+        coordinator: Ranks | None = None,
         agree_on: Mapping[str, object] | None = None,
         rows_from: Mapping[str, object] | None = None,
     ):
@@ -194,7 +194,7 @@ class ODBLoader:
             pad_to_multiple_of=getattr(parts.collate_fn, "pad_to_multiple_of", None) or 1
         )
         self.counts_labels = bool(getattr(observer, "counts_labels", True))
-        self._coordinator = coordinator or SingleProcessCoordinator()
+        self._coordinator = coordinator or Ranks()
         self.rank, self.world_size = rank, world_size = self._coordinator.rank, self._coordinator.world_size
         self.budget = budget = make_budget(config, collation, layout)
         self.lowered: Limits | None = None

@@ -25,8 +25,8 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any, NamedTuple
 
-from odb_factory.comm.coordinator import LEFT_EPOCH, Coordinator
 from odb_factory.comm.lifeline import known_failure
+from odb_factory.comm.ranks import LEFT_EPOCH, Ranks
 from odb_factory.data.samples import MicroBatch, OptimizerStep, SampleInfo
 from odb_factory.errors import CollectiveError, one_line
 
@@ -172,7 +172,7 @@ class StepAgreement:
         agreement.close(timeout_s=7)
     """
 
-    def __init__(self, coordinator: Coordinator, *, reweighs: bool):
+    def __init__(self, coordinator: Ranks, *, reweighs: bool):
         self._coordinator, self._reweighs = coordinator, reweighs
         self._changed = threading.Condition()
         self._notes: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from odb_factory.accounting.step_accounting import StepAccounting, log_first_step
 from odb_factory.comm.gloo import check_process_group, find_process_group, gather_once, world_size_of
 from odb_factory.comm.lifeline import lifeline_of
-from odb_factory.comm.process_group import make_coordinator
+from odb_factory.comm.ranks import Ranks
 from odb_factory.config import ResolvedConfig
 from odb_factory.data.collate import Collated
 from odb_factory.data.dataloader_parts import check_first_item, dismantle
@@ -216,7 +216,7 @@ class Iteration:
             if self._is_closed:
                 raise ConfigError("odb: this loader has been closed; make another one.")
             group = find_process_group(self._process_group, is_prepared=self.is_prepared)
-            loader = self._make(coordinator=make_coordinator(group, self.config.exchange_timeout_s))
+            loader = self._make(coordinator=Ranks(group, self.config.exchange_timeout_s))
             loader.set_epoch(self._epoch)
             self._accounting = StepAccounting(
                 loader,

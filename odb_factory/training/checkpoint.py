@@ -22,7 +22,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from odb_factory.comm.agreement import name_ranks
-from odb_factory.comm.gloo import Exchange
+from odb_factory.comm.gloo import Group
 from odb_factory.data.state import (
     Positive,
     check_figures,
@@ -769,7 +769,7 @@ class Preemption(TrainerCallback):
     exchange: of all processes of the training.
     """
 
-    def __init__(self, trainer: Any, exchange: Exchange):
+    def __init__(self, trainer: Any, exchange: Group):
         self._trainer, self._exchange = trainer, exchange
         callbacks = trainer.callback_handler.callbacks
         self._stock: Any = next((one for one in callbacks if getattr(one, "jit_manager", None) is not None), None)
@@ -794,7 +794,9 @@ class Preemption(TrainerCallback):
         if self._manager is None:
             return
         is_asked = bool(self._manager.is_checkpoint_requested)
-        answers = self._exchange.gather(b"1" if is_asked else b"0", f"the end of optimizer step {state.global_step}")
+        answers = self._exchange.all_gather(
+            b"1" if is_asked else b"0", f"the end of optimizer step {state.global_step}"
+        )
         asking = [rank for rank, answer in enumerate(answers) if answer == b"1"]
         if asking:
             self._is_over = control.should_save = control.should_training_stop = True
@@ -856,7 +858,7 @@ class CheckpointSaver:
 
     def __init__(self, trainer: Any, silence_s: float):
         self._trainer = trainer
-        self.exchange = Exchange(None, silence_s)
+        self.exchange = Group(None, silence_s, "agreements of an optimizer step")
         self._step: _StepBegin | None = None
         self._hashing = Hashing(trainer.args.process_index, writes_common=trainer.args.should_save)
 
@@ -888,10 +890,10 @@ class CheckpointSaver:
         for callback in trainer.callback_handler.callbacks:
             if isinstance(callback, CheckpointMark):
                 callback.mark(trainer.state)
-        self.exchange.gather(b"1", f"the begin of saving {folder.name}")
+        self.exchange.all_gather(b"1", f"the begin of saving {folder.name}")
         with kept_random_numbers(trainer.args.device, states=None if step is None else step.random):
             yield
-        self.exchange.gather(b"1", f"the end of saving {folder.name}")
+        self.exchange.all_gather(b"1", f"the end of saving {folder.name}")
         if not folder.is_dir():
             # Folders of an older run with higher numbers can make the Trainer take the new one for the oldest.
             if self._marks:

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from odb_factory.accounting.losses import sum_of_losses, token_weights
 from odb_factory.accounting.step_accounting import Computing
-from odb_factory.comm.gloo import Exchange
+from odb_factory.comm.gloo import Group
 from odb_factory.config import ODBConfig
 from odb_factory.data.collate import Collated
 from odb_factory.data.samples import Measured, MicroBatch, Sample
@@ -334,7 +334,7 @@ class _Attempt:
 class SplitSteps:
     """Takes the optimizer steps of a run. exchange: for the agreement of the ranks on each."""
 
-    def __init__(self, run: ODBRun, exchange: Exchange, watch: MemoryWatch):
+    def __init__(self, run: ODBRun, exchange: Group, watch: MemoryWatch):
         self.run, self.exchange, self.watch = run, exchange, watch
         self._synchronizer: DDP | ZeRO1 | None = None
 
@@ -428,7 +428,7 @@ class SplitSteps:
             "has_gradient": self._synchronizer.has_gradient(),
         }
         phase = f"optimizer step {self.run.optimizer_steps + 1}"
-        answers = [json.loads(answer) for answer in self.exchange.gather(json.dumps(mine).encode(), phase)]
+        answers = [json.loads(answer) for answer in self.exchange.all_gather(json.dumps(mine).encode(), phase)]
         before = loader.lowered
         for answer in answers:
             if answer["lowered"] is not None:

@@ -18,8 +18,8 @@ from transformers import TrainerCallback
 
 from odb_factory.accounting.losses import TokenLoss
 from odb_factory.accounting.step_accounting import Computing, log_first_step
-from odb_factory.comm.gloo import Exchange, gather_once
-from odb_factory.comm.process_group import make_coordinator
+from odb_factory.comm.gloo import Group, gather_once
+from odb_factory.comm.ranks import Ranks
 from odb_factory.config import BUDGETS, ODBConfig, ResolvedConfig
 from odb_factory.data.collate import Collated
 from odb_factory.data.dataloader_parts import DataLoaderParts, dismantle, unwrap
@@ -374,7 +374,7 @@ class ODBState:
                 collation=settings.collation or Collation(pad_to_multiple_of=pads_to),
                 layout=layout.name,
                 with_boundaries=layout.with_boundaries,
-                coordinator=make_coordinator(settings.process_group, config.exchange_timeout_s),
+                coordinator=Ranks(settings.process_group, config.exchange_timeout_s),
                 agree_on={**of_trainer(trainer), **settings.agree_on},
                 rows_from=settings.rows_from,
                 patch_size=settings.patch_size,
@@ -398,7 +398,7 @@ class ODBState:
             can_split = not is_split and config.row_multiple == 1 and why_not_split(args) is None
             self.memory = MemoryWatch(config, loader.budget, args.device, can_split=can_split)
             if is_split:
-                exchange = Exchange(settings.process_group, config.exchange_timeout_s)
+                exchange = Group(settings.process_group, config.exchange_timeout_s, "agreements of an optimizer step")
                 self.split = SplitSteps(run, exchange, self.memory)
         if settings.config.has_auto:
             run.budgets = {key: getattr(config, key) for key in BUDGETS}

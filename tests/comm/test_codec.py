@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from odb_factory.comm.coordinator import Failure, RankMetadata, decode, encode
+from odb_factory.comm.ranks import Failure, RankMetadata, decode, encode
 from odb_factory.planning import ROW, BufferMetadata, Cost, make_metadata
 
 INT32 = 2**31 - 1

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from planning_strategies import costs
 
-from odb_factory.comm.coordinator import make_buffers, redistribute
+from odb_factory.comm.ranks import make_buffers, redistribute
 from odb_factory.data.samples import Sample
 from odb_factory.data.serialize import pack, sample_from_bytes, sample_to_bytes
 from odb_factory.planning import Budget, make_metadata, plan_buffers

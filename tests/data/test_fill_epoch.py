@@ -14,7 +14,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from lockstep import Row, check_whole_optimizer_steps, rejection, run_epoch, sample, usable
 
-from odb_factory.comm.coordinator import RankMetadata, SingleProcessCoordinator
+from odb_factory.comm.ranks import RankMetadata, Ranks
 from odb_factory.data.epoch import EpochContext
 from odb_factory.data.fill_epoch import FillEpoch
 from odb_factory.data.samples import Rejection, Sample
@@ -243,7 +243,7 @@ def test_the_buffer_is_filled_and_never_above_its_size() -> None:
             drawn += 1
             yield sample(i, 1 + i % 16)
 
-    class Coordinator(SingleProcessCoordinator):
+    class Coordinator(Ranks):
         def all_gather(self, metadata: RankMetadata, round_index: int) -> list[RankMetadata]:
             buffers.append(len(planner.held))
             assert drawn - emitted <= 8 + 1

@@ -22,7 +22,7 @@ import torch
 from thread_ranks import run_ranks
 from torch.utils.data import get_worker_info
 
-from odb_factory.comm.coordinator import SingleProcessCoordinator
+from odb_factory.comm.ranks import Ranks
 from odb_factory.config import ODBConfig
 from odb_factory.data.dataloader_parts import DataLoaderParts
 from odb_factory.data.loader import ODBLoader
@@ -612,7 +612,7 @@ def test_a_rank_that_fails_does_not_wait_until_the_others_leave(workers: tuple[i
     """Never hang: in the training they wait for it, and so do not leave. It tells them in `abort`, and goes."""
     said: list[str] = []
 
-    class Coordinator(SingleProcessCoordinator):
+    class Coordinator(Ranks):
         def leave_epoch(self) -> None:
             said.append("leave")
 

@@ -23,7 +23,7 @@ from toy import NUM_ROWS, Rows, item, pad
 from transformers.trainer_utils import seed_worker
 
 from odb_factory import ConfigError
-from odb_factory.comm.process_group import make_coordinator
+from odb_factory.comm.ranks import Ranks
 from odb_factory.config import ODBConfig
 from odb_factory.data.dataloader_parts import dismantle
 from odb_factory.data.loader import ODBLoader
@@ -42,7 +42,7 @@ def wrapped(dataset: Any = None, collate_fn: Any = pad, **options: Any) -> Itera
     parts = dismantle(stock, seed=0)
     rule = OptimizerStepRule(batch_size=parts.batch_size, drop_last=parts.drop_last)
     observer = ItemObserver(Picklable(collate_fn, "collate_fn"))
-    loader = ODBLoader(parts, ODBConfig(**BLOCK), observer=observer, rule=rule, coordinator=make_coordinator(None, 60))
+    loader = ODBLoader(parts, ODBConfig(**BLOCK), observer=observer, rule=rule, coordinator=Ranks(None, 60))
     try:
         yield loader
     finally:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from distributed import forks
 from distributed.launch import free_port
 
-from odb_factory.comm.process_group import make_coordinator
+from odb_factory.comm.ranks import Ranks
 from odb_factory.config import ODBConfig
 from odb_factory.data.dataloader_parts import DataLoaderParts
 from odb_factory.data.loader import ODBLoader
@@ -185,7 +185,7 @@ def toy_loader(
         observer=Observer(hangs),
         rule=OptimizerStepRule(**{"accumulation": 2} | rule),
         seed=seed,
-        coordinator=make_coordinator(process_group, timeout_s),
+        coordinator=Ranks(process_group, timeout_s),
         agree_on=agree_on,
     )
     try:
