@@ -14,9 +14,9 @@ from odb_factory.planning.cost import Budget, CostModel
 # A flat micro-batch is a bin: its tokens, its patches and its squared lengths are sums over its samples.
 
 PATCHES_PER_TOKEN = 4
-"""Where the model does not say what a patch costs, so many cost as much as a token: vision towers merge 2 x 2."""
+"""Patches that cost as much as a token where the model gives patches no cost: vision towers merge 2 x 2."""
 LEAST_TOKEN_SHARE = 16
-"""Where tokens cost little or nothing they still count one part in so many: the budget is in tokens."""
+"""Tokens count at least 1/LEAST_TOKEN_SHARE of the rest, because the budget is in tokens."""
 
 
 class Samples:
@@ -89,13 +89,13 @@ class Samples:
 # Bins for the samples of a plan: how many of each class, in which micro-steps, and how full they shall be.
 
 LARGEST_AMOUNT = 1 << 28
-"""Amounts are whole numbers of at most this, so that products of two do not overflow."""
+"""Largest amount, so that the product of two amounts does not overflow."""
 AMOUNT_OF_A_BIN = 1 << 20
-"""What an average bin holds, in these, if it is more."""
+"""Upper limit of the amount in an average bin."""
 MARGIN = 64
-"""Bins are aimed to be below the budget by one part in this many."""
+"""The target of a bin is below the budget by 1/MARGIN."""
 SHARE_BITS = 20
-"""Targets are scaled to the load of a class in fixed-point numbers of this precision."""
+"""Precision of the fixed-point numbers by which targets are scaled to the load of a class."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,11 +16,11 @@ from odb_factory.planning.flat import LARGEST_AMOUNT, Bins, Samples
 # The exact cost of bins in micro-steps, and exchanges that lower it.
 
 MOST_POLISHED = 1 << 15
-"""So many exchanges are tried at most."""
+"""Upper limit of exchanges tried."""
 FEW_BROKEN, MAX_REPAIRED = 8, 1 << 19
-"""The number tried where no more bins than that break a budget: else the whole plan would be lost."""
+"""If at most FEW_BROKEN bins break a budget, MAX_REPAIRED exchanges are tried: else the whole plan would be lost."""
 CLOSE_ENOUGH = 1024
-"""Nothing is tried where at most one part in so many could be saved."""
+"""Nothing is tried where at most 1/CLOSE_ENOUGH of the cost could be saved."""
 FAR_OVER = 1 << 40
 
 
@@ -380,13 +380,13 @@ def repair(filled: Filled) -> np.ndarray:
 # distances from their targets, summed over all dimensions, fall by most.
 
 MAX_ROUNDS, PATIENCE = 64, 8
-"""Bins are paired at most so often, and no more once nothing has changed in so many rounds in all dimensions."""
+"""Maximum rounds of pairing; stop after PATIENCE rounds without a change in any dimension."""
 TOKENS_WITHIN, OTHERS_WITHIN = 4096, 128
-"""Nothing is done for a bin that is fuller than its target by no more than one part in so many."""
+"""A bin is left alone if its excess is at most target / TOKENS_WITHIN (other dimensions: OTHERS_WITHIN)."""
 TOKENS_COUNT_MORE = 4
 """Weight of tokens against other dimensions once the targets of these are known to be out of reach."""
 MAX_TRIED, FEWEST, MOST = 1 << 16, 6, 32
-"""In a round about so many exchanges are tried, of at least and at most so many samples of a bin."""
+"""About MAX_TRIED exchanges are tried in a round, between FEWEST and MOST samples of a bin."""
 
 
 def fill_bins(bins: Bins) -> np.ndarray:

@@ -31,11 +31,11 @@ from odb_factory.planning.plan import BufferMetadata, MicroStepTotals, Plan, exc
 # what the most tokens, the most patches and the most squared lengths of any rank cost, each of these by itself.
 
 FEW_SAMPLES = 4096
-"""Of more samples best fit is not improved on: that would take too long."""
+"""Above this number of samples best fit is not improved on: that would take too long."""
 FLAT_CANDIDATES = 3
-"""So many K are tried at most beside the least. Of one modality a larger K is never better where a smaller one fits,
-for two micro-steps as one cost no more; it is needed where bins would have to be fuller than exchanges can make them.
-Modalities share no bin, so that ranks which wait for the bin of one can do better in more micro-steps."""
+"""Number of K tried beside the least. With one modality a larger K is never cheaper where a smaller one fits, because
+two micro-steps merged into one cost no more; it is needed where bins would have to be fuller than exchanges can make
+them. Modalities share no bin, so with several of them more micro-steps can be cheaper."""
 
 
 def cut_flat(samples: Samples, model: CostModel, least_steps: int = 0) -> list[list[PoolGroup]]:
@@ -75,7 +75,7 @@ def _cheaper(found: Filled, other: Filled) -> Filled:
 
 
 def flat_lower_bound(samples: Samples, num_steps: int, model: CostModel) -> int:
-    """No cut into so many micro-steps costs less: of each measure a pool's mean, or the largest sample."""
+    """No cut into `num_steps` micro-steps costs less: the mean of a pool, or the largest sample, in each measure."""
     num_pools = int(samples.pool.max()) + 1
     sums = np.zeros((num_pools, 5), dtype=np.int64)
     np.add.at(sums, samples.pool, samples.measures)
@@ -84,7 +84,7 @@ def flat_lower_bound(samples: Samples, num_steps: int, model: CostModel) -> int:
 
 
 def fill(samples: Samples, num_steps: int, model: CostModel) -> Filled:
-    """All samples in bins of this number of micro-steps; whether within the budgets is not promised."""
+    """All samples in bins of `num_steps` micro-steps; the bins may break the budgets."""
     bins, dense = (make_bins(samples, num_steps, model, dense=dense) for dense in (False, True))
     filled = _filled(samples, num_steps, model, bins)
     if not np.array_equal(bins.targets, dense.targets):
@@ -116,7 +116,7 @@ def without_excess(filled: Filled) -> Filled:
 
 
 def match_by_cost(filled: Filled) -> Filled:
-    """The same bins in other micro-steps: of each pool the costliest in the first, and so on."""
+    """The same bins in other micro-steps: the costliest bins of each pool in the first micro-step, and so on."""
     samples, pool = filled.samples, filled.pool
     costs = samples.shapes(filled.sums) @ filled.weights
     order = np.lexsort((-costs, pool))
@@ -126,7 +126,7 @@ def match_by_cost(filled: Filled) -> Filled:
 
 
 def in_order(filled: Filled) -> list[list[PoolGroup]]:
-    """Its groups by micro-step: those with most groups first, for a rank idles behind its last; then by cost."""
+    """Groups by micro-step: micro-steps with most groups first, because a rank idles after its last; then by cost."""
     samples = filled.samples
     active = np.bincount(filled.step, minlength=filled.num_steps)
     order = np.lexsort((-filled.maxima()[:, 0], -filled.step_costs(), -active))
@@ -140,7 +140,7 @@ def in_order(filled: Filled) -> list[list[PoolGroup]]:
 
 
 def fitted(samples: Samples, model: CostModel, least_steps: int) -> Filled:
-    """Bins by best fit, always within the budgets, in as many micro-steps as that takes."""
+    """Bins by best fit, always within the budgets, in as many micro-steps as needed."""
     bin_of, bin_class = best_fit_decreasing(samples, least_steps)
     frozen = np.bincount(bin_of, samples.overlong, minlength=len(bin_class)) > 0
     step, pool = np.zeros_like(bin_class), bin_class // samples.num_modalities
@@ -151,9 +151,9 @@ def fitted(samples: Samples, model: CostModel, least_steps: int) -> Filled:
 # Plan one optimizer step whose samples are given: all of them, on all ranks, cut into K micro-steps.
 
 NUM_CANDIDATES = 4
-"""So many K are tried, from the least that the budgets allow."""
+"""Number of K tried, from the least that the budgets allow."""
 MAX_STEPS_OF_TWO_CAPS = 4
-"""Up to this K micro-steps may have different caps: with more of them that saves next to nothing."""
+"""Up to this K micro-steps may have two caps; with more micro-steps that saves next to nothing."""
 
 
 def plan_optimizer_step(
@@ -245,21 +245,20 @@ def _best_cut(pools: Pools) -> Cut:
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Plan an optimizer step of very many ranks in groups: samples travel within a group only.
-# A group is ranks that follow each other, best those of whole nodes. It is planned by itself, from what its own ranks
-# hold, so that planning does not grow with the number of ranks. What the groups agree on is K: the most that any
-# needs.
+# A group is consecutive ranks, best those of whole nodes. Each group is planned alone from the samples of its ranks, so
+# planning time does not grow with the number of ranks. The groups agree on K: the largest that any of them needs.
 
 MAX_AGREEMENTS = 16
-"""Rounds in which groups plan anew to reach the K of the group that needs most. Usually one is enough."""
+"""Maximum rounds in which groups plan again to reach the largest K of any group. One is usually enough."""
 MAXIMA = ("max_rank_tokens", "max_rank_patches", "max_rank_attention")
 
 
 @dataclass(frozen=True)
 class GroupOutline:
-    """What ranks of other groups have to know of the plan of a group.
+    """The plan of a group as far as other groups need it.
 
     checksum: of the plan, the same on all ranks of the group. num_ranks, num_samples: of the group. totals: of each
-    micro-step, over the ranks of the group.
+        micro-step, summed over the ranks of the group.
     """
 
     checksum: int
@@ -289,10 +288,10 @@ def group_of(rank: int, num_ranks: int, group_size: int) -> range:
 def plan_group(
     buffers: Sequence[BufferMetadata], budget: Budget, ranks: range, *, model: CostModel, least_steps: int = 0
 ) -> Plan:
-    """The part of a group in an optimizer step; see `plan_optimizer_step`, whose promises it keeps for its ranks.
+    """Plan the part of a group in an optimizer step, with the promises of `plan_optimizer_step` for its ranks.
 
-    buffers: one a rank, of all ranks; samples are numbered through them, and ranks of other groups have no group in the
-    plan. least_steps: K at least, as far as there are samples.
+    buffers: of all ranks; samples are numbered through them, and ranks of other groups have no group in the plan.
+    least_steps: the least K, as far as there are samples.
     """
     if budget.layout != "flat":
         raise ValueError(f"samples are balanced in groups of ranks where the layout is flat, not {budget.layout!r}")
@@ -315,9 +314,9 @@ def outline(plan: Plan, ranks: range) -> GroupOutline:
 
 
 def steps_to_reach(outlines: Sequence[GroupOutline]) -> int:
-    """K for which groups have to plan anew, because another needs so many micro-steps; 0 where none has to.
+    """K for which groups with fewer micro-steps plan again; 0 if none has to.
 
-    outlines: one a group. A group with too few samples for that idles at the end.
+    outlines: one for each group. A group with too few samples for K idles at the end.
     """
     num_steps = max(len(one.totals) for one in outlines)
     reachable = (min(num_steps, -(-one.num_samples // one.num_ranks)) for one in outlines)
@@ -335,7 +334,7 @@ def disagreement(outlines: Sequence[GroupOutline]) -> RuntimeError:
 
 
 def joined(plan: Plan, ranks: range, outlines: Sequence[GroupOutline]) -> Plan:
-    """The plan of a group once all have agreed on K: empty groups where its ranks idle, totals of all ranks."""
+    """The plan of a group after all groups agreed on K: empty groups where its ranks idle, totals of all ranks."""
     num_steps = max(len(one.totals) for one in outlines)
     groups = [own + [[]] * (num_steps - len(own)) if rank in ranks else own for rank, own in enumerate(plan.groups)]
     totals = [_sum([one.totals[k] for one in outlines if k < len(one.totals)]) for k in range(num_steps)]
@@ -345,7 +344,7 @@ def joined(plan: Plan, ranks: range, outlines: Sequence[GroupOutline]) -> Plan:
 def plan_in_groups(
     buffers: Sequence[BufferMetadata], budget: Budget, group_size: int, *, model: CostModel = CostModel()
 ) -> Plan:
-    """The parts of all groups as one plan: what the ranks together do.
+    """The plans of all groups as one plan.
 
     plan = plan_in_groups(buffers, Budget(16384, layout="flat"), group_size=256)
     """

@@ -148,9 +148,9 @@ class Pools:
 
 
 def lower_bound(pools: Pools, num_steps: int) -> int:
-    """No cut into so many micro-steps is cheaper: the longest sample goes alone, or nothing is padded.
+    """No cut into `num_steps` micro-steps is cheaper: the longest sample goes alone, or nothing is padded.
 
-    What can make a group cheaper than the sum of its samples is not counted (dummy media that are not needed).
+    Dummy media are not counted, because a group may need fewer of them than its samples alone.
     """
     load, longest = pools.load
     return num_steps * pools.model.fixed + max(-(-load // pools.slots), longest)
@@ -239,7 +239,7 @@ def make_cut(pools: Pools, groups: list[list[Group]]) -> Cut:
 
 
 def assign_to_ranks(groups: Sequence[np.ndarray], owner_rank: np.ndarray, num_ranks: int) -> list[np.ndarray | None]:
-    """Give the groups of a micro-step to ranks, at most one to each: first where a rank holds most of a group.
+    """Give each group of a micro-step to the rank that already holds most of its samples; at most one to each rank.
 
     groups: at most `num_ranks`, as positions in the table. owner_rank: of each position the rank that holds it.
     """
@@ -274,12 +274,12 @@ def place(
 # a cut is found by walking through the sorted samples and making each group as large as the cap allows.
 
 PRECISION = 12
-"""The one cap is searched to one part in 2 ** PRECISION."""
+"""The cap is searched to 1 part in 2 ** PRECISION."""
 MAX_SLOTS = 4
-"""Micro-steps are stretches of the sorted samples where no more ranks share them."""
+"""Micro-steps are stretches of the sorted samples if at most MAX_SLOTS ranks share them."""
 MIN_CAPS, MAX_CAPS, MAX_STATES, FINER_CAPS = 32, 256, 1 << 18, 16
-"""Caps of single micro-steps are tried at so many values; at fewer, or not at all, for very many samples. Those that
-are used are then tried at so many more."""
+"""Number of cap values tried for each micro-step (fewer, or none, for many samples); then FINER_CAPS values around the
+chosen ones."""
 
 
 def walk(ends: list[int], start: int, end: int) -> list[Group]:
@@ -293,7 +293,7 @@ def walk(ends: list[int], start: int, end: int) -> list[Group]:
 
 
 def _after(ends: np.ndarray, num_groups: int) -> np.ndarray:
-    """Where so many groups lead to, from every start [caps, n + 1]: the walk is doubled as often as needed."""
+    """The position after `num_groups` groups, from each start [caps, n + 1]; the walk is doubled as often as needed."""
     reached = np.broadcast_to(np.arange(ends.shape[1]), ends.shape)
     while num_groups:
         if num_groups & 1:
@@ -404,9 +404,9 @@ def _fits(rows: Rows, start: int, end: int) -> bool:
 # Micro-steps with two caps: where few groups have to hold all samples, one cap fits either the long or the short.
 
 TWO_CAPS_PRECISION = 6
-"""The lower cap is searched to one part in 2 ** PRECISION of what it may be."""
+"""The lower cap is searched to 1 part in 2 ** TWO_CAPS_PRECISION of its range."""
 FEWEST_TWO_CAPS, MOST_TWO_CAPS, MOST_TWO_CAP_STATES = 6, 24, 1 << 17
-"""The higher cap is tried at so many values; at fewer, or not at all, where that makes too many states."""
+"""Number of values tried for the higher cap (fewer, or none, where that makes too many states)."""
 
 
 def cut_by_two_caps(pools: Pools, num_first: int, num_second: int, below: int) -> Cut | None:

@@ -1,7 +1,7 @@
 """A plan: for every rank its groups of samples, in the same number of micro-steps for all, and the totals of each.
 
-Planners are pure functions of what the ranks have told each other, in integers. Each rank computes the plan alone,
-with the same result (I6): no clock, no communication, no I/O, no sum whose order matters.
+Planners are pure functions of the integers that the ranks have gathered. Each rank computes the plan alone, with the
+same result (I6): no clock, no communication, no I/O, no sum whose order matters.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from odb_factory.planning.cost import Budget, Cost
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What a rank tells the others of the samples it holds: integers only.
+# The samples that a rank holds, as integers: sent to the other ranks.
 
 ROW = np.dtype(
     [
@@ -80,7 +80,7 @@ Steps = list[list[np.ndarray | None]]
 # ----------------------------------------------------------------------------------------------------------------------
 
 MAX_REDISTRIBUTED_BYTES = 1 << 28
-"""Where a rank holds more than that (256 MiB), samples stay where they are: it could have to hand over all of them."""
+"""If a rank holds more than this (256 MiB), samples stay where they are: it might have to send all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class MicroStepTotals:
     padded_tokens: rows x padded row length, or, where the layout is flat, tokens, dummy media and what the total is
     rounded up by. attention: rows x padded row length squared, or, where it is flat, the sum of squared lengths of all
     segments. max_rank_tokens, max_rank_patches, max_rank_attention: the most of any rank, for which all wait.
-    moved, moved_bytes: samples that are handed to another rank for this step.
+    moved, moved_bytes: samples that travel to another rank for this step.
     """
 
     samples: int = 0
@@ -112,7 +112,7 @@ class Plan:
 
     groups: of each rank the group of each micro-step, in batch order; empty where it idles. Samples are numbered
     through the buffers of all ranks: rank r holds those from starts[r] on, up to starts[r + 1].
-    final: the epoch ends with this round. exceeds_transfer_limit: samples were to be balanced, and weigh too much.
+    final: the epoch ends with this round. exceeds_transfer_limit: samples should be balanced, but are too heavy.
     """
 
     groups: list[list[list[int]]]
@@ -122,7 +122,7 @@ class Plan:
     exceeds_transfer_limit: bool = False
 
     def checksum(self) -> int:
-        """The same for equal plans: what ranks compare to be sure that all have computed the same one."""
+        """Equal for equal plans; ranks compare it to check that all have computed the same plan."""
         sizes = [len(group) for groups in self.groups for group in groups]
         samples = itertools.chain.from_iterable(itertools.chain.from_iterable(self.groups))
         content = np.fromiter(itertools.chain((self.final, len(self.groups)), sizes, samples), dtype="<i8")
