@@ -376,9 +376,9 @@ def pad_to_sizes(batch: Mapping[str, Any], budget: Budget) -> tuple[Mapping[str,
     for key, value in batch.items():
         if key == "position_ids" and isinstance(value, Tensor) and value.dim() > 1:
             padded[key] = _positions(value, more_rows if value.shape[-2] == rows else 0, more)
-        elif key == "attention_mask" and _shape_of(value) != (rows, length):
+        elif key == "attention_mask" and np.shape(value) != (rows, length):
             raise LayoutError(
-                f"odb.length_buckets: the collator's `attention_mask` has the shape {list(_shape_of(value))}, which is "
+                f"odb.length_buckets: the collator's `attention_mask` has the shape {list(np.shape(value))}, which is "
                 "not that of `input_ids`, so rows cannot be made longer; leave length_buckets and row_multiple out."
             )
         elif is_per_token(key, value, rows, length):
@@ -395,7 +395,3 @@ def _positions(ids: Tensor, more_rows: int, more: int) -> Tensor:
     ids = torch.cat([ids, ids[..., -1:] + counting], -1)
     restarting = torch.arange(ids.shape[-1], dtype=ids.dtype, device=ids.device)
     return torch.cat([ids, restarting.expand(*ids.shape[:-2], more_rows, -1)], -2)
-
-
-def _shape_of(value: Any) -> tuple[int, ...]:
-    return tuple(value.shape) if isinstance(value, Tensor) else ()

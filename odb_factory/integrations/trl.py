@@ -38,7 +38,7 @@ USED = (
     *("get_batch_loss_metrics", "concatenated_forward", "_stored_metrics", "max_length", "loss_type"),
     *("truncation_mode", "padding_free", "use_weighting"),
 )
-"""What is relied on of the trainer."""
+"""Attributes of the trainer that this module relies on."""
 OF_TOKENS = "which is a mean over the tokens of a micro-batch and so depends on how an optimizer step is cut"
 REFUSED_LOSSES = {
     "sft": f"adds a loss of the chosen answers, {OF_TOKENS}",
@@ -111,7 +111,7 @@ def _check(trainer: Any) -> None:
 
 
 def why_not_flat(trainer: Any) -> str | None:
-    """What the trainer reads of its rows that only a padded layout has; None: nothing."""
+    """What the trainer reads that only padded rows have, or why a model cannot be laid flat; None: nothing."""
     if trainer.padding_free:
         return "padding_free: True lays the rows of a micro-batch flat in the trainer"
     if trainer.use_weighting:
@@ -124,10 +124,10 @@ def why_not_flat(trainer: Any) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class PairRows:
-    """A collator that adds to what the trainer's own one returns the rows that the trainer makes of it: `input_ids`,
-    `attention_mask` and `labels`, each [2 x pairs, length], where labels are the tokens of answers.
+    """Adds to the batch of a trainer's collator the rows that the trainer makes from it.
 
-    max_length, truncation_mode: of the trainer.
+    `input_ids`, `attention_mask` and `labels`, each [2 x pairs, length]; labels are the tokens of answers. max_length,
+    truncation_mode: of the trainer.
     """
 
     collate: Callable[[list[Mapping[str, Any]]], dict[str, Any]]

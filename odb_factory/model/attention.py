@@ -286,7 +286,7 @@ def why_unusable(model: Any) -> str | None:
         return "it does not take attention functions of others"
     if getattr(config, "attn_logit_softcapping", None):
         return "it caps attention logits, which sdpa does not"
-    if _overlays_images(model):
+    if getattr(model.config, "model_type", "") in OVERLAYS:  # transformers 4 does not let `make_mask` see them
         return "the tokens of an image see each other, which takes a mask"
     if getattr(config, "sliding_window", None) and not _tells_windows(model):
         return "it does not tell attention functions its sliding window"
@@ -333,11 +333,6 @@ def _key(model: Any) -> str | None:
     if config is model.config:
         return ""
     return next((key for key in model.config.sub_configs if getattr(model.config, key, None) is config), None)
-
-
-def _overlays_images(model: Any) -> bool:
-    """`make_mask` would return the mask with them, which transformers 4 does not let it see."""
-    return getattr(model.config, "model_type", "") in OVERLAYS
 
 
 def _tells_windows(model: Any) -> bool:

@@ -319,7 +319,7 @@ def check_architecture(model_class: Any, config: Any, kernel: str | None, instal
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """What transformers says of the copy concerns no training."""
+    """Silence what transformers logs about the copy."""
     before = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     try:

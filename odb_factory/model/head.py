@@ -81,18 +81,18 @@ class WithoutLogits:
         with self.replacing_forward(functools.partial(self._forward, weights, num_supervised)):
             yield
 
-    @contextlib.contextmanager
-    def replacing_forward(self, forward: Callable[..., Any]) -> Iterator[None]:
+    def replacing_forward(self, forward: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
         """Meanwhile the model's forward is this one, whose first argument is the model's own."""
-        with forward_replaced(self._model, forward):
-            yield
+        return forward_replaced(self._model, forward)
 
     def _forward(
         self, weights: float | Tensor, num_supervised: int | None, own: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         """The model's forward. It is a forward of training if it has labels, no cache, and wants all logits."""
         labels = kwargs.get("labels")
-        if self.reason is not None or labels is None or any(_is_given(kwargs.get(name)) for name in _OTHER_FORWARDS):
+        others = [kwargs.get(name) for name in _OTHER_FORWARDS]
+        is_other = any(value is not None and not (isinstance(value, int) and not value) for value in others)
+        if self.reason is not None or labels is None or is_other:
             return own(*args, **kwargs)
 
         def weighted_loss(linear: nn.Linear, hidden: Tensor) -> Tensor:
@@ -181,10 +181,6 @@ class WithoutLogits:
 
 _OTHER_FORWARDS = ("past_key_values", "use_cache", "logits_to_keep", "shift_labels")
 """Arguments of forwards that are not a training's."""
-
-
-def _is_given(value: Any) -> bool:
-    return value is not None and not (isinstance(value, int) and not value)
 
 
 # Whether the door fits

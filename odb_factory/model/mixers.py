@@ -168,22 +168,22 @@ def _mix(mixer: nn.Module, number: int | None, own: Callable[..., Any], /, *args
             f"{row.tokens} tokens in progress (prompt or prefix tuning adds tokens); set `layout: padded`."
         )
     groups = _groups_of(row, number)
-    by_token = {name: groups.unpack(value) for name, value in given.items() if _goes_by_token(value, row)}
-    rest: dict[str, Any] = {name: None for name, parameter in signature.parameters.items() if _is_required(parameter)}
+    by_token = {
+        name: groups.unpack(value)
+        for name, value in given.items()
+        if isinstance(value, Tensor) and value.shape[:2] == (1, row.tokens)
+    }
+    rest: dict[str, Any] = {
+        name: None
+        for name, parameter in signature.parameters.items()
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD and parameter.default is parameter.empty
+    }
     if "use_cache" in signature.parameters:
         rest["use_cache"] = False
     mixed = [own(**rest | dict(zip(by_token, parts))) for parts in zip(*by_token.values(), strict=True)]
     if isinstance(mixed[0], tuple):  # the mixed states, and states of the recurrence for a cache
         return groups.pack([one[0] for one in mixed]), *[None] * (len(mixed[0]) - 1)
     return groups.pack(mixed)
-
-
-def _goes_by_token(value: Any, row: FlatRow) -> bool:
-    return isinstance(value, Tensor) and value.shape[:2] == (1, row.tokens)
-
-
-def _is_required(parameter: inspect.Parameter) -> bool:
-    return parameter.kind is parameter.POSITIONAL_OR_KEYWORD and parameter.default is parameter.empty
 
 
 # What it does not cover
