@@ -163,7 +163,7 @@ class ODBLoader:
     coordinator: the data-parallel ranks (default: this process alone). With several ranks, all make their loaders at
     the same place of the program. agree_on: settings, beside the config's, that all ranks must have in common.
     rows_from: what rows are made with; a state keeps it.
-    counts_labels: units are counted from the labels of batches; else a `cost_fn` gives them.
+    counts_labels: units are counted from the labels of batches; otherwise a `cost_fn` gives them.
     budget: as configured. lowered: to what the training has lowered it since (see `lower`).
     left_out: rows that this rank leaves out. groups: what collates its micro-batches, in its layout.
     epoch: of the pass under way, or of the next. under_way: the pass that has begun and is not over. rejected: rows of
@@ -211,7 +211,7 @@ class ODBLoader:
         rows = ObservedDataset(parts.dataset, observer, config, budget)
         self._workers = LoaderWorkers(parts, rows, self.groups, config.collate_workers, rank, world_size)
         self._order = self._workers.order
-        # The length of a stream that is split is that of this rank's part, or of the whole; nobody says which.
+        # The length of a split stream may be that of this rank's part or of the whole.
         is_split = getattr(self._order, "is_split", False)
         self.num_samples: int | None = (
             None if is_split else _length(parts.dataset if parts.sampler is None else parts.sampler)

@@ -88,7 +88,7 @@ class Prefetcher:
 
     def _run(self) -> None:
         try:
-            # A source that has not begun could not tell the other ranks, which wait for its first item, that it leaves.
+            # A source that has not begun could not report that it leaves to the ranks that wait for its first item.
             self._items.put((next(self._source), None))
             while self._has_room():
                 self._items.put((next(self._source), None))
@@ -108,8 +108,8 @@ class Prefetcher:
 class Feed:
     """The sampler of a DataLoader that yields what `source` does, once.
 
-    torch makes an iterator that it does not use, so the source is taken when its first item is asked for; and nobody
-    else keeps it, since leaving an epoch must end the processes that it reads from.
+    torch makes an iterator that it does not use, so the source is taken when its first item is asked for. Nothing else
+    holds it, because leaving an epoch must end the processes that it reads from.
     """
 
     source: Iterator[Any] = iter(())

@@ -342,7 +342,7 @@ class ODBDataLoader(Online[T_co], State, DataLoader[T_co]):
         padding. The order of `shuffle=True` comes from the seed of `generator`, from the key `seed`, or from 0.
     audit_dir: write `odb_audit_rank{r}.jsonl` there. The other arguments are those of `DataLoader`.
     process_group: the data-parallel ranks; default: those of accelerate's mesh if `accelerator.prepare` was given this
-        loader and has one, else the default group as it is when the first batch (or state) is asked for.
+        loader and has one, otherwise the default group as it is when the first batch (or state) is asked for.
 
     Every batch is a mapping with one key more than the collator's: take it out with `pop_step_info(batch)` before
     `model(**batch)`. Samples whose labels are all -100 are left out and counted. Make and iterate it on all ranks at

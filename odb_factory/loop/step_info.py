@@ -52,7 +52,7 @@ class ODBStepInfo:
     ids: samples of this micro-batch in the order of its rows (flat: in the row), as indices of the dataset; () if idle.
     segments: of a flat micro-batch the lengths (tokens) of what follows each other in its row: the samples, in the
         order of `ids`, then what fills up (dummy media, `pad_to_multiple_of`); () where it is padded.
-    filler_rows: rows without labels behind the samples, of a padded micro-batch (`row_multiple`).
+    filler_rows: rows without labels after the samples, of a padded micro-batch (`row_multiple`).
     samples, tokens, units: of this micro-batch on this rank, without padding; 0 if idle.
     samples_all_ranks: samples of this micro-batch on all ranks.
     optimizer_step: number of the optimizer step in the run, from 1, as in the audit. optimizer_step_samples: samples of
