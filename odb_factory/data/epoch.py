@@ -91,10 +91,11 @@ class EpochContext:
 
 
 class Held(NamedTuple):
-    """The samples of a rank that can be planned, and their integers for the other ranks."""
+    """The samples of a rank that can be planned. ages, positions: of each, as in `ROW`."""
 
     samples: list[Sample]
-    buffer: BufferMetadata
+    ages: list[int]
+    positions: list[int]
 
 
 class EpochPlanner(ABC):
@@ -106,6 +107,8 @@ class EpochPlanner(ABC):
     """
 
     first_index = 0
+    _next: object | None
+    """The row that is drawn ahead, None at the end."""
 
     def __init__(self, observed: Iterator[Sample | Rejection], context: EpochContext, place: Place):
         self.observed, self.context, self.place = observed, context, place
@@ -119,7 +122,8 @@ class EpochPlanner(ABC):
     def step(self, index: int) -> list[Task]:
         """Plan one optimizer step (`keep`), or as many as the buffers fill (`fill`); the same on all ranks."""
         held = self.collect(index)  # observed samples of this rank
-        ranks = self.agree(held.buffer, index)  # what every rank holds: integers only
+        self._dummy = min(held.samples, key=lambda sample: sample.cost.tokens, default=self._dummy)
+        ranks = self.agree(held, index)  # what every rank holds: integers only
         plan = self.plan(ranks, index)  # pure, the same everywhere
         mine = self.distribute(plan, held.samples)  # samples travel to the rank that computes them
         return self.micro_batches(plan, mine, ranks, index)  # with the loss weights of the whole step
@@ -128,9 +132,16 @@ class EpochPlanner(ABC):
     def collect(self, index: int) -> Held:
         """Take observed samples."""
 
-    def agree(self, buffer: BufferMetadata, index: int) -> list[RankMetadata]:
+    def agree(self, held: Held, index: int) -> list[RankMetadata]:
         """What all ranks hold. Collective."""
         context = self.context
+        buffer = make_metadata(
+            [sample.cost for sample in held.samples],
+            held.ages,
+            exhausted=self._next is None,
+            sizes=[len(sample.features) for sample in held.samples],
+            positions=held.positions,
+        )
         mine = RankMetadata(buffer, self.rejected, self.overlong, context.order(index), context.lowered())
         ranks = context.coordinator.all_gather(mine, index)
         problem = context.compare_orders([rank.order for rank in ranks])
@@ -237,11 +248,6 @@ class EpochPlanner(ABC):
             self._dummy = self.context.find_dummy_sample()
         return group or [sample for sample in (self._dummy,) if sample is not None]
 
-    def _hold(self, samples: list[Sample], buffer: BufferMetadata) -> Held:
-        if samples:
-            self._dummy = min(samples, key=lambda sample: sample.cost.tokens)
-        return Held(samples, buffer)
-
 
 def sum_of_roots(units: Sequence[int] | np.ndarray) -> float:
     """The sum of the square roots of all units. `fsum` is exact before it rounds: the same on all ranks."""
@@ -289,14 +295,7 @@ class KeepEpoch(EpochPlanner):
                 positions.append(position - first)
                 samples.append(row)
             self._draw()
-        buffer = make_metadata(
-            [sample.cost for sample in samples],
-            [0] * len(samples),
-            exhausted=self._next is None,
-            sizes=[len(sample.features) for sample in samples],
-            positions=positions,
-        )
-        return self._hold(samples, buffer)
+        return Held(samples, [0] * len(samples), positions)
 
     def micro_batches(
         self, plan: Plan, mine: dict[int, Sample], ranks: Sequence[RankMetadata], index: int

@@ -18,7 +18,7 @@ from odb_factory.data.epoch import EpochContext, EpochPlanner, Held, nothing_lef
 from odb_factory.data.samples import MicroBatch, OptimizerStep, Rejection, Sample, SampleInfo, Task
 from odb_factory.data.state import Place, Share
 from odb_factory.errors import CollectiveError
-from odb_factory.planning import Budget, BufferMetadata, MicroStepTotals, Plan, make_metadata, plan_buffers
+from odb_factory.planning import Budget, BufferMetadata, MicroStepTotals, Plan, plan_buffers
 from odb_factory.planning.plan import pool
 
 
@@ -80,14 +80,7 @@ class FillEpoch(EpochPlanner):
             self.overlong += self.context.budget.overlong(self._next.sample.cost)
             self.held.append(self._next)
             self._draw()
-        samples = [one.sample for one in self.held]
-        buffer = make_metadata(
-            [sample.cost for sample in samples],
-            [one.age for one in self.held],
-            exhausted=self._next is None,
-            sizes=[len(sample.features) for sample in samples],
-        )
-        return self._hold(samples, buffer)
+        return Held([one.sample for one in self.held], [one.age for one in self.held], [0] * len(self.held))
 
     def micro_batches(
         self, plan: Plan, mine: dict[int, Sample], ranks: Sequence[RankMetadata], index: int

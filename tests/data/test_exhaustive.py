@@ -115,45 +115,29 @@ def explore(
     return count
 
 
-@pytest.mark.full_grid
-def test_every_small_world_keeps_its_promises(capsys: pytest.CaptureFixture) -> None:
-    """One rank of up to 5 samples, two of up to 3, three of up to 2."""
+ALONE = [(*mode, False) for mode in MODES]
+"""(accumulation, join, balance)."""
+SMALL = [
+    pytest.param(((1, 5), (2, 3), (3, 2)), ALONE, BUDGET, 5_000, id="own samples", marks=pytest.mark.full_grid),
+    pytest.param(((2, 3), (3, 2)), [(1, True, True), (2, True, True)], BUDGET, 1_500, id="balanced"),
+    pytest.param(((1, 4), (2, 2)), [*ALONE, (1, True, True)], FLAT, 1_000, id="flat"),
+]
+
+
+@pytest.mark.parametrize(("sizes", "modes", "budget", "least"), SMALL)
+def test_every_small_world_keeps_its_promises(
+    sizes: Sequence[tuple[int, int]], modes: Any, budget: Budget, least: int, capsys: pytest.CaptureFixture
+) -> None:
+    """sizes: (ranks, samples of each at most). least: worlds that there are."""
     count = sum(
-        explore(num_ranks, buffer_size, max_samples, accumulation, join, again=True)
-        for num_ranks, max_samples in ((1, 5), (2, 3), (3, 2))
-        for accumulation, join in MODES
-        for buffer_size in range(1 if join else accumulation, max_samples + 1)
-    )
-    with capsys.disabled():
-        print(f"\nI1 to I7 hold in {count:,} worlds of up to 3 ranks")
-    assert count > 5_000
-
-
-def test_every_small_balanced_world_keeps_its_promises(capsys: pytest.CaptureFixture) -> None:
-    """Two ranks of up to 3 samples, three of up to 2, whose samples may change rank."""
-    count = sum(
-        explore(num_ranks, buffer_size, max_samples, accumulation, join=True, again=True, balance=True)
-        for num_ranks, max_samples in ((2, 3), (3, 2))
-        for accumulation in (1, 2)
-        for buffer_size in range(1, max_samples + 1)
-    )
-    with capsys.disabled():
-        print(f"\nI1 to I7 hold in {count:,} balanced worlds of up to 3 ranks")
-    assert count > 1_500
-
-
-def test_every_small_flat_world_keeps_its_promises(capsys: pytest.CaptureFixture) -> None:
-    """Two ranks of up to 2 samples with each in its own row and with balance, and one of up to 4."""
-    modes = [(*mode, False) for mode in MODES] + [(1, True, True)]
-    count = sum(
-        explore(num_ranks, buffer_size, max_samples, accumulation, join, again=True, balance=balance, budget=FLAT)
-        for num_ranks, max_samples in ((1, 4), (2, 2))
+        explore(num_ranks, buffer_size, max_samples, accumulation, join, again=True, balance=balance, budget=budget)
+        for num_ranks, max_samples in sizes
         for accumulation, join, balance in modes
         for buffer_size in range(1 if join else accumulation, max_samples + 1)
     )
     with capsys.disabled():
-        print(f"\nI1 to I7 hold in {count:,} flat worlds of up to 2 ranks")
-    assert count > 1_000
+        print(f"\nI1 to I7 hold in {count:,} worlds of up to 3 ranks")
+    assert count > least
 
 
 def kept_worlds(
@@ -209,22 +193,23 @@ def no_warnings() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-@pytest.mark.full_grid
-def test_every_small_kept_world_keeps_its_promises(capsys: pytest.CaptureFixture) -> None:
-    """Orders of up to 4 samples for one and two ranks, 3 for three; N up to 5; and of fewer with rejected rows."""
-    count = sum(explore_kept(num_ranks, most, 5, again=True) for num_ranks, most in ((1, 4), (2, 4), (3, 3)))
-    count += sum(explore_kept(num_ranks, 3, 3, rejected=True) for num_ranks in (1, 2, 3))
+@pytest.mark.parametrize(
+    ("sizes", "most", "budget", "least"),
+    [
+        pytest.param(((1, 4), (2, 4), (3, 3)), 5, BUDGET, 5_000, id="padded", marks=pytest.mark.full_grid),
+        pytest.param(((1, 4), (2, 3), (3, 3)), 4, FLAT, 1_000, id="flat"),
+    ],
+)
+def test_every_small_kept_world_keeps_its_promises(
+    sizes: Sequence[tuple[int, int]], most: int, budget: Budget, least: int, capsys: pytest.CaptureFixture
+) -> None:
+    """sizes: (ranks, samples of the order at most); N up to `most`. Padded also orders of 3 with rejected rows."""
+    count = sum(explore_kept(num_ranks, samples, most, again=True, budget=budget) for num_ranks, samples in sizes)
+    if budget is BUDGET:
+        count += sum(explore_kept(num_ranks, 3, 3, rejected=True) for num_ranks in (1, 2, 3))
     with capsys.disabled():
         print(f"\nI1, I2, I4 to I7, I9 hold in {count:,} kept worlds of up to 3 ranks")
-    assert count > 5_000
-
-
-def test_every_small_kept_flat_world_keeps_its_promises() -> None:
-    """Orders of up to 4 samples for one rank and 3 for two and three; N up to 4."""
-    count = sum(
-        explore_kept(num_ranks, most, 4, again=True, budget=FLAT) for num_ranks, most in ((1, 4), (2, 3), (3, 3))
-    )
-    assert count > 1_000
+    assert count > least
 
 
 @pytest.mark.full_grid
@@ -241,9 +226,7 @@ def test_the_full_grid_of_kept_worlds(num_ranks: int, budget: Budget, capsys: py
 
 @pytest.mark.full_grid
 @pytest.mark.timeout(0)
-@pytest.mark.parametrize(
-    ("accumulation", "join", "balance"), [(*mode, False) for mode in MODES] + [(1, True, True), (2, True, True)]
-)
+@pytest.mark.parametrize(("accumulation", "join", "balance"), [*ALONE, (1, True, True), (2, True, True)])
 @pytest.mark.parametrize("buffer_size", range(1, MAX_SAMPLES + 1))
 @pytest.mark.parametrize("num_ranks", range(1, MAX_RANKS + 1))
 @pytest.mark.parametrize("budget", [BUDGET, FLAT], ids=["padded", "flat"])

@@ -70,12 +70,6 @@ def test_every_value_comes_back_as_it_was(value: Any) -> None:
     assert same(value, unpack(pack({"x": value}))["x"])
 
 
-@pytest.mark.parametrize("value", [np.arange(3), torch.arange(3)])
-def test_arrays_are_left_untouched(value: Any) -> None:
-    restored = unpack(pack({"x": value}))["x"]
-    assert type(restored) is type(value) and restored.tolist() == value.tolist()
-
-
 def test_a_packed_sample_is_a_fraction_of_its_lists() -> None:
     """1,024 waiting samples cost megabytes: half of the lists' pointers alone, before their ints."""
     ids = [int(value) for value in np.random.default_rng(0).integers(300, 150_000, 2000)]
