@@ -312,7 +312,7 @@ def run_kept(rows: Sequence[Row], stock: StockSteps, *, first_step: int = 0, **o
     stop = stock.num_samples if stock.not_trained else None
     shards = []
     for rank in range(stock.world_size):
-        start = Start(first=stock.first_number(rank, first_step), stop=stop)
+        start = Start(done=Share(drawn=stock.first_number(rank, first_step)), stop=stop)
         shards.append([row for _, row in shard(rows, rank, stock.world_size, start)])
     context = {
         "balance": True,

@@ -6,7 +6,7 @@ import itertools
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ from odb_factory.comm.agreement import ranks_alike
 from odb_factory.data.observe import RawItem
 from odb_factory.data.samples import Rejection
 from odb_factory.data.serialize import fingerprint, pack
+from odb_factory.data.state import Share
 from odb_factory.data.worker import WorkerDataset
 from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.planning import BufferMetadata, Collation
@@ -36,15 +37,11 @@ DIFFERENT_ORDERS = (
 class Start:
     """Where a rank begins in the order of an epoch.
 
-    done: bool a position of the order, what is left out (None: nothing).
-    replay: numbers in this rank's shard that come once more, in ascending order, before it goes on with number `first`.
-    stop: the position of the order before which it ends (None: its end).
-    block: positions of an optimizer step, for `ShardSampler.checksum_through` (0: none are kept).
+    done: of this rank's share; what waits in it comes first. stop: the position of the order before which it ends
+    (None: its end). block: positions of an optimizer step, for `ShardSampler.checksum_through` (0: none are kept).
     """
 
-    done: np.ndarray | None = None
-    replay: tuple[int, ...] = ()
-    first: int = 0
+    done: Share = field(default_factory=Share)
     stop: int | None = None
     block: int = 0
 
@@ -52,17 +49,13 @@ class Start:
 def shard(order: Iterable[Any], rank: int, world_size: int, start: Start) -> Iterator[tuple[int, Any]]:
     """(position in the order, item) of what a rank draws: every `world_size`-th item of those that are left."""
     left: Iterator[tuple[int, Any]] = enumerate(order)
-    if start.done is not None:
-        done = start.done
-        left = ((i, item) for i, item in left if i >= len(done) or not done[i])
+    before = start.done.done_before
+    if before is not None:
+        left = ((i, item) for i, item in left if i >= len(before) or not before[i])
     mine = itertools.islice(left, rank, start.stop, world_size)
-    if not start.replay:
-        yield from itertools.islice(mine, start.first, None)
-        return
-    replay = set(start.replay)
-    for number, pair in enumerate(mine):
-        if number >= start.first or number in replay:
-            yield pair
+    waiting = set(start.done.waiting)
+    yield from (pair for number, pair in enumerate(itertools.islice(mine, start.done.drawn)) if number in waiting)
+    yield from mine
 
 
 class ShardSampler(Sampler[int]):

@@ -290,7 +290,7 @@ class KeepProgress(Progress):
     def start(self) -> Start:
         stock = self.stock
         return Start(
-            first=stock.first_number(self.rank, self.now.optimizer_steps),
+            done=Share(drawn=stock.first_number(self.rank, self.now.optimizer_steps)),
             stop=stock.num_samples if stock.not_trained else None,
             block=stock.global_batch_size,
         )
@@ -329,9 +329,8 @@ class FillProgress(Progress):
         return done
 
     def start(self) -> Start:
-        share = self.now.share
-        assert share is not None
-        return Start(done=share.done_before, replay=share.waiting, first=share.drawn)
+        assert self.now.share is not None
+        return Start(done=self.now.share)
 
     def planner(self, observed: Iterator[Sample | Rejection], context: EpochContext) -> EpochPlanner:
         assert self.now.share is not None

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from odb_factory.data.dataloader_parts import dismantle
 from odb_factory.data.order import FINGERPRINTED, ShardSampler, Start
+from odb_factory.data.state import Share
 
 
 @given(st.integers(0, 150), st.integers(1, 4), st.integers(1, 20), st.integers(0, 9), st.integers(0, 150))
@@ -25,7 +26,7 @@ def test_shards_are_the_order_from_a_cursor_on(size: int, world_size: int, block
     drawn = []
     for rank in range(world_size):
         sampler = ShardSampler(order, rank, world_size)
-        sampler.start = Start(first=first, stop=stop, block=block)
+        sampler.start = Start(done=Share(drawn=first), stop=stop, block=block)
         drawn += list(sampler)
     assert sorted(drawn) == sorted(order[: min(stop, size)][first * world_size :])
 
