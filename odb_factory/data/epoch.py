@@ -378,4 +378,4 @@ class KeepEpoch(EpochPlanner):
                 return joined(plan, ranks, outlines)
             if len(plan.totals) < least_steps:
                 plan = context.compute(plan_group, buffers, budget, ranks, model=context.model, least_steps=least_steps)
-        raise disagreement(outlines)
+        raise CollectiveError(str(disagreement(outlines)))

@@ -326,7 +326,7 @@ def test_a_stream_that_yields_nothing_in_its_second_epoch() -> None:
     with make(Once()) as loader:
         assert rows_of(loader) == EVERY_ROW
         with pytest.raises(
-            DataError, match="it yields nothing in epoch 1; its `__iter__` must begin anew each time"
+            DataError, match="it yields nothing in epoch 1; its `__iter__` must restart each time"
         ) as caught:
             rows_of(loader)
     assert "\n" not in str(caught.value)
@@ -343,7 +343,7 @@ def test_a_stream_that_lies_about_its_length(mode: Any, length: int) -> None:
         if mode == "fill":  # nothing is counted by it but progress
             assert rows_of(loader) == EVERY_ROW
             return
-        with pytest.raises(Exception, match=f"says by its __len__ that an epoch has {length} samples, and yields"):
+        with pytest.raises(Exception, match=f"has {length} samples by its `__len__`, and yields"):
             rows_of(loader)
 
 
