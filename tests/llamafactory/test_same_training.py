@@ -92,19 +92,23 @@ ASFT = {"use_asft_loss": True, "max_samples": 36, "val_size": 0, "eval_strategy"
 OWN_LOSSES = {
     "asft, text": ("texts", ASFT),
     "asft, tiny Qwen3-VL": ("mixed", ASFT),
+    "dft, text": ("texts", {"use_dft_loss": True}),
+    "dft, tiny Qwen3-VL": ("mixed", {"use_dft_loss": True}),
+    "eaft, text": ("texts", {"use_eaft_loss": True}),
+    "eaft, tiny Qwen3-VL": ("mixed", {"use_eaft_loss": True}),
     "label smoothing, text": ("texts", SMOOTHED),
     "label smoothing, tiny Qwen3-VL": ("mixed", SMOOTHED),
     "label smoothing of all labels, text": ("texts", SMOOTHED | {"train_on_prompt": True}),
     "label smoothing of all labels, tiny Qwen3-VL": ("mixed", SMOOTHED | {"train_on_prompt": True}),
 }
-"""Losses that stock adds up over its micro-batches, or takes the mean of, each in its own way."""
+"""Losses that LLaMA-Factory or the trainer computes, and divides each in its own way."""
 FLAT = ("asft, text", "asft, tiny Qwen3-VL")
 
 
 def check_own_loss(pair: Pair, name: str, tmp_path: Path) -> None:
     dataset, changes = OWN_LOSSES[name]
-    if "use_asft_loss" in changes and not hasattr(FinetuningArguments, "use_asft_loss"):
-        pytest.skip("this release has no use_asft_loss")
+    if missing := [key for key in changes if key.startswith("use_") and not hasattr(FinetuningArguments, key)]:
+        pytest.skip(f"this release has no {missing[0]}")
     steps = {"per_device_train_batch_size": 3 if dataset == "mixed" else 2, "gradient_accumulation_steps": 3}
     steps["num_train_epochs"] = 1
     ours, stock = pair(dataset, **steps | changes)
