@@ -33,10 +33,10 @@ LEFT_EPOCH = "it left the epoch before its end; all ranks must take the same opt
 
 @dataclass(frozen=True, slots=True)
 class RankMetadata:
-    """What a rank tells the others before each plan: the samples it holds, and counts of this epoch.
+    """What a rank tells the others before each plan: the samples it holds, and counts since this pass began.
 
     rejected: rows that are not trained on, by reason. overlong: samples that break a budget alone and are trained on.
-    order: a checksum of the order in which all ranks together draw (the same on all ranks).
+    order: a checksum of the order in which it draws, or of that of all ranks; `compare_orders` judges it.
     limits: to which it has lowered its budgets, if it has; the least of all ranks are taken.
     """
 
@@ -107,7 +107,7 @@ class Ranks:
 
     All ranks make the same calls in the same order, but for `check`, `progress` and `abort`; the calls of `gather_step`
     have an order of their own. The groups are made in the training thread of all ranks, in the same order. After
-    `agree` the first is used by the planning thread alone, the second by the thread that calls `gather_step`. Metadata
+    `agree`, `_group` is used by the planning thread alone, `_steps` by the thread that calls `gather_step`. Metadata
     have 29 bytes a sample and some hundred more: nothing grows with tokens or pixels.
     Raises `CollectiveError` if the ranks do not meet.
     """
@@ -125,7 +125,7 @@ class Ranks:
         self._failed = self._is_closed = False
 
     def start(self) -> None:
-        """The worker processes of the loader have been started: threads may be."""
+        """Call once the worker processes have been forked: from here on threads may start."""
         if self._lifeline is None:  # of a rank alone: it logs long waits for the rank's own workers
             self._lifeline = Lifeline(0, 1, None, self.timeout_s)
 
@@ -162,7 +162,7 @@ class Ranks:
             raise CollectiveError(DIFFERENT_PLANS.format(ranks_alike(answers)))
 
     def gather_plans(self, outline: bytes, round_index: int) -> list[bytes]:
-        """The outlines of the plans of the ranks' groups, in rank order."""
+        """Of each rank the outline of its group's plan, or the checksum of its plan, in rank order."""
         return self._all_gather(outline, f"comparing the plans of round {round_index}")
 
     def all_to_all(self, buffers: Sequence[bytes]) -> list[bytes]:

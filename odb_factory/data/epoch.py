@@ -63,12 +63,12 @@ OTHER_LENGTH = (
 class EpochContext:
     """What every epoch of a loader is planned with.
 
-    num_samples: of the epoch on all ranks; None if nobody knows (a stream).
+    num_samples: of the epoch on all ranks; None if nobody knows (a stream). seed: of the order of filled micro-steps.
     group_size: ranks among which samples travel, where steps are kept and the layout is flat; each group plans alone.
-    order: a checksum of the order drawn so far, given the optimizer step. compare_orders: with the checksums of all
+    order: a checksum of the order drawn so far, given the index of the plan. compare_orders: with the checksums of all
         ranks, why they cannot go on (None: they can).
-    model: what micro-batches cost. lowered: to what this rank has lowered its budgets by then, if it has; `budget`
-        stays as configured.
+    model: what micro-batches cost. lowered: the limits to which this rank has lowered its budgets (None: not lowered);
+        `budget` stays as configured.
     compute: what runs planners, which are pure functions.
     leave_out: as `LeftOut.leave_out`.
     find_dummy_sample: a usable sample of the dataset, for the idle micro-batches of a rank that holds none.
@@ -186,7 +186,7 @@ class EpochPlanner(ABC):
         """Draw the next row; one is drawn ahead, so that the end of the epoch is known."""
 
     def __iter__(self) -> Generator[list[Task], None, None]:
-        """Raises `CollectiveError` on all ranks where one cannot go on; `DataError` where the others have ended."""
+        """Raises `CollectiveError` on all ranks; after the last plan, when no rank listens any more, `DataError`."""
         coordinator = self.context.coordinator
         try:
             self._draw()
@@ -243,7 +243,7 @@ class EpochPlanner(ABC):
         return self.place.overlong + sum(rank.overlong for rank in ranks)
 
     def _samples_for(self, group: list[Sample]) -> list[Sample]:
-        """What a micro-batch is collated from; an idle one from the shortest sample held last, or any other."""
+        """The group; for an idle micro-batch the shortest sample of the last buffer, or any usable row."""
         if not group and self._dummy is None:
             self._dummy = self.context.find_dummy_sample()
         return group or [sample for sample in (self._dummy,) if sample is not None]

@@ -75,11 +75,11 @@ def make_layout(budget: Budget, *, with_boundaries: bool) -> FlatLayout | Budget
 class Pass:
     """One pass over an epoch: tasks that are planned and not yet handed on, batches, the error that ended planning.
 
-    plans: the planner's lists of tasks, made ahead. agreement: of all ranks on its optimizer steps. process: runs the
-    planners, if not this one.
-    in_flight: tasks handed on whose batches have not been taken yet; with keeps_tasks they stand in `handed_on`, in
-    order. epoch_steps: optimizer steps of the epoch according to its first plan. agreed: the agreement on the optimizer
-    step under way. is_taken: an iterator over its micro-batches has been handed out.
+    plans: the planner's lists of tasks, made ahead. agreement: of all ranks on its optimizer steps. process: the
+    planner process; None: plans are computed in this one.
+    in_flight: tasks handed on whose batches have not been taken yet. keeps_tasks: they also stand in `handed_on`, in
+    order (for `oom: split`). epoch_steps: optimizer steps of the epoch according to its first plan. agreed: the
+    agreement on the optimizer step under way. is_taken: an iterator over its micro-batches has been handed out.
     """
 
     agreed: Agreed
@@ -251,9 +251,9 @@ class ODBLoader:
             **(agree_on or {}),
         }
         if isinstance(observer, ItemObserver) and parts.sampler is not None and world_size > 1:
-            # A rank with a part of its own would take a share of that part alone.
+            # A sampler that is already a rank's part would be split again; the first and the last row show it.
             self._settings["what the first and the last row of the dataset say"] = of_rows(parts.dataset)
-        # What stock divides by a number of its own, and what cannot weigh samples, keeps its weights as planned.
+        # Lost rows change the divisor, unless stock's is fixed or samples cannot be weighed.
         self._reweighs = config.loss_scaling != "stock" or (rule.stock_mean.divisor is None and not rule.equal_weights)
         self.epoch = 0
         self.under_way: Pass | None = None
@@ -334,7 +334,7 @@ class ODBLoader:
         return self._progress.state(self._fingerprint(self._progress.epoch))
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as JSON types: some kilobytes; with `fill` after a change of ranks, also a bit for each row."""
+        """The state as JSON types: one or two kilobytes; with `fill` after a change of ranks, also a bit a row."""
         return self.state().to_dict()
 
     def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
@@ -379,8 +379,8 @@ class ODBLoader:
         self._begun()
 
     @property
-    def first_planned(self) -> OptimizerStep | None:
-        """The first optimizer step of the pass under way, if it has not been handed on yet."""
+    def next_planned(self) -> OptimizerStep | None:
+        """The optimizer step of the next task of the pass that is not handed on yet."""
         tasks = () if self.under_way is None else self.under_way.tasks
         return tasks[0][0].step if tasks else None
 

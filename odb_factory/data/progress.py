@@ -20,9 +20,6 @@ from odb_factory.data.state import DataState, Share, TrainingData, done_position
 from odb_factory.errors import ConfigError, DataError
 from odb_factory.log import get_logger
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Where the training stands in an epoch: kept as optimizer steps are consumed, written as a state, read from one.
-
 logger = get_logger(__name__)
 
 NUM_PROBES = 8

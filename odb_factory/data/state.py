@@ -30,7 +30,7 @@ VERSION = 7
 
 T = TypeVar("T")
 Positive = Annotated[int, 1]
-"""The annotation of an int is its least value, 0 if there is none."""
+"""`Annotated[int, n]`: an int of at least n (None: any int); a plain int: at least 0."""
 AnyInt = Annotated[int, None]
 _EXPECTED = {
     bool: "true or false", int: "a whole number", float: "a number of at least 0", str: "text", dict: "an object",

@@ -1,6 +1,6 @@
 """Which layout a training gets: as configured, or with `auto` flat where nothing speaks against it (I10).
 
-Four things speak, in this order:
+A reason of the caller's and streams come first; then, in this order:
 1. `RULES`: what no check computes (images, arguments of the training, releases), by name.
 2. The attention kernel: `odb_varlen` takes the place of sdpa where it computes the same; flash and flex attention stay;
    sdpa otherwise and eager are exact, but their price grows with the square of the row, so an accelerator takes them
@@ -299,7 +299,7 @@ class Verdict:
 
 def check(model: Any, *, installs: bool) -> Verdict:
     """model: a `PreTrainedModel` on any device, of which only class and config are looked at. installs: the training
-    puts `odb_varlen` in the place of its attention function. Its mixers are taken to be set up (`mixers.install`).
+    puts `odb_varlen` in the place of its attention function. The copy gets `mixers.install`, as the real model will.
 
     verdict = check(model, installs=attention.why_unusable(model) is None)
     if verdict.why_wrong is not None:
@@ -612,7 +612,7 @@ def check_rows(runs: Runs, make: Callable[[], Trial]) -> str | None:
 
 
 def _positions(model: Any, batch: Mapping[str, Any]) -> str | None:
-    """Whether the model would make positions of images itself, for which it needs rows: few samples may show none."""
+    """Why not: the model would make positions of images itself, for which it needs rows (few samples may show none)."""
     maker = next((type(part).__name__ for part in unwrapped(model).modules() if hasattr(part, "get_rope_index")), None)
     if maker is None or batch["position_ids"].dim() == 3:
         return None

@@ -205,6 +205,7 @@ class Budget:
 
     def collated(
         self,
+        *,
         count: Amount,
         tokens: Amount,
         squares: Amount,
@@ -242,14 +243,14 @@ class Budget:
     def shape(self, group: Sequence[Cost]) -> tuple[int, int, int]:
         """(rows, row length in tokens, patches) of a group as collated, its samples in the given order."""
         rows, length, patches, _ = self.collated(
-            len(group),
-            sum(cost.tokens for cost in group),
-            sum(cost.tokens**2 for cost in group),
-            sum(cost.patches for cost in group),
-            sum(cost.has_media for cost in group),
-            sum(cost.has_audio for cost in group),
-            max(cost.padded for cost in group),
-            group[0].padded,
+            count=len(group),
+            tokens=sum(cost.tokens for cost in group),
+            squares=sum(cost.tokens**2 for cost in group),
+            patches=sum(cost.patches for cost in group),
+            media=sum(cost.has_media for cost in group),
+            audio=sum(cost.has_audio for cost in group),
+            longest=max(cost.padded for cost in group),
+            first=group[0].padded,
         )
         return rows, length, patches
 

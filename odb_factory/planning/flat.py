@@ -59,9 +59,9 @@ class Samples:
     def shapes(self, sums: np.ndarray) -> np.ndarray:
         """Tokens, patches and squares of bins with these sums of `measures`, as collated [..., 3]."""
         tokens, patches, squares, media, audio = np.moveaxis(sums, -1, 0)
-        return np.stack(
-            self.budget.collated(tokens, tokens, squares, patches, media, audio, tokens, tokens)[1:], axis=-1
-        )
+        sums_of_rows = {"tokens": tokens, "squares": squares, "patches": patches, "media": media, "audio": audio}
+        _, *shapes = self.budget.collated(**sums_of_rows, count=tokens, longest=tokens, first=tokens)
+        return np.stack(shapes, axis=-1)
 
     def excess(self, sums: np.ndarray) -> np.ndarray:
         """By how much bins with these sums break the budgets (tokens and patches) [...]."""

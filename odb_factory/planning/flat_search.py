@@ -334,7 +334,8 @@ class OpenBins:
     def _excess(self, sums: list[int]) -> int:
         """By how much a bin with these sums breaks the budgets (tokens and patches)."""
         tokens, patches, squares, media, audio = sums
-        _, length, patches, _ = self.budget.collated(1, tokens, squares, patches, media, audio, 0, 0)
+        of_bin = {"tokens": tokens, "squares": squares, "patches": patches, "media": media, "audio": audio}
+        _, length, patches, _ = self.budget.collated(**of_bin, count=1, longest=0, first=0)
         return self.budget.excess(length, patches)
 
 

@@ -147,9 +147,6 @@ def fitted(samples: Samples, model: CostModel, least_steps: int) -> Filled:
     return match_by_cost(Filled(samples, model, bin_of, pool, bin_class, step, frozen))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Plan one optimizer step whose samples are given: all of them, on all ranks, cut into K micro-steps.
-
 NUM_CANDIDATES = 4
 """Number of K tried, from the least that the budgets allow."""
 MAX_STEPS_OF_TWO_CAPS = 4

@@ -33,8 +33,8 @@ ROW = np.dtype(
         ("has_audio", "?"),
     ]
 )
-"""A sample: its `Cost`, its features in bytes, its position in the optimizer step (where steps are kept), and its age,
-the rounds in which it was kept back (255: or more)."""
+"""A sample: its `Cost`, the size of its features (bytes), its position in the optimizer step (where steps are kept),
+and its age, the rounds in which it was kept back (255: or more)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -183,14 +183,14 @@ def _totals(
 
     tokens, row_tokens = rows["tokens"].astype(np.int64), rows["row_tokens"].astype(np.int64)
     collated_rows, lengths, patches, attention = budget.collated(
-        sizes,
-        sums(tokens),
-        sums(tokens**2),
-        sums(rows["patches"]),
-        sums(rows["has_media"]),
-        sums(rows["has_audio"]),
-        np.maximum.reduceat(row_tokens, starts),
-        row_tokens[starts],
+        count=sizes,
+        tokens=sums(tokens),
+        squares=sums(tokens**2),
+        patches=sums(rows["patches"]),
+        media=sums(rows["has_media"]),
+        audio=sums(rows["has_audio"]),
+        longest=np.maximum.reduceat(row_tokens, starts),
+        first=row_tokens[starts],
     )
     collated = collated_rows * lengths
     return MicroStepTotals(

@@ -74,7 +74,9 @@ SAMPLING = "train_sampling_strategy"
 
 
 class RunArguments:
-    """accumulation, counts_tokens: the user's `gradient_accumulation_steps` and `include_tokens_per_second`."""
+    """Training arguments, switched between the user's values (`show`) and those of a run (`hide`).
+
+    accumulation, counts_tokens: the user's `gradient_accumulation_steps` and `include_tokens_per_second`."""
 
     def __init__(self, trainer: Any):
         self._args, self._world_size = trainer.args, trainer.args.world_size
@@ -244,8 +246,8 @@ class ODBState:
     run: its loader, length and figures. arguments: the training arguments that it changes. checkpoint: the folder that
         it resumes. layout: of its micro-batches; is_unchecked: it is flat, and not yet checked. saver: of checkpoints.
     memory: names micro-batches that do not fit. split: takes the optimizer steps with `oom: split`.
-    trial_units: units of a micro-batch that is only tried (`auto`). lacks_budgets: those of the config stand for
-        budgets that are not chosen yet. trainer_loss: computed by the trainer in place of the model's own.
+    trial_units: units of a micro-batch that is only tried (`auto`). lacks_budgets: the config holds
+        stand-ins until `auto` budgets are chosen. trainer_loss: computed by the trainer in place of the model's own.
     """
 
     def __init__(self, trainer: Any, settings: ODBSettings):
@@ -300,8 +302,8 @@ class ODBState:
         return run
 
     def settle(self) -> ODBRun:
-        """The run of the first optimizer step: the one that has begun, or another in its place if a flat layout is not
-        right for the model, or with budgets chosen by its memory. The model is wrapped."""
+        """The run to train with: replaces the one that has begun if the flat layout fails its check, or once `auto`
+        budgets are chosen. Call after the model is wrapped."""
         assert self.run is not None and self.layout is not None
         check_hooks(self.trainer)
         loader, configured = self.run.loader, self.settings.config
@@ -339,7 +341,7 @@ class ODBState:
         if run.fill is not None and before.fill is not None:
             run.fill.take_over(before.fill, self.trainer.optimizer, self.trainer.lr_scheduler)
         if not self.lacks_budgets:
-            log_first_step(run.loader, run.config, run.loader.first_planned)
+            log_first_step(run.loader, run.config, run.loader.next_planned)
 
     def _make_run(self, layout: Layout, config: ResolvedConfig) -> ODBRun:
         """A run at its start, or where its checkpoint left it, with its first plan made."""

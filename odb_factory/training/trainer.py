@@ -160,7 +160,7 @@ class ODBCallback(TrainerCallback):
             state.max_steps = run.total_steps
             state.compute_steps(args, state.max_steps)
         if not self.odb.lacks_budgets:
-            log_first_step(run.loader, run.config, run.loader.first_planned)
+            log_first_step(run.loader, run.config, run.loader.next_planned)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.odb.saver.begin_hashing()

@@ -329,9 +329,9 @@ def test_begin_waits_for_the_first_plan_and_loses_none(workers: tuple[int, int],
     with open_loader(toy_rows(), workers, buffer_size=100, **mode) as loader:
         estimate = loader.estimate_optimizer_steps()
         assert (loader.under_way is None) == (mode == KEEP), "what is known is not asked of the others"
-        assert loader.first_planned is None or mode != KEEP
+        assert loader.next_planned is None or mode != KEEP
         loader.begin()
-        assert loader.first_planned is not None and loader.first_planned.index == 0
+        assert loader.next_planned is not None and loader.next_planned.index == 0
         begun = loader.under_way
         loader.begin()
         assert loader.under_way is begun and loader.estimate_optimizer_steps() == estimate

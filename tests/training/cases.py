@@ -101,12 +101,12 @@ def precision(dtype: str) -> Iterator[None]:
 def make_rows(case: Case, path: str | Path, world_size: int) -> list[dict[str, Any]]:
     """Rows in training order; row i goes to rank i % world_size.
 
-    Each has its own length and its own share of supervised tokens, from one to all. The rows of rank r
-    are 1 / (r + 1) as long, so ranks form different numbers of groups and all but rank 0 run dry early.
+    Each has its own length and its own share of supervised tokens, from one to all. The rows of rank r are 1 / (2r + 1)
+    as long, so all ranks but rank 0 have given out their rows while rank 0 still fills micro-steps.
     """
     config = AutoConfig.from_pretrained(path)
-    per_rank = 4 * case.accumulation + 4 if case.model == "vl" else 6 * case.accumulation + 1
-    return [_row(i, 1 + i % world_size, case, config) for i in range(per_rank * world_size)]
+    per_rank = 8 * case.accumulation + 6 if case.model == "vl" else 10 * case.accumulation + 1
+    return [_row(i, 1 + 2 * (i % world_size), case, config) for i in range(per_rank * world_size)]
 
 
 def _row(number: int, shorter: int, case: Case, config: Any) -> dict[str, Any]:

@@ -138,7 +138,7 @@ def measure(tiny_text, tiny_vl, tmp_path_factory, request) -> Iterator[Measure]:
         output_dir = folder / str(list(cases).index(training))
         cell = compare(output_dir, world_size, functools.partial(replay, case, models[case.model], world_size))
         assert cell.optimizer_steps >= MIN_STEPS
-        assert case.keep or all((idle > 0) == (world_size > 1) for idle in cell.idle_steps)
+        assert case.keep or all((idle > 0) == (world_size > 1) for idle in cell.idle_steps), cell.idle_steps
         return cell
 
     with pytest.MonkeyPatch.context() as patch:
