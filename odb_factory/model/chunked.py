@@ -23,7 +23,8 @@ CHUNK_ELEMENTS = {"cpu": 2**24}
 OTHER_CHUNK_ELEMENTS = 2**27
 """Logits that exist at a time, by device type. An accelerator needs more tokens at a time to be busy."""
 HEAD_PARTS = 4
-"""The logits that exist at a time may have this part of the head's elements, whatever `CHUNK_ELEMENTS` says."""
+"""Where the head is trained, the logits that exist at a time may have this part of its elements, whatever
+`CHUNK_ELEMENTS` says."""
 WEIGHT_SLICE = 2**24
 """Elements of the head's gradient that one product of lower precision adds to the float32 sum."""
 
@@ -113,8 +114,8 @@ def _apply(
     device, dtype = hidden.device.type, linear.weight.dtype
     if dtype != torch.float64 and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-    # Each chunk reads the whole head and adds to its whole gradient, so its logits may take a quarter of the head.
-    least = max(linear.in_features // HEAD_PARTS, 1)
+    # Each chunk adds to the whole gradient of the head, which takes as long as its logits.
+    least = max(linear.in_features // HEAD_PARTS, 1) if linear.weight.requires_grad else 1
     at_a_time = chunk_tokens or max(CHUNK_ELEMENTS.get(device, OTHER_CHUNK_ELEMENTS) // linear.out_features, least)
     values, means = _Head.apply(
         hidden.reshape(-1, hidden.shape[-1]).index_select(0, places),
