@@ -13,6 +13,8 @@ from training.test_resume import history, train
 from training.test_saving import KEEP, Signalled, terminate
 from transformers import Trainer, TrainerCallback
 
+from odb_factory import ODBError
+
 EPOCH = {"num_train_epochs": 2, "disable_tqdm": True, "ddp_backend": "gloo"}
 
 
@@ -97,3 +99,15 @@ def saves_alone(rank: int, *, model: str, out_dir: str, event: str) -> dict[str,
         sys.stdout.flush()
         os._exit(7)
     return {}
+
+
+def resumed_with_other_rows(rank: int, *, model: str, out_dir: str) -> str:
+    """What the resume ends with."""
+    as_rank(rank)
+    train(Path(model), Path(out_dir), block=KEEP, stop=2, **EPOCH)
+    dist.barrier()
+    try:
+        train(Path(model), Path(out_dir), block=KEEP, resume=True, num_rows=50, **EPOCH)
+    except ODBError as error:
+        return str(error)
+    return "trained"

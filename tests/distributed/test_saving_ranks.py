@@ -70,3 +70,16 @@ def test_a_save_that_one_rank_begins_alone(tiny_text: Path, tmp_path: Path, even
         assert "another collective holds rank 1" in last or "rank 1 has gone on to its next optimizer step" in last
         assert last.endswith("a rank alone does what all ranks must do at the same place of the program.")
     assert not (tmp_path / "out" / "checkpoint-2" / "odb_state.json").exists()
+
+
+def test_ranks_that_resume_with_other_rows_end_for_one_reason(tiny_text: Path, tmp_path: Path) -> None:
+    outcomes = run_ranks(
+        "distributed.saving_ranks:resumed_with_other_rows",
+        tmp_path,
+        limit_s=150,
+        model=str(tiny_text),
+        out_dir=str(tmp_path / "out"),
+    )
+    one, other = (outcome.value for outcome in outcomes)
+    assert one == other and "samples was 60, is 50" in one and "\n" not in one, (one, other)
+    assert not any("sign of life" in outcome.said for outcome in outcomes)
