@@ -7,7 +7,8 @@ its children. One thread of each rank reads and writes them.
 2. A failure floods the tree; every rank raises it wherever it waits for the others.
 3. Twice a second each rank reports upwards which of the ranks below it has come least far, and the root reports
    downwards which rank that is of all. The rank so named adds where its main thread stands. So every rank knows
-   whom it waits for, and one of them logs it once a minute.
+   whom it waits for, and one of them logs it once a minute. Within a micro-batch no rank is behind in any of our calls:
+   there a rank whose main thread stands still outside of torch logs where, for others may wait for it.
 4. A rank that is silent while its connection stands is frozen: it is named, and given up after `silence_s`.
 
 Nothing but the addresses goes through the process group's store, so its server may end.
@@ -62,6 +63,7 @@ CONNECT_S = 10.0
 LONGEST_LINE = 1 << 16
 COLLECTIVES = "/torch/distributed/"
 """In the name of the file where a main thread stands that waits in a collective of the training."""
+TORCH = "/torch/"
 FAILED_COLLECTIVE = "a failed collective"
 """The stream of those who were in it; the first by name, so that it is looked at first."""
 ALIVE = "which is alive"
@@ -186,6 +188,7 @@ class Lifeline:
         self._unacknowledged: set[int] = set()
         self._said: dict[str, float] = {}
         self._moved: dict[str, tuple[list[int], float]] = {}
+        self._line = "", 0.0
         self._ended_since: float | None = None
         self._passed_since: float | None = None
         self._failed_at: float | None = None
@@ -618,6 +621,18 @@ class Lifeline:
                 self._say(name, f"rank {self.rank} has waited {now - since:.0f} s for {late}")
         for text in long_waits(LINE_EVERY_S)[:1]:
             self._say("worker", f"rank {self.rank} has no data to go on with: it waits for {text}")
+        self._log_standstill(now)
+
+    def _log_standstill(self, now: float) -> None:
+        """Log where this rank's main thread stands while no rank is behind in any stream: within a micro-batch the
+        others may wait for it in a collective of the training, of which nobody knows. A thread inside torch computes,
+        or is one of those that wait."""
+        line = main_thread_line()
+        if line != self._line[0]:
+            self._line = line, now
+        is_known = any(least < most for least, _, most, _ in self.all_ranks.streams.values()) or long_waits(TICK_S)
+        if self.world_size > 1 and now - self._line[1] >= LINE_EVERY_S and TORCH not in line and not is_known:
+            self._say("line", f"rank {self.rank} has been at {line} for {now - self._line[1]:.0f} s")
 
     def _say(self, about: str, text: str) -> None:
         if time.monotonic() - self._said.get(about, -LINE_EVERY_S) >= LINE_EVERY_S:

@@ -173,3 +173,15 @@ def test_a_rank_that_sleeps_is_waited_for(tmp_path: Path, monkeypatch: pytest.Mo
     waits = [line for line in first.said.splitlines() if "rank 0 has waited" in line]
     assert waits and all(text in waits[0] for text in ASLEEP[:3]), first
     assert "has waited" not in second.said
+
+
+def test_a_rank_that_sleeps_within_a_micro_batch_logs_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one waits in a collective of the training: no call of the loader tells that a rank is behind."""
+    ended = run(tmp_path, monkeypatch, Cell("sleeps", STEP, (), exchange_timeout_s=3))[:2]
+    assert [outcome.returncode for outcome in ended] == [0, 0], ended
+    # Both sleep before their first step, as if they loaded a model: that is the line "in train".
+    lines = [
+        [text for text in one.said.splitlines() if "has been at" in text and "in train" not in text] for one in ended
+    ]
+    assert not lines[0], "it waits within torch"
+    assert lines[1] and all("rank 1" in text and "in sleep_in_a_callback for" in text for text in lines[1]), ended
