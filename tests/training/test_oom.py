@@ -164,7 +164,7 @@ def test_a_sample_alone_ends_all_ranks(two_ranks) -> None:
 def test_raise_says_what_to_lower_on_all_ranks(two_ranks) -> None:
     trained = two_ranks["raise"]
     line = (
-        "out of memory in micro-batch 1 of 2 of optimizer step 1: 3 x 32 = 96 tokens (token_budget 96), samples 1, 8, "
+        "out of memory in micro-batch 1 of 2 of optimizer step 1: 3 x 32 = 96 tokens (token_budget 96), samples 10, 8, "
         "6; set `token_budget: 72` or less, or `oom: split`."
     )
     assert (trained.ranks[0]["error"], trained.ranks[0]["cause"]) == (f"ODBError: {line}", "OutOfMemoryError")
