@@ -627,11 +627,13 @@ class Lifeline:
         """Log where this rank's main thread stands while no rank is behind in any stream: within a micro-batch the
         others may wait for it in a collective of the training, of which nobody knows. A thread inside torch computes,
         or is one of those that wait."""
+        if self.world_size == 1:
+            return
         line = main_thread_line()
         if line != self._line[0]:
             self._line = line, now
         is_known = any(least < most for least, _, most, _ in self.all_ranks.streams.values()) or long_waits(TICK_S)
-        if self.world_size > 1 and now - self._line[1] >= LINE_EVERY_S and TORCH not in line and not is_known:
+        if now - self._line[1] >= LINE_EVERY_S and TORCH not in line and not is_known:
             self._say("line", f"rank {self.rank} has been at {line} for {now - self._line[1]:.0f} s")
 
     def _say(self, about: str, text: str) -> None:

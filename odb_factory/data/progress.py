@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from odb_factory.config import ODBConfig
+from odb_factory.config import BUDGETS, ODBConfig
 from odb_factory.data.epoch import EpochContext, EpochPlanner, KeepEpoch
 from odb_factory.data.fill_epoch import FillEpoch
 from odb_factory.data.order import OF_STEP, Start, StockMean, StockSteps
@@ -24,8 +24,6 @@ logger = get_logger(__name__)
 
 NUM_PROBES = 8
 """The rows that a rank has trained on last and reads again when it resumes, to see that they are the same."""
-BUDGETS = {"token_budget", "max_patches"}
-"""Settings that may change at any time: rows depend on them where overlong ones are dropped or cut."""
 ReadRow = Callable[[int], Sample | Rejection]
 WAY_OUT = "take an older state, or set `resume: ignore_data` to begin the epoch anew"
 
@@ -143,7 +141,7 @@ class Progress(ABC):
         changed = self._changed_settings(mine)
         self._check_data(mine, fingerprint(mine.epoch), changed)
         self._check_rows(mine, changed)
-        if changed.keys() - BUDGETS:
+        if changed.keys() - BUDGETS:  # budgets may change: rows depend on them where overlong ones are dropped or cut
             logger.warning(
                 "%s since the checkpoint; the rows to come are made with what is set now", ", ".join(changed.values())
             )

@@ -64,10 +64,16 @@ class Rows:
             else (ones, ones)
         )
         patches = self.patches_before[ends] - self.patches_before[starts]
-        longest, first = self.tokens[starts], self.tokens[ends - 1]
-        media_and_audio = {"media": media, "audio": audio}
-        sums = {"count": count, "tokens": count, "squares": count, "patches": patches}  # padded rows need two of them
-        return self.budget.collated(**sums, **media_and_audio, longest=longest, first=first)
+        return self.budget.collated(
+            count=count,
+            tokens=count,  # of no effect on padded rows, as squares
+            squares=count,
+            patches=patches,
+            media=media,
+            audio=audio,
+            longest=self.tokens[starts],
+            first=self.tokens[ends - 1],
+        )
 
     def costs(self, starts: np.ndarray, ends: np.ndarray, model: CostModel) -> np.ndarray:
         """The cost of many groups, none of them empty, in the unit of the model."""
