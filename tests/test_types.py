@@ -62,7 +62,7 @@ def installed(folder: Path, *options: str) -> Path:
     """The interpreter of a new environment with odb_factory as pip installs it, and all else from this one."""
     source = folder / "source"
     shutil.copytree(ROOT / "odb_factory", source / "odb_factory", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], check=True, timeout=LIMIT_S)
     python = folder / "venv" / "bin" / "python"

@@ -28,7 +28,7 @@ PROBE_TIMEOUT_S = 300
 ENTRY_POINT = "odb_factory.llamafactory.activation:activate"
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 OTHER_PACKAGE = "online-dynamic-batching"
-TORCH_SET = 'pip install --upgrade "torch>=2.5,<2.13" torchvision torchaudio'  # setup.cfg says why below 2.13
+TORCH_SET = 'pip install --upgrade "torch>=2.5,<2.13" torchvision torchaudio'  # pyproject.toml says why below 2.13
 SUPPORTED = {
     "python": ">=3.11",
     "odb_factory": "",

@@ -19,7 +19,7 @@ from packaging.version import InvalidVersion, Version
 from odb_factory.log import get_logger
 
 SUPPORTED = ">=0.9.4,<1"
-"""As in setup.cfg."""
+"""As in pyproject.toml."""
 NEWEST_TESTED = "0.9.6.dev0"
 """LLaMA-Factory's main branch of 2026-08-18."""
 HOMES_OF_READ_ARGS = ("llamafactory.hparams.parser", "llamafactory.hparams", "llamafactory.extras.arguments")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import configparser
 import sys
+import tomllib
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,9 +66,8 @@ def test_a_newer_release_is_told_once_and_goes_on(
 
 def test_the_pin_lets_the_main_branch_live() -> None:
     """pip would take away a clone whose version the pin does not hold."""
-    metadata = configparser.ConfigParser()
-    metadata.read(ROOT / "setup.cfg")
-    (pin,) = [line for line in metadata["options"]["install_requires"].splitlines() if line.startswith("llamafactory")]
+    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    (pin,) = [line for line in dependencies if line.startswith("llamafactory")]
     supported = SpecifierSet(pin.removeprefix("llamafactory"))
     assert supported == SpecifierSet(releases.SUPPORTED)
     for version in ("0.9.4", "0.9.5", releases.NEWEST_TESTED, "0.9.6"):
