@@ -11,7 +11,6 @@ import threading
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -73,9 +72,9 @@ class RankState:
 class TrainerRecord:
     """The Trainer's record of a checkpoint: optimizer steps and epochs done, and the step of our mark (-1: none)."""
 
-    optimizer_steps: int
-    epochs: float
-    marked_steps: int
+    optimizer_steps: int = 0
+    epochs: float = 0.0
+    marked_steps: int = -1
 
 
 def by_rank(folder: Path, name: str) -> dict[int, Path]:
@@ -213,11 +212,11 @@ def check_optimizer(folder: Path) -> None:
     is_alone = any((folder / name).is_file() for name in OPTIMIZERS)
     if not (is_alone or any(folder.glob(FSDP_OPTIMIZER)) or any(folder.glob(f"{DEEPSPEED}/*optim_states.pt"))):
         raise DataError(
-            f"{folder / OPTIMIZERS[0]}: it is missing, so the optimizer would begin anew (`save_only_model: true` "
-            "leaves it out)"
+            f"{folder / OPTIMIZERS[0]}: it is missing, so the optimizer would restart (`save_only_model: true` leaves "
+            "it out)"
         )
     if not (folder / SCHEDULER).is_file():
-        raise DataError(f"{folder / SCHEDULER}: it is missing, so the schedule would begin anew")
+        raise DataError(f"{folder / SCHEDULER}: it is missing, so the schedule would restart")
 
 
 def check_file(path: Path, expected: Mapping[str, Any] | None) -> None:
@@ -363,29 +362,35 @@ def check_content(folder: Path, rank: int, world_size: int) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Classify a checkpoint folder: complete, truncated, written without odb, or unusable.
+# Read a checkpoint folder: what this rank can resume from it.
 
 
-class Kind(IntEnum):
-    """What a folder is to this rank, in ascending order of what can be done with it."""
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder as this rank finds it.
 
-    UNUSABLE = 0
-    CUT_OFF = 1  # its marker is missing or damaged, and all else that this rank needs is whole
-    WHOLE = 2
-    STOCK = 3  # written by a training without odb
+    problem: why it is incomplete; "" if it is complete. advice: what to do then. is_usable: everything that this rank
+    loads is complete, only the end of the save is missing. is_stock: written without odb. states: of this rank, or of
+    all ranks that wrote it (see `read_states`); none of a stock checkpoint. restarted: with `ignore_data`, what is
+    missing and therefore restarts.
+    """
+
+    folder: Path
+    problem: str = ""
+    advice: str = WAY_OUT
+    is_usable: bool = False
+    is_stock: bool = False
+    record: TrainerRecord = field(default_factory=TrainerRecord)
+    states: Sequence[RankState] = ()
+    restarted: Sequence[str] = ()
 
 
-class Status(NamedTuple):
-    """kind, why it is not whole, and what to do."""
+def read_checkpoint(folder: Path, rank: int, world_size: int, *, ignore_data: bool = False) -> Checkpoint:
+    """Read and check every file of a checkpoint that this rank loads. ignore_data: only the model has to be complete.
 
-    kind: Kind
-    reason: str = ""
-    way_out: str = WAY_OUT
-
-
-def status_of(folder: Path, rank: int, world_size: int, *, ignore_data: bool = False) -> Status:
-    """Whether this rank can resume from `folder`. ignore_data: with its model alone."""
-    way_out = NOT_RESUMABLE
+    Raises nothing: the other ranks wait for the answer.
+    """
+    advice = NOT_RESUMABLE
     try:
         if not folder.is_dir():
             raise DataError(f"{str(folder)!r} is no folder")
@@ -393,43 +398,46 @@ def status_of(folder: Path, rank: int, world_size: int, *, ignore_data: bool = F
         check_weights(folder)
         check_content(folder, rank, world_size)
         if ignore_data:
-            return Status(Kind.WHOLE)
-        way_out = WAY_OUT
+            return _with_model_alone(folder, record, rank, world_size)
+        advice = WAY_OUT
         check_optimizer(folder)
-        if is_stock(folder, record):
-            if (folder / INCOMPLETE).exists():
-                return Status(Kind.CUT_OFF, f"{folder / INCOMPLETE}: its saving did not end")
-            return Status(Kind.STOCK)
-        states = read_states(folder, rank, world_size)
-        check_consistent(folder, states, record)
+        if _is_stock(folder, record):
+            problem = f"{folder / INCOMPLETE}: its saving did not end" if (folder / INCOMPLETE).exists() else ""
+            return Checkpoint(folder, problem, is_usable=True, is_stock=True, record=record)
+        states = _read_ours(folder, record, rank, world_size)
     except DataError as error:
-        return Status(Kind.UNUSABLE, str(error), way_out)
-    except Exception as error:  # whatever is in it must not keep this rank from answering the others
-        return Status(Kind.UNUSABLE, f"{folder}: it cannot be read ({one_line(error)})", NOT_RESUMABLE)
+        return Checkpoint(folder, str(error), advice)
+    except Exception as error:  # whatever is in the folder
+        return Checkpoint(folder, f"{folder}: it cannot be read ({one_line(error)})", NOT_RESUMABLE)
+    problem = ""
     try:
         ranks, steps = read_marker(folder)
+        if (ranks, steps) != (states[0].data.world_size, record.optimizer_steps):
+            problem = f"{folder / MARKER}: it names {ranks} ranks and {steps} optimizer steps, the other files do not"
     except DataError as error:
-        return Status(Kind.CUT_OFF, str(error))
-    if (ranks, steps) != (states[0].data.world_size, record.optimizer_steps):
-        reason = f"{folder / MARKER}: it says {ranks} ranks and {steps} optimizer steps, the other files do not"
-        return Status(Kind.CUT_OFF, reason)
-    return Status(Kind.WHOLE)
+        problem = str(error)
+    return Checkpoint(folder, problem, is_usable=True, record=record, states=states)
 
 
-def is_stock(folder: Path, record: TrainerRecord) -> bool:
-    """Whether it was written by a training without odb: nothing of ours is in it.
+def _with_model_alone(folder: Path, record: TrainerRecord, rank: int, world_size: int) -> Checkpoint:
+    states: Sequence[RankState] = ()
+    restarted = []
+    try:
+        if _is_stock(folder, record):
+            raise DataError("it was written without odb")
+        states = _read_ours(folder, record, rank, world_size)
+    except DataError as error:
+        restarted.append(f"the figures of the run restart as well ({error})")
+    try:
+        check_optimizer(folder)
+    except DataError as error:
+        restarted.append(str(error))
+    return Checkpoint(folder, is_usable=True, record=record, states=states, restarted=restarted)
 
-    A stock training that resumed from a checkpoint of ours carries our mark along, with an older optimizer step.
-    """
-    return not _has_our_files(folder) and record.marked_steps != record.optimizer_steps
 
-
-def _has_our_files(folder: Path) -> bool:
-    return (folder / MARKER).exists() or bool(by_rank(folder, RANK_FILE))
-
-
-def check_consistent(folder: Path, states: Sequence[RankState], record: TrainerRecord) -> None:
-    """Raise `DataError` unless our files and the Trainer's are of the same optimizer step."""
+def _read_ours(folder: Path, record: TrainerRecord, rank: int, world_size: int) -> list[RankState]:
+    """`read_states`; raises `DataError` unless they and the Trainer's files are of the same optimizer step."""
+    states = read_states(folder, rank, world_size)
     if record.marked_steps != record.optimizer_steps:
         raise DataError(
             f"{folder}: trainer_state.json (optimizer step {record.optimizer_steps}) was written without odb, and "
@@ -441,16 +449,29 @@ def check_consistent(folder: Path, states: Sequence[RankState], record: TrainerR
                 f"{folder / RANK_FILE.format(rank=state.data.rank)}: it is of optimizer step "
                 f"{state.optimizer_steps}, and trainer_state.json of {record.optimizer_steps}"
             )
+    return states
+
+
+def _is_stock(folder: Path, record: TrainerRecord) -> bool:
+    """Whether it was written by a training without odb: it holds none of our files.
+
+    A stock training that resumed from a checkpoint of ours carries our mark along, with an older optimizer step.
+    """
+    return not _has_our_files(folder) and record.marked_steps != record.optimizer_steps
+
+
+def _has_our_files(folder: Path) -> bool:
+    return (folder / MARKER).exists() or bool(by_rank(folder, RANK_FILE))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Which checkpoint to resume: the one asked for, or an older one if that is damaged, and the same on all ranks.
-# Every rank looks at the folders it can see (nodes may have disks of their own), in three steps: 1. each takes the
-# newest complete checkpoint, from the one asked for backwards; 2. all gather their choices; if they agree, that is it;
-# 3. otherwise all look again, from the oldest of these choices backwards. The reason of one rank travels with its
-# choice, so that all ranks end with the same line.
+# Choose the checkpoint to resume: the requested one, or an older one if that is damaged; the same on all ranks.
+# Every rank reads the folders that it can see (nodes may have disks of their own). From the requested checkpoint
+# backwards the ranks gather what they find in each, and take the first that is complete on all of them; if there is
+# none, the newest that only lacks the end of its save. Reasons travel with the answers, so that all ranks end with the
+# same line.
 
-NO_CHECKPOINT = -1
+NONE_LEFT = -1
 Gather = Callable[[Any], list[Any]]
 """A message of each rank (JSON types) -> those of all ranks, in rank order."""
 
@@ -461,117 +482,72 @@ def number_of(folder: Path) -> int:
     return int(end) if start == PREFIX_CHECKPOINT_DIR and end.isascii() and end.isdigit() else -1
 
 
-@dataclass
-class Candidates:
-    """The checkpoints that this rank may resume from. number: of the one asked for, 0 if its name has none."""
-
-    asked: Path
-    rank: int
-    world_size: int
-    ignore_data: bool
-    _known: dict[int, Status] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.number = max(number_of(self.asked), 0)
-        self.by_number = {self.number: self.asked}
-        for folder in self.asked.parent.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
-            if 0 <= number_of(folder) < self.number:
-                self.by_number[number_of(folder)] = folder
-
-    def newest(self, limit: int) -> tuple[int, Kind]:
-        """The newest complete checkpoint with number <= limit, or the newest truncated one: (number, kind)."""
-        cut_off = NO_CHECKPOINT
-        for number in sorted((n for n in self.by_number if n <= limit), reverse=True):
-            kind = self.status(number).kind
-            if kind == Kind.WHOLE or (kind == Kind.STOCK and number == self.number):
-                return number, kind
-            if kind == Kind.CUT_OFF and cut_off == NO_CHECKPOINT:
-                cut_off = number
-        return cut_off, Kind.UNUSABLE if cut_off == NO_CHECKPOINT else Kind.CUT_OFF
-
-    def status(self, number: int) -> Status:
-        if number not in self._known:
-            folder = self.by_number[number]
-            self._known[number] = status_of(folder, self.rank, self.world_size, ignore_data=self.ignore_data)
-        return self._known[number]
-
-
-class _Answer(NamedTuple):
-    """A rank's choice. problem: why it has none to choose from. reason, way_out: of the checkpoint that was asked for,
-    if it is not whole."""
-
-    number: int
-    kind: int
-    begins_anew: bool
-    problem: str | None
-    reason: str
-    way_out: str
-
-
 def find_checkpoint(
     asked: Any, *, output_dir: str, rank: int, world_size: int, ignore_data: bool, gather: Gather
-) -> Path | None:
-    """The folder of the checkpoint to resume, None to start anew. Collective: every rank calls it.
+) -> Checkpoint | None:
+    """The checkpoint to resume, None to start from the beginning. Collective: every rank calls it.
 
     asked: the argument `resume_from_checkpoint`: a folder, True for the newest in `output_dir`, None or False for none.
     Raises `ConfigError` or `DataError` on all ranks if what is asked for is not a checkpoint, or is damaged and there
     is no older one.
     """
-    candidates, problem = None, None
+    folder, problem = None, None
+    folders: dict[int, Path] = {}
     try:
         folder = _asked_folder(asked, output_dir)
         if folder is not None:
-            candidates = Candidates(folder, rank, world_size, ignore_data)
+            number = max(number_of(folder), 0)
+            folders = {number_of(one): one for one in folder.parent.glob(f"{PREFIX_CHECKPOINT_DIR}-*")}
+            folders = {other: path for other, path in folders.items() if 0 <= other < number} | {number: folder}
     except ODBError as error:
         problem = str(error)
     except Exception as error:
         problem = f"resume_from_checkpoint: {asked!r}: {one_line(error)}."
-    begins_anew = candidates is None and problem is None
-    limit = 0 if candidates is None else candidates.number
-    while True:
-        number, kind, status = NO_CHECKPOINT, Kind.UNUSABLE, Status(Kind.WHOLE)
-        if candidates is not None:
-            (number, kind), status = candidates.newest(limit), candidates.status(candidates.number)
-        mine = _Answer(number, kind, begins_anew, problem, status.reason, status.way_out)
-        answers = [_Answer(*one) for one in gather(mine)]
-        anew = [other for other, answer in enumerate(answers) if answer.begins_anew]
-        if len(anew) == len(answers):
-            return None
-        if anew:
-            raise ConfigError(
-                f"resume_from_checkpoint: ranks {anew} find no checkpoint and the others do; give all nodes the same "
-                "setting, and the checkpoint on a disk that all can read."
-            )
-        for answer in answers:
-            if answer.problem is not None:
-                raise ConfigError(answer.problem)
-        same = len({answer.reason for answer in answers}) == 1  # else the rank is named
-        found = [("" if same else f"rank {other}: ", answer) for other, answer in enumerate(answers) if answer.reason]
-        why = f"{found[0][0]}{found[0][1].reason}" if found else ""
-        numbers = [answer.number for answer in answers]
-        if NO_CHECKPOINT in numbers:
-            raise DataError(f"resume_from_checkpoint: {why}; {found[0][1].way_out}.")
-        if min(numbers) == max(numbers):
-            break
-        limit = min(numbers)
-    assert candidates is not None
-    chosen = candidates.by_number[number]
-    kinds = {Kind(answer.kind) for answer in answers}
-    if Kind.STOCK in kinds and len(kinds) > 1:
-        raise DataError(
-            f"{chosen}: some ranks find the files of odb in it and others do not; copy the odb_state*.json files of "
-            "all nodes to where all ranks can read them."
+    requests = gather([problem, max(folders, default=NONE_LEFT)])
+    if problem := next((problem for problem, _ in requests if problem is not None), None):
+        raise ConfigError(problem)
+    without = [other for other, (_, number) in enumerate(requests) if number == NONE_LEFT]
+    if len(without) == len(requests):
+        return None
+    if without:
+        raise ConfigError(
+            f"resume_from_checkpoint: ranks {without} find no checkpoint and the others do; give all nodes the same "
+            "setting, and the checkpoint on a disk that all can read."
         )
-    if number != candidates.number:
-        logger.warning("%s is not whole (%s); resuming %s", candidates.asked, why, chosen.name)
-    elif Kind.CUT_OFF in kinds:
-        logger.warning(
-            "%s: its saving was cut off (%s), and there is no older one; what this training needs of it is whole, so "
-            "it is resumed, and no row is lost or comes twice",
-            chosen,
-            why,
-        )
-    return chosen
+    assert folder is not None
+    number = requested = max(number for _, number in requests)
+    why, advice = "", WAY_OUT
+    cut_off: Checkpoint | None = None
+    while number != NONE_LEFT:
+        path = folders.get(number, folder.with_name(f"{PREFIX_CHECKPOINT_DIR}-{number}"))
+        found = read_checkpoint(path, rank, world_size, ignore_data=ignore_data)
+        older = max((other for other in folders if other < number), default=NONE_LEFT)
+        answers = gather([found.problem, found.advice, found.is_usable, found.is_stock, older])
+        problems, advices, usable, stock, olders = zip(*answers)
+        if number == requested and any(problems):
+            named = [(f"rank {other}: {one}", advices[other]) for other, one in enumerate(problems) if one]
+            why, advice = named[0] if len(set(problems)) > 1 else (problems[0], advices[0])
+        if all(usable) and not (any(stock) and number != requested):
+            if any(stock) and not all(stock):
+                raise DataError(
+                    f"{path}: some ranks find the files of odb in it and others do not; copy the odb_state*.json files "
+                    "of all nodes to where all ranks can read them."
+                )
+            if not any(problems):
+                if number != requested:
+                    logger.warning("%s is incomplete (%s); resuming %s", folder, why, path.name)
+                return found
+            cut_off = cut_off or found
+        number = max(olders)
+    if cut_off is None:
+        raise DataError(f"resume_from_checkpoint: {why}; {advice}.")
+    logger.warning(
+        "%s: its saving was cut off (%s), and there is no older checkpoint that is complete; everything this training "
+        "loads from it is complete, so it is resumed, and no row is lost or trained on twice",
+        cut_off.folder,
+        why,
+    )
+    return cut_off
 
 
 def _asked_folder(asked: Any, output_dir: str) -> Path | None:
@@ -656,17 +632,20 @@ def _checked(checks: Sequence[tuple[str, Callable[[], object]]]) -> Iterator[Lin
 EPOCHS_ROUNDING = 1e-6
 
 
-def load(run: ODBRun, folder: Path, gather: Gather) -> None:
+def load(run: ODBRun, checkpoint: Checkpoint, gather: Gather) -> None:
     """Load a checkpoint on all ranks, or raise on all of them what the first one cannot load. Collective."""
     problem: Exception | None = None
     try:
-        record = read_trainer_state(folder)
         if run.config.resume == "ignore_data":
-            _load_without_data(run, folder, record)
-        elif is_stock(folder, record):
-            _load_stock(run, folder, record)
+            _load_without_data(run, checkpoint)
+        elif checkpoint.is_stock:
+            _load_stock(run, checkpoint)
         else:
-            _load_ours(run, folder)
+            try:
+                run.loader.load_state_dict([state.saved for state in checkpoint.states])
+            except DataError as error:
+                raise DataError(f"{checkpoint.folder}: {error}.") from None
+            _load_figures(run, checkpoint)
     except Exception as error:
         problem = error
     answers = gather(None if problem is None else one_line(problem))
@@ -677,80 +656,67 @@ def load(run: ODBRun, folder: Path, gather: Gather) -> None:
             raise CollectiveError(reason if len(set(answers)) == 1 else f"rank {rank}: {reason}") from problem
 
 
-def _load_ours(run: ODBRun, folder: Path) -> None:
-    """Reads this rank's file alone where there are as many ranks as before."""
-    try:
-        states = read_states(folder, run.loader.rank, run.loader.world_size)
-    except DataError as error:
-        raise DataError(f"{error}; {WAY_OUT}.") from None
-    try:
-        run.loader.load_state_dict([state.saved for state in states])
-    except DataError as error:
-        raise DataError(f"{folder}: {error}.") from None
-    _load_figures(run, folder, next((one for one in states if one.data.rank == run.loader.rank), states[0]))
-
-
-def _load_figures(run: ODBRun, folder: Path, state: RankState) -> None:
+def _load_figures(run: ODBRun, checkpoint: Checkpoint) -> None:
+    states = checkpoint.states
+    state = next((state for state in states if state.data.rank == run.loader.rank), states[0])
     try:
         run.load_state_dict(state.run)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise DataError(
-            f"{folder}: the figures of the run in the state of rank {state.data.rank} are not those this "
+            f"{checkpoint.folder}: the figures of the run in the state of rank {state.data.rank} are not those this "
             f"odb_factory writes ({type(error).__name__}: {error}); {WAY_OUT}."
         ) from None
 
 
-def _load_without_data(run: ODBRun, folder: Path, record: TrainerRecord) -> None:
+def _load_without_data(run: ODBRun, checkpoint: Checkpoint) -> None:
     """The model alone, and of our files the figures of the run, if they can be read."""
-    try:
-        if is_stock(folder, record):
-            raise DataError("it was written without odb")
-        states = read_states(folder, run.loader.rank, run.loader.world_size)
-        check_consistent(folder, states, record)
-        _load_figures(run, folder, states[0])
-    except DataError as error:
-        logger.warning("resume: ignore_data: the figures of the run begin anew as well (%s)", error)
-        run.begin_at(record.optimizer_steps, record.epochs)
-    try:
-        check_optimizer(folder)
-    except DataError as error:
-        logger.warning("resume: ignore_data: %s", error)
-    epoch = int(record.epochs)
-    run.begin_epoch_anew(epoch)
-    logger.warning("resume: ignore_data: epoch %d is restarted, whatever was done of it", epoch)
+    restarted, epoch = list(checkpoint.restarted), int(checkpoint.record.epochs)
+    if checkpoint.states:
+        try:
+            _load_figures(run, checkpoint)
+        except DataError as error:
+            restarted.append(f"the figures of the run restart as well ({error})")
+            run.begin_at(checkpoint.record.optimizer_steps, checkpoint.record.epochs)
+    else:
+        run.begin_at(checkpoint.record.optimizer_steps, checkpoint.record.epochs)
+    run.restart_epoch(epoch)
+    for reason in (*restarted, f"epoch {epoch} is restarted, whatever was done of it"):
+        logger.warning("resume: ignore_data: %s", reason)
 
 
-def _load_stock(run: ODBRun, folder: Path, record: TrainerRecord) -> None:
+def _load_stock(run: ODBRun, checkpoint: Checkpoint) -> None:
     """A checkpoint of stock training: exactly with kept optimizer steps; else by its share of an epoch."""
+    name, record = checkpoint.folder.name, checkpoint.record
     if run.config.keeps:
-        _check_stock_steps(run, folder, record)
+        _check_stock_steps(run, checkpoint)
     done = run.loader.skip(optimizer_steps=record.optimizer_steps, epochs=record.epochs)
     run.begin_at(record.optimizer_steps, record.epochs)
     if done is None:
-        logger.info("%s was written without odb, whose optimizer steps are the same: the training goes on", folder.name)
+        logger.info("%s was written without odb, whose optimizer steps are the same: the training continues", name)
         return
     logger.warning(
-        "%s was written without odb, so nobody knows which rows were trained on: the first %d samples of epoch %d are "
-        "taken for done; as the order may be another, some rows may come twice in this epoch and some not at all",
-        folder.name,
+        "%s was written without odb, which does not record the rows trained on: the first %d samples of epoch %d count "
+        "as done; if the order differs, some rows are trained on twice in this epoch and some not at all",
+        name,
         done,
         int(record.epochs),
     )
 
 
-def _check_stock_steps(run: ODBRun, folder: Path, record: TrainerRecord) -> None:
-    """Raise `DataError` where the epochs of a checkpoint say that its optimizer steps had another number of samples."""
+def _check_stock_steps(run: ODBRun, checkpoint: Checkpoint) -> None:
+    """Raise `DataError` if the epochs of a checkpoint imply another number of samples in its optimizer steps."""
     an_epoch, num_samples, size = run.loader.num_optimizer_steps, run.loader.num_samples, run.loader.global_batch_size
     if an_epoch is None or num_samples is None or size is None:
         return
-    epoch, done = divmod(record.optimizer_steps, max(an_epoch, 1))
+    steps, epochs = checkpoint.record.optimizer_steps, checkpoint.record.epochs
+    epoch, done = divmod(steps, max(an_epoch, 1))
     expected = done * size / num_samples
-    # Stock says epochs in micro-steps of its own, of which the last may have fewer samples.
-    if abs(record.epochs - epoch - expected) > expected * size / max(num_samples - size, 1) + EPOCHS_ROUNDING:
+    # Stock counts epochs in micro-steps, of which the last may have fewer samples.
+    if abs(epochs - epoch - expected) > expected * size / max(num_samples - size, 1) + EPOCHS_ROUNDING:
         raise DataError(
-            f"{folder}: it was written without odb, and says {record.epochs:.4g} epochs in {record.optimizer_steps} "
+            f"{checkpoint.folder}: it was written without odb, and says {epochs:.4g} epochs in {steps} "
             f"optimizer steps, which with {size} samples each are {epoch + expected:.4g}: set global_batch_size to the "
-            "samples that an optimizer step had, or `resume: ignore_data` to begin the epoch anew."
+            "samples that an optimizer step had, or `resume: ignore_data` to restart the epoch."
         )
 
 

@@ -181,7 +181,7 @@ class ODBRun:
         self.budgets: dict[str, int | None] = {}
         self.step: OptimizerStep | None = None
         self._looks_at_labels = looks_at_labels
-        self._anew: tuple[int, int] | None = None
+        self._restarted: tuple[int, int] | None = None
         self._epochs_before = 0.0
 
     # How long it is
@@ -199,7 +199,7 @@ class ODBRun:
         if an_epoch is None:
             return None
         assert self.epochs is not None
-        return max(math.ceil(self.epochs * an_epoch) + self.taken_anew, self.optimizer_steps)
+        return max(math.ceil(self.epochs * an_epoch) + self.repeated_steps, self.optimizer_steps)
 
     @property
     def epoch_length(self) -> int | None:
@@ -207,7 +207,7 @@ class ODBRun:
         if self.fill is not None:
             return self.fill.most_steps_an_epoch
         an_epoch = self.loader.num_optimizer_steps
-        if an_epoch is None or self._anew is None:
+        if an_epoch is None or self._restarted is None:
             return an_epoch
         # The Trainer divides the steps taken by this, and must not find more epochs in them than were done.
         return max(an_epoch, self.optimizer_steps // (self.loader.epoch + 1) + 1)
@@ -233,11 +233,11 @@ class ODBRun:
         return step.epoch + (step.index + 1) / self.max_steps
 
     @property
-    def taken_anew(self) -> int:
+    def repeated_steps(self) -> int:
         """Optimizer steps beyond those of whole epochs, of an epoch that was restarted."""
-        if self._anew is None:
+        if self._restarted is None:
             return 0
-        steps, epoch = self._anew
+        steps, epoch = self._restarted
         return steps - epoch * (self.loader.num_optimizer_steps or 0)
 
     # Its steps
@@ -267,10 +267,15 @@ class ODBRun:
 
     def state_dict(self) -> dict[str, Any]:
         """Figures, schedule and summary so far, in JSON types."""
-        anew = None if self._anew is None else list(self._anew)
+        restarted = None if self._restarted is None else list(self._restarted)
         lowered = self.loader.lowered
         limits = lowered and {"configured": asdict(self.loader.budget.limits), "lowered": asdict(lowered)}
-        state = {"accounting": self.accounting.state_dict(), "epochs": self.epoch, "anew": anew, "limits": limits}
+        state = {
+            "accounting": self.accounting.state_dict(),
+            "epochs": self.epoch,
+            "restarted": restarted,
+            "limits": limits,
+        }
         if self.budgets:
             state["budgets"] = self.budgets
         return state if self.fill is None else state | {"fill": self.fill.state_dict(self.epoch, self.optimizer_steps)}
@@ -278,7 +283,7 @@ class ODBRun:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.accounting.load_state_dict(state["accounting"])
         self._epochs_before = state["epochs"]
-        self._anew = None if state["anew"] is None else tuple(state["anew"])
+        self._restarted = None if state["restarted"] is None else tuple(state["restarted"])
         limits = state["limits"]
         # Budgets that the user has changed since take precedence.
         if limits is not None and limits["configured"] == asdict(self.loader.budget.limits):
@@ -291,11 +296,11 @@ class ODBRun:
         self.accounting.resume_at(optimizer_steps)
         self._epochs_before = epochs
 
-    def begin_epoch_anew(self, epoch: int) -> None:
+    def restart_epoch(self, epoch: int) -> None:
         """Train on the whole epoch, whatever was done of it: the run becomes longer by that."""
         self.loader.set_epoch(epoch)
         self._epochs_before = float(epoch)
-        self._anew = (self.optimizer_steps, epoch)
+        self._restarted = (self.optimizer_steps, epoch)
 
     def finish(self) -> None:
         """Write the summary and log its line. Collective."""

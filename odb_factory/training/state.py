@@ -7,7 +7,6 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import datasets
@@ -47,7 +46,7 @@ from odb_factory.model.unpad import FlatRows, UnpadDoor
 from odb_factory.planning import Collation
 from odb_factory.training import checkpoint
 from odb_factory.training.auto_budget import choose_budgets
-from odb_factory.training.checkpoint import RANK_FILE, CheckpointSaver, by_rank, read_states
+from odb_factory.training.checkpoint import Checkpoint, CheckpointSaver
 from odb_factory.training.checks import check_hooks, of_trainer, why_not_split
 from odb_factory.training.oom import MemoryWatch, SplitSteps
 from odb_factory.training.run import ODBRun
@@ -190,18 +189,18 @@ class Source:
 # The budgets of a run if the config says `auto`: from its checkpoint, or chosen when the model is wrapped.
 
 
-def first_config(config: ODBConfig, folder: Path | None, rank: int, ranks: int) -> tuple[ResolvedConfig, bool]:
+def first_config(config: ODBConfig, resumed: Checkpoint | None) -> tuple[ResolvedConfig, bool]:
     """The config to begin with, and whether its budgets are those to train with.
 
-    folder: the checkpoint that is resumed, whose budgets are kept. Without one, each sample is a micro-batch until the
-    budgets are chosen, so that little is read before.
+    A resumed run keeps its budgets. Without them, each sample is a micro-batch until the budgets are chosen, so that
+    little is read before.
     """
     if not config.has_auto:
         return config.resolved(), True
     asked = config.auto_keys
     kept: dict[str, int | None] = {}
-    if folder is not None and by_rank(folder, RANK_FILE):  # else written without odb; damage is reported by `load`
-        kept = read_states(folder, rank, ranks)[0].run.get("budgets", {})
+    if resumed is not None and resumed.states:
+        kept = resumed.states[0].run.get("budgets", {})
     if set(asked) <= kept.keys():
         chosen = {key: kept[key] for key in asked}
         logger.info(
@@ -260,7 +259,7 @@ class ODBState:
         self.run: ODBRun | None = None
         self.arguments: RunArguments | None = None
         self.saver: CheckpointSaver | None = None
-        self.checkpoint: Path | None = None
+        self.checkpoint: Checkpoint | None = None
         self.layout: Layout | None = None
         self.is_unchecked = False
         self.memory: MemoryWatch | None = None
@@ -287,7 +286,7 @@ class ODBState:
     def begin(self, source: Source) -> ODBRun:
         """Make the run as the settings say. Its budgets and its layout are settled when the model is wrapped."""
         args, self._source = self.trainer.args, source
-        config, is_chosen = first_config(self.settings.config, self.checkpoint, args.process_index, args.world_size)
+        config, is_chosen = first_config(self.settings.config, self.checkpoint)
         self.lacks_budgets = not is_chosen
         layout = resolve_layout(
             models_of(self.trainer),

@@ -156,7 +156,7 @@ class ODBCallback(TrainerCallback):
             an_epoch = run.loader.estimate_optimizer_steps()
             state.num_train_epochs = math.ceil(run.epochs or run.max_steps / max(an_epoch, 1))
             state.compute_steps(args, state.max_steps)
-        elif run.taken_anew and run.total_steps is not None:
+        elif run.repeated_steps and run.total_steps is not None:
             state.max_steps = run.total_steps
             state.compute_steps(args, state.max_steps)
         if not self.odb.lacks_budgets:
@@ -230,7 +230,7 @@ class ODBTrainerMixin(Base):
         models = (self.model, getattr(self, "ref_model", None)) if self.args.world_size > 1 else ()
         with self._odb_callbacks(odb, preemption), preemption.in_place(), odb.arguments.changed(), one_pass(*models):
             try:
-                resumed = None if odb.checkpoint is None else str(odb.checkpoint)
+                resumed = None if odb.checkpoint is None else str(odb.checkpoint.folder)
                 result = super().train(resumed, *args, **kwargs)
                 if odb.run is None:
                     raise ConfigError(_not_reached(self, "get_train_dataloader"))

@@ -67,7 +67,7 @@ def copied(run: Path, to: Path, *steps: int) -> Path:
 
 def find(asked: Any, *, ignore_data: bool = False, output_dir: Path | str = "") -> Path | None:
     """On one rank."""
-    return find_checkpoint(
+    found = find_checkpoint(
         asked,
         output_dir=str(output_dir),
         rank=0,
@@ -75,6 +75,7 @@ def find(asked: Any, *, ignore_data: bool = False, output_dir: Path | str = "") 
         ignore_data=ignore_data,
         gather=lambda numbers: [numbers],
     )
+    return found and found.folder
 
 
 def truncate(path: Path) -> None:
@@ -213,9 +214,9 @@ def sharded(path: Path) -> None:
         ("model.safetensors", Path.unlink, "it holds no weights"),
         ("model.safetensors", cut_off, "it was cut off"),
         ("model.safetensors", sharded, f"{SHARDED[1]}: it is missing"),
-        ("optimizer.pt", Path.unlink, "so the optimizer would begin anew"),
+        ("optimizer.pt", Path.unlink, "so the optimizer would restart"),
         ("optimizer.pt", truncate, "it was cut off"),
-        ("scheduler.pt", Path.unlink, "so the schedule would begin anew"),
+        ("scheduler.pt", Path.unlink, "so the schedule would restart"),
         ("scheduler.pt", DAMAGES["empty"], "it is empty"),
     ],
 )
@@ -341,7 +342,7 @@ def test_ignore_data_takes_a_model_without_its_optimizer_and_says_so(run: Path, 
     (checkpoint / "optimizer.pt").unlink()
     block = BLOCK | {"resume": "ignore_data"}
     train(tiny_text, tmp_path, resume=str(checkpoint), block=block, num_train_epochs=1)
-    assert "so the optimizer would begin anew" in log.text
+    assert "so the optimizer would restart" in log.text
     assert rows_of(tmp_path, 0) == ONCE
     truncate(tmp_path / "checkpoint-4" / "scheduler.pt")
     with pytest.raises(DataError, match="scheduler.pt: it was cut off"):
@@ -470,12 +471,13 @@ def on_ranks(asked: list[Any], **options: Any) -> list[Any]:
             return answers
 
         try:
-            results[rank] = find_checkpoint(
+            found = find_checkpoint(
                 asked[rank],
                 rank=rank,
                 gather=gather,
                 **{"output_dir": "", "ignore_data": False, "world_size": len(asked)} | options,
             )
+            results[rank] = found and found.folder
         except ODBError as error:
             results[rank] = error
 
