@@ -205,7 +205,7 @@ def _activation(facts: Facts) -> Iterator[Check]:
         yield Check("problem", f"torch cannot be imported: {probe.errors['torch']}", "fix torch first")
     elif probe.crash:
         what = f"importing torch and LLaMA-Factory ended the process: {probe.crash}"
-        yield Check("problem", what, f'see it in full with: python -c "import torch, {SEAMS[-1]}"')
+        yield Check("problem", what, f'see it in full with: python -c "import torch, {next(reversed(SEAMS))}"')
     elif probe.switched_off:
         yield Check("problem", f"{DISABLE}={environment.get(DISABLE)} switches odb_factory off", f"unset {DISABLE}")
     elif probe.active:

@@ -72,9 +72,9 @@ def _look_at_seams(probe: Probe) -> None:
     from odb_factory.llamafactory import hooks
 
     for seam in hooks.seams():
-        home = next(name for name in activation.SEAMS if seam.startswith(f"{name}."))
-        target: Any = sys.modules[home]
-        for part in seam.removeprefix(f"{home}.").split("."):
+        module, _, path = seam.partition(".")
+        target: Any = sys.modules[module]
+        for part in path.split("."):
             target = getattr(target, part, None)
         # A wrapper takes the name and module of what it wraps; its code tells where it comes from.
         code = getattr(target, "__code__", None)

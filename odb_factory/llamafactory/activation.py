@@ -1,9 +1,9 @@
-"""Activation: an import hook that lets the plugin in when LLaMA-Factory is imported.
+"""Activation: an import hook that wraps functions of LLaMA-Factory when their modules are imported.
 
-`activate` is declared as an entry point of the group `torch.backends`, which torch calls at the
-end of `import torch`, in every process: the command line, torchrun's children, Ray's workers. It
-must cost nothing and never fail there, so it imports the standard library only and places one
-finder on `sys.meta_path`; everything else happens when a module of `SEAMS` is imported.
+`activate` is declared as an entry point of the group `torch.backends`, which torch calls at the end of `import torch`,
+in every process: the command line, torchrun's children, Ray's workers. There it must cost nothing and never fail, so
+it imports the standard library only and places one finder on `sys.meta_path`; everything else happens when a module of
+`SEAMS` is imported.
 """
 
 from __future__ import annotations
@@ -21,19 +21,28 @@ from typing import Any
 DISABLE = "ODB_FACTORY_DISABLE"
 LAUNCH_RECORD = "ODB_FACTORY_LAUNCH_RECORD"
 """Names a file in a run that the hooked launcher has given to torchrun: see `uncaught`."""
-SEAMS = (
-    "llamafactory.hparams.parser",
-    "llamafactory.data.loader",
-    "llamafactory.train.sft.trainer",
-    "llamafactory.train.pt.trainer",
-    "llamafactory.train.rm.trainer",
-    "llamafactory.train.dpo.trainer",
-    "llamafactory.train.kto.trainer",
-)
-"""The modules of LLaMA-Factory that are hooked once they have been executed."""
-OPTIONAL = ("llamafactory.launcher", "llamafactory.v1.launcher", "llamafactory.train.callbacks")
-"""Hooked likewise: to check a YAML before processes are started, and to keep the log of the run before; training does
-not depend on it."""
+TRAINERS = {
+    "sft": "CustomSeq2SeqTrainer",
+    "pt": "CustomTrainer",
+    "rm": "PairwiseTrainer",
+    "dpo": "CustomDPOTrainer",
+    "kto": "CustomKTOTrainer",
+}
+"""Class of LLaMA-Factory's trainer of each stage."""
+SEAMS = {
+    "llamafactory.hparams.parser": {"get_train_args": "read_block"},
+    "llamafactory.data.loader": {"align_dataset": "index_rows", "_get_preprocessed_dataset": "preprocess_online"},
+    **{f"llamafactory.train.{stage}.trainer": {f"{name}.train": "attach_first"} for stage, name in TRAINERS.items()},
+}
+"""By module of LLaMA-Factory the functions that are hooked once it has been executed, each with its wrapper in
+`hooks.py`. The same names and meanings in LLaMA-Factory 0.9.4, 0.9.5 and the main branch (0.9.6.dev0)."""
+OPTIONAL = {
+    "llamafactory.launcher": {"launch": "check_before_launch"},
+    "llamafactory.v1.launcher": {"launch": "refuse_v1"},
+    "llamafactory.hparams.parser": {"get_ray_args": "refuse_ray"},
+    "llamafactory.train.callbacks": {"LogCallback.on_init_end": "keep_log"},
+}
+"""Hooked likewise; a release may lack them: training does not depend on them."""
 
 
 def activate() -> None:
@@ -44,7 +53,7 @@ def activate() -> None:
         if is_active():  # by `odb-factory train`: torch may be imported by the hooks themselves, in the midst of it
             return
         sys.meta_path.insert(0, SeamFinder())
-        for name in (*SEAMS, *OPTIONAL):
+        for name in SEAMS | OPTIONAL:
             if name in sys.modules:
                 _hook(sys.modules[name])
         if LAUNCH_RECORD in os.environ:
@@ -54,7 +63,7 @@ def activate() -> None:
 
 
 def deactivate() -> None:
-    """Take the import hook away and put every wrapped function back: nothing of odb_factory stays."""
+    """Remove the import hook and restore every wrapped function: nothing of odb_factory stays."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, SeamFinder)]
     if hooks := sys.modules.get("odb_factory.llamafactory.hooks"):
         hooks.unhook()
@@ -70,7 +79,7 @@ class SeamFinder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in SEAMS and fullname not in OPTIONAL:
+        if fullname not in SEAMS | OPTIONAL:
             return None
         for finder in sys.meta_path:
             find = getattr(finder, "find_spec", None)  # finders of old style have none

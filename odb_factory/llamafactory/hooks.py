@@ -1,19 +1,8 @@
-"""The seams: the functions of LLaMA-Factory that are wrapped, and what each wrapper does.
+"""The wrappers of the functions of LLaMA-Factory that `activation.SEAMS` lists, and how they are put in place.
 
-| module | name | what happens with an `odb:` block (without one, the original is called as it is) |
-|---|---|---|
-| hparams.parser | get_train_args | the block is taken out of the arguments, checked and kept |
-| data.loader | align_dataset | an index stands for the dataset, whose rows are converted when they are needed |
-| data.loader | _get_preprocessed_dataset | training rows are preprocessed one at a time too; others stay stock's |
-| train.STAGE.trainer | the trainer class of the stage, train | `enable_odb` is called on the trainer first |
-
-Four more may be missing in a release: `launcher.launch` and `v1.launcher.launch` (the YAML is checked before processes
-are started, see `launch.py`), hparams.parser `get_ray_args` (Ray is refused), and train.callbacks
-`LogCallback.on_init_end` (it deletes the log of the run before, which a refused training must not do).
-
-The same names and meanings in LLaMA-Factory 0.9.4, 0.9.5 and the main branch (0.9.6.dev0). In a fork with one of the
-diffs in `patches/` the block never gets past the first seam, so that the patch has nothing to do and odb attaches
-once. This module is imported whenever LLaMA-Factory is, also for runs without odb, and imports nothing heavy itself.
+Without an `odb:` block each calls the original as it is. In a fork with one of the diffs in `patches/` the block never
+gets past the first seam, so that the patch has nothing to do and odb attaches once. This module is imported whenever
+LLaMA-Factory is, also for runs without odb, and imports nothing heavy itself.
 """
 
 from __future__ import annotations
@@ -26,37 +15,30 @@ from typing import Any
 from odb_factory.config import ODBConfig
 from odb_factory.errors import ConfigError
 from odb_factory.llamafactory import uncaught
+from odb_factory.llamafactory.activation import OPTIONAL, SEAMS, TRAINERS
 from odb_factory.log import get_logger
 
 logger = get_logger(__name__)
-
-TRAINERS = {
-    "sft": ("llamafactory.train.sft.trainer", "CustomSeq2SeqTrainer"),
-    "pt": ("llamafactory.train.pt.trainer", "CustomTrainer"),
-    "rm": ("llamafactory.train.rm.trainer", "PairwiseTrainer"),
-    "dpo": ("llamafactory.train.dpo.trainer", "CustomDPOTrainer"),
-    "kto": ("llamafactory.train.kto.trainer", "CustomKTOTrainer"),
-}
-"""Module and class of LLaMA-Factory's trainer of each stage."""
 
 _active: ODBConfig | None = None
 """The `odb:` block of the training that this process runs; LLaMA-Factory runs one at a time."""
 _replaced: dict[tuple[Any, str], Callable | None] = {}
 """The originals; none for a method that a class inherits, whose wrapper is deleted on unhook instead of restored."""
 _missing: list[str] = []
+"""Seams that a hooked module turned out not to have."""
 _begin_log: Callable[[], None] | None = None
 """Deletes the log of the run before, as LLaMA-Factory's log callback would have done where its trainer was made."""
 
 
 def hook(module: ModuleType) -> None:
     """Wrap the seams of one LLaMA-Factory module, once."""
-    for path, wrapper in _WRAPPERS.get(module.__name__, {}).items():
-        if not _wrap(module, path, wrapper):
+    for path, wrapper in SEAMS.get(module.__name__, {}).items():
+        if not _wrap(module, path, globals()[wrapper]):
             _missing.append(f"{module.__name__}.{path}")
             if _active is not None:  # a module of a trainer that is imported after the arguments have been read
                 _check_seams()
-    for path, wrapper in _OPTIONAL.get(module.__name__, {}).items():
-        _wrap(module, path, wrapper)
+    for path, wrapper in OPTIONAL.get(module.__name__, {}).items():
+        _wrap(module, path, globals()[wrapper])
 
 
 def _wrap(module: ModuleType, path: str, wrapper: Callable) -> bool:
@@ -95,15 +77,11 @@ def unhook() -> None:
 
 def seams() -> list[str]:
     """All seams, as `module.name`."""
-    return [f"{module}.{path}" for module, paths in _WRAPPERS.items() for path in paths]
+    return [f"{module}.{path}" for module, paths in SEAMS.items() for path in paths]
 
 
-def missing() -> list[str]:
-    """Seams that a hooked module turned out not to have."""
-    return list(_missing)
-
-
-def _get_train_args(original: Callable, args: Any = None) -> Any:
+def read_block(original: Callable, args: Any = None) -> Any:
+    """hparams.parser.get_train_args: the block is taken out of the arguments, checked and kept."""
     global _active, _begin_log
     _active = _begin_log = None
     from odb_factory.llamafactory import block, releases
@@ -116,7 +94,7 @@ def _get_train_args(original: Callable, args: Any = None) -> Any:
     block.check_keys(args)
 
     _check_seams()
-    releases.tell_if_newer()
+    releases.log_if_newer()
     args = block.checked(args)
     config = ODBConfig.from_block(args["odb"])
     parsed = original({key: value for key, value in args.items() if key != "odb"})
@@ -139,7 +117,8 @@ def _check_seams() -> None:
         )
 
 
-def _get_ray_args(original: Callable, args: Any = None) -> Any:
+def refuse_ray(original: Callable, args: Any = None) -> Any:
+    """hparams.parser.get_ray_args."""
     if isinstance(args, dict) and "odb" in args:
         from odb_factory.llamafactory import block
 
@@ -148,19 +127,22 @@ def _get_ray_args(original: Callable, args: Any = None) -> Any:
     return original(args)
 
 
-def _launch(original: Callable) -> Any:
+def check_before_launch(original: Callable) -> Any:
+    """launcher.launch: what the YAML shows is checked before processes are started."""
     from odb_factory.llamafactory import launch
 
     return launch.launch(original)
 
 
-def _launch_v1(original: Callable) -> Any:
+def refuse_v1(original: Callable) -> Any:
+    """v1.launcher.launch."""
     from odb_factory.llamafactory import launch
 
     return launch.launch_v1(original)
 
 
-def _align_dataset(original: Callable, *args: Any, **kwargs: Any) -> Any:
+def index_rows(original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """data.loader.align_dataset: an index stands for the dataset, whose rows are converted when they are needed."""
     if _active is None:
         return original(*args, **kwargs)
     from odb_factory.llamafactory import attach
@@ -168,9 +150,10 @@ def _align_dataset(original: Callable, *args: Any, **kwargs: Any) -> Any:
     return attach.mark_source(*args, **kwargs)
 
 
-def _get_preprocessed_dataset(
+def preprocess_online(
     original: Callable, dataset: Any, data_args: Any, training_args: Any, *args: Any, **kwargs: Any
 ) -> Any:
+    """data.loader._get_preprocessed_dataset: training rows are preprocessed one at a time; others stay stock's."""
     if _active is not None:
         from odb_factory.llamafactory import attach
 
@@ -182,7 +165,8 @@ def _get_preprocessed_dataset(
     return original(dataset, data_args, training_args, *args, **kwargs)
 
 
-def _on_init_end(original: Callable, callback: Any, args: Any, *rest: Any, **kwargs: Any) -> None:
+def keep_log(original: Callable, callback: Any, args: Any, *rest: Any, **kwargs: Any) -> None:
+    """train.callbacks.LogCallback.on_init_end deletes the log of the run before, which a refused training must not."""
     global _begin_log
     begin = functools.partial(original, callback, args, *rest, **kwargs)
     if _active is None or not args.do_train:
@@ -191,38 +175,20 @@ def _on_init_end(original: Callable, callback: Any, args: Any, *rest: Any, **kwa
         _begin_log = begin
 
 
-def _train(original: Callable, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+def attach_first(original: Callable, trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    """train.STAGE.trainer, the trainer's `train`: `enable_odb` is called on it first."""
     if _active is None or getattr(trainer, "odb", None) is not None:
         return original(trainer, *args, **kwargs)
     from odb_factory.llamafactory import attach
-    from odb_factory.llamafactory.attach import BeginLog
     from odb_factory.llamafactory.stages import STAGES
 
     attach.attach(trainer, _active)
     if _begin_log is not None:
-        trainer.callback_handler.callbacks.insert(0, BeginLog(_begin_log))
+        trainer.callback_handler.callbacks.insert(0, attach.BeginLog(_begin_log))
     stage = STAGES[trainer.finetuning_args.stage]
-    of_others = [".".join((*names, "train")) for name, names in TRAINERS.items() if name != stage.name]
+    others = TRAINERS.keys() - {stage.name}
+    hooked = [seam for seam in seams() if seam.split(".")[2] not in others]
     logger.info(
-        "online dynamic batching is on; stage %s, unit: %s; hooked: %s",
-        stage.name,
-        stage.unit,
-        ", ".join(seam for seam in seams() if seam not in of_others),
+        "online dynamic batching is on; stage %s, unit: %s; hooked: %s", stage.name, stage.unit, ", ".join(hooked)
     )
     return trainer.train(*args, **kwargs)
-
-
-_WRAPPERS: dict[str, dict[str, Callable]] = {
-    "llamafactory.hparams.parser": {"get_train_args": _get_train_args},
-    "llamafactory.data.loader": {
-        "align_dataset": _align_dataset,
-        "_get_preprocessed_dataset": _get_preprocessed_dataset,
-    },
-    **{module: {f"{name}.train": _train} for module, name in TRAINERS.values()},
-}
-_OPTIONAL: dict[str, dict[str, Callable]] = {
-    "llamafactory.hparams.parser": {"get_ray_args": _get_ray_args},
-    "llamafactory.train.callbacks": {"LogCallback.on_init_end": _on_init_end},
-    "llamafactory.launcher": {"launch": _launch},
-    "llamafactory.v1.launcher": {"launch": _launch_v1},
-}

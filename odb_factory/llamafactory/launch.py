@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import signal
 import subprocess
 import sys
-import tempfile
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import yaml
@@ -57,8 +52,8 @@ def launch_v1(original: Callable[[], Any]) -> Any:
     if len(sys.argv) > 2 and _has_block(Path(sys.argv[2]), sys.argv[3:]):
         uncaught.install()
         raise ConfigError(
-            f"USE_V1: {os.environ.get('USE_V1')!r} selects LLaMA-Factory's v1 trainer, which has a data path of its "
-            "own that odb cannot drive; unset USE_V1 or remove the odb: block."
+            f"USE_V1: {os.environ.get('USE_V1')!r} selects LLaMA-Factory's v1 trainer, whose data path odb cannot "
+            "drive; unset USE_V1 or remove the odb: block."
         )
     return original()
 
@@ -89,7 +84,7 @@ def check_yaml(path: Path, overrides: Sequence[str]) -> None:
         if "odb" in args:
             named = {str(key): value for key, value in args.items()}
             block.check_block(block.rewritten(named, logs=False))
-    _check_numbers(text, str(path))
+    _check_numbers(text)
 
 
 def _has_block(path: Path, overrides: Sequence[str]) -> bool:
@@ -119,11 +114,10 @@ def _check_override(override: str) -> None:
     _check_decimal(override.partition("=")[0], yaml.compose(value, Loader=yaml.SafeLoader))
 
 
-def _check_numbers(text: str, path: str) -> None:
+def _check_numbers(text: str) -> None:
     """Refuse numbers that YAML 1.1 reads as others than people do: `010000` is 4096 to it, `10:30` is 630."""
     root = yaml.compose(text, Loader=yaml.SafeLoader)
-    pairs = root.value if isinstance(root, yaml.MappingNode) else []
-    for key, value in pairs:
+    for key, value in root.value if isinstance(root, yaml.MappingNode) else ():
         if key.value == "odb" and isinstance(value, yaml.MappingNode):
             for name, number in value.value:
                 _check_decimal(f"odb.{name.value}", number)
@@ -144,32 +138,15 @@ def _is_in_block(text: str, line: int) -> bool:
 
 @contextmanager
 def _launch_record() -> Iterator[None]:
-    """The file that `uncaught` writes to, for as long as processes run that were started from here."""
-    with tempfile.TemporaryDirectory(prefix="odb_factory_") as folder, _removed_by_sigterm(folder):
-        record = Path(folder, "launch")
-        record.touch()
-        os.environ[LAUNCH_RECORD] = str(record)
-        try:
-            yield
-        finally:
-            del os.environ[LAUNCH_RECORD]
-
-
-@contextmanager
-def _removed_by_sigterm(folder: str) -> Iterator[None]:
-    """SIGTERM ends this process without unwinding it: remove `folder` then, and end by the signal all the same."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        shutil.rmtree(folder, ignore_errors=True)
-        signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
-
-    is_default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    if not is_default or threading.current_thread() is not threading.main_thread():
+    """The file that `uncaught` writes to, for as long as processes run that were started from here: in memory, so that
+    nothing is left behind however this process ends. A system without such files has none, and torchrun reports all."""
+    if not hasattr(os, "memfd_create"):
         yield
         return
-    signal.signal(signal.SIGTERM, end)
+    record = os.memfd_create("odb_factory_launch")
+    os.environ[LAUNCH_RECORD] = f"/proc/{os.getpid()}/fd/{record}"
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        del os.environ[LAUNCH_RECORD]
+        os.close(record)

@@ -40,8 +40,8 @@ def is_newer(version: str | None) -> bool:
 
 
 @functools.cache
-def tell_if_newer() -> None:
-    """Say once, on rank 0, that nobody has tried this release; what it lacks is named where it is missing."""
+def log_if_newer() -> None:
+    """Log once, on rank 0, that nobody has tried this release; what it lacks is named where it is missing."""
     try:
         version = metadata.version("llamafactory")
     except metadata.PackageNotFoundError:  # a source tree on the path
@@ -49,7 +49,7 @@ def tell_if_newer() -> None:
     if is_newer(version) and int(os.environ.get("RANK") or 0) == 0:
         logger.warning(
             "LLaMA-Factory %s is newer than what odb_factory was tested with (%s); it has all that odb_factory needs, "
-            "so the training goes on",
+            "so the training continues",
             version,
             NEWEST_TESTED,
         )

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -82,32 +81,6 @@ def test_a_value_of_a_wrong_type_is_named(config: dict[str, Any], key: str, valu
 
 def test_texts_that_llamafactory_takes_are_no_mistakes(config: dict[str, Any]) -> None:
     get_train_args(config | {"eval_strategy": "no", "save_steps": 10, "learning_rate": 1, "report_to": ["none"]})
-
-
-def test_sigterm_leaves_no_folder(config: dict[str, Any], tmp_path: Path) -> None:
-    """The launcher ends by the signal as ever, while torchrun still runs."""
-    (tmp_path / "bin").mkdir()
-    torchrun, started = tmp_path / "bin" / "torchrun", tmp_path / "started"
-    torchrun.write_text(f"#!/bin/sh\necho $$ > {started}\nexec sleep 60\n")
-    torchrun.chmod(0o755)
-    folder = tmp_path / "tmp"
-    folder.mkdir()
-    path = tmp_path / "my.yaml"
-    path.write_text(yaml.safe_dump(config), encoding="utf-8")
-    command = [str(Path(sys.executable).with_name("llamafactory-cli")), "train", str(path)]
-    search = os.pathsep.join((str(tmp_path / "bin"), os.environ["PATH"]))
-    launcher = subprocess.Popen(command, env=os.environ | TWO_RANKS | {"PATH": search, "TMPDIR": str(folder)})
-    try:
-        until = time.monotonic() + 60
-        while not (started.exists() and started.read_text().strip()) and time.monotonic() < until:
-            time.sleep(0.05)
-        assert list(folder.glob("odb_factory_*")), "the launcher has made its folder"
-        launcher.terminate()
-        assert launcher.wait(20) == -signal.SIGTERM
-        assert not list(folder.glob("odb_factory_*"))
-    finally:
-        launcher.kill()
-        os.kill(int(started.read_text()), signal.SIGKILL)
 
 
 def test_a_mistake_that_llamafactory_finds_is_shown_as_ever(config: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""A release of LLaMA-Factory that nobody has tried is told once and trained with, as long as it has every seam."""
+"""A release of LLaMA-Factory that nobody has tried is logged once and trained with, as long as it has every seam."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[Any]:
-    """`told()`: what has been said of the release."""
-    releases.tell_if_newer.cache_clear()
+def logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[Any]:
+    """`logged()`: what has been said of the release."""
+    releases.log_if_newer.cache_clear()
     yield lambda: [message for message in caplog.messages if "is newer than" in message]
-    releases.tell_if_newer.cache_clear()
+    releases.log_if_newer.cache_clear()
 
 
 def test_the_pins_are_those_of_the_installed_release() -> None:
@@ -49,18 +49,18 @@ def pretend(folder: Path, version: str, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_newer_release_is_told_once_and_goes_on(
-    tiny_text: Path, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: Any
+    tiny_text: Path, data_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: Any
 ) -> None:
     config = training_config(tiny_text, data_dir, tmp_path / "out", odb={"token_budget": 64})
     get_train_args(dict(config))
-    assert told() == [], "the release that is installed is known"
-    releases.tell_if_newer.cache_clear()
+    assert logged() == [], "the release that is installed is known"
+    releases.log_if_newer.cache_clear()
     pretend(tmp_path, "0.9.7", monkeypatch)
     get_train_args({key: value for key, value in config.items() if key != "odb"})
-    assert told() == [], "nothing is said without a block"
+    assert logged() == [], "nothing is said without a block"
     for _ in range(2):
         get_train_args(dict(config))
-    (message,) = told()
+    (message,) = logged()
     assert "LLaMA-Factory 0.9.7" in message and "0.9.6.dev0" in message
 
 
