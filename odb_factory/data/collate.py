@@ -1,22 +1,28 @@
-"""Collate: a group of light samples through the framework's own collator, in a worker process."""
+"""Collate: a group of light samples through the framework's own collator, in a worker process.
+
+At the end, the check of a flat layout (I10): a few short samples of a run, collated in several layouts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 from torch.utils.data import get_worker_info
 
-from odb_factory.data.layout import FlatLayout, LayoutError, beside_rows, flatten, pad_to_sizes
+from odb_factory.data.flat import UNPADDED, FlatLayout, LayoutError, beside_rows, flatten, model_keys, pad_to_sizes
 from odb_factory.data.measure import Measure, batch_shape, count_patches, describe_batch, measure_batch
 from odb_factory.data.samples import Measured, MicroBatch, Sample, Task
 from odb_factory.data.serialize import unpack
 from odb_factory.data.step_agreement import CollateNotes
 from odb_factory.data.worker import BusyRows, WorkerDataset, retried
 from odb_factory.errors import DataError, one_line
-from odb_factory.planning import Budget
+from odb_factory.log import get_logger
+from odb_factory.planning import VIDEO, Budget
+
+logger = get_logger(__name__)
 
 Collated = tuple[MicroBatch, Measured, Any]
 """A micro-batch, its shape, and what the collator returned: a mapping with `input_ids`, unless a `cost_fn` of a loop
@@ -159,3 +165,87 @@ class GroupDataset(WorkerDataset):
         if isinstance(batch, Mapping) and np.ndim(batch.get("input_ids", ())) == 2:
             (rows, length), patches = batch_shape(batch), count_patches(batch, self.patch_size)
         return Measured(rows, length, patches, sum(cost.units for cost in costs), segments)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The samples of the check of a flat layout.
+ROWS_TRIED, TOKENS_TRIED = 16, 16384
+"""Limits of the samples to choose from. The main process reads them."""
+
+
+class TrialBatches(NamedTuple):
+    """Model inputs of the same samples. alone: padded, of each sample. padded: of all, and of the last and the first.
+    flat: of all; segments: of it. tokens, ids: of the samples. alone and padded are empty where the collator lays
+    samples into one row itself. has_logits: else a flat micro-batch is trained without."""
+
+    alone: list[dict[str, Any]]
+    padded: list[dict[str, Any]]
+    flat: dict[str, Any]
+    segments: tuple[int, ...]
+    tokens: tuple[int, ...]
+    ids: tuple[int, ...]
+    has_logits: bool
+
+
+def trial_batches(first_samples: Iterator[Sample], groups: GroupDataset, count: int) -> TrialBatches:
+    """`count` of the first samples of an epoch. groups: collates flat micro-batches. Samples that cannot be collated
+    are skipped. Raises `DataError` if none is left."""
+    logger.info("the check of the layout reads rows before the first step, at most %d", ROWS_TRIED)
+    samples = list(rows_to_choose_from(first_samples, count))
+    while chosen := _choose(samples, count):
+        try:
+            return _collate_trial(chosen, groups)
+        except NotCollated as error:
+            if len(error.ids) > 1:
+                raise
+            logger.warning(
+                "the check of the layout passes over row %d, which cannot be collated: %s", *error.ids, error
+            )
+            samples = [sample for sample in samples if sample.id not in error.ids]
+    raise DataError(f"none of the first {ROWS_TRIED} rows can be used to compare the layouts with")
+
+
+def rows_to_choose_from(samples: Iterator[Sample], count: int) -> Iterator[Sample]:
+    """The first `ROWS_TRIED` samples, fewer if they are long: tokenizing long samples takes time."""
+    tokens = 0
+    for number, sample in enumerate(itertools.islice(samples, ROWS_TRIED), start=1):
+        yield sample
+        tokens += sample.cost.tokens
+        if number >= count and tokens >= TOKENS_TRIED:
+            return
+
+
+def _choose(samples: Sequence[Sample], count: int) -> list[Sample]:
+    """`count` short samples, one with media in between if any has some; repeated where there are too few.
+
+    Samples that share no micro-batch with others (see `Cost.modality`) are chosen only where there are no others.
+    """
+    usable = [one for one in samples if one.cost.modality != VIDEO] or list(samples)
+    by_length = sorted(usable, key=lambda one: (one.cost.tokens + one.cost.patches, one.id))
+    with_media = [one for one in by_length if one.cost.has_media]
+    without = [one for one in by_length if not one.cost.has_media]
+    chosen = [*with_media[:1], *(without or with_media[1:])][:count]
+    if len(chosen) > 1 and with_media:
+        chosen[0], chosen[1] = chosen[1], chosen[0]
+    return list(itertools.islice(itertools.cycle(chosen), count)) if chosen else []
+
+
+def _collate_trial(samples: list[Sample], flat: GroupDataset) -> TrialBatches:
+    layout, padded = flat.layout, flat.padded()
+    assert isinstance(layout, FlatLayout)
+
+    def inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of the model. Without labels it computes logits, whatever its loss is computed from."""
+        own = {key: batch[key] for key in model_keys(batch, layout.collation.batches) if key != UNPADDED}
+        own |= batch.get(UNPADDED, {}).get("inputs", {})
+        return {key: value for key, value in own.items() if key != "labels" and value is not None}
+
+    measured, row = flat.collate(samples)
+    tokens, ids = tuple(one.cost.tokens for one in samples), tuple(one.id for one in samples)
+    rest = inputs(row), measured.segments, tokens, ids, not layout.collation.batches
+    together = padded.collate(samples)[1]
+    if len(together["input_ids"]) < len(samples):
+        return TrialBatches([], [], *rest)
+    alone = [inputs(padded.collate([one])[1]) for one in samples]
+    other = padded.collate([samples[-1], samples[0]])[1]
+    return TrialBatches(alone, [inputs(together), inputs(other)], *rest)

@@ -22,7 +22,7 @@ from odb_factory.config import ResolvedConfig
 from odb_factory.data.collate import Collated, GroupDataset, NotCollated, Outcome
 from odb_factory.data.dataloader_parts import DataLoaderParts
 from odb_factory.data.epoch import EpochContext, EpochPlanner
-from odb_factory.data.layout import FlatLayout, LayoutError
+from odb_factory.data.flat import FlatLayout, LayoutError
 from odb_factory.data.measure import DEFAULT_PATCH_SIZE, Measure, measure_batch
 from odb_factory.data.observe import ItemObserver, ObservedDataset, Observer
 from odb_factory.data.plan_process import PlanProcess, compute_here

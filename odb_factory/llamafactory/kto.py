@@ -14,7 +14,7 @@ from torch import Tensor
 
 from odb_factory.accounting.step_accounting import Computing
 from odb_factory.data.collate import Collated
-from odb_factory.data.layout import UNPADDED
+from odb_factory.data.flat import UNPADDED
 from odb_factory.data.samples import MicroBatch
 from odb_factory.errors import ConfigError
 from odb_factory.model.unpad import FlatRows

@@ -23,12 +23,11 @@ from odb_factory.comm.gloo import check_process_group, find_process_group, gathe
 from odb_factory.comm.lifeline import lifeline_of
 from odb_factory.comm.ranks import Ranks
 from odb_factory.config import ResolvedConfig
-from odb_factory.data.collate import Collated
+from odb_factory.data.collate import Collated, TrialBatches, trial_batches
 from odb_factory.data.dataloader_parts import check_first_item, dismantle
 from odb_factory.data.loader import ABORT_S, ODBLoader, Pass
 from odb_factory.data.observe import ItemObserver
 from odb_factory.data.progress import OptimizerStepRule
-from odb_factory.data.trial import TrialBatches, trial_batches
 from odb_factory.data.worker import Picklable
 from odb_factory.ending import ending
 from odb_factory.errors import ConfigError, one_line
@@ -269,9 +268,9 @@ class Iteration:
         assert loader.under_way is not None
         return self._batches(loader, items, loader.under_way)
 
-    def trial_batches(self) -> TrialBatches:
-        """A few rows of the epoch that has begun, by which `unpad` checks the model."""
-        return trial_batches(self.loader)
+    def trial_batches(self, count: int) -> TrialBatches:
+        """`count` samples of the epoch that has begun, to check the model with (`unpad`)."""
+        return trial_batches(self.loader.first_samples(), self.loader.groups, count)
 
     def gather(self, content: Any) -> list[Any]:
         """What each rank says (JSON types), to all ranks."""

@@ -470,6 +470,7 @@ LEAST_EPS = 4
 
 
 NUM_SAMPLES = 3
+"""Samples of the check on each rank."""
 TEXT_KEYS = {
     *("input_ids", "labels", "position_ids"),
     *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),

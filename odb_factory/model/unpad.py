@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from odb_factory.errors import ConfigError, DataError
 from odb_factory.log import get_logger
-from odb_factory.model.check import Runs, check_rows, not_right, of_batches, resolve_layout, unwrapped
+from odb_factory.model.check import NUM_SAMPLES, Runs, check_rows, not_right, of_batches, resolve_layout, unwrapped
 from odb_factory.model.flat_row import FlatRow, copy_to, flat_row, forward_replaced, replace_forward, row_in_progress
 from odb_factory.model.head import WithoutLogits
 
@@ -219,7 +219,9 @@ def unpad(model: nn.Module, dataloader: Any) -> Callable[[], None]:
         return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
 
     iteration.loader.begin()
-    why = check_rows(Runs(model, to_device, iteration.gather), lambda: of_batches(*iteration.trial_batches()))
+    why = check_rows(
+        Runs(model, to_device, iteration.gather), lambda: of_batches(*iteration.trial_batches(NUM_SAMPLES))
+    )
     if why is not None:
         if is_first:
             _undone_by[inner]()

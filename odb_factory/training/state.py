@@ -20,17 +20,17 @@ from odb_factory.accounting.step_accounting import Computing, log_first_step
 from odb_factory.comm.gloo import Group, gather_once
 from odb_factory.comm.ranks import Ranks
 from odb_factory.config import BUDGETS, ODBConfig, ResolvedConfig
-from odb_factory.data.collate import Collated
+from odb_factory.data.collate import Collated, trial_batches
 from odb_factory.data.dataloader_parts import DataLoaderParts, dismantle, unwrap
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.measure import Measure
 from odb_factory.data.observe import PATCHES_KEY, ItemObserver, Observer
 from odb_factory.data.progress import OptimizerStepRule
-from odb_factory.data.trial import trial_batches
 from odb_factory.data.worker import Picklable
 from odb_factory.log import get_logger
 from odb_factory.memory import PeakMeter
 from odb_factory.model.check import (
+    NUM_SAMPLES,
     Layout,
     Runs,
     Trial,
@@ -307,7 +307,9 @@ class ODBState:
         check_hooks(self.trainer)
         loader, configured = self.run.loader, self.settings.config
         if self.is_unchecked and loader.has_rows:
-            why = self.check_layout(lambda: of_batches(*trial_batches(loader)))
+            why = self.check_layout(
+                lambda: of_batches(*trial_batches(loader.first_samples(), loader.groups, NUM_SAMPLES))
+            )
             if why is not None:
                 self._replace_run(fall_back(self.layout, configured.layout, why), self.run.config)
         if self.lacks_budgets:

@@ -23,7 +23,7 @@ from odb_factory.accounting.step_accounting import log_first_step
 from odb_factory.comm.gloo import world_size_of
 from odb_factory.comm.lifeline import lifeline_of
 from odb_factory.data.collate import Collated
-from odb_factory.data.layout import UNPADDED
+from odb_factory.data.flat import UNPADDED
 from odb_factory.data.samples import Measured, OptimizerStep
 from odb_factory.data.state import remove_unfinished
 from odb_factory.ending import ending

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, BatchEncoding, DataCollatorForSeq2Seq, D
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling as TRLCollator
 
 from odb_factory.data.collate import GroupDataset
-from odb_factory.data.layout import FlatLayout, LayoutError, flatten, varlen_arguments
+from odb_factory.data.flat import FlatLayout, LayoutError, flatten, varlen_arguments
 from odb_factory.data.samples import Sample
 from odb_factory.data.serialize import pack
 from odb_factory.errors import DataError

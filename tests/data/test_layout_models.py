@@ -34,7 +34,7 @@ from stock import load_stock
 from support import training_config
 
 from odb_factory.accounting.losses import weighted_token_loss
-from odb_factory.data.layout import FlatLayout, flatten
+from odb_factory.data.flat import FlatLayout, flatten
 from odb_factory.llamafactory.stages import STAGES
 from odb_factory.model import attention
 from odb_factory.model.flat_row import flat_row

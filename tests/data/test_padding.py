@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
 from odb_factory import ODBDataLoader, pop_step_info, weighted_loss
-from odb_factory.data.layout import LayoutError, pad_to_sizes
+from odb_factory.data.flat import LayoutError, pad_to_sizes
 from odb_factory.planning import Budget, Sizes
 
 SIZED = Budget(96, sizes=Sizes(buckets=(16, 32), limit=96), row_multiple=4)

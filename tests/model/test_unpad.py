@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from odb_factory.data.layout import UNPADDED, FlatLayout, beside_rows
+from odb_factory.data.flat import UNPADDED, FlatLayout, beside_rows
 from odb_factory.model import attention
 from odb_factory.model.chunked import AfterHead, log_probs_of
 from odb_factory.model.flat_row import flat_row

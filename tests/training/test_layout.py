@@ -18,12 +18,12 @@ from training.flat_models import ALLOWED, LENGTHS, MIXERS, REFUSED, flat_batch, 
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 from odb_factory import ConfigError, ODBConfig, enable_odb
+from odb_factory.data.collate import rows_to_choose_from
 from odb_factory.data.samples import Sample
 from odb_factory.data.serialize import pack
-from odb_factory.data.trial import rows_to_choose_from
 from odb_factory.model import attention, mixers
 from odb_factory.model import check as check_module
-from odb_factory.model.check import Layout, Verdict, models_of, of_flat_batch
+from odb_factory.model.check import NUM_SAMPLES, Layout, Verdict, models_of, of_flat_batch
 from odb_factory.planning import Cost
 
 BUDGET = 256
@@ -382,5 +382,5 @@ def test_all_ranks_decide_alike(tmp_path: Path) -> None:
 def test_few_rows_are_read_to_choose_from_where_rows_are_long(length: int, expected: int) -> None:
     """The main process reads them, one after the other, before the first optimizer step."""
     rows = (Sample(i, Cost(length), pack({})) for i in itertools.count())
-    assert len(list(rows_to_choose_from(rows))) == expected
+    assert len(list(rows_to_choose_from(rows, NUM_SAMPLES))) == expected
     assert next(rows).id == expected, "no further row is read"

@@ -1,4 +1,4 @@
-"""Lay out a micro-batch: flat, as one row, or padded to the planned sizes."""
+"""Lay out a collated micro-batch: packed into one flat row, or padded to the planned sizes."""
 
 from __future__ import annotations
 
@@ -27,21 +27,16 @@ class LayoutError(DataError):
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """The parts of a flat row, in their order.
+    """The parts of a flat row, in their order: the samples, dummy media, filler.
 
-    index: int64[tokens], where each token of the row stands in the rows of the batch laid end to end. lengths: of each
-    segment (tokens). samples: number of segments that are samples, which come first. filled: tokens of the last segment
-    if it only fills up, and so is not in `index`; else 0.
+    index: int64[tokens], the place of each token of the row in the rows of the batch laid end to end; without filler.
+    lengths: of each segment (tokens). samples: number of segments that are samples. filled: tokens of the filler.
     """
 
     index: Tensor
     lengths: tuple[int, ...]
     samples: int
     filled: int
-
-    @property
-    def starts(self) -> list[int]:
-        return [0, *itertools.accumulate(self.lengths)][:-1]
 
     def pack(self, tensor: Tensor, fill: int = 0) -> Tensor:
         """[rows, length, ...] -> [1, total, ...]"""
@@ -51,16 +46,13 @@ class Segments:
         return packed[None]
 
 
-def find_segments(batch: Mapping[str, Any], tokens: Sequence[int], num_dummy: int, sizes: Sizes) -> Segments:
-    """batch, tokens: of `flatten`. num_dummy: tokens of the dummy media in the first row. sizes: of the total.
-
-    Raises `DataError` where the lengths do not fit the batch, `LayoutError` where its mask has holes.
-    """
+def _find_segments(batch: Mapping[str, Any], tokens: Sequence[int], num_dummy: int, sizes: Sizes) -> Segments:
+    """batch, tokens: of `flatten`. num_dummy: tokens of the dummy media in the first row. sizes: of the total."""
     rows, length = batch_shape(batch)
     mask = batch.get("attention_mask")
     real = mask != 0 if isinstance(mask, Tensor) and mask.shape == (rows, length) else None
     if rows == len(tokens):
-        spans = _padded_rows(real, tokens, rows, length)
+        spans = _padded_rows(real, tokens, length)
         if num_dummy:
             spans.append(_dummy(spans[0], num_dummy, length))
     elif rows == 1:
@@ -80,7 +72,7 @@ def find_segments(batch: Mapping[str, Any], tokens: Sequence[int], num_dummy: in
     )
 
 
-def _padded_rows(real: Tensor | None, tokens: Sequence[int], rows: int, length: int) -> list[tuple[int, int]]:
+def _padded_rows(real: Tensor | None, tokens: Sequence[int], length: int) -> list[tuple[int, int]]:
     """Where each row's tokens begin and end in the rows laid end to end."""
     if real is None:
         if max(tokens) > length:
@@ -215,17 +207,17 @@ def _unpadded(
             f"layout: the collator made {rows} rows of {num_samples} samples with the `attention_mask` {_shape(mask)}, "
             f"and a flat micro-batch takes {of_sample} rows a sample with a mask of tokens; set `layout: padded`."
         )
-    tokens = (mask != 0).sum(1).tolist()
-    flat, lengths = flatten(batch, tokens, has_media, layout, has_audio)
-    num_dummy, _ = layout.collation.dummies(has_media, has_audio)
+    flat, segments = _pack(
+        batch, (mask != 0).sum(1).tolist(), layout.collation.dummies(has_media, has_audio)[0], layout
+    )
     changed: dict[str, Any] = {key: flat.get(key) for key in {**batch, **flat} if flat.get(key) is not batch.get(key)}
     labels = changed.pop("labels")
     return {
         "inputs": changed,
         "labels": labels,
-        "index": find_segments(batch, tokens, num_dummy, layout.sizes).index,
+        "index": segments.index,
         "num_supervised": int((labels != IGNORE_INDEX).sum()),
-        "segments": lengths,
+        "segments": segments.lengths,
     }
 
 
@@ -245,9 +237,15 @@ def flatten(
 
         batch, segments = flatten(collator(items), [5, 3], False, FlatLayout())  # segments: (5, 3)
     """
+    flat, segments = _pack(batch, tokens, layout.collation.dummies(has_media, has_audio)[0], layout)
+    return flat, segments.lengths
+
+
+def _pack(
+    batch: Mapping[str, Any], tokens: Sequence[int], num_dummy: int, layout: FlatLayout
+) -> tuple[MutableMapping[str, Any], Segments]:
     rows, length = batch_shape(batch)
-    num_dummy, _ = layout.collation.dummies(has_media, has_audio)
-    segments = find_segments(batch, tokens, num_dummy, layout.sizes)
+    segments = _find_segments(batch, tokens, num_dummy, layout.sizes)
     flat: MutableMapping[str, Any] = copy.copy(batch) if isinstance(batch, MutableMapping) else dict(batch)
     for key, value in batch.items():
         if key in _DROPPED:
@@ -261,7 +259,7 @@ def flatten(
     flat["position_ids"] = _position_ids(batch.get("position_ids"), segments, rows, length)
     if layout.with_boundaries or any(key in batch for key in BOUNDARY_KEYS):
         flat.update(varlen_arguments(segments.lengths))
-    return flat, segments.lengths
+    return flat, segments
 
 
 def varlen_arguments(segments: Sequence[int]) -> dict[str, Any]:
@@ -297,7 +295,7 @@ def _labels(labels: Any, segments: Segments, rows: int, length: int) -> Tensor:
             f"the collator put labels where its samples of {list(segments.lengths[: segments.samples])} tokens have "
             "none; let it return the `attention_mask` of its padding, or give the collated lengths with cost_fn"
         )
-    packed[0, segments.starts] = IGNORE_INDEX
+    packed[0, [0, *itertools.accumulate(segments.lengths[:-1])]] = IGNORE_INDEX
     return packed
 
 
