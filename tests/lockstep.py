@@ -17,12 +17,11 @@ from unittest import mock
 
 from odb_factory.comm.ranks import Failure, RankMetadata, decode, encode, make_buffers, redistribute
 from odb_factory.data import epoch as epoch_module
-from odb_factory.data.epoch import EpochContext, EpochPlanner, Held, KeepEpoch
-from odb_factory.data.fill_epoch import FillEpoch
-from odb_factory.data.order import OF_STEP, ShardSampler, Start, StockMean, StockSteps, shard
+from odb_factory.data.epoch import EpochContext, EpochPlanner, FillEpoch, Held, KeepEpoch
+from odb_factory.data.order import OF_STEP, ShardSampler, Share, Start, StockMean, StockSteps, shard
+from odb_factory.data.progress import Place
 from odb_factory.data.samples import MicroBatch, OptimizerStep, Rejection, Sample, Task
 from odb_factory.data.serialize import pack
-from odb_factory.data.state import Place, Share
 from odb_factory.errors import CollectiveError
 from odb_factory.planning import Budget, Cost, Plan
 

@@ -10,17 +10,17 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from odb_factory.comm.agreement import ranks_alike
 from odb_factory.comm.ranks import DIFFERENT_PLANS, RankMetadata, Ranks, redistribute
-from odb_factory.data.order import StockSteps, by_weight, stock_input_tokens, stock_means
+from odb_factory.data.order import Share, StockSteps, by_weight, stock_input_tokens, stock_means
 from odb_factory.data.plan_process import Compute, compute_here
+from odb_factory.data.progress import Place
 from odb_factory.data.samples import MicroBatch, OptimizerStep, Rejection, Sample, SampleInfo, Task
 from odb_factory.data.serialize import sample_from_bytes, sample_to_bytes
-from odb_factory.data.state import Place
 from odb_factory.errors import CollectiveError, DataError, one_line
 from odb_factory.log import get_logger
 from odb_factory.planning import (
@@ -33,6 +33,7 @@ from odb_factory.planning import (
     Plan,
     exceeds_limit,
     make_metadata,
+    plan_buffers,
     plan_optimizer_step,
 )
 from odb_factory.planning.keep import (
@@ -98,12 +99,27 @@ class Held(NamedTuple):
     positions: list[int]
 
 
+class Planned(NamedTuple):
+    """A micro-batch of this rank that is not yet part of an optimizer step.
+
+    With `fill`: units: of the samples of all ranks in the micro-step. given: draws of this rank that go out in it, here
+    or on another rank.
+    """
+
+    samples: list[Sample]
+    infos: tuple[SampleInfo, ...]
+    totals: MicroStepTotals
+    units: Sequence[int] = ()
+    given: Sequence[int] = ()
+
+
 class EpochPlanner(ABC):
     """Iterates over lists of tasks, each of whole optimizer steps; deterministic for its arguments (I6).
 
     observed: what this rank draws of the epoch from `place` on.
     first_index: of the first plan. final: the last plan of the epoch has been made.
     rejected, overlong: of this rank, since `place`.
+    shares: with `fill`, what this rank has done of its share after an optimizer step, by the index of the step.
     """
 
     first_index = 0
@@ -116,6 +132,7 @@ class EpochPlanner(ABC):
         self.rejected: Counter[str] = Counter()
         self.overlong = 0
         self.final = False
+        self.shares: dict[int, Share] = {}
         self._dummy: Sample | None = None
         self._has_warned = False
 
@@ -228,6 +245,33 @@ class EpochPlanner(ABC):
             return
         raise CollectiveError(message)
 
+    def _optimizer_step(
+        self,
+        planned: Sequence[Planned],
+        units: Sequence[int] | np.ndarray,
+        ranks: Sequence[RankMetadata],
+        index: int,
+        **figures: Any,
+    ) -> list[Task]:
+        """The tasks of an optimizer step. units: of its samples on all ranks. figures: fields of `OptimizerStep`."""
+        step = OptimizerStep.of(
+            [one.totals for one in planned],
+            epoch=self.epoch,
+            index=index,
+            # `fsum` is exact before it rounds: the same on all ranks, whatever the order.
+            root_units=math.fsum(np.sqrt(units).tolist()),
+            rejected=self._rejected_of(ranks),
+            overlong=self.place.overlong + sum(rank.overlong for rank in ranks),
+            **figures,
+        )
+        return [
+            (
+                MicroBatch(step=step, index=number, samples=one.infos, totals=one.totals),
+                self._samples_for(one.samples),
+            )
+            for number, one in enumerate(planned)
+        ]
+
     def _leave_out(self, row: Rejection, step: int) -> None:
         """step: index of the optimizer step that the row would have been in, or of the next one that is planned."""
         if row.fatal:
@@ -239,9 +283,6 @@ class EpochPlanner(ABC):
         """Rows of the epoch rejected on all ranks, by reason."""
         return sum((rank.rejected for rank in ranks), Counter(self.place.rejected))
 
-    def _overlong_of(self, ranks: Sequence[RankMetadata]) -> int:
-        return self.place.overlong + sum(rank.overlong for rank in ranks)
-
     def _samples_for(self, group: list[Sample]) -> list[Sample]:
         """The group; for an idle micro-batch the shortest sample of the last buffer, or any usable row."""
         if not group and self._dummy is None:
@@ -249,12 +290,7 @@ class EpochPlanner(ABC):
         return group or [sample for sample in (self._dummy,) if sample is not None]
 
 
-def sum_of_roots(units: Sequence[int] | np.ndarray) -> float:
-    """The sum of the square roots of all units. `fsum` is exact before it rounds: the same on all ranks."""
-    return math.fsum(np.sqrt(units).tolist())
-
-
-def nothing_left(rejected: Counter[str], not_trained: int, why: str, epoch: int) -> str:
+def _nothing_left(rejected: Counter[str], not_trained: int, why: str, epoch: int) -> str:
     """Why an epoch has no sample to train on. not_trained: usable rows, for the reason `why`."""
     reasons = [f"{count} {reason}" for reason, count in rejected.items()]
     if not_trained:
@@ -304,7 +340,7 @@ class KeepEpoch(EpochPlanner):
         rows, _, _ = pool([rank.buffer for rank in ranks])
         self.trained += len(rows)
         if self.final and self.trained == 0:
-            raise CollectiveError(nothing_left(rejected, stock.not_trained, "by drop_last", self.epoch))
+            raise CollectiveError(_nothing_left(rejected, stock.not_trained, "by drop_last", self.epoch))
         groups, totals = plan.groups[self.context.rank], plan.totals
         if not groups:
             logger.warning("optimizer step %d of epoch %d has no usable sample: its loss is 0", index + 1, self.epoch)
@@ -313,30 +349,26 @@ class KeepEpoch(EpochPlanner):
         done = self.trained + rejected.total()
         if stock.num_samples is not None:
             done = min((index + 1) * stock.global_batch_size, stock.num_samples)
-        step = OptimizerStep.of(
-            totals,
-            epoch=self.epoch,
-            index=index,
-            root_units=sum_of_roots(rows["units"]),
+        planned = []
+        for group, of_step in zip(groups, totals):
+            samples = [mine[row] for row in group]
+            infos = tuple(SampleInfo.of(*one) for one in zip(samples, of_stock[group].tolist()))
+            planned.append(Planned(samples, infos, of_step))
+        return self._optimizer_step(
+            planned,
+            rows["units"],
+            ranks,
+            index,
             num_stock_means=num_means,
             stock_input_tokens=stock_input_tokens(
                 rows, stock, self.context.rank, self.context.budget.collation.in_one_row()
             ),
             done=done,
             progress=stock.progress(index),
-            rejected=rejected,
-            overlong=self._overlong_of(ranks),
             not_trained=stock.not_trained if self.final else 0,
             epoch_steps=stock.steps_an_epoch or (index + 1 if self.final else 0),
             last=self.final,
         )
-        tasks: list[Task] = []
-        for number, (group, total) in enumerate(zip(groups, totals)):
-            samples = [mine[row] for row in group]
-            infos = tuple(SampleInfo.of(*one) for one in zip(samples, of_stock[group].tolist()))
-            micro_batch = MicroBatch(step=step, index=number, samples=infos, totals=total)
-            tasks.append((micro_batch, self._samples_for(samples)))
-        return tasks
 
     def _draw(self) -> None:
         """Draw the next row, with its position in the order of all ranks."""
@@ -379,3 +411,170 @@ class KeepEpoch(EpochPlanner):
             if len(plan.totals) < least_steps:
                 plan = context.compute(plan_group, buffers, budget, ranks, model=context.model, least_steps=least_steps)
         raise CollectiveError(str(disagreement(outlines)))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Drawn:
+    """A sample in the buffer. draw: its number in this rank's share; age: rounds it was kept back."""
+
+    sample: Sample
+    draw: int
+    age: int = 0
+
+
+class FillEpoch(EpochPlanner):
+    """Filled optimizer steps: as many samples as `accumulation` micro-steps hold (the last step may have fewer).
+
+    Round by round: fill the buffer, plan, carry the rest over.
+    share: what this rank has done of its share before; `observed` is the rest, first what was passed over.
+    join: ranks that have run out of samples take idle micro-batches; else the epoch ends for all when one runs short.
+    """
+
+    def __init__(
+        self,
+        observed: Iterator[Sample | Rejection],
+        context: EpochContext,
+        place: Place,
+        *,
+        share: Share,
+        buffer_size: int,
+        accumulation: int,
+        join: bool,
+    ):
+        super().__init__(observed, context, place)
+        # Without join a buffer must be able to fill a whole optimizer step.
+        self.buffer_size = buffer_size if join else max(buffer_size, accumulation)
+        self.accumulation, self.join = accumulation, join
+        self.held: list[Drawn] = []
+        self._done_before, self._num_drawn = share.done_before, share.drawn
+        self._draws = itertools.chain(share.waiting, itertools.count(share.drawn))
+        self._next: Drawn | None = None
+        self._planned: list[Planned] = []
+        self._next_step = place.optimizer_steps
+        self._micro_steps = self._emitted = self._tokens_emitted = 0
+
+    def collect(self, index: int) -> Held:
+        """Fill the buffer; one sample ahead is drawn, so that an exhausted share is known before the plan."""
+        while self._next is not None and len(self.held) < self.buffer_size:
+            self.overlong += self.context.budget.overlong(self._next.sample.cost)
+            self.held.append(self._next)
+            self._draw()
+        return Held([one.sample for one in self.held], [one.age for one in self.held], [0] * len(self.held))
+
+    def micro_batches(
+        self, plan: Plan, mine: dict[int, Sample], ranks: Sequence[RankMetadata], index: int
+    ) -> list[Task]:
+        buffers, rejected = [rank.buffer for rank in ranks], self._rejected_of(ranks).total()
+        epoch_steps = self._epoch_steps(buffers, plan, rejected)
+        self._carry_out(plan, mine, buffers)
+        num_samples = self.context.num_samples
+        if self.final and self.place.trained + self._emitted == 0:
+            not_trained = (num_samples or 0) - rejected
+            raise CollectiveError(
+                _nothing_left(self._rejected_of(ranks), not_trained, "because a rank ran short", self.epoch)
+            )
+        tasks: list[Task] = []
+        # Without join, the end may turn out to have been the step before: one is kept until the next plan.
+        kept = 0 if self.final or self.join else self.accumulation
+        while len(self._planned) >= self.accumulation + kept or (self.final and self._planned):
+            planned, self._planned = self._planned[: self.accumulation], self._planned[self.accumulation :]
+            self.trained += sum(one.totals.samples for one in planned)
+            processed, last = self.trained + rejected, self.final and not self._planned
+            done = num_samples if last and num_samples is not None else processed
+            self.shares[self._next_step] = self._share_now()
+            tasks += self._optimizer_step(
+                planned,
+                [units for one in planned for units in one.units],
+                ranks,
+                self._next_step,
+                num_stock_means=0,
+                stock_input_tokens=None,
+                done=done,
+                progress=None if num_samples is None else min(done / max(num_samples, 1), 1.0),
+                not_trained=done - processed,
+                epoch_steps=epoch_steps,
+                last=last,
+            )
+            self._next_step += 1
+        return tasks
+
+    def _draw(self) -> None:
+        """Draw the next usable sample of the share; None when it is exhausted."""
+        self._next = None
+        for row in self.observed:
+            draw = next(self._draws)
+            self._num_drawn = max(self._num_drawn, draw + 1)
+            if isinstance(row, Sample):
+                self._next = Drawn(row, draw)
+                return
+            self._leave_out(row, self._next_step + len(self._planned) // self.accumulation)
+
+    def _make_plan(self, buffers: Sequence[BufferMetadata], budget: Budget, index: int) -> Plan:
+        plan = self.context.compute(
+            plan_buffers,
+            buffers,
+            budget,
+            seed=self.context.seed,
+            epoch=self.epoch,
+            round_index=index,
+            accumulation=self.accumulation,
+            join=self.join,
+            balance=self.context.balance,
+            model=self.context.model,
+        )
+        self.context.coordinator.confirm(plan.checksum(), index)
+        self.final = plan.final
+        return plan
+
+    def _carry_out(self, plan: Plan, mine: dict[int, Sample], buffers: Sequence[BufferMetadata]) -> None:
+        """Take this rank's micro-batches out of a plan; what was not planned stays in the buffer, one round older."""
+        rank = self.context.rank
+        start, end = plan.starts[rank : rank + 2]
+        units = pool(buffers)[0]["units"]
+        gone: set[int] = set()
+        for own, groups, totals in zip(plan.groups[rank], zip(*plan.groups), plan.totals):
+            takers = groups if plan.moves else [own]
+            given = [row - start for group in takers for row in group if start <= row < end]
+            gone.update(given)
+            samples = [mine[row] for row in own]
+            self._planned.append(
+                Planned(
+                    samples,
+                    tuple(map(SampleInfo.of, samples)),
+                    totals,
+                    units[list(itertools.chain.from_iterable(groups))].tolist(),
+                    [self.held[i].draw for i in given],
+                )
+            )
+        self._micro_steps += len(plan.totals)
+        self._emitted += sum(totals.samples for totals in plan.totals)
+        self._tokens_emitted += sum(totals.tokens for totals in plan.totals)
+        self.held = [one for i, one in enumerate(self.held) if i not in gone]
+        for one in self.held:
+            one.age += 1
+
+    def _share_now(self) -> Share:
+        """What this rank has done once the optimizer steps handed on so far are taken."""
+        waiting = [one.draw for one in self.held] + [draw for one in self._planned for draw in one.given]
+        if self._next is not None:
+            waiting.append(self._next.draw)
+        return Share(done_before=self._done_before, drawn=self._num_drawn, waiting=tuple(sorted(waiting)))
+
+    def _epoch_steps(self, buffers: Sequence[BufferMetadata], plan: Plan, rejected: int) -> int:
+        """Optimizer steps of the whole epoch; estimated, unless this is its last plan.
+
+        As if the samples to come are as long, and the micro-steps to come as full, as until now.
+        """
+        micro_steps = self._micro_steps + len(plan.totals)
+        if not plan.final:
+            if self.context.num_samples is None:
+                return 0
+            seen = self._emitted + sum(len(buffer.rows) for buffer in buffers)
+            tokens_seen = self._tokens_emitted + sum(int(one.rows["tokens"].sum(dtype=np.int64)) for one in buffers)
+            emitted = self._tokens_emitted + sum(totals.tokens for totals in plan.totals)
+            left = self.context.num_samples - self.place.trained - rejected
+            micro_steps = max(micro_steps, round(micro_steps * left * tokens_seen / max(seen, 1) / max(emitted, 1)), 1)
+        return self.place.optimizer_steps + -(-micro_steps // self.accumulation)

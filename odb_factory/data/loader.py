@@ -14,22 +14,22 @@ import queue
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from odb_factory.comm.agreement import of_block, releases
 from odb_factory.comm.ranks import Ranks
 from odb_factory.config import ResolvedConfig
 from odb_factory.data.collate import Collated, GroupDataset, NotCollated, Outcome
 from odb_factory.data.dataloader_parts import DataLoaderParts
-from odb_factory.data.epoch import EpochContext, EpochPlanner
+from odb_factory.data.epoch import EpochContext, EpochPlanner, FillEpoch, KeepEpoch
 from odb_factory.data.flat import FlatLayout, LayoutError
 from odb_factory.data.measure import DEFAULT_PATCH_SIZE, Measure, measure_batch
 from odb_factory.data.observe import ItemObserver, ObservedDataset, Observer
+from odb_factory.data.order import Share
 from odb_factory.data.plan_process import PlanProcess, compute_here
-from odb_factory.data.progress import Layout, OptimizerStepRule, Progress, progress_for
+from odb_factory.data.progress import DataState, OptimizerStepRule, Progress, TrainingData
 from odb_factory.data.samples import COLLATION, LeftOut, Measured, MicroBatch, OptimizerStep, Sample, Task
 from odb_factory.data.serialize import of_rows
-from odb_factory.data.state import DataState, TrainingData
 from odb_factory.data.step_agreement import Agreed, LateRow, Lost, StepAgreement
 from odb_factory.data.worker import Picklable
 from odb_factory.data.workers import END, POLL_S, LoaderWorkers, Prefetcher
@@ -42,8 +42,10 @@ logger = get_logger(__name__)
 # ----------------------------------------------------------------------------------------------------------------------
 # The `Budget` of a config, and the layout of its micro-batches.
 
+LayoutName = Literal["padded", "flat"]
 
-def make_budget(config: ResolvedConfig, collation: Collation, layout: Layout) -> Budget:
+
+def make_budget(config: ResolvedConfig, collation: Collation, layout: LayoutName) -> Budget:
     """The planner's budget. collation: what the collator adds. layout: of the micro-batches, `auto` resolved."""
     is_flat = layout == "flat"
     multiple = config.pad_to_multiple_of or 1 if is_flat else 1
@@ -180,7 +182,7 @@ class ODBLoader:
         observer: Observer,
         rule: OptimizerStepRule,
         collation: Collation | None = None,
-        layout: Layout = "padded",
+        layout: LayoutName = "padded",
         with_boundaries: bool = False,
         measure: Measure = measure_batch,
         patch_size: int = DEFAULT_PATCH_SIZE,
@@ -230,16 +232,24 @@ class ODBLoader:
             model=CostModel() if config.cost_model is None else CostModel(*config.cost_model),
             lowered=lambda: self.lowered,
         )
-        self._progress: Progress = progress_for(
-            config,
-            rule,
+        stock = rule.stock_steps(config, world_size, self.num_samples, is_split=is_split)
+        self._accumulation = rule.accumulation
+        named = {key: getattr(config, key) for key in KEYS_OF_ROWS} | dict(rows_from or {})
+        begin = DataState(
             rank=rank,
             world_size=world_size,
-            data=TrainingData(samples=self.num_samples, seed=seed, split=is_split),
-            read_row=self._workers.read_row,
+            data=TrainingData(
+                samples=self.num_samples,
+                seed=seed,
+                split=is_split,
+                global_batch_size=None if stock is None else stock.global_batch_size,
+                left_out_by_drop_last=0 if stock is None else stock.not_trained,
+            ),
+            share=Share() if stock is None else None,
+            probes=(),
+            rows_from={name: str(value) for name, value in named.items()},
         )
-        named = {key: getattr(config, key) for key in KEYS_OF_ROWS} | dict(rows_from or {})
-        self._progress.rows_from = {name: str(value) for name, value in named.items()}
+        self._progress = Progress(begin, stock, self._workers.read_row)
         self._settings = {
             **releases(),
             **of_block(config),
@@ -266,12 +276,13 @@ class ODBLoader:
     @property
     def global_batch_size(self) -> int | None:
         """Samples of an optimizer step on all ranks; None with `fill`."""
-        return self._progress.global_batch_size
+        return self._progress.now.data.global_batch_size
 
     @property
     def num_optimizer_steps(self) -> int | None:
         """Optimizer steps of an epoch; None if not known (`fill`, no length)."""
-        return self._progress.steps_an_epoch
+        stock = self._progress.stock
+        return None if stock is None else stock.steps_an_epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration; each epoch has its own order."""
@@ -292,7 +303,8 @@ class ODBLoader:
         while self._handed_out and _place(self._handed_out[0][0].step) <= _place(step):
             mine.append(self._handed_out.popleft()[0])
         if self.under_way is not None or step.last:  # or asked for what comes after the last
-            self._progress.consume(step, mine, None if self.under_way is None else self.under_way.planner)
+            shares = {} if self.under_way is None else self.under_way.planner.shares
+            self._progress.consume(step, mine, shares.get(step.index, self._progress.now.share))
 
     def take_lost(self) -> Lost:
         """What all ranks have reported since the last call."""
@@ -331,7 +343,7 @@ class ODBLoader:
 
     def state(self) -> DataState:
         """The place of this rank after the last optimizer step consumed; a snapshot."""
-        return self._progress.state(self._fingerprint(self._progress.epoch))
+        return self._progress.state(self._fingerprint(self._progress.now.epoch))
 
     def state_dict(self) -> dict[str, Any]:
         """The state as JSON types: one or two kilobytes; with `fill` after a change of ranks, also a bit a row."""
@@ -344,7 +356,7 @@ class ODBLoader:
         """
         self.leave()
         self._progress.load(states, self._fingerprint, ignore_data=self.config.resume == "ignore_data")
-        self.epoch = self._progress.epoch
+        self.epoch = self._progress.now.epoch
 
     def skip(self, *, optimizer_steps: int, epochs: float) -> int | None:
         """Go to the place of a stock training after these optimizer steps and epochs.
@@ -354,14 +366,13 @@ class ODBLoader:
         """
         self.leave()
         skipped = self._progress.skip(optimizer_steps, epochs)
-        self.epoch = self._progress.epoch
+        self.epoch = self._progress.now.epoch
         return skipped
 
     def estimate_optimizer_steps(self) -> int:
         """Optimizer steps of an epoch. With `fill` it begins the epoch and is an estimate; 0 if not known."""
-        if self._progress.steps_an_epoch is not None:
-            return self._progress.steps_an_epoch
-        return self._begun().epoch_steps
+        an_epoch = self.num_optimizer_steps
+        return self._begun().epoch_steps if an_epoch is None else an_epoch
 
     @property
     def has_rows(self) -> bool:
@@ -440,15 +451,33 @@ class ODBLoader:
         self.left_out.forget()
         place = progress.place
         self._order.set_epoch(self.epoch)
-        self._order.start = progress.start()
+        self._order.start = progress.start
         process = workers.plan()
         context = dataclasses.replace(
             self._context,
             order=functools.partial(self._checked_order, tuple(place.values()), progress.order),
             compute=process or compute_here,
         )
-        planner = progress.planner(workers.observe(self.epoch), context)
-        ahead = progress.plans_ahead(self.config.buffer_size) if workers.num_collating else 0
+        observed, stock, share = workers.observe(self.epoch), progress.stock, progress.now.share
+        planner: EpochPlanner
+        if stock is not None:
+            planner = KeepEpoch(observed, context, progress.now, stock=stock)
+            # With the optimizer step handed on, one more is held than the buffer has room for.
+            ahead = max(1, self.config.buffer_size * self.world_size // stock.global_batch_size)
+        else:
+            assert share is not None
+            planner = FillEpoch(
+                observed,
+                context,
+                progress.now,
+                share=share,
+                buffer_size=self.config.buffer_size,
+                accumulation=self._accumulation,
+                join=self.config.join,
+            )
+            ahead = 2
+        if not workers.num_collating:
+            ahead = 0
         current = Pass(
             planner,
             Prefetcher(iter(planner), ahead),

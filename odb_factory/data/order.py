@@ -16,7 +16,6 @@ from odb_factory.comm.agreement import ranks_alike
 from odb_factory.data.observe import RawItem
 from odb_factory.data.samples import Rejection
 from odb_factory.data.serialize import fingerprint, pack
-from odb_factory.data.state import Share
 from odb_factory.data.worker import WorkerDataset
 from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.planning import BufferMetadata, Collation
@@ -31,6 +30,22 @@ DIFFERENT_ORDERS = (
     "the ranks draw their samples in different orders ({}), so some would be lost and others trained on twice; give "
     "every rank the same whole sampler, seeded alike (each takes its own share of it), not a share of it."
 )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Share:
+    """What a rank has done of its share of the order: its first `drawn` rows, without `waiting`.
+
+    done_before: bool a position of the order, done before the rest was dealt out to the ranks (None: none).
+    """
+
+    done_before: np.ndarray | None = None
+    drawn: int = 0
+    waiting: tuple[int, ...] = ()
+
+    @property
+    def is_untouched(self) -> bool:
+        return self.done_before is None and not self.drawn
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -120,8 +120,6 @@ class MicroBatch:
     step: the optimizer step that it is a part of. index: its number in it, from 0.
     samples: in batch order; empty on an idle micro-batch.
     totals: the micro-step over all ranks.
-    given, drawn: with `fill` which rows of its share this rank has given away for the micro-step, and how many it had
-        drawn when the optimizer step was planned.
     whole, numbers: where rows were lost after the step began, the micro-batch as planned, by which the others are
         weighed, and the places of `samples` in it.
     """
@@ -130,8 +128,6 @@ class MicroBatch:
     index: int
     samples: tuple[SampleInfo, ...]
     totals: MicroStepTotals
-    given: tuple[int, ...] = ()
-    drawn: int = 0
     whole: MicroBatch | None = None
     numbers: tuple[int, ...] = ()
 

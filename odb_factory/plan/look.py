@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from odb_factory.config import ResolvedConfig
-from odb_factory.data.loader import make_budget
-from odb_factory.data.progress import Layout as LayoutName
+from odb_factory.data.loader import LayoutName, make_budget
 from odb_factory.errors import DataError
 from odb_factory.plan.arguments import Asked
 from odb_factory.plan.observe import Part, Sample, observe, parts_of

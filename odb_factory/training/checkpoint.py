@@ -22,13 +22,13 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 
 from odb_factory.comm.agreement import name_ranks
 from odb_factory.comm.gloo import Group
-from odb_factory.data.state import (
+from odb_factory.data.progress import read_state
+from odb_factory.data.saved import (
     Positive,
     check_figures,
     load_fields,
     read_checked,
     read_json,
-    read_state,
     require,
     write_checked,
 )
@@ -38,7 +38,7 @@ from odb_factory.random_numbers import kept_random_numbers, random_states
 from odb_factory.training.run import ODBRun
 
 if TYPE_CHECKING:
-    from odb_factory.data.state import DataState
+    from odb_factory.data.progress import DataState
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Our files of a checkpoint: written whole or not at all, and read strictly.

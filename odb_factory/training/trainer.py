@@ -25,7 +25,7 @@ from odb_factory.comm.lifeline import lifeline_of
 from odb_factory.data.collate import Collated
 from odb_factory.data.flat import UNPADDED
 from odb_factory.data.samples import Measured, OptimizerStep
-from odb_factory.data.state import remove_unfinished
+from odb_factory.data.saved import remove_unfinished
 from odb_factory.ending import ending
 from odb_factory.errors import ConfigError
 from odb_factory.log import get_logger

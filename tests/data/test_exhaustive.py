@@ -28,7 +28,6 @@ from hypothesis import strategies as st
 from lockstep import Row, check_kept, check_promises, rejection, run_kept, run_shards, sample, stock_steps
 
 from odb_factory.data import epoch as epoch_module
-from odb_factory.data import fill_epoch
 from odb_factory.data.order import StockSteps
 from odb_factory.planning import ROW, Budget, BufferMetadata, Plan, plan_buffers, plan_optimizer_step
 
@@ -101,7 +100,7 @@ def explore(
         "budget": budget,
     }
     count = 0
-    with mock.patch.object(fill_epoch, "plan_buffers", remembered(plan_buffers)):
+    with mock.patch.object(epoch_module, "plan_buffers", remembered(plan_buffers)):
         for world in worlds(num_ranks, buffer_size, max_samples):
             rows, epochs = run(world, **options)
             try:

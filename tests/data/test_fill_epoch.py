@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from lockstep import Row, check_whole_optimizer_steps, rejection, run_epoch, sample, usable
 
 from odb_factory.comm.ranks import RankMetadata, Ranks
-from odb_factory.data.epoch import EpochContext
-from odb_factory.data.fill_epoch import FillEpoch
+from odb_factory.data.epoch import EpochContext, FillEpoch
+from odb_factory.data.order import Share
+from odb_factory.data.progress import Place
 from odb_factory.data.samples import Rejection, Sample
-from odb_factory.data.state import Place, Share
 from odb_factory.errors import CollectiveError, DataError
 from odb_factory.planning import Budget, Collation
 

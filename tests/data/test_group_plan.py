@@ -14,9 +14,9 @@ from thread_ranks import Seat, run_ranks
 
 from odb_factory.data import epoch
 from odb_factory.data.epoch import EpochContext, KeepEpoch
+from odb_factory.data.progress import Place
 from odb_factory.data.samples import MicroBatch, Sample
 from odb_factory.data.serialize import pack
-from odb_factory.data.state import Place
 from odb_factory.errors import CollectiveError
 from odb_factory.planning import Budget, BufferMetadata, Cost, CostModel, keep, make_metadata, plan_in_groups
 from odb_factory.planning.keep import GroupOutline, group_of, outline, plan_group

@@ -33,7 +33,8 @@ from hypothesis import strategies as st
 from thread_ranks import Table, run_ranks
 
 from odb_factory.data.order import OF_MICRO_BATCH, StockMean
-from odb_factory.data.state import dump, read_state
+from odb_factory.data.progress import read_state
+from odb_factory.data.saved import dump
 from odb_factory.errors import CollectiveError, ConfigError, DataError
 from odb_factory.planning import Cost
 
@@ -395,8 +396,7 @@ BOTH = [
     ("overlong", True, "`overlong` is True"),
     ("probes", [[1]], "`probes[0]` is [1], not 2 values"),
     ("rows_from", {"overlong": 3}, "`rows_from.overlong` is 3, not text"),
-    ("mode", "both", "`mode` is 'both', not keep or fill"),
-    ("version", 6, "version 6"),
+    ("version", 7, "version 7"),
     ("version", None, "version None"),
 ]
 KEPT = [

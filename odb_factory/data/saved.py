@@ -1,4 +1,4 @@
-"""The saved state of an epoch: dataclasses as JSON with version and checksum, written whole and read strictly."""
+"""Saved states: dataclasses as JSON with version and checksum, written whole and read strictly."""
 
 from __future__ import annotations
 
@@ -13,22 +13,20 @@ import secrets
 import types
 import typing
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import numpy as np
 
 from odb_factory.errors import DataError, one_line
 
-VERSION = 7
+VERSION = 8
 """Of everything that is saved; another version is refused."""
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Dataclasses as JSON types, and back.
 
-T = TypeVar("T")
 Positive = Annotated[int, 1]
 """`Annotated[int, n]`: an int of at least n (None: any int); a plain int: at least 0."""
 AnyInt = Annotated[int, None]
@@ -198,143 +196,3 @@ def check_version(saved: Any) -> None:
 
 def _checksum(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# What a stopped epoch needs to go on. It belongs to what the training has consumed, not to what was planned ahead.
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingData:
-    """What must be as it was for a state to mean anything.
-
-    samples: of an epoch, on all ranks; None where nobody knows. split: a stream that gives each rank its own part.
-    order: a checksum of the order of the epoch. global_batch_size, left_out_by_drop_last: where steps are kept.
-    """
-
-    samples: int | None
-    seed: AnyInt
-    split: bool
-    order: int = 0
-    global_batch_size: Positive | None = None
-    left_out_by_drop_last: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where all ranks stand in an epoch.
-
-    optimizer_steps: done. trained, rejected (by reason), overlong: samples of these steps, on all ranks.
-    """
-
-    epoch: int = 0
-    optimizer_steps: int = 0
-    trained: int = 0
-    rejected: dict[str, int] = field(default_factory=dict)
-    overlong: int = 0
-
-    @property
-    def done(self) -> int:
-        """Samples trained on or rejected."""
-        return self.trained + sum(self.rejected.values())
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Share:
-    """What a rank has done of its share of the order, with `fill`: its first `drawn` rows, without `waiting`.
-
-    done_before: bool a position of the order, done before the rest was dealt out to the ranks (None: none).
-    """
-
-    done_before: np.ndarray | None = None
-    drawn: int = 0
-    waiting: tuple[int, ...] = ()
-
-    @property
-    def is_untouched(self) -> bool:
-        return self.done_before is None and not self.drawn
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class DataState(Place):
-    """Where one rank stands in an epoch. `rank`, `share` and `probes` are its own; the rest is alike on all ranks.
-
-    share: None with kept optimizer steps, where the place says all. probes: (row of the dataset, checksum) of some rows
-    that were trained on last. rows_from: what rows were made with, as text by name.
-    """
-
-    mode: Literal["keep", "fill"]
-    rank: int
-    world_size: Positive
-    data: TrainingData
-    share: Share | None
-    probes: tuple[tuple[int, int], ...]
-    rows_from: dict[str, str]
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON types; one or two kilobytes, with `fill` after a change of ranks also a bit a row."""
-        return {"version": VERSION, **dump(self)}
-
-    def check(self) -> None:
-        """Raise `DataError`, a clause that names the field, where it contradicts itself."""
-        require(self.rank < self.world_size, "rank", self.rank, f"not 0 to {self.world_size - 1}")
-        require((self.mode == "fill") == (self.share is not None), "share", self.share, f"but `mode` is {self.mode}")
-        samples = self.data.samples
-        if self.share is None:
-            drawn = self.optimizer_steps * (self.data.global_batch_size or 0)
-            require(self.done <= drawn, "trained", self.trained, f"but {drawn} samples were drawn")
-            require(
-                samples is None or drawn == 0 or drawn < samples,  # after the last step the next epoch begins
-                "optimizer_steps",
-                self.optimizer_steps,
-                f"but an epoch has {samples} samples",
-            )
-            return
-        before, drawn, waiting = self.share.done_before, self.share.drawn, self.share.waiting
-        rule = f"but these must be of the {drawn} rows that were drawn, ascending"
-        require(sorted({one for one in waiting if one < drawn}) == list(waiting), "share.waiting", waiting, rule)
-        if samples is None:
-            return
-        if before is not None and (len(before) != -(-samples // 8) * 8 or before[samples:].any()):
-            raise DataError(f"`share.done_before` marks {len(before)} positions of an order of {samples}")
-        left = samples - (0 if before is None else int(before.sum()))
-        require(drawn <= left, "share.drawn", drawn, f"but {left} samples were to be drawn")
-        require(self.done <= samples, "trained", self.trained, f"but an epoch has {samples} samples")
-
-
-def read_state(saved: Any) -> DataState:
-    """Undo `DataState.to_dict`. Raises `DataError`, a clause without a way out, where it is damaged."""
-    check_version(saved)
-    state: DataState = load(DataState, saved)
-    return state
-
-
-def done_positions(states: Sequence[DataState]) -> np.ndarray:
-    """bool a position of the epoch's order: done by these states, one a rank, of one moment of one run.
-
-    Of an order of unknown length as many positions are marked as were looked at. Raises `DataError` where these are not
-    the states of all ranks, or do not belong together.
-    """
-    first, world_size = states[0], states[0].world_size
-    ranks = [state.rank for state in states]
-    if ranks != list(range(world_size)):
-        raise DataError(
-            f"the data state was written by {world_size} ranks, and of these {ranks} were found; all are needed to go "
-            "on with other ranks (are the checkpoint's files of all nodes in one place?)"
-        )
-    if len({(state.epoch, state.optimizer_steps, state.done, str(state.data)) for state in states}) > 1:
-        raise DataError("the data states of the ranks are of different moments")
-    shares = [state.share for state in states if state.share is not None]
-    before = shares[0].done_before
-    looked_at = (0 if before is None else len(before)) + max(share.drawn for share in shares) * world_size
-    done = np.zeros(looked_at if first.data.samples is None else first.data.samples, dtype=bool)
-    if before is not None:
-        done[: len(before)] = before[: len(done)]
-    left = np.flatnonzero(~done)
-    for rank, share in enumerate(shares):
-        mine = left[rank::world_size]
-        if share.drawn > len(mine):
-            raise DataError(f"the state of rank {rank} has drawn more samples than its share of the order has")
-        done[mine[: share.drawn]] = True
-        done[mine[list(share.waiting)]] = False
-    return done
