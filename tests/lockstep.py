@@ -306,18 +306,23 @@ def stock_steps(
     )
 
 
+def kept_shards(rows: Sequence[Row], stock: StockSteps, first_step: int = 0) -> list[list[Row]]:
+    """What each rank draws of `rows` from an optimizer step on."""
+    stop = stock.num_samples if stock.not_trained else None
+    starts = [
+        Start(done=Share(drawn=stock.first_number(rank, first_step)), stop=stop) for rank in range(stock.world_size)
+    ]
+    return [[row for _, row in shard(rows, rank, stock.world_size, start)] for rank, start in enumerate(starts)]
+
+
 def run_kept(rows: Sequence[Row], stock: StockSteps, *, first_step: int = 0, **options: Any) -> list[Epoch]:
     """One epoch of kept optimizer steps over `rows` (those that `drop_last` leaves out among them)."""
-    stop = stock.num_samples if stock.not_trained else None
-    shards = []
-    for rank in range(stock.world_size):
-        start = Start(done=Share(drawn=stock.first_number(rank, first_step)), stop=stop)
-        shards.append([row for _, row in shard(rows, rank, stock.world_size, start)])
     context = {
         "balance": True,
         "num_samples": None if stock.num_samples is None else len(rows),
         "find_dummy_sample": lambda: usable(rows)[0],
     }
+    shards = kept_shards(rows, stock, first_step)
     return run_shards(shards, stock=stock, optimizer_steps=first_step, **context | options)
 
 
@@ -379,7 +384,11 @@ def check_promises(
         assert join or not any(idle), "I3"
         assert balance or idle == sorted(idle), "I7: a rank idles behind its last sample"
     assert steps[-1].not_trained == num_rows - len(emitted) - num_rejected
+    assert not any(step.not_trained for step in steps[:-1]) and steps[-1].epoch_steps == len(steps)
     if join:
+        assert [epoch.rejected for epoch in epochs] == [
+            [row.id for row in shard if isinstance(row, Rejection)] for shard in shards
+        ]
         assert len(emitted) == len(costs) and steps[-1].not_trained == 0, "I2"
     else:
         assert any(_ran_short(*rank, emitted, accumulation) for rank in zip(held, epochs)), "I3"

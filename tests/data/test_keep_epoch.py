@@ -251,59 +251,6 @@ def test_an_epoch_without_a_usable_row_is_an_error(rows: list[Row], stock: dict[
         assert all(word in message for word in words), message
 
 
-@settings(deadline=None, max_examples=40)
-@given(st.data(), cases(), st.integers(1, 3))
-def test_fatal_rows_end_all_ranks_alike(data: Any, case: Case, num_fatal: int) -> None:
-    """At the optimizer step that they are in, and not before it."""
-    rows, stock, options = case
-    end = len(rows) - stock.not_trained
-    assume(end)
-    first = end
-    for i in data.draw(st.lists(st.integers(0, end - 1), min_size=1, max_size=num_fatal)):
-        rows[i] = rejection(i, fatal=True)
-        first = min(first, i)
-    order = data.draw(st.permutations(range(stock.world_size)))
-    epochs = run_kept(rows, stock, order=order, **options)
-    assert all(isinstance(epoch.error, CollectiveError) for epoch in epochs)
-    assert len({len(epoch.plans) for epoch in epochs}) == 1
-    assert not any(step.last for epoch in epochs for step in epoch.steps)
-    if all("cannot be read" in str(epoch.error) for epoch in epochs):
-        assert len(epochs[0].plans) == first // stock.global_batch_size
-    else:  # no usable row at all
-        assert not usable(rows[:end])
-
-
-@settings(deadline=None, max_examples=40)
-@given(st.data(), cases())
-def test_ranks_that_leave_keep_nobody_waiting(data: Any, case: Case) -> None:
-    rows, stock, options = case
-    whole = run_kept(rows, stock, **options)
-    assume(whole[0].error is None)
-    after = data.draw(st.integers(1, len(whole[0].plans)))
-    leavers = data.draw(st.sets(st.integers(0, stock.world_size - 1), min_size=1))
-    epochs = run_kept(rows, stock, leave_after=dict.fromkeys(leavers, after), **options)
-    for rank, (epoch, complete) in enumerate(zip(epochs, whole)):
-        assert epoch.plans == complete.plans[:after]
-        if rank in leavers or after == len(complete.plans):
-            assert epoch.error is None
-        else:
-            assert isinstance(epoch.error, CollectiveError)
-            assert f"rank {min(leavers)} stopped: it left" in str(epoch.error)
-
-
-def test_an_error_that_nobody_foresaw_ends_all_ranks() -> None:
-    killed = OSError("DataLoader worker is\nkilled")
-    world: list[list[Row]] = [
-        [sample(i, 8) for i in range(0, 20, 2)],
-        [*(sample(i, 8) for i in range(1, 12, 2)), killed],
-    ]
-    well, broken = run_shards(world, stock=stock_steps(20, size=4, world_size=2), balance=True)
-    assert isinstance(well.error, CollectiveError) and isinstance(broken.error, CollectiveError)
-    assert str(broken.error) == "OSError: DataLoader worker is killed"
-    assert str(well.error) == "rank 1 stopped: OSError: DataLoader worker is killed"
-    assert len(well.plans) == len(broken.plans) > 0
-
-
 # Datasets whose length is not known, or wrong
 
 

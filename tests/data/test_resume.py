@@ -128,34 +128,41 @@ changes = st.fixed_dictionaries(
         "buffer_size": st.integers(1, 16),
         "token_budget": st.sampled_from([24, 32, 64]),
         "layout": st.sampled_from(["padded", "flat"]),
-        "accumulation": st.integers(1, 3),
         "balance": st.booleans(),
     }
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=80)
 @given(
     st.lists(st.integers(0, 20), min_size=1, max_size=40).filter(any),
+    st.none() | st.integers(1, 9),
     st.lists(st.tuples(changes, st.integers(1, 6)), min_size=1, max_size=3),
-    changes,
+    st.lists(st.integers(1, 3), min_size=4, max_size=4),
     st.sampled_from([None, Stream]),
 )
 def test_any_ranks_and_settings_after_any(
-    lengths: list[int], stops: list[tuple[dict[str, int], int]], last: dict[str, int], stream: Any
+    lengths: list[int],
+    size: int | None,
+    stops: list[tuple[dict[str, Any], int]],
+    accumulations: list[int],
+    stream: type[Stream] | None,
 ) -> None:
-    """Identity coverage over the whole epoch, however often it was stopped and with what it went on."""
-    seen: Counter = Counter()
-    states = None
-    for mode, steps in stops:
+    """Each sample once over the epoch, however often it was stopped; with kept steps (`size`) in its step (I9)."""
+    if size is not None and size < len(lengths) and not any(lengths[:size]):
+        lengths = [5, *lengths]
+    kept = {} if size is None else KEEP | {"global_batch_size": size}
+    states, taken, seen = None, {}, Counter[int]()
+    for (change, steps), accumulation in zip([*stops, ({"world_size": 2}, None)], accumulations):
+        mode = {"accumulation": accumulation, **kept, **change}
         done, states = run(lengths, states=states, stop_after=steps, stream=stream, **mode)
+        taken |= of_steps(done)
         seen += ids_of(done)
-        if any(one.step.last for one in done[0]):
+        if done[0][-1].step.last:
             break
-    else:
-        done, _ = run(lengths, states=states, stream=stream, **last)
-        seen += ids_of(done)
     assert seen == usable(lengths)
+    if size is not None:
+        assert taken == of_steps(run(lengths, stream=stream, **kept)[0])
 
 
 WAYS = [
@@ -186,31 +193,6 @@ def test_another_way_may_be_taken_at_every_optimizer_step(stream: Any) -> None:
         (s.epoch, s.index): (s.done, s.rejected, s.not_trained, s.last, s.tokens)
         for s in (one.step for one in whole[0])
     }
-
-
-@settings(deadline=None, max_examples=25)
-@given(
-    st.lists(st.integers(0, 20), min_size=1, max_size=30).filter(any),
-    st.integers(1, 9),
-    st.lists(st.tuples(st.integers(1, 4), st.sampled_from([24, 64]), st.integers(1, 4)), min_size=1, max_size=3),
-    st.sampled_from([None, Stream]),
-)
-def test_any_ranks_after_any(
-    lengths: list[int], size: int, stops: list[tuple[int, int, int]], stream: type[Stream] | None
-) -> None:
-    options = KEEP | {"global_batch_size": size, "stream": stream}
-    if size < len(lengths) and not any(lengths[:size]):
-        lengths = [5, *lengths]
-    whole, _ = run(lengths, **options)
-    states, taken = None, {}
-    for world_size, budget, steps in [*stops, (2, 32, 100)]:
-        done, states = run(
-            lengths, states=states, stop_after=steps, **options | {"world_size": world_size, "token_budget": budget}
-        )
-        taken |= of_steps(done)
-        if done[0][-1].step.last:
-            break
-    assert taken == of_steps(whole) and ids_of(done) <= usable(lengths)
 
 
 def test_the_state_is_a_cursor_and_the_same_on_all_ranks() -> None:
@@ -533,38 +515,29 @@ DIFFERENCES = [
 ]
 
 
+def begin(seat: Any, state: dict[str, Any] | None = None, **options: Any) -> str:
+    """The error that a rank begins with; "": none."""
+    loader = make_loader(LENGTHS, seat, **options)
+    try:
+        if state is not None:
+            loader.load_state_dict([state])
+        loader.begin()
+    except CollectiveError as error:
+        return str(error)
+    finally:
+        loader.close()
+    return ""
+
+
 @pytest.mark.parametrize(("one", "other", "words"), DIFFERENCES, ids=[words for _, _, words in DIFFERENCES])
 def test_ranks_with_other_settings_stop_before_the_first_step(
     one: dict[str, Any], other: dict[str, Any], words: str
 ) -> None:
     """I11."""
-
-    def drive(seat: Any) -> str:
-        loader = make_loader(LENGTHS, seat, **KEEP | (one, other)[seat.rank])
-        try:
-            loader.begin()
-        except CollectiveError as error:
-            return str(error)
-        finally:
-            loader.close()
-        return ""
-
-    for message in run_ranks(2, drive):
+    for message in run_ranks(2, lambda seat: begin(seat, **KEEP | (one, other)[seat.rank])):
         assert words in message and "\n" not in message
 
 
 def test_ranks_that_stand_at_different_optimizer_steps_stop_before_the_first(stopped: dict[str, Any]) -> None:
-    def drive(seat: Any) -> str:
-        loader = make_loader(LENGTHS, seat, **EIGHT)
-        try:
-            if seat.rank:
-                loader.load_state_dict([stopped["keep"]])
-            loader.begin()
-        except CollectiveError as error:
-            return str(error)
-        finally:
-            loader.close()
-        return ""
-
-    for message in run_ranks(2, drive):
+    for message in run_ranks(2, lambda seat: begin(seat, stopped["keep"] if seat.rank else None, **EIGHT)):
         assert "optimizer steps done in it (0 on rank 0; 4 on rank 1)" in message
