@@ -265,7 +265,8 @@ class Progress:
         """Stand before the first optimizer step of an epoch, or at `place` (fields of `DataState`)."""
         self.order: int | None = None
         self.has_moved = self.is_loaded = False
-        self.now = replace(self._begin, **{"epoch": epoch, "probes": self.now.probes} | place)
+        place.setdefault("probes", self.now.probes)
+        self.now = replace(self._begin, epoch=epoch, **place)
 
     def turn_to(self, epoch: int) -> None:
         """The next pass is over this epoch; from where a loaded state left it if it is that one."""
