@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from odb_factory.model.unpad import unpad as unpad
     from odb_factory.planning import Collation as Collation
     from odb_factory.planning import Cost as Cost
+    from odb_factory.planning.micro_batches import MicroBatchPlan as MicroBatchPlan
+    from odb_factory.planning.micro_batches import plan_micro_batches as plan_micro_batches
     from odb_factory.training.enable import ODBTrainer as ODBTrainer
     from odb_factory.training.enable import enable_odb as enable_odb
     from odb_factory.training.trainer import ODBTrainerMixin as ODBTrainerMixin
@@ -36,6 +38,7 @@ _HOMES = {
     "ConfigError": "odb_factory.errors",
     "Cost": "odb_factory.planning",
     "DataError": "odb_factory.errors",
+    "MicroBatchPlan": "odb_factory.planning.micro_batches",
     "ODBConfig": "odb_factory.config",
     "ODBDataLoader": "odb_factory.loop.dataloader",
     "ODBError": "odb_factory.errors",
@@ -46,6 +49,7 @@ _HOMES = {
     "apply_odb": "odb_factory.loop.dataloader",
     "check_loss": "odb_factory.loop.step_info",
     "enable_odb": "odb_factory.training.enable",
+    "plan_micro_batches": "odb_factory.planning.micro_batches",
     "pop_step_info": "odb_factory.loop.step_info",
     "unpad": "odb_factory.model.unpad",
     "weighted_loss": "odb_factory.loop.step_info",

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "custom_workflow"
 LIMIT_S = 150
 COMMANDS = re.findall(r"^\| `(.+?)` \|", (EXAMPLE / "README.md").read_text("utf-8"), re.MULTILINE)
-ONE_RANK, TWO_RANKS, TRAINER, QWEN_VL = COMMANDS
+ONE_RANK, TWO_RANKS, TRAINER, QWEN_VL, GRPO = COMMANDS
 
 
 def run(command: str, output: Path, *options: str) -> str:
@@ -164,6 +164,41 @@ def load(name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_grpo_in_micro_batches_has_the_loss_and_gradient_of_the_batch(tmp_path: Path) -> None:
+    """Of each way in which TRL takes the mean, with answers of different lengths, one of them masked."""
+    pytest.importorskip("trl")
+    trl_grpo = load("trl_grpo")
+    trainer = trl_grpo.make(None, tmp_path, max_steps=1)
+    trainer.token_budget = 200
+    model, batch = trainer.model, trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    batch["completion_mask"] = torch.tril(torch.ones(24, 24, dtype=torch.long))[torch.arange(16) * 3 % 24]
+    batch["completion_mask"][5] = 0
+    batch["num_items_in_batch"] = batch["completion_mask"].sum()
+    trainer.current_gradient_accumulation_steps = 1
+    for trainer.loss_type in ("grpo", "dr_grpo", "bnpo", "dapo"):
+        found = []
+        for parts in ([(batch, 1.0)], trainer.micro_batches(batch)):
+            model.zero_grad()
+            total = 0.0
+            for part, weight in parts:
+                loss = trainer._compute_loss(model, part) * weight
+                loss.backward()
+                total += loss.item()
+            found.append((total, torch.cat([one.grad.flatten() for one in model.parameters()])))
+        assert len(parts) > 3 and found[0][1].norm() > 0
+        assert found[1][0] == pytest.approx(found[0][0], abs=1e-6)
+        assert (found[1][1] - found[0][1]).norm() < 1e-5 * found[0][1].norm()
+
+
+@pytest.mark.full_grid
+def test_grpo_trains(tmp_path: Path) -> None:
+    """With the losses and gradient norms of TRL's own step."""
+    pytest.importorskip("trl")
+    steps = [re.findall(r"^step .*$", run(GRPO, tmp_path, *more), re.MULTILINE) for more in ([], ["--unsplit"])]
+    figures = [[float(number) for line in lines for number in re.findall(r"\d\.\d+", line)] for lines in steps]
+    assert len(steps[0]) == 4 and figures[0] == pytest.approx(figures[1], abs=2e-5)
 
 
 @pytest.mark.full_grid
