@@ -163,6 +163,15 @@ PARTS = (
         ("scale.py",),
         ("scale.py", "--ranks", "2", "8", "--steps", "1", "--grouped", "8", "--group-sizes", "4", "8"),
     ),
+    Part(
+        *("partitions", "The planner beside other partitions", 2),
+        "`plan_micro_batches` and the partitions that verl and slime publish for reinforcement learning, written anew "
+        "from their descriptions, of the same lengths; the token budget is the longest sample, 8,192. Each cell: K, "
+        "step efficiency (as above), and the fullest micro-batch by the token budget. Time: CPU time of a plan, the "
+        "mean of all columns.",
+        ("scale.py", "--beside", "--ranks", "8", "64", "--samples-a-rank", "64", "--token-budget", "8192"),
+        ("scale.py", "--beside", "--ranks", "2", "--samples-a-rank", "16", "--steps", "1"),
+    ),
 )
 
 

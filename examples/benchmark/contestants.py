@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import heapq
 import importlib.metadata
 import importlib.util
 import io
 import random
+import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import rivals
 from simulation import LONGEST, TOKEN_BUDGET, Cut, Epoch, cut_of_batches, cut_of_plan
 
+from odb_factory import plan_micro_batches
 from odb_factory.plan.simulate import rounds
 from odb_factory.planning import BufferMetadata, plan_optimizer_step
 
@@ -184,6 +187,112 @@ def _whole(epoch: Epoch, batch_size: int) -> np.ndarray:
     return epoch.samples[: min(len(epoch.samples), MANY) // batch_size * batch_size]
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# How trainers of reinforcement learning cut a batch of lengths by a token budget, written from what they publish:
+# the function of each takes lengths, ranks and budget and returns the micro-batches of each rank.
+
+Cutter = Callable[[Sequence[int], int, int], list[list[list[int]]]]
+
+
+def differencing(sizes: Sequence[int], parts: int, *, equal_counts: bool = False) -> list[list[int]]:
+    """Largest differencing (Karmarkar and Karp 1982): indices in parts of nearly equal sums.
+
+    A partial solution is `parts` sums in descending order. The two with the largest differences are merged, largest
+    with smallest, until one is left. equal_counts: begin with one sample in each part, of like size.
+    """
+    order = sorted(range(len(sizes)), key=lambda i: -sizes[i])
+    step = parts if equal_counts else 1
+    solutions = []
+    for number, first in enumerate(range(0, len(order), step)):
+        own = order[first : first + step]
+        sums = [sizes[i] for i in own] + [0] * (parts - len(own))
+        solutions.append((sums[-1] - sums[0], number, sums, [[i] for i in own] + [[]] * (parts - len(own))))
+    heapq.heapify(solutions)
+    while len(solutions) > 1:
+        (_, number, sums, members), (_, _, others, more) = heapq.heappop(solutions), heapq.heappop(solutions)
+        merged = [(a + b, k) for k, (a, b) in enumerate(zip(sums, reversed(others)))]
+        merged.sort(reverse=True)
+        sums, members = [total for total, _ in merged], [members[k] + more[parts - 1 - k] for _, k in merged]
+        heapq.heappush(solutions, (sums[-1] - sums[0], number, sums, members))
+    return solutions[0][3]
+
+
+def first_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    """Each sample, in the order given, into the first bin that has room for it."""
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for i, size in enumerate(sizes):
+        k = next((k for k, left in enumerate(room) if size <= left), len(bins))
+        if k == len(bins):
+            bins.append([])
+            room.append(capacity)
+        bins[k].append(i)
+        room[k] -= size
+    return bins
+
+
+def as_verl(lengths: Sequence[int], ranks: int, budget: int) -> list[list[list[int]]]:
+    """Samples to ranks, as many on each, then those of each rank to K micro-batches, both by differencing.
+
+    K is the most of any rank's tokens by the budget, so a micro-batch may be above it.
+    """
+    shares = differencing(lengths, ranks, equal_counts=True)
+    count = max(-(-sum(lengths[i] for i in share) // budget) for share in shares)
+    parts = [differencing([lengths[i] for i in share], count) for share in shares]
+    return [[[share[i] for i in part] for part in own] for share, own in zip(shares, parts)]
+
+
+def as_slime(lengths: Sequence[int], ranks: int, budget: int) -> list[list[list[int]]]:
+    """First fit of all samples; the largest bins are split until their number is a multiple of the ranks; then they go
+    to ranks, as many to each, by differencing."""
+    bins = first_fit(lengths, budget)
+    while len(bins) % ranks:
+        largest = max((own for own in bins if len(own) > 1), key=lambda own: sum(lengths[i] for i in own))
+        bins.remove(largest)
+        halves = differencing([lengths[i] for i in largest], 2)
+        bins += [[largest[i] for i in half] for half in halves]
+    shares = differencing([sum(lengths[i] for i in own) for own in bins], ranks, equal_counts=True)
+    return [[bins[k] for k in share] for share in shares]
+
+
+def as_odb(lengths: Sequence[int], ranks: int, budget: int) -> list[list[list[int]]]:
+    return plan_micro_batches(lengths, token_budget=budget, ranks=ranks).micro_batches
+
+
+def as_odb_in_groups(lengths: Sequence[int], ranks: int, budget: int) -> list[list[list[int]]]:
+    groups = np.arange(len(lengths)) // ANSWERS
+    return plan_micro_batches(lengths, token_budget=budget, ranks=ranks, groups=groups).micro_batches
+
+
+ANSWERS = 8
+"""Samples of a group that is kept together."""
+CUTTERS: dict[str, Cutter] = {
+    "verl's (differencing twice)": as_verl,
+    "slime's (first fit, differencing)": as_slime,
+    "odb": as_odb,
+    f"odb, groups of {ANSWERS} kept on a rank": as_odb_in_groups,
+}
+
+
+def cut_by(cutter: Cutter, epoch: Epoch, batch_size: int, count: int, token_budget: int) -> tuple[Cut, float]:
+    """Its cut of optimizer steps, flat, and the mean seconds of a step.
+
+    The micro-batches of a rank go from large to small, which is best for every cutter.
+    """
+    most, padded, tokens, spent = [], [], 0, 0.0
+    for shares in epoch.optimizer_steps(batch_size, count):
+        lengths = np.stack([rows["tokens"] for rows in shares], axis=1).reshape(-1).tolist()
+        began = time.process_time()
+        of_ranks = cutter(lengths, epoch.ranks, token_budget)
+        spent += time.process_time() - began
+        sums = np.array([sorted((sum(lengths[i] for i in own) for own in mine), reverse=True) for mine in of_ranks])
+        most.append(sums.max(axis=0))
+        padded.append(sums.sum(axis=0))
+        tokens += sum(lengths)
+    return Cut(epoch.ranks, *map(np.concatenate, (padded, most)), tokens, count * batch_size, count), spent / count
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 ODB = "odb, keep, flat"
 ODB_WAYS = {
     f"{', flat' * (layout == 'flat')}{', `balance: false`' * (not balance)}": {"layout": layout, "balance": balance}

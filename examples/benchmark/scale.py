@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import page
-from simulation import FIXED_COST, Epoch, bound
+from contestants import CUTTERS, cut_by
+from simulation import FIXED_COST, PROFILES, Epoch, bound
 
 from odb_factory.planning import Budget, BufferMetadata, CostModel, plan_in_groups, plan_optimizer_step
 from odb_factory.planning.keep import group_of, plan_group
@@ -63,6 +64,24 @@ def grouped(ranks: int, group_size: int, batch_size: int, budget: Budget, count:
     return figures | {"bound": bound(epoch, batch_size, count)["efficiency"]}
 
 
+def beside(ranks: int, batch_size: int, token_budget: int, count: int) -> tuple[list[dict[str, Any]], str]:
+    """Ways to cut a list of lengths by a token budget: figures, and their table."""
+    figures, cells = [], []
+    epochs = {profile: Epoch(profile, ranks, size=count * batch_size // ranks) for profile in PROFILES}
+    for name, cutter in CUTTERS.items():
+        row = [name]
+        for profile, epoch in epochs.items():
+            cut, seconds = cut_by(cutter, epoch, batch_size, count, token_budget)
+            found = cut.figures()
+            figures.append({"ranks": ranks, "name": name, "profile": profile, "plan_s": seconds} | found)
+            row.append(f"{found['micro_steps']:.1f}, {found['efficiency']:.3f}, {found['peak'] / token_budget:.0%}")
+        mean = statistics.mean(one["plan_s"] for one in figures if one["name"] == name)
+        cells.append([*row, f"{1e3 * mean:.0f} ms"])
+    bounds = [f"{bound(epoch, batch_size, count, token_budget)['efficiency']:.3f}" for epoch in epochs.values()]
+    cells.append(["what no cut can exceed", *bounds, ""])
+    return figures, page.table([f"{ranks:,} ranks, N = {batch_size:,}", *PROFILES, "time"], cells)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64, 256, 1024])
@@ -72,7 +91,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--grouped", type=int, nargs="*", default=[1024, 16384], help="ranks that plan in groups")
     parser.add_argument("--group-sizes", type=int, nargs="+", default=[64, 256, 1024], help="ranks of a group")
     parser.add_argument("--output-dir", type=Path, default=Path("saves/benchmark_scale"), help="(%(default)s)")
+    parser.add_argument("--beside", action="store_true", help="the planner beside other partitions, and nothing else")
     given = parser.parse_args(arguments)
+    if given.beside:
+        sizes = [(ranks, given.samples_a_rank * ranks, given.token_budget, given.steps) for ranks in given.ranks]
+        parts = [beside(*size) for size in sizes]
+        page.write(given.output_dir, [one for found, _ in parts for one in found], [table for _, table in parts])
+        return
     figures, rows = [], []
     for layout, balance, ranks in itertools.product(("flat", "padded"), (True, False), given.ranks):
         batch_size, budget = given.samples_a_rank * ranks, Budget(given.token_budget, layout=layout)

@@ -201,13 +201,13 @@ def cut_of_plan(totals: Sequence[MicroStepTotals], ranks: int, optimizer_steps: 
     return Cut(ranks, of("padded_tokens"), of("max_rank_tokens"), tokens, samples, optimizer_steps, *patches, moved)
 
 
-def bound(epoch: Epoch, batch_size: int, count: int) -> dict[str, float | None]:
+def bound(epoch: Epoch, batch_size: int, count: int, token_budget: int = TOKEN_BUDGET) -> dict[str, float | None]:
     """The largest step efficiency and balance of patches that any cut of these optimizer steps can have: a rank has at
     least the mean load of all, or the longest sample, and a micro-step at most the token budget."""
     tokens = time = patches = most = 0.0
     for shares in epoch.optimizer_steps(batch_size, count):
         tokens += sum(int(rows["tokens"].sum()) for rows in shares) / epoch.ranks
-        time += least_time(np.concatenate([rows["tokens"] for rows in shares]), epoch.ranks, TOKEN_BUDGET, FIXED_COST)
+        time += least_time(np.concatenate([rows["tokens"] for rows in shares]), epoch.ranks, token_budget, FIXED_COST)
         load = sum(int(rows["patches"].sum()) for rows in shares) / epoch.ranks
         patches += load
         most += max(load, *(int(rows["patches"].max()) for rows in shares))
