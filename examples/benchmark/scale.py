@@ -96,7 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.beside:
         sizes = [(ranks, given.samples_a_rank * ranks, given.token_budget, given.steps) for ranks in given.ranks]
         parts = [beside(*size) for size in sizes]
-        page.write(given.output_dir, [one for found, _ in parts for one in found], [table for _, table in parts])
+        first, *more = [table for _, table in parts]
+        page.write(given.output_dir, [one for found, _ in parts for one in found], [first], more)
         return
     figures, rows = [], []
     for layout, balance, ranks in itertools.product(("flat", "padded"), (True, False), given.ranks):
