@@ -14,10 +14,10 @@ from torch.utils.data import get_worker_info
 
 from odb_factory.data.flat import UNPADDED, FlatLayout, LayoutError, beside_rows, flatten, model_keys, pad_to_sizes
 from odb_factory.data.measure import Measure, batch_shape, count_patches, describe_batch, measure_batch
+from odb_factory.data.processes import BusyRows, WorkerDataset, retried
 from odb_factory.data.samples import Measured, MicroBatch, Sample, Task
 from odb_factory.data.serialize import unpack
 from odb_factory.data.step_agreement import CollateNotes
-from odb_factory.data.worker import BusyRows, WorkerDataset, retried
 from odb_factory.errors import DataError, one_line
 from odb_factory.log import get_logger
 from odb_factory.planning import VIDEO, Budget

@@ -17,7 +17,7 @@ import numpy as np
 from odb_factory.comm.agreement import ranks_alike
 from odb_factory.comm.ranks import DIFFERENT_PLANS, RankMetadata, Ranks, redistribute
 from odb_factory.data.order import Share, StockSteps, by_weight, stock_input_tokens, stock_means
-from odb_factory.data.plan_process import Compute, compute_here
+from odb_factory.data.processes import Compute, compute_here
 from odb_factory.data.progress import Place
 from odb_factory.data.samples import MicroBatch, OptimizerStep, Rejection, Sample, SampleInfo, Task
 from odb_factory.data.serialize import sample_from_bytes, sample_to_bytes

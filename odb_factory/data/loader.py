@@ -26,12 +26,11 @@ from odb_factory.data.flat import FlatLayout, LayoutError
 from odb_factory.data.measure import DEFAULT_PATCH_SIZE, Measure, measure_batch
 from odb_factory.data.observe import ItemObserver, ObservedDataset, Observer
 from odb_factory.data.order import Share
-from odb_factory.data.plan_process import PlanProcess, compute_here
+from odb_factory.data.processes import PlanProcess, compute_here
 from odb_factory.data.progress import DataState, OptimizerStepRule, Progress, TrainingData
 from odb_factory.data.samples import COLLATION, LeftOut, Measured, MicroBatch, OptimizerStep, Sample, Task
-from odb_factory.data.serialize import of_rows
+from odb_factory.data.serialize import Picklable, of_rows
 from odb_factory.data.step_agreement import Agreed, LateRow, Lost, StepAgreement
-from odb_factory.data.worker import Picklable
 from odb_factory.data.workers import END, POLL_S, LoaderWorkers, Prefetcher
 from odb_factory.errors import CollectiveError, ConfigError, DataError, one_line
 from odb_factory.log import get_logger

@@ -13,9 +13,9 @@ import numpy as np
 
 from odb_factory.config import ODBConfig
 from odb_factory.data.measure import DEFAULT_PATCH_SIZE, count_patches, count_supervised, has_leading_label, is_ints
+from odb_factory.data.processes import BusyRows, WorkerDataset, retried
 from odb_factory.data.samples import Rejection, Sample
 from odb_factory.data.serialize import checksum, pack, unpack
-from odb_factory.data.worker import BusyRows, WorkerDataset, retried
 from odb_factory.errors import DataError, one_line
 from odb_factory.planning import VIDEO, Budget, Cost
 

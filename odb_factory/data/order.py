@@ -14,9 +14,9 @@ from torch.utils.data import IterableDataset, Sampler, get_worker_info
 
 from odb_factory.comm.agreement import ranks_alike
 from odb_factory.data.observe import RawItem
+from odb_factory.data.processes import WorkerDataset
 from odb_factory.data.samples import Rejection
 from odb_factory.data.serialize import fingerprint, pack
-from odb_factory.data.worker import WorkerDataset
 from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.planning import BufferMetadata, Collation
 from odb_factory.planning.plan import pool

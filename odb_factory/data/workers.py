@@ -27,10 +27,10 @@ from odb_factory.data.collate import GroupDataset
 from odb_factory.data.dataloader_parts import DataLoaderParts
 from odb_factory.data.observe import ObservedDataset, where
 from odb_factory.data.order import ShardSampler, StreamReader
-from odb_factory.data.plan_process import PlanProcess
+from odb_factory.data.processes import BusyRows, PlanProcess, WorkerInit, worker_seed
 from odb_factory.data.samples import Rejection, Sample, Task
+from odb_factory.data.serialize import NOT_SENT
 from odb_factory.data.step_agreement import CollateNotes
-from odb_factory.data.worker import NOT_SENT, BusyRows, WorkerInit, worker_seed
 from odb_factory.ending import LESS_MEMORY, why_worker_failed
 from odb_factory.errors import ConfigError, DataError, one_line
 

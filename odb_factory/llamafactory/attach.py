@@ -20,7 +20,7 @@ from llamafactory.train.callbacks import LogCallback
 from transformers import TrainerCallback
 
 from odb_factory.config import ODBConfig
-from odb_factory.data.worker import Picklable
+from odb_factory.data.serialize import Picklable
 from odb_factory.errors import ConfigError, DataError
 from odb_factory.llamafactory.block import why_not_flat
 from odb_factory.llamafactory.dataset import (

@@ -28,7 +28,7 @@ from odb_factory.data.dataloader_parts import check_first_item, dismantle
 from odb_factory.data.loader import ABORT_S, ODBLoader, Pass
 from odb_factory.data.observe import ItemObserver
 from odb_factory.data.progress import OptimizerStepRule
-from odb_factory.data.worker import Picklable
+from odb_factory.data.serialize import Picklable
 from odb_factory.ending import ending
 from odb_factory.errors import ConfigError, one_line
 from odb_factory.log import get_logger

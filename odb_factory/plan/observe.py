@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader
 
-from odb_factory.data.worker import BusyRows, WorkerInit
+from odb_factory.data.processes import BusyRows, WorkerInit
 from odb_factory.data.workers import END, take
 from odb_factory.plan.rows import ObservedRow, Rows
 from odb_factory.planning import make_metadata

@@ -18,14 +18,14 @@ import torch
 from accelerate.data_loader import SeedableRandomSampler
 from llamafactory.data import get_dataset, get_template_and_fix_tokenizer, loader
 from llamafactory.model import load_config, load_tokenizer
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
 from odb_factory.data.observe import ObservedDataset
+from odb_factory.data.processes import WorkerDataset
 from odb_factory.data.samples import Rejection
 from odb_factory.data.serialize import unpack
-from odb_factory.data.worker import WorkerDataset
 from odb_factory.errors import DataError, ODBError, one_line
 from odb_factory.llamafactory.attach import training_rows
 from odb_factory.llamafactory.block import why_not_flat
@@ -86,7 +86,7 @@ class Rows:
     tokenizer: Any
 
 
-class RowReader(WorkerDataset):
+class RowReader(WorkerDataset, Dataset[ObservedRow]):
     """Observes rows as a training does, with their data set and their length without cutoff_len."""
 
     def __init__(self, observed: ObservedDataset, uncut: Any, cutoff_len: int, source: str):

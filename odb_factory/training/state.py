@@ -26,7 +26,7 @@ from odb_factory.data.loader import ODBLoader
 from odb_factory.data.measure import Measure
 from odb_factory.data.observe import PATCHES_KEY, ItemObserver, Observer
 from odb_factory.data.progress import OptimizerStepRule
-from odb_factory.data.worker import Picklable
+from odb_factory.data.serialize import Picklable
 from odb_factory.log import get_logger
 from odb_factory.memory import PeakMeter
 from odb_factory.model.check import (

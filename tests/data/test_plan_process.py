@@ -20,7 +20,7 @@ from odb_factory.config import ODBConfig
 from odb_factory.data.dataloader_parts import dismantle
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.observe import ItemObserver
-from odb_factory.data.plan_process import PlanProcess
+from odb_factory.data.processes import PlanProcess
 from odb_factory.data.progress import OptimizerStepRule
 from odb_factory.errors import DataError
 from odb_factory.planning import Budget, Cost, CostModel, make_metadata, plan_buffers, plan_optimizer_step
@@ -114,7 +114,7 @@ def test_close_ends_it_whatever_it_does() -> None:
 def test_it_ends_with_its_parent() -> None:
     code = (
         "import os, time\n"
-        "from odb_factory.data.plan_process import PlanProcess\n"
+        "from odb_factory.data.processes import PlanProcess\n"
         "process = PlanProcess(); process.start()\n"
         "print(process(os.getpid), flush=True)\n"
         "process(time.sleep, 60)\n"

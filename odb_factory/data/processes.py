@@ -1,6 +1,6 @@
-"""Plans are made in a separate process: the training thread never waits for the interpreter lock of a planner.
+"""Worker processes of a rank: they end with it, they plan, and they publish which row they work at.
 
-Planners are pure functions of a few integers a sample: these go to the process, a plan comes back.
+Nothing here imports torch before it is needed, because the process that plans does without.
 """
 
 from __future__ import annotations
@@ -12,15 +12,23 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from multiprocessing.context import get_spawning_popen
 from typing import Any, ParamSpec, Protocol, TypeVar
+
+import numpy as np
 
 from odb_factory.comm.standing import is_stopped, waiting
 from odb_factory.errors import DataError, one_line
 
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+
 # ----------------------------------------------------------------------------------------------------------------------
-# A worker process that watches the process that started it. No torch here: a planner's process needs none.
+# A worker process that watches the process that started it.
 # A DataLoader worker whose trainer was killed may never end by itself. It fills the pipe of its result queue, nobody
 # reads, and at its exit Python waits for the thread that feeds the pipe. So every worker of ours has a daemon thread
 # that ends it hard once its parent is gone, whatever the worker is doing.
@@ -68,12 +76,139 @@ def _has_ended(pid: int) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# What a data worker does beside its tasks: watch its parent process, run `worker_init_fn`, publish its row.
+
+RETRY_PAUSE_S = 0.1
+
+
+def worker_seed(seed: int, rank: int, stage: int, epoch: int) -> int:
+    """A seed for the workers of one stage; torch adds the number of the worker to it.
+
+    seed: torch's global one, or that of the DataLoader's generator. The seeds of ranks, stages and epochs are
+    independent (numpy's `SeedSequence`).
+    """
+    return int(np.random.SeedSequence(seed, spawn_key=(rank, stage, epoch)).generate_state(1, np.uint64)[0] >> 1)
+
+
+class BusyRows:
+    """The row that each worker of a stage works at, for messages of the process that waits for them.
+
+    A table in shared memory, a line for each worker and one for the process itself: process id, row (-1: none), and
+    since when (`time.monotonic`, the same in all processes of a machine). Workers beyond `num_workers` share the last.
+    """
+
+    def __init__(self, num_workers: int = 0):
+        import torch
+
+        self._table = torch.zeros(num_workers + 1, 3, dtype=torch.float64)
+        if num_workers:
+            self._table.share_memory_()
+
+    @contextmanager
+    def at(self, row: int) -> Iterator[None]:
+        """The calling process works at this row."""
+        import torch
+        from torch.utils.data import get_worker_info
+
+        info = get_worker_info()
+        line = self._table[-1 if info is None else min(info.id, len(self._table) - 1)]
+        line[:] = torch.tensor([os.getpid(), row, time.monotonic()], dtype=torch.float64)
+        try:
+            yield
+        finally:
+            line[1] = -1
+
+    def close(self) -> None:
+        """Release the shared memory; the workers have ended."""
+        self._table = self._table.clone()
+
+    def describe(self, task: str) -> str:
+        """The worker that has been at its row for longest, or one that is stopped. task: a verb, such as "observes"."""
+        lines = [(int(pid), int(row), since) for pid, row, since in self._table.tolist() if pid]
+        busy = sorted((since, pid, row) for pid, row, since in lines if row >= 0)
+        stopped = [pid for pid, _, _ in lines if is_stopped(pid)]
+        if not busy:
+            return f"a data worker that {task}" + "".join(
+                f", of which pid {pid} is stopped by a signal" for pid in stopped
+            )
+        _, pid, row = busy[0]
+        who = "this process, which" if pid == os.getpid() else f"the data worker (pid {pid}) that"
+        halted = ", and is stopped by a signal" if pid in stopped else ""
+        return f"{who} {task} row {row} of the training dataset{halted}"
+
+
+def retried(call: Callable[[], T], final: tuple[type[Exception], ...] = ()) -> T:
+    """`call()`, repeated once if it raises: a second read of a network disk often succeeds. final: not repeated."""
+    try:
+        return call()
+    except final:
+        raise
+    except OSError:
+        time.sleep(RETRY_PAUSE_S)
+    except Exception:
+        pass
+    return call()
+
+
+class WorkerDataset:
+    """A dataset that is sent to worker processes, and wraps the user's own (`dataset`).
+
+    A worker process that is being started watches its parent before it unpickles anything else, which may take long or
+    never end; a process that unpickles it for another purpose does not.
+    sends_dataset: False if `dataset` is for `worker_init_fn` alone: only a forked worker has it.
+    """
+
+    dataset: Any
+    sends_dataset = True
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        watch = _ParentWatch(os.getpid()) if get_spawning_popen() is not None else None
+        return _new, (watch, type(self)), self.__dict__ if self.sends_dataset else self.__dict__ | {"dataset": None}
+
+
+class _ParentWatch:
+    """Unpickling it calls `watch_parent`."""
+
+    def __init__(self, pid: int):
+        self.pid = pid
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return watch_parent, (self.pid,)
+
+
+def _new(watch: None, kind: Any) -> Any:
+    return kind.__new__(kind)
+
+
+class WorkerInit:
+    """The `worker_init_fn` of our DataLoaders: watches the parent, then calls the user's own (if any).
+
+    The user's finds its own dataset in `get_worker_info().dataset` (None in a collating worker that was not forked).
+    """
+
+    def __init__(self, init_fn: Callable[[int], None] | None):
+        self.init_fn = init_fn
+
+    def __call__(self, worker_id: int) -> None:
+        from torch.utils.data import get_worker_info
+
+        parent = multiprocessing.parent_process()
+        assert parent is not None and parent.pid is not None, "only a worker calls this"
+        watch_parent(parent.pid)
+        if self.init_fn is not None:
+            info = get_worker_info()
+            assert info is not None
+            ours: Any = info.dataset
+            object.__setattr__(info, "dataset", ours.dataset)  # it refuses plain assignment
+            self.init_fn(worker_id)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Plans are made in a separate process: the training thread never waits for the interpreter lock of a planner.
+# Planners are pure functions of a few integers a sample: these go to the process, a plan comes back.
 
 PLANNING_CHECK_S = 1.0
 """How often one who waits for a plan looks whether the process still lives."""
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 class Compute(Protocol):
