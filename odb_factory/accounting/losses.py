@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from odb_factory.data.measure import IGNORE_INDEX
+from odb_factory.data.observe import IGNORE_INDEX
 from odb_factory.data.samples import MicroBatch
 from odb_factory.errors import ConfigError, DataError
 from odb_factory.model.head import WithoutLogits

@@ -17,7 +17,7 @@ from odb_factory.accounting.statistics import AUDIT_FILE, LEFT_OUT_FILE, Lines, 
 from odb_factory.config import ResolvedConfig
 from odb_factory.data.collate import Collated
 from odb_factory.data.loader import ODBLoader
-from odb_factory.data.measure import IGNORE_INDEX
+from odb_factory.data.observe import IGNORE_INDEX
 from odb_factory.data.samples import COLLATION, Measured, MicroBatch, OptimizerStep
 from odb_factory.errors import DataError
 from odb_factory.log import get_logger

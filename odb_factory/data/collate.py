@@ -13,7 +13,7 @@ import numpy as np
 from torch.utils.data import get_worker_info
 
 from odb_factory.data.flat import UNPADDED, FlatLayout, LayoutError, beside_rows, flatten, model_keys, pad_to_sizes
-from odb_factory.data.measure import Measure, batch_shape, count_patches, describe_batch, measure_batch
+from odb_factory.data.observe import Measure, batch_shape, count_patches, describe_batch, measure_batch
 from odb_factory.data.processes import BusyRows, WorkerDataset, retried
 from odb_factory.data.samples import Measured, MicroBatch, Sample, Task
 from odb_factory.data.serialize import unpack

@@ -20,12 +20,10 @@ from odb_factory.comm.agreement import of_block, releases
 from odb_factory.comm.ranks import Ranks
 from odb_factory.config import ResolvedConfig
 from odb_factory.data.collate import Collated, GroupDataset, NotCollated, Outcome
-from odb_factory.data.dataloader_parts import DataLoaderParts
 from odb_factory.data.epoch import EpochContext, EpochPlanner, FillEpoch, KeepEpoch
 from odb_factory.data.flat import FlatLayout, LayoutError
-from odb_factory.data.measure import DEFAULT_PATCH_SIZE, Measure, measure_batch
-from odb_factory.data.observe import ItemObserver, ObservedDataset, Observer
-from odb_factory.data.order import Share
+from odb_factory.data.observe import DEFAULT_PATCH_SIZE, ItemObserver, Measure, ObservedDataset, Observer, measure_batch
+from odb_factory.data.order import DataLoaderParts, Share
 from odb_factory.data.processes import PlanProcess, compute_here
 from odb_factory.data.progress import DataState, OptimizerStepRule, Progress, TrainingData
 from odb_factory.data.samples import COLLATION, LeftOut, Measured, MicroBatch, OptimizerStep, Sample, Task

@@ -24,9 +24,8 @@ from torch.utils.data import DataLoader
 
 from odb_factory.comm.standing import waiting
 from odb_factory.data.collate import GroupDataset
-from odb_factory.data.dataloader_parts import DataLoaderParts
 from odb_factory.data.observe import ObservedDataset, where
-from odb_factory.data.order import ShardSampler, StreamReader
+from odb_factory.data.order import DataLoaderParts, ShardSampler, StreamReader
 from odb_factory.data.processes import BusyRows, PlanProcess, WorkerInit, worker_seed
 from odb_factory.data.samples import Rejection, Sample, Task
 from odb_factory.data.serialize import NOT_SENT

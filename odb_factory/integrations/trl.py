@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 import torch
 
 from odb_factory.config import ODBConfig
-from odb_factory.data.measure import IGNORE_INDEX
-from odb_factory.data.observe import ItemError
+from odb_factory.data.observe import IGNORE_INDEX, ItemError
 from odb_factory.data.samples import Measured
 from odb_factory.errors import ConfigError
 from odb_factory.model.check import models_of

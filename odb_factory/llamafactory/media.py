@@ -29,7 +29,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
-from odb_factory.data.measure import AUDIO_KEYS, DEFAULT_PATCH_SIZE, count_patches
+from odb_factory.data.observe import AUDIO_KEYS, DEFAULT_PATCH_SIZE, count_patches
 from odb_factory.data.serialize import register_dataclass
 from odb_factory.errors import DataError
 from odb_factory.log import get_logger

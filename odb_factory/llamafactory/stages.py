@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from odb_factory.data.measure import IGNORE_INDEX, count_patches, count_supervised, has_leading_label, measure_batch
+from odb_factory.data.observe import IGNORE_INDEX, count_patches, count_supervised, has_leading_label, measure_batch
 from odb_factory.data.samples import Measured
 from odb_factory.planning import Collation, Cost
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Sampler
 
 from odb_factory.config import AUTO, BUDGETS, ODBConfig, ResolvedConfig
-from odb_factory.data.dataloader_parts import IN_ORDER, check_source, make_config, unwrap
+from odb_factory.data.order import IN_ORDER, check_source, make_config, unwrap
 from odb_factory.data.saved import Positive, load_fields, read_checked, require, write_checked
 from odb_factory.ending import ending
 from odb_factory.errors import ConfigError, DataError, one_line

@@ -24,9 +24,9 @@ from odb_factory.comm.lifeline import lifeline_of
 from odb_factory.comm.ranks import Ranks
 from odb_factory.config import ResolvedConfig
 from odb_factory.data.collate import Collated, TrialBatches, trial_batches
-from odb_factory.data.dataloader_parts import check_first_item, dismantle
 from odb_factory.data.loader import ABORT_S, ODBLoader, Pass
 from odb_factory.data.observe import ItemObserver
+from odb_factory.data.order import check_first_item, dismantle
 from odb_factory.data.progress import OptimizerStepRule
 from odb_factory.data.serialize import Picklable
 from odb_factory.ending import ending

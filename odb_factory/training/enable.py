@@ -12,9 +12,8 @@ from transformers import Trainer
 from odb_factory.comm.gloo import check_process_group, world_size_of
 from odb_factory.comm.lifeline import lifeline_of
 from odb_factory.config import ODBConfig
-from odb_factory.data.dataloader_parts import make_config
-from odb_factory.data.measure import DEFAULT_PATCH_SIZE, Measure, measure_batch
-from odb_factory.data.observe import Observer
+from odb_factory.data.observe import DEFAULT_PATCH_SIZE, Measure, Observer, measure_batch
+from odb_factory.data.order import make_config
 from odb_factory.errors import ConfigError
 from odb_factory.memory import PeakMeter
 from odb_factory.planning import Collation

@@ -17,7 +17,7 @@ from odb_factory.accounting.statistics import Lines, summary_line, write_summary
 from odb_factory.accounting.step_accounting import StepAccounting
 from odb_factory.config import ResolvedConfig
 from odb_factory.data.loader import ODBLoader
-from odb_factory.data.measure import IGNORE_INDEX
+from odb_factory.data.observe import IGNORE_INDEX
 from odb_factory.data.samples import Measured, MicroBatch, OptimizerStep
 from odb_factory.errors import CollectiveError, ConfigError, one_line
 from odb_factory.log import get_logger

@@ -21,10 +21,9 @@ from odb_factory.comm.gloo import Group, gather_once
 from odb_factory.comm.ranks import Ranks
 from odb_factory.config import BUDGETS, ODBConfig, ResolvedConfig
 from odb_factory.data.collate import Collated, trial_batches
-from odb_factory.data.dataloader_parts import DataLoaderParts, dismantle, unwrap
 from odb_factory.data.loader import ODBLoader
-from odb_factory.data.measure import Measure
-from odb_factory.data.observe import PATCHES_KEY, ItemObserver, Observer
+from odb_factory.data.observe import PATCHES_KEY, ItemObserver, Measure, Observer
+from odb_factory.data.order import DataLoaderParts, dismantle, unwrap
 from odb_factory.data.progress import OptimizerStepRule
 from odb_factory.data.serialize import Picklable
 from odb_factory.log import get_logger

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from odb_factory.data.measure import IGNORE_INDEX
+from odb_factory.data.observe import IGNORE_INDEX
 from odb_factory.data.order import OF_MICRO_BATCH, OF_STEP, StockMean
 from odb_factory.errors import ConfigError
 from odb_factory.log import get_logger

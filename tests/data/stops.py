@@ -16,9 +16,9 @@ from torch.utils.data import IterableDataset
 from toy import pad
 
 from odb_factory.config import ODBConfig
-from odb_factory.data.dataloader_parts import DataLoaderParts
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.observe import RowDropped
+from odb_factory.data.order import DataLoaderParts
 from odb_factory.data.progress import OptimizerStepRule
 from odb_factory.data.samples import MicroBatch
 from odb_factory.planning import Cost

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from odb_factory.data.measure import IGNORE_INDEX, count_patches, count_supervised, measure_batch
+from odb_factory.data.observe import IGNORE_INDEX, count_patches, count_supervised, measure_batch
 from odb_factory.data.samples import Measured
 
 GRIDS = [[1, 4, 6], [2, 4, 4]]  # 24 + 32 patches

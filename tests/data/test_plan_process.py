@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader
 from toy import Rows, pad
 
 from odb_factory.config import ODBConfig
-from odb_factory.data.dataloader_parts import dismantle
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.observe import ItemObserver
+from odb_factory.data.order import dismantle
 from odb_factory.data.processes import PlanProcess
 from odb_factory.data.progress import OptimizerStepRule
 from odb_factory.errors import DataError

@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, RandomSampler
 
-from odb_factory.data.dataloader_parts import dismantle
-from odb_factory.data.order import FINGERPRINTED, ShardSampler, Share, Start
+from odb_factory.data.order import FINGERPRINTED, ShardSampler, Share, Start, dismantle
 
 
 @given(st.integers(0, 150), st.integers(1, 4), st.integers(1, 20), st.integers(0, 9), st.integers(0, 150))

@@ -26,9 +26,8 @@ from distributed.launch import free_port
 
 from odb_factory.comm.ranks import Ranks
 from odb_factory.config import ODBConfig
-from odb_factory.data.dataloader_parts import DataLoaderParts
 from odb_factory.data.loader import ODBLoader
-from odb_factory.data.order import StockMean
+from odb_factory.data.order import DataLoaderParts, StockMean
 from odb_factory.data.progress import OptimizerStepRule
 from odb_factory.planning import Cost
 

@@ -21,8 +21,8 @@ from distributed.rows import row
 from support import MARK, end_marked_processes, marked_processes, proc_words, shimmed, training_config, write_dataset
 
 from odb_factory.config import ODBConfig
-from odb_factory.data.dataloader_parts import DataLoaderParts
 from odb_factory.data.loader import ODBLoader
+from odb_factory.data.order import DataLoaderParts
 from odb_factory.data.progress import OptimizerStepRule
 
 LIMIT_S = 10

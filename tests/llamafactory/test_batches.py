@@ -14,9 +14,9 @@ from stock import load_data, load_stock
 from support import training_config, write_dataset
 
 from odb_factory.config import ODBConfig
-from odb_factory.data.dataloader_parts import DataLoaderParts
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.observe import ObservedDataset
+from odb_factory.data.order import DataLoaderParts
 from odb_factory.data.progress import OptimizerStepRule
 from odb_factory.data.samples import Rejection
 from odb_factory.data.serialize import unpack

@@ -29,7 +29,7 @@ from llamafactory.model.patcher import patch_processor
 from PIL import Image
 
 from odb_factory.data.flat import FlatLayout, LayoutError, flatten
-from odb_factory.data.measure import measure_batch
+from odb_factory.data.observe import measure_batch
 from odb_factory.data.serialize import pack, unpack
 from odb_factory.llamafactory.attach import PADS_TILES
 from odb_factory.llamafactory.dataset import OnlineDataset, OpenMedia, RowObserver

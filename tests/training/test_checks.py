@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from odb_factory import Collation, ConfigError, Cost, DataError, ODBConfig, enable_odb
-from odb_factory.data.measure import count_supervised, measure_batch
+from odb_factory.data.observe import count_supervised, measure_batch
 from odb_factory.training.checks import check_arguments
 
 CONFIG = ODBConfig(token_budget=1024)

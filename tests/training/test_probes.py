@@ -20,7 +20,7 @@ from training.test_enable import BLOCK, make
 from transformers import Trainer, TrainerCallback
 
 from odb_factory import ConfigError, enable_odb
-from odb_factory.data.dataloader_parts import dismantle
+from odb_factory.data.order import dismantle
 from odb_factory.training import probes
 
 original_step, original_loss, original_backward = Trainer.training_step, Trainer.compute_loss, Accelerator.backward
