@@ -56,6 +56,14 @@ def test_readme_is_short_and_leads_everywhere() -> None:
     assert all(f"(docs/{page.name})" in readme for page in ROOT.glob("docs/*.md"))
 
 
+def test_guarantees_name_tests_that_are_there() -> None:
+    page = (ROOT / "docs" / "guarantees.md").read_text(encoding="utf-8")
+    named = re.findall(r"\(\.\./(tests/[\w/]+\.py)\)`::(\w+)`", page)
+    assert len(named) > 15
+    for path, test in named:
+        assert f"def {test}(" in (ROOT / path).read_text(encoding="utf-8"), f"{path}::{test}"
+
+
 def test_readme_shows_what_was_measured() -> None:
     """Its first table and those of its results are the ones that `all.py --publish` wrote."""
     readme, page = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/benchmarks.md"))
