@@ -7,7 +7,7 @@ import math
 import mmap
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -28,7 +28,6 @@ SUMMARY = (
     "balance", "patch_balance", "moved", "moved_bytes", "oom_cuts", "lost_weight", "data_wait_s", "seconds",
 )  # fmt: skip
 """Entries of `odb_summary.json`. These names are public."""
-CLOCK = ("started", "seconds_before")
 
 
 @dataclass
@@ -57,8 +56,7 @@ class StepStatistics:
     oom_cuts: int = 0
     lost_weight: float = 0.0
     data_wait_s: float = 0.0
-    seconds_before: float = 0.0
-    started: float = field(default_factory=time.perf_counter)
+    seconds: float = 0.0
 
     def add(self, totals: MicroStepTotals, world_size: int) -> None:
         """Count a micro-step over all ranks."""
@@ -82,11 +80,9 @@ class StepStatistics:
         self.lost_weight += sum(row.share for row in rows)
         self.idle_micro_batches += sum(row.empties for row in rows)
 
-    def wait(self, seconds: float) -> None:
-        """Count time spent waiting for data. The clock starts with the wait before the first micro-step."""
-        if not self.micro_steps and not self.data_wait_s:
-            self.started = time.perf_counter() - seconds
-        self.data_wait_s += seconds
+    def since(self, before: StepStatistics) -> StepStatistics:
+        """What was added to these sums after a copy of them was made."""
+        return StepStatistics(**{name: value - getattr(before, name) for name, value in vars(self).items()})
 
     @property
     def padding_ratio(self) -> float:
@@ -111,18 +107,6 @@ class StepStatistics:
         mean = self.units / self.optimizer_steps
         return math.sqrt(max(self.squared_units / self.optimizer_steps - mean**2, 0.0)) / mean
 
-    @property
-    def seconds(self) -> float:
-        return self.seconds_before + time.perf_counter() - self.started
-
-    def state_dict(self) -> dict[str, Any]:
-        """Arguments of a `StepStatistics` that continues these sums."""
-        return {**self.sums(), "seconds_before": self.seconds}
-
-    def sums(self) -> dict[str, float]:
-        """The sums alone, without the clock."""
-        return {name: value for name, value in vars(self).items() if name not in CLOCK}
-
     def summary(self) -> dict[str, float]:
         return {name: getattr(self, name) for name in SUMMARY}
 
@@ -139,7 +123,7 @@ class StepStatistics:
             "odb/tokens_per_micro_step": round(self.tokens / micro_steps, 1),
             "odb/units_per_step": round(self.units / optimizer_steps, 1),
             "odb/budget_use": round(self.padded_tokens / (micro_steps * world_size * token_budget), 4),
-            "odb/samples_per_second": round(self.samples / self.seconds, 3),
+            "odb/samples_per_second": round(self.samples / self.seconds, 3) if self.seconds else 0.0,
             **{
                 f"odb/{name}": round(getattr(self, name), 4)
                 for name in ("units_cv", "padding_ratio", "balance", "patch_balance", "data_wait_s")

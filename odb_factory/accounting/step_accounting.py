@@ -206,14 +206,13 @@ class BatchChecks:
 class Computing:
     """A micro-batch, or a part of one, in forward and backward.
 
-    start: of a part, the number of its first sample in the micro-batch. num_supervised: tokens with a loss, if the
-    loss is a mean over them. is_weighed: the loss has been computed with its weights.
+    num_supervised: tokens with a loss, if the loss is a mean over them. is_weighed: the loss has been computed with its
+    weights.
     """
 
     micro_batch: MicroBatch
     measured: Measured
     loss: MicroBatchLoss
-    start: int = 0
     num_supervised: int | None = None
     is_weighed: bool = False
 
@@ -222,10 +221,6 @@ class Computing:
         """Units that the loss is a mean over (>= 1)."""
         return max(self.measured.units, 1)
 
-    @property
-    def begins_step(self) -> bool:
-        return self.micro_batch.index == self.start == 0
-
 
 class StepAccounting:
     """The accounting of one run of a loader, in a trainer or in a custom loop.
@@ -233,7 +228,8 @@ class StepAccounting:
     audit_dir: folder of `odb_audit_rank{r}.jsonl`, left_out_dir: of `odb_left_out_rank{r}.jsonl`; None: not written.
     optimizer_steps: taken in the run, those before a resume included. num_over_budget: micro-batches of two or more
         samples that the collator made larger than the budget, on all ranks.
-    computing: the micro-batch between `begin` and `end`. interval_before: what `interval_metrics` returned last.
+    computing: the micro-batch between `begin` and `end`. total: the sums of the run; interval: those between the last
+        two calls of `interval_metrics`.
 
     Example::
 
@@ -253,7 +249,7 @@ class StepAccounting:
         left_out_dir: str | Path | None = None,
     ):
         self.loader, self.config = loader, config
-        self.total, self.interval, self.interval_before = StepStatistics(), StepStatistics(), StepStatistics()
+        self.total, self.interval = StepStatistics(), StepStatistics()
         self.optimizer_steps = self.num_over_budget = 0
         self.computing: Computing | None = None
         self._checks = BatchChecks(config, counts_labels=loader.counts_labels)
@@ -265,7 +261,9 @@ class StepAccounting:
             path = Path(left_out_dir) / LEFT_OUT_FILE.format(rank=loader.rank)
             self._left_out_file, loader.left_out.path = Lines(path, "the list of rows left out"), path
         loader.weights = self._shares
-        self._before = StepStatistics()
+        self._at_start, self._at_log = StepStatistics(), StepStatistics()
+        self._clock: float | None = None
+        self._has_logged = True
         self._step: OptimizerStep | None = None
         self._left_out: Counter[str] = Counter()
         self._not_trained = self._overlong = 0
@@ -273,68 +271,66 @@ class StepAccounting:
 
     def next(self, collated: Iterator[Collated]) -> Collated | None:
         """The loader's next micro-batch, None after the last; counts the time spent waiting for it."""
-        asked = time.perf_counter()
+        self._tick()
+        if self._has_logged:  # an interval has no seconds of an evaluation or a save between two optimizer steps
+            self._has_logged, self._at_log.seconds = False, self.total.seconds
+        before = self.total.seconds
         item = next(collated, None)
-        waited = time.perf_counter() - asked
-        self._waited += waited
-        self.total.wait(waited)
-        self.interval.wait(waited)
+        self._tick()
+        self._waited += self.total.seconds - before
+        self.total.data_wait_s += self.total.seconds - before
         return item
 
-    def begin(
-        self,
-        micro_batch: MicroBatch,
-        measured: Measured,
-        labels: Any = None,
-        *,
-        weights: Sequence[float] | None = None,
-        start: int = 0,
-    ) -> Computing:
+    def _tick(self) -> None:
+        """Bring `seconds` up to date; they count from the first call on."""
+        now = time.perf_counter()
+        self.total.seconds += 0.0 if self._clock is None else now - self._clock
+        self._clock = now
+
+    def begin(self, micro_batch: MicroBatch, measured: Measured, labels: Any = None) -> Computing:
         """Check a micro-batch whose forward comes next; its loss is made as the answer's `loss` says.
 
-        labels: as collated ([rows, length]) and not yet moved to an accelerator, if there are any. weights, start: of a
-        part of a micro-batch: its samples' `token_weights` in the whole, and the number of its first sample. Raises
-        `DataError` if the collator has changed what was planned.
+        labels: as collated ([rows, length]) and not yet moved to an accelerator, if there are any. Raises `DataError`
+        if the collator has changed what was planned.
         """
         self._checks(micro_batch, measured, labels)
         step, before = micro_batch.step, self._step
         if before is not None and before.epoch != step.epoch:  # left before its end
             self._end_epoch(before)
         self._step = step
-        if weights is None:
-            weights = token_weights(micro_batch, self.config.loss_scaling, self.loader.world_size)
-        self.computing = Computing(
-            micro_batch, measured, loss_of(weights, micro_batch.units, measured.filler_rows), start
-        )
+        weights = token_weights(micro_batch, self.config.loss_scaling, self.loader.world_size)
+        self.computing = Computing(micro_batch, measured, loss_of(weights, micro_batch.units, measured.filler_rows))
         return self.computing
 
     def end(self) -> None:
         """Count the micro-batch whose backward is done and, with the last one of an optimizer step, that step."""
         done, self.computing = self.computing, None
         assert done is not None, "begin comes first"
-        self.count(done.micro_batch, [done])
+        self.count([done])
 
-    def count(self, micro_batch: MicroBatch, parts: Sequence[Computing]) -> None:
+    def count(self, parts: Sequence[Computing]) -> None:
         """Count a micro-batch as `end` does, which was trained on in these parts."""
+        micro_batch = parts[0].micro_batch
         for part, done in enumerate(parts):
             if self._audit is not None:
                 step = self.optimizer_steps + 1
                 line = audit_line(done.micro_batch, done.measured, done.loss, step, self._waited, part, len(parts))
                 self._audit.add(line)
                 self._waited = 0.0
-        for statistics in (self.total, self.interval):
-            statistics.add(micro_batch.totals, self.loader.world_size)
+        self.total.add(micro_batch.totals, self.loader.world_size)
         if micro_batch.ends_optimizer_step:
             self._end_optimizer_step(micro_batch.step)
 
     def interval_metrics(self) -> dict[str, float]:
         """The `odb/...` entries since the last call."""
-        metrics = self._metrics(self.interval)
-        self.interval_before, self.interval = self.interval, StepStatistics()
-        return metrics
+        self._tick()
+        self.interval = self.total.since(self._at_log)
+        self._at_log, self._has_logged = dataclasses.replace(self.total), True
+        return self._metrics(self.interval)
 
     def metrics(self) -> dict[str, float]:
         """The `odb/...` entries of the whole run."""
+        self._tick()
         return self._metrics(self.total)
 
     def _metrics(self, statistics: StepStatistics) -> dict[str, float]:
@@ -348,7 +344,6 @@ class StepAccounting:
     def cut(self, times: int) -> None:
         """Count micro-batches, or parts of them, of all ranks that were cut in two in an optimizer step."""
         self.total.oom_cuts += times
-        self.interval.oom_cuts += times
 
     def stats(self) -> dict[str, float]:
         """`metrics`, and odb/left_out: rows left out on all ranks; odb/over_budget: micro-batches of all ranks that the
@@ -363,11 +358,12 @@ class StepAccounting:
 
     def since_resume(self, name: str) -> int:
         """A sum of `StepStatistics` since the start of this process."""
-        return getattr(self.total, name) - getattr(self._before, name)
+        return getattr(self.total, name) - getattr(self._at_start, name)
 
     def summary(self) -> dict[str, Any]:
         """The content of `odb_summary.json`; the names are public."""
         self._take_lost()
+        self._tick()
         return {
             "dataset_samples": self.loader.num_samples,
             "optimizer_steps": self.optimizer_steps,
@@ -391,7 +387,7 @@ class StepAccounting:
         """The figures, in JSON types. The loader saves the rows left out in the current epoch."""
         return {
             "optimizer_steps": self.optimizer_steps,
-            "total": self.total.state_dict(),
+            "total": vars(self.total).copy(),
             "over_budget": self.num_over_budget,
             "left_out": dict(self._left_out),
             "not_trained": self._not_trained,
@@ -400,7 +396,7 @@ class StepAccounting:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.resume_at(state["optimizer_steps"])
-        self.total, self._before = StepStatistics(**state["total"]), StepStatistics(**state["total"])
+        self.total, self._at_start, self._at_log = (StepStatistics(**state["total"]) for _ in range(3))
         self.num_over_budget = state["over_budget"]
         self._left_out = Counter(state["left_out"])
         self._not_trained, self._overlong = state["not_trained"], state["overlong"]
@@ -431,8 +427,7 @@ class StepAccounting:
         self.num_over_budget += lost.over_budget
         if lost.rows:
             self._left_out[COLLATION] += lost.rows
-        for statistics in (self.total, self.interval):
-            statistics.lose(lost.late)
+        self.total.lose(lost.late)
 
     def _end_optimizer_step(self, step: OptimizerStep) -> None:
         self.optimizer_steps += 1
@@ -443,8 +438,7 @@ class StepAccounting:
                 self._left_out_file.add({**row, "optimizer_step": self.optimizer_steps})
         for file in self._files:
             file.flush()
-        for statistics in (self.total, self.interval):
-            statistics.add_optimizer_step(step)
+        self.total.add_optimizer_step(step)
         if step.last:
             self._end_epoch(step)
 

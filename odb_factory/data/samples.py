@@ -120,8 +120,9 @@ class MicroBatch:
     step: the optimizer step that it is a part of. index: its number in it, from 0.
     samples: in batch order; empty on an idle micro-batch.
     totals: the micro-step over all ranks.
-    whole, numbers: where rows were lost after the step began, the micro-batch as planned, by which the others are
-        weighed, and the places of `samples` in it.
+    whole, numbers: of a part, the micro-batch that it was taken from, by which its samples are weighed, and their
+        places in it. A part remains when rows are lost after the step began; `oom: split` cuts a micro-batch in two.
+    start: of a part that was cut, the number of its first sample in the micro-batch as collated before.
     """
 
     step: OptimizerStep
@@ -130,16 +131,20 @@ class MicroBatch:
     totals: MicroStepTotals
     whole: MicroBatch | None = None
     numbers: tuple[int, ...] = ()
+    start: int = 0
 
     def only(self, numbers: Sequence[int]) -> MicroBatch:
-        """The same with these of its samples alone; its totals stay."""
-        places = tuple(self.numbers[i] for i in numbers) if self.whole is not None else ()
-        return replace(self, samples=tuple(self.samples[i] for i in numbers), numbers=places)
+        """The part with these of its samples: they weigh as in the whole, and its totals stay."""
+        return replace(self, samples=tuple(self.samples[i] for i in numbers), whole=self, numbers=tuple(numbers))
 
     def without(self, numbers: Sequence[int]) -> MicroBatch:
-        """The same without these of its samples, which were lost after its step began: the others weigh as planned."""
-        kept = tuple(i for i in range(len(self.samples)) if i not in numbers)
-        return replace(self.only(kept), whole=self, numbers=kept)
+        """The part without these of its samples, which were lost after its step began."""
+        return self.only([i for i in range(len(self.samples)) if i not in numbers])
+
+    def cut(self, at: int) -> tuple[MicroBatch, MicroBatch]:
+        """Two parts, the second from sample number `at` on."""
+        first, second = self.only(range(at)), self.only(range(at, len(self.samples)))
+        return first, replace(second, start=self.start + at)
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -165,6 +170,10 @@ class MicroBatch:
     @property
     def num_units(self) -> int:
         return sum(self.units)
+
+    @property
+    def begins_optimizer_step(self) -> bool:
+        return self.index == self.start == 0
 
     @property
     def ends_optimizer_step(self) -> bool:

@@ -176,7 +176,8 @@ class StepKL:
 
     def _estimate(self, computing: Computing) -> Estimate:
         whole = self._estimates[computing.micro_batch.index]
-        mine = slice(computing.start, computing.start + max(len(computing.micro_batch.ids), 1))
+        start = computing.micro_batch.start
+        mine = slice(start, start + max(len(computing.micro_batch.ids), 1))
         return Estimate(whole.tags[mine], whole.kl[mine], whole.sft_factor[mine])
 
 
@@ -207,7 +208,7 @@ class ExampleMetrics(PreferenceMetrics):
         self.num_examples.clear()
 
     def add(self, computing: Computing, metrics: dict[str, Any]) -> None:
-        if computing.begins_step:
+        if computing.micro_batch.begins_optimizer_step:
             self.num_examples.update(self.step_kl.num_examples)
             self.sums["kl"] += self.step_kl.kl if self.trainer.args.process_index == 0 else 0.0
         known = {key.format(kind) for key in KEYS_OF_A_KIND for kind in KINDS}

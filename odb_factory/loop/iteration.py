@@ -307,7 +307,7 @@ class Iteration:
                     self.accounting.optimizer_steps + 1,
                 )
                 labels = collated.get("labels") if isinstance(collated, Mapping) else None
-                self.accounting.begin(micro_batch, measured, labels, weights=info.token_weights)
+                self.accounting.begin(micro_batch, measured, labels)
                 if not self._has_said:
                     self._has_said = True
                     log_first_step(loader, self.config, micro_batch.step, in_loop=True)

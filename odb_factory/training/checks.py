@@ -32,10 +32,11 @@ logger = get_logger(__name__)
 HEADS_WITHOUT_A_SHIFT = ("ForMultipleChoice", "ForNextSentencePrediction", "ForPreTraining")
 """Heads missing in transformers' table of losses."""
 SHARED_REPLICA = ("tp_size", "cp_size", "sp_size")
-MODEL_SIZES = ("_tp_size", "tp_size")
-OVERRIDDEN = ("train", "get_train_dataloader", "training_step", "compute_loss", "create_scheduler")
-BELOW = ("get_batch_samples",)
-"""Not overridden, and relied on."""
+DEEPSPEED_REPLICA = (
+    "tensor_parallel.autotp_size", "tensor_parallel.tp_size", "sequence_parallel.size", "sequence_parallel_size",
+)  # fmt: skip
+METHODS = ("train", "get_train_dataloader", "training_step", "compute_loss", "create_scheduler", "get_batch_samples")
+"""Methods of the Trainer that odb overrides, and one that it relies on."""
 STEP_IN_BACKWARD = ("lomo", "adalomo")
 ENGINES = ("torch", "accelerate", "deepspeed")
 """Packages whose hooks on gradients add up and synchronise gradients only."""
@@ -49,9 +50,8 @@ def check_arguments(args: Any, config: ODBConfig, memory_meter: PeakMeter | None
 
     memory_meter: of `enable_odb`, by which budgets of `auto` can be chosen on a CPU.
     """
-    for is_refused, message in _rules(args, config, memory_meter):
-        if is_refused:
-            raise ConfigError(message)
+    for message in _refused(args, config, memory_meter):
+        raise ConfigError(message)
     if getattr(args.accelerator_config, "split_batches", False):
         logger.warning("accelerator_config.split_batches: True has no effect with odb, where no batch is cut apart")
     if getattr(args, "group_by_length", False) or getattr(args, "train_sampling_strategy", None) == "group_by_length":
@@ -61,87 +61,84 @@ def check_arguments(args: Any, config: ODBConfig, memory_meter: PeakMeter | None
         )
 
 
-def _rules(args: Any, config: ODBConfig, memory_meter: PeakMeter | None) -> Iterator[tuple[bool, str]]:
-    """Whether the arguments break a rule, and the message."""
+def _refused(args: Any, config: ODBConfig, memory_meter: PeakMeter | None) -> Iterator[str]:
+    """Why these arguments cannot work."""
     deepspeed = deepspeed_config(args)
-    optimizer = str(getattr(args.optim, "value", args.optim))
-    yield (
-        args.gradient_accumulation_steps < 1,
-        f"gradient_accumulation_steps: {args.gradient_accumulation_steps} is not the number of micro-batches of an "
-        "optimizer step; choose 1 or more.",
-    )
-    yield (
-        args.max_steps <= 0 and args.num_train_epochs <= 0,
-        f"num_train_epochs: {args.num_train_epochs} leaves nothing to train on; choose more than 0, or set max_steps.",
-    )
-    # All ranks must be data-parallel ranks.
-    for name in SHARED_REPLICA:
-        size = getattr(getattr(args, "parallelism_config", None), name, None)
-        yield _shares_replica(f"parallelism_config.{name}", size)
-    for key, name in (
-        ("tensor_parallel", "autotp_size"),
-        ("tensor_parallel", "tp_size"),
-        ("sequence_parallel", "size"),
-    ):
-        section = deepspeed.get(key)
-        yield _shares_replica(f"deepspeed {key}.{name}", section.get(name) if isinstance(section, dict) else None)
-    yield _shares_replica("deepspeed sequence_parallel_size", deepspeed.get("sequence_parallel_size"))
+    if args.gradient_accumulation_steps < 1:
+        yield (
+            f"gradient_accumulation_steps: {args.gradient_accumulation_steps} is not the number of micro-batches of an "
+            "optimizer step; choose 1 or more."
+        )
+    if args.max_steps <= 0 and args.num_train_epochs <= 0:
+        yield (
+            f"num_train_epochs: {args.num_train_epochs} leaves nothing to train on; choose more than 0, or set "
+            "max_steps."
+        )
+    parallelism = getattr(args, "parallelism_config", None)
+    sizes = {f"parallelism_config.{name}": getattr(parallelism, name, None) for name in SHARED_REPLICA}
+    for path in DEEPSPEED_REPLICA:
+        section: Any = deepspeed
+        for name in path.split("."):
+            section = section.get(name) if isinstance(section, dict) else None
+        sizes[f"deepspeed {path}"] = section
+    yield from _sharing_a_replica(sizes)
     zero = deepspeed.get("zero_optimization", {})
     if zero.get("stage") == 2 and _offloads_optimizer(zero):
         release = metadata.version("deepspeed")
+        if Version(release) < SUMS_OFFLOADED_GRADIENTS:
+            yield (
+                f"deepspeed: release {release} loses the gradients of micro-batches with ZeRO-2 and offload_optimizer "
+                "(without odb too, from gradient_accumulation_steps: 3 on); install "
+                f"deepspeed>={SUMS_OFFLOADED_GRADIENTS}, use ZeRO-3, or remove offload_optimizer."
+            )
+    if args.n_gpu > 1:
         yield (
-            Version(release) < SUMS_OFFLOADED_GRADIENTS,
-            f"deepspeed: release {release} loses the gradients of micro-batches with ZeRO-2 and offload_optimizer "
-            "(without odb too, from gradient_accumulation_steps: 3 on); install "
-            f"deepspeed>={SUMS_OFFLOADED_GRADIENTS}, use ZeRO-3, or remove offload_optimizer.",
+            f"n_gpu: {args.n_gpu} devices in one process (DataParallel) would cut every batch apart; start one "
+            "process a device with torchrun (FORCE_TORCHRUN=1), or show it one device."
         )
-    yield (
-        args.n_gpu > 1,
-        f"n_gpu: {args.n_gpu} devices in one process (DataParallel) would cut every batch apart; start one "
-        "process a device with torchrun (FORCE_TORCHRUN=1), or show it one device.",
-    )
-    yield (
-        optimizer.endswith("_layerwise") or optimizer in STEP_IN_BACKWARD,
-        f"optim: {optimizer!r} changes weights in every backward, of which odb makes several an optimizer step; "
-        "choose another optimizer, or train without odb.",
-    )
-    yield (
-        args.auto_find_batch_size,
-        "auto_find_batch_size: True does not go with odb, which sizes batches by tokens; remove the key and "
-        "lower `token_budget` if memory is short.",
-    )
-    yield (
-        bool(getattr(args.accelerator_config, "dispatch_batches", None)),
-        "accelerator_config.dispatch_batches: True does not go with odb, where every rank forms its own batches; "
-        "remove the key or set it to false.",
-    )
-    scheduler = deepspeed.get("scheduler") or {}
-    yield (
-        bool(scheduler) and not config.keeps,
-        f"deepspeed: the scheduler {scheduler.get('type')!r} in its config counts optimizer steps, which "
-        "`global_batch_size: fill` does not know ahead; remove `scheduler` there and use lr_scheduler_type, or "
-        "keep the optimizer steps.",
-    )
-    if config.has_auto:
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    if optimizer.endswith("_layerwise") or optimizer in STEP_IN_BACKWARD:
         yield (
-            memory_meter is None and memory.find_meter(args.device) is None,
+            f"optim: {optimizer!r} changes weights in every backward, of which odb makes several an optimizer step; "
+            "choose another optimizer, or train without odb."
+        )
+    if args.auto_find_batch_size:
+        yield (
+            "auto_find_batch_size: True does not go with odb, which sizes batches by tokens; remove the key and "
+            "lower `token_budget` if memory is short."
+        )
+    if getattr(args.accelerator_config, "dispatch_batches", None):
+        yield (
+            "accelerator_config.dispatch_batches: True does not go with odb, where every rank forms its own batches; "
+            "remove the key or set it to false."
+        )
+    scheduler = deepspeed.get("scheduler")
+    if scheduler and not config.keeps:
+        yield (
+            f"deepspeed: the scheduler {scheduler.get('type')!r} in its config counts optimizer steps, which "
+            "`global_batch_size: fill` does not know ahead; remove `scheduler` there and use lr_scheduler_type, or "
+            "keep the optimizer steps."
+        )
+    if config.has_auto and memory_meter is None and memory.find_meter(args.device) is None:
+        yield (
             f"odb.{config.auto_keys[0]}: 'auto' tries micro-batches on an accelerator, and this training runs on the "
-            "CPU; set a number (`odb-factory plan` says what it does with the data).",
+            "CPU; set a number (`odb-factory plan` says what it does with the data)."
         )
-    why = why_not_split(args) if config.oom == "split" else None
-    yield (
-        why is not None,
-        f"odb.oom: 'split' works in one process, with DDP and ZeRO-1, and {why}; leave it out (raise), and lower "
-        "token_budget if memory is short.",
-    )
+    if config.oom == "split" and (why := why_not_split(args)) is not None:
+        yield (
+            f"odb.oom: 'split' works in one process, with DDP and ZeRO-1, and {why}; leave it out (raise), and lower "
+            "token_budget if memory is short."
+        )
 
 
-def _shares_replica(what: str, size: Any) -> tuple[bool, str]:
-    return (
-        isinstance(size, int) and size > 1,
-        f"{what}: {size} ranks would share one replica of the model and have to see the same batches, which odb "
-        "does not support; set it to 1 (ZeRO, FSDP and HSDP are supported).",
-    )
+def _sharing_a_replica(sizes: Mapping[str, Any]) -> Iterator[str]:
+    """All ranks must be data-parallel ranks. sizes: number of ranks that share a replica, by setting."""
+    for what, size in sizes.items():
+        if isinstance(size, int) and size > 1:
+            yield (
+                f"{what}: {size} ranks would share one replica of the model and have to see the same batches, which "
+                "odb does not support; set it to 1 (ZeRO, FSDP and HSDP are supported)."
+            )
 
 
 def _offloads_optimizer(zero: Mapping[str, Any]) -> bool:
@@ -207,12 +204,11 @@ def _check_model_parallelism(trainer: Any) -> None:
     """The model as loaded and accelerate as started (also from its environment variables) share no replica."""
     model = unwrapped(trainer.model)
     parallelism = getattr(trainer.accelerator, "parallelism_config", None)
-    found = [("the model's tensor parallel size (tp_plan)", getattr(model, name, None)) for name in MODEL_SIZES]
-    found += [(f"accelerate's {name}", getattr(parallelism, name, None)) for name in SHARED_REPLICA]
-    for what, size in found:
-        is_refused, message = _shares_replica(what, size)
-        if is_refused:
-            raise ConfigError(message)
+    size = max(getattr(model, name, None) or 1 for name in ("_tp_size", "tp_size"))
+    sizes = {"the model's tensor parallel size (tp_plan)": size}
+    sizes |= {f"accelerate's {name}": getattr(parallelism, name, None) for name in SHARED_REPLICA}
+    for message in _sharing_a_replica(sizes):
+        raise ConfigError(message)
     if parallelism is None:
         return
     # HSDP: replicas of shards. The data-parallel ranks are all ranks, so the default group is theirs.
@@ -288,7 +284,7 @@ def _check_labels(model: Any) -> None:
 
 def check_methods(trainer: Any) -> None:
     """Refuse a trainer whose methods have been replaced, so that odb's would not be called or would not be right."""
-    for name in (*OVERRIDDEN, *BELOW):
+    for name in METHODS:
         if name in vars(trainer):
             found = vars(trainer)[name]
             raise ConfigError(

@@ -7,7 +7,7 @@ import json
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,12 +16,12 @@ from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from odb_factory.accounting.losses import sum_of_losses, token_weights
+from odb_factory.accounting.losses import sum_of_losses
 from odb_factory.accounting.step_accounting import Computing
 from odb_factory.comm.gloo import Group
 from odb_factory.config import ODBConfig
 from odb_factory.data.collate import Collated
-from odb_factory.data.samples import Measured, MicroBatch, Sample
+from odb_factory.data.samples import Measured, MicroBatch, Task
 from odb_factory.errors import ConfigError, ODBError, OutOfMemoryError
 from odb_factory.log import get_logger
 from odb_factory.planning import Budget, Limits
@@ -134,54 +134,6 @@ def peak_memory(device: torch.device) -> str | None:
     except (AttributeError, RuntimeError):
         return None
     return f"{peak / GIB:.2f} of {total / GIB:.2f} GiB on {device}"
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# `Part`: samples of a micro-batch that go through the model by themselves, because memory does not hold all of them.
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """samples: those collated, in the order of `whole.ids` from number `start` on; of an idle micro-batch the sample it
-    is run with.
-
-        first, second = Part(micro_batch, loader.samples_of(micro_batch)).cut(loader.budget)
-    """
-
-    whole: MicroBatch
-    samples: list[Sample]
-    start: int = 0
-
-    @property
-    def is_whole(self) -> bool:
-        return self.whole.idle or len(self.samples) == len(self.whole.ids)
-
-    @property
-    def micro_batch(self) -> MicroBatch:
-        """The micro-batch as if it had these samples alone; its figures of all ranks stay."""
-        if self.is_whole:
-            return self.whole
-        return self.whole.only(range(self.start, self.start + len(self.samples)))
-
-    def take(self, of_whole: Sequence[T]) -> tuple[T, ...]:
-        """The entries of these samples in a list with one entry for each sample of the whole."""
-        return tuple(of_whole[self.start : self.start + len(self.samples)])
-
-    def cut(self, budget: Budget) -> tuple[Part, Part]:
-        """Two parts of which the larger is as small as can be: by tokens or patches as collated, whichever is more.
-
-        There are two samples or more. budget: of the plan, which knows what the collator adds.
-        """
-        costs = [sample.cost for sample in self.samples]
-        rows, length, patches = budget.shape(costs)
-
-        def share(part: tuple[int, int, int]) -> float:
-            return max(part[0] * part[1] / (rows * length), part[2] / max(patches, 1))
-
-        at = min(range(1, len(costs)), key=lambda at: max(share(budget.shape(one)) for one in (costs[:at], costs[at:])))
-        return Part(self.whole, self.samples[:at], self.start), Part(self.whole, self.samples[at:], self.start + at)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -319,12 +271,28 @@ def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 # reported that its part of the optimizer step went through.
 
 
+def cut(task: Task, budget: Budget) -> list[Task]:
+    """Two parts of which the larger is as small as can be: by tokens or patches as collated, whichever is more.
+
+    There are two samples or more. budget: of the plan, which knows what the collator adds.
+    """
+    micro_batch, samples = task
+    costs = [sample.cost for sample in samples]
+    rows, length, patches = budget.shape(costs)
+
+    def share(part: tuple[int, int, int]) -> float:
+        return max(part[0] * part[1] / (rows * length), part[2] / max(patches, 1))
+
+    at = min(range(1, len(costs)), key=lambda at: max(share(budget.shape(one)) for one in (costs[:at], costs[at:])))
+    return list(zip(micro_batch.cut(at), (samples[:at], samples[at:])))
+
+
 @dataclass(slots=True)
 class _Attempt:
-    """An optimizer step on this rank. parts: the pieces of each micro-batch; done: pieces computed since the last
-    restart of the step; losses: theirs. cuts, lowered: since the first attempt."""
+    """An optimizer step on this rank. tasks: the parts of each micro-batch; done: those computed since the step was
+    restarted; losses: theirs. cuts, lowered: since the first attempt."""
 
-    parts: list[list[Part]] = field(default_factory=list)
+    tasks: list[list[Task]] = field(default_factory=list)
     done: list[list[Computing]] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
     cuts: int = 0
@@ -346,41 +314,32 @@ class SplitSteps:
         if self._synchronizer is None:
             is_zero = trainer.accelerator.distributed_type == DistributedType.DEEPSPEED
             self._synchronizer = ZeRO1(model, trainer.accelerator) if is_zero else DDP(model, self.exchange.world_size)
-        step = _Attempt()
+        step, loader = _Attempt(), self.run.loader
         for collated in micro_batches:
             box = [collated]
             del collated  # the box holds the only reference
             micro_batch = box[0][0]
-            step.parts.append([Part(micro_batch, self.run.loader.samples_of(micro_batch))])
+            task = micro_batch, loader.samples_of(micro_batch)
+            step.tasks.append([task])
             step.done.append([])
-            if not self._runs(trainer, step, step.parts[-1][0], box):
-                self._restart(trainer, step)
+            is_done = self._runs(trainer, step, task, box)
+            while not is_done:
+                self._synchronizer.zero_grad()
+                step.done, step.losses = [[] for _ in step.tasks], []
+                tasks = [task for tasks in step.tasks for task in tasks]
+                is_done = all(self._runs(trainer, step, task, [loader.collate(*task)]) for task in tasks)
             if not micro_batch.ends_optimizer_step:
                 trainer.control = trainer.callback_handler.on_substep_end(trainer.args, trainer.state, trainer.control)
         self._agree(step)
-        for parts, done in zip(step.parts, step.done):
-            self.run.accounting.count(parts[0].whole, done)
+        for done in step.done:
+            self.run.accounting.count(done)
         return sum_of_losses(step.losses, skip_non_finite=trainer.args.logging_nan_inf_filter)
 
     def close(self, *, failed: bool = False) -> None:
         """Safe to call twice. failed: the training ends by an error."""
         self.exchange.close(failed=failed)
 
-    def _restart(self, trainer: Any, step: _Attempt) -> None:
-        """Compute all parts of the micro-batches so far, until each went through."""
-        assert self._synchronizer is not None
-        while True:
-            self._synchronizer.zero_grad()
-            step.done, step.losses = [[] for _ in step.parts], []
-            if all(
-                self._runs(trainer, step, part, [self._collated(part)]) for parts in step.parts for part in [*parts]
-            ):
-                return
-
-    def _collated(self, part: Part) -> Collated:
-        return self.run.loader.collate(part.micro_batch, part.samples)
-
-    def _runs(self, trainer: Any, step: _Attempt, part: Part, box: list[Collated]) -> bool:
+    def _runs(self, trainer: Any, step: _Attempt, task: Task, box: list[Collated]) -> bool:
         """Forward and backward of a part; False if memory did not hold it, and it was cut in two.
 
         The error refers to the frames that raised it, and these to what fills the memory: it is released after the
@@ -389,14 +348,13 @@ class SplitSteps:
         assert self._synchronizer is not None
         run, (micro_batch, measured, batch) = self.run, box.pop()
         try:
-            weights = token_weights(part.whole, run.config.loss_scaling, run.loader.world_size)
-            run.begin_micro_batch(micro_batch, measured, batch, weights=part.take(weights), start=part.start)
+            run.begin_micro_batch(micro_batch, measured, batch)
             with self._synchronizer.alone():
                 loss = trainer.odb_forward_backward(self._synchronizer.local, measured, [batch])
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            if len(part.samples) == 1:
+            if len(task[1]) == 1:
                 raise self.watch.error(micro_batch, measured, run.optimizer_steps + 1) from error
             what = self.watch.what(micro_batch, measured, run.optimizer_steps + 1)
             _forget(error)
@@ -412,9 +370,9 @@ class SplitSteps:
         clear_device_cache(garbage_collection=True)
         step.cuts += 1
         step.lowered = self.watch.lower(measured).least(step.lowered)
-        parts = step.parts[micro_batch.index]
-        at = parts.index(part)
-        parts[at : at + 1] = part.cut(run.loader.budget)
+        tasks = step.tasks[micro_batch.index]
+        at = tasks.index(task)
+        tasks[at : at + 1] = cut(task, run.loader.budget)
         logger.warning("%s; oom: split: it is cut in two, and the optimizer step is restarted on this rank", what)
         return False
 

@@ -49,7 +49,7 @@ class PreferenceMetrics(ABC):
         stored = self.trainer._stored_metrics["train"]
         if not stored:  # they have been logged
             self.forget()
-        if computing.begins_step:
+        if computing.micro_batch.begins_optimizer_step:
             self._begin(computing.micro_batch.step)
         self.add(computing, metrics)
         stored.clear()
@@ -98,7 +98,7 @@ class PairMetrics(PreferenceMetrics):
     def add(self, computing: Computing, metrics: dict[str, Any]) -> None:
         step = computing.micro_batch.step
         of_step = step.num_stock_means if self.trainer.odb.run.config.loss_scaling == "stock" else step.units
-        if computing.begins_step:
+        if computing.micro_batch.begins_optimizer_step:
             self.total += of_step
         for key, value in metrics.items():
             self.sums[key] += 0.0 if computing.micro_batch.idle else value * computing.loss.scale * of_step

@@ -6,7 +6,7 @@ import math
 import os
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -90,7 +90,7 @@ class RunLog(TrainerCallback):
             "logs": {key: value for key, value in (logs or {}).items() if isinstance(value, int | float)},
         }
         if "odb/balance" in line["logs"] and "loss" in line["logs"]:  # the Trainer's own entry, not the last one
-            line |= {"sums": run.accounting.interval_before.sums(), "rows": run.accounting.rows_apart()}
+            line |= {"sums": vars(run.accounting.interval), "rows": run.accounting.rows_apart()}
         self._write(line, args.output_dir)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -242,24 +242,13 @@ class ODBRun:
 
     # Its steps
 
-    def begin_micro_batch(
-        self,
-        micro_batch: MicroBatch,
-        measured: Measured,
-        batch: Any,
-        *,
-        weights: Sequence[float] | None = None,
-        start: int = 0,
-    ) -> None:
-        """Its forward comes next; until `accounting.end` its loss is made as `accounting.computing` says.
-
-        weights, start: of a part of a micro-batch, as `StepAccounting.begin` takes them.
-        """
+    def begin_micro_batch(self, micro_batch: MicroBatch, measured: Measured, batch: Any) -> None:
+        """Its forward comes next; until `accounting.end` its loss is made as `accounting.computing` says."""
         labels = batch.get("labels") if self._looks_at_labels and isinstance(batch, Mapping) else None
         self.step = micro_batch.step
         if self.fill is not None and micro_batch.index == 0:
             self.fill.advance(self.optimizer_steps + 1, self.epoch)
-        computing = self.accounting.begin(micro_batch, measured, labels, weights=weights, start=start)
+        computing = self.accounting.begin(micro_batch, measured, labels)
         if labels is not None and (supervised := int((labels[:, 1:] != IGNORE_INDEX).sum())) == measured.units:
             computing.num_supervised = supervised
 

@@ -224,4 +224,5 @@ def test_waiting_for_the_loader_is_counted() -> None:
     accounting, items = _accounting(), iter([1])
     assert accounting.next(items) == 1 and accounting.next(items) is None  # type: ignore[arg-type]
     assert accounting.metrics()["odb/data_wait_s"] >= 0
+    accounting.interval_metrics()
     assert accounting.total.data_wait_s == accounting.interval.data_wait_s > 0

@@ -27,7 +27,7 @@ from odb_factory.config import LOSS_SCALINGS
 from odb_factory.data.samples import Measured, MicroBatch, Sample
 from odb_factory.errors import CollectiveError, OutOfMemoryError
 from odb_factory.planning import Budget, Cost
-from odb_factory.training.oom import MemoryWatch, Part, is_out_of_memory
+from odb_factory.training.oom import MemoryWatch, cut, is_out_of_memory
 
 LIMIT_S = 300
 KINDS = ("gradients", "parameters")
@@ -250,22 +250,26 @@ def micro_batch(samples: list[Sample]) -> MicroBatch:
     ],
 )
 def test_the_larger_part_is_as_small_as_can_be(samples: list[Sample], layout: str, cut_at: int) -> None:
-    whole = Part(micro_batch(samples), samples)
-    first, second = whole.cut(Budget(1000, layout=layout))
-    assert (first.samples, second.samples) == (samples[:cut_at], samples[cut_at:])
-    assert [one.micro_batch for one in (first, second)] == [micro_batch(one.samples) for one in (first, second)]
-    assert second.cut(Budget(1000))[1].start > cut_at if len(second.samples) > 1 else True
+    parts = cut((micro_batch(samples), samples), Budget(1000, layout=layout))
+    assert [of_part for _, of_part in parts] == [samples[:cut_at], samples[cut_at:]]
+    assert [part.samples for part, _ in parts] == [micro_batch(of_part).samples for _, of_part in parts]
+    assert [part.begins_optimizer_step for part, _ in parts] == [True, False]
+    again = cut(parts[1], Budget(1000))
+    assert again[0][0].start == cut_at < again[1][0].start
 
 
 @pytest.mark.parametrize("scaling", LOSS_SCALINGS)
 def test_parts_weigh_what_they_do_in_the_whole(scaling: str) -> None:
     samples = [sample(0, 9), sample(1, 4), sample(2, 30), sample(3, 5)]
-    whole = Part(micro_batch(samples), samples)
-    weights = token_weights(whole.whole, scaling, 2)
-    parts = whole.cut(Budget(1000))
-    assert sum((part.take(weights) for part in parts), ()) == weights
-    losses = [loss_of(part.take(weights), part.micro_batch.units) for part in parts]
-    assert sum(loss.scale for loss in losses) == pytest.approx(loss_of(weights, whole.whole.units).scale)
+    whole = micro_batch(samples)
+    weights = token_weights(whole, scaling, 2)
+    halves = cut((whole, samples), Budget(1000))
+    tasks = [task for half in halves for task in (cut(half, Budget(1000)) if len(half[1]) > 1 else [half])]
+    parts = [part for part, _ in tasks]
+    assert len(parts) > 2
+    assert sum((token_weights(part, scaling, 2) for part in parts), ()) == weights
+    losses = [loss_of(token_weights(part, scaling, 2), part.units) for part in parts]
+    assert sum(loss.scale for loss in losses) == pytest.approx(loss_of(weights, whole.units).scale)
 
 
 @pytest.mark.parametrize(
