@@ -1,1 +1,1 @@
-"""What was trained on: loss weights, checks, figures, audit. Trainers and loops of your own use the same."""
+"""What was trained on: loss weights, checks, figures, audit. Trainers and custom loops use the same."""

@@ -31,7 +31,7 @@ from odb_factory.model.head import WithoutLogits
 # All sums are known from the plan, so no communication is needed.
 
 IN_BATCH = (
-    "compares the samples of a micro-batch with each other (in-batch negatives), and odb decides anew in each "
+    "compares the samples of a micro-batch with each other (in-batch negatives), and odb decides in each "
     "optimizer step which samples share one; train without odb"
 )
 _IN_BATCH_LOSSES = (
@@ -131,12 +131,12 @@ def weighted_token_loss(
     if segments and (rows, length) != (1, sum(segments)):
         raise DataError(
             f"the model computes its loss over logits of {rows} rows of {length} tokens and the micro-batch is one row "
-            f"of {sum(segments)}, so the weights of its samples cannot be told; set `loss_scaling: exact`."
+            f"of {sum(segments)}, so the weights of its samples are unknown; set `loss_scaling: exact`."
         )
     if not segments and rows != len(row_weights):
         raise DataError(
             f"the model computes its loss over logits of {rows} rows and the micro-batch has {len(row_weights)} "
-            "samples, so their weights cannot be told; set `loss_scaling: exact`."
+            "samples, so their weights are unknown; set `loss_scaling: exact`."
         )
     if shift_labels is None:
         assert labels is not None
@@ -241,7 +241,7 @@ class TokenLoss:
             raise ConfigError(
                 f"odb.loss_scaling: {self._loss_scaling!r} gives the samples of a micro-batch different weights, and "
                 f"{self._name} computes its loss without transformers' ForCausalLMLoss (by a fused kernel such as "
-                "Liger's, or by code of its own), which odb does not replace: "
+                "Liger's, or by custom code), which odb does not replace: "
                 f"{self.without_logits.reason or 'its forward was not reached'}; set `loss_scaling: exact`, or turn "
                 "the kernel off."
             )

@@ -104,7 +104,7 @@ class BatchChecks:
     """Call it with each micro-batch, the shape of its collated tensors and, if there are any, its labels.
 
     Raises `DataError` if the collator has left out samples, has left out or moved labels that the loss is weighed by,
-    or if the samples' weights differ and their rows (flat: segments) cannot be told apart. Warns once of each kind: a
+    or if the samples' weights differ and it does not make one row (flat: segment) of each. Warns once of each kind: a
     sample beyond a budget, a micro-batch that grew beyond one in the collator, samples that share one row although they
     are not flat, rows in another order than their ids. Labels are read before they go to an accelerator.
     counts_labels: units are counted from labels; else a `cost_fn` gives them.
@@ -189,8 +189,8 @@ class BatchChecks:
         self._warn_once(
             "over budget",
             f"rows {list(micro_batch.ids)} were collated to {shape}, above the budget of {budget}: the collator adds "
-            "more than the plan knows of, or cost_fn says less than there is; tell what it adds (collation=) or lower "
-            "the budget if memory is short",
+            "more than the plan knows of, or cost_fn returns less than there is; give what it adds (collation=) or "
+            "lower the budget if memory is short",
         )
 
     def _warn_once(self, kind: str, message: str) -> None:

@@ -196,7 +196,7 @@ def state_bytes(trainer: Any) -> int:
         return sum(_state_of(optimizer, weights) for weights in by_kind.values())
     except Exception as error:
         raise ConfigError(
-            f"odb.token_budget: 'auto' cannot tell how much memory {type(optimizer).__name__} will need "
+            f"odb.token_budget: 'auto' cannot measure the memory that {type(optimizer).__name__} will need "
             f"({one_line(error)}); set a number."
         ) from error
 

@@ -276,55 +276,21 @@ NUM_BLOCKS = 66
 NICENESS = 10
 
 
-class Hashing:
-    """Hashes checkpoints one after the other, in a thread of low priority.
-
-    `after` names a checkpoint that is written. It is hashed from `begin` on, which is called when callbacks have seen
-    it (some rewrite its files).
-    """
-
-    def __init__(self, rank: int, *, writes_common: bool):
-        self._rank, self._writes_common = rank, writes_common
-        self._next: Path | None = None
-        self._stopped = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def after(self, folder: Path) -> None:
-        self._next = folder
-
-    def begin(self) -> None:
-        if self._next is None:
-            return
-        folder, self._next = self._next, None
-        self._stopped.clear()
-        self._thread = threading.Thread(target=self._run, args=(folder,), name="odb-checkpoint-hashes", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Give up unfinished hashes: the folder may be deleted or written again."""
-        self._next = None
-        self._stopped.set()
-        self.wait()
-
-    def wait(self) -> None:
-        """Return when all is hashed."""
-        self.begin()
-        if self._thread is not None:
-            self._thread.join()
-
-    def _run(self, folder: Path) -> None:
-        with contextlib.suppress(AttributeError, OSError):  # of this thread alone, on Linux
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
-        try:
-            files = {}
-            for path in files_of(folder):
-                if rank_of(path) == self._rank or (rank_of(path) is None and self._writes_common):
-                    files[path.relative_to(folder).as_posix()] = entry_of(path, self._stopped)
-            if not self._stopped.is_set():
-                write_checked(folder / HASHES.format(rank=self._rank), {"files": files})
-        except OSError as error:
-            if folder.is_dir():  # else the Trainer has deleted it
-                logger.warning("%s: its hashes cannot be written (%s); training continues", folder, one_line(error))
+def write_hashes(folder: Path, rank: int, *, writes_common: bool, stopped: threading.Event) -> None:
+    """Hash the files that this rank has written; nothing is written if `stopped` is set before the end. Runs in a
+    thread, with low priority. writes_common: this rank hashes the files of all ranks too."""
+    with contextlib.suppress(AttributeError, OSError):  # of this thread alone, on Linux
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+    try:
+        files = {}
+        for path in files_of(folder):
+            if rank_of(path) == rank or (rank_of(path) is None and writes_common):
+                files[path.relative_to(folder).as_posix()] = entry_of(path, stopped)
+        if not stopped.is_set():
+            write_checked(folder / HASHES.format(rank=rank), {"files": files})
+    except OSError as error:
+        if folder.is_dir():  # else the Trainer has deleted it
+            logger.warning("%s: its hashes cannot be written (%s); training continues", folder, one_line(error))
 
 
 def entry_of(path: Path, stopped: threading.Event | None = None) -> dict[str, Any]:
@@ -826,11 +792,30 @@ class CheckpointSaver:
         self._trainer = trainer
         self.exchange = Group(None, silence_s, "agreements of an optimizer step")
         self._step: _StepBegin | None = None
-        self._hashing = Hashing(trainer.args.process_index, writes_common=trainer.args.should_save)
+        self._saved: Path | None = None
+        self._hashing: threading.Thread | None = None
+        self._stopped = threading.Event()
 
     def begin_hashing(self) -> None:
-        """Callbacks have seen the checkpoint that was saved last."""
-        self._hashing.begin()
+        """Hash the checkpoint that was saved last: callbacks have seen it (some rewrite its files)."""
+        if self._saved is not None:
+            args = self._trainer.args
+            hashes = partial(
+                write_hashes, self._saved, args.process_index, writes_common=args.should_save, stopped=self._stopped
+            )
+            self._hashing = threading.Thread(target=hashes, name="odb-checkpoint-hashes", daemon=True)
+            self._hashing.start()
+            self._saved = None
+
+    def _end_hashing(self, *, is_stopped: bool) -> None:
+        """is_stopped: give up unfinished hashes, because the folder may be deleted or written again."""
+        if is_stopped:
+            self._saved = None
+            self._stopped.set()
+        self.begin_hashing()
+        if self._hashing is not None:
+            self._hashing.join()
+        self._stopped.clear()
 
     def step_is_asked_for(self) -> None:
         """This rank leaves the end of the optimizer step before; it may wait for the others from here on."""
@@ -851,7 +836,7 @@ class CheckpointSaver:
     def saving(self, folder: Path) -> Iterator[None]:
         """Within it the Trainer writes its files to `folder`. Collective."""
         trainer, step = self._trainer, self._step
-        self._hashing.stop()
+        self._end_hashing(is_stopped=True)
         self._begin(folder)
         for callback in trainer.callback_handler.callbacks:
             if isinstance(callback, CheckpointMark):
@@ -867,14 +852,11 @@ class CheckpointSaver:
             return
         if self._marks:
             write_marker(folder, trainer.odb.run.loader.world_size, trainer.state.global_step)
-        self._hashing.after(folder)
+        self._saved = folder
 
     def close(self, *, failed: bool = False) -> None:
         """failed: the training ends by an error, so other ranks may wait."""
-        if failed:
-            self._hashing.stop()
-        else:
-            self._hashing.wait()
+        self._end_hashing(is_stopped=failed)
         self.exchange.close(failed=failed)
 
     def _begin(self, folder: Path) -> None:

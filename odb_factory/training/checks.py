@@ -217,7 +217,7 @@ def _check_model_parallelism(trainer: Any) -> None:
     if replicas * shards not in (1, ranks) and trainer.odb.settings.process_group is None:
         raise ConfigError(
             f"parallelism_config: dp_replicate_size {replicas} x dp_shard_size {shards} is not the {ranks} ranks of "
-            "this training, so its data-parallel ranks cannot be told; give them as enable_odb(process_group=...)."
+            "this training, so its data-parallel ranks are unknown; give them as enable_odb(process_group=...)."
         )
 
 

@@ -18,7 +18,7 @@ from odb_factory.errors import ConfigError
 from odb_factory.memory import PeakMeter
 from odb_factory.planning import Collation
 from odb_factory.training.checks import check_arguments, check_dummy_media, check_methods, check_stream
-from odb_factory.training.state import ODBSettings, ODBState
+from odb_factory.training.session import ODBSettings, Session
 from odb_factory.training.trainer import ODBTrainerMixin
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def enable_odb(
         memory_meter=memory_meter,
         about=about or {},
     )
-    trainer.odb = ODBState(trainer, settings)
+    trainer.odb = Session(trainer, settings)
     return trainer
 
 

@@ -114,7 +114,7 @@ class RunLog(TrainerCallback):
         except (OSError, ConfigError) as error:
             self._is_over = True
             logger.warning(
-                "%s cannot be written (%s), so `odb-factory report` will know less; training goes on",
+                "%s cannot be written (%s), so `odb-factory report` will know less; training continues",
                 Path(folder) / RUN_LOG_FILE,
                 one_line(error.__cause__ or error),
             )

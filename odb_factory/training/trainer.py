@@ -38,7 +38,7 @@ from odb_factory.training.checkpoint import CheckpointMark, CheckpointSaver, Pre
 from odb_factory.training.checks import check_trainer, compare_output_dirs
 from odb_factory.training.fill_schedule import scale_learning_rate
 from odb_factory.training.run import ODBRun, RunLog
-from odb_factory.training.state import HideArguments, ODBState, RunArguments, Source
+from odb_factory.training.session import HideArguments, RunArguments, Session, lacks_columns
 from odb_factory.training.trainer_loss import log_what_differs, without_average_tokens
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -71,7 +71,7 @@ class TrainLoader:
     given that one, which they may iterate.
     """
 
-    def __init__(self, odb: ODBState, run: ODBRun, main_input: str, stock: Any):
+    def __init__(self, odb: Session, run: ODBRun, main_input: str, stock: Any):
         self._odb, self.run, self.main_input, self.stock = odb, run, main_input, stock
         self.dataset = run.loader.dataset
         self._is_settled = False
@@ -137,7 +137,7 @@ logger = get_logger(__name__)
 class ODBCallback(TrainerCallback):
     """Runs before the other callbacks."""
 
-    def __init__(self, odb: ODBState):
+    def __init__(self, odb: Session):
         self.odb: Any = odb
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -202,7 +202,7 @@ class ODBTrainerMixin(Base):
     odb: settings and run; None: stock behaviour. Outside of `train()` everything is stock's.
     """
 
-    odb: ODBState | None = None
+    odb: Session | None = None
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         odb = self.odb
@@ -245,7 +245,7 @@ class ODBTrainerMixin(Base):
             return result
 
     @contextlib.contextmanager
-    def _odb_callbacks(self, odb: ODBState, preemption: Preemption) -> Iterator[None]:
+    def _odb_callbacks(self, odb: Session, preemption: Preemption) -> Iterator[None]:
         """The Trainer's callbacks as a run needs them."""
         assert odb.arguments is not None
         callbacks = self.callback_handler.callbacks
@@ -264,14 +264,14 @@ class ODBTrainerMixin(Base):
         stock, odb = super().get_train_dataloader(), self.odb
         if odb is None or odb.saver is None or odb.run is not None:
             return stock
-        source, settings = Source(stock), odb.settings
-        if settings.observer is None and Source.lacks_columns(stock, self.train_dataset, settings.cost_fn):
+        whole, settings = None, odb.settings
+        if settings.observer is None and lacks_columns(stock, self.train_dataset, settings.cost_fn):
             self.args.remove_unused_columns = False
             try:
-                source = Source(stock, super().get_train_dataloader())
+                whole = super().get_train_dataloader()
             finally:
                 self.args.remove_unused_columns = True
-        return TrainLoader(odb, odb.begin(source), getattr(self.model, "main_input_name", "input_ids"), stock)
+        return TrainLoader(odb, odb.begin(stock, whole), getattr(self.model, "main_input_name", "input_ids"), stock)
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Samples of an optimizer step, as the Trainer logs them."""

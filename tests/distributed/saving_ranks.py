@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from training.test_resume import history, train
+from training.test_resume import train
 from training.test_saving import KEEP, Signalled, terminate
+from training.toy_training import history
 from transformers import Trainer, TrainerCallback
 
 from odb_factory import ODBError

@@ -14,12 +14,12 @@ import torch
 from distributed.ranks import run_ranks
 from support import read_audit
 from toy import NUM_ROWS, Stream, pad
-from training.test_enable import audit, ids, make
+from training.toy_training import audit, ids, losses, make
 from transformers import Trainer
 
 from odb_factory import ConfigError, ODBDataLoader, enable_odb
 from odb_factory.memory import CPUMeter
-from odb_factory.training import state
+from odb_factory.training import session
 
 MIB = 2**20
 CAPACITY = 40 * MIB
@@ -60,7 +60,7 @@ class Watch:
     def __init__(self) -> None:
         self.chosen: list[Any] = []
         self.changed: list[str] = []
-        self._search = state.choose_budgets
+        self._search = session.choose_budgets
 
     def __call__(self, trainer: Any, *args: Any) -> Any:
         before = state_of(trainer)
@@ -73,19 +73,15 @@ class Watch:
 @pytest.fixture
 def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
     found = Watch()
-    monkeypatch.setattr(state, "choose_budgets", found)
+    monkeypatch.setattr(session, "choose_budgets", found)
     return found
 
 
 def trained(folder: Path, model: Path, capacity: int | None, block: dict[str, Any], **changes: Any) -> Trainer:
-    trainer = make(Trainer, model, folder, **{"gradient_accumulation_steps": 2} | changes)
+    trainer = make(model, folder, **{"gradient_accumulation_steps": 2} | changes)
     enable_odb(trainer, memory_meter=None if capacity is None else CPUMeter(capacity), **BLOCK | block)
     trainer.train(resume_from_checkpoint=changes.get("resume_from_checkpoint"))
     return trainer
-
-
-def losses(trainer: Trainer) -> list[float]:
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 @pytest.mark.parametrize("block", [{"layout": "padded"}, {"layout": "flat", "global_batch_size": "fill"}])
@@ -121,7 +117,7 @@ def test_a_resume_keeps_what_was_chosen_unless_it_is_told_a_number(tiny_text, tm
     checkpoint = str(tmp_path / "checkpoint-2")
 
     def resumed(folder: str, capacity: int | None, block: dict[str, Any]) -> Trainer:
-        trainer = make(Trainer, tiny_text, tmp_path / folder, gradient_accumulation_steps=2, max_steps=3)
+        trainer = make(tiny_text, tmp_path / folder, gradient_accumulation_steps=2, max_steps=3)
         enable_odb(trainer, memory_meter=None if capacity is None else CPUMeter(capacity), **BLOCK | block)
         trainer.train(resume_from_checkpoint=checkpoint)
         return trainer
@@ -146,7 +142,7 @@ class Jumps(Trainer):
 
 
 def test_running_out_of_memory_is_a_bound(tiny_text, tmp_path, watch) -> None:
-    trainer = make(Jumps, tiny_text, tmp_path, gradient_accumulation_steps=2)
+    trainer = make(tiny_text, tmp_path, gradient_accumulation_steps=2, trainer_class=Jumps)
     enable_odb(trainer, memory_meter=CPUMeter(CAPACITY), token_budget="auto", layout="flat", **BLOCK)
     trainer.train()
     (found,) = watch.chosen
@@ -176,7 +172,7 @@ def test_where_nothing_can_be_tried(tiny_text, tmp_path) -> None:
 def on_two_ranks(rank: int, model: str, output_dir: str, deepspeed: dict[str, Any] | None = None) -> dict[str, Any]:
     """One rank has less memory than the other. Returns what was chosen, what was left behind, and two trainings."""
     os.environ["LOCAL_RANK"] = str(rank)
-    watch = state.choose_budgets = Watch()
+    watch = session.choose_budgets = Watch()
     folder = Path(output_dir, str(rank))
     capacity = CAPACITY - rank * 10 * MIB
     block = {"token_budget": "auto", "layout": "flat"}

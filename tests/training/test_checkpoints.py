@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 from toy import NUM_ROWS
-from training.test_resume import BLOCK, FILL, audit, train
+from training.test_resume import BLOCK, FILL, train
+from training.toy_training import audit
 from transformers import Trainer
 
 from odb_factory.cli.main import doctor
@@ -37,7 +38,7 @@ STEPS = 4
 
 @pytest.fixture(scope="module")
 def run(tiny_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that was stopped behind optimizer step 4 of its epoch, with a checkpoint of every step."""
+    """A run that was stopped after optimizer step 4 of its epoch, with a checkpoint of every step."""
     folder = tmp_path_factory.mktemp("run")
     train(tiny_text, folder, block=BLOCK, stop=STEPS, num_train_epochs=1)
     return folder
@@ -45,7 +46,7 @@ def run(tiny_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def filled(tiny_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same with `fill`, where going on needs the states of all ranks."""
+    """The same with `fill`, where a resume needs the states of all ranks."""
     folder = tmp_path_factory.mktemp("filled")
     train(tiny_text, folder, block=FILL, stop=STEPS, num_train_epochs=1)
     return folder
@@ -103,59 +104,58 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
 }
 
 
-def is_one_line_with(error: ODBError, *words: str) -> bool:
-    return "\n" not in str(error) and all(word in str(error) for word in words)
+def refused(asked: Any, **options: Any) -> str:
+    """The one line that says why it is not resumed."""
+    with pytest.raises(ODBError) as caught:
+        find(asked, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def passed_over(run: Path, folder: Path, file: str, damage: Callable[[Path], Any]) -> Path:
+    """A checkpoint with this file damaged, alone; beside older ones the newest undamaged of these is taken."""
+    asked = copied(run, folder / "two", 2, 3, 4)
+    damage(asked / file)
+    assert find(asked) == asked.with_name("checkpoint-3")
+    damage(asked.with_name("checkpoint-3") / file)
+    assert find(True, output_dir=asked.parent) == asked.with_name("checkpoint-2")
+    alone = copied(run, folder / "alone", 4)
+    damage(alone / file)
+    return alone
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_state_is_refused_or_the_older_checkpoint_taken(run: Path, tmp_path, damage: str, log) -> None:
-    alone = copied(run, tmp_path / "alone", 4)
-    DAMAGES[damage](alone / RANK_0)
-    with pytest.raises(DataError) as caught:
-        find(str(alone))
-    assert is_one_line_with(caught.value, str(alone / RANK_0), "name an older checkpoint", "resume: ignore_data")
+    alone = passed_over(run, tmp_path, RANK_0, DAMAGES[damage])
+    assert f"two/checkpoint-4/{RANK_0}" in log.text and "resuming checkpoint-2" in log.text
+    line = refused(str(alone))
+    assert all(words in line for words in (str(alone / RANK_0), "name an older checkpoint", "resume: ignore_data"))
     assert find(alone, ignore_data=True) == alone
-
-    asked = copied(run, tmp_path / "two", 2, 3, 4)
-    DAMAGES[damage](asked / RANK_0)
-    DAMAGES[damage](asked.with_name("checkpoint-3") / RANK_0)
-    assert find(True, output_dir=asked.parent) == asked.with_name("checkpoint-2")
-    assert str(asked / RANK_0) in log.text and "resuming checkpoint-2" in log.text
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_marker_loses_nothing(run: Path, tmp_path, damage: str, log) -> None:
-    """The older checkpoint is taken; where there is none, the states of all ranks tell the same as a marker."""
-    alone = copied(run, tmp_path / "alone", 4)
-    DAMAGES[damage](alone / MARKER)
+    """The older checkpoint is taken; where there is none, the states of all ranks say the same as a marker."""
+    alone = passed_over(run, tmp_path, MARKER, DAMAGES[damage])
     assert find(alone) == alone
     assert str(alone / MARKER) in log.text and "cut off" in log.text
-    asked = copied(run, tmp_path / "two", 3, 4)
-    DAMAGES[damage](asked / MARKER)
-    assert find(asked) == asked.with_name("checkpoint-3")
 
 
 @pytest.mark.parametrize("damage", [name for name in DAMAGES if name != "edited"])
 def test_without_a_trainer_state_it_is_no_checkpoint(run: Path, tmp_path, damage: str) -> None:
     """Before any weights are loaded; and what does not help is not advised."""
-    alone = copied(run, tmp_path / "alone", 4)
-    DAMAGES[damage](alone / TRAINER_STATE)
+    alone = passed_over(run, tmp_path, TRAINER_STATE, DAMAGES[damage])
     for ignore_data in (False, True):
-        with pytest.raises(DataError) as caught:
-            find(alone, ignore_data=ignore_data)
-        assert is_one_line_with(caught.value, str(alone / TRAINER_STATE), "model_name_or_path")
-        assert "ignore_data" not in str(caught.value)
-    asked = copied(run, tmp_path / "two", 3, 4)
-    DAMAGES[damage](asked / TRAINER_STATE)
-    assert find(asked, ignore_data=True) == find(asked) == asked.with_name("checkpoint-3")
+        line = refused(alone, ignore_data=ignore_data)
+        assert str(alone / TRAINER_STATE) in line and "model_name_or_path" in line and "ignore_data" not in line
+    assert find(tmp_path / "two" / "checkpoint-4", ignore_data=True) == tmp_path / "two" / "checkpoint-2"
 
 
 def test_a_copy_without_our_files_is_not_called_stock(run: Path, tmp_path) -> None:
     alone = copied(run, tmp_path / "alone", 4)
     for path in alone.glob("odb_state*"):
         path.unlink()
-    with pytest.raises(DataError, match="odb_state_rank0.json: it is missing"):
-        find(alone)
+    assert "odb_state_rank0.json: it is missing" in refused(alone)
 
 
 def test_a_checkpoint_that_stock_training_has_overwritten_is_refused(run: Path, tmp_path) -> None:
@@ -165,8 +165,7 @@ def test_a_checkpoint_that_stock_training_has_overwritten_is_refused(run: Path, 
     assert state["stateful_callbacks"][MARK] == {"args": {"optimizer_steps": 4}, "attributes": {}}
     state["stateful_callbacks"][MARK]["args"]["optimizer_steps"] = 2  # stock carries it along
     (alone / TRAINER_STATE).write_text(json.dumps(state))
-    with pytest.raises(DataError, match="was written without odb, and odb_state.* are beside it"):
-        find(alone)
+    assert "was written without odb, and odb_state*.json files are beside it" in refused(alone)
 
 
 def test_what_is_no_checkpoint_is_refused(run: Path, tiny_text: Path, tmp_path) -> None:
@@ -182,11 +181,8 @@ def test_what_is_no_checkpoint_is_refused(run: Path, tiny_text: Path, tmp_path) 
     }
     for asked, words in refused.items():
         for ignore_data in (False, True):
-            with pytest.raises(ODBError) as caught:
-                find(asked, output_dir=tmp_path / "empty", ignore_data=ignore_data)
-            assert is_one_line_with(caught.value, words), caught.value
-    with pytest.raises(ConfigError, match="holds no checkpoint"):
-        find(True, output_dir=tmp_path / "nowhere")
+            assert words in refused(asked, output_dir=tmp_path / "empty", ignore_data=ignore_data)
+    assert "holds no checkpoint" in refused(True, output_dir=tmp_path / "nowhere")
     assert find(None) is find(False) is find("") is None
     with pytest.raises(ConfigError, match="5 is no folder"):
         train(tiny_text, tmp_path / "out", resume=5, block=BLOCK)
@@ -223,15 +219,10 @@ def sharded(path: Path) -> None:
 def test_a_damaged_file_of_the_trainer_is_refused_or_the_older_checkpoint_taken(
     run: Path, tmp_path, file: str, damage: Callable[[Path], Any], words: str, log
 ) -> None:
-    """Before the model is loaded; the Trainer would go on with a fresh optimizer, or end in safetensors' own error."""
-    alone = copied(run, tmp_path / "alone", 4)
-    damage(alone / file)
-    with pytest.raises(DataError) as caught:
-        find(alone)
-    assert is_one_line_with(caught.value, str(alone), words, "name an older checkpoint")
-    asked = copied(run, tmp_path / "two", 3, 4)
-    damage(asked / file)
-    assert find(asked) == asked.with_name("checkpoint-3")
+    """Before the model is loaded; the Trainer would continue with a fresh optimizer, or end in safetensors' error."""
+    alone = passed_over(run, tmp_path, file, damage)
+    line = refused(alone)
+    assert str(alone) in line and words in line and "name an older checkpoint" in line
     assert words in log.text
 
 
@@ -280,9 +271,7 @@ def test_doctor_compares_a_checkpoint_in_full(run: Path, tmp_path: Path, capsys,
     assert "no hash" in capsys.readouterr().out
     monkeypatch.setattr(module, "WHOLE_UP_TO", 1000)  # as if the model had more than 1 GiB
     monkeypatch.setattr(module, "BLOCK", 10)
-    hashing = module.Hashing(0, writes_common=True)
-    hashing.after(asked)
-    hashing.wait()
+    module.write_hashes(asked, 0, writes_common=True, stopped=threading.Event())
     assert doctor([str(asked)]) == 0
     assert "66 blocks" in capsys.readouterr().out
     with (asked / "model.safetensors").open("r+b") as file:
@@ -306,25 +295,19 @@ def path_outside(path: Path) -> None:
     path.write_text(json.dumps({"weight_map": {"lm_head.weight": "../../x"}}))
 
 
-@pytest.mark.parametrize(
-    ("file", "damage"),
-    [
-        (RANK_0, nested),
-        (TRAINER_STATE, nested),
-        (TRAINER_STATE, callbacks_as_a_list),
-        ("model.safetensors.index.json", nested),
-        ("model.safetensors.index.json", path_outside),
-    ],
-)
+INDEX = "model.safetensors.index.json"
+HOSTILE = [(RANK_0, nested), (TRAINER_STATE, nested), (TRAINER_STATE, callbacks_as_a_list), (INDEX, nested)]
+
+
+@pytest.mark.parametrize(("file", "damage"), [*HOSTILE, (INDEX, path_outside)])
 def test_hostile_files_are_passed_over(
     run: Path, tmp_path: Path, file: str, damage: Callable[[Path], None], log
 ) -> None:
     """Never a traceback, which on one rank alone would leave the others waiting."""
-    asked = copied(run, tmp_path, 3, 4)
-    (tmp_path / "checkpoint-²").mkdir()
-    damage(asked / file)
-    assert find(asked) == asked.with_name("checkpoint-3")
-    assert str(asked / file) in log.text
+    (tmp_path / "two").mkdir()
+    (tmp_path / "two" / "checkpoint-²").mkdir()
+    passed_over(run, tmp_path, file, damage)
+    assert f"two/checkpoint-4/{file}" in log.text
 
 
 def test_a_stock_checkpoint_that_says_it_is_incomplete(tiny_text: Path, tmp_path: Path, log) -> None:
@@ -345,15 +328,14 @@ def test_ignore_data_takes_a_model_without_its_optimizer_and_says_so(run: Path, 
     assert "so the optimizer would restart" in log.text
     assert rows_of(tmp_path, 0) == ONCE
     truncate(tmp_path / "checkpoint-4" / "scheduler.pt")
-    with pytest.raises(DataError, match="scheduler.pt: it was cut off"):
-        find(checkpoint, ignore_data=True)
+    assert "scheduler.pt: it was cut off" in refused(checkpoint, ignore_data=True)
 
 
-# Trainings that go on
+# Trainings that are resumed
 
 
 def rows_of(folder: Path, before: int) -> Counter:
-    """Rows of the audit: those up to optimizer step `before`, and those of the run that went on from there."""
+    """Rows of the audit: those up to optimizer step `before`, and those of the resumed run."""
     lines = audit(folder)
     return Counter(row for line in lines[:before] + lines[STEPS:] for row in line["ids"])
 
@@ -383,7 +365,7 @@ def test_ignore_data_goes_on_whatever_the_state_is_in(run: Path, tiny_text, tmp_
 
 
 class KilledWhenSaving(Trainer):
-    """Dies behind the Trainer's part of the checkpoint of step 4, when the older ones have been deleted."""
+    """Dies after the Trainer's part of the checkpoint of step 4, when the older ones have been deleted."""
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         super()._save_checkpoint(*args, **kwargs)

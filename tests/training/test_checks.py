@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from toy import NUM_ROWS, Rows, item, pad
-from training.test_enable import BLOCK, FILL, arguments, audit, ids, make
+from training.toy_training import BLOCK, FILL, arguments, audit, ids, make, train
 from transformers import (
     BertConfig,
     BertForTokenClassification,
@@ -89,8 +89,7 @@ REFUSED: list[tuple[Callable[[Trainer], None], str]] = [
 
 @pytest.mark.parametrize(("change", "match"), REFUSED, ids=[match for _, match in REFUSED])
 def test_a_trainer_that_cannot_work_is_refused(tiny_text, tmp_path, change: Any, match: str) -> None:
-    trainer = make(Trainer, tiny_text, tmp_path)
-    enable_odb(trainer, **BLOCK)
+    trainer = make(tiny_text, tmp_path, block=BLOCK)
     change(trainer)
     refuses(trainer, match)
 
@@ -119,7 +118,7 @@ def test_max_patches_holds_where_the_trainer_removes_the_column_that_tells(tiny_
     """I4. Columns that the model does not take are counted from, and do not reach the collator."""
     column = "odb_n_patches" if told_by == "odb_n_patches" else "width"
     rows = datasets.Dataset.from_list([item(k) | {column: 100, "note": "text"} for k in range(NUM_ROWS)])
-    trainer = make(Trainer, tiny_text, tmp_path, rows)
+    trainer = make(tiny_text, tmp_path, rows)
     keys: list[set[str]] = []
 
     def collate(items: list[dict[str, Any]]) -> Any:
@@ -150,7 +149,7 @@ class PadsTo32:
 
 def test_the_padding_of_a_collator_counts_inside_the_trainers_wrapper(tiny_text, tmp_path) -> None:
     """I4. The Trainer wraps its collator where the dataset is not one of `datasets`."""
-    trainer = make(Trainer, tiny_text, tmp_path)
+    trainer = make(tiny_text, tmp_path)
     trainer.data_collator = PadsTo32()
     enable_odb(trainer, **BLOCK)
     trainer.train()
@@ -192,8 +191,7 @@ def test_parallelism_of_accelerate_is_refused(tiny_text, tmp_path, name: str) ->
     args.parallelism_config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
     check_arguments(args, CONFIG)
     # Started by `accelerate launch`, it is in accelerate alone.
-    trainer = make(Trainer, tiny_text, tmp_path)
-    enable_odb(trainer, **BLOCK)
+    trainer = make(tiny_text, tmp_path, block=BLOCK)
     trainer.accelerator.state.parallelism_config = ParallelismConfig(**{name: 2})
     try:
         refuses(trainer, f"^accelerate's {name}: 2 ranks")
@@ -224,27 +222,24 @@ def test_arguments_that_cannot_work_are_refused(tmp_path, name: str, value: Any,
 
 
 def test_fewer_patches_than_the_collator_adds(tiny_text, tmp_path) -> None:
-    trainer = make(Trainer, tiny_text, tmp_path)
+    trainer = make(tiny_text, tmp_path)
     with pytest.raises(ConfigError, match="^odb.max_patches: 1 is less than the 16"):
         enable_odb(trainer, token_budget=256, max_patches=1, collation=Collation(dummy_media_patches=16))
 
 
 def test_drop_last_leaves_out_what_stock_does(tiny_text, tmp_path) -> None:
     """With `fill` there is no such batch."""
-    trainer = make(Trainer, tiny_text, tmp_path, dataloader_drop_last=True)
-    enable_odb(trainer, **BLOCK)
-    trainer.train()
+    trainer = train(tiny_text, tmp_path, dataloader_drop_last=True, block=BLOCK)
     assert trainer.state.global_step == NUM_ROWS // 8
     assert sum(ids(tmp_path).values()) == NUM_ROWS // 8 * 8
-    filled = make(Trainer, tiny_text, tmp_path, dataloader_drop_last=True)
-    enable_odb(filled, **FILL)
+    filled = make(tiny_text, tmp_path, dataloader_drop_last=True, block=FILL)
     refuses(filled, "^drop_last: True .*keep the optimizer steps")
 
 
 def test_fewer_than_half_of_the_budgets_are_worth_a_line(tiny_text, tmp_path, caplog) -> None:
     def said(folder: Path, **block: Any) -> tuple[list[str], list[str]]:
         caplog.clear()
-        enable_odb(make(Trainer, tiny_text, folder, max_steps=1), **BLOCK | block).train()
+        train(tiny_text, folder, max_steps=1, block=BLOCK | block)
         lines = [record.getMessage() for record in caplog.records if record.name.startswith("odb_factory")]
         return [line for line in lines if "as in stock" in line], [line for line in lines if "could be smaller" in line]
 
@@ -257,15 +252,12 @@ def test_fewer_than_half_of_the_budgets_are_worth_a_line(tiny_text, tmp_path, ca
 
 def test_nothing_left_to_train_has_its_summary(tiny_text, tmp_path) -> None:
     """The figures of the run that the checkpoint ended."""
-    first = make(Trainer, tiny_text, tmp_path, save_strategy="epoch")
-    enable_odb(first, **BLOCK)
-    first.train()
+    first = train(tiny_text, tmp_path, save_strategy="epoch", block=BLOCK)
     (checkpoint,) = tmp_path.glob("checkpoint-*")
     summary = json.loads((tmp_path / "odb_summary.json").read_text())
     (tmp_path / "odb_summary.json").unlink()
-    again = make(Trainer, tiny_text, tmp_path)
-    enable_odb(again, **BLOCK)
-    assert again.train(resume_from_checkpoint=str(checkpoint)).global_step == first.state.global_step
+    again = train(tiny_text, tmp_path, block=BLOCK, resume=str(checkpoint))
+    assert again.state.global_step == first.state.global_step
     found = json.loads((tmp_path / "odb_summary.json").read_text())
     for changing in ("seconds", "data_wait_s"):
         del summary[changing], found[changing]
@@ -279,7 +271,7 @@ def test_nothing_left_to_train_has_its_summary(tiny_text, tmp_path) -> None:
 @pytest.mark.parametrize("name", ["get_batch_samples", "training_step", "compute_loss"])
 def test_methods_that_hide_those_of_odb_are_refused(tiny_text, tmp_path, name: str) -> None:
     """Replaced on the object, as unsloth's patches of LLaMA-Factory do it."""
-    trainer = make(Trainer, tiny_text, tmp_path)
+    trainer = make(tiny_text, tmp_path)
     setattr(trainer, name, getattr(trainer, name))
     with pytest.raises(ConfigError, match=f"^enable_odb: {name} of this trainer has been replaced by "):
         enable_odb(trainer, **BLOCK)
@@ -293,7 +285,7 @@ def test_methods_of_unsloth_are_refused(tiny_text, tmp_path, monkeypatch, name: 
     patched.__module__ = "unsloth_zoo.loss_utils"
     monkeypatch.setattr(Trainer, name, patched)
     with pytest.raises(ConfigError, match=rf"^enable_odb: unsloth_zoo.* has taken the place of Trainer.{name}"):
-        enable_odb(make(Trainer, tiny_text, tmp_path), **BLOCK)
+        make(tiny_text, tmp_path, block=BLOCK)
 
 
 @pytest.mark.parametrize("name", ["training_step", "compute_loss"])
@@ -315,7 +307,7 @@ def test_an_override_that_never_calls_super_is_noticed_with_the_first_step(tiny_
                 return super().compute_loss(model, inputs, *args, **kwargs)
             return model(**inputs).loss
 
-    trainer = make(Mine, tiny_text, tmp_path, odb=BLOCK)
+    trainer = make(tiny_text, tmp_path, odb=BLOCK, trainer_class=Mine)
     with pytest.raises(ConfigError, match=f"^{name} of Mine .* super") as refused:
         trainer.train()
     assert "\n" not in str(refused.value)
@@ -334,8 +326,7 @@ def test_a_log_of_ones_own_does_not_end_the_interval(tiny_text, tmp_path) -> Non
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             trainer.log({"loss": 2.0, "mine": 2.0})
 
-    trainer = make(Talks, tiny_text, tmp_path, logging_steps=5, callbacks=[Talker()])
-    enable_odb(trainer, **BLOCK)
+    trainer = make(tiny_text, tmp_path, logging_steps=5, callbacks=[Talker()], trainer_class=Talks, block=BLOCK)
     trainer.train()
     history = trainer.state.log_history
     name = "odb/samples_per_micro_step"
@@ -349,7 +340,7 @@ def test_a_log_of_ones_own_does_not_end_the_interval(tiny_text, tmp_path) -> Non
 def test_active_dropout_is_told_in_one_line(tiny_text, tmp_path, caplog) -> None:
     """Of attention, and of a module such as LLaMA-Factory's value head of a reward model has by default."""
     for attention, head in ((0.0, 0.0), (0.1, 0.0), (0.0, 0.1)):
-        trainer = make(Trainer, tiny_text, tmp_path, max_steps=1)
+        trainer = make(tiny_text, tmp_path, max_steps=1)
         trainer.model.model.layers[0].self_attn.attention_dropout = attention
         trainer.model.summary = torch.nn.Dropout(head)
         enable_odb(trainer, **BLOCK)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import datasets
@@ -13,52 +11,16 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 from toy import NUM_ROWS, Rows, Stream, item, pad
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from training.toy_training import BLOCK, FILL, Rates, audit, ids, losses, make, train
+from transformers import AutoModelForCausalLM, Trainer
 
 from odb_factory import ConfigError, ODBTrainer, ODBTrainerMixin, enable_odb
-
-BLOCK = {"token_budget": 256, "buffer_size": 16, "audit": True}
-FILL = BLOCK | {"global_batch_size": "fill"}
-
-
-def arguments(folder: Path, **changes: Any) -> TrainingArguments:
-    defaults = {
-        "output_dir": str(folder),
-        "use_cpu": True,
-        "report_to": "none",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "learning_rate": 1e-3,
-        "num_train_epochs": 1,
-    }
-    return TrainingArguments(**defaults | changes)
-
-
-def make(trainer: type, model: Path, folder: Path, dataset: Any = None, **changes: Any) -> Trainer:
-    extra = {key: changes.pop(key) for key in ("eval_dataset", "callbacks", "odb") if key in changes}
-    return trainer(
-        model=AutoModelForCausalLM.from_pretrained(model),
-        args=arguments(folder, **changes),
-        train_dataset=Rows() if dataset is None else dataset,
-        data_collator=pad,
-        **extra,
-    )
-
-
-def audit(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / f"odb_audit_rank{rank}.jsonl").read_text().splitlines()]
-
-
-def ids(folder: Path, rank: int = 0) -> Counter:
-    return Counter(row for line in audit(folder, rank) for row in line["ids"])
 
 
 @pytest.mark.parametrize("block", [BLOCK, FILL], ids=["keep", "fill"])
 def test_a_trainer_as_it_is(tiny_text, tmp_path, block: dict[str, Any]) -> None:
     """Default batch size, two epochs, accumulation: every row once an epoch, figures right, evaluation untouched."""
     trainer = make(
-        Trainer,
         tiny_text,
         tmp_path,
         num_train_epochs=2,
@@ -93,13 +55,10 @@ def test_without_it_nothing_changes(tiny_text, tmp_path) -> None:
     class Mixed(ODBTrainerMixin, Trainer):
         pass
 
-    mixed, stock = (make(kind, tiny_text, tmp_path / kind.__name__, max_steps=3) for kind in (Mixed, Trainer))
-    enable_odb(make(Trainer, tiny_text, tmp_path / "other"), **BLOCK)
-    mixed.train()
-    stock.train()
-    assert [entry.get("loss") for entry in mixed.state.log_history] == [
-        entry.get("loss") for entry in stock.state.log_history
-    ]
+    make(tiny_text, tmp_path / "other", block=BLOCK)
+    mixed = train(tiny_text, tmp_path / "Mixed", max_steps=3, trainer_class=Mixed)
+    stock = train(tiny_text, tmp_path / "Trainer", max_steps=3)
+    assert losses(mixed) == losses(stock)
     assert not (tmp_path / "Mixed" / "odb_summary.json").exists()
 
 
@@ -107,8 +66,7 @@ def test_trainers_of_ones_own(tiny_text, tmp_path) -> None:
     class Mine(ODBTrainer):
         pass
 
-    trainer = make(Mine, tiny_text, tmp_path, odb=BLOCK)
-    trainer.train()
+    trainer = train(tiny_text, tmp_path, odb=BLOCK, trainer_class=Mine)
     assert ids(tmp_path) == Counter(range(NUM_ROWS))
     with pytest.raises(ConfigError, match="already"):
         enable_odb(trainer, **BLOCK)
@@ -119,15 +77,13 @@ def test_a_dataloader_of_the_trainers_own_is_respected(tiny_text, tmp_path) -> N
         def get_train_dataloader(self) -> DataLoader:
             return DataLoader(self.train_dataset, batch_size=4, sampler=list(range(10, 20)), collate_fn=pad)
 
-    trainer = make(Mine, tiny_text, tmp_path)
-    enable_odb(trainer, **BLOCK)
-    trainer.train()
+    train(tiny_text, tmp_path, trainer_class=Mine, block=BLOCK)
     assert ids(tmp_path) == Counter(range(10, 20))
 
 
 def test_columns_the_model_does_not_take_never_reach_the_collator(tiny_text, tmp_path) -> None:
     rows = datasets.Dataset.from_list([item(k) | {"note": "not for the model"} for k in range(NUM_ROWS)])
-    trainer = make(Trainer, tiny_text, tmp_path, rows)
+    trainer = make(tiny_text, tmp_path, rows)
     trainer.data_collator = lambda items: pad(items) if all("note" not in item for item in items) else None
     enable_odb(trainer, **BLOCK)
     trainer.train()
@@ -137,9 +93,7 @@ def test_columns_the_model_does_not_take_never_reach_the_collator(tiny_text, tmp
 @pytest.mark.parametrize("block", [BLOCK, FILL], ids=["keep", "fill"])
 @pytest.mark.parametrize(("changes", "epochs"), [({"max_steps": 5}, None), ({"num_train_epochs": 0.5}, 0.5)])
 def test_where_it_ends(tiny_text, tmp_path, changes: dict[str, Any], epochs: float | None, block: dict) -> None:
-    trainer = make(Trainer, tiny_text, tmp_path, **changes)
-    enable_odb(trainer, **block)
-    trainer.train()
+    trainer = train(tiny_text, tmp_path, **changes, block=block)
     done = sum(ids(tmp_path).values())
     assert trainer.state.global_step == trainer.state.max_steps
     if epochs is None:
@@ -151,9 +105,7 @@ def test_where_it_ends(tiny_text, tmp_path, changes: dict[str, Any], epochs: flo
 @pytest.mark.parametrize("block", [BLOCK, FILL], ids=["keep", "fill"])
 def test_a_stream_ends_with_max_steps(tiny_text, tmp_path, block: dict[str, Any]) -> None:
     """Over the end of an epoch, in which every item came once."""
-    trainer = make(Trainer, tiny_text, tmp_path, Stream(), max_steps=12, gradient_accumulation_steps=1)
-    enable_odb(trainer, **block)
-    trainer.train()
+    trainer = train(tiny_text, tmp_path, Stream(), max_steps=12, gradient_accumulation_steps=1, block=block)
     assert trainer.state.global_step == 12
     first = [row for line in audit(tmp_path) if line["epoch"] == 0 for row in line["ids"]]
     assert Counter(first) == Counter(range(NUM_ROWS))
@@ -161,25 +113,16 @@ def test_a_stream_ends_with_max_steps(tiny_text, tmp_path, block: dict[str, Any]
 
 
 def test_warmup_steps_and_the_schedule_end_with_a_filled_run(tiny_text, tmp_path) -> None:
-    rates: list[float] = []
-
-    class Rates(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, lr_scheduler: Any = None, **kwargs: Any) -> None:
-            rates.append(lr_scheduler.get_last_lr()[0])
-
+    rates = Rates()
     changes = {"warmup_steps": 3, "lr_scheduler_type": "linear", "num_train_epochs": 3}
-    trainer = make(Trainer, tiny_text, tmp_path, callbacks=[Rates()], **changes)
-    enable_odb(trainer, **FILL)
-    trainer.train()
-    assert rates[2] == max(rates) == pytest.approx(1e-3)
-    assert rates[-1] == pytest.approx(0, abs=1e-9)
-    assert all(math.isfinite(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry)
+    trainer = train(tiny_text, tmp_path, callbacks=[rates], block=FILL, **changes)
+    assert rates.after[2] == max(rates.after) == pytest.approx(1e-3)
+    assert rates.after[-1] == pytest.approx(0, abs=1e-9)
+    assert all(map(math.isfinite, losses(trainer)))
 
 
 def test_a_checkpoint_is_that_of_the_trainer(tiny_text, tmp_path) -> None:
-    trainer = make(Trainer, tiny_text, tmp_path, save_strategy="epoch")
-    enable_odb(trainer, **BLOCK)
-    trainer.train()
+    trainer = train(tiny_text, tmp_path, save_strategy="epoch", block=BLOCK)
     (checkpoint,) = tmp_path.glob("checkpoint-*")
     saved = AutoModelForCausalLM.from_pretrained(checkpoint)
     assert all(torch.equal(a, b) for a, b in zip(saved.parameters(), trainer.model.parameters(), strict=True))
@@ -188,23 +131,10 @@ def test_a_checkpoint_is_that_of_the_trainer(tiny_text, tmp_path) -> None:
 @pytest.mark.parametrize(("scale", "power"), [("linear", 1.0), ("sqrt", 0.5)])
 def test_learning_rate_scaled_to_the_batch(tiny_text, tmp_path, scale: str, power: float) -> None:
     """By the samples of an optimizer step, once; the schedule runs from there."""
-    rates: list[float] = []
-
-    class Rates(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, lr_scheduler: Any = None, **kwargs: Any) -> None:
-            rates.append(lr_scheduler.get_last_lr()[0])
-
-    changes = {"lr_scheduler_type": "constant", "gradient_accumulation_steps": 2, "callbacks": [Rates()]}
-    trainer = make(Trainer, tiny_text, tmp_path, **changes)
+    rates = Rates()
+    changes = {"lr_scheduler_type": "constant", "gradient_accumulation_steps": 2, "callbacks": [rates]}
     # One window holds everything, so that the estimate is exact.
-    enable_odb(
-        trainer,
-        token_budget=256,
-        global_batch_size="fill",
-        audit=True,
-        lr_scale=scale,
-        lr_reference_samples=4,
-    )
-    trainer.train()
+    block = FILL | {"buffer_size": 1024, "lr_scale": scale, "lr_reference_samples": 4}
+    train(tiny_text, tmp_path, block=block, **changes)
     samples = NUM_ROWS / max(line["optimizer_step"] for line in audit(tmp_path))
-    assert rates == [pytest.approx(1e-3 * (samples / 4) ** power)] * len(rates)
+    assert rates.rates == [pytest.approx(1e-3 * (samples / 4) ** power)] * len(rates.rates)

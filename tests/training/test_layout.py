@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 from distributed.ranks import run_ranks
-from support import read_audit
-from toy import Rows, Stream, pad
+from toy import Stream, pad
+from training import toy_training
 from training.flat_models import ALLOWED, LENGTHS, MIXERS, REFUSED, flat_batch, make_model, samples
-from transformers import LlamaForCausalLM, Trainer, TrainingArguments
+from training.toy_training import audit, losses, make
+from transformers import LlamaForCausalLM, Trainer
 
 from odb_factory import ConfigError, ODBConfig, enable_odb
 from odb_factory.data.collate import rows_to_choose_from
@@ -27,11 +28,6 @@ from odb_factory.model.check import NUM_SAMPLES, Layout, Verdict, models_of, of_
 from odb_factory.planning import Cost
 
 BUDGET = 256
-
-
-def trainer_of(model: Any, folder: Path, **changes: Any) -> Trainer:
-    arguments = {"output_dir": str(folder), "use_cpu": True, "report_to": "none", "save_strategy": "no"}
-    return Trainer(model=model, args=TrainingArguments(**arguments | changes), train_dataset=Rows())
 
 
 def without_rules(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +49,7 @@ def resolve_layout(trainer: Trainer, config: ODBConfig, refused: str | None = No
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_refused_before_a_loader_is_made(kind: str, tmp_path: Path) -> None:
-    trainer = trainer_of(make_model(kind), tmp_path)
+    trainer = make(make_model(kind), tmp_path)
     layout = resolve_layout(trainer, config())
     assert layout.name == "padded"
     assert "computes something else on a flat row" in layout.reason
@@ -65,7 +61,7 @@ def test_refused_before_a_loader_is_made(kind: str, tmp_path: Path) -> None:
 def test_mixers_are_set_up(kind: str, tmp_path: Path) -> None:
     model = make_model(kind)
     before = [dict(vars(part)) for part in model.modules()]
-    layout = resolve_layout(trainer_of(model, tmp_path), config())
+    layout = resolve_layout(make(model, tmp_path), config())
     assert (
         layout.name == "flat" and f"{type(mixers.find(model)[0]).__name__} by padded groups of samples" in layout.reason
     )
@@ -80,28 +76,28 @@ def test_an_unknown_mixer_is_refused_by_name(tmp_path: Path) -> None:
     words = (
         "Conv1d at layers.1.mlp.along of llama is a convolution along the row, which carries one sample into the next"
     )
-    assert words in resolve_layout(trainer_of(model, tmp_path), config()).reason
+    assert words in resolve_layout(make(model, tmp_path), config()).reason
     with pytest.raises(ConfigError, match="odb.layout: 'flat' is not right here: Conv1d.*set `layout: padded`"):
-        resolve_layout(trainer_of(model, tmp_path), config("flat"))
+        resolve_layout(make(model, tmp_path), config("flat"))
 
 
 def test_arguments_that_speak_against_it(tmp_path: Path) -> None:
     model = make_model("llama")
-    assert "neftune" in resolve_layout(trainer_of(model, tmp_path, neftune_noise_alpha=5), config()).reason
-    refused = resolve_layout(trainer_of(model, tmp_path), config(), "the caller says so")
+    assert "neftune" in resolve_layout(make(model, tmp_path, neftune_noise_alpha=5), config()).reason
+    refused = resolve_layout(make(model, tmp_path), config(), "the caller says so")
     assert (refused.name, refused.reason) == ("padded", "the caller says so")
     assert model.config._attn_implementation == "sdpa"
 
 
 def test_a_model_of_ones_own_is_refused(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 2)
-    assert "no model of transformers" in resolve_layout(trainer_of(model, tmp_path), config()).reason
+    assert "no model of transformers" in resolve_layout(make(model, tmp_path), config()).reason
 
 
 def test_old_masks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.5.1+cu124")
     monkeypatch.setattr(check_module.transformers, "__version__", "4.57.1")
-    trainer = trainer_of(make_model("llama", kernel="eager"), tmp_path)
+    trainer = make(make_model("llama", kernel="eager"), tmp_path)
     assert "torch >= 2.6" in resolve_layout(trainer, config()).reason
 
 
@@ -109,13 +105,13 @@ def test_attention_to_the_images_of_a_row_is_refused(tmp_path: Path) -> None:
     """The tiny copy is given text alone."""
     model = make_model("llama")
     model.config.model_type = "mllama"
-    assert "images of that row" in resolve_layout(trainer_of(model, tmp_path), config()).reason
+    assert "images of that row" in resolve_layout(make(model, tmp_path), config()).reason
 
 
 def test_what_samples_of_the_dataset_do_not_reach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks are longer than the rows that the check of the real model reads; those of the tiny copy are not."""
     monkeypatch.setitem(REFUSED, "llama4_text", REFUSED["llama4_text"] | {"attention_chunk_size": 8192})
-    trainer = trainer_of(make_model("llama4_text"), tmp_path)
+    trainer = make(make_model("llama4_text"), tmp_path)
     assert "computes something else on a flat row" in resolve_layout(trainer, config()).reason
     assert check(trainer) is None
 
@@ -131,7 +127,7 @@ def test_a_model_of_which_no_copy_can_be_made_is_checked_on_real_rows(
     model = make_model("llama")
     model.__class__ = Wider
     with caplog.at_level(logging.INFO, "odb_factory"):
-        assert resolve_layout(trainer_of(model, tmp_path), config(layout)).name == "flat"
+        assert resolve_layout(make(model, tmp_path), config(layout)).name == "flat"
     assert [
         line for line in caplog.messages if "checked on real rows alone: a tiny copy of Wider cannot be run" in line
     ]
@@ -143,13 +139,7 @@ def test_a_model_of_which_no_copy_can_be_made_is_checked_on_real_rows(
 @pytest.mark.parametrize(
     ("kernel", "device", "layout", "name", "words"),
     [
-        (
-            "sdpa",
-            "cpu",
-            "auto",
-            "flat",
-            "odb_varlen: sdpa on runs of samples of equal length, because",
-        ),
+        ("sdpa", "cpu", "auto", "flat", "odb_varlen: sdpa on runs of samples of equal length, because"),
         ("sdpa", "cuda", "auto", "flat", "odb_varlen: torch's aten::_flash_attention_forward"),
         ("sdpa", "cpu", "padded", "padded", "as configured"),
         ("eager", "cpu", "auto", "flat", "square of a whole row"),
@@ -169,7 +159,7 @@ def test_kernels(
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     model = make_model("llama", torch.bfloat16)
     model.config._attn_implementation_internal = kernel
-    trainer = trainer_of(model, tmp_path)
+    trainer = make(model, tmp_path)
     trainer.args.__dict__["_setup_devices"] = torch.device(device)  # where torch would keep it
     found = resolve_layout(trainer, config(layout))
     assert (found.name, words in found.reason) == (name, True), found.reason
@@ -182,14 +172,14 @@ def test_kernels(
 def test_a_model_that_odb_varlen_does_not_fit_keeps_sdpa(tmp_path: Path) -> None:
     model = make_model("llama")
     model.config.attn_logit_softcapping = 30.0
-    reason = resolve_layout(trainer_of(model, tmp_path), config()).reason
+    reason = resolve_layout(make(model, tmp_path), config()).reason
     assert "square of a whole row" in reason and "caps attention logits" in reason
     assert model.config._attn_implementation == "sdpa"
 
 
 def test_the_cache_is_off_while_it_trains(tmp_path: Path) -> None:
     """Beside a cache transformers does not look for samples in a row."""
-    trainer = trainer_of(make_model("llama"), tmp_path)
+    trainer = make(make_model("llama"), tmp_path)
     trainer.model.config.use_cache = True
     layout = resolve_layout(trainer, config())
     assert trainer.model.config.use_cache is False
@@ -208,14 +198,14 @@ def check(trainer: Trainer) -> str | None:
 
 @pytest.mark.parametrize("kind", [*REFUSED, *MIXERS])
 def test_the_check_finds_what_is_refused_by_name_and_mixers_that_are_not_set_up(kind: str, tmp_path: Path) -> None:
-    found = check(trainer_of(make_model(kind), tmp_path))
+    found = check(make(make_model(kind), tmp_path))
     assert found is not None and ("something else on a flat row" in found or "position_ids" in found), found
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", [*ALLOWED, *MIXERS])
 def test_the_check_lets_pass_what_is_right(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    trainer = trainer_of(make_model(kind, dtype), tmp_path)
+    trainer = make(make_model(kind, dtype), tmp_path)
     resolve_layout(trainer, config())
     assert check(trainer) is None
 
@@ -223,7 +213,7 @@ def test_the_check_lets_pass_what_is_right(kind: str, dtype: torch.dtype, tmp_pa
 def test_the_check_leaves_the_model_as_it_was(tmp_path: Path) -> None:
     model = make_model("llama")
     model.model.norm.eval()
-    trainer = trainer_of(model, tmp_path)
+    trainer = make(model, tmp_path)
     state, modes = torch.get_rng_state(), [module.training for module in model.modules()]
     check(trainer)
     assert [module.training for module in model.modules()] == modes
@@ -234,44 +224,9 @@ def test_the_check_leaves_the_model_as_it_was(tmp_path: Path) -> None:
 # In a training
 
 
-def train(
-    model: Any,
-    folder: Path,
-    layout: str,
-    dataset: Any = None,
-    resume: bool = False,
-    block: Any = None,
-    collate: Any = pad,
-    **changes: Any,
-) -> Trainer:
-    arguments = {
-        "output_dir": str(folder),
-        "use_cpu": True,
-        "report_to": "none",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "learning_rate": 1e-3,
-        "max_steps": 4,
-        "per_device_train_batch_size": 8,
-    }
-    trainer = Trainer(
-        model=model,
-        args=TrainingArguments(**arguments | changes),
-        train_dataset=Rows() if dataset is None else dataset,
-        data_collator=collate,
-    )
-    enable_odb(trainer, token_budget=BUDGET, layout=layout, audit=True, **block or {})
-    trainer.train(resume_from_checkpoint=resume)
-    return trainer
-
-
-def audit(folder: Path) -> list[dict[str, Any]]:
-    return read_audit(folder)
-
-
-def losses(trainer: Trainer) -> list[float]:
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+def train(model: Any, folder: Path, layout: str, dataset: Any = None, block: Any = None, **changes: Any) -> Trainer:
+    block = {"token_budget": BUDGET, "layout": layout, "audit": True} | (block or {})
+    return toy_training.train(model, folder, dataset, block=block, **{"max_steps": 4} | changes)
 
 
 def test_auto_is_flat_where_it_is_right_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 from toy import NUM_ROWS, Rows
-from training.test_enable import BLOCK, ids, make
+from training.toy_training import BLOCK, ids, losses, make, train
 from transformers import Trainer, TrainerCallback
 
 from odb_factory import enable_odb
@@ -28,8 +28,7 @@ def held() -> tuple[int, int, int, int]:
 
 
 def make_odb(model: Path, folder: Path, **changes: Any) -> Trainer:
-    trainer = make(Trainer, model, folder, dataloader_num_workers=1, **changes)
-    return enable_odb(trainer, **BLOCK)
+    return make(model, folder, block=BLOCK, dataloader_num_workers=1, **changes)
 
 
 @pytest.fixture
@@ -72,8 +71,7 @@ def test_one_inside_the_other(tiny_text, tmp_path, nothing_is_left) -> None:
     alone.train()
     for folder in ("outer", "inner", "alone"):
         assert ids(tmp_path / folder) == Counter(range(NUM_ROWS))
-    losses = [[entry["loss"] for entry in one.state.log_history if "loss" in entry] for one in (trainer, alone)]
-    assert losses[0] == pytest.approx(losses[1])
+    assert losses(trainer) == pytest.approx(losses(alone))
 
 
 def test_a_micro_batch_is_gone_before_the_next_is_taken(tiny_text, tmp_path) -> None:
@@ -91,14 +89,12 @@ def test_a_micro_batch_is_gone_before_the_next_is_taken(tiny_text, tmp_path) -> 
 
         on_step_end = on_substep_end
 
-    trainer = make(Notes, tiny_text, tmp_path, callbacks=[Looks()])
-    enable_odb(trainer, **BLOCK | {"token_budget": 80})
-    trainer.train()
+    trainer = train(tiny_text, tmp_path, block=BLOCK | {"token_budget": 80}, callbacks=[Looks()], trainer_class=Notes)
     assert len(seen) > 2 * trainer.state.global_step
 
 
 def test_outside_of_train_the_dataloader_is_stocks_and_nothing_is_started(tiny_text, tmp_path, nothing_is_left) -> None:
-    trainer, stock = make_odb(tiny_text, tmp_path), make(Trainer, tiny_text, tmp_path)
+    trainer, stock = make_odb(tiny_text, tmp_path), make(tiny_text, tmp_path)
     loaders = [one.get_train_dataloader() for one in (trainer, trainer, stock)]
     assert {type(loader) for loader in loaders} == {type(loaders[2])}
     assert [len(loader) for loader in loaders] == [len(loaders[2])] * 3
@@ -116,15 +112,14 @@ def test_a_callback_sees_and_may_iterate_an_ordinary_train_dataloader(tiny_text,
             assert train_dataloader.sampler is not None
             seen.append(len(next(iter(train_dataloader))["input_ids"]))
 
-    trainer = make(Trainer, tiny_text, tmp_path, callbacks=[Looks()])
-    enable_odb(trainer, **BLOCK)
+    trainer = make(tiny_text, tmp_path, callbacks=[Looks()], block=BLOCK)
     trainer.train()
     assert seen == [trainer.args.per_device_train_batch_size] * trainer.state.global_step
     assert ids(tmp_path) == Counter(range(NUM_ROWS))
 
 
 def test_the_trainer_keeps_what_its_user_gave_it(tiny_text, tmp_path) -> None:
-    trainer = make(Trainer, tiny_text, tmp_path)
+    trainer = make(tiny_text, tmp_path)
     given = trainer.train_dataset, trainer.data_collator, trainer.args.to_dict()
     enable_odb(trainer, **BLOCK)
     trainer.train()

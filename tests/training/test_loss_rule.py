@@ -9,7 +9,7 @@ import torch
 from toy import item
 from training.reference import Loss, dynamic, smoothed
 from training.side_by_side import ODB, STOCK, ReadsRows, Training, compare, train
-from training.test_enable import BLOCK, audit, make
+from training.toy_training import BLOCK, audit, make
 from transformers import AutoModelForCausalLM, Trainer
 
 from odb_factory import ConfigError, enable_odb
@@ -65,7 +65,7 @@ def test_samples_of_a_micro_batch_have_different_weights(
     """Loss and gradient of the first optimizer step are those of each of its samples alone, weighed."""
     is_smoothed = name == "label smoothing"
     steps = {"max_steps": 1, "gradient_accumulation_steps": 2, "max_grad_norm": 1e9}
-    trainer = make(Trainer, tiny_text, tmp_path, label_smoothing_factor=0.1 * is_smoothed, **steps)
+    trainer = make(tiny_text, tmp_path, label_smoothing_factor=0.1 * is_smoothed, **steps)
     if not is_smoothed:
         trainer.compute_loss_func = dft
     enable_odb(trainer, loss_scaling=scaling, layout=layout, **BLOCK)
@@ -99,8 +99,7 @@ class LeavesOut(Trainer):
 
 
 def test_a_loss_that_an_override_leaves_out_is_named(tiny_text, tmp_path) -> None:
-    trainer = make(LeavesOut, tiny_text, tmp_path, label_smoothing_factor=0.1)
-    enable_odb(trainer, **BLOCK)
+    trainer = make(tiny_text, tmp_path, label_smoothing_factor=0.1, trainer_class=LeavesOut, block=BLOCK)
     with pytest.raises(ConfigError, match=r"^label_smoothing_factor: 0.1: compute_loss of LeavesOut does not use it"):
         trainer.train()
     assert trainer.state.global_step == 0

@@ -16,10 +16,10 @@ from accelerate import Accelerator
 from accelerate.data_loader import SeedableRandomSampler, prepare_data_loader
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
-from training.test_enable import BLOCK, make
+from training.toy_training import BLOCK, make
 from transformers import Trainer, TrainerCallback
 
-from odb_factory import ConfigError, enable_odb
+from odb_factory import ConfigError
 from odb_factory.data.order import dismantle
 from odb_factory.training import probes
 
@@ -65,8 +65,7 @@ def divided(accelerator: Any, loss: Any, **kwargs: Any) -> None:
 def test_another_meaning_is_noticed_before_the_first_step(
     tiny_text, tmp_path, monkeypatch, owner: Any, name: str, other: Any, named: str
 ) -> None:
-    trainer = make(Trainer, tiny_text, tmp_path)
-    enable_odb(trainer, **BLOCK)
+    trainer = make(tiny_text, tmp_path, block=BLOCK)
     before = {key: value.clone() for key, value in trainer.model.state_dict().items()}
     monkeypatch.setattr(owner, name, other)
     with pytest.raises(ConfigError, match=f"^{named}.* does not do what odb relies on: ") as refused:
@@ -76,8 +75,7 @@ def test_another_meaning_is_noticed_before_the_first_step(
 
 
 def test_probes_change_nothing_and_take_no_time(tiny_text, tmp_path) -> None:
-    trainer = make(Trainer, tiny_text, tmp_path, gradient_accumulation_steps=2)
-    enable_odb(trainer, **BLOCK)
+    trainer = make(tiny_text, tmp_path, gradient_accumulation_steps=2, block=BLOCK)
     state, attributes, args = torch.get_rng_state(), dict(vars(trainer)), trainer.args.to_dict()
     started = time.perf_counter()
     probes.check_gradient(trainer)
@@ -95,7 +93,7 @@ pytestmark = pytest.mark.versions
 
 @pytest.fixture
 def trainer(tiny_text, tmp_path) -> Trainer:
-    return make(Trainer, tiny_text, tmp_path)
+    return make(tiny_text, tmp_path)
 
 
 def test_batches_are_taken_one_by_one(trainer: Trainer) -> None:

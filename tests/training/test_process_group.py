@@ -11,9 +11,8 @@ import pytest
 import torch.distributed as dist
 from distributed.ranks import run_ranks
 from toy import NUM_ROWS
-from training.test_enable import BLOCK, audit, ids, make
 from training.test_lifetime import held, make_odb
-from transformers import Trainer
+from training.toy_training import BLOCK, audit, ids, losses, make, train
 
 from odb_factory import ConfigError, enable_odb
 
@@ -23,23 +22,23 @@ ACCUMULATION = 2
 def train_all(rank: int, model: str, output_dir: str) -> tuple[list[float], list[tuple[int, ...]]]:
     """Returns the losses of a training in groups of one, and what a process holds after each of some in the world."""
     os.environ["LOCAL_RANK"] = str(rank)
-    losses = train_in_groups_of_one(rank, model, output_dir)
+    of_group = train_in_groups_of_one(rank, model, output_dir)
     counts = []
     for k in range(3):
         make_odb(Path(model), Path(output_dir, f"world{k}")).train()
         gc.collect()
         counts.append(held())
-    return losses, counts
+    return of_group, counts
 
 
 def train_in_groups_of_one(rank: int, model: str, output_dir: str) -> list[float]:
     """Two ranks, each the only one of its group: the engine averages two equal gradients."""
     groups = [dist.new_group([other]) for other in range(dist.get_world_size())]
-    trainer = make(Trainer, Path(model), Path(output_dir, str(rank)), gradient_accumulation_steps=ACCUMULATION)
+    trainer = make(Path(model), Path(output_dir, str(rank)), gradient_accumulation_steps=ACCUMULATION)
     assert trainer.accelerator.num_processes == 2
     enable_odb(trainer, process_group=groups[rank], loss_scaling="exact", **BLOCK)
     trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses(trainer)
 
 
 def test_ranks_of_different_groups_do_not_share_samples_and_none_is_left(tiny_text, tmp_path) -> None:
@@ -60,13 +59,11 @@ def test_ranks_of_different_groups_do_not_share_samples_and_none_is_left(tiny_te
             weights[line["optimizer_step"]] += line["weight"]
         assert list(weights.values()) == pytest.approx([1.0] * len(weights))
     # What one process alone does.
-    alone = make(Trainer, tiny_text, tmp_path / "alone", gradient_accumulation_steps=ACCUMULATION)
-    enable_odb(alone, loss_scaling="exact", **BLOCK)
-    alone.train()
-    expected = [entry["loss"] for entry in alone.state.log_history if "loss" in entry]
+    exact = BLOCK | {"loss_scaling": "exact"}
+    alone = train(tiny_text, tmp_path / "alone", block=exact, gradient_accumulation_steps=ACCUMULATION)
     for outcome in outcomes:
-        losses, counts = outcome.value
-        assert losses == pytest.approx(expected, rel=1e-4)
+        of_group, counts = outcome.value
+        assert of_group == pytest.approx(losses(alone), rel=1e-4)
         # Processes, threads, files (so ports as well) and groups: the first training starts what a process has once.
         assert all(later <= before for before, later in zip(counts[1], counts[2], strict=True)), counts
     for k in range(3):
@@ -75,4 +72,4 @@ def test_ranks_of_different_groups_do_not_share_samples_and_none_is_left(tiny_te
 
 def test_a_mesh_is_no_process_group(tiny_text, tmp_path) -> None:
     with pytest.raises(ConfigError, match="^process_group: expected the torch.distributed.ProcessGroup"):
-        enable_odb(make(Trainer, tiny_text, tmp_path), process_group="dp", **BLOCK)
+        enable_odb(make(tiny_text, tmp_path), process_group="dp", **BLOCK)

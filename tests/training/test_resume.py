@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import read_audit
-from toy import NUM_ROWS, Rows, pad
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from toy import NUM_ROWS, Rows
+from training import toy_training
+from training.toy_training import audit, history
+from transformers import Trainer, TrainerCallback
 
-from odb_factory import ConfigError, DataError, enable_odb
-from odb_factory.training.checkpoint import MARKER
+from odb_factory import ConfigError, DataError
 
 BLOCK = {"token_budget": 512, "buffer_size": 16, "audit": True}
 """Eight rows are within the budget: an optimizer step is one line of the audit."""
@@ -29,49 +29,13 @@ class StopAfter(TrainerCallback):
         control.should_training_stop = state.global_step >= self.steps
 
 
-def train(
-    model: Path,
-    folder: Path,
-    *,
-    resume: Any = None,
-    block: dict[str, Any] | None = None,
-    stop: int | None = None,
-    num_rows: int = NUM_ROWS,
-    trainer_class: type[Trainer] = Trainer,
-    **changes: Any,
-) -> Trainer:
-    defaults = {
-        "output_dir": str(folder),
-        "use_cpu": True,
-        "report_to": "none",
-        "logging_steps": 1,
-        "save_strategy": "steps",
-        "save_steps": 1,
-        "disable_tqdm": True,
-        "learning_rate": 1e-3,
-        "warmup_ratio": 0.2,
-        "num_train_epochs": 2,
-    }
-    trainer = trainer_class(
-        model=AutoModelForCausalLM.from_pretrained(model, attention_dropout=0.1),
-        args=TrainingArguments(**defaults | changes),
-        train_dataset=Rows(num_rows=num_rows),
-        data_collator=pad,
-        callbacks=[StopAfter(stop)] if stop else [],
+def train(model: Path, folder: Path, *, stop: int | None = None, num_rows: int = NUM_ROWS, **changes: Any) -> Trainer:
+    """With dropout and a checkpoint of every optimizer step. stop: after this many."""
+    defaults = {"save_strategy": "steps", "save_steps": 1, "warmup_ratio": 0.2, "num_train_epochs": 2}
+    callbacks = [StopAfter(stop)] if stop else []
+    return toy_training.train(
+        model, folder, Rows(num_rows=num_rows), dropout=0.1, callbacks=callbacks, **defaults | changes
     )
-    if block is not None:
-        enable_odb(trainer, **block)
-    trainer.train(resume_from_checkpoint=resume)
-    return trainer
-
-
-def history(trainer: Trainer) -> list[tuple[float, ...]]:
-    keys = ("step", "epoch", "loss", "grad_norm", "learning_rate")
-    return [tuple(entry[key] for key in keys) for entry in trainer.state.log_history if "loss" in entry]
-
-
-def audit(folder: Path) -> list[dict[str, Any]]:
-    return read_audit(folder)
 
 
 def copy_of(folder: Path, step: int, to: Path) -> Path:
@@ -158,16 +122,6 @@ def test_other_settings_deal_the_rest_out_anew(tiny_text, tmp_path, change: dict
     assert sorted(row for line in audit(tmp_path) for row in line["ids"]) == list(range(NUM_ROWS))
 
 
-def test_a_save_that_was_cut_off_leaves_the_checkpoint_before(tiny_text, tmp_path) -> None:
-    train(tiny_text, tmp_path, block=BLOCK, stop=4, num_train_epochs=1)
-    (tmp_path / "checkpoint-4" / MARKER).unlink()
-    trainer = train(tiny_text, tmp_path, resume=True, block=BLOCK, num_train_epochs=1)
-    lines = audit(tmp_path)
-    assert [line["optimizer_step"] for line in lines][:6] == [1, 2, 3, 4, 4, 5]
-    assert sorted(row for line in lines[:3] + lines[4:] for row in line["ids"]) == list(range(NUM_ROWS))
-    assert trainer.state.global_step == lines[-1]["optimizer_step"]
-
-
 def test_a_stock_checkpoint_goes_on_from_its_share_of_the_epoch(tiny_text, tmp_path) -> None:
     train(tiny_text, tmp_path, stop=10, num_train_epochs=1, per_device_train_batch_size=4)
     train(tiny_text, tmp_path, resume=True, block=FILL, num_train_epochs=1)
@@ -193,11 +147,6 @@ def test_a_stock_checkpoint_behind_ours_is_not_taken_for_a_cut_off_one(tiny_text
     trainer = train(tiny_text, tmp_path, resume=True, block=BLOCK, stop=6, num_train_epochs=1)
     assert trainer.state.global_step == 6
     assert audit(tmp_path)[-1]["optimizer_step"] == 6 and len(audit(tmp_path)) == 2 + 1
-
-
-def test_a_checkpoint_that_is_not_there_is_not_passed_over(tiny_text, tmp_path) -> None:
-    with pytest.raises(ConfigError, match="holds no checkpoint"):
-        train(tiny_text, tmp_path, resume=True, block=BLOCK)
 
 
 def test_a_checkpoint_goes_on_without_odb(tiny_text, tmp_path) -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from training.test_resume import BLOCK, FILL, history, train
+from training.test_resume import BLOCK, FILL, train
+from training.toy_training import history
 from transformers import Trainer, TrainerCallback
 
 EVENTS = ("on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_step_end")

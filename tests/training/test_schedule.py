@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from toy import Rows
-from training.test_enable import FILL, make
-from transformers import Trainer, TrainerCallback
+from training.toy_training import FILL, Rates, Sequential, train
+from transformers import Trainer
 
-from odb_factory import ConfigError, enable_odb
+from odb_factory import ConfigError
 from odb_factory.training.fill_schedule import ScheduleClock, follow_clock
 
 SHORT_THEN_LONG = [3] * 200 + [60] * 60
@@ -22,33 +22,20 @@ def short_then_long(k: int) -> dict[str, Any]:
     return {"input_ids": ids, "labels": ids}
 
 
-class Rates(TrainerCallback):
-    """The learning rate of each optimizer step."""
-
-    def __init__(self) -> None:
-        self.rates: list[float] = []
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, lr_scheduler: Any = None, **kwargs: Any) -> None:
-        self.rates.append(lr_scheduler.get_last_lr()[0])
-
-
-def make_sorted(model: Path, folder: Path, rates: Rates, **changes: Any) -> Trainer:
-    """Rows in their order, the short ones first: the first window tells nothing of what is to come."""
-
-    class Sorted(Trainer):
-        def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-            return torch.utils.data.SequentialSampler(self.train_dataset)
-
+def train_short_then_long(
+    model: Path, folder: Path, block: dict[str, Any], *, in_order: bool = True, rates: Rates, **changes: Any
+) -> None:
+    """Rows in their order, the short ones first: the first window does not represent the rest."""
     rows = Rows(short_then_long, len(SHORT_THEN_LONG))
-    return make(Sorted, model, folder, rows, callbacks=[rates], **changes)
+    kind = Sequential if in_order else Trainer
+    train(model, folder, rows, block=block, trainer_class=kind, callbacks=[rates], **changes)
 
 
 def test_a_warmup_beyond_the_estimate_ramps_over_its_steps_and_decays_over_the_rest(tiny_text, tmp_path) -> None:
     """As in stock training: up to step 8 of the real steps, then down over all that are left."""
     rates, warmup_steps = Rates(), 8
-    trainer = make_sorted(tiny_text, tmp_path, rates, warmup_steps=warmup_steps, lr_scheduler_type="linear")
-    enable_odb(trainer, token_budget=256, global_batch_size="fill", buffer_size=64)
-    trainer.train()
+    changes = {"warmup_steps": warmup_steps, "lr_scheduler_type": "linear"}
+    train_short_then_long(tiny_text, tmp_path, FILL | {"buffer_size": 64}, rates=rates, **changes)
     found = rates.rates
     assert len(found) > 2 * warmup_steps
     assert found[: warmup_steps + 1] == pytest.approx([1e-3 * k / warmup_steps for k in range(warmup_steps + 1)])
@@ -76,21 +63,15 @@ def test_the_curve_has_something_left_behind_its_warmup(total: int, warmup: int)
 @pytest.mark.parametrize("case", ["in order", "small window"])
 def test_lr_scale_is_refused_where_the_first_window_need_not_be_like_the_rest(tiny_text, tmp_path, case: str) -> None:
     rates = Rates()
-    if case == "in order":
-        trainer = make_sorted(tiny_text, tmp_path, rates)
-    else:
-        rows = Rows(short_then_long, len(SHORT_THEN_LONG))
-        trainer = make(Trainer, tiny_text, tmp_path, rows, callbacks=[rates])
-    enable_odb(trainer, **FILL | {"buffer_size": 64, "lr_scale": "linear", "lr_reference_samples": 8})
+    block = FILL | {"buffer_size": 64, "lr_scale": "linear", "lr_reference_samples": 8}
     with pytest.raises(ConfigError, match=r"^odb.lr_scale: 'linear' .* buffer_size") as refused:
-        trainer.train()
+        train_short_then_long(tiny_text, tmp_path, block, in_order=case == "in order", rates=rates)
     assert "\n" not in str(refused.value)
     assert rates.rates == []
 
 
 def test_lr_scale_in_order_is_exact_where_the_window_holds_all(tiny_text, tmp_path) -> None:
     rates = Rates()
-    trainer = make_sorted(tiny_text, tmp_path, rates, lr_scheduler_type="constant")
-    enable_odb(trainer, **FILL | {"buffer_size": 1024, "lr_scale": "linear", "lr_reference_samples": 8})
-    trainer.train()
+    block = FILL | {"buffer_size": 1024, "lr_scale": "linear", "lr_reference_samples": 8}
+    train_short_then_long(tiny_text, tmp_path, block, rates=rates, lr_scheduler_type="constant")
     assert rates.rates[0] == pytest.approx(1e-3 * len(SHORT_THEN_LONG) / len(rates.rates) / 8)

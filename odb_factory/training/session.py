@@ -23,7 +23,7 @@ from odb_factory.config import BUDGETS, ODBConfig, ResolvedConfig
 from odb_factory.data.collate import Collated, trial_batches
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.observe import PATCHES_KEY, ItemObserver, Measure, Observer
-from odb_factory.data.order import DataLoaderParts, dismantle, unwrap
+from odb_factory.data.order import dismantle, unwrap
 from odb_factory.data.progress import OptimizerStepRule
 from odb_factory.data.serialize import Picklable
 from odb_factory.log import get_logger
@@ -158,30 +158,13 @@ class KeepColumns:
         return self.data_collator([{key: item[key] for key in self.columns if key in item} for item in items])
 
 
-@dataclass(frozen=True)
-class Source:
-    """stock: the train dataloader that the Trainer would use; whole: the same with all columns of the dataset, or
-    None."""
-
-    stock: Any
-    whole: Any = None
-
-    @staticmethod
-    def lacks_columns(stock: Any, train_dataset: Any, cost_fn: Callable | None) -> bool:
-        """Whether the Trainer removes columns of `train_dataset` that costs are counted from."""
-        found = unwrap(stock).dataset
-        if not isinstance(found, datasets.Dataset) or not isinstance(train_dataset, datasets.Dataset):
-            return False
-        removed = set(train_dataset.column_names) - set(found.column_names)
-        return PATCHES_KEY in removed or (cost_fn is not None and bool(removed))
-
-    def parts(self, seed: int, stream: Any) -> DataLoaderParts:
-        """The parts of the dataloader; the collator gets the columns of `stock` alone."""
-        parts = dismantle(self.stock if self.whole is None else self.whole, seed, stream=stream)
-        if self.whole is None:
-            return parts
-        kept: Any = unwrap(self.stock).dataset
-        return dataclasses.replace(parts, collate_fn=KeepColumns(parts.collate_fn, kept.column_names))
+def lacks_columns(stock: Any, train_dataset: Any, cost_fn: Callable | None) -> bool:
+    """Whether the Trainer's dataloader has no columns of `train_dataset` that costs are counted from."""
+    found = unwrap(stock).dataset
+    if not isinstance(found, datasets.Dataset) or not isinstance(train_dataset, datasets.Dataset):
+        return False
+    removed = set(train_dataset.column_names) - set(found.column_names)
+    return PATCHES_KEY in removed or (cost_fn is not None and bool(removed))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -235,7 +218,7 @@ class ODBSettings:
     about: Mapping[str, object]
 
 
-class ODBState:
+class Session:
     """odb on one trainer: `trainer.odb`.
 
     settings: the arguments of `enable_odb`. before_step: called with the model and all micro-batches of an optimizer
@@ -266,7 +249,8 @@ class ODBState:
         self.trial_units: int | None = None
         self.lacks_budgets = False
         self.trainer_loss: TrainerLoss | None = None
-        self._source: Source | None = None
+        self._stock: Any = None
+        self._whole: Any = None
         self._token_loss: TokenLoss | None = None
         self._doors: list[UnpadDoor] = []
 
@@ -282,9 +266,12 @@ class ODBState:
 
     # The run
 
-    def begin(self, source: Source) -> ODBRun:
-        """Make the run as the settings say. Its budgets and its layout are settled when the model is wrapped."""
-        args, self._source = self.trainer.args, source
+    def begin(self, stock: Any, whole: Any = None) -> ODBRun:
+        """Make the run of these settings. Its budgets and its layout are settled when the model is wrapped.
+
+        stock: the Trainer's train dataloader; whole: the same with all columns of the dataset, if costs need them.
+        """
+        args, self._stock, self._whole = self.trainer.args, stock, whole
         config, is_chosen = first_config(self.settings.config, self.checkpoint)
         self.lacks_budgets = not is_chosen
         layout = resolve_layout(
@@ -346,12 +333,15 @@ class ODBState:
     def _make_run(self, layout: Layout, config: ResolvedConfig) -> ODBRun:
         """A run at its start, or where its checkpoint left it, with its first plan made."""
         trainer, settings, args = self.trainer, self.settings, self.trainer.args
-        assert self.arguments is not None and self._source is not None
+        assert self.arguments is not None
         self.layout = layout
         with self.arguments.shown():
             # 1. the loader, from the parts of the Trainer's dataloader
             seed = next(seed for seed in (config.seed, args.data_seed, args.seed) if seed is not None)
-            parts = self._source.parts(seed, trainer.train_dataset)
+            parts = dismantle(self._stock if self._whole is None else self._whole, seed, stream=trainer.train_dataset)
+            if self._whole is not None:
+                columns = unwrap(self._stock).dataset.column_names  # type: ignore[attr-defined]
+                parts = dataclasses.replace(parts, collate_fn=KeepColumns(parts.collate_fn, columns))
             # The Trainer wraps its collator to remove columns from items.
             collator = getattr(parts.collate_fn, "data_collator", parts.collate_fn)
             pads_to = getattr(collator, "pad_to_multiple_of", None) or 1

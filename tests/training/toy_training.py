@@ -1,0 +1,102 @@
+"""Trainings of a tiny model on rows that tell what they are, in this process: made, run, and what they leave."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from support import read_audit
+from toy import Rows, pad
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+from odb_factory import enable_odb
+
+BLOCK = {"token_budget": 256, "buffer_size": 16, "audit": True}
+FILL = BLOCK | {"global_batch_size": "fill"}
+
+
+def arguments(folder: Path, **changes: Any) -> TrainingArguments:
+    defaults = {
+        "output_dir": str(folder),
+        "use_cpu": True,
+        "report_to": "none",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "learning_rate": 1e-3,
+        "num_train_epochs": 1,
+    }
+    return TrainingArguments(**defaults | changes)
+
+
+def make(
+    model: Path | torch.nn.Module,
+    folder: Path,
+    dataset: Any = None,
+    *,
+    block: dict[str, Any] | None = None,
+    trainer_class: type = Trainer,
+    collate: Any = pad,
+    dropout: float = 0.0,
+    **changes: Any,
+) -> Any:
+    """A trainer under this block, or without one. changes: to its arguments, or other arguments of a Trainer."""
+    extra = {key: changes.pop(key) for key in ("eval_dataset", "callbacks", "odb") if key in changes}
+    if isinstance(model, Path):
+        model = AutoModelForCausalLM.from_pretrained(model, attention_dropout=dropout)
+    trainer = trainer_class(
+        model=model,
+        args=arguments(folder, **changes),
+        train_dataset=Rows() if dataset is None else dataset,
+        data_collator=collate,
+        **extra,
+    )
+    return trainer if block is None else enable_odb(trainer, **block)
+
+
+def train(*args: Any, resume: Any = None, **changes: Any) -> Any:
+    """Make a trainer and train it."""
+    trainer = make(*args, **changes)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def audit(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
+    """Without the clock."""
+    return read_audit(folder, rank)
+
+
+def ids(folder: Path, rank: int = 0) -> Counter:
+    return Counter(row for line in audit(folder, rank) for row in line["ids"])
+
+
+def losses(trainer: Trainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def history(trainer: Trainer) -> list[tuple[float, ...]]:
+    keys = ("step", "epoch", "loss", "grad_norm", "learning_rate")
+    return [tuple(entry[key] for key in keys) for entry in trainer.state.log_history if "loss" in entry]
+
+
+class Rates(TrainerCallback):
+    """The learning rate of each optimizer step, and after it."""
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+        self.after: list[float] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, lr_scheduler: Any = None, **kwargs: Any) -> None:
+        self.rates.append(lr_scheduler.get_last_lr()[0])
+
+    def on_step_end(self, args: Any, state: Any, control: Any, lr_scheduler: Any = None, **kwargs: Any) -> None:
+        self.after.append(lr_scheduler.get_last_lr()[0])
+
+
+class Sequential(Trainer):
+    """Rows in their order."""
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        return torch.utils.data.SequentialSampler(self.train_dataset)
