@@ -30,7 +30,7 @@ from training.cases import (
 )
 from transformers import AutoConfig, Trainer, TrainerCallback, TrainingArguments, set_seed
 
-from odb_factory import ODBConfig, enable_odb
+from odb_factory import enable_odb
 from odb_factory.planning import Cost
 
 RECORD = "record.pt"
@@ -125,10 +125,23 @@ def train_all(rank: int, cases: list[dict[str, Any]], models: dict[str, str], ou
     return len(cases)
 
 
-def train(case: Case, model: torch.nn.Module, path: str, output_dir: Path) -> None:
+def zero(stage: int, **options: Any) -> dict[str, Any]:
+    """A configuration of DeepSpeed."""
+    return {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage} | options,
+    }
+
+
+def make(case: Case, model: torch.nn.Module, path: str, output_dir: Path, world_size: int, **changes: Any) -> InOrder:
+    """A Trainer of stock. changes: to its arguments."""
     set_seed(0)
     arguments = {
-        "use_cpu": not case.zero,  # with it transformers leaves DeepSpeed out of the process group
+        "use_cpu": True,
         "per_device_train_batch_size": case.keep or 1,
         "gradient_accumulation_steps": case.accumulation,
         "num_train_epochs": EPOCHS,
@@ -142,37 +155,40 @@ def train(case: Case, model: torch.nn.Module, path: str, output_dir: Path) -> No
         "disable_tqdm": True,
         "remove_unused_columns": False,
         "dataloader_pin_memory": False,
-    } | case.arguments
-    if case.zero:
-        arguments["deepspeed"] = {
-            "train_batch_size": "auto",
-            "train_micro_batch_size_per_gpu": "auto",
-            "gradient_accumulation_steps": "auto",
-            "gradient_clipping": "auto",
-            "zero_allow_untested_optimizer": True,
-            "zero_optimization": {"stage": case.zero, "overlap_comm": False, "contiguous_gradients": True},
-        }
-    args = TrainingArguments(output_dir=str(output_dir), **arguments)
-    trainer = InOrder(
+    }
+    args = TrainingArguments(output_dir=str(output_dir), **arguments | case.arguments | changes)
+    return InOrder(
         model=model,
         args=args,
-        train_dataset=make_rows(case, path, dist.get_world_size()),
+        train_dataset=make_rows(case, path, world_size),
         data_collator=Collator(model, AutoConfig.from_pretrained(path)),
-        callbacks=[Recorder(case.zero)],
+        callbacks=[Recorder(case.zero or int("deepspeed" in changes))],
         compute_loss_func=OWN_LOSSES.get(case.own_loss),
     )
-    config = ODBConfig(
-        token_budget=TOKEN_BUDGET,
-        max_patches=MAX_PATCHES,
-        buffer_size=BUFFER_SIZE,
-        loss_scaling=case.loss_scaling,
-        global_batch_size="keep" if case.keep else "fill",
-        balance=bool(case.keep),
-        layout=case.layout,
-        audit=True,
-        seed=1,
-    )
-    enable_odb(trainer, config, observer=Observer()).train()
+
+
+def switch_on(trainer: InOrder, case: Case, **block: Any) -> InOrder:
+    config = {
+        "token_budget": TOKEN_BUDGET,
+        "max_patches": MAX_PATCHES,
+        "buffer_size": BUFFER_SIZE,
+        "loss_scaling": case.loss_scaling,
+        "global_batch_size": "keep" if case.keep else "fill",
+        "layout": case.layout,
+        "audit": True,
+        "seed": 1,
+    }
+    return enable_odb(trainer, observer=Observer(), **config | block)
+
+
+def train(case: Case, model: torch.nn.Module, path: str, output_dir: Path) -> None:
+    engine: dict[str, Any] = {}
+    if case.zero:  # with `use_cpu` transformers leaves DeepSpeed out of the process group
+        config = zero(case.zero, overlap_comm=False, contiguous_gradients=True)
+        engine = {"use_cpu": False, "deepspeed": config}
+    trainer = make(case, model, path, output_dir, dist.get_world_size(), **engine)
+    args = trainer.args
+    switch_on(trainer, case, balance=bool(case.keep)).train()
     # What was asked for was in use.
     assert ("liger" in model.forward.__module__) == bool(args.use_liger_kernel)
     wrapped = trainer.model_wrapped

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import json
 import os
@@ -19,26 +18,13 @@ from unittest import mock
 import torch
 from accelerate.state import AcceleratorState
 from torch import Tensor
-from training.cases import BUFFER_SIZE, MAX_PATCHES, TOKEN_BUDGET, Case, Collator, load_model, make_rows, precision
-from training.gradient_ranks import InOrder, Observer, Recorder
-from transformers import AutoConfig, TrainingArguments, set_seed
+from training.cases import Case, load_model, precision
+from training.gradient_ranks import make, switch_on, zero
 from transformers.integrations import unset_hf_deepspeed_config
 
-from odb_factory import ConfigError, ODBError, enable_odb
+from odb_factory import ConfigError, ODBError
 
 RESULTS = "results{rank}.json"
-
-
-def zero(stage: int, **options: Any) -> dict[str, Any]:
-    """A configuration of DeepSpeed."""
-    return {
-        "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage} | options,
-    }
 
 
 @dataclass(frozen=True)
@@ -89,51 +75,12 @@ class Memory:
         )
 
 
-def make(short: Short, model: torch.nn.Module, path: str, output_dir: Path, **changes: Any) -> InOrder:
-    set_seed(0)
-    arguments = {
-        "use_cpu": True,
-        "per_device_train_batch_size": short.case.keep or 1,
-        "gradient_accumulation_steps": short.case.accumulation,
-        "num_train_epochs": 2,
-        "optim": "sgd",
-        "learning_rate": 0.05,
-        "lr_scheduler_type": "constant",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "remove_unused_columns": False,
-        "dataloader_pin_memory": False,
-    }
-    return InOrder(
-        model=model,
-        args=TrainingArguments(output_dir=str(output_dir), **arguments | short.arguments | changes),
-        train_dataset=make_rows(short.case, path, short.world_size),
-        data_collator=Collator(model, AutoConfig.from_pretrained(path)),
-        callbacks=[Recorder(zero=int("deepspeed" in short.arguments))],
-    )
-
-
-def switch_on(trainer: InOrder, short: Short) -> InOrder:
-    block = {
-        "token_budget": TOKEN_BUDGET,
-        "max_patches": MAX_PATCHES if short.case.model == "vl" else None,
-        "buffer_size": BUFFER_SIZE,
-        "loss_scaling": short.case.loss_scaling,
-        "global_batch_size": "keep" if short.case.keep else "fill",
-        "layout": short.case.layout,
-        "audit": True,
-        "seed": 1,
-    }
-    return enable_odb(trainer, observer=Observer(), **block | short.block)
-
-
 def train(rank: int, short: Short, path: str, output_dir: Path, resume: bool = False) -> dict[str, Any]:
     """What came of it: how often memory was short on this rank, or the error that ended the training."""
     model = load_model(short.case, path)
     memory = Memory(model, short.most[rank], short.phase)
-    trainer = switch_on(make(short, model, path, output_dir), short)
+    trainer = make(short.case, model, path, output_dir, short.world_size, **short.arguments)
+    switch_on(trainer, short.case, **short.block)
     found: dict[str, Any] = {"error": None, "cause": None}
     with precision(short.case.dtype):
         try:
@@ -182,12 +129,12 @@ def refused(short: Short, path: str, folder: Path) -> dict[str, str]:
     said = {}
     for name, changes in engines.items():
         with deepspeed_forgotten():
-            trainer = make(short, load_model(short.case, path), path, folder, **changes)
+            trainer = make(short.case, load_model(short.case, path), path, folder, 2, **changes)
             # As `accelerate launch` says it: accelerate makes a plugin of it only where there is an accelerator.
             environment = {"ACCELERATE_USE_FSDP": "true"} if name == "FSDP" else {}
             try:
                 with mock.patch.dict(os.environ, environment):
-                    switch_on(trainer, dataclasses.replace(short, block={"oom": "split"}))
+                    switch_on(trainer, short.case, oom="split")
             except ConfigError as error:
                 said[name] = str(error)
     return said

@@ -18,8 +18,8 @@ import torch
 from distributed.ranks import run_ranks
 from toy import Rows, a_micro_batch, pad
 from training.cases import TOKEN_BUDGET, Case, make_rows
-from training.gradient_ranks import RECORD
-from training.oom_ranks import RESULTS, Short, train, zero
+from training.gradient_ranks import RECORD, zero
+from training.oom_ranks import RESULTS, Short, train
 
 from odb_factory import ConfigError, ODBConfig, ODBDataLoader
 from odb_factory.accounting.losses import loss_of, token_weights
