@@ -88,7 +88,7 @@ def examine_checkpoint(folder: Path) -> int:
 
     console = Console()
     with console.status(f"reading {folder}"):
-        checks = [Check("problem" if line.is_problem else "ok", line.text) for line in examine(folder)]
+        checks = [Check("problem" if is_problem else "ok", text) for text, is_problem in examine(folder)]
     num_problems = _print(console, checks)
     print(
         f"Not whole: {num_problems} problem{'s' * (num_problems > 1)}." if num_problems else "The checkpoint is whole."

@@ -9,10 +9,12 @@ import shutil
 import threading
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from thread_ranks import run_ranks
 from toy import NUM_ROWS
 from training.test_resume import BLOCK, FILL, train
 from training.toy_training import audit
@@ -52,11 +54,6 @@ def filled(tiny_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture
-def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    return caplog
-
-
 def copied(run: Path, to: Path, *steps: int) -> Path:
     """A copy of the run with the checkpoints of these steps; returns the last."""
     to.mkdir(exist_ok=True)
@@ -66,16 +63,10 @@ def copied(run: Path, to: Path, *steps: int) -> Path:
     return to / f"checkpoint-{steps[-1]}"
 
 
-def find(asked: Any, *, ignore_data: bool = False, output_dir: Path | str = "") -> Path | None:
-    """On one rank."""
-    found = find_checkpoint(
-        asked,
-        output_dir=str(output_dir),
-        rank=0,
-        world_size=1,
-        ignore_data=ignore_data,
-        gather=lambda numbers: [numbers],
-    )
+def find(asked: Any, *, output_dir: Path | str = "", **changes: Any) -> Path | None:
+    """On one rank, or as changed."""
+    alone = {"rank": 0, "world_size": 1, "ignore_data": False, "gather": lambda message: [message]}
+    found = find_checkpoint(asked, output_dir=str(output_dir), **alone | changes)
     return found and found.folder
 
 
@@ -125,20 +116,20 @@ def passed_over(run: Path, folder: Path, file: str, damage: Callable[[Path], Any
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_state_is_refused_or_the_older_checkpoint_taken(run: Path, tmp_path, damage: str, log) -> None:
+def test_a_damaged_state_is_refused_or_the_older_checkpoint_taken(run: Path, tmp_path, damage: str, caplog) -> None:
     alone = passed_over(run, tmp_path, RANK_0, DAMAGES[damage])
-    assert f"two/checkpoint-4/{RANK_0}" in log.text and "resuming checkpoint-2" in log.text
+    assert f"two/checkpoint-4/{RANK_0}" in caplog.text and "resuming checkpoint-2" in caplog.text
     line = refused(str(alone))
     assert all(words in line for words in (str(alone / RANK_0), "name an older checkpoint", "resume: ignore_data"))
     assert find(alone, ignore_data=True) == alone
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_marker_loses_nothing(run: Path, tmp_path, damage: str, log) -> None:
+def test_a_damaged_marker_loses_nothing(run: Path, tmp_path, damage: str, caplog) -> None:
     """The older checkpoint is taken; where there is none, the states of all ranks say the same as a marker."""
     alone = passed_over(run, tmp_path, MARKER, DAMAGES[damage])
     assert find(alone) == alone
-    assert str(alone / MARKER) in log.text and "cut off" in log.text
+    assert str(alone / MARKER) in caplog.text and "cut off" in caplog.text
 
 
 @pytest.mark.parametrize("damage", [name for name in DAMAGES if name != "edited"])
@@ -170,7 +161,7 @@ def test_a_checkpoint_that_stock_training_has_overwritten_is_refused(run: Path, 
 
 def test_what_is_no_checkpoint_is_refused(run: Path, tiny_text: Path, tmp_path) -> None:
     (tmp_path / "empty").mkdir()
-    refused = {
+    messages = {
         5: "5 is no folder",
         2.5: "2.5 is no folder",
         str(tmp_path / "nowhere"): "is no folder",
@@ -179,7 +170,7 @@ def test_what_is_no_checkpoint_is_refused(run: Path, tiny_text: Path, tmp_path) 
         str(run): f"holds checkpoints and is none; name one of them, '{run}/checkpoint-4' is the newest",
         True: "holds no checkpoint",
     }
-    for asked, words in refused.items():
+    for asked, words in messages.items():
         for ignore_data in (False, True):
             assert words in refused(asked, output_dir=tmp_path / "empty", ignore_data=ignore_data)
     assert "holds no checkpoint" in refused(True, output_dir=tmp_path / "nowhere")
@@ -217,13 +208,13 @@ def sharded(path: Path) -> None:
     ],
 )
 def test_a_damaged_file_of_the_trainer_is_refused_or_the_older_checkpoint_taken(
-    run: Path, tmp_path, file: str, damage: Callable[[Path], Any], words: str, log
+    run: Path, tmp_path, file: str, damage: Callable[[Path], Any], words: str, caplog
 ) -> None:
     """Before the model is loaded; the Trainer would continue with a fresh optimizer, or end in safetensors' error."""
     alone = passed_over(run, tmp_path, file, damage)
     line = refused(alone)
     assert str(alone) in line and words in line and "name an older checkpoint" in line
-    assert words in log.text
+    assert words in caplog.text
 
 
 def zeroed(path: Path) -> None:
@@ -246,7 +237,7 @@ def flipped_bit(path: Path) -> None:
 @pytest.mark.parametrize("file", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "model.safetensors"])
 @pytest.mark.parametrize("damage", [zeroed, truncate, zeroed_half, flipped_bit])
 def test_content_that_cannot_be_loaded_is_passed_over(
-    run: Path, tmp_path: Path, damage: Callable[[Path], None], file: str, has_hashes: bool, log
+    run: Path, tmp_path: Path, damage: Callable[[Path], None], file: str, has_hashes: bool, caplog
 ) -> None:
     """Any change of a file is found where it was hashed; a head of zeros and a missing end also where it was not."""
     asked = copied(run, tmp_path, 3, 4)
@@ -257,7 +248,7 @@ def test_content_that_cannot_be_loaded_is_passed_over(
     damage(asked / file)
     if has_hashes or damage in (zeroed, truncate):
         assert find(asked) == asked.with_name("checkpoint-3")
-        assert str(asked / file) in log.text
+        assert str(asked / file) in caplog.text
         assert doctor([str(asked)]) == 1
 
 
@@ -301,31 +292,31 @@ HOSTILE = [(RANK_0, nested), (TRAINER_STATE, nested), (TRAINER_STATE, callbacks_
 
 @pytest.mark.parametrize(("file", "damage"), [*HOSTILE, (INDEX, path_outside)])
 def test_hostile_files_are_passed_over(
-    run: Path, tmp_path: Path, file: str, damage: Callable[[Path], None], log
+    run: Path, tmp_path: Path, file: str, damage: Callable[[Path], None], caplog
 ) -> None:
     """Never a traceback, which on one rank alone would leave the others waiting."""
     (tmp_path / "two").mkdir()
     (tmp_path / "two" / "checkpoint-²").mkdir()
     passed_over(run, tmp_path, file, damage)
-    assert f"two/checkpoint-4/{file}" in log.text
+    assert f"two/checkpoint-4/{file}" in caplog.text
 
 
-def test_a_stock_checkpoint_that_says_it_is_incomplete(tiny_text: Path, tmp_path: Path, log) -> None:
+def test_a_stock_checkpoint_that_says_it_is_incomplete(tiny_text: Path, tmp_path: Path, caplog) -> None:
     train(tiny_text, tmp_path, stop=2, num_train_epochs=1)
     asked = tmp_path / "checkpoint-2"
     assert find(asked) == asked
     (asked / "checkpoint-is-incomplete.txt").touch()
     assert find(asked) == asked
-    assert "its saving was cut off" in log.text and "checkpoint-is-incomplete.txt" in log.text
+    assert "its saving was cut off" in caplog.text and "checkpoint-is-incomplete.txt" in caplog.text
 
 
-def test_ignore_data_takes_a_model_without_its_optimizer_and_says_so(run: Path, tiny_text, tmp_path, log) -> None:
+def test_ignore_data_takes_a_model_without_its_optimizer_and_says_so(run: Path, tiny_text, tmp_path, caplog) -> None:
     """As `save_only_model: true` leaves it."""
     checkpoint = copied(run, tmp_path, 4)
     (checkpoint / "optimizer.pt").unlink()
     block = BLOCK | {"resume": "ignore_data"}
     train(tiny_text, tmp_path, resume=str(checkpoint), block=block, num_train_epochs=1)
-    assert "so the optimizer would restart" in log.text
+    assert "so the optimizer would restart" in caplog.text
     assert rows_of(tmp_path, 0) == ONCE
     truncate(tmp_path / "checkpoint-4" / "scheduler.pt")
     assert "scheduler.pt: it was cut off" in refused(checkpoint, ignore_data=True)
@@ -399,13 +390,13 @@ def test_a_checkpoint_cut_off_loses_nothing(
     assert not unfinished.exists()
 
 
-def test_a_checkpoint_that_the_trainer_deletes_at_once_ends_nothing(run: Path, tiny_text, tmp_path, log) -> None:
+def test_a_checkpoint_that_the_trainer_deletes_at_once_ends_nothing(run: Path, tiny_text, tmp_path, caplog) -> None:
     """It may take it for the oldest, beside a higher number of an older run."""
     copied(run, tmp_path, 4)
     trainer = train(tiny_text, tmp_path, block=BLOCK, num_train_epochs=1, save_total_limit=1, stop=2)
     assert trainer.state.global_step == 2
     left = {path.name for path in tmp_path.glob("checkpoint-*")}
-    assert "checkpoint-2" in left or "deleted by the Trainer" in log.text
+    assert "checkpoint-2" in left or "deleted by the Trainer" in caplog.text
 
 
 class OfATrial(Trainer):
@@ -440,35 +431,17 @@ def test_a_trial_and_restored_callbacks(tiny_text, tmp_path) -> None:
 # Ranks
 
 
-def on_ranks(asked: list[Any], **options: Any) -> list[Any]:
-    """What `find_checkpoint` gives or raises on ranks that are threads; asked: by each."""
-    told, barrier, results = [None] * len(asked), threading.Barrier(len(asked)), [None] * len(asked)
+def on_ranks(asked: list[Any]) -> list[Any]:
+    """What `find_checkpoint` returns or raises on ranks that are threads; asked: by each."""
 
-    def find_on(rank: int) -> None:
-        def gather(numbers: list[int]) -> list[list[int]]:
-            told[rank] = numbers
-            barrier.wait(60)
-            answers = list(told)
-            barrier.wait(60)
-            return answers
-
+    def drive(seat: Any) -> Any:
+        gather = partial(seat.table.exchange, seat.rank)
         try:
-            found = find_checkpoint(
-                asked[rank],
-                rank=rank,
-                gather=gather,
-                **{"output_dir": "", "ignore_data": False, "world_size": len(asked)} | options,
-            )
-            results[rank] = found and found.folder
+            return find(asked[seat.rank], rank=seat.rank, world_size=len(asked), gather=gather)
         except ODBError as error:
-            results[rank] = error
+            return error
 
-    threads = [threading.Thread(target=find_on, args=(rank,)) for rank in range(len(asked))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(130)
-    return results
+    return run_ranks(len(asked), drive)
 
 
 def of_two_ranks(run: Path, to: Path, *steps: int) -> Path:
@@ -491,10 +464,10 @@ def of_two_ranks(run: Path, to: Path, *steps: int) -> Path:
         ([["a", "/out"], ["b", "/x"], ["a", "/out2"]], ["rank 0 of this node has '/out' and rank 2 has '/out2'"]),
     ],
 )
-def test_ranks_of_a_node_that_write_elsewhere_are_told(answers: list[list[str]], said: list[str], log) -> None:
+def test_ranks_of_a_node_that_write_elsewhere_are_told(answers: list[list[str]], said: list[str], caplog) -> None:
     """Nodes may have disks of their own."""
     compare_output_dirs("/out", lambda mine: answers)
-    lines = [record.getMessage() for record in log.records]
+    lines = [record.getMessage() for record in caplog.records]
     assert len(lines) == len(said)
     assert all(words in line and "\n" not in line for words, line in zip(said, lines))
 
