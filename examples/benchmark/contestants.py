@@ -99,7 +99,7 @@ def keep(epoch: Epoch, batch_size: int, count: int, layout: str, balance: bool) 
 
 def fill(epoch: Epoch, layout: str = "padded", balance: bool = False) -> Cut:
     plans = rounds(epoch.shares, epoch.budget(layout), WINDOW, balance=balance)
-    totals = [one for plan in plans for one in plan.plan.totals]
+    totals = [one for plan in plans for one in plan.totals]
     return cut_of_plan(totals, epoch.ranks, len(totals))
 
 

@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--gradient_accumulation_steps", type=int, default=4, help="of such batches (%(default)s)")
     parser.add_argument("--epochs", type=int, default=2, help="(%(default)s)")
     parser.add_argument("--save_steps", type=int, default=10, help="optimizer steps between checkpoints (%(default)s)")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --output")
+    parser.add_argument("--resume", action="store_true", help="resume from the checkpoint in --output")
     parser.add_argument("--learning_rate", type=float, default=2e-3, help="a real model wants about 1e-5 (%(default)s)")
     args = parser.parse_args()
 

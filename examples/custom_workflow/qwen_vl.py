@@ -57,7 +57,7 @@ class VisualChats(Dataset):
         if images is None and videos is None:
             # Every batch must run the vision tower: a rank that skips it would leave the others waiting for its weights
             # (ZeRO-3, FSDP) or their gradients (DDP, unless ddp_find_unused_parameters is set). So a row of text alone
-            # gets the smallest picture there is, behind its end: no token before it sees it, and it has no label.
+            # gets the smallest picture there is, after its end: no token before it sees it, and it has no label.
             text += "<|vision_start|><|image_pad|><|vision_end|>"
             images = [Image.new("RGB", 2 * (vision.patch_size * vision.merge_size,))]
         inputs = self.processor(text=[text], images=images, do_resize=False, return_tensors="pt", **video_options)
@@ -84,7 +84,7 @@ class VisualChats(Dataset):
         return messages
 
     def labels(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """The answers, each with the `<|im_end|>` behind it; -100 for everything else."""
+        """The answers, each with the `<|im_end|>` after it; -100 for everything else."""
         ids, labels = input_ids.tolist(), torch.full_like(input_ids, -100)
         for start in range(len(self.header), len(ids)):
             if ids[start - len(self.header) : start] == self.header:

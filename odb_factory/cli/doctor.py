@@ -164,7 +164,7 @@ def _versions(facts: Facts) -> Iterator[Check]:
             yield Check(
                 "warning",
                 f"llamafactory {version} is newer than what odb_factory was tested with ({releases.NEWEST_TESTED})",
-                "if all places are hooked (below) training goes on; a newer odb_factory may know this release",
+                "if all functions are hooked (see below) training works; a newer odb_factory may know this release",
             )
         else:
             yield Check("ok", f"{name} {version}" + (f" (supported: {supported})" if supported else ""))
@@ -236,7 +236,7 @@ def _seams(facts: Facts) -> Iterator[Check]:
             f'install a supported release: pip install "llamafactory{SUPPORTED["llamafactory"]}"',
         )
     elif probe.hooked:  # else torch failed, which its own check has named
-        yield Check("ok", f"all {len(probe.hooked)} places in LLaMA-Factory where odb_factory comes in are hooked")
+        yield Check("ok", f"all {len(probe.hooked)} functions of LLaMA-Factory that odb_factory needs are hooked")
 
 
 def _other_packages(facts: Facts) -> Iterator[Check]:
@@ -249,7 +249,7 @@ def _other_packages(facts: Facts) -> Iterator[Check]:
     if facts.probe.own_keys:
         yield Check(
             "warning",
-            f"this LLaMA-Factory has odb keys of its own: {', '.join(facts.probe.own_keys)}",
+            f"this LLaMA-Factory already has odb keys: {', '.join(facts.probe.own_keys)}",
             "the plugin takes the block first; take the patch out (docs/versions.md), or install a stock release",
         )
     if not version and not facts.probe.own_keys:

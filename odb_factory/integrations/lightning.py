@@ -81,7 +81,7 @@ class OptimizerSteps:
         return {"ranks": states}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there. Raises `DataError` where the data are not those of the state."""
+        """Resume from this state. Raises `DataError` where the data are not those of the state."""
         self._loader.load_state_dict(state["ranks"])
         self._state = None
 

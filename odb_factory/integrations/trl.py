@@ -183,7 +183,7 @@ def _cut(length: int, max_length: int | None) -> int:
 
 class FiguresOfAllRanks(PairMetrics):
     """The trainer gathers its figures pair by pair from ranks that all have as many, in every micro-batch. Here ranks
-    have more or fewer: each takes the means of its own, and these are averaged when they are logged."""
+    have more or fewer: each keeps the means of its pairs, and these are averaged over ranks when they are logged."""
 
     def install(self) -> None:
         super().install()

@@ -67,7 +67,7 @@ DATA = (
 def about(trainer: Any, dataset: Any) -> dict[str, object]:
     """JSON types, except for `rows_of`. dataset: what it trains on.
 
-    rows_of: the names of several data sets, and for each row the number of its own (int16); see `training.run`.
+    rows_of: the names of several data sets, and the number of each row's data set (int16); see `training.run`.
     """
     found = _values(trainer.finetuning_args, FINETUNING)
     for kind in list(found.values()):

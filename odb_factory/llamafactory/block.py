@@ -82,7 +82,7 @@ BY_INDEX = ("file", "cloud_file")
 
 
 def checked(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments with an `odb:` block, as LLaMA-Factory goes on with them; raises as `check_block` does."""
+    """Check arguments with an `odb:` block and return them as LLaMA-Factory gets them; raises as `check_block` does."""
     args = rewritten(args)
     check_block(args)
     return _with_local_files_by_index(args)
@@ -159,8 +159,8 @@ def _all_rows_have_an_index(args: Mapping[str, Any]) -> bool:
 KINDS: Mapping[type, str] = {int: "a whole number", float: "a number", bool: "true or false"}
 """Types that a value in quotes, or a list, cannot be given for; the first that a key takes is named."""
 BACKENDS = {
-    "USE_MCA": "use_mca (Megatron), which has a trainer of its own that odb cannot drive",
-    "USE_MEGATRON_BRIDGE": "the Megatron bridge, which has a trainer of its own that odb cannot drive",
+    "USE_MCA": "use_mca (Megatron), whose trainer odb cannot drive",
+    "USE_MEGATRON_BRIDGE": "the Megatron bridge, whose trainer odb cannot drive",
     "USE_RAY": "Ray, whose workers odb has not been tried in (FORCE_TORCHRUN=1 starts several processes without it)",
 }
 """What an environment variable of LLaMA-Factory selects that does not go with odb."""
@@ -232,13 +232,13 @@ def _check_checkpoint(args: Mapping[str, Any]) -> None:
     if asked is True and not found:
         raise ConfigError(
             f"resume_from_checkpoint: True, but there is no checkpoint in output_dir {output_dir}; remove the key to "
-            "begin anew."
+            "start from the beginning."
         )
     if isinstance(asked, str) and not os.path.isdir(asked):
         there = f"output_dir {output_dir} has {', '.join(found[-3:])}" if found else f"{output_dir} has none"
         raise ConfigError(
             f"resume_from_checkpoint: {asked!r} is not a folder on this machine; name a checkpoint folder ({there}), "
-            "or remove the key to begin anew."
+            "or remove the key to start from the beginning."
         )
 
 
@@ -246,9 +246,9 @@ def _check_checkpoint(args: Mapping[str, Any]) -> None:
 # What does not go with a block: generators of messages, of which the first is raised.
 
 REFUSED = {
-    "use_mca": "the Megatron trainer has a data path of its own; remove the key",
-    "use_kt": "the KTransformers trainer has a data path of its own; remove the key",
-    "use_hyper_parallel": "that trainer has a data path of its own; remove the key",
+    "use_mca": "odb cannot drive the data path of the Megatron trainer; remove the key",
+    "use_kt": "odb cannot drive the data path of the KTransformers trainer; remove the key",
+    "use_hyper_parallel": "odb cannot drive the data path of that trainer; remove the key",
     "use_unsloth": "Unsloth puts its own code in place of the Trainer's that odb builds on; remove the key",
     "packing": (
         "odb forms micro-batches of whole samples instead of cutting them into packs; remove the key (with `layout: "

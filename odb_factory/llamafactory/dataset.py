@@ -87,7 +87,7 @@ class Source:
     def __init__(self, rows: datasets.Dataset, attr: Any, converter: Callable[[Any], dict[str, Any]] | None):
         self.rows, self.attr, self.converter = rows, attr, converter
         self.name = f"{attr}{' as sampled by num_samples' if attr.num_samples is not None else ''}"
-        # Stock encodes images anew when it converts the format and when it preprocesses.
+        # Stock encodes images again when it converts the format and when it preprocesses.
         self._stored = stored(rows, "_images", 1) if converter is None else StoredRows(rows, attr.images, 2)
 
     def __getitem__(self, row: int) -> dict[str, Any]:
@@ -142,8 +142,8 @@ def kept_head() -> list[dict[str, Any]]:
 
 
 def is_convertible(rows: Any, attr: Any) -> bool:
-    """Whether rows can be converted one at a time: not a stream; no media that the pass would decode and encode anew,
-    but for images in a plain column of images."""
+    """Whether rows can be converted one at a time: not a stream; no media that the pass would decode and encode again,
+    except images in a plain column of images."""
     if not isinstance(rows, datasets.Dataset):
         return False
     feature = rows.features.get(attr.images)

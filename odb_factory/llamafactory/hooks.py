@@ -112,7 +112,7 @@ def read_block(original: Callable, args: Any = None) -> Any:
 def _check_seams() -> None:
     if _missing:
         raise ConfigError(
-            f"odb: this LLaMA-Factory release does not have {', '.join(_missing)}, where odb_factory comes in; "
+            f"odb: this LLaMA-Factory release does not have {', '.join(_missing)}, which odb_factory hooks; "
             "install a supported release (`odb-factory doctor` names them)."
         )
 

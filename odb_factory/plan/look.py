@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,9 +14,9 @@ from odb_factory.config import ResolvedConfig
 from odb_factory.data.loader import LayoutName, make_budget
 from odb_factory.errors import DataError
 from odb_factory.plan.arguments import Asked
-from odb_factory.plan.observe import Part, Sample, observe, parts_of
+from odb_factory.plan.observe import Part, Sample, Step, observe, parts_of
 from odb_factory.plan.rows import layout_of, open_rows
-from odb_factory.plan.simulate import Outcome, Setting, baseline, num_overlong, planned
+from odb_factory.plan.simulate import Figures, Simulation
 
 RANGE = 8
 """Budgets from an eighth of the YAML's to eight times it are planned."""
@@ -42,12 +43,12 @@ class Look:
     step_size: int | None
     sample: Sample
     parts: list[Part]
-    own: Outcome
-    compared: Outcome
-    budgets: list[Outcome]
-    other_layout: Outcome
-    fixed: Outcome
-    length_grouped: Outcome
+    own: Figures
+    compared: Figures
+    budgets: list[Figures]
+    other_layout: Figures
+    fixed: Figures
+    length_grouped: Figures
     bound_by_longest: float
     examples: dict[str, str]
 
@@ -69,34 +70,26 @@ def look(asked: Asked, samples: int) -> Look:
         reasons = ", ".join(f"{n} {reason}" for reason, n in Counter(s.reason for s in sample.seen).items())
         first = "".join(f"; {message}" for message in list(examples.values())[:1])
         raise DataError(f"no row of the training dataset can be trained on ({reasons or 'it has none'}){first}")
-    setting = Setting(
-        ranks=asked.ranks,
+    simulation = Simulation(
+        asked=asked,
+        sample=sample,
         step_size=step_size,
-        batch_size=asked.batch_size,
-        accumulation=asked.accumulation,
-        balance=bool(config.balance),
-        join=config.join,
-        overlong=config.overlong,
-        group_size=config.balance_group_size,
-        buffer_size=config.buffer_size,
-        seed=asked.seed,
         equal_weights=rows.stage.equal_weights and config.loss_scaling == "stock",
         collation=rows.collation.in_one_row(),
     )
 
-    def under(token_budget: int, sample: Sample, layout: LayoutName = layout.name) -> Outcome:
+    def under(token_budget: int, steps: Sequence[Step], layout: LayoutName = layout.name) -> Figures:
         """max_patches grows and shrinks with token_budget; at least what a micro-batch without media has."""
         patches = config.max_patches
         if patches is not None and token_budget != config.token_budget:
             patches = max(patches * token_budget // config.token_budget, rows.collation.dummies(0, 0)[1], 1)
         changed = dataclasses.replace(config, token_budget=token_budget, max_patches=patches)
-        budget = make_budget(changed, rows.collation, layout)
-        return dataclasses.replace(planned(sample, setting, budget), overlong=num_overlong(whole, budget))
+        return simulation.planned(make_budget(changed, rows.collation, layout), steps)
 
-    whole, start = sample, time.thread_time()  # what other processes do is not counted
-    own = under(config.token_budget, whole)
-    part = _thinned(whole, PLANNING_SECONDS / (RANGE * max(time.thread_time() - start, 1e-3)))
-    compared = own if part is whole else under(config.token_budget, part)
+    start = time.thread_time()  # what other processes do is not counted
+    own = under(config.token_budget, sample.steps)
+    some = _thinned(sample.steps, PLANNING_SECONDS / (RANGE * max(time.thread_time() - start, 1e-3)))
+    compared = own if some is sample.steps else under(config.token_budget, some)
     parts = parts_of(sample.seen, rows.sources)
     budgets = budgets_around(config, least=parts[0].tokens.p50)
     stacked = [step.rows["tokens"] for step in sample.steps]
@@ -110,10 +103,10 @@ def look(asked: Asked, samples: int) -> Look:
         parts=parts,
         own=own,
         compared=compared,
-        budgets=[compared if one == config.token_budget else under(one, part) for one in budgets],
-        other_layout=under(config.token_budget, part, "padded" if layout.name == "flat" else "flat"),
-        fixed=baseline("fixed", sample, setting),
-        length_grouped=baseline("length-grouped", sample, setting),
+        budgets=[compared if one == config.token_budget else under(one, some) for one in budgets],
+        other_layout=under(config.token_budget, some, "padded" if layout.name == "flat" else "flat"),
+        fixed=simulation.fixed(),
+        length_grouped=simulation.length_grouped(),
         bound_by_longest=sum(longest) / len(longest),
         examples=examples,
     )
@@ -127,17 +120,17 @@ def budgets_around(config: ResolvedConfig, least: int) -> list[int]:
     return sorted({own, *(power for power in powers if power >= least)})
 
 
-def best_budget(found: Look) -> Outcome:
+def best_budget(found: Look) -> Figures:
     """The smallest budget that is about as fast as any, of those that no more samples break than the YAML's own."""
     within = [one for one in found.budgets if one.overlong <= found.own.overlong] or found.budgets
     fastest = max(one.speed for one in within)
     return next(one for one in within if one.speed >= CLOSE * fastest)
 
 
-def _thinned(sample: Sample, share: float) -> Sample:
-    """This share of its optimizer steps, evenly spread."""
+def _thinned(steps: list[Step], share: float) -> list[Step]:
+    """This share of the optimizer steps, evenly spread."""
     if share >= 1:
-        return sample
-    count = max(round(share * len(sample.steps)), 1)
-    spread = np.linspace(0, len(sample.steps) - 1, count).round().astype(int).tolist()
-    return dataclasses.replace(sample, steps=[sample.steps[number] for number in dict.fromkeys(spread)])
+        return steps
+    count = max(round(share * len(steps)), 1)
+    spread = np.linspace(0, len(steps) - 1, count).round().astype(int).tolist()
+    return [steps[number] for number in dict.fromkeys(spread)]

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from odb_factory.data.processes import BusyRows, WorkerInit
 from odb_factory.data.workers import END, take
-from odb_factory.plan.rows import ObservedRow, Rows
+from odb_factory.plan.rows import ObservedRow, TrainingRows
 from odb_factory.planning import make_metadata
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -55,7 +55,7 @@ class Sample:
         return not self.resampled and self.population == len(self.seen)
 
 
-def observe(rows: Rows, step_size: int, samples: int, *, seconds: float = MOST_SECONDS) -> Sample:
+def observe(rows: TrainingRows, step_size: int, samples: int, *, seconds: float = MOST_SECONDS) -> Sample:
     """About `samples` rows, at least one optimizer step; all rows where there are no more.
 
     step_size: samples of an optimizer step. Raises what a worker raises.
@@ -107,7 +107,7 @@ def chosen_positions(num_rows: int, step_size: int, samples: int) -> list[range]
     return [whole[number] for number in dict.fromkeys(spread)]
 
 
-def _read(rows: Rows, indices: Sequence[int]) -> Iterator[ObservedRow]:
+def _read(rows: TrainingRows, indices: Sequence[int]) -> Iterator[ObservedRow]:
     workers = min(len(os.sched_getaffinity(0)), MOST_WORKERS, len(indices) // ROWS_A_WORKER)
     options: dict[str, Any] = {"worker_init_fn": WorkerInit(None), "prefetch_factor": 4} if workers else {}
     loader = DataLoader(rows.reader, batch_size=CHUNK, sampler=indices, num_workers=workers, collate_fn=list, **options)

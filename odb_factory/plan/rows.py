@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import io
 import itertools
 import logging
 import os
@@ -18,7 +19,7 @@ import torch
 from accelerate.data_loader import SeedableRandomSampler
 from llamafactory.data import get_dataset, get_template_and_fix_tokenizer, loader
 from llamafactory.model import load_config, load_tokenizer
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 
@@ -71,7 +72,7 @@ class ObservedRow:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rows:
+class TrainingRows:
     """Training rows of a YAML. reader: `reader[index]` is an `ObservedRow`. order: of the first epoch; of a stream the
     rows that were read, because its length is unknown. sources: the data sets of the mix. collation: what the collator
     adds."""
@@ -82,14 +83,13 @@ class Rows:
     sources: tuple[str, ...]
     stage: Stage
     collation: Collation
-    dataset: Any
     tokenizer: Any
 
 
 class RowReader(WorkerDataset, Dataset[ObservedRow]):
     """Observes rows as a training does, with their data set and their length without cutoff_len."""
 
-    def __init__(self, observed: ObservedDataset, uncut: Any, cutoff_len: int, source: str):
+    def __init__(self, observed: ObservedDataset, uncut: OnlineDataset | None, cutoff_len: int, source: str):
         self.dataset, self.observed = observed.dataset, observed
         self.uncut, self.cutoff_len, self.source = uncut, cutoff_len, source
 
@@ -118,7 +118,7 @@ def _lengths(features: Mapping[str, Any]) -> list[int]:
     return [len(ids) for key, ids in features.items() if key.endswith("input_ids")]
 
 
-def open_rows(asked: Asked, samples: int) -> Rows:
+def open_rows(asked: Asked, samples: int) -> TrainingRows:
     """samples: rows to read of a stream. Raises what a training would raise before it loads the model."""
     model_args, data_args, training_args, finetuning_args = asked.parsed
     name = finetuning_args.stage
@@ -126,7 +126,8 @@ def open_rows(asked: Asked, samples: int) -> Rows:
     tokenizer, processor = tokenizer_module["tokenizer"], tokenizer_module["processor"]
     template = get_template_and_fix_tokenizer(tokenizer, data_args)
     stage_of_data = PREPROCESSED_AS.get(name, name)
-    with _no_evaluation(data_args), _silence(), _naming(data_args):  # it prints an example
+    printed = contextlib.redirect_stdout(io.StringIO())  # an example
+    with _no_evaluation(data_args), printed, _naming(data_args):
         found = get_dataset(template, *asked.parsed[:3], stage=stage_of_data, **tokenizer_module)["train_dataset"]
     stage = STAGES[name].of_training(finetuning_args, tokenizer)
     dataset = training_rows(found, stage, template, tokenizer, processor)
@@ -143,23 +144,22 @@ def open_rows(asked: Asked, samples: int) -> Rows:
     if isinstance(dataset, OnlineStream):
         rows: Any = list(itertools.islice(dataset, samples))
         order = list(range(len(rows)))
-        uncut: Any = _StreamUncut(rows, _uncut(dataset.head))
+        uncut: OnlineDataset | None = _uncut(dataset.head, rows)
     else:
         rows, order = dataset, _order(asked, dataset)
-        uncut = None if isinstance(dataset, TokenizedDataset) else _uncut(dataset)
+        uncut = None if isinstance(dataset, TokenizedDataset) else _uncut(dataset, dataset.rows)
     # Overlong samples are counted for each budget later.
     config = dataclasses.replace(asked.config, overlong="singleton")
     observed = ObservedDataset(rows, observer, config, Budget(asked.config.token_budget))
     whole = ", ".join(data_args.dataset or [str(data_args.tokenized_path)])
     indexed = getattr(dataset, "rows", None)
-    return Rows(
+    return TrainingRows(
         reader=RowReader(observed, uncut, data_args.cutoff_len, whole),
         order=order,
         is_stream=isinstance(dataset, OnlineStream),
         sources=indexed.dataset_names if isinstance(indexed, IndexedRows) else (whole,),
         stage=stage,
         collation=collation,
-        dataset=dataset,
         tokenizer=tokenizer,
     )
 
@@ -177,21 +177,13 @@ def _order(asked: Asked, dataset: Any) -> list[int]:
     return order[: len(order) - len(order) % (asked.batch_size * asked.ranks)]
 
 
-def _uncut(online: OnlineDataset) -> OnlineDataset:
-    """The same rows as they would be if nothing were cut off."""
+def _uncut(online: OnlineDataset, rows: Any) -> OnlineDataset:
+    """These rows as they would be if nothing were cut off."""
     whole = copy.copy(online)
-    whole.processor = copy.copy(online.processor)
+    whole.rows, whole.processor = rows, copy.copy(online.processor)
     whole.processor.data_args = copy.copy(online.processor.data_args)
     whole.processor.data_args.cutoff_len = UNCUT
     return whole
-
-
-class _StreamUncut:
-    def __init__(self, rows: list[Any], head: OnlineDataset):
-        self.rows, self.head = rows, head
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.head.features_of([self.rows[index]])
 
 
 @contextlib.contextmanager
@@ -226,12 +218,6 @@ def _naming(data_args: Any) -> Iterator[None]:
         raise DataError(f"{which}: cannot be read: {one_line(error).rstrip('.')}.") from error
 
 
-@contextlib.contextmanager
-def _silence() -> Iterator[None]:
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-        yield
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Which layout the run would have: asked of the rules of a training, with the model's class and no weights.
 
@@ -239,7 +225,7 @@ ACCELERATOR = torch.device("cuda")
 """Device of the training, unless its YAML sets `use_cpu`."""
 
 
-def layout_of(asked: Asked, rows: Rows) -> Layout:
+def layout_of(asked: Asked, rows: TrainingRows) -> Layout:
     """As resolved before training; what the check of a few real samples finds is not known.
 
     Raises `ConfigError` where `layout: flat` is refused.
@@ -247,8 +233,7 @@ def layout_of(asked: Asked, rows: Rows) -> Layout:
     if asked.config.layout == "padded":
         return resolve_layout([], "padded", None)
     try:
-        with _quiet():
-            model = _without_weights(asked, rows.tokenizer)
+        model = _without_weights(asked, rows.tokenizer)
     except Exception as error:  # custom model code, or a release that builds it otherwise
         name: Literal["flat", "padded"] = "flat" if asked.config.layout == "flat" else "padded"
         return Layout(name, f"taken for granted, for the model cannot be built without its weights: {one_line(error)}")
@@ -268,7 +253,7 @@ def layout_of(asked: Asked, rows: Rows) -> Layout:
         asked.config.layout,
         trainer.args,
         refused=why_not_flat(trainer),
-        is_stream=isinstance(rows.dataset, IterableDataset),
+        is_stream=rows.is_stream,
     )
     layout.undo()
     return layout
@@ -286,20 +271,12 @@ def _without_weights(asked: Asked, tokenizer: Any) -> Any:
     finetuning_args.finetuning_type = "full"
     deepspeed = getattr(asked.parsed.training, "hf_deepspeed_config", None)
     unset_hf_deepspeed_config()  # with ZeRO-3 weights would be dealt out to ranks as they are made
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # what is logged now concerns no training
     try:
         with torch.device("meta"):
             return load_model(tokenizer, model_args, finetuning_args, is_trainable=True)
     finally:
+        logging.disable(before)
         if deepspeed is not None:
             set_hf_deepspeed_config(deepspeed)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """What is logged while the model is built concerns no training."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)

@@ -17,7 +17,7 @@ from odb_factory.plan import simulate
 from odb_factory.plan.advice import Advice
 from odb_factory.plan.look import Look
 from odb_factory.plan.observe import ALL, Part, Spread
-from odb_factory.plan.simulate import Outcome
+from odb_factory.plan.simulate import Figures
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -129,7 +129,7 @@ def _budgets(found: Look) -> Table:
     return table
 
 
-def _figures(has_patches: bool, name: str, one: Outcome) -> list[str]:
+def _figures(has_patches: bool, name: str, one: Figures) -> list[str]:
     def share(value: float | None) -> str:
         return "" if value is None else f"{value:.1%}"
 

@@ -1,4 +1,4 @@
-"""What the planner of a training makes of the observed optimizer steps, under one budget."""
+"""Simulate a training of the observed samples: by the planner under a budget, by fixed batches, grouped by length."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from odb_factory.accounting.statistics import StepStatistics
 from odb_factory.data.order import OF_MICRO_BATCH, StockSteps, by_weight
+from odb_factory.plan.arguments import Asked
 from odb_factory.plan.observe import Sample, Step
 from odb_factory.planning import (
     ROW,
@@ -61,7 +62,7 @@ Totals = Sequence[Sequence[MicroStepTotals]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class Figures:
     """The figures of docs/reference.md, "Plan". Ratios are 0 to 1.
 
     name: of what forms the micro-batches. token_budget, max_patches, budget_use, limit, share_of_limit: None without a
@@ -93,7 +94,7 @@ class Outcome:
     most_patches: int
 
 
-def outcome(name: str, found: Totals, ranks: int, stock: Totals) -> Outcome:
+def outcome(name: str, found: Totals, ranks: int, stock: Totals) -> Figures:
     """Without a budget. found: by optimizer step. stock: those of fixed batches, of about the same samples."""
     totals, of_stock = (list(itertools.chain.from_iterable(steps)) for steps in (found, stock))
     statistics = StepStatistics()
@@ -101,7 +102,7 @@ def outcome(name: str, found: Totals, ranks: int, stock: Totals) -> Outcome:
         statistics.add(one, ranks)
     counts = [len(step) for step in found] or [0]
     reached = step_efficiency(totals, ranks)
-    return Outcome(
+    return Figures(
         name=name,
         optimizer_steps=len(found),
         micro_steps=len(totals),
@@ -156,12 +157,6 @@ def length_grouped(samples: np.ndarray, batch_size: int, ranks: int, collation: 
 # Epochs of `global_batch_size: fill`, round by round, without a training.
 
 
-@dataclass(frozen=True)
-class Round:
-    windows: list[BufferMetadata]
-    plan: Plan
-
-
 def rounds(
     samples: Sequence[np.ndarray],
     budget: Budget,
@@ -173,26 +168,20 @@ def rounds(
     model: CostModel = CostModel(),
     endless: bool = False,
     seed: int = 0,
-) -> Iterator[Round]:
+) -> Iterator[Plan]:
     """One epoch over the samples of each rank (as `ROW`); endless: from the beginning again, without end.
 
     buffer_size: samples that a rank holds.
     """
-    held = [rows[:0] for rows in samples]
-    drawn = [0] * len(samples)
-    round_index = 0
-    final = False
-    while not final:
+    held, drawn = [rows[:0] for rows in samples], [0] * len(samples)
+    for round_index in itertools.count():
         for rank, rows in enumerate(samples):
             wanted = drawn[rank] + np.arange(buffer_size - len(held[rank]))
             fresh = rows[wanted % len(rows)] if endless else rows[wanted[wanted < len(rows)]]
             drawn[rank] += len(fresh)
             held[rank] = np.concatenate([held[rank], fresh])
-        windows = [
-            BufferMetadata(rows, not endless and drawn[rank] == len(samples[rank])) for rank, rows in enumerate(held)
-        ]
         plan = plan_buffers(
-            windows,
+            [BufferMetadata(rows, not endless and drawn[rank] == len(samples[rank])) for rank, rows in enumerate(held)],
             budget,
             seed=seed,
             epoch=0,
@@ -202,7 +191,9 @@ def rounds(
             balance=balance,
             model=model,
         )
-        yield Round(windows, plan)
+        yield plan
+        if plan.final:
+            return
         gone = np.zeros(sum(map(len, held)), bool)
         for groups in plan.groups:
             for group in groups:
@@ -210,130 +201,116 @@ def rounds(
         for rank, (start, end) in enumerate(zip(plan.starts, plan.starts[1:])):
             held[rank] = held[rank][~gone[start:end]]
             held[rank]["age"] = np.minimum(held[rank]["age"], 254) + 1
-        round_index, final = round_index + 1, plan.final
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
-    """What a plan depends on beside the budget. step_size: samples of an optimizer step; None: filled ones.
+class Simulation:
+    """What a training of the YAML does with the observed samples.
 
-    balance, join, overlong: keys of the block; group_size: `balance_group_size`. equal_weights:
-    of the stage.
+    step_size: samples of an optimizer step; None: filled ones. equal_weights: of the stage. collation: of its collator.
     """
 
-    ranks: int
+    asked: Asked
+    sample: Sample
     step_size: int | None
-    batch_size: int
-    accumulation: int
-    balance: bool
-    join: bool
-    overlong: str
-    group_size: int
-    buffer_size: int
-    seed: int
     equal_weights: bool
     collation: Collation
 
-
-def planned(sample: Sample, setting: Setting, budget: Budget) -> Outcome:
-    """With odb, under this budget and in its layout."""
-    steps, ranks = _within(sample.steps, setting, budget), setting.ranks
-    table = np.concatenate([step.rows for step in steps] or [np.zeros(0, ROW)])
-    totals = _filled(table, sample, setting, budget) if setting.step_size is None else _kept(steps, setting, budget)
-    limits = [least_time(step.rows["tokens"], ranks, budget.token_budget) for step in steps]
-    tokens = float(table["tokens"].sum(dtype=np.int64))
-    if setting.step_size is None:  # whatever N becomes, the load alone bounds it
-        within = float(np.minimum(table["tokens"], budget.token_budget).sum(dtype=np.int64)) / ranks
-        limits = [tokens / ranks + FIXED * within / budget.token_budget]
-    limit = tokens / (ranks * sum(limits)) if limits else None
-    found = outcome("odb", totals, ranks, _fixed(steps, setting))
-    padded = sum(one.padded_tokens for step in totals for one in step)
-    return dataclasses.replace(
-        found,
-        layout=budget.layout,
-        token_budget=budget.token_budget,
-        max_patches=budget.max_patches,
-        budget_use=padded / (max(found.micro_steps, 1) * ranks * budget.token_budget),
-        limit=limit,
-        share_of_limit=None if limit is None else found.step_efficiency / max(limit, 1e-9),
-        overlong=num_overlong(sample, budget),
-    )
-
-
-def baseline(name: str, sample: Sample, setting: Setting) -> Outcome:
-    """name: "fixed" batches of this YAML's size, or such "length-grouped" ones."""
-    found = stock = _fixed(sample.steps, setting)
-    if name != "fixed":
-        table = np.concatenate([step.rows for step in sample.steps])
-        together = length_grouped(table, setting.batch_size, setting.ranks, setting.collation)
-        found = [together[k : k + setting.accumulation] for k in range(0, len(together), setting.accumulation)]
-    return outcome(name, found, setting.ranks, stock)
-
-
-def _kept(steps: Sequence[Step], setting: Setting, budget: Budget) -> list[list[MicroStepTotals]]:
-    found = []
-    assert setting.step_size is not None
-    stock = StockSteps(
-        global_batch_size=setting.step_size,
-        batch_size=setting.batch_size,
-        world_size=setting.ranks,
-        num_samples=None,
-        mean=OF_MICRO_BATCH,
-        equal_weights=setting.equal_weights,
-    )
-    in_groups = setting.balance and budget.layout == "flat" and setting.ranks > setting.group_size
-    for step in steps:
-        rank = (step.start + step.rows["position"]) % setting.ranks
-        buffers = [BufferMetadata(step.rows[rank == one], exhausted=False) for one in range(setting.ranks)]
-        if setting.equal_weights:
-            buffers = by_weight(buffers, stock)
-        if in_groups:
-            plan = plan_in_groups(buffers, budget, setting.group_size)
+    def planned(self, budget: Budget, steps: Sequence[Step]) -> Figures:
+        """With odb, under this budget and in its layout. steps: all of the sample, or some."""
+        ranks, config = self.asked.ranks, self.asked.config
+        overlong = [_overlong(step, budget) for step in self.sample.steps]
+        if config.overlong != "singleton":  # such samples are left out
+            kept = [dataclasses.replace(step, rows=step.rows[~_overlong(step, budget)]) for step in steps]
+            steps = [step for step in kept if len(step.rows)]
+        table = np.concatenate([step.rows for step in steps] or [np.zeros(0, ROW)])
+        tokens = float(table["tokens"].sum(dtype=np.int64))
+        if self.step_size is None:  # whatever N becomes, the load alone bounds it
+            totals = self._filled(table, budget)
+            within = float(np.minimum(table["tokens"], budget.token_budget).sum(dtype=np.int64)) / ranks
+            limits = [tokens / ranks + FIXED * within / budget.token_budget]
         else:
-            plan = plan_optimizer_step(buffers, budget, balance=setting.balance)
-        found.append(plan.totals)
-    return found
+            totals = self._kept(steps, budget)
+            limits = [least_time(step.rows["tokens"], ranks, budget.token_budget) for step in steps]
+        limit = tokens / (ranks * sum(limits)) if limits else None
+        found = outcome("odb", totals, ranks, self._fixed(steps))
+        padded = sum(one.padded_tokens for step in totals for one in step)
+        return dataclasses.replace(
+            found,
+            layout=budget.layout,
+            token_budget=budget.token_budget,
+            max_patches=budget.max_patches,
+            budget_use=padded / (max(found.micro_steps, 1) * ranks * budget.token_budget),
+            limit=limit,
+            share_of_limit=None if limit is None else found.step_efficiency / max(limit, 1e-9),
+            overlong=sum(int(one.sum()) for one in overlong),
+        )
+
+    def fixed(self) -> Figures:
+        """Batches of this YAML's size in the order of the samples."""
+        found = self._fixed(self.sample.steps)
+        return outcome("fixed", found, self.asked.ranks, found)
+
+    def length_grouped(self) -> Figures:
+        asked, table = self.asked, np.concatenate([step.rows for step in self.sample.steps])
+        together = length_grouped(table, asked.batch_size, asked.ranks, self.collation)
+        found = list(_chunks(together, asked.accumulation))
+        return outcome("length-grouped", found, asked.ranks, self._fixed(self.sample.steps))
+
+    def _kept(self, steps: Sequence[Step], budget: Budget) -> list[list[MicroStepTotals]]:
+        asked, config, found = self.asked, self.asked.config, []
+        assert self.step_size is not None
+        stock = StockSteps(
+            global_batch_size=self.step_size,
+            batch_size=asked.batch_size,
+            world_size=asked.ranks,
+            num_samples=None,
+            mean=OF_MICRO_BATCH,
+            equal_weights=self.equal_weights,
+        )
+        for step in steps:
+            rank = (step.start + step.rows["position"]) % asked.ranks
+            buffers = [BufferMetadata(step.rows[rank == one], exhausted=False) for one in range(asked.ranks)]
+            if self.equal_weights:
+                buffers = by_weight(buffers, stock)
+            if config.balance and budget.layout == "flat" and asked.ranks > config.balance_group_size:
+                plan = plan_in_groups(buffers, budget, config.balance_group_size)
+            else:
+                plan = plan_optimizer_step(buffers, budget, balance=bool(config.balance))
+            found.append(plan.totals)
+        return found
+
+    def _filled(self, table: np.ndarray, budget: Budget) -> list[list[MicroStepTotals]]:
+        """An epoch of the samples; of a part of the data set as many rounds as put out that number of samples."""
+        asked, config = self.asked, self.asked.config
+        shares = [table[rank :: asked.ranks] for rank in range(asked.ranks)]
+        totals: list[MicroStepTotals] = []
+        for plan in rounds(
+            shares,
+            budget,
+            config.buffer_size,
+            balance=bool(config.balance),
+            join=config.join,
+            accumulation=asked.accumulation,
+            endless=not self.sample.is_whole and min(map(len, shares)) > 0,
+            seed=asked.seed,
+        ):
+            totals += plan.totals
+            if sum(step.samples for step in totals) >= len(table):
+                break
+        return list(_chunks(totals, asked.accumulation))
+
+    def _fixed(self, steps: Sequence[Step]) -> list[list[MicroStepTotals]]:
+        asked = self.asked
+        return [fixed_batches(step.rows, asked.batch_size, asked.ranks, self.collation) for step in steps]
 
 
-def _filled(table: np.ndarray, sample: Sample, setting: Setting, budget: Budget) -> list[list[MicroStepTotals]]:
-    """An epoch of the samples; of a part of the data set as many rounds as put out that number of samples."""
-    shares = [table[rank :: setting.ranks] for rank in range(setting.ranks)]
-    totals: list[MicroStepTotals] = []
-    for one in rounds(
-        shares,
-        budget,
-        setting.buffer_size,
-        balance=setting.balance,
-        join=setting.join,
-        accumulation=setting.accumulation,
-        endless=not sample.is_whole and min(map(len, shares)) > 0,
-        seed=setting.seed,
-    ):
-        totals += one.plan.totals
-        if sum(step.samples for step in totals) >= len(table):
-            break
-    return [totals[k : k + setting.accumulation] for k in range(0, len(totals), setting.accumulation)]
-
-
-def _fixed(steps: Sequence[Step], setting: Setting) -> list[list[MicroStepTotals]]:
-    return [fixed_batches(step.rows, setting.batch_size, setting.ranks, setting.collation) for step in steps]
-
-
-def num_overlong(sample: Sample, budget: Budget) -> int:
-    """Samples that break a budget alone."""
-    return sum(int(_overlong(step, budget).sum()) for step in sample.steps)
-
-
-def _within(steps: Sequence[Step], setting: Setting, budget: Budget) -> list[Step]:
-    """Without the samples that the policy `overlong` leaves out."""
-    if setting.overlong == "singleton":
-        return list(steps)
-    kept = [dataclasses.replace(step, rows=step.rows[~_overlong(step, budget)]) for step in steps]
-    return [step for step in kept if len(step.rows)]
+def _chunks(totals: list[MicroStepTotals], size: int) -> Iterator[list[MicroStepTotals]]:
+    return (totals[start : start + size] for start in range(0, len(totals), size))
 
 
 def _overlong(step: Step, budget: Budget) -> np.ndarray:
-    """bool[samples]"""
+    """bool[samples]: which break the budget alone."""
     names = ("tokens", "patches", "units", "has_media", "modality", "leading_label", "has_audio")
     columns = zip(*(step.rows[name].tolist() for name in names))
     return np.array([budget.overlong(Cost(*values)) for values in columns], dtype=bool)

@@ -145,8 +145,9 @@ def draw_lines(
     lines: Iterable[Line], x_label: str, y_label: str, *, from_zero: bool = False, to_one: bool = False
 ) -> Markup:
     """from_zero: the scale begins at 0; to_one: it goes from 0 to 1. Empty without points."""
-    drawn = [(line, np.array([p for p in line.points if all(abs(v) < LARGEST for v in p)], float)) for line in lines]
-    drawn = [(line, points) for line, points in drawn if len(points)]
+    arrays = ((line, np.array(line.points, float).reshape(-1, 2)) for line in lines)
+    finite = ((line, points[(np.abs(points) < LARGEST).all(axis=1)]) for line, points in arrays)
+    drawn = [(line, points) for line, points in finite if len(points)]
     if not drawn:
         return Markup()
     seconds = 1

@@ -24,7 +24,7 @@ from odb_factory.report.read import (
     Audit,
     Files,
     History,
-    Rows,
+    RowCounts,
     Summary,
     read_audit,
     read_history,
@@ -92,7 +92,9 @@ def read_run(folder: Path) -> dict[str, Any]:
             for one, ended in zip(history.begins, history.ended)
         ],
         "totals": _totals(history, audit, summary, int(last_step), kind),
-        "rows": None if rows is None else {item.name: getattr(rows, item.name) for item in dataclasses.fields(Rows)},
+        "rows": None
+        if rows is None
+        else {item.name: getattr(rows, item.name) for item in dataclasses.fields(RowCounts)},
         "entries": _entries(history),
         "evaluations": [
             {"step": one.step, "seconds": one.seconds}

@@ -52,7 +52,7 @@ class Begin:
 
 
 @schema(slots=True, config=STRICT)
-class Rows:
+class RowCounts:
     """Rows apart from the others so far. left_out: by reason."""
 
     left_out: dict[str, Count] | None = None
@@ -70,7 +70,7 @@ class Logged:
     optimizer_step: Count
     logs: dict[str, bool | float]  # a loss may be NaN
     sums: Sums | None = None
-    rows: Rows | None = None
+    rows: RowCounts | None = None
 
     @model_validator(mode="after")
     def _has_sums(self) -> Logged:
@@ -115,7 +115,7 @@ class TrainerState:
 
 
 @schema(slots=True, config=STRICT)
-class Summary(Rows):
+class Summary(RowCounts):
     """SUMMARY, written at the end of a run with odb."""
 
     optimizer_steps: Count = -1
@@ -241,7 +241,7 @@ class Entry:
     seconds: float | None = None
     taken: float | None = None
     sums: Sums | None = None
-    rows: Rows | None = None
+    rows: RowCounts | None = None
 
 
 @dataclass
@@ -446,11 +446,11 @@ def _steps(batches: np.ndarray) -> tuple[dict[str, np.ndarray], int]:
     steps = {"step": numbers, "micro_batches": micro_batches}
     for name in ("samples", "tokens", "padded_tokens", "patches", "units"):
         steps[name] = np.bincount(of_line, weights=batches[name]).astype(np.int64)
-    places = np.stack((of_line, batches["micro_batch"], batches["rank"]))
-    place, of_place = np.unique(places, axis=1, return_inverse=True)
-    micro_step, of_micro_step = np.unique(place[:2], axis=1, return_inverse=True)
+    width, num_ranks = int(batches["micro_batch"].max()) + 1, int(batches["rank"].max()) + 1
+    micro_step, of_micro_step = np.unique(of_line * width + batches["micro_batch"], return_inverse=True)
+    place, of_place = np.unique(of_micro_step * num_ranks + batches["rank"], return_inverse=True)
     for name, awaited in (("padded_tokens", "awaited_tokens"), ("patches", "awaited_patches")):
-        most = np.zeros(micro_step.shape[1], dtype=np.int64)
-        np.maximum.at(most, of_micro_step.ravel(), np.bincount(of_place.ravel(), batches[name]).astype(np.int64))
-        steps[awaited] = ranks * np.bincount(micro_step[0], weights=most).astype(np.int64)
+        most = np.zeros(len(micro_step), dtype=np.int64)
+        np.maximum.at(most, place // num_ranks, np.bincount(of_place, batches[name]).astype(np.int64))
+        steps[awaited] = ranks * np.bincount(micro_step // width, weights=most).astype(np.int64)
     return {name: values[whole] for name, values in steps.items()}, int(np.count_nonzero(~whole))

@@ -39,7 +39,7 @@ def test_sound_environment_is_ready(doctors: dict[str, CompletedProcess]) -> Non
     lines = ended.stdout.splitlines()
     assert lines[-1].startswith("Ready:")
     assert "ok       `import torch` activates odb_factory" in lines
-    assert "ok       all 8 places in LLaMA-Factory where odb_factory comes in are hooked" in lines
+    assert "ok       all 8 functions of LLaMA-Factory that odb_factory needs are hooked" in lines
     if not torch.cuda.is_available():
         kernel = "sdpa on runs of samples of equal length, because the device is cpu, not CUDA"
         assert f"ok       attention of flat rows (sdpa models) on cpu: {kernel}" in lines

@@ -18,7 +18,7 @@ from odb_factory.plan.look import Look, budgets_around
 from odb_factory.plan.observe import Sample, Step, parts_of
 from odb_factory.plan.rows import ObservedRow
 from odb_factory.plan.show import to_dict
-from odb_factory.plan.simulate import Outcome
+from odb_factory.plan.simulate import Figures
 from odb_factory.planning import ROW, Cost
 
 
@@ -34,7 +34,7 @@ def asked(ranks: int = 1, **block: Any) -> Asked:
     )
 
 
-def outcome(budget: int, speed: float, **figures: Any) -> Outcome:
+def outcome(budget: int, speed: float, **figures: Any) -> Figures:
     plain = {"name": "odb", "layout": "flat", "max_patches": None, "optimizer_steps": 4, "micro_steps": 8}
     plain |= {"micro_batches": 2.0, "least_micro_batches": 2, "most_micro_batches": 2, "samples_per_micro_step": 4.0}
     plain |= dict.fromkeys(("padding_ratio", "balance", "patch_balance", "step_efficiency"), 0.8)
@@ -46,10 +46,10 @@ def outcome(budget: int, speed: float, **figures: Any) -> Outcome:
         "most_tokens": 9,
         "most_patches": 0,
     }
-    return Outcome(token_budget=budget, speed=speed, **(plain | figures))
+    return Figures(token_budget=budget, speed=speed, **(plain | figures))
 
 
-def a_look(asked_for: Asked, budgets: list[Outcome], seen: list[ObservedRow] | None = None, **figures: Any) -> Look:
+def a_look(asked_for: Asked, budgets: list[Figures], seen: list[ObservedRow] | None = None, **figures: Any) -> Look:
     seen = seen or [ObservedRow(index=0, source="texts", cost=Cost(8, units=1))]
     sample = Sample(seen=seen, steps=[Step(start=0, rows=np.zeros(1, ROW))], population=64, resampled="", seconds=1.0)
     plain: dict[str, Any] = {"layout": "flat", "layout_reason": "it is right", "step_size": 8}
