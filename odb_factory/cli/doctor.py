@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import json
 import os
 import platform
@@ -12,15 +14,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from packaging.specifiers import SpecifierSet
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from odb_factory.cli.doctor_probe import Probe
-from odb_factory.llamafactory import releases
+from odb_factory.llamafactory import activation, releases
 from odb_factory.llamafactory.activation import DISABLE, SEAMS
 from odb_factory.version import installed_version
 
@@ -50,6 +51,28 @@ class Check(NamedTuple):
     status: Literal["ok", "warning", "problem"]
     what: str
     fix: str = ""
+
+
+@dataclass(kw_only=True)
+class Probe:
+    """What the imports showed.
+
+    active: `import torch` placed the hook. switched_off: `ODB_FACTORY_DISABLE` forbids it.
+    errors: what a module raised when imported, by module. hooked, unhooked: seams by their full name.
+    own_keys: odb keys in the arguments of this LLaMA-Factory. gpus: names of the CUDA devices.
+    kernels: what computes attention of flat rows in bf16, by the name of the GPU (or "cpu", where there is none).
+    crash: how the process ended, if it wrote nothing.
+    """
+
+    active: bool = False
+    switched_off: bool = False
+    errors: dict[str, str] = field(default_factory=dict)
+    hooked: list[str] = field(default_factory=list)
+    unhooked: list[str] = field(default_factory=list)
+    own_keys: list[str] = field(default_factory=list)
+    gpus: list[str] = field(default_factory=list)
+    kernels: dict[str, str] = field(default_factory=dict)
+    crash: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,10 +153,10 @@ def _gather() -> Facts:
 
 
 def _probe() -> Probe:
-    """Run `doctor_probe` as a new process would run a training: nothing imported yet, no folder shadowing a package."""
+    """`look_at_imports` in a new process, as a training would start: no folder shadows a package."""
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "probe.json")
-        command = [sys.executable, "-P", "-m", "odb_factory.cli.doctor_probe", str(answer)]
+        command = [sys.executable, "-P", "-m", "odb_factory.cli.doctor", str(answer)]
         try:
             ended = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -142,6 +165,61 @@ def _probe() -> Probe:
             return Probe(**json.loads(answer.read_text(encoding="utf-8")))
     last_line = (ended.stderr.strip().splitlines() or ["no message"])[-1]
     return Probe(crash=f"exit code {ended.returncode}: {last_line}")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# In the new process: the imports of a training, and their outcome.
+
+
+def look_at_imports() -> Probe:
+    """Import as `llamafactory-cli train` does, torch first, and look at what has been hooked."""
+    probe = Probe()
+    if not _imports("torch", probe):
+        return probe
+    probe.active = activation.is_active()
+    activation.activate()
+    probe.switched_off = not activation.is_active()
+    os.environ.pop(DISABLE, None)
+    activation.activate()  # so that the seams can be judged whatever is switched off
+    import torch
+
+    probe.gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    for name in ("torchvision", "torchaudio"):
+        _imports(name, probe)
+    imported = [_imports(name, probe) for name in SEAMS]  # all are tried
+    if all(imported):
+        _look_at_seams(probe)
+        data_arguments = sys.modules["llamafactory.hparams.parser"].DataArguments
+        names = [item.name for item in dataclasses.fields(data_arguments)]
+        from odb_factory.model.attention import Need, kernel_of
+
+        devices = {name: torch.device("cuda", index) for index, name in enumerate(probe.gpus)}
+        devices = devices or {"cpu": torch.device("cpu")}
+        probe.kernels = {name: kernel_of(Need(device=device, dtype=torch.bfloat16)) for name, device in devices.items()}
+        probe.own_keys = [name for name in names if name in ("odb", "use_odb") or name.startswith("odb_")]
+    return probe
+
+
+def _look_at_seams(probe: Probe) -> None:
+    from odb_factory.llamafactory import hooks
+
+    for seam in hooks.seams():
+        module, _, path = seam.partition(".")
+        target: Any = sys.modules[module]
+        for part in path.split("."):
+            target = getattr(target, part, None)
+        # A wrapper takes the name and module of what it wraps; its code tells where it comes from.
+        code = getattr(target, "__code__", None)
+        is_hooked = code is not None and code.co_filename == hooks.__file__
+        (probe.hooked if is_hooked else probe.unhooked).append(seam)
+
+
+def _imports(name: str, probe: Probe) -> bool:
+    try:
+        importlib.import_module(name)
+    except Exception as error:  # a broken installation can raise anything
+        probe.errors[name] = " ".join(f"{type(error).__name__}: {error}".split())
+    return name not in probe.errors
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -285,3 +363,7 @@ CHECKS: tuple[Callable[[Facts], Iterator[Check]], ...] = (
     _media_libraries,
     _devices,
 )
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(json.dumps(dataclasses.asdict(look_at_imports())), encoding="utf-8")

@@ -121,8 +121,7 @@ def _plan(given: argparse.Namespace) -> None:
     console = Console()
     read_yaml(given.config, given.overrides)  # a mistake in it shows before anything heavy is imported
     with console.status("reading the data"), parsed(given.config, given.overrides, given.ranks) as asked:
-        from odb_factory.plan.advice import advise
-        from odb_factory.plan.look import look
+        from odb_factory.plan.look import advise, look
         from odb_factory.plan.show import draw, show, to_dict
 
         found = look(asked, given.samples)

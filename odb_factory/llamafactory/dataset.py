@@ -542,15 +542,13 @@ def compare_arguments(owners: Sequence[Any], training_args: Any, config: ODBConf
 
 
 def settings_of(dataset: OnlineDataset | TokenizedDataset, observer: RowObserver) -> dict[str, object]:
-    """Checksums of the first rows after template and tokenizer."""
+    """Checksums of the first rows after template and tokenizer. For a row that cannot be read the kind of error stands:
+    the loader reports it."""
+    found: list[object] = []
+    for index in range(min(len(dataset), ROWS_COMPARED)):
+        try:
+            found.append(checksum(*observer.observe(dataset[index])))
+        except Exception as error:
+            found.append(type(error).__name__)
     settings = dataset.stage.settings if isinstance(dataset, OnlineDataset) else {}
-    rows = range(min(len(dataset), ROWS_COMPARED))
-    return settings | {"what the first rows say": [_content(dataset, observer, index) for index in rows]}
-
-
-def _content(dataset: Any, observer: RowObserver, index: int) -> object:
-    """A checksum of a row; for one that cannot be read, the kind of its error: it is the loader's to report."""
-    try:
-        return checksum(*observer.observe(dataset[index]))
-    except Exception as error:
-        return type(error).__name__
+    return settings | {"checksums of the first rows": found}

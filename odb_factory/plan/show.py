@@ -14,8 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from odb_factory.plan import simulate
-from odb_factory.plan.advice import Advice
-from odb_factory.plan.look import Look
+from odb_factory.plan.look import Advice, Look
 from odb_factory.plan.observe import ALL, Part, Spread
 from odb_factory.plan.simulate import Figures
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 from packaging.specifiers import SpecifierSet
 
-from odb_factory.cli.doctor import SUPPORTED, Facts, checks_of
-from odb_factory.cli.doctor_probe import Probe
+from odb_factory.cli.doctor import SUPPORTED, Facts, Probe, checks_of
 
 pytestmark = pytest.mark.timeout(240)
 

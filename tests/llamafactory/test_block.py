@@ -76,12 +76,6 @@ def test_group_by_length_is_told_to_have_no_effect_under_both_its_names(config, 
     assert len(told) == 1 and "\n" not in told[0]
 
 
-def test_megatron_is_refused(config, monkeypatch) -> None:
-    monkeypatch.setenv("USE_MCA", "1")
-    with pytest.raises(ConfigError, match="USE_MCA.*use_mca"):
-        get_train_args(config)
-
-
 def test_neat_packing_is_the_wish_for_flat_micro_batches(config, caplog) -> None:
     """LLaMA-Factory itself must not see it: it would pack the rows before training."""
     given = config | {"neat_packing": True, "packing": True}

@@ -122,8 +122,8 @@ def test_each_rank_ends_in_one_line_and_torchrun_adds_none(config: dict[str, Any
         ("odb:\n  token_budget: 1\noverlong: drop\n", (), ("overlong", "indent")),
         ("odb:\ntoken_budget: 1\n", (), ("token_budget", "1", "indent")),
         ("odb:\n  token_budget: 1\ndataloader_num_workers: -1\n", (), ("dataloader_num_workers", "-1")),
-        ("odb:\n  token_budget: 1\ndataloader_num_workers: '2'\n", (), ("dataloader_num_workers", "'2'", "quotes")),
         ("odb:\n  token_budget: 1\nresume_from_checkpoint: 5\n", (), ("resume_from_checkpoint", "5", "folder")),
+        ("odb:\n  token_budget: 1\nresume_from_checkpoint: true\noutput_dir: no/pe\n", (), ("True", "no/pe", "remove")),
         ("odb:\n  token_budget: 1\ndo_train: true\npacking: true\n", (), ("packing", "True", "remove")),
         ("obd:\n  token_budget: 1\n", (), ("obd", "block `odb:`")),
         ("seed: 1\n", ("obd.token_budget=1",), ("obd", "odb.KEY=VALUE")),
@@ -140,20 +140,6 @@ def test_each_rank_ends_in_one_line_and_torchrun_adds_none(config: dict[str, Any
         (f"odb:\n  token_budget: '{'9' * 5000}'\n", (), ("odb.token_budget", " ... ", "without quotes")),
         ("odb:\n  token_budget: 1\nmodel_name_or_path: /no/pe\n", (), ("model_name_or_path", "'/no/pe'", "hub")),
         ("odb:\n  token_budget: 1\nmodel_name_or_path: a/b/c\n", (), ("model_name_or_path", "'a/b/c'", "hub")),
-        (
-            "odb:\n  token_budget: 1\nresume_from_checkpoint: no/pe\n",
-            (),
-            ("resume_from_checkpoint", "'no/pe'", "begin"),
-        ),
-        (
-            "odb:\n  token_budget: 1\nresume_from_checkpoint: true\noutput_dir: no/pe\n",
-            (),
-            ("resume_from_checkpoint", "True", "no/pe", "begin"),
-        ),
-        ("odb:\n  token_budget: 1\ndo_train: true\nuse_unsloth: true\n", (), ("use_unsloth", "True", "remove")),
-        ("odb:\n  token_budget: 1\ndo_train: true\nuse_kt: true\n", (), ("use_kt", "True", "remove")),
-        ("odb:\n  token_budget: 1\ndo_train: true\nuse_mca: true\n", (), ("use_mca", "True", "remove")),
-        ("odb:\n  token_budget: 1\ndo_train: true\nuse_hyper_parallel: true\n", (), ("use_hyper_parallel", "True")),
     ],
 )
 def test_what_the_yaml_shows_is_said_before_the_launch(

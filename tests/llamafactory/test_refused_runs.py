@@ -36,6 +36,8 @@ BEFORE_A_MODEL: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"neftune_noise_alpha": 5, "odb": FLAT}, ("neftune_noise_alpha: 5", "padded")),
     ({"shift_attn": True, "odb": FLAT}, ("shift_attn: True", "padded")),
     ({"use_mca": True}, ("use_mca: True", "remove")),
+    ({"use_unsloth": True}, ("use_unsloth: True", "remove")),
+    ({"use_kt": True}, ("use_kt: True", "remove")),
     ({"use_hyper_parallel": True}, ("use_hyper_parallel: True", "remove")),
     ({"use_galore": True, "galore_layerwise": True}, ("galore_layerwise: True", "galore_layerwise: false")),
     ({"use_apollo": True, "apollo_layerwise": True}, ("apollo_layerwise: True", "apollo_layerwise: false")),

@@ -12,9 +12,8 @@ import torch
 from test_docs import first_column
 
 from odb_factory.config import ODBConfig
-from odb_factory.plan.advice import Advice, advise
 from odb_factory.plan.arguments import Asked, ParsedArguments, ranks_of
-from odb_factory.plan.look import Look, budgets_around
+from odb_factory.plan.look import Advice, Look, advise, budgets_around
 from odb_factory.plan.observe import Sample, Step, parts_of
 from odb_factory.plan.rows import ObservedRow
 from odb_factory.plan.show import to_dict
