@@ -50,7 +50,7 @@ def activate() -> None:
     if os.environ.get(DISABLE, "").lower() in ("1", "true", "y", "yes"):
         return
     try:
-        if is_active():  # by `odb-factory train`: torch may be imported by the hooks themselves, in the midst of it
+        if is_active():  # by `odb-factory train`: the hooks themselves may import torch while they are placed
             return
         sys.meta_path.insert(0, SeamFinder())
         for name in SEAMS | OPTIONAL:

@@ -283,8 +283,10 @@ def check_combination(
 
     config: the block, where `data_args` do not hold it as those of a patched fork do.
     """
+    from odb_factory.comm.agreement import MayDiffer, compare, of_block, releases
+    from odb_factory.comm.gloo import gather_once
     from odb_factory.llamafactory import dataset
-    from odb_factory.training.checks import check_arguments, check_stream
+    from odb_factory.training.checks import check_arguments, check_stream, of_arguments
 
     dataset.forget()
     config = config or ODBConfig.from_block(data_args.odb)
@@ -306,7 +308,12 @@ def check_combination(
             _raise_first(_refused_losses(config, model_args, training_args, value_of))
         except ConfigError as error:
             problem = error
-    dataset.compare_arguments(owners, training_args, config, problem)
+    own = of_arguments(*owners)
+    settings = {**releases(), **own, **of_block(config), **of_arguments(training_args)}
+    # The loader compares releases, block and training arguments again, and warns of those that may differ.
+    settings = {key: value for key, value in settings.items() if key in own or not isinstance(value, MayDiffer)}
+    timeout, rank = config.exchange_timeout_s, training_args.process_index
+    compare(settings, lambda message: gather_once(message, timeout), rank=rank, problem=problem)
 
 
 def _raise_first(messages: Iterator[str]) -> None:

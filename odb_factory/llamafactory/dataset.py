@@ -15,12 +15,11 @@ import numpy as np
 import pyarrow as pa
 from torch.utils.data import Dataset, IterableDataset
 
-from odb_factory.comm.agreement import MayDiffer, compare, of_block, releases
-from odb_factory.comm.gloo import gather_once
+from odb_factory.comm.agreement import MayDiffer
 from odb_factory.config import ODBConfig
 from odb_factory.data.observe import MediaCut, RowDropped
 from odb_factory.data.serialize import checksum
-from odb_factory.errors import ConfigError, DataError, ODBError
+from odb_factory.errors import ConfigError, DataError
 from odb_factory.llamafactory.media import EncodedImage, MediaObserver, check_sizes, decoded
 from odb_factory.llamafactory.stages import Stage
 from odb_factory.log import get_logger
@@ -519,26 +518,9 @@ def online_stream(
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# What the ranks of a LLaMA-Factory training compare, before a model is loaded and before the first step (I11).
+# What the ranks of a LLaMA-Factory training compare of their rows before the first step (I11).
 
 ROWS_COMPARED = 3
-
-
-def compare_arguments(owners: Sequence[Any], training_args: Any, config: ODBConfig, problem: ODBError | None) -> None:
-    """Compare all arguments, the block and the releases of the ranks before a model is loaded. Collective.
-
-    owners: LLaMA-Factory's model, data and finetuning arguments. problem: why this rank is refused; the others end too.
-    """
-    own = of_arguments(*owners)
-    settings = {**releases(), **own, **of_block(config), **of_arguments(training_args)}
-    # The loader compares releases, block and training arguments again, and warns of those that may differ.
-    settings = {key: value for key, value in settings.items() if key in own or not isinstance(value, MayDiffer)}
-    compare(
-        settings,
-        lambda message: gather_once(message, config.exchange_timeout_s),
-        rank=training_args.process_index,
-        problem=problem,
-    )
 
 
 def settings_of(dataset: OnlineDataset | TokenizedDataset, observer: RowObserver) -> dict[str, object]:

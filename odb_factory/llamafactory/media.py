@@ -3,7 +3,7 @@
 A copy of LLaMA-Factory's multimodal plugin is used for observation. Its call of the image
 processor is answered from image sizes: by a formula where there is one, else by what the real
 processor answered for blank images of these sizes. Both are checked against the real processor at start;
-where they fail, and for videos, it is asked each time, its pixels thrown away. The same holds for
+where they fail, and for videos, it is asked each time, and its pixels are dropped. The same holds for
 the lengths of audio clips. The plugin that collates is never touched.
 """
 
@@ -401,8 +401,8 @@ def _of_flac(path: str | os.PathLike[str]) -> tuple[int, int] | None:
 
 WRITTEN_FOR_MEDIA = (IMAGE_PLACEHOLDER, VIDEO_PLACEHOLDER, AUDIO_PLACEHOLDER)
 _WRITTEN_OUT = (
-    "it has {found} of the tokens {name} where its media take {expected}: its text has such a token written out, "
-    "which the model would take for a medium"
+    "{found} {name} tokens where its media take {expected}: the text itself contains the placeholder, which the model "
+    "would read as a medium"
 )
 
 

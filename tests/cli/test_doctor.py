@@ -97,7 +97,7 @@ SOUND = Facts(
             {"probe": Probe(active=True, hooked=["x"], errors={"torchaudio": "OSError: y"})},
             "torchaudio cannot be loaded",
         ),
-        ({"probe": Probe(active=True, hooked=["x"], own_keys=["odb"])}, "odb keys of its own: odb"),
+        ({"probe": Probe(active=True, hooked=["x"], own_keys=["odb"])}, "already has odb keys: odb"),
     ],
 )
 def test_every_defect_is_named_once_with_a_fix(change: dict, expected: str | None) -> None:

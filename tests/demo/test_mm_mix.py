@@ -15,10 +15,7 @@ transformers = pytest.importorskip("transformers")
 from PIL import Image, ImageChops, ImageFont  # noqa: E402
 
 from odb_factory.demo import mm_mix  # noqa: E402
-from odb_factory.demo.mm_mix import (  # noqa: E402
-    build_builtin_mix,
-    draw_text,
-)
+from odb_factory.demo.mm_mix import build_builtin_mix, draw_text  # noqa: E402
 from odb_factory.demo.tiny_model import build_tiny_qwen3_vl  # noqa: E402
 from odb_factory.errors import DataError  # noqa: E402
 
@@ -114,13 +111,6 @@ def test_validation_shares_no_topic_and_no_picture_with_training(mix: Path) -> N
     for pattern in (r'(?:reference say on|the Python topic) "(.+?)"', r"A part of the picture (\S+),"):
         assert named("mm_mix_val", pattern)
         assert not named("mm_mix", pattern) & named("mm_mix_val", pattern)
-
-
-@pytest.mark.parametrize("count", range(1, 20))
-def test_hold_out_parts_the_items(count: int) -> None:
-    train, val = mm_mix._hold_out(list(range(count)))
-    assert train and val
-    assert sorted(train + val) == list(range(count)) or (count == 1 and train == val == [0])
 
 
 def test_same_seed_same_bytes_another_seed_another_mix(tmp_path: Path) -> None:
