@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import json
@@ -13,16 +14,18 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from odb_factory.llamafactory import activation, releases
-from odb_factory.llamafactory.activation import DISABLE, SEAMS
+from odb_factory.llamafactory import activation, hooks
+from odb_factory.llamafactory.activation import DISABLE, NEWEST_TESTED, SEAMS
 from odb_factory.version import installed_version
 
 PROBE_TIMEOUT_S = 300
@@ -33,7 +36,7 @@ TORCH_SET = 'pip install --upgrade "torch>=2.5,<2.13" torchvision torchaudio'  #
 SUPPORTED = {
     "python": ">=3.11",
     "odb_factory": "",
-    "llamafactory": releases.SUPPORTED,
+    "llamafactory": activation.SUPPORTED,
     "transformers": ">=4.55",
     "torch": ">=2.5,<2.13",
     "accelerate": "",
@@ -42,6 +45,8 @@ SUPPORTED = {
 """What must be installed, and which versions odb_factory supports (all, where LLaMA-Factory itself sets them)."""
 _FIXES = {"python": "make an environment with a Python of 3.11 or newer", "torch": TORCH_SET}
 OPTIONAL = {"deepspeed": 'only ZeRO needs it: pip install "odb_factory[deepspeed]"'}
+DEEPSPEED = "deepspeed>=0.10.0,<=0.18.4"
+"""requirements/deepspeed.txt of 0.9.5, which is not installed; the metadata of earlier releases have theirs."""
 _COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
 
 
@@ -139,7 +144,7 @@ def _print(console: Console, checks: Iterable[Check]) -> int:
 
 def _gather() -> Facts:
     """Installed packages, the entry point, the environment, and the imports of a training."""
-    pins = {} if installed_version("llamafactory") is None else releases.pins()
+    pins = {} if installed_version("llamafactory") is None else pins_of_llamafactory()
     packages = [*SUPPORTED, *OPTIONAL, OTHER_PACKAGE, "torchvision", "torchaudio", *pins]
     versions = {name: installed_version(name) for name in packages} | {"python": platform.python_version()}
     declared = [point.value for point in metadata.entry_points(group="torch.backends", name="odb_factory")]
@@ -150,6 +155,38 @@ def _gather() -> Facts:
         environment=dict(os.environ),
         probe=_probe(),
     )
+
+
+def pins_of_llamafactory() -> dict[str, SpecifierSet]:
+    """The versions of other packages that the installed LLaMA-Factory asks for, by package.
+
+    From its metadata (with the extra `deepspeed`) and from what it checks when it starts.
+    """
+    asked = [Requirement(text) for text in metadata.requires("llamafactory") or ()]
+    asked = [one for one in asked if one.marker is None or one.marker.evaluate({"extra": "deepspeed"})]
+    asked += map(Requirement, _checked_at_start())
+    if not any(one.name == "deepspeed" for one in asked):
+        asked.append(Requirement(DEEPSPEED))
+    found: dict[str, SpecifierSet] = {}
+    for one in asked:
+        if one.specifier:
+            found[one.name] = found.get(one.name, SpecifierSet()) & one.specifier
+    return found
+
+
+def _checked_at_start() -> Iterator[str]:
+    """The requirements in the source of LLaMA-Factory's `check_dependencies`, without importing it."""
+    package = find_spec("llamafactory")
+    if package is None or not package.submodule_search_locations:
+        return
+    path = Path(package.submodule_search_locations[0], "extras", "misc.py")
+    if not path.exists():
+        return
+    for function in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(function, ast.FunctionDef) and function.name == "check_dependencies":
+            for node in ast.walk(function):
+                if isinstance(node, ast.Call) and ast.unparse(node.func) == "check_version":
+                    yield ast.literal_eval(node.args[0])
 
 
 def _probe() -> Probe:
@@ -201,8 +238,6 @@ def look_at_imports() -> Probe:
 
 
 def _look_at_seams(probe: Probe) -> None:
-    from odb_factory.llamafactory import hooks
-
     for seam in hooks.seams():
         module, _, path = seam.partition(".")
         target: Any = sys.modules[module]
@@ -238,10 +273,10 @@ def _versions(facts: Facts) -> Iterator[Check]:
             yield Check("problem", f"{name} is not installed", fix)
         elif not SpecifierSet(supported).contains(version, prereleases=True):
             yield Check("problem", f"{name} {version} is not supported, {supported} is", fix)
-        elif name == "llamafactory" and releases.is_newer(version):
+        elif name == "llamafactory" and hooks.is_newer(version):
             yield Check(
                 "warning",
-                f"llamafactory {version} is newer than what odb_factory was tested with ({releases.NEWEST_TESTED})",
+                f"llamafactory {version} is newer than what odb_factory was tested with ({NEWEST_TESTED})",
                 "if all functions are hooked (see below) training works; a newer odb_factory may know this release",
             )
         else:

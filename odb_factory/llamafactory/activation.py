@@ -18,6 +18,10 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+SUPPORTED = ">=0.9.4,<1"
+"""Releases of LLaMA-Factory, as in pyproject.toml."""
+NEWEST_TESTED = "0.9.6.dev0"
+"""LLaMA-Factory's main branch of 2026-08-18."""
 DISABLE = "ODB_FACTORY_DISABLE"
 LAUNCH_RECORD = "ODB_FACTORY_LAUNCH_RECORD"
 """Names a file in a run that the hooked launcher has given to torchrun: see `uncaught`."""

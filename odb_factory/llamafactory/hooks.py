@@ -8,17 +8,24 @@ LLaMA-Factory is, also for runs without odb, and imports nothing heavy itself.
 from __future__ import annotations
 
 import functools
+import importlib
+import os
 from collections.abc import Callable
+from importlib import metadata
 from types import ModuleType
 from typing import Any
 
 from odb_factory.config import ODBConfig
 from odb_factory.errors import ConfigError
 from odb_factory.llamafactory import uncaught
-from odb_factory.llamafactory.activation import OPTIONAL, SEAMS, TRAINERS
+from odb_factory.llamafactory.activation import NEWEST_TESTED, OPTIONAL, SEAMS, TRAINERS
 from odb_factory.log import get_logger
 
 logger = get_logger(__name__)
+
+HOMES_OF_READ_ARGS = ("llamafactory.hparams.parser", "llamafactory.hparams", "llamafactory.extras.arguments")
+"""Where releases have the function that reads a command line and its YAML: the parser has defined or imported it so
+far, and the main branch is about to move it."""
 
 _active: ODBConfig | None = None
 """The `odb:` block of the training that this process runs; LLaMA-Factory runs one at a time."""
@@ -84,9 +91,9 @@ def read_block(original: Callable, args: Any = None) -> Any:
     """hparams.parser.get_train_args: the block is taken out of the arguments, checked and kept."""
     global _active, _begin_log
     _active = _begin_log = None
-    from odb_factory.llamafactory import block, releases
+    from odb_factory.llamafactory import block
 
-    if (read_args := releases.find_read_args()) is not None:
+    if (read_args := find_read_args()) is not None:
         args = read_args(args)
     if not isinstance(args, dict) or not any(block.is_meant_for_block(key, value) for key, value in args.items()):
         return original(args)
@@ -94,7 +101,7 @@ def read_block(original: Callable, args: Any = None) -> Any:
     block.check_keys(args)
 
     _check_seams()
-    releases.log_if_newer()
+    log_if_newer()
     args = block.checked(args)
     config = ODBConfig.from_block(args["odb"])
     parsed = original({key: value for key, value in args.items() if key != "odb"})
@@ -115,6 +122,44 @@ def _check_seams() -> None:
             f"odb: this LLaMA-Factory release does not have {', '.join(_missing)}, which odb_factory hooks; "
             "install a supported release (`odb-factory doctor` names them)."
         )
+
+
+def is_newer(version: str | None) -> bool:
+    """Whether a release came after all that odb_factory has been tested with; False for what is no version."""
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        return version is not None and Version(version) > Version(NEWEST_TESTED)
+    except InvalidVersion:
+        return False
+
+
+@functools.cache
+def log_if_newer() -> None:
+    """Log once, on rank 0, that nobody has tried this release; what it lacks is named where it is missing."""
+    try:
+        version = metadata.version("llamafactory")
+    except metadata.PackageNotFoundError:  # a source tree on the path
+        return
+    if is_newer(version) and int(os.environ.get("RANK") or 0) == 0:
+        logger.warning(
+            "LLaMA-Factory %s is newer than what odb_factory was tested with (%s); it has all that odb_factory needs, "
+            "so the training continues",
+            version,
+            NEWEST_TESTED,
+        )
+
+
+def find_read_args() -> Callable[[Any], Any] | None:
+    """LLaMA-Factory's `read_args`, wherever this release has it; None if nowhere."""
+    for home in HOMES_OF_READ_ARGS:
+        try:
+            found = getattr(importlib.import_module(home), "read_args", None)
+        except ImportError:
+            continue
+        if found is not None:
+            return found
+    return None
 
 
 def refuse_ray(original: Callable, args: Any = None) -> Any:

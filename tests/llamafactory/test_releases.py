@@ -16,7 +16,9 @@ from llamafactory.hparams import get_train_args
 from packaging.specifiers import SpecifierSet
 from support import training_config
 
-from odb_factory.llamafactory import releases
+from odb_factory.cli import doctor
+from odb_factory.llamafactory import hooks
+from odb_factory.llamafactory.activation import NEWEST_TESTED, SUPPORTED
 
 pytestmark = pytest.mark.versions
 
@@ -26,18 +28,18 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[Any]:
     """`logged()`: what has been said of the release."""
-    releases.log_if_newer.cache_clear()
+    hooks.log_if_newer.cache_clear()
     yield lambda: [message for message in caplog.messages if "is newer than" in message]
-    releases.log_if_newer.cache_clear()
+    hooks.log_if_newer.cache_clear()
 
 
 def test_the_pins_are_those_of_the_installed_release() -> None:
     """DeepSpeed's is in no file of LLaMA-Factory 0.9.5."""
-    pins = releases.pins()
+    pins = doctor.pins_of_llamafactory()
     for name in ("transformers", "accelerate", "datasets", "peft", "trl", "deepspeed"):
         assert not pins[name].contains("99"), name
     assert "numpy" not in pins
-    assert set(releases._checked_at_start()) != set(), "LLaMA-Factory checks versions when it starts"
+    assert set(doctor._checked_at_start()) != set(), "LLaMA-Factory checks versions when it starts"
 
 
 def pretend(folder: Path, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +56,7 @@ def test_a_newer_release_is_told_once_and_goes_on(
     config = training_config(tiny_text, data_dir, tmp_path / "out", odb={"token_budget": 64})
     get_train_args(dict(config))
     assert logged() == [], "the release that is installed is known"
-    releases.log_if_newer.cache_clear()
+    hooks.log_if_newer.cache_clear()
     pretend(tmp_path, "0.9.7", monkeypatch)
     get_train_args({key: value for key, value in config.items() if key != "odb"})
     assert logged() == [], "nothing is said without a block"
@@ -69,18 +71,18 @@ def test_the_pin_lets_the_main_branch_live() -> None:
     dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     (pin,) = [line for line in dependencies if line.startswith("llamafactory")]
     supported = SpecifierSet(pin.removeprefix("llamafactory"))
-    assert supported == SpecifierSet(releases.SUPPORTED)
-    for version in ("0.9.4", "0.9.5", releases.NEWEST_TESTED, "0.9.6"):
+    assert supported == SpecifierSet(SUPPORTED)
+    for version in ("0.9.4", "0.9.5", NEWEST_TESTED, "0.9.6"):
         assert supported.contains(version, prereleases=True)
 
 
 def test_the_reader_of_arguments_is_found_where_the_main_branch_moves_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert releases.find_read_args() is parser.read_args
+    assert hooks.find_read_args() is parser.read_args
     moved = types.ModuleType("llamafactory.extras.arguments")
     moved.read_args = lambda args: ["moved"]
     monkeypatch.setitem(sys.modules, moved.__name__, moved)
     monkeypatch.delattr(parser, "read_args")
     monkeypatch.delattr(llamafactory.hparams, "read_args")
-    assert releases.find_read_args() is moved.read_args
+    assert hooks.find_read_args() is moved.read_args
     monkeypatch.delattr(moved, "read_args")
-    assert releases.find_read_args() is None
+    assert hooks.find_read_args() is None
