@@ -1,19 +1,30 @@
-"""The same YAML trained by stock LLaMA-Factory and with an `odb:` block, and how far the two trainings differ (I9)."""
+"""The same training by stock LLaMA-Factory and with an `odb:` block, and how far the two are apart (I9).
+
+`CELLS` of a test module name trainings; `run_cells` trains them on one rank or several, `check_cell` compares.
+"""
 
 from __future__ import annotations
 
+import gc
 import json
+import os
+import random
+import wave
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from distributed.launch import Run
 from distributed.ranks import run_ranks
 from distributed.shims.training_record import TrainingRecord
-from llamafactory.train.tuner import run_exp
+from llamafactory.hparams import get_train_args
+from llamafactory.train import callbacks, tuner
+from PIL import Image
 from safetensors.torch import load_file
-from support import read_jsonl, shimmed
+from support import read_jsonl, shimmed, training_config
 
 RELATIVE = 1e-5
 """Largest difference of losses and weights (float32)."""
@@ -24,6 +35,19 @@ BY_THE_CUT = ("logits/",)
 """Figures over padding."""
 OF_THE_CLOCK = ("runtime", "per_second", "flops_per")
 """Parts of names of figures that depend on how fast a training was."""
+NUM_TRAINED, NUM_EVAL, NUM_PICTURES = 22, 4, 14
+"""With 2 x 3 pairs an optimizer step the last one of an epoch has stock micro-batches of 3 and of 1."""
+ODB = {"token_budget": 640, "audit": True}
+"""Holds all pairs of the last optimizer step at once, were they of one weight."""
+WHOLE: dict[str, dict[str, Any]] = {"pt": {"packing": False}}
+"""Stock's own argument for documents that stay whole; with odb it goes without saying."""
+ROWS = {"pt": "documents", "sft": "talks", "kto": "judged"}
+HEAD_BIAS = "v_head.summary.bias"
+"""A reward model's loss is one of differences of scores: the gradient of the bias of its head is 0 but for rounding, of
+which Adam makes whole steps."""
+LIMIT_S = 240
+
+Config = Callable[..., dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -33,6 +57,7 @@ class Training:
     rows: of each optimizer step the sorted checksums of the rows of all ranks; an idle micro-batch has none.
     num_micro_batches: of each optimizer step, on each rank.
     log: the Trainer's log history. weights: as saved at the end. folders: the checkpoints that are left.
+    engine: classes of the model and the optimizer, as wrapped. audit: the lines of all ranks, none of stock's.
     """
 
     rows: list[list[int]]
@@ -43,6 +68,8 @@ class Training:
     progress: list[dict[str, Any]]
     weights: dict[str, torch.Tensor]
     folders: set[str]
+    engine: set[str]
+    audit: list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -62,24 +89,45 @@ class Deviation:
     """Of the figures of a trainer for preferences, the difference itself."""
 
 
+# A training
+
+
 def train(config: dict[str, Any], num_ranks: int = 1, env: dict[str, str] | None = None) -> Training:
     """Run real LLaMA-Factory on `config` to its end: in this process, with several ranks in processes of their own, and
     by torchrun where they need another environment."""
     output_dir = Path(config["output_dir"])
     record = output_dir.with_name(f"{output_dir.name}_record")
     if num_ranks == 1 and env is None:
-        run_exp(dict(config), callbacks=[TrainingRecord(record)])
+        tuner.run_exp(dict(config), callbacks=[TrainingRecord(record)])
     elif env is None:
         output_dir.mkdir(parents=True)
-        configs = [config | {"ddp_backend": "gloo"}]
-        ended = run_ranks("stage_ranks:train_stages", record.parent, world_size=num_ranks, limit_s=240, configs=configs)
-        assert all(rank.returncode == 0 for rank in ended), "\n".join(rank.said[-3000:] for rank in ended)
+        launch([config | {"ddp_backend": "gloo"}], record.parent, num_ranks, LIMIT_S)
     else:
         shim = shimmed("record_training") | {"RECORD_TRAINING": str(record)}
         with Run(config | {"ddp_backend": "gloo"}, num_ranks=num_ranks, env=env | shim) as run:
             launched = run.end()
             assert launched.returncodes == [0], str(launched)
-    return read(output_dir, record, num_ranks)
+    return read(output_dir, num_ranks)
+
+
+def launch(configs: list[dict[str, Any]], folder: Path, num_ranks: int, limit_s: float) -> None:
+    """Train all, one after the other, in the processes of one launch."""
+    ended = run_ranks("same_training:train_all", folder, world_size=num_ranks, limit_s=limit_s, configs=configs)
+    assert all(rank.returncode == 0 for rank in ended), "\n".join(rank.said[-3000:] for rank in ended)
+
+
+def train_all(rank: int, configs: list[dict[str, Any]]) -> int:
+    """In a rank: the workflow of each configuration's stage, as `llamafactory-cli train` does, recorded beside its
+    output."""
+    os.environ["LOCAL_RANK"] = str(rank)
+    for config in configs:
+        model_args, data_args, training_args, finetuning_args, generating_args = get_train_args(dict(config))
+        watching = [callbacks.LogCallback(), TrainingRecord(f"{config['output_dir']}_record")]
+        run = getattr(tuner, f"run_{finetuning_args.stage}")
+        more = (generating_args,) if finetuning_args.stage == "sft" else ()
+        run(model_args, data_args, training_args, finetuning_args, *more, watching)
+        gc.collect()
+    return len(configs)
 
 
 def side_by_side(
@@ -92,12 +140,15 @@ def side_by_side(
     return train(ours, num_ranks, env), train(config | {"output_dir": str(folder / "stock")} | stock, num_ranks, env)
 
 
-def read(output_dir: Path, record: Path, num_ranks: int) -> Training:
-    ranks = [read_jsonl(record.with_name(f"{record.name}.{rank}")) for rank in range(num_ranks)]
-    idle = [_idle(output_dir / f"odb_audit_rank{rank}.jsonl", ranks[rank]) for rank in range(num_ranks)]
+def read(output_dir: Path, num_ranks: int) -> Training:
+    """What a training has left: its output, and the record of each of its ranks beside that."""
+    ranks = [read_jsonl(output_dir.with_name(f"{output_dir.name}_record.{rank}")) for rank in range(num_ranks)]
+    audits = [path for path in sorted(output_dir.glob("odb_audit_rank*.jsonl")) if path.stat().st_size]
+    audit = [read_jsonl(path) for path in audits]
     rows: list[list[int]] = [[] for _ in ranks[0]]
-    for lines, is_idle in zip(ranks, idle, strict=True):
+    for rank, lines in enumerate(ranks):
         assert len(lines) == len(rows), "I1"
+        is_idle = _idle(audit[rank], lines) if audit else [[False] * len(line["micro_batches"]) for line in lines]
         for number, line in enumerate(lines):
             assert len(line["micro_batches"]) == len(ranks[0][number]["micro_batches"]), "I1"
             for position, batch in enumerate(line["micro_batches"]):
@@ -112,19 +163,21 @@ def read(output_dir: Path, record: Path, num_ranks: int) -> Training:
         progress=read_jsonl(output_dir / "trainer_log.jsonl"),
         weights={name: tensor for path in output_dir.glob("*.safetensors") for name, tensor in load_file(path).items()},
         folders={path.name for path in output_dir.glob("checkpoint-*")},
+        engine={name for lines in ranks for line in lines for name in line["engine"]},
+        audit=[line for lines in audit for line in lines],
     )
 
 
-def _idle(audit: Path, lines: list[dict[str, Any]]) -> list[list[bool]]:
-    """Of each micro-batch of each optimizer step whether it is idle; stock's never are."""
-    idle: list[list[bool]] = [[False] * len(line["micro_batches"]) for line in lines]
-    if audit.exists():
-        audited: list[list[bool]] = [[] for _ in lines]
-        for line in read_jsonl(audit):
-            audited[line["optimizer_step"] - 1].append(line["idle"])
-        assert [len(step) for step in audited] == [len(step) for step in idle], "every micro-batch is audited"
-        idle = audited
-    return idle
+def _idle(audit: list[dict[str, Any]], lines: list[dict[str, Any]]) -> list[list[bool]]:
+    """Of each micro-batch of each optimizer step whether it is idle."""
+    audited: list[list[bool]] = [[] for _ in lines]
+    for line in audit:
+        audited[line["optimizer_step"] - 1].append(line["idle"])
+    assert [len(step) for step in audited] == [len(line["micro_batches"]) for line in lines], "all are audited"
+    return audited
+
+
+# The comparison
 
 
 def deviation(ours: Training, stock: Training) -> Deviation:
@@ -153,14 +206,14 @@ def deviation(ours: Training, stock: Training) -> Deviation:
         if ours.state[name] != stock.state[name]:
             figures[f"state.{name}"] = _relative(ours.state[name], stock.state[name])
     assert ours.weights.keys() == stock.weights.keys()
-    pairs = [(ours.weights[name].double(), tensor.double()) for name, tensor in stock.weights.items()]
+    pairs = [(ours.weights[name].double(), its.double()) for name, its in stock.weights.items() if name != HEAD_BIAS]
     assert all(tensor.dtype == torch.float32 for tensor in stock.weights.values())
-    if not pairs:  # FSDP has saved none here
-        return Deviation(**losses, weights=0.0, tensor=0.0, figures=figures, preferences=preferences)
-    differences = torch.stack([(mine - its).norm() for mine, its in pairs])
-    norms = torch.stack([its.norm() for _, its in pairs])
-    tensor = (differences / norms.clamp_min(1e-12)).max().item()
-    weights = (differences.norm() / norms.norm()).item()
+    weights = tensor = 0.0
+    if pairs:  # FSDP has saved none here
+        differences = torch.stack([(mine - its).norm() for mine, its in pairs])
+        norms = torch.stack([its.norm() for _, its in pairs])
+        tensor = (differences / norms.clamp_min(1e-12)).max().item()
+        weights = (differences.norm() / norms.norm()).item()
     return Deviation(**losses, weights=weights, tensor=tensor, figures=figures, preferences=preferences)
 
 
@@ -173,22 +226,24 @@ def check_same_training(
     stock: Training,
     *,
     shards_parameters: bool = False,
-    counts_both_answers: bool = False,
+    counts_other_tokens: bool = False,
     of_all_ranks: bool = True,
 ) -> Deviation:
     """I9: the same rows in every optimizer step, the same figures, the same model but for rounding.
 
     shards_parameters: the Trainer counts FLOPs by the parameters that are gathered when it looks, in stock too.
     of_all_ranks: stock's figures of preferences are, and so comparable.
-    counts_both_answers: odb counts tokens, and FLOPs by them, of the longer of the two rows of an example of KTO.
+    counts_other_tokens: odb counts tokens, and FLOPs by them, of the longer of the two rows of an example of KTO; a
+    stock that cuts in another way pads to other lengths.
     """
     assert len(ours.rows) == len(stock.rows)
     for number, (mine, its) in enumerate(zip(ours.rows, stock.rows)):
         assert mine == its, f"optimizer step {number} has other rows"
     assert ours.learning_rates == stock.learning_rates, "to the last digit"
     found = deviation(ours, stock)
-    not_compared = {"total_flos", "state.total_flos"} if shards_parameters or counts_both_answers else set()
-    assert not found.figures.keys() - not_compared, found
+    not_compared = {"total_flos"} if shards_parameters or counts_other_tokens else set()
+    not_compared |= {"num_input_tokens_seen"} if counts_other_tokens else set()
+    assert not {name.removeprefix("state.") for name in found.figures} - not_compared, found
     percentages = [
         [(line["current_steps"], line["total_steps"], line["percentage"], line.get("epoch")) for line in one.progress]
         for one in (ours, stock)
@@ -208,3 +263,168 @@ def report(name: str, found: Deviation) -> None:
         f"weights {found.weights:.1e}, worst tensor {found.tensor:.1e} "
         f"{found.preferences or ''} {found.figures or ''}"
     )
+
+
+# Cells
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A training that both do: `changes` to the configuration of its stage, odb's `block`, `stock`'s own changes.
+
+    model: `text`, or another that the test module makes. max_patches is bounded where rows have images.
+    """
+
+    stage: str = "sft"
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    model: str = "text"
+    block: Mapping[str, Any] = field(default_factory=dict)
+    stock: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_flat(self) -> bool:
+        return self.block.get("layout", "flat") == "flat"
+
+
+def run_cells(
+    cells: Mapping[str, Cell], config_of: Config, folder: Path, num_ranks: int = 1, limit_s: float = LIMIT_S
+) -> dict[str, tuple[Training, Training]]:
+    """Of each cell the training with odb and stock's: in this process, or in those of one launch."""
+    configs, folders = [], {}
+    for number, (name, cell) in enumerate(cells.items()):
+        common = {"ddp_find_unused_parameters": cell.stage == "rm"} if num_ranks > 1 else {}
+        common |= dict(cell.changes)
+        folders[name] = folder / f"{number}_odb", folder / f"{number}_stock"
+        blocks: tuple[dict[str, Any], dict[str, Any]] = (
+            {"odb": ODB | {"layout": "flat"} | dict(cell.block)},
+            WHOLE.get(cell.stage, {}) | dict(cell.stock),
+        )
+        for output_dir, more in zip(folders[name], blocks):
+            configs.append(config_of(cell.stage, output_dir, model=cell.model, num_ranks=num_ranks, **common | more))
+    if num_ranks == 1:
+        for config in configs:
+            tuner.run_exp(dict(config), callbacks=[TrainingRecord(f"{config['output_dir']}_record")])
+    else:
+        folder.mkdir(exist_ok=True)
+        launch(configs, folder, num_ranks, limit_s)
+    return {name: (read(odb, num_ranks), read(stock, num_ranks)) for name, (odb, stock) in folders.items()}
+
+
+def check_cell(
+    name: str, cell: Cell, ours: Training, stock: Training, num_ranks: int = 1, shards_parameters: bool = False
+) -> Deviation:
+    """The same training, in micro-batches of several samples without padding within their budget."""
+    is_kto = cell.stage == "kto"
+    options = {"counts_other_tokens": is_kto or bool(cell.stock), "of_all_ranks": not is_kto or num_ranks == 1}
+    found = check_same_training(ours, stock, shards_parameters=shards_parameters, **options)
+    report(name, found)
+    several = [line for line in ours.audit if len(line["ids"]) > 1]
+    assert several
+    for line in ours.audit if cell.is_flat else ():
+        # Of the two rows that KTO's trainer computes for an example one after the other the longer counts.
+        padding = line["length"] - sum(line["segments"])
+        assert line["rows"] == 1 and (padding == 0 or (is_kto and padding > 0)), f"no padding: {line}"
+    budget = dict(ODB) | dict(cell.block)
+    assert all(line["rows"] * line["length"] <= budget["token_budget"] for line in several), "I4"
+    assert all(line["patches"] <= budget.get("max_patches", line["patches"]) for line in several), "I4"
+    return found
+
+
+def configurations(models: Callable[[str], Path], rows_dir: Path) -> Config:
+    """`config_of(stage, output_dir, ...)`: a training on the rows of `write_rows`; evaluated in between."""
+
+    def config_of(
+        stage: str, output_dir: Path, *, model: str = "text", num_ranks: int = 1, **changes: Any
+    ) -> dict[str, Any]:
+        steps = {"per_device_train_batch_size": 3, "val_size": NUM_EVAL}
+        if num_ranks > 1:
+            steps = {"per_device_train_batch_size": 2, "val_size": 6, "ddp_backend": "gloo"}
+        return (
+            training_config(
+                models(model),
+                rows_dir,
+                output_dir,
+                stage=stage,
+                dataset=ROWS.get(stage, "pairs"),
+                num_train_epochs=2,
+                learning_rate=3e-4,
+                lr_scheduler_type="cosine",
+                warmup_steps=2,
+                gradient_accumulation_steps=2,
+                per_device_eval_batch_size=2,
+                eval_strategy="steps",
+                eval_steps=3,
+                include_num_input_tokens_seen=stage != "kto",
+                disable_gradient_checkpointing=stage != "sft",
+            )
+            | steps
+            | changes
+        )
+
+    return config_of
+
+
+def write_rows(folder: Path) -> Path:
+    """In the formats of LLaMA-Factory's demo sets: documents, conversations, some with images or sounds, and those with
+    a better and a worse answer, or with one that is judged."""
+    folder.mkdir()
+    rng = random.Random(5)
+    vocabulary = ["the", "model", "reads", "a", "long", "line", "of", "words", "and", "says", "which", "is", "better"]
+
+    def words(count: int) -> str:
+        return " ".join(rng.choices(vocabulary, k=count))
+
+    def said(who: str, count: int) -> dict[str, str]:
+        return {"from": who, "value": words(count)}
+
+    numbers = range(NUM_TRAINED + NUM_EVAL)
+    documents = [{"text": words(3 + k * 13 % 67)} for k in numbers]
+    pairs = [
+        {
+            "conversations": [said("human", 3 + k % 9)],
+            "chosen": said("gpt", 2 + k * 13 % 61),
+            "rejected": said("gpt", 2 + k * 29 % 53),
+        }
+        for k in numbers
+    ]
+    for name, size in (("wide", (128, 64)), ("tall", (64, 160))):
+        Image.effect_noise(size, 60).convert("RGB").save(folder / f"{name}.png")
+    pictures = []
+    for k, pair in enumerate(pairs[:NUM_PICTURES]):
+        images = ([], ["wide.png"], ["tall.png", "wide.png"])[k % 3]
+        asked = {"from": "human", "value": "<image>" * len(images) + pair["conversations"][0]["value"]}
+        pictures.append(pair | {"conversations": [asked], "images": images})
+    talks = [{"conversations": pair["conversations"] + [pair["chosen"]]} for pair in pairs]
+    judged = [talk | {"good": k % 3 > 0} for k, talk in enumerate(talks)]
+    albums = [{"conversations": one["conversations"] + [one["chosen"]], "images": one["images"]} for one in pictures]
+    sounds = []
+    for k, talk in enumerate(talks):
+        names = [write_noise(folder / f"{k}_{clip}.wav", 3000 + 700 * k) for clip in range((0, 1, 2)[k % 3])]
+        asked, answer = talk["conversations"]
+        asked = asked | {"value": "<audio>" * len(names) + asked["value"]}
+        sounds.append({"conversations": [asked, answer], "audios": names})
+    rows = {"documents": documents, "pairs": pairs, "pictures": pictures, "sounds": sounds}
+    rows |= {"talks": talks, "judged": judged, "albums": albums}
+    for name in rows:
+        (folder / f"{name}.json").write_text(json.dumps(rows[name]), encoding="utf-8")
+    columns = {"messages": "conversations", "chosen": "chosen", "rejected": "rejected"}
+    in_messages = {"messages": "conversations"}
+    of_pairs = {"formatting": "sharegpt", "ranking": True, "columns": columns}
+    info = {
+        "documents": {"file_name": "documents.json", "columns": {"prompt": "text"}},
+        "pairs": {"file_name": "pairs.json", **of_pairs},
+        "pictures": {"file_name": "pictures.json", **of_pairs, "columns": columns | {"images": "images"}},
+        "talks": {"file_name": "talks.json", "formatting": "sharegpt"},
+        "albums": {"file_name": "albums.json", "formatting": "sharegpt", "columns": in_messages | {"images": "images"}},
+        "sounds": {"file_name": "sounds.json", "formatting": "sharegpt", "columns": in_messages | {"audios": "audios"}},
+        "judged": {"file_name": "judged.json", "formatting": "sharegpt", "columns": in_messages | {"kto_tag": "good"}},
+    }
+    (folder / "dataset_info.json").write_text(json.dumps(info), encoding="utf-8")
+    return folder
+
+
+def write_noise(path: Path, num_samples: int) -> str:
+    with wave.open(str(path), "wb") as file:
+        file.setparams((1, 2, 16_000, 0, "NONE", ""))
+        file.writeframes(np.random.default_rng(num_samples).normal(0, 3000, num_samples).astype("<i2").tobytes())
+    return str(path)

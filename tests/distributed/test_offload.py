@@ -14,8 +14,8 @@ import pytest
 from distributed.ranks import Outcome, run_ranks
 from distributed.test_engines import deepspeed_config
 from packaging.version import Version
-from same_training import check_same_training, read, report
-from stage_training import Config, configurations
+from same_training import Config, check_same_training, configurations, read, report, write_rows
+from tiny_models import TinyModels
 
 OFFLOADED = {"nothing": (), "optimizer": ("optimizer",), "parameters": ("optimizer", "param")}
 BUDGETS = {"one": 4096, "several": 200}
@@ -28,8 +28,9 @@ LIMIT_S = 280
 
 
 @pytest.fixture(scope="module")
-def config_of(tiny_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Config:
-    return configurations(tiny_text, tmp_path_factory.mktemp("offload"))
+def config_of(tiny_text: Path, tiny_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> Config:
+    folder = tmp_path_factory.mktemp("offload")
+    return configurations(TinyModels(tiny_text, tiny_vl, folder), write_rows(folder / "rows"))
 
 
 def offloading(stage: int, offloaded: str, folder: Path) -> str:
@@ -55,7 +56,7 @@ def on_two_ranks(stage: int, offloaded: str, config_of: Config, folder: Path) ->
     }
     blocks = {name: {"odb": {"token_budget": tokens, "audit": True}} for name, tokens in BUDGETS.items()}
     configs = [config_of("sft", folder / name, **common | block) for name, block in (blocks | {"stock": {}}).items()]
-    return run_ranks("stage_ranks:train_stages", folder, limit_s=LIMIT_S, configs=configs)
+    return run_ranks("same_training:train_all", folder, limit_s=LIMIT_S, configs=configs)
 
 
 def check(stage: int, offloaded: str, config_of: Config, folder: Path) -> None:
@@ -67,7 +68,7 @@ def check(stage: int, offloaded: str, config_of: Config, folder: Path) -> None:
         assert not (folder / "one").exists(), "refused before a file is written"
         return
     assert all(outcome.returncode == 0 for outcome in outcomes), "\n".join(one.said[-3000:] for one in outcomes)
-    one, several, stock = (read(folder / name, folder / f"{name}_record", 2) for name in (*BUDGETS, "stock"))
+    one, several, stock = (read(folder / name, 2) for name in (*BUDGETS, "stock"))
     assert max(one.num_micro_batches) == 1 < min(several.num_micro_batches)
     for name, ours in (("one", one), ("several", several)):
         found = check_same_training(ours, stock, shards_parameters=stage == 3)

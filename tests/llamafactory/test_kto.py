@@ -1,4 +1,4 @@
-"""Stage kto: pairs, optimizer steps, losses and weights are stock's (I9), or the gradient that of one batch (I8)."""
+"""Stage kto: pairs are stock's, several ranks train as stock does on one; one by one: `test_same_training.py`."""
 
 from __future__ import annotations
 
@@ -13,18 +13,15 @@ import pytest
 from distributed.rows import WORDS
 from llamafactory.train.kto.trainer import CustomKTOTrainer
 from llamafactory.train.tuner import run_exp
-from same_training import Training, check_same_training, report, side_by_side, train
-from stage_training import compare_with_one_batch
+from same_training import check_same_training, report, train
 from stock import load_data
-from support import read_jsonl, training_config
+from support import training_config
 
 from odb_factory.data.observe import RowDropped
 from odb_factory.errors import ConfigError
 from odb_factory.llamafactory.dataset import OnlineDataset
 from odb_factory.llamafactory.stages import STAGES, partners_of
 
-GRADIENT = 2e-6
-"""Largest relative difference of a tensor (float32)."""
 BLOCK = {"token_budget": 512, "audit": True}
 TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
 NUM_ROWS = {"feedback": 22, "odd": 21, "whole": 24}
@@ -114,27 +111,7 @@ def test_a_partner_without_an_answer_is_told(tiny_text: Path, rows_dir: Path, tm
 # The training
 
 
-def check_same(name: str, ours: Training, stock: Training, num_ranks: int = 1) -> None:
-    """num_ranks: of stock's, which logs the figures of rank 0 alone."""
-    found = check_same_training(ours, stock, counts_both_answers=True, of_all_ranks=num_ranks == 1)
-    report(name, found)
-
-
 WEIGHED = {"pref_ftx": 0.5, "kto_chosen_weight": 1.3, "kto_rejected_weight": 0.7}
-
-
-@pytest.mark.parametrize(
-    "finetuning", [pytest.param("full", marks=pytest.mark.versions), pytest.param("lora", marks=pytest.mark.full_grid)]
-)
-def test_one_rank_trains_as_stock_does(tiny_text: Path, rows_dir: Path, tmp_path: Path, finetuning: str) -> None:
-    """Accumulated: every example has the KL estimate of its own micro-step; the last optimizer step is uneven."""
-    steps = {"dataset": "odd", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
-    changes = WEIGHED | steps | {"finetuning_type": finetuning, "eval_dataset": "dropped", "eval_strategy": "epoch"}
-    ours, stock = side_by_side(config_of(tiny_text, rows_dir, tmp_path, **changes), BLOCK)
-    assert [len(step) for step in stock.rows] == [6, 6, 6, 3] * 2
-    check_same(f"kto, {finetuning}", ours, stock)
-    audit = read_jsonl(tmp_path / "odb" / "odb_audit_rank0.jsonl")
-    assert all(line["rows"] == 1 and len(line["segments"]) >= len(line["ids"]) for line in audit), "flat"
 
 
 def test_two_ranks_train_as_stock_does_on_one(tiny_text: Path, rows_dir: Path, tmp_path: Path) -> None:
@@ -144,26 +121,7 @@ def test_two_ranks_train_as_stock_does_on_one(tiny_text: Path, rows_dir: Path, t
     two = {"per_device_train_batch_size": 2, "odb": BLOCK | {"token_budget": 256}}
     ours = train(config_of(tiny_text, rows_dir, tmp_path / "odb", **config, **two), 2)
     stock = train(config_of(tiny_text, rows_dir, tmp_path / "stock", **config, per_device_train_batch_size=4))
-    check_same("kto, 2 ranks", ours, stock)
-
-
-def test_the_gradient_is_that_of_one_batch(
-    tiny_text: Path, rows_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """I8: with one estimate for the whole optimizer step."""
-    one_batch = compare_with_one_batch(monkeypatch)
-    block = BLOCK | {"loss_scaling": "exact", "token_budget": 256}
-    steps = {"dataset": "odd", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
-    # Short answers: what rounding does to a log-ratio grows with the log-probabilities, in stock, too.
-    changes = WEIGHED | steps | {"max_grad_norm": 0.0, "learning_rate": 1e-4, "cutoff_len": 40}
-    run_exp(config_of(tiny_text, rows_dir, tmp_path, odb=block, **changes))
-    (found,) = one_batch
-    assert len(found.deviations) == 6 and found.num_cut
-    print(f"kto, exact: worst gradient {found.of_a_tensor:.1e}")
-    assert found.of_a_tensor < GRADIENT
-    assert any(
-        line["idle"] is False and len(line["ids"]) > 2 for line in read_jsonl(tmp_path / "odb_audit_rank0.jsonl")
-    )
+    report("kto, 2 ranks", check_same_training(ours, stock, counts_other_tokens=True))
 
 
 def test_another_loss_is_refused(
@@ -191,20 +149,13 @@ def test_rows_with_videos_are_refused() -> None:
 
 
 @pytest.mark.full_grid
-def test_two_ranks_train_as_stock_does(tiny_text: Path, rows_dir: Path, tmp_path: Path) -> None:
-    changes = WEIGHED | {"dataset": "whole", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
-    ours, stock = side_by_side(config_of(tiny_text, rows_dir, tmp_path, **changes), BLOCK, 2)
-    check_same("kto, 2 ranks, accumulated", ours, stock, num_ranks=2)
-
-
-@pytest.mark.full_grid
 def test_one_estimate_of_an_optimizer_step_on_two_ranks(tiny_text: Path, rows_dir: Path, tmp_path: Path) -> None:
     """I8: as stock on one rank that takes each optimizer step at once."""
     two = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "odb": BLOCK | {"loss_scaling": "exact"}}
     common = WEIGHED | {"dataset": "whole"}
     ours = train(config_of(tiny_text, rows_dir, tmp_path / "odb", **common, **two), 2)
     stock = train(config_of(tiny_text, rows_dir, tmp_path / "stock", **common, per_device_train_batch_size=8))
-    check_same("kto, 2 ranks, exact", ours, stock)
+    report("kto, 2 ranks, exact", check_same_training(ours, stock, counts_other_tokens=True))
 
 
 @pytest.mark.full_grid

@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, make_tokenizer
 from PIL import Image
 from same_training import check_same_training, report, train
 from support import shimmed, training_config, write_dataset
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from tiny_models import TinyModels
 
 pytestmark = pytest.mark.skipif(find_spec("liger_kernel") is None, reason="liger_kernel is not installed")
 ENV = {} if torch.cuda.is_available() else shimmed("triton_on_cpu") | {"TRITON_INTERPRET": "1"}
@@ -39,23 +38,6 @@ def rows_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_dataset(folder, rows)
 
 
-def write_qwen2_5_vl(folder: Path) -> Path:
-    family = next(one for one in FAMILIES if one.template == "qwen2_vl")
-    tokenizer = make_tokenizer(family)
-    text = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    text |= {"num_hidden_layers": 2, "vocab_size": len(tokenizer), "max_window_layers": 2}
-    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
-    vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 32}
-    vision |= {"window_size": 56, "fullatt_block_indexes": [1]}
-    ids = {f"{kind}_token_id": tokenizer.convert_tokens_to_ids(f"<|{kind}_pad|>") for kind in ("image", "video")}
-    ids["vision_start_token_id"] = tokenizer.convert_tokens_to_ids("<|vision_start|>")
-    torch.manual_seed(0)
-    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids)
-    Qwen2_5_VLForConditionalGeneration(config).save_pretrained(folder)
-    family.make(tokenizer).save_pretrained(folder)
-    return folder
-
-
 @pytest.mark.parametrize(
     ("kind", "layout", "liger"),
     [
@@ -69,7 +51,7 @@ def test_the_training_is_stocks(
     kind: str, layout: str, liger: dict[str, Any], tiny_text: Path, tiny_vl: Path, rows_dir: Path, tmp_path: Path
 ) -> None:
     """The images' samples have different weights within a micro-batch, as they have in stock's mean of means."""
-    model = {"qwen2": tiny_text, "qwen3_vl": tiny_vl}.get(kind) or write_qwen2_5_vl(tmp_path / "model")
+    model = TinyModels(tiny_text, tiny_vl, tmp_path)({"qwen2": "tied", "qwen3_vl": "tied_vl"}.get(kind, kind))
     odb = {"token_budget": 1024, "audit": True, "layout": layout}
     trainings, kernels = [], []
     for name, more in (("odb", {"odb": odb}), ("stock", {})):

@@ -17,11 +17,10 @@ from typing import Any
 import pytest
 import torch
 from distributed.conftest import deepspeed_op  # noqa: F401  (a fixture)
-from distributed.ranks import run_ranks
 from distributed.test_engines import ENGINES, deepspeed_config
-from same_training import Training, read, train
-from stage_training import Config, configurations
+from same_training import Config, Training, configurations, launch, read, train, write_rows
 from support import shimmed
+from tiny_models import TinyModels
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 FACTOR = 3
@@ -141,10 +140,10 @@ def check(name: str, trained: dict[str, Training]) -> None:
 def config_of(tiny_text: Path, tiny_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> Config:
     """Models saved in bfloat16, as real ones are: LLaMA-Factory loads weights in the dtype they were saved in."""
     folder = tmp_path_factory.mktemp("bf16")
-    of_stage = configurations(tiny_text, folder)
-    models = {"text": folder / "text", "images": folder / "images_vl"}
+    models = {"text": folder / "bf16_text", "images": folder / "bf16_images"}
+    of_stage = configurations(models.__getitem__, write_rows(folder / "rows"))
     for name, path, kind in (
-        ("text", folder / "model", AutoModelForCausalLM),
+        ("text", TinyModels(tiny_text, tiny_vl, folder)("text"), AutoModelForCausalLM),
         ("images", tiny_vl, AutoModelForImageTextToText),
     ):
         shutil.copytree(path, models[name])
@@ -152,11 +151,12 @@ def config_of(tiny_text: Path, tiny_vl: Path, tmp_path_factory: pytest.TempPathF
 
     def config_of(stage: str, output_dir: Path, **changes: Any) -> dict[str, Any]:
         common = {
-            "model_name_or_path": str(models["images" if "template" in changes else "text"]),
+            "model": "images" if "template" in changes else "text",
             "max_samples": 2 * ROWS,
             "val_size": 0,
             "eval_strategy": "no",
             "include_num_input_tokens_seen": False,
+            "disable_gradient_checkpointing": True,
         }
         return of_stage(stage, output_dir, **common | changes)
 
@@ -202,11 +202,8 @@ def test_two_ranks(
         for name, cell in ON_TWO_RANKS.items()
         for kind, changes in cell.trainings(2).items()
     }
-    outcomes = run_ranks(
-        "stage_ranks:train_stages", tmp_path, world_size=2, limit_s=LIMIT_S, configs=[*configs.values()]
-    )
-    assert all(outcome.returncode == 0 for outcome in outcomes), "\n".join(o.said[-3000:] for o in outcomes)
+    launch([*configs.values()], tmp_path, 2, LIMIT_S)
     for name in ON_TWO_RANKS:
         folders = {kind: tmp_path / f"{name}_{kind}" for of, kind in configs if of == name}
-        trained = {kind: read(path, path.with_name(f"{path.name}_record"), 2) for kind, path in folders.items()}
+        trained = {kind: read(path, 2) for kind, path in folders.items()}
         check(f"{name}, 2 ranks, {engine}", trained)

@@ -1,136 +1,308 @@
-"""I9: the same YAML with an `odb:` block is the same training as without: same samples, rates, losses, weights.
+"""I8, I9 and I10: the same YAML with an `odb:` block is the same training as stock's, in every stage, without padding.
 
-The wide grid: `pytest -s -m full_grid tests/llamafactory/test_same_training.py`; -s shows how far the runs differ.
+`CELLS` names the trainings, `SETS` where each is run: on one rank in this process, on several in the processes of one
+launch. The wide grid: `pytest -s -m full_grid tests/llamafactory/test_same_training.py`; -s shows how far each training
+is from stock's. docs/support.md has the table.
 """
 
 from __future__ import annotations
 
+import functools
+import wave
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+import torchaudio
 from distributed.conftest import deepspeed_op  # noqa: F401  (a fixture)
-from distributed.rows import INVALID, row, write_uneven_rows
+from distributed.rows import INVALID, row
 from distributed.test_engines import ENGINES, deepspeed_config
 from llamafactory.hparams import FinetuningArguments
 from llamafactory.train.tuner import run_exp
-from same_training import RELATIVE, Training, check_same_training, deviation, report, side_by_side, train
-from support import read_jsonl, training_config, write_dataset
+from safetensors.torch import load_file
+from same_training import (
+    ODB,
+    RELATIVE,
+    Cell,
+    Config,
+    Training,
+    check_cell,
+    check_same_training,
+    configurations,
+    deviation,
+    report,
+    run_cells,
+    train,
+    write_rows,
+)
+from support import read_jsonl, shimmed, training_config, write_dataset
+from tiny_models import TinyModels
+from transformers import TrainerCallback
 
-NUM_EVAL = 6
-NUM_ROWS = {"texts": 42, "many_texts": 86, "mixed": 30}
-"""Those that are evaluated too. The others are whole micro-batches, which stock else fills up by repeating rows."""
-TEXT, MIXED = {"token_budget": 256}, {"token_budget": 512, "max_patches": 300}
+LIMIT_S, GRID_LIMIT_S = 240, 1500
+PADDED, AUTO = {"layout": "padded"}, {"layout": "auto"}
+IMAGES = {"template": "qwen3_vl", "val_size": 2, "freeze_vision_tower": False, "freeze_multi_modal_projector": False}
+ALBUMS, PICTURES = IMAGES | {"dataset": "albums"}, IMAGES | {"dataset": "pictures"}
+OF_IMAGES = {"token_budget": 500, "max_patches": 300}
+TIGHT = {"token_budget": 256}
+LORA, FREEZE = {"finetuning_type": "lora"}, {"finetuning_type": "freeze", "freeze_trainable_layers": 1}
+ONCE = {"num_train_epochs": 1}
+NO_EVAL = {"eval_strategy": "no"}
+SAVED = {"save_strategy": "steps", "save_steps": 4, "save_only_model": True, "num_train_epochs": 3}
+ASFT = {"use_asft_loss": True} | NO_EVAL
+"""Stock cannot evaluate with it."""
+SMOOTHED = {"label_smoothing_factor": 0.1}
+ON_EACH = {"average_tokens_across_devices": False}
+LOSSES: dict[str, dict[str, Any]] = {
+    "dft": {"use_dft_loss": True},
+    "eaft": {"use_eaft_loss": True},
+    "asft": ASFT,
+    "smoothed": SMOOTHED,
+    "smoothed, all labels": SMOOTHED | {"train_on_prompt": True},
+}
+"""That LLaMA-Factory or the trainer computes, and divides each in its own way."""
+VARIANTS = {
+    "orpo": {"pref_loss": "orpo"},
+    "simpo": {"pref_loss": "simpo"},
+    "ipo": {"pref_loss": "ipo"},
+    "hinge": {"pref_loss": "hinge"},
+    "ftx": {"pref_ftx": 0.5, "pref_beta": 0.02},
+    "ld": {"ld_alpha": 0.5, "pref_beta": 0.02},
+}
+"""Stock sums some hundred log-probabilities in float32, along padded rows, to 3e-5; with its beta of 0.1 gradients of
+pairs that are learnt differ by 3e-6 for that, in float64 models too."""
+WEIGHED = {"pref_ftx": 0.5, "kto_chosen_weight": 1.3, "kto_rejected_weight": 0.7, "learning_rate": 2e-4}
+AT_ONCE = {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 1}
+"""Stock's, whose gradient is that of one batch."""
 
-Pair = Callable[..., tuple[Training, Training]]
+CELLS: dict[str, Cell] = {
+    "sft": Cell(block=TIGHT),
+    "sft, saved": Cell(changes=SAVED, block=TIGHT),
+    "sft, tied": Cell(model="tied", block=TIGHT),
+    "sft, padded": Cell(block=PADDED),
+    "sft, images": Cell("sft", ALBUMS, "tied_vl", OF_IMAGES),
+    "sft, images, saved": Cell("sft", ALBUMS | SAVED, "tied_vl", OF_IMAGES),
+    "sft, images, padded": Cell("sft", ALBUMS, "tied_vl", OF_IMAGES | PADDED),
+    "sft, images, exact": Cell("sft", ALBUMS, "tied_vl", OF_IMAGES | {"loss_scaling": "exact"}, AT_ONCE),
+    "sft, Qwen3.5": Cell("sft", {}, "text_delta", TIGHT),
+    "sft, Qwen3.5, images": Cell("sft", ALBUMS, "vl_delta", OF_IMAGES),
+    "sft, Qwen2-Audio": Cell(
+        "sft",
+        {"template": "qwen2_audio", "dataset": "sounds", "dataloader_num_workers": 0},
+        "qwen2_audio",
+        {"token_budget": 512, "max_patches": 1000},
+    ),
+    "sft, Mamba": Cell("sft", {"disable_gradient_checkpointing": True}, "mamba", AUTO),
+    "sft, Mamba, means of ranks": Cell("sft", ON_EACH | {"disable_gradient_checkpointing": True}, "mamba", AUTO),
+    "sft, accuracy": Cell("sft", {"compute_accuracy": True, "eval_steps": 2}, block=TIGHT),
+    "sft, accuracy, images": Cell("sft", ALBUMS | {"compute_accuracy": True}, "tied_vl", OF_IMAGES),
+    "pt": Cell("pt", block={"token_budget": 128}),
+    "pt, padded": Cell("pt", block=PADDED),
+    "rm": Cell("rm"),
+    "rm, images": Cell("rm", PICTURES | ONCE, "vl", OF_IMAGES),
+    "dpo": Cell("dpo"),
+    "dpo, images": Cell("dpo", PICTURES | ONCE | {"per_device_train_batch_size": 2}, "tied_vl", OF_IMAGES),
+    "dpo, images, lora": Cell("dpo", PICTURES | LORA | {"disable_gradient_checkpointing": False}, "tied_vl", OF_IMAGES),
+    "kto": Cell("kto", WEIGHED),
+    "kto, exact": Cell("kto", WEIGHED, block={"loss_scaling": "exact", "token_budget": 256}, stock=AT_ONCE),
+    **{name: Cell("dpo", changes) for name, changes in VARIANTS.items()},
+    **{name: Cell("sft", changes, block=TIGHT) for name, changes in LOSSES.items()},
+    **{
+        # With label smoothing the first label of a sample counts for this model, and a flat row has none.
+        f"{name}, images": Cell("sft", ALBUMS | changes, "tied_vl", OF_IMAGES | (AUTO if "smoothed" in name else {}))
+        for name, changes in LOSSES.items()
+    },
+    "dft, means of ranks": Cell("sft", LOSSES["dft"] | ON_EACH, block=TIGHT),
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "lora": LORA,
+    "freeze": FREEZE,
+    "train_on_prompt": {"train_on_prompt": True},  # stock counts labels that nothing predicts
+    "drop_last": {"dataloader_drop_last": True, "per_device_train_batch_size": 4},
+    "linear, max_steps": {"max_steps": 7, "lr_scheduler_type": "linear"},
+    "epochs, in order": {"disable_shuffling": True, "eval_strategy": "epoch", "save_strategy": "epoch"},
+    "not checkpointed": {"disable_gradient_checkpointing": True},
+    "checkpointed, not reentrant": {"use_reentrant_gc": False},
+    "eager": {"flash_attn": "disabled"},
+    **{
+        f"{accumulation} x {batch} rows": {
+            "per_device_train_batch_size": batch,
+            "gradient_accumulation_steps": accumulation,
+            "val_size": 26 - 16,  # whole micro-batches, which stock else fills up by repeating rows
+        }
+        for accumulation in (1, 2, 4)
+        for batch in (1, 2, 4)
+    },
+}
+CELLS |= {f"sft, {name}": Cell("sft", changes, block=TIGHT) for name, changes in SETTINGS.items()}
+CELLS |= {
+    f"{name}, {tuning}": Cell(CELLS[name].stage, CELLS[name].changes | changes, CELLS[name].model, CELLS[name].block)
+    for name in ("sft, images", "pt", "rm", "dpo", "dpo, images", "kto")
+    for tuning, changes in (("lora", LORA), ("freeze", FREEZE))
+    if f"{name}, {tuning}" not in CELLS
+}
+
+ON_ONE = (
+    "sft, saved", "sft, images, saved", "sft, images, exact", "sft, Qwen3.5", "sft, Qwen3.5, images",
+    "sft, Qwen2-Audio", "sft, Mamba", "sft, accuracy", "asft, images", "dft", "eaft, images",
+    "smoothed, images", "pt", "rm", "dpo, images, lora", "orpo", "simpo", "kto", "kto, exact",
+)  # fmt: skip
+ON_TWO = ("sft", "sft, images", "sft, Qwen3.5", "asft", "pt", "pt, padded", "rm", "dpo", "kto")
+TUNED = ("sft", "sft, images", "pt", "rm", "dpo", "dpo, images", "kto")
+ON_ENGINES = {
+    "full": (*TUNED, "sft, padded", "pt, padded", "sft, Qwen3.5", "orpo", "dft", "eaft", "asft, images"),
+    "lora": tuple(f"{name}, lora" for name in TUNED),
+    "freeze": tuple(f"{name}, freeze" for name in TUNED),
+}
+OF_FSDP = {
+    "text": ["Qwen2DecoderLayer"],
+    "text_delta": ["Qwen3_5DecoderLayer"],
+    "tied_vl": ["Qwen3VLTextDecoderLayer", "Qwen3VLVisionBlock"],
+}
+EVIDENCE = {
+    "zero1": "DeepSpeedZeroOptimizer",
+    "zero2": "DeepSpeedZeroOptimizer",
+    "zero3": "ZeRO-3",
+    "fsdp": "FullyShardedDataParallel",
+    "fsdp2": "FSDPModule",
+}
+"""What the model or its optimizer is where the engine is in use; accelerate falls back to DDP without a word."""
+
+
+class Set:
+    """Cells that the processes of one launch train: starting them costs most."""
+
+    def __init__(self, num_ranks: int, cells: tuple[str, ...], engine: str = "ddp"):
+        self.num_ranks, self.engine = num_ranks, engine
+        # Stock splits what it has saved whole, and FSDP saves no whole reward model on CPU.
+        self.cells = tuple(name for name in cells if not (engine.startswith("fsdp") and CELLS[name].stage == "rm"))
+
+
+MORE_ON_ONE = tuple(name for name in CELLS if name not in ON_ONE)
+MORE_ON_TWO = tuple(name for name in CELLS if name not in (*ON_TWO, "sft, Qwen2-Audio") and not CELLS[name].stock)
+SETS = {"1_rank": Set(1, ON_ONE), "2_ranks": Set(2, ON_TWO)}
+GRID = (
+    {"1_rank_more": Set(1, MORE_ON_ONE), "2_ranks_more": Set(2, MORE_ON_TWO)}
+    | {"4_ranks": Set(4, ("sft", "sft, images", "sft, 1 x 1 rows", "dpo", "kto"))}
+    | {f"{engine}_{tuning}": Set(2, cells, engine) for engine in EVIDENCE for tuning, cells in ON_ENGINES.items()}
+)
+FINETUNING = FinetuningArguments.__dataclass_fields__
+VERSIONS = {("1_rank", "kto"), ("1_rank", "sft, images, saved"), ("2_ranks", "sft")}
+"""Cells that are run with every supported release, too."""
+
+Trained = Callable[[str, str], tuple[Training, Training]]
 
 
 @pytest.fixture(scope="module")
-def rows_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_uneven_rows(tmp_path_factory.mktemp("rows"), NUM_ROWS)
+def config_of(tiny_text: Path, tiny_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> Config:
+    folder = tmp_path_factory.mktemp("cells")
+    return configurations(TinyModels(tiny_text, tiny_vl, folder), write_rows(folder / "rows"))
 
 
-def config_of(model: Path, rows_dir: Path, output_dir: Path, dataset: str, **changes: Any) -> dict[str, Any]:
-    """Cosine with warm-up, three epochs, evaluated and saved in between."""
-    return (
-        training_config(
-            model,
-            rows_dir,
-            output_dir,
-            dataset=dataset,
-            num_train_epochs=3,
-            lr_scheduler_type="cosine",
-            warmup_steps=3,
-            val_size=NUM_EVAL,
-            per_device_eval_batch_size=2,
-            eval_strategy="steps",
-            eval_steps=4,
-            save_strategy="steps",
-            save_steps=4,
-            include_num_input_tokens_seen=True,
-            freeze_vision_tower=False,
-            freeze_multi_modal_projector=False,
-            save_only_model=True,
-        )
-        | changes
-    )
+def load_wav(path: str) -> tuple[torch.Tensor, int]:
+    """In the place of torchaudio's, which needs torchcodec and FFmpeg."""
+    with wave.open(path, "rb") as file:
+        samples = np.frombuffer(file.readframes(file.getnframes()), dtype="<i2")
+        return torch.from_numpy(samples.astype("f4") / 2**15)[None], file.getframerate()
 
 
-@pytest.fixture
-def pair(tiny_text: Path, tiny_vl: Path, rows_dir: Path, tmp_path: Path) -> Pair:
-    """`pair("texts", num_ranks, ...)`: the training with odb and the stock training of the same YAML."""
+@pytest.fixture(scope="module")
+def trained(config_of: Config, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Trained:
+    """`trained("2_ranks", "dpo")`: the training with odb and stock's; those of several ranks are all run at once."""
 
-    def pair(
-        dataset: str, num_ranks: int = 1, *, env: dict[str, str] | None = None, **changes: Any
-    ) -> tuple[Training, Training]:
-        model, budget = (tiny_vl, MIXED) if dataset == "mixed" else (tiny_text, TEXT)
-        return side_by_side(config_of(model, rows_dir, tmp_path, dataset, **changes), budget, num_ranks, env)
+    @functools.cache
+    def of_set(name: str) -> dict[str, tuple[Training, Training]]:
+        one, folder = (SETS | GRID)[name], tmp_path_factory.mktemp("set")
+        by = ENGINES[one.engine]
+        common: dict[str, Any] = by.changes | ONCE | (NO_EVAL if one.engine != "ddp" else {})
+        if by.deepspeed_stage:
+            request.getfixturevalue("deepspeed_op")
+            common["deepspeed"] = deepspeed_config(by.deepspeed_stage, folder)
+        cells = {}
+        for cell in filter(is_here, one.cells):
+            given = CELLS[cell]
+            changes = dict(given.changes) | common
+            if "fsdp" in common:
+                layers = OF_FSDP[given.model]
+                changes["fsdp_config"] = common["fsdp_config"] | {"transformer_layer_cls_to_wrap": layers}
+            cells[cell] = Cell(given.stage, changes, given.model, given.block, given.stock)
+        with pytest.MonkeyPatch.context() as patch:
+            # Ranks of Qwen3.5 differ in the number of groups that their rows need; with ZeRO-3 each row has as many.
+            for key, value in (by.env | (shimmed("small_groups") if one.engine in ("zero3", "fsdp2") else {})).items():
+                patch.setenv(key, value)
+            limit_s = LIMIT_S if name in SETS else GRID_LIMIT_S
+            return run_cells(cells, config_of, folder, one.num_ranks, limit_s)
 
-    return pair
+    def trained(name: str, cell: str) -> tuple[Training, Training]:
+        if (SETS | GRID)[name].num_ranks > 1:
+            return of_set(name)[cell]
+        return run_cells({cell: CELLS[cell]}, config_of, tmp_path_factory.mktemp("cell"))[cell]
 
-
-@pytest.mark.versions
-def test_text_on_two_ranks(pair: Pair) -> None:
-    ours, stock = pair("texts", 2, per_device_train_batch_size=2, gradient_accumulation_steps=2)
-    assert [len(step) for step in stock.rows] == [8, 8, 8, 8, 4] * 3, "the last optimizer step of an epoch is smaller"
-    assert len(set(ours.num_micro_batches)) > 1, "K differs from step to step"
-    report("text, 2 ranks", check_same_training(ours, stock))
-
-
-@pytest.mark.versions
-def test_vision_language_rows_on_one_rank(pair: Pair) -> None:
-    ours, stock = pair("mixed", per_device_train_batch_size=3, gradient_accumulation_steps=3)
-    assert [len(step) for step in stock.rows] == [9, 9, 6] * 3
-    assert len(set(ours.num_micro_batches)) > 1, "K differs from step to step"
-    report("tiny Qwen3-VL, 1 rank", check_same_training(ours, stock))
-
-
-SMOOTHED = {"label_smoothing_factor": 0.1}
-ASFT = {"use_asft_loss": True, "max_samples": 36, "val_size": 0, "eval_strategy": "no"}
-"""Stock cannot evaluate with it."""
-OWN_LOSSES = {
-    "asft, text": ("texts", ASFT),
-    "asft, tiny Qwen3-VL": ("mixed", ASFT),
-    "dft, text": ("texts", {"use_dft_loss": True}),
-    "dft, tiny Qwen3-VL": ("mixed", {"use_dft_loss": True}),
-    "eaft, text": ("texts", {"use_eaft_loss": True}),
-    "eaft, tiny Qwen3-VL": ("mixed", {"use_eaft_loss": True}),
-    "label smoothing, text": ("texts", SMOOTHED),
-    "label smoothing, tiny Qwen3-VL": ("mixed", SMOOTHED),
-    "label smoothing of all labels, text": ("texts", SMOOTHED | {"train_on_prompt": True}),
-    "label smoothing of all labels, tiny Qwen3-VL": ("mixed", SMOOTHED | {"train_on_prompt": True}),
-}
-"""Losses that LLaMA-Factory or the trainer computes, and divides each in its own way."""
-FLAT = ("asft, text", "asft, tiny Qwen3-VL")
+    return trained
 
 
-def check_own_loss(pair: Pair, name: str, tmp_path: Path) -> None:
-    dataset, changes = OWN_LOSSES[name]
-    if missing := [key for key in changes if key.startswith("use_") and not hasattr(FinetuningArguments, key)]:
-        pytest.skip(f"this release has no {missing[0]}")
-    steps = {"per_device_train_batch_size": 3 if dataset == "mixed" else 2, "gradient_accumulation_steps": 3}
-    steps["num_train_epochs"] = 1
-    ours, stock = pair(dataset, **steps | changes)
-    found = check_same_training(ours, stock)
-    report(name, found)
-    audit = read_jsonl(tmp_path / "odb" / "odb_audit_rank0.jsonl")
-    assert all(line["rows"] == 1 for line in audit) or name not in FLAT
-    assert found.grad_norm < RELATIVE
+def is_here(cell: str) -> bool:
+    """Whether this release of LLaMA-Factory has its loss."""
+    return all(key in FINETUNING for key in CELLS[cell].changes if key.startswith("use_") and key.endswith("_loss"))
 
 
-@pytest.mark.parametrize("name", ["asft, tiny Qwen3-VL", "label smoothing, tiny Qwen3-VL"])
-def test_losses_that_stock_divides_in_its_own_way(pair: Pair, name: str, tmp_path: Path) -> None:
-    """On two ranks: `test_stages_are_the_same_training_on_two_ranks`, `tests/training/test_same_training.py`, and all
-    in `test_stage_grid.py`."""
-    check_own_loss(pair, name, tmp_path)
+def parameters() -> list[Any]:
+    found = []
+    for name, one in (SETS | GRID).items():
+        for cell in one.cells:
+            marks = [] if name in SETS else [pytest.mark.full_grid, pytest.mark.timeout(GRID_LIMIT_S + 300)]
+            marks += [pytest.mark.versions] * ((name, cell) in VERSIONS)
+            found.append(pytest.param(name, cell, id=f"{name}: {cell}", marks=marks))
+    return found
 
 
-def test_the_comparison_finds_another_loss(tiny_vl: Path, rows_dir: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "cell"), parameters())
+def test_the_same_training(
+    trained: Trained, name: str, cell: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if not is_here(cell):
+        pytest.skip("this release has no such loss")
+    caplog.set_level("INFO")
+    monkeypatch.setattr(torchaudio, "load", load_wav)
+    one = (SETS | GRID)[name]
+    ours, stock = trained(name, cell)
+    shards = one.engine in ("zero3", "fsdp", "fsdp2")
+    found = check_cell(f"{name}: {cell}", CELLS[cell], ours, stock, one.num_ranks, shards)
+    assert EVIDENCE.get(one.engine, "AdamW") in ours.engine & stock.engine
+    assert not one.engine.startswith("fsdp") or not stock.weights, "shards"
+    if any(cell.startswith(loss) for loss in LOSSES):
+        assert found.grad_norm < RELATIVE
+    logits = [line for line in caplog.messages if line.startswith("loss: with logits")]
+    assert not logits or cell not in ("sft, Qwen2-Audio", "sft, Mamba")
+
+
+@pytest.mark.full_grid
+@pytest.mark.parametrize("cell", ["sft", "sft, images", "pt", "dpo", "kto", "sft, lora", "kto, lora"])
+def test_a_resumed_training_is_the_same(cell: str, config_of: Config, tmp_path: Path) -> None:
+    """In the middle of an epoch; LLaMA-Factory resumes no full training of a reward model."""
+    one, out = CELLS[cell], tmp_path / "out"
+    saves = {"save_strategy": "steps", "save_steps": 3, "odb": ODB | dict(one.block) | {"layout": "flat"}}
+    given = dict(one.changes) | saves
+    whole = train(config_of(one.stage, out, model=one.model, **given))
+    again = {"resume_from_checkpoint": str(out / "checkpoint-3"), "overwrite_output_dir": False}
+    (saved,) = (path for path in out.glob("*model.safetensors"))
+    saved.unlink()
+    (out / "odb_audit_rank0.jsonl").unlink()
+    run_exp(config_of(one.stage, out, model=one.model, **(given | again)))
+    assert read_jsonl(out / "odb_audit_rank0.jsonl")[0]["optimizer_step"] == 4
+    weights = load_file(saved)
+    assert weights.keys() == whole.weights.keys()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in whole.weights.items())
+
+
+def test_the_comparison_finds_another_loss(config_of: Config, tmp_path: Path) -> None:
     """Two stock trainings on the same samples: the mean of means depends on how they are cut, and that is seen."""
-    cuts = ({"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}, {"per_device_train_batch_size": 6})
+    cuts: tuple[dict[str, Any], ...] = ({}, AT_ONCE)
     one, other = (
-        train(config_of(tiny_vl, rows_dir, tmp_path / str(number), "mixed", max_steps=4, **cut))
+        train(config_of("sft", tmp_path / str(number), model="tied_vl", **ALBUMS, **cut))
         for number, cut in enumerate(cuts)
     )
     assert one.rows == other.rows
@@ -145,73 +317,9 @@ def test_rows_that_llamafactory_drops_are_told(
     """Stock shuffles what its preprocessing pass leaves, which nobody knows without such a pass."""
     write_dataset(tmp_path, {"texts": [INVALID if k % 4 == 3 else row(3 + k) for k in range(16)]})
     steps = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "disable_shuffling": True}
-    run_exp(training_config(tiny_text, tmp_path, tmp_path / "out", odb=TEXT, **steps))
+    run_exp(training_config(tiny_text, tmp_path, tmp_path / "out", odb=TIGHT, **steps))
     told = [message for message in caplog.messages if "LLaMA-Factory's preprocessing drops" in message]
     assert len(told) == 1 and "(1 by optimizer step 1)" in told[0] and "tokenized_path" in told[0]
-
-
-# The wide grid.
-
-
-@pytest.mark.full_grid
-@pytest.mark.parametrize("batch", [1, 2, 4])
-@pytest.mark.parametrize("accumulation", [1, 2, 4])
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_text_grid(pair: Pair, num_ranks: int, accumulation: int, batch: int) -> None:
-    steps = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation}
-    name = f"text, {num_ranks} ranks, {accumulation} x {batch} rows"
-    report(name, check_same_training(*pair("many_texts", num_ranks, **steps)))
-
-
-@pytest.mark.full_grid
-@pytest.mark.parametrize("batch", [1, 3, 4])
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_vision_language_grid(pair: Pair, num_ranks: int, accumulation: int, batch: int) -> None:
-    steps = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation}
-    name = f"tiny Qwen3-VL, {num_ranks} ranks, {accumulation} x {batch} rows"
-    report(name, check_same_training(*pair("mixed", num_ranks, **steps)))
-
-
-@pytest.mark.full_grid
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "fsdp", "fsdp2"])
-def test_engines(pair: Pair, name: str, num_ranks: int, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    engine = ENGINES[name]
-    changes = engine.changes | {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
-    if engine.deepspeed_stage:
-        request.getfixturevalue("deepspeed_op")
-        changes["deepspeed"] = deepspeed_config(engine.deepspeed_stage, tmp_path)
-    ours, stock = pair("mixed", num_ranks, env=engine.env, save_strategy="no", save_only_model=False, **changes)
-    assert stock.weights or name.startswith("fsdp")
-    found = check_same_training(ours, stock, shards_parameters=name in ("zero3", "fsdp", "fsdp2"))
-    report(f"tiny Qwen3-VL, {num_ranks} ranks, {name}", found)
-
-
-@pytest.mark.full_grid
-@pytest.mark.parametrize(
-    ("dataset", "num_ranks", "changes"),
-    [
-        ("texts", 2, {"finetuning_type": "lora"}),
-        ("mixed", 1, {"finetuning_type": "lora"}),
-        ("texts", 1, {"train_on_prompt": True}),  # stock counts labels that nothing predicts
-        ("texts", 2, {"dataloader_drop_last": True, "per_device_train_batch_size": 4}),
-        ("texts", 2, {"average_tokens_across_devices": False}),
-        ("texts", 1, {"max_steps": 7, "lr_scheduler_type": "linear"}),
-        ("texts", 1, {"disable_shuffling": True, "eval_strategy": "epoch", "save_strategy": "epoch"}),
-    ],
-)
-def test_other_settings(pair: Pair, dataset: str, num_ranks: int, changes: dict[str, Any]) -> None:
-    steps = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
-    report(
-        f"{dataset}, {num_ranks} ranks, {changes}", check_same_training(*pair(dataset, num_ranks, **(steps | changes)))
-    )
-
-
-@pytest.mark.full_grid
-@pytest.mark.parametrize("name", OWN_LOSSES)
-def test_losses_of_a_trainer(pair: Pair, name: str, tmp_path: Path) -> None:
-    check_own_loss(pair, name, tmp_path)
 
 
 @pytest.mark.full_grid
@@ -220,7 +328,33 @@ def test_rows_that_llamafactory_drops_beforehand(tiny_text: Path, tmp_path: Path
     write_dataset(tmp_path, {"texts": [INVALID if k % 4 == 3 else row(3 + k) for k in range(40)]})
     steps = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "val_size": 0.1}
     ours, stock = (
-        train(config_of(tiny_text, tmp_path, tmp_path / name, "texts", tokenized_path=f"{tmp_path}/{name}_", **more))
-        for name, more in (("odb", steps | {"odb": TEXT | {"audit": True}}), ("stock", steps))
+        train(training_config(tiny_text, tmp_path, tmp_path / name, tokenized_path=f"{tmp_path}/{name}_", **more))
+        for name, more in (("odb", steps | {"odb": TIGHT | {"audit": True}}), ("stock", steps))
     )
     report("tokenized beforehand", check_same_training(ours, stock))
+
+
+class Generates(TrainerCallback):
+    """Greedy tokens after every optimizer step: `generate` of the model that is being trained."""
+
+    def __init__(self) -> None:
+        self.tokens: list[list[list[int]]] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        prompts = torch.tensor([[0, 0, 11, 12, 13], [21, 22, 23, 24, 25]])
+        model.eval()
+        with torch.no_grad():
+            made = model.generate(input_ids=prompts, attention_mask=prompts.ne(0), max_new_tokens=8, do_sample=False)
+        self.tokens.append(made.tolist())
+        model.train()
+
+
+@pytest.mark.parametrize("cell", ["sft, images", "sft, Qwen3.5"])
+def test_what_a_callback_generates_in_mid_training_is_stocks(cell: str, config_of: Config, tmp_path: Path) -> None:
+    one, made = CELLS[cell], []
+    for name, more in (("odb", {"odb": ODB | dict(one.block) | {"layout": "flat"}}), ("stock", {})):
+        made.append(Generates())
+        run_exp(config_of(one.stage, tmp_path / name, model=one.model, **one.changes, **more), callbacks=[made[-1]])
+    assert made[0].tokens == made[1].tokens
+    assert len({str(tokens) for tokens in made[0].tokens}) > 1, "the model learns in between"
+    assert all(line["segments"] for line in read_jsonl(tmp_path / "odb" / "odb_audit_rank0.jsonl"))

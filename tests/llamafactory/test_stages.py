@@ -1,8 +1,4 @@
-"""I8 and I9 for the stages pt, rm and dpo: the same YAML with an `odb:` block is the same training as without.
-
-Supervised fine-tuning is `test_same_training.py`'s. The wide grid: `pytest -s -m full_grid`; -s shows how far the
-runs differ.
-"""
+"""What the stages pt, rm and dpo refuse and say, and how their rows count; their trainings: `test_same_training.py`."""
 
 from __future__ import annotations
 
@@ -10,106 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llamafactory.hparams import FinetuningArguments, get_train_args
-from llamafactory.train.tuner import run_exp
-from same_training import train
-from stage_training import (
-    ODB,
-    VARIANTS,
-    WHOLE,
-    Config,
-    OneBatch,
-    compare_with_one_batch,
-    configurations,
-    on_ranks,
-    same,
-    untied,
-)
-from support import read_jsonl
-from transformers import AutoModelForImageTextToText
+from llamafactory.hparams import get_train_args
+from same_training import ODB, Config, configurations, write_rows
+from tiny_models import TinyModels
 
 from odb_factory.errors import ConfigError
 from odb_factory.llamafactory.media import MediaObserver
 from odb_factory.llamafactory.stages import STAGES
 
-GRADIENT, OF_A_TENSOR = 5e-6, 3e-5
-"""Largest relative differences: of the norm of the whole gradient, and of that of a tensor, whose parts may cancel. Two
-of stock's own cuts of the same pairs differ by up to 4e-6."""
-ONE_EPOCH = {"num_train_epochs": 1, "eval_strategy": "no", "max_grad_norm": 1e9}
-STAGES_HERE = ("pt", "rm", "dpo")
-
 
 @pytest.fixture(scope="module")
-def config_of(tiny_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Config:
-    return configurations(tiny_text, tmp_path_factory.mktemp("stages"))
-
-
-@pytest.fixture
-def one_batch(monkeypatch: pytest.MonkeyPatch) -> list[OneBatch]:
-    return compare_with_one_batch(monkeypatch)
-
-
-def check_gradient(name: str, one: OneBatch) -> None:
-    print(f"{name}: gradient of an optimizer step {max(one.deviations):.1e}, worst tensor {one.of_a_tensor:.1e}")
-    assert one.num_cut and max(one.deviations) < GRADIENT and one.of_a_tensor < OF_A_TENSOR
-
-
-@pytest.mark.parametrize("stage", STAGES_HERE)
-def test_a_stage_is_the_same_training_on_one_rank(
-    stage: str, config_of: Config, one_batch: list[OneBatch], tmp_path: Path
-) -> None:
-    budget = ODB if stage != "pt" else ODB | {"token_budget": 128}
-    ours = train(config_of(stage, tmp_path / "odb", odb=budget, max_grad_norm=1e9))
-    stock = train(config_of(stage, tmp_path / "stock", max_grad_norm=1e9, **WHOLE.get(stage, {})))
-    times = 1 if stage == "pt" else 2
-    assert [len(step) // times for step in stock.rows] == [6, 6, 6, 4] * 2
-    same(stage, ours, stock)
-    check_gradient(stage, one_batch[0])
-    audit = read_jsonl(tmp_path / "odb" / "odb_audit_rank0.jsonl")
-    assert all(line["rows"] == 1 and len(line["segments"]) >= times * len(line["ids"]) for line in audit), "flat"
-    assert all(line["units"] == len(line["ids"]) for line in audit if stage != "pt")
-
-
-@pytest.mark.parametrize("stage", ["dpo", pytest.param("rm", marks=pytest.mark.full_grid)])
-def test_pairs_with_images_are_the_same_training(
-    stage: str, config_of: Config, tiny_vl: Path, one_batch: list[OneBatch], tmp_path: Path
-) -> None:
-    """Both answers bring the images of their row; where no pair of a micro-batch has one, the fake image comes once."""
-    model = tiny_vl if stage == "dpo" else untied(tiny_vl, tmp_path / "model", AutoModelForImageTextToText)
-    changes = {"model_name_or_path": str(model), "template": "qwen3_vl", "dataset": "pictures"}
-    changes |= ONE_EPOCH | {"per_device_train_batch_size": 2, "freeze_vision_tower": False}
-    budget = {"token_budget": 500, "max_patches": 300, "audit": True}
-    ours = train(config_of(stage, tmp_path / "odb", odb=budget, **changes))
-    same(f"{stage} with images", ours, train(config_of(stage, tmp_path / "stock", **changes)))
-    check_gradient(f"{stage} with images", one_batch[0])
-    trainer = one_batch[0].trainer
-    settings = trainer.odb.settings
-    for line in read_jsonl(tmp_path / "odb" / "odb_audit_rank0.jsonl"):
-        costs = [settings.observer(trainer.train_dataset[id])[1] for id in line["ids"]]
-        dummy_tokens, dummy_patches = settings.collation.dummies(
-            sum(cost.has_media for cost in costs), sum(cost.has_audio for cost in costs)
-        )
-        assert line["patches"] == sum(cost.patches for cost in costs) + dummy_patches <= 300
-        assert line["rows"] * line["length"] == sum(cost.tokens for cost in costs) + dummy_tokens, "no padding"
-
-
-@pytest.mark.parametrize("variant", ["orpo", "simpo", "ipo"])
-def test_losses_over_pairs_have_the_gradient_of_one_batch(
-    variant: str, config_of: Config, one_batch: list[OneBatch], tmp_path: Path
-) -> None:
-    run_exp(config_of("dpo", tmp_path / "out", odb=ODB, **(VARIANTS[variant] | ONE_EPOCH)))
-    check_gradient(variant, one_batch[0])
-
-
-def test_stages_are_the_same_training_on_two_ranks(config_of: Config, tmp_path: Path) -> None:
-    stages = {stage: (stage, {"num_train_epochs": 1}) for stage in STAGES_HERE}
-    stages["pt_padded"] = ("pt", {"num_train_epochs": 1, "odb": ODB | {"layout": "padded"}})
-    if hasattr(FinetuningArguments, "use_asft_loss"):  # stock cannot evaluate with it
-        stages["asft"] = ("sft", {"num_train_epochs": 1, "use_asft_loss": True, "eval_strategy": "no"})
-    for stage, (ours, stock) in on_ranks(config_of, tmp_path / "ranks", stages).items():
-        times = 2 if stage in ("rm", "dpo") else 1
-        assert [len(step) // times for step in stock.rows] == [8, 8, 4], stage
-        same(f"{stage}, 2 ranks", ours, stock)
+def config_of(tiny_text: Path, tiny_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> Config:
+    folder = tmp_path_factory.mktemp("stages")
+    return configurations(TinyModels(tiny_text, tiny_vl, folder), write_rows(folder / "rows"))
 
 
 # What is refused, and what is said.
@@ -180,16 +89,3 @@ class NoMedia(MediaObserver):
 
 
 NO_MEDIA = NoMedia()
-
-
-# The wide grid.
-
-
-@pytest.mark.full_grid
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_variants_of_dpo(variant: str, config_of: Config, one_batch: list[OneBatch], tmp_path: Path) -> None:
-    changes = VARIANTS[variant] | {"max_grad_norm": 1e9}
-    ours = train(config_of("dpo", tmp_path / "odb", odb=ODB, **changes))
-    stock = train(config_of("dpo", tmp_path / "stock", **changes))
-    same(variant, ours, stock)
-    check_gradient(variant, one_batch[0])

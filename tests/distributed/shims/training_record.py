@@ -1,7 +1,8 @@
 """A callback that writes down what a training has computed, micro-batch by micro-batch, whoever formed the batches.
 
-One JSON line for each optimizer step of a rank: `micro_batches` (of each the checksums of its rows) and
-`learning_rates` (of each parameter group). Rank r writes to PATH.r. Needs nothing of odb_factory, nor of the tests.
+One JSON line for each optimizer step of a rank: `micro_batches` (of each the checksums of its rows), `learning_rates`
+(of each parameter group) and `engine` (classes of model and optimizer, as wrapped). Rank r writes to PATH.r. Needs
+nothing of odb_factory, nor of the tests.
 """
 
 import itertools
@@ -23,10 +24,13 @@ class TrainingRecord(TrainerCallback):
         if module.training and torch.is_grad_enabled():  # not an evaluation, nor a reference model's
             self.micro_batches.append(row_checksums(kwargs))
 
-    def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
+    def on_pre_optimizer_step(self, args, state, control, model=None, optimizer=None, **kwargs):
         rates = [group["lr"] for group in optimizer.param_groups]
+        engine = [kind.__name__ for one in (model, optimizer, optimizer.optimizer) for kind in type(one).__mro__]
+        engine += ["ZeRO-3"] * any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+        line = {"micro_batches": self.micro_batches, "learning_rates": rates, "engine": sorted(set(engine))}
         with open(f"{self.path}.{args.process_index}", "a", encoding="utf-8") as file:
-            file.write(json.dumps({"micro_batches": self.micro_batches, "learning_rates": rates}) + "\n")
+            file.write(json.dumps(line) + "\n")
         self.micro_batches = []
 
     def on_train_end(self, args, state, control, **kwargs):
