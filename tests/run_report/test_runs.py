@@ -43,7 +43,7 @@ def runs(tiny_vl: Path, data_dir: Path, tmp_path_factory: pytest.TempPathFactory
         training_config(tiny_vl, data_dir, folder / "with_odb", **common, odb=odb),
         training_config(tiny_vl, data_dir, folder / "stock", **common),
     ]
-    outcomes = run_ranks("stage_ranks:train_stages", folder, world_size=NUM_RANKS, limit_s=LIMIT_S, configs=configs)
+    outcomes = run_ranks("same_training:train_all", folder, world_size=NUM_RANKS, limit_s=LIMIT_S, configs=configs)
     assert all(outcome.returncode == 0 for outcome in outcomes), "\n".join(one.said[-3000:] for one in outcomes)
     return folder / "with_odb", folder / "stock"
 
