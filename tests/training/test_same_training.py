@@ -3,7 +3,7 @@
 Both train, in the same processes: real `transformers.Trainer`s, over three epochs with evaluations and checkpoints in
 between. The rows of every optimizer step, learning rates, epochs, input tokens, FLOPs, what other callbacks see, and
 everything in the Trainer's log and in its checkpoints are equal to the last digit; losses, gradient norms and the
-weights at the end up to rounding.
+weights at the end up to rounding. Other sizes of batches: `tests/llamafactory/test_same_training.py`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ import pytest
 from distributed.ranks import Outcome, run_ranks
 from training.side_by_side import ODB, STOCK, Apart, Training, compare, compare_resumed, resume_from_each, train
 
-LIMIT_S, GRID_LIMIT_S = 240, 3000
+LIMIT_S = 240
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
-GRID = (1, 2, 4)
 SMOOTHED = {"label_smoothing_factor": 0.1}
 
 SETS: dict[str, tuple[int, dict[str, Training]]] = {
@@ -46,43 +45,7 @@ SETS: dict[str, tuple[int, dict[str, Training]]] = {
 """Trainings that the same processes run one after the other: starting them costs most."""
 
 
-def grid(num_ranks: int) -> dict[str, Training]:
-    cells = {}
-    for accumulation in GRID:
-        for batch in GRID:
-            more = batch * num_ranks * (accumulation // 2)
-            for rows in ("text", "leading"):
-                cells[f"{rows} {batch}x{accumulation}"] = Training("text", rows, batch, accumulation, more=more)
-        for batch in (1, 3, 4) if num_ranks < 4 else ():
-            more = batch * num_ranks * (accumulation // 2)
-            for rows in ("text", "images", "mixed"):
-                cells[f"vl {rows} {batch}x{accumulation}"] = Training("vl", rows, batch, accumulation, more=more)
-    return cells
-
-
-MORE: dict[str, tuple[int, dict[str, Training]]] = {
-    "1_rank_more": (
-        1,
-        {
-            "one row": Training(batch=1, accumulation=1),
-            "leading label": Training(rows="leading", batch=4, accumulation=2, more=4),
-            "images": Training("vl", "images", batch=3, accumulation=2, more=4),
-        },
-    ),
-    "2_ranks_more": (
-        2,
-        {
-            "one row": Training(batch=1, accumulation=2),
-            "text": Training(batch=2, accumulation=4, more=4),
-            "mixed": Training("vl", "mixed", batch=3, accumulation=2, dtype="float64", more=6),
-            "smoothed": Training(batch=2, accumulation=3, more=4, arguments=SMOOTHED),
-            "vl text": Training("vl", "text", batch=1, accumulation=4, more=2),
-        },
-    ),
-}
-FULL_GRID = MORE | {f"{num_ranks}_ranks_grid": (num_ranks, grid(num_ranks)) for num_ranks in (1, 2, 4)}
 CELLS = [(name, training) for name, (_, trainings) in SETS.items() for training in trainings]
-GRID_CELLS = [(name, training) for name, (_, trainings) in FULL_GRID.items() for training in trainings]
 
 Measure = Callable[[str, str], Apart]
 
@@ -95,20 +58,20 @@ def measure(tiny_text, tiny_vl, tmp_path_factory, request) -> Iterator[Measure]:
 
     @functools.cache
     def run(name: str) -> tuple[Path, list[Outcome]]:
-        world_size, trainings = (SETS | FULL_GRID)[name]
+        world_size, trainings = SETS[name]
         folder = tmp_path_factory.mktemp("ranks")
         return folder, run_ranks(
             "training.side_by_side:train_all",
             folder,
             world_size=world_size,
-            limit_s=LIMIT_S if name in SETS else GRID_LIMIT_S,
+            limit_s=LIMIT_S,
             trainings=[dataclasses.asdict(training) for training in trainings.values()],
             models=models,
             output_dir=str(folder),
         )
 
     def measure(name: str, training: str) -> Apart:
-        world_size, trainings = (SETS | FULL_GRID)[name]
+        world_size, trainings = SETS[name]
         folder, outcomes = run(name)
         assert all(outcome.returncode == 0 for outcome in outcomes), "\n".join(o.said[-3000:] for o in outcomes)
         number = list(trainings).index(training)
@@ -128,13 +91,6 @@ def test_the_same_training(measure: Measure, name: str, training: str) -> None:
     apart = measure(name, training)
     cell = SETS[name][1][training]
     assert apart.most < TOLERANCE[cell.dtype]
-
-
-@pytest.mark.full_grid
-@pytest.mark.timeout(GRID_LIMIT_S + 60)
-@pytest.mark.parametrize(("name", "training"), GRID_CELLS)
-def test_grid(measure: Measure, name: str, training: str) -> None:
-    assert measure(name, training).most < TOLERANCE["float32"]
 
 
 # Resume
