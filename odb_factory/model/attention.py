@@ -73,8 +73,10 @@ def attend(
             f"layout: {type(module).__name__} attends from {list(query.shape)} to {list(key.shape)}, which is not the "
             f"flat row of {row.tokens} tokens in progress (prompt or prefix tuning adds tokens); set `layout: padded`."
         )
+    # A compiled graph would be that of one `longest`; what the kernel needs is no less than it.
+    longest = row.tokens if torch.compiler.is_compiling() else row.longest
     window: int | None = kwargs.get("sliding_window")
-    if window is not None and window >= row.longest:
+    if window is not None and window >= longest:
         window = None
     need = Need(
         device=query.device,
@@ -91,7 +93,7 @@ def attend(
         return _run_by_run(row, window, module, (query, key, value), kwargs), None
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
-    return _flash(row, window, (query, key, value), need, causal), None
+    return _flash(row.ends(query.device), longest, window, (query, key, value), need, causal), None
 
 
 def _sdpa(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
@@ -222,17 +224,18 @@ FLASH_FORWARD = find_flash_forward()
 """Found once, outside of what torch.compile traces."""
 
 
-def _flash(row: FlatRow, window: int | None, states: Sequence[Tensor], need: Need, causal: bool) -> Tensor:
-    """states: query, key, value as of `attend`."""
+def _flash(
+    ends: Tensor, longest: int, window: int | None, states: Sequence[Tensor], need: Need, causal: bool
+) -> Tensor:
+    """ends: of the samples, none of which is longer than `longest`. states: query, key, value as of `attend`."""
     assert FLASH_FORWARD is not None, "`why_no_flash` has asked"
     packed = (  # [tokens, heads, kernel_size]
         functional.pad(heads[0].to(need.dtype), (0, need.kernel_size - heads.shape[-1])).transpose(0, 1).contiguous()
         for heads in states
     )
-    ends = row.ends(states[0].device)
     attended: Tensor = FLASH_FORWARD(
         *packed,
-        *(ends, ends, row.longest, row.longest),
+        *(ends, ends, longest, longest),
         0.0,  # dropout
         causal and window is None,
         False,  # debug mask
@@ -246,6 +249,7 @@ def _flash(row: FlatRow, window: int | None, states: Sequence[Tensor], need: Nee
 # sdpa, run by run
 
 
+@torch.compiler.disable  # a graph would be that of one row
 def _run_by_run(
     row: FlatRow, window: int | None, module: torch.nn.Module, states: Sequence[Tensor], kwargs: dict[str, Any]
 ) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ class FlatRow:
         self.tokens, self.longest = sum(segments), max(segments)
         self.runs = [(len(list(run)), length) for length, run in itertools.groupby(segments)]
         """Neighbours of equal length: (number of samples, length)."""
-        self._ends: dict[torch.device, Tensor] = {}
+        self._ends = {device: self._ends_on(device) for device in _devices}
 
     def positions(self) -> Tensor:
         """int64[tokens], of each token within its sample."""
@@ -38,9 +39,15 @@ class FlatRow:
     def ends(self, device: torch.device) -> Tensor:
         """int32[segments + 1] there, copied once for all layers and without waiting for the device."""
         if device not in self._ends:
-            ends = torch.tensor([0, *itertools.accumulate(self.segments)], dtype=torch.int32)
-            self._ends[device] = copy_to(ends, device)
+            _devices.add(device)
+            self._ends[device] = self._ends_on(device)
         return self._ends[device]
+
+    def _ends_on(self, device: torch.device) -> Tensor:
+        ends = copy_to(torch.tensor([0, *itertools.accumulate(self.segments)], dtype=torch.int32), device)
+        if "torch._dynamo" in sys.modules and not torch.compiler.is_compiling():
+            torch._dynamo.maybe_mark_dynamic(ends, 0)
+        return ends
 
 
 def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
@@ -50,6 +57,9 @@ def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
 
 _row: FlatRow | None = None
 _numbers = itertools.count()
+_devices: set[torch.device] = set()
+"""Where attention has asked for ends: rows have them there before a forward, so that a compiled graph is given them and
+serves every row of its length."""
 
 
 def row_in_progress() -> FlatRow | None:

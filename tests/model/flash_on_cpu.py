@@ -34,7 +34,7 @@ def _samples(
     ends = cum_q.tolist()
     samples = list(itertools.pairwise(ends))
     lengths = [end - start for start, end in samples]
-    assert ends[0] == 0 and ends[-1] == len(q) and max(lengths) == max_q == max_k and min(lengths) > 0
+    assert ends[0] == 0 and ends[-1] == len(q) and max(lengths) <= max_q == max_k and min(lengths) > 0
     return samples
 
 

@@ -149,6 +149,47 @@ def test_torch_compile_traces_it_in_one_graph() -> None:
     assert torch.equal(compiled, expected) and len(kernel) == 2
 
 
+@pytest.mark.parametrize("has_flash", [True, False])
+def test_compiled_graphs_are_as_many_as_lengths_of_rows(has_flash: bool) -> None:
+    """However many samples a row has, and however long they are; the first row is computed before, as in the check.
+
+    Without flash a graph breaks at every attention, and the first row of a length has all its parts.
+    """
+    rows = ((5, 20, 7), (16, 16), (9, 9, 9, 5), (32,), (1, 2, 3, 4, 22)), ((40, 24), (8,) * 8, (60, 4), (64,))
+    model = make_model("qwen2", torch.bfloat16 if has_flash else torch.float32)
+    graphs: list[Any] = []
+
+    def compiles(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        graphs.append(inputs)
+        return graph.forward
+
+    def loss(model: Any, segments: tuple[int, ...]) -> Tensor:
+        ids = torch.arange(sum(segments))[None] % 60 + 3
+        positions = torch.cat([torch.arange(length) for length in segments])[None]
+        with flat_row(segments):
+            loss = model(input_ids=ids, position_ids=positions, labels=ids, use_cache=False).loss
+            loss.backward()
+        return loss.detach()
+
+    with contextlib.ExitStack() as stack:
+        if has_flash:
+            stack.enter_context(flash_on_cpu())
+        stack.callback(attention.install(model))
+        torch._dynamo.reset()
+        stack.callback(torch._dynamo.reset)
+        compiled = torch.compile(model, backend=compiles)
+        loss(model, (3, 4))
+        numbers = []
+        for of_length in rows:
+            for segments in of_length:
+                torch.testing.assert_close(loss(compiled, segments), loss(model, segments))
+                numbers.append(len(graphs))
+    if has_flash:
+        assert numbers == [1] * 5 + [2] * 4
+    else:
+        assert numbers[0] == numbers[4] and numbers[-1] <= numbers[5] + 1
+
+
 # The choice
 
 
