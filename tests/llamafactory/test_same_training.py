@@ -42,7 +42,7 @@ from support import read_jsonl, shimmed, training_config, write_dataset
 from tiny_models import TinyModels
 from transformers import TrainerCallback
 
-LIMIT_S, GRID_LIMIT_S = 240, 1500
+LIMIT_S, GRID_LIMIT_S = 540, 1500
 PADDED, AUTO = {"layout": "padded"}, {"layout": "auto"}
 IMAGES = {"template": "qwen3_vl", "val_size": 2, "freeze_vision_tower": False, "freeze_multi_modal_projector": False}
 ALBUMS, PICTURES = IMAGES | {"dataset": "albums"}, IMAGES | {"dataset": "pictures"}
@@ -253,7 +253,9 @@ def parameters() -> list[Any]:
     found = []
     for name, one in (SETS | GRID).items():
         for cell in one.cells:
-            marks = [] if name in SETS else [pytest.mark.full_grid, pytest.mark.timeout(GRID_LIMIT_S + 300)]
+            marks = [pytest.mark.timeout(LIMIT_S + 60)]
+            if name in GRID:
+                marks = [pytest.mark.full_grid, pytest.mark.timeout(GRID_LIMIT_S + 300)]
             marks += [pytest.mark.versions] * ((name, cell) in VERSIONS)
             found.append(pytest.param(name, cell, id=f"{name}: {cell}", marks=marks))
     return found
