@@ -17,8 +17,8 @@ from odb_factory.planning.flat import LARGEST_AMOUNT, Bins, Samples
 
 MOST_POLISHED = 1 << 15
 """Upper limit of exchanges tried."""
-FEW_BROKEN, MAX_REPAIRED = 8, 1 << 19
-"""If at most FEW_BROKEN bins break a budget, MAX_REPAIRED exchanges are tried: else the whole plan would be lost."""
+LEAST_REPAIRED, MOST_REPAIRED_OF_A_SAMPLE = 1 << 18, 256
+"""The same, in all or of a sample, where a bin breaks a budget: else the whole plan would be lost."""
 CLOSE_ENOUGH = 1024
 """Nothing is tried where at most 1/CLOSE_ENOUGH of the cost could be saved."""
 FAR_OVER = 1 << 40
@@ -71,8 +71,9 @@ def polish(filled: Filled, bound: int) -> None:
     An exchange of two samples, or a move of one, is made if less of the budgets is broken afterwards, or as much and
     the cost is lower. Done when the cost is close to `bound`, when nothing helps, or after a bounded number of trials.
     """
-    num_broken = np.count_nonzero(filled.samples.excess(filled.sums)[~filled.frozen])
-    left = MAX_REPAIRED if 0 < num_broken <= FEW_BROKEN else MOST_POLISHED
+    left = max(LEAST_REPAIRED, MOST_REPAIRED_OF_A_SAMPLE * len(filled.samples))
+    if filled.within:
+        left = MOST_POLISHED
     while not (filled.within and filled.cost - bound <= bound // CLOSE_ENOUGH):
         for critical in _critical(filled):
             own = np.flatnonzero(filled.bin_of == critical)
@@ -159,8 +160,7 @@ def _cost_after(
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Best fit (Johnson 1973): samples go, one at a time, into the bin with the least room that holds them.
-# Bins stay within the budgets by construction, which exchanges do not promise. Two uses: put
-# all samples into as many bins as that takes, or move a few samples out of bins that break a budget.
+# Bins stay within the budgets by construction, which exchanges do not promise.
 
 MAX_LOOKS = 64
 """Number of bins tried for a sample."""
@@ -201,52 +201,21 @@ class OpenBins:
         self._sums.append(sums)
         self._list(len(self.members) - 1)
 
-    def insert(self, sample: int, preferred: list[list[int]] | None = None) -> bool:
-        """Put a sample into a bin that has room for it; return whether one of `MAX_LOOKS` bins has.
-
-        preferred: sums that each bin should not exceed, where another choice is left [bins, 3].
-        """
+    def insert(self, sample: int) -> bool:
+        """Put a sample into a bin that has room for it; return whether one of `MAX_LOOKS` bins has."""
         by_room, measures = self._by_room.get(self._classes[sample], []), self._measures[sample]
         if self._overlong[sample]:
             return False
-        tokens, patches, squares, *_ = measures
+        tokens, patches, *_ = measures
         left = self._left[self._kinds[sample]]
-        chosen: int | None = None
         first = bisect_left(by_room, (measures[self._column], -1))
         for _, number in by_room[first : first + MAX_LOOKS]:
             tokens_left, patches_left = left[number]
-            if tokens > tokens_left or patches > patches_left:
-                continue
-            chosen = number if chosen is None else chosen
-            if preferred is None:
-                break
-            held, most = self._sums[number], preferred[number]
-            if held[0] + tokens <= most[0] and held[1] + patches <= most[1] and held[2] + squares <= most[2]:
-                chosen = number
-                break
-        if chosen is None:
-            return False
-        self._add(chosen, sample)
-        return True
-
-    def take_out_excess(self, number: int) -> list[int]:
-        """Take samples, the smallest first, out of a bin until it is within the budgets."""
-        kept, out = sorted(self.members[number], key=self.size), []
-        sums = self._sums[number]
-        for sample in sorted(kept, key=self.size):
-            excess = self._excess(sums)
-            if not excess or len(kept) == 1:
-                break
-            rest = [held - taken for held, taken in zip(sums, self._measures[sample])]
-            if self._excess(rest) < excess:
-                kept.remove(sample)
-                out.append(sample)
-                sums = rest
-        self._set(number, kept, sums)
-        return out
-
-    def put_back(self, sample: int, number: int) -> None:
-        self._add(number, sample)
+            if tokens <= tokens_left and patches <= patches_left:
+                sums = [held + added for held, added in zip(self._sums[number], measures)]
+                self._set(number, [*self.members[number], sample], sums)
+                return True
+        return False
 
     def split(self, number: int) -> bool:
         """Move samples of a bin to a new bin, about half of its tokens; return whether both bins are then allowed."""
@@ -301,10 +270,6 @@ class OpenBins:
     def _sum(self, members: list[int]) -> list[int]:
         return [sum(column) for column in zip(*(self._measures[sample] for sample in members))]
 
-    def _add(self, number: int, sample: int) -> None:
-        sums = [held + added for held, added in zip(self._sums[number], self._measures[sample])]
-        self._set(number, [*self.members[number], sample], sums)
-
     def _set(self, number: int, members: list[int], sums: list[int]) -> None:
         by_room = self._by_room[self.bin_class[number]]
         del by_room[bisect_left(by_room, self._room(number))]
@@ -353,25 +318,6 @@ def best_fit_decreasing(samples: Samples, least_steps: int) -> tuple[np.ndarray,
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
     return place[bins.bin_of()], np.array(bins.bin_class)[order]
-
-
-def repair(filled: Filled) -> np.ndarray:
-    """The bin of each sample [n] once bins that break a budget have given away what other bins have room for."""
-    bins = OpenBins(filled.samples)
-    by_bin = np.argsort(filled.bin_of, kind="stable").tolist()
-    ends = np.cumsum(np.bincount(filled.bin_of, minlength=len(filled.step))).tolist()
-    for start, end, sums in zip([0, *ends], ends, filled.sums.tolist()):
-        bins.open(by_bin[start:end], sums)
-    broken = (filled.samples.excess(filled.sums) > 0) & ~filled.frozen
-    # A bin should not become the one that its micro-step waits for.
-    most = np.zeros((filled.num_steps, 3), dtype=np.int64)
-    np.maximum.at(most, filled.step, np.where(broken[:, None], 0, filled.sums[:, :3]))
-    preferred = most[filled.step].tolist()
-    out = [(sample, number) for number in np.flatnonzero(broken).tolist() for sample in bins.take_out_excess(number)]
-    for sample, number in sorted(out, key=lambda one: -bins.size(one[0])):
-        if not bins.insert(sample, preferred):
-            bins.put_back(sample, number)
-    return bins.bin_of()
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import numpy as np
 
 from odb_factory.planning.cost import Budget, CostModel
 from odb_factory.planning.flat import Bins, Samples, bins_needed, make_bins
-from odb_factory.planning.flat_search import Filled, best_fit_decreasing, fill_bins, polish, repair
+from odb_factory.planning.flat_search import Filled, best_fit_decreasing, fill_bins, polish
 from odb_factory.planning.padded import (
     Cut,
     PoolGroup,
@@ -65,7 +65,7 @@ def cut_flat(samples: Samples, model: CostModel, least_steps: int = 0) -> list[l
 
 
 def _polished(samples: Samples, num_steps: int, model: CostModel) -> Filled:
-    filled = fill(samples, num_steps, model)
+    filled = put_into_bins(samples, num_steps, model)
     polish(filled, flat_lower_bound(samples, num_steps, model))
     return filled
 
@@ -83,21 +83,19 @@ def flat_lower_bound(samples: Samples, num_steps: int, model: CostModel) -> int:
     return num_steps * model.fixed + int(most[:3] @ np.array([model.token, model.patch, model.square]))
 
 
-def fill(samples: Samples, num_steps: int, model: CostModel) -> Filled:
+def put_into_bins(samples: Samples, num_steps: int, model: CostModel) -> Filled:
     """All samples in bins of `num_steps` micro-steps; the bins may break the budgets."""
     bins, dense = (make_bins(samples, num_steps, model, dense=dense) for dense in (False, True))
-    filled = _filled(samples, num_steps, model, bins)
+    filled = _filled(samples, model, bins)
     if not np.array_equal(bins.targets, dense.targets):
-        other = _filled(samples, num_steps, model, dense)
+        other = _filled(samples, model, dense)
         if (other.within, -other.cost) > (filled.within, -filled.cost):
             return other
     return filled
 
 
-def _filled(samples: Samples, num_steps: int, model: CostModel, bins: Bins) -> Filled:
+def _filled(samples: Samples, model: CostModel, bins: Bins) -> Filled:
     filled = Filled(samples, model, fill_bins(bins), bins.pool, bins.bin_class, bins.step, bins.frozen)
-    if not filled.within:
-        filled = replace(filled, bin_of=repair(filled))
     return min(filled, match_by_cost(filled), key=lambda one: one.cost)
 
 
@@ -209,7 +207,7 @@ def cut(
         samples = Samples(table, index, pool_of, slots, budget)
         if not num_steps or not len(samples):
             return cut_flat(samples, model)
-        return in_order(without_excess(fill(samples, num_steps, samples.weigh(model))))
+        return in_order(without_excess(put_into_bins(samples, num_steps, samples.weigh(model))))
     return _cut_padded(Pools.of(table, index, pool_of, slots, budget, model), num_steps)
 
 
