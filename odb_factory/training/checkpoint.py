@@ -457,18 +457,7 @@ def find_checkpoint(
     Raises `ConfigError` or `DataError` on all ranks if what is asked for is not a checkpoint, or is damaged and there
     is no older one.
     """
-    folder, problem = None, None
-    folders: dict[int, Path] = {}
-    try:
-        folder = _asked_folder(asked, output_dir)
-        if folder is not None:
-            number = max(number_of(folder), 0)
-            folders = {number_of(one): one for one in folder.parent.glob(f"{PREFIX_CHECKPOINT_DIR}-*")}
-            folders = {other: path for other, path in folders.items() if 0 <= other < number} | {number: folder}
-    except ODBError as error:
-        problem = str(error)
-    except Exception as error:
-        problem = f"resume_from_checkpoint: {asked!r}: {one_line(error)}."
+    folders, problem = _candidates(asked, output_dir)
     requests = gather([problem, max(folders, default=NONE_LEFT)])
     if problem := next((problem for problem, _ in requests if problem is not None), None):
         raise ConfigError(problem)
@@ -480,12 +469,12 @@ def find_checkpoint(
             f"resume_from_checkpoint: ranks {without} find no checkpoint and the others do; give all nodes the same "
             "setting, and the checkpoint on a disk that all can read."
         )
-    assert folder is not None
     number = requested = max(number for _, number in requests)
+    asked_folder = folders[max(folders)]
     why, advice = "", WAY_OUT
     cut_off: Checkpoint | None = None
     while number != NONE_LEFT:
-        path = folders.get(number, folder.with_name(f"{PREFIX_CHECKPOINT_DIR}-{number}"))
+        path = folders.get(number, asked_folder.with_name(f"{PREFIX_CHECKPOINT_DIR}-{number}"))
         found = read_checkpoint(path, rank, world_size, ignore_data=ignore_data)
         older = max((other for other in folders if other < number), default=NONE_LEFT)
         answers = gather([found.problem, found.advice, found.is_usable, found.is_stock, older])
@@ -493,16 +482,17 @@ def find_checkpoint(
         if number == requested and any(problems):
             named = [(f"rank {other}: {one}", advices[other]) for other, one in enumerate(problems) if one]
             why, advice = named[0] if len(set(problems)) > 1 else (problems[0], advices[0])
-        if all(usable) and not (any(stock) and number != requested):
-            if any(stock) and not all(stock):
-                raise DataError(
-                    f"{path}: some ranks find the files of odb in it and others do not; copy the odb_state*.json files "
-                    "of all nodes to where all ranks can read them."
-                )
-            if not any(problems):
-                if number != requested:
-                    logger.warning("%s is incomplete (%s); resuming %s", folder, why, path.name)
-                return found
+        is_candidate = all(usable) and (not any(stock) or (all(stock) and number == requested))
+        if is_candidate and not any(problems):
+            if number != requested:
+                logger.warning("%s is incomplete (%s); resuming %s", asked_folder, why, path.name)
+            return found
+        if number == requested and any(stock) and not any(problems):
+            raise DataError(
+                f"{path}: some ranks find the files of odb in it and others do not; copy the odb_state*.json files of "
+                "all nodes to where all ranks can read them."
+            )
+        if is_candidate:
             cut_off = cut_off or found
         number = max(olders)
     if cut_off is None:
@@ -514,6 +504,24 @@ def find_checkpoint(
         why,
     )
     return cut_off
+
+
+def _candidates(asked: Any, output_dir: str) -> tuple[dict[int, Path], str | None]:
+    """The requested checkpoint and the older ones beside it, by number; why there are none although one is requested.
+
+    The number of a folder of another name is 0.
+    """
+    try:
+        folder = _asked_folder(asked, output_dir)
+    except ODBError as error:
+        return {}, str(error)
+    except Exception as error:
+        return {}, f"resume_from_checkpoint: {asked!r}: {one_line(error)}."
+    if folder is None:
+        return {}, None
+    number = max(number_of(folder), 0)
+    beside = {number_of(one): one for one in folder.parent.glob(f"{PREFIX_CHECKPOINT_DIR}-*")}
+    return {other: path for other, path in beside.items() if 0 <= other < number} | {number: folder}, None
 
 
 def _asked_folder(asked: Any, output_dir: str) -> Path | None:

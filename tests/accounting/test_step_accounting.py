@@ -96,7 +96,7 @@ def test_figures_are_those_of_all_ranks_and_of_whole_optimizer_steps(tmp_path: P
     assert [line["ids"] for line in lines] == [list(one.ids) for first in steps for one in first]
 
 
-def test_an_interval_begins_anew_and_the_run_goes_on() -> None:
+def test_an_interval_restarts_and_the_run_continues() -> None:
     rows = random_rows(random.Random(1), 8)
     accounting = _accounting()
     for index in range(2):
@@ -107,7 +107,7 @@ def test_an_interval_begins_anew_and_the_run_goes_on() -> None:
     assert accounting.metrics()["odb/micro_batches"] == round(5 / 3, 2)
 
 
-def test_a_state_goes_on_with_figures_and_audit(tmp_path: Path) -> None:
+def test_a_state_continues_figures_and_audit(tmp_path: Path) -> None:
     rows = random_rows(random.Random(1), 8)
     steps = [optimizer_step(rows, [[[0, 1, 2], [3, 4, 5, 6, 7]]], index=index)[0] for index in range(4)]
     whole, before, after = (_accounting(folder=tmp_path / name) for name in ("whole", "parts", "parts"))
@@ -193,7 +193,7 @@ def test_rows_in_another_order_are_said_and_refused_where_their_weights_differ(
         _accounting(loss_scaling="sample").begin(one, measured(one, 70), _labels(4, 2))
 
 
-def test_samples_of_a_flat_row_are_told_by_its_segments(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+def test_samples_of_a_flat_row_are_found_by_its_segments(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     """Order and labels of each; what fills up has none; nothing is said of one row."""
     rows = [Row(9, 2, False, 0, 0), Row(12, 4, False, 0, 0)]
     ((one,),) = optimizer_step(rows, [[[0, 1]]])

@@ -107,7 +107,7 @@ def test_the_training_is_that_of_the_number_that_was_found(tiny_text, tmp_path, 
     assert watch.chosen[1].token_budget < 0.5 * found.token_budget
 
 
-def test_a_resume_keeps_what_was_chosen_unless_it_is_told_a_number(tiny_text, tmp_path, watch, caplog) -> None:
+def test_a_resume_keeps_what_was_chosen_unless_a_number_is_given(tiny_text, tmp_path, watch, caplog) -> None:
     caplog.set_level(logging.INFO, "odb_factory")
     auto, keys = {"token_budget": "auto", "max_patches": "auto", "layout": "flat"}, {"save_strategy": "steps"}
     trained(tmp_path, tiny_text, CAPACITY, auto, save_steps=2, max_steps=2, **keys)

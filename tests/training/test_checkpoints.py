@@ -149,13 +149,18 @@ def test_a_copy_without_our_files_is_not_called_stock(run: Path, tmp_path) -> No
     assert "odb_state_rank0.json: it is missing" in refused(alone)
 
 
-def test_a_checkpoint_that_stock_training_has_overwritten_is_refused(run: Path, tmp_path) -> None:
-    """Its weights have seen other rows than the files beside them say."""
-    alone = copied(run, tmp_path / "alone", 4)
-    state = json.loads((alone / TRAINER_STATE).read_text())
+def save_by_stock(folder: Path) -> None:
+    """As stock training writes `trainer_state.json`, which carries our mark along."""
+    state = json.loads((folder / TRAINER_STATE).read_text())
     assert state["stateful_callbacks"][MARK] == {"args": {"optimizer_steps": 4}, "attributes": {}}
-    state["stateful_callbacks"][MARK]["args"]["optimizer_steps"] = 2  # stock carries it along
-    (alone / TRAINER_STATE).write_text(json.dumps(state))
+    state["stateful_callbacks"][MARK]["args"]["optimizer_steps"] = 2
+    (folder / TRAINER_STATE).write_text(json.dumps(state))
+
+
+def test_a_checkpoint_that_stock_training_has_overwritten_is_refused(run: Path, tmp_path) -> None:
+    """Its weights have seen other rows than the files beside them record."""
+    alone = copied(run, tmp_path / "alone", 4)
+    save_by_stock(alone)
     assert "was written without odb, and odb_state*.json files are beside it" in refused(alone)
 
 
@@ -335,18 +340,18 @@ ONCE = Counter(range(NUM_ROWS))
 
 
 @pytest.mark.parametrize(
-    ("steps", "file", "goes_on_from"), [((4,), MARKER, 4), ((3, 4), MARKER, 3), ((3, 4), RANK_0, 3)], ids=str
+    ("steps", "file", "resumed_from"), [((4,), MARKER, 4), ((3, 4), MARKER, 3), ((3, 4), RANK_0, 3)], ids=str
 )
-def test_every_row_once(run: Path, tiny_text, tmp_path, steps: tuple[int, ...], file: str, goes_on_from: int) -> None:
+def test_every_row_once(run: Path, tiny_text, tmp_path, steps: tuple[int, ...], file: str, resumed_from: int) -> None:
     """I2, over a checkpoint that was cut off or damaged."""
     checkpoint = copied(run, tmp_path / "out", *steps)
     (checkpoint / file).unlink()
     train(tiny_text, tmp_path / "out", resume=str(checkpoint), block=BLOCK, num_train_epochs=1)
-    assert rows_of(tmp_path / "out", goes_on_from) == ONCE
+    assert rows_of(tmp_path / "out", resumed_from) == ONCE
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "of version 2"])
-def test_ignore_data_goes_on_whatever_the_state_is_in(run: Path, tiny_text, tmp_path, damage: str) -> None:
+def test_ignore_data_resumes_whatever_the_state_is_in(run: Path, tiny_text, tmp_path, damage: str) -> None:
     checkpoint = copied(run, tmp_path / "out", 3, 4)
     DAMAGES[damage](checkpoint / RANK_0)
     block = BLOCK | {"resume": "ignore_data"}
@@ -364,9 +369,9 @@ class KilledWhenSaving(Trainer):
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize(("limit", "left", "goes_on_from"), [(1, [4], 4), (None, [1, 2, 3, 4], 3)])
+@pytest.mark.parametrize(("limit", "left", "resumed_from"), [(1, [4], 4), (None, [1, 2, 3, 4], 3)])
 def test_a_checkpoint_cut_off_loses_nothing(
-    run: Path, tiny_text, tmp_path, limit: int | None, left: list[int], goes_on_from: int
+    run: Path, tiny_text, tmp_path, limit: int | None, left: list[int], resumed_from: int
 ) -> None:
     """Also under `save_total_limit: 1`, where the one before is gone, and over a whole one of an older run."""
     if limit is None:
@@ -386,7 +391,7 @@ def test_a_checkpoint_cut_off_loses_nothing(
     unfinished = tmp_path / "checkpoint-4" / ".odb_state_rank0.json.0123456789abcdef"
     unfinished.touch()  # as a kill in the middle of a write leaves it
     train(tiny_text, tmp_path, resume=True, block=BLOCK, num_train_epochs=1)
-    assert rows_of(tmp_path, goes_on_from) == ONCE
+    assert rows_of(tmp_path, resumed_from) == ONCE
     assert not unfinished.exists()
 
 
@@ -407,7 +412,7 @@ class OfATrial(Trainer):
 
 
 def test_a_trial_and_restored_callbacks(tiny_text, tmp_path) -> None:
-    """States stand beside the Trainer's files; `restore_callback_states_from_checkpoint` can make our mark anew."""
+    """States stand beside the Trainer's files; `restore_callback_states_from_checkpoint` can recreate our mark."""
     train(tiny_text, tmp_path, block=BLOCK, stop=STEPS, num_train_epochs=1, trainer_class=OfATrial)
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == []
     checkpoint = tmp_path / "run-7" / "checkpoint-4"
@@ -464,7 +469,7 @@ def of_two_ranks(run: Path, to: Path, *steps: int) -> Path:
         ([["a", "/out"], ["b", "/x"], ["a", "/out2"]], ["rank 0 of this node has '/out' and rank 2 has '/out2'"]),
     ],
 )
-def test_ranks_of_a_node_that_write_elsewhere_are_told(answers: list[list[str]], said: list[str], caplog) -> None:
+def test_ranks_of_a_node_that_write_elsewhere_are_named(answers: list[list[str]], said: list[str], caplog) -> None:
     """Nodes may have disks of their own."""
     compare_output_dirs("/out", lambda mine: answers)
     lines = [record.getMessage() for record in caplog.records]
@@ -472,7 +477,7 @@ def test_ranks_of_a_node_that_write_elsewhere_are_told(answers: list[list[str]],
     assert all(words in line and "\n" not in line for words, line in zip(said, lines))
 
 
-def test_all_ranks_go_on_from_the_same_checkpoint(filled: Path, tmp_path) -> None:
+def test_all_ranks_resume_the_same_checkpoint(filled: Path, tmp_path) -> None:
     """On a disk of each node something else is damaged; the newest that is whole on all of them is taken."""
     here, there = (of_two_ranks(filled, tmp_path / name, 1, 2, 3, 4) for name in ("here", "there"))
     assert on_ranks([here, there]) == [here, there]
@@ -489,6 +494,16 @@ def test_all_ranks_go_on_from_the_same_checkpoint(filled: Path, tmp_path) -> Non
     assert on_ranks([None, None]) == [None, None]
     errors = on_ranks([here, 5])
     assert {str(error) for error in errors} == {str(errors[1])} and isinstance(errors[1], ConfigError)
+
+
+def test_ranks_that_find_a_stock_checkpoint_and_ours_end_alike(filled: Path, tmp_path) -> None:
+    here, there = (of_two_ranks(filled, tmp_path / name, 4) for name in ("here", "there"))
+    save_by_stock(there)
+    for path in there.glob("odb_*"):
+        path.unlink()
+    assert on_ranks([there, there]) == [there, there]
+    errors = on_ranks([here, there])
+    assert all(isinstance(error, DataError) and "some ranks find the files of odb" in str(error) for error in errors)
 
 
 def test_a_rank_reads_its_own_state_alone(run: Path, filled: Path, tmp_path) -> None:

@@ -113,10 +113,10 @@ def patches_of(item: Any) -> Cost:
     return Cost(len(item["input_ids"]), patches=item["width"], units=len(item["input_ids"]) - 1)
 
 
-@pytest.mark.parametrize("told_by", ["odb_n_patches", "cost_fn"])
-def test_max_patches_holds_where_the_trainer_removes_the_column_that_tells(tiny_text, tmp_path, told_by: str) -> None:
+@pytest.mark.parametrize("given_by", ["odb_n_patches", "cost_fn"])
+def test_max_patches_holds_where_the_trainer_removes_the_column_that_tells(tiny_text, tmp_path, given_by: str) -> None:
     """I4. Columns that the model does not take are counted from, and do not reach the collator."""
-    column = "odb_n_patches" if told_by == "odb_n_patches" else "width"
+    column = "odb_n_patches" if given_by == "odb_n_patches" else "width"
     rows = datasets.Dataset.from_list([item(k) | {column: 100, "note": "text"} for k in range(NUM_ROWS)])
     trainer = make(tiny_text, tmp_path, rows)
     keys: list[set[str]] = []
@@ -126,7 +126,7 @@ def test_max_patches_holds_where_the_trainer_removes_the_column_that_tells(tiny_
         return pad(items)
 
     trainer.data_collator = collate
-    cost_fn = patches_of if told_by == "cost_fn" else None
+    cost_fn = patches_of if given_by == "cost_fn" else None
     enable_odb(trainer, token_budget=4096, max_patches=200, audit=True, cost_fn=cost_fn)
     trainer.train()
     assert max(len(line["ids"]) for line in audit(tmp_path)) == 2
@@ -314,7 +314,7 @@ def test_an_override_that_never_calls_super_is_noticed_with_the_first_step(tiny_
     assert trainer.state.global_step == 0
 
 
-def test_a_log_of_ones_own_does_not_end_the_interval(tiny_text, tmp_path) -> None:
+def test_a_custom_log_does_not_end_the_interval(tiny_text, tmp_path) -> None:
     """`odb/...` entries are those of all steps since the Trainer's last log, whatever else is logged."""
 
     class Talks(Trainer):
@@ -337,7 +337,7 @@ def test_a_log_of_ones_own_does_not_end_the_interval(tiny_text, tmp_path) -> Non
     assert first[name] == pytest.approx(sum(samples) / len(samples), abs=0.01)
 
 
-def test_active_dropout_is_told_in_one_line(tiny_text, tmp_path, caplog) -> None:
+def test_active_dropout_is_logged_in_one_line(tiny_text, tmp_path, caplog) -> None:
     """Of attention, and of a module such as LLaMA-Factory's value head of a reward model has by default."""
     for attention, head in ((0.0, 0.0), (0.1, 0.0), (0.0, 0.1)):
         trainer = make(tiny_text, tmp_path, max_steps=1)

@@ -62,7 +62,7 @@ def test_without_it_nothing_changes(tiny_text, tmp_path) -> None:
     assert not (tmp_path / "Mixed" / "odb_summary.json").exists()
 
 
-def test_trainers_of_ones_own(tiny_text, tmp_path) -> None:
+def test_custom_trainers(tiny_text, tmp_path) -> None:
     class Mine(ODBTrainer):
         pass
 

@@ -89,7 +89,7 @@ def test_arguments_that_speak_against_it(tmp_path: Path) -> None:
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_a_model_of_ones_own_is_refused(tmp_path: Path) -> None:
+def test_a_custom_model_is_refused(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 2)
     assert "no model of transformers" in resolve_layout(make(model, tmp_path), config()).reason
 
@@ -285,7 +285,7 @@ def test_what_the_check_finds_is_trained_padded(
     assert not (tmp_path / "flat" / "odb_audit_rank0.jsonl").exists(), "no step is taken"
 
 
-def test_a_checkpoint_goes_on_in_either_layout(tmp_path: Path) -> None:
+def test_a_checkpoint_is_resumed_in_either_layout(tmp_path: Path) -> None:
     """The samples of an optimizer step are the same, so is the training."""
     saved = {"save_strategy": "steps", "save_steps": 2}
     whole = train(make_model("llama"), tmp_path / "whole", "flat", **saved)

@@ -207,7 +207,7 @@ def test_one_process(name: str, models, one_rank) -> None:
     check_same(one_rank[name], one_rank["without"], num_rows(ONE_RANK[name], models))
 
 
-def test_a_lower_budget_is_gone_on_with(models, one_rank, tmp_path) -> None:
+def test_a_lower_budget_is_kept(models, one_rank, tmp_path) -> None:
     """Unless the budget has been changed since."""
     before = one_rank["backward, checkpointing"]
     for token_budget, lowered_to in ((TOKEN_BUDGET, before.summary["lowered_to"]), (2 * TOKEN_BUDGET, None)):
@@ -326,6 +326,6 @@ def test_advice(block: dict[str, Any], held: list, failed: tuple, num_samples: i
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
 
 
-def test_a_loop_of_ones_own_refuses_split() -> None:
+def test_a_custom_loop_refuses_split() -> None:
     with pytest.raises(ConfigError, match=r"odb.oom: 'split' takes .* which a custom loop does by itself"):
         ODBDataLoader(Rows(), token_budget=64, collate_fn=pad, oom="split")  # type: ignore[call-arg]

@@ -1,4 +1,4 @@
-"""A Trainer that was stopped goes on from its checkpoint: the same steps, the same losses to the last digit."""
+"""A Trainer that was stopped is resumed from its checkpoint: the same steps, the same losses to the last digit."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ WORKERS = {"gradient_accumulation_steps": 2, "dataloader_num_workers": 2}
     ],
     ids=str,
 )
-def test_a_filled_run_goes_on_from_any_checkpoint(tiny_text, tmp_path, mode: dict[str, Any]) -> None:
-    """I2: every row of an epoch once; optimizer steps and the share of the epoch go on where they stood."""
+def test_a_filled_run_is_resumed_from_any_checkpoint(tiny_text, tmp_path, mode: dict[str, Any]) -> None:
+    """I2: every row of an epoch once; optimizer steps and the share of the epoch continue where they stood."""
     whole = train(tiny_text, tmp_path / "whole", block=FILL, **mode)
     steps = whole.state.global_step
     for step in (1, steps // 2, steps - 1):
@@ -116,20 +116,20 @@ def test_a_run_can_be_made_longer(tiny_text, tmp_path) -> None:
 @pytest.mark.parametrize(
     "change", [{"token_budget": 256}, {"buffer_size": 5}, {"join": False, "balance": False}], ids=str
 )
-def test_other_settings_deal_the_rest_out_anew(tiny_text, tmp_path, change: dict[str, Any], caplog) -> None:
+def test_other_settings_deal_out_the_rest_again(tiny_text, tmp_path, change: dict[str, Any], caplog) -> None:
     train(tiny_text, tmp_path, block=FILL, stop=4, num_train_epochs=1)
     train(tiny_text, tmp_path, resume=True, block=FILL | change, num_train_epochs=1)
     assert sorted(row for line in audit(tmp_path) for row in line["ids"]) == list(range(NUM_ROWS))
 
 
-def test_a_stock_checkpoint_goes_on_from_its_share_of_the_epoch(tiny_text, tmp_path) -> None:
+def test_a_stock_checkpoint_is_resumed_at_its_share_of_the_epoch(tiny_text, tmp_path) -> None:
     train(tiny_text, tmp_path, stop=10, num_train_epochs=1, per_device_train_batch_size=4)
     train(tiny_text, tmp_path, resume=True, block=FILL, num_train_epochs=1)
     assert sum(len(line["ids"]) for line in audit(tmp_path)) == NUM_ROWS - 10 * 4
 
 
 def test_a_stock_checkpoint_of_other_batches_is_refused(tiny_text, tmp_path) -> None:
-    """Where it stands is known by its epochs; `ignore_data` begins the epoch anew, and the run is as much longer."""
+    """Where it stands is known by its epochs; `ignore_data` restarts the epoch, and the run is as much longer."""
     train(tiny_text, tmp_path, stop=10, num_train_epochs=1, per_device_train_batch_size=4)
     with pytest.raises(DataError, match="says 0.6667 epochs in 10 optimizer steps.* 8 samples each are 1.2") as refused:
         train(tiny_text, tmp_path, resume=True, block=BLOCK, num_train_epochs=1)
@@ -141,7 +141,7 @@ def test_a_stock_checkpoint_of_other_batches_is_refused(tiny_text, tmp_path) -> 
     assert sum(len(line["ids"]) for line in audit(tmp_path)) == 2 * NUM_ROWS
 
 
-def test_a_stock_checkpoint_behind_ours_is_not_taken_for_a_cut_off_one(tiny_text, tmp_path) -> None:
+def test_a_stock_checkpoint_after_ours_is_not_taken_for_a_cut_off_one(tiny_text, tmp_path) -> None:
     train(tiny_text, tmp_path, block=BLOCK, stop=2, num_train_epochs=1)
     train(tiny_text, tmp_path, resume=True, stop=5, num_train_epochs=1)
     trainer = train(tiny_text, tmp_path, resume=True, block=BLOCK, stop=6, num_train_epochs=1)
@@ -149,7 +149,7 @@ def test_a_stock_checkpoint_behind_ours_is_not_taken_for_a_cut_off_one(tiny_text
     assert audit(tmp_path)[-1]["optimizer_step"] == 6 and len(audit(tmp_path)) == 2 + 1
 
 
-def test_a_checkpoint_goes_on_without_odb(tiny_text, tmp_path) -> None:
+def test_stock_training_resumes_our_checkpoint(tiny_text, tmp_path) -> None:
     train(tiny_text, tmp_path, block=BLOCK, stop=4, num_train_epochs=1)
     trainer = train(tiny_text, tmp_path, resume=True, num_train_epochs=1)
     assert trainer.state.global_step == math.ceil(NUM_ROWS / 8)  # the default batch size

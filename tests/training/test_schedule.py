@@ -44,7 +44,7 @@ def test_a_warmup_beyond_the_estimate_ramps_over_its_steps_and_decays_over_the_r
 
 
 @pytest.mark.parametrize(("total", "warmup"), [(14, 20), (20, 20), (100, 20), (1, 0)])
-def test_the_curve_has_something_left_behind_its_warmup(total: int, warmup: int) -> None:
+def test_the_curve_has_something_left_after_its_warmup(total: int, warmup: int) -> None:
     clock = ScheduleClock(total, warmup)
     assert clock.total_steps == warmup + max(total - warmup, 1)
     parameter = torch.nn.Parameter(torch.zeros(()))
