@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
-from odb_factory.comm.ranks import Failure, RankMetadata, decode, encode, make_buffers, redistribute
+from odb_factory.comm.ranks import LEFT_EPOCH, Failure, RankMetadata, decode, encode, make_buffers, redistribute
 from odb_factory.data import epoch as epoch_module
 from odb_factory.data.epoch import EpochContext, EpochPlanner, FillEpoch, Held, KeepEpoch
 from odb_factory.data.order import OF_STEP, ShardSampler, Share, Start, StockMean, StockSteps, shard
@@ -149,10 +149,7 @@ class Seat:
     def all_to_all(self, buffers: Sequence[bytes]) -> list[bytes]:
         raise AssertionError("see redistributing in run_shards")
 
-    def leave_epoch(self) -> None:
-        self.fail("it left the epoch")
-
-    def fail(self, message: str) -> None:
+    def stop(self, message: str = LEFT_EPOCH) -> None:
         self._tell(encode(Failure(message)) if self.on_wire else Failure(message))
 
     def start(self) -> None: ...

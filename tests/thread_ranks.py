@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from odb_factory.comm.agreement import compare
-from odb_factory.comm.ranks import Failure, RankMetadata, decode, encode
+from odb_factory.comm.ranks import LEFT_EPOCH, Failure, RankMetadata, decode, encode
 from odb_factory.errors import CollectiveError
 
 
@@ -82,10 +82,7 @@ class Seat:
         except threading.BrokenBarrierError:
             raise CollectiveError("another rank has failed") from None
 
-    def leave_epoch(self) -> None:
-        self.fail("it left the epoch")
-
-    def fail(self, message: str) -> None:
+    def stop(self, message: str = LEFT_EPOCH) -> None:
         try:
             self._tell(Failure(message))
         except (CollectiveError, threading.BrokenBarrierError):

@@ -5,20 +5,25 @@ from __future__ import annotations
 import atexit
 import functools
 import itertools
+import math
 import os
+import resource
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from torch.distributed.device_mesh import DeviceMesh
 
-from odb_factory.comm.lifeline import Lifeline, lifeline_of, patience_of
+from odb_factory.comm.lifeline import Lifeline, lifeline_of, world_size_of
 from odb_factory.errors import CollectiveError, ConfigError, DataError, one_line
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -36,11 +41,6 @@ def find_process_group(given: dist.ProcessGroup | None, *, is_prepared: bool) ->
     if given is not None:
         return given
     return _of_accelerate() if is_prepared else None
-
-
-def world_size_of(group: dist.ProcessGroup | None) -> int:
-    """1 where torch.distributed is not initialised."""
-    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
 
 
 def check_process_group(given: object) -> None:
@@ -100,56 +100,33 @@ def _of_accelerate() -> dist.ProcessGroup | None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Calls that may never return, given a limit.
+# Collectives on bytes, over a gloo process group.
 
 T = TypeVar("T")
 
-CHECK_S = 0.1
-
-
-def bounded(call: Callable[[], T], limit_s: float, check: Callable[[float], None] = lambda waited_s: None) -> T:
-    """Return `call()`, or raise what it raises; raise `TimeoutError` if it has not returned after `limit_s` seconds.
-
-    check: called with the seconds waited while it has not returned; what it raises ends the wait. The call runs in a
-    daemon thread, which is given up then: torch makes process groups and asks its stores without another limit than
-    the patience of the group.
-    """
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(call())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="odb-bounded", daemon=True)
-    thread.start()
-    started = time.monotonic()
-    while thread.is_alive():
-        thread.join(min(CHECK_S, limit_s))
-        waited_s = time.monotonic() - started
-        if thread.is_alive() and waited_s >= limit_s:
-            raise TimeoutError(f"no answer within {limit_s:g} s")
-        check(waited_s)
-    if errors:
-        raise errors[0]
-    return results[0]
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Collectives on bytes, over a gloo process group.
-
-
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.0001, 0.02
-"""Between two looks whether a collective has ended."""
+"""Between two looks whether a call has ended."""
 MARGIN_S = 10.0
 """Beyond its own timeout, torch is given this long to notice that it is over."""
 EXIT_PAUSE_S = 0.2
 FRAME_BYTES = 56
 LENGTH_BYTES = 8
+SPARE_FILES = 256
+"""Open files for what the training opens later: data files, pipes of its workers."""
 
 _kept: list[dist.ProcessGroup] = []
+
+
+@dataclass
+class _Shared:
+    """The gloo group of the main thread's messages. training: of this process, by number; users: `Group`s."""
+
+    group: dist.ProcessGroup
+    training: int
+    users: int = 0
+
+
+_shared: weakref.WeakKeyDictionary[Lifeline, _Shared] = weakref.WeakKeyDictionary()
 
 
 @functools.cache
@@ -163,6 +140,60 @@ def pause_at_exit() -> None:
     atexit.register(time.sleep, EXIT_PAUSE_S)
 
 
+def allow_open_files(num_sockets: int) -> None:
+    """Raise this process's soft limit of open files to the hard one if so many more sockets need it.
+
+    Raises `ConfigError` if that is not enough.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = len(os.listdir("/proc/self/fd")) + num_sockets + SPARE_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        if hard != resource.RLIM_INFINITY and hard < needed:
+            raise ConfigError(
+                f"open files: this process may have {hard}, and needs {needed} to reach {num_sockets} other ranks; "
+                "raise the limit before the start (ulimit -Hn, LimitNOFILE= of a service, or --ulimit nofile= of a "
+                "container)."
+            )
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed if hard == resource.RLIM_INFINITY else hard, hard))
+
+
+def patience_of(process_group: dist.ProcessGroup | None) -> float:
+    """How long the ranks of a process group wait for each other in its own collectives (seconds): `ddp_timeout` in a
+    trainer."""
+    group: Any = process_group or dist.group.WORLD
+    limits = [group._get_backend(device).options._timeout.total_seconds() for device in group._device_types]
+    return float(max(limits))
+
+
+def wait_for(is_done: Callable[[], bool], check: Callable[[float], None], limit_s: float = math.inf) -> None:
+    """Return once `is_done()`. check: called with the seconds waited; what it raises ends the wait. Raises
+    `TimeoutError` after `limit_s` seconds."""
+    pause_s, started = SHORTEST_PAUSE_S, time.monotonic()
+    while not is_done():
+        waited_s = time.monotonic() - started
+        if waited_s >= limit_s:
+            raise TimeoutError(f"no answer within {limit_s:g} s")
+        check(waited_s)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+def bounded(call: Callable[[], T], limit_s: float, check: Callable[[float], None] = lambda waited_s: None) -> T:
+    """Return `call()`, or raise what it raises. limit_s, check: as of `wait_for`. The call runs in a daemon thread,
+    which is given up at the limit: torch makes process groups without another one than the patience of the group."""
+    answer: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name="odb-bounded", daemon=True).start()
+    wait_for(answer.done, check, limit_s)
+    return answer.result()
+
+
 class Group:
     """Bytes of all ranks to all of them, over a gloo group; one rank alone answers itself.
 
@@ -170,28 +201,44 @@ class Group:
     that these messages never meet the collectives of the training. Where a parent is given, only its ranks take part,
     and nothing is created on the default group. All ranks make their groups in the same order; one thread uses a group.
     parent: None for the default group, if there is one. silence_s: how long a rank may give no sign of life. name: what
-    the calls are for, in messages. Raises `CollectiveError`, as all its methods do, where another rank has failed or is
+    the calls are for, in messages. is_main: the main thread makes all calls; its groups share one gloo group, a
+    connection to each rank. Raises `CollectiveError`, as all its methods do, where another rank has failed or is
     missed.
 
         group = Group(None, 600, "planning")
         group.all_gather(b"mine", "round 3")  # [b"mine", b"theirs"]
     """
 
-    lifeline: Lifeline
-    """Of several ranks."""
-
-    def __init__(self, parent: dist.ProcessGroup | None, silence_s: float, name: str):
+    def __init__(self, parent: dist.ProcessGroup | None, silence_s: float, name: str, *, is_main: bool = False):
         self.rank, self.world_size = 0, world_size_of(parent)
         self.is_busy = False
         self._group: dist.ProcessGroup | None = None
+        self.lifeline = lifeline_of(parent, silence_s)
         if self.world_size == 1:
             return
         pause_at_exit()
-        self.lifeline = lifeline_of(parent, silence_s)
         self.rank = dist.get_rank(parent)
         self._stream, self._steps = self.lifeline.stream(name), ""
         self._count = itertools.count(1)
         self._patience_s = patience_of(parent)
+        self._shared: _Shared | None = None
+        if not is_main:
+            self._group = self._make(parent, name)
+            return
+        shared, training = _shared.get(self.lifeline), self.lifeline.generation
+        if shared is None or shared.training != training:
+            if shared is not None and not shared.users:
+                _release(shared.group)
+            shared = _shared[self.lifeline] = _Shared(self._make(parent, name), training)
+        self._shared, self._group = shared, shared.group
+        shared.users += 1
+
+    def _make(self, parent: dist.ProcessGroup | None, name: str) -> dist.ProcessGroup:
+        try:
+            allow_open_files(self.world_size - 1)
+        except ConfigError as error:
+            self.lifeline.abort(f"rank {self.rank} left the training: {one_line(error)}")
+            raise
 
         def make() -> dist.ProcessGroup:
             group: dist.ProcessGroup = dist.new_group(
@@ -203,10 +250,9 @@ class Group:
             )
             return group
 
-        def bounded_make(check: Callable[[float], None]) -> dist.ProcessGroup:
-            return bounded(make, self._patience_s + MARGIN_S, check)
-
-        self._group = self._call(f"making the process group for {name}", bounded_make)
+        return self._call(
+            f"making the process group for {name}", lambda check: bounded(make, self._patience_s + MARGIN_S, check)
+        )
 
     def all_gather(self, message: bytes, phase: str) -> list[bytes]:
         """The messages of all ranks, in rank order, in one collective where all have `FRAME_BYTES` bytes or less.
@@ -236,7 +282,7 @@ class Group:
         sent = len(message).to_bytes(LENGTH_BYTES, "little") + message[:room]
         mine[: len(sent)] = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
         frames = [torch.empty_like(mine) for _ in range(self.world_size)]
-        _wait(dist.all_gather(frames, mine, group=self._group, async_op=True), check)
+        _finish(dist.all_gather(frames, mine, group=self._group, async_op=True), check)
         answers = []
         for frame in frames:
             text = frame.numpy().tobytes()
@@ -251,29 +297,34 @@ class Group:
             group = self._group
             sizes = torch.tensor([len(buffer) for buffer in buffers])
             coming = torch.empty_like(sizes)
-            _wait(dist.all_to_all_single(coming, sizes, group=group, async_op=True), check)
+            _finish(dist.all_to_all_single(coming, sizes, group=group, async_op=True), check)
             outgoing = torch.frombuffer(bytearray(b"".join(buffers)) or bytearray(1), dtype=torch.uint8)
             outgoing, incoming = outgoing[: int(sizes.sum())], torch.empty(int(coming.sum()), dtype=torch.uint8)
             split = coming.tolist()
             work = dist.all_to_all_single(incoming, outgoing, split, sizes.tolist(), group=group, async_op=True)
-            _wait(work, check)
+            _finish(work, check)
             return [text.numpy().tobytes() for text in torch.split(incoming, split)]
 
         return list(buffers) if self.world_size == 1 else self._call(phase, exchange)
 
     def close(self, *, failed: bool = False) -> None:
-        """Give the group back; safe to call twice. One in use, or whose ranks are gone, is kept to the end of the
-        process: its destructor waits for the collective under way, and so would `dist.destroy_process_group()`."""
+        """Give the group back; safe to call twice."""
         if self.world_size == 1:
             return
         group, self._group = self._group, None
         for stream in (self._stream, self._steps):
             self.lifeline.leave(stream)
         failed = failed or self.is_busy or self.lifeline.failure is not None
-        if group is not None and failed:
-            _kept.append(group)
-        elif group is not None and dist.is_initialized():
-            dist.destroy_process_group(group)
+        if group is not None and self._shared is not None:
+            self._shared.users -= 1
+            if _shared.get(self.lifeline) is self._shared:
+                if not failed:  # another group uses it, or will
+                    return
+                del _shared[self.lifeline]
+            elif self._shared.users:
+                return
+        if group is not None:
+            _release(group, failed=failed)
 
     def _call(self, phase: str, call: Callable[[Callable[[float], None]], T], steps: str | None = None) -> T:
         self.lifeline.enter(self._stream, f"{phase} (message {next(self._count)})")
@@ -286,7 +337,7 @@ class Group:
         except Exception as error:
             waited_s = time.monotonic() - started
             failure = self.lifeline.cause() or self._missed(phase, waited_s, error)
-            self.lifeline.fail(failure)
+            self.lifeline.abort(failure)
             raise CollectiveError(failure) from None
         self.is_busy = False
         return result
@@ -305,19 +356,24 @@ class Group:
         )
 
 
-def _wait(work: dist.Work, check: Callable[[float], None]) -> None:
+def _finish(work: dist.Work, check: Callable[[float], None]) -> None:
     """Wait for a collective; raises what it raises (its timeout, a lost peer), or what `check` does."""
-    pause_s, started = SHORTEST_PAUSE_S, time.monotonic()
-    while not work.is_completed():
-        check(time.monotonic() - started)
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+    wait_for(work.is_completed, check)
     work.wait()
 
 
+def _release(group: dist.ProcessGroup, *, failed: bool = False) -> None:
+    """One in use, or whose ranks are gone, is kept to the end of the process: its destructor waits for the collective
+    under way, and so would `dist.destroy_process_group()`."""
+    if failed:
+        _kept.append(group)
+    elif dist.is_initialized():
+        dist.destroy_process_group(group)
+
+
 def gather_once(message: bytes, silence_s: float, phase: str = "comparing what the ranks say") -> list[bytes]:
-    """The messages of all ranks of the default group, before the run has groups. silence_s, phase: as in `Group`."""
-    group = Group(None, silence_s, "a comparison before training")
+    """The messages of all ranks of the default group, in the main thread. silence_s, phase: as in `Group`."""
+    group = Group(None, silence_s, "a comparison before training", is_main=True)
     try:
         return group.all_gather(message, phase)
     finally:

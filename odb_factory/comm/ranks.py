@@ -14,8 +14,8 @@ import numpy as np
 import torch.distributed as dist
 
 from odb_factory.comm.agreement import compare, ranks_alike
-from odb_factory.comm.gloo import Group, world_size_of
-from odb_factory.comm.lifeline import Lifeline, lifeline_of
+from odb_factory.comm.gloo import Group
+from odb_factory.comm.lifeline import lifeline_of
 from odb_factory.errors import CollectiveError
 from odb_factory.planning import ROW, BufferMetadata, Limits, Plan
 
@@ -114,11 +114,8 @@ class Ranks:
 
     def __init__(self, process_group: dist.ProcessGroup | None = None, timeout_s: float = 30.0):
         self.timeout_s = timeout_s
-        self._lifeline: Lifeline | None = None
-        self._training = ""
-        if world_size_of(process_group) > 1:
-            self._lifeline = lifeline_of(process_group, timeout_s)
-            self._training = self._lifeline.stream("training")
+        self._lifeline = lifeline_of(process_group, timeout_s)
+        self._training = self._lifeline.stream("training")
         self._group = Group(process_group, timeout_s, "planning")
         self._steps = Group(process_group, timeout_s, "agreements")
         self.rank, self.world_size = self._group.rank, self._group.world_size
@@ -126,18 +123,15 @@ class Ranks:
 
     def start(self) -> None:
         """Call once the worker processes have been forked: from here on threads may start."""
-        if self._lifeline is None:  # of a rank alone: it logs long waits for the rank's own workers
-            self._lifeline = Lifeline(0, 1, None, self.timeout_s)
+        self._lifeline.start()  # that of a rank alone logs long waits for its own workers
 
     def check(self) -> None:
         """Raise `CollectiveError` if another rank has failed; for the training thread while it waits."""
-        if self._lifeline is not None and self.world_size > 1:
-            self._lifeline.check()
+        self._lifeline.check()
 
     def progress(self, phase: str) -> None:
         """The training thread does its next step, `phase`; a rank that comes there late is named."""
-        if self._lifeline is not None and self.world_size > 1:
-            self._lifeline.enter(self._training, phase)
+        self._lifeline.enter(self._training, phase)
 
     def agree(self, settings: Mapping[str, object]) -> None:
         """Raise `CollectiveError` on every rank if the ranks' settings differ (I11); the message says in what."""
@@ -151,7 +145,7 @@ class Ranks:
         failures = {rank: message.reason for rank, message in enumerate(messages) if isinstance(message, Failure)}
         if failures:
             rank = min(failures, key=lambda rank: (failures[rank] == LEFT_EPOCH, rank))  # a failure says more
-            cause = self._lifeline.cause() if self._lifeline and failures[rank] == LEFT_EPOCH else None
+            cause = self._lifeline.cause() if failures[rank] == LEFT_EPOCH else None
             raise CollectiveError(cause or f"rank {rank} stopped: {failures[rank]}")
         return [message for message in messages if isinstance(message, RankMetadata)]
 
@@ -176,31 +170,26 @@ class Ranks:
         self._check_not_left()
         return self._steps.all_gather(message, f"agreeing on optimizer step {step_index + 1} of the epoch")
 
-    def leave_epoch(self) -> None:
-        """Tell the others, in place of the next metadata, that this rank leaves the epoch before its end."""
-        self.fail(LEFT_EPOCH)
-
-    def fail(self, message: str) -> None:
-        """Tell the others, in place of the next metadata, why this rank cannot go on."""
+    def stop(self, reason: str = LEFT_EPOCH) -> None:
+        """Tell the others, in place of the next metadata, why this rank plans no further."""
         try:
-            self._all_gather(encode(Failure(message)), "the end")
+            self._all_gather(encode(Failure(reason)), "the end")
         except CollectiveError:
             pass  # the others have ended before this one
 
     def abort(self, message: str) -> None:
         """Tell the others why this rank ends, whatever they are doing. The first such message of all ranks stands."""
-        if self._lifeline is not None and self.world_size > 1 and not self._failed:
+        if not self._failed:
             self._failed = True
-            self._lifeline.fail(f"rank {self.rank} left the training: {message}")
+            self._lifeline.abort(f"rank {self.rank} left the training: {message}")
 
     def close(self) -> None:
         """Give groups, lifeline and threads back; nothing is called after it."""
-        if self._is_closed or self._lifeline is None:
+        if self._is_closed:
             return
         self._is_closed = True
         if self.world_size == 1:
             self._lifeline.close()
-            return
         self._lifeline.leave(self._training)
         failed = self._failed or self._group.is_busy or self._steps.is_busy
         self._steps.close(failed=failed)
@@ -212,8 +201,7 @@ class Ranks:
 
     def _check_not_left(self) -> None:
         if self.world_size > 1 and (self._failed or self._is_closed):
-            failure = self._lifeline.failure if self._lifeline is not None else None
-            raise CollectiveError(failure or f"rank {self.rank} has left the training.")
+            raise CollectiveError(self._lifeline.failure or f"rank {self.rank} has left the training.")
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -213,7 +213,7 @@ class EpochPlanner(ABC):
                     return
         except GeneratorExit:
             if not self.final:
-                coordinator.leave_epoch()
+                coordinator.stop()
             raise
         except CollectiveError:
             raise
@@ -226,7 +226,7 @@ class EpochPlanner(ABC):
             self.observed = iter(())  # lets its worker processes go
         if self.final:
             raise DataError(message)
-        coordinator.fail(message)
+        coordinator.stop(message)
         raise CollectiveError(message)
 
     @contextlib.contextmanager

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from odb_factory.comm.agreement import ranks_alike
-from odb_factory.comm.gloo import world_size_of
+from odb_factory.comm.lifeline import world_size_of
 from odb_factory.config import ODBConfig
 from odb_factory.data.observe import ItemError, ItemObserver, RawItem
 from odb_factory.data.processes import WorkerDataset

@@ -31,7 +31,7 @@ from odb_factory.training.enable import enable_odb
 from odb_factory.training.pair_metrics import PairMetrics
 
 if TYPE_CHECKING:
-    from odb_factory.loop.dataloader import TrainerKeys
+    from odb_factory.loop.iteration import TrainerKeys
 
 USED = (
     *("get_batch_loss_metrics", "concatenated_forward", "_stored_metrics", "max_length", "loss_type"),

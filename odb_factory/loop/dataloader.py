@@ -2,81 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, Self, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar, Unpack
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import DataLoader, Sampler
 
-from odb_factory.config import AUTO, BUDGETS, ODBConfig, ResolvedConfig
-from odb_factory.data.order import IN_ORDER, check_source, make_config, unwrap
+from odb_factory.data.order import IN_ORDER, check_source, unwrap
 from odb_factory.data.saved import Positive, load_fields, read_checked, require, write_checked
 from odb_factory.ending import ending
 from odb_factory.errors import ConfigError, DataError, one_line
-from odb_factory.log import get_logger
-from odb_factory.loop.iteration import FixedBatchesRefused, Iteration
-from odb_factory.loop.step_info import LOOP_LOSS_SCALINGS
-from odb_factory.planning import Collation, Cost
+from odb_factory.loop.iteration import FixedBatchesRefused, Iteration, LoopOptions, check_whole
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The keys of `ODBConfig` as typed keyword arguments, for type checkers and completion.
-
-
-class CommonKeys(TypedDict, total=False):
-    """Keys that mean the same everywhere."""
-
-    global_batch_size: int | Literal["keep", "fill"]
-    layout: Literal["auto", "flat", "padded"]
-    pad_to_multiple_of: int | None
-    length_buckets: Sequence[int] | None
-    row_multiple: int
-    buffer_size: int
-    collate_workers: int | None
-    join: bool
-    balance: bool | None
-    balance_group_size: int
-    cost_model: Sequence[int] | None
-    overlong: Literal["singleton", "drop", "error"]
-    on_error: Literal["raise", "skip"]
-    resume: Literal["strict", "ignore_data"]
-    exchange_timeout_s: int
-    seed: int | None
-
-
-class LoopKeys(CommonKeys, total=False):
-    """Keys with an effect in a custom training loop; there loss_scaling is `exact` unless given."""
-
-    token_budget: int
-    max_patches: int | None
-    loss_scaling: Literal["exact", "sample", "square", "approx", "none"]
-
-
-class TrainerKeys(CommonKeys, total=False):
-    """All keys: those of a loop, and those that only a trainer can honour."""
-
-    token_budget: int | Literal["auto"]
-    max_patches: int | Literal["auto"] | None
-    memory_fraction: float
-    loss_scaling: Literal["stock", "exact", "sample", "square", "approx", "none"]
-    lr_scale: Literal["none", "sqrt", "linear"]
-    oom: Literal["raise", "split"]
-    lr_reference_samples: int | None
-    audit: bool
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # The common part of `ODBDataLoader` and of a DataLoader that `apply_odb` has changed.
-
-logger = get_logger(__name__)
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -234,62 +179,6 @@ class Online(Controls[T_co]):
         self._odb.is_prepared = self._odb.moves_batches = value
 
 
-def loop_config(config: ODBConfig | None, block: Mapping[str, Any]) -> ResolvedConfig:
-    """The config, with `exact` for the default loss_scaling of a trainer.
-
-    Raises `ConfigError` for keys that have no effect outside of one.
-    """
-    for key in block:
-        if key in inspect.signature(DataLoader.__init__).parameters:
-            raise ConfigError(f"{key}: an argument of DataLoader that odb does not take here; leave it out.")
-    if block.get("join") is True and block.get("global_batch_size") != "fill":
-        logger.info(
-            'join=True has no effect: kept optimizer steps have all samples; it goes with global_batch_size="fill"'
-        )
-    if block.get("loss_scaling") == "stock":
-        raise ConfigError(
-            "odb.loss_scaling: 'stock' is the loss of a trainer, and a custom loop computes its own; leave it out "
-            f"(exact), or choose one of {', '.join(LOOP_LOSS_SCALINGS)}."
-        )
-    config = make_config(config, block)
-    if config.has_auto:
-        key = next(key for key in BUDGETS if getattr(config, key) == AUTO)
-        raise ConfigError(
-            f"odb.{key}: 'auto' runs the model before training, which a custom loop does by itself; give a number."
-        )
-    if config.loss_scaling == "stock":
-        config = dataclasses.replace(config, loss_scaling="exact")
-    for key, is_refused, why in (
-        ("audit", config.audit, "True does not say where to; give audit_dir= instead."),
-        (
-            "oom",
-            config.oom != "raise",
-            f"{config.oom!r} takes the micro-batches of an optimizer step once more, which a custom loop does by "
-            "itself; leave it out, and lower token_budget if memory is short.",
-        ),
-        (
-            "lr_scale",
-            config.lr_scale != "none",
-            f"{config.lr_scale!r} has no effect in a custom loop, which sets its learning rate; leave it out, and "
-            "scale by optimizer_step_samples of the step info.",
-        ),
-        (
-            "pad_to_multiple_of",
-            config.pad_to_multiple_of is not None and config.layout != "flat",
-            f"{config.pad_to_multiple_of} fills up flat micro-batches, and those of this loop are padded, as its "
-            "collator makes them; set `layout: flat`, or leave it out.",
-        ),
-        (
-            "lr_reference_samples",
-            config.lr_reference_samples is not None,
-            "has no effect in a custom loop; leave it out.",
-        ),
-    ):
-        if is_refused:
-            raise ConfigError(f"odb.{key}: {why}")
-    return config.resolved()
-
-
 def _checked_states(state: object, rank: int, world_size: int) -> list[dict[str, Any]]:
     """A list of states. Raises `DataError` for a value from which this rank cannot resume."""
     states = [state] if isinstance(state, Mapping) else state
@@ -390,20 +279,9 @@ class ODBDataLoader(Online[T_co], State, DataLoader[T_co]):
         prefetch_factor: int | None = None,
         persistent_workers: bool = False,
         in_order: bool = True,
-        audit_dir: str | Path | None = None,
-        gradient_accumulation_steps: int = 1,
-        cost_fn: Callable[[Any], Cost | int] | None = None,
-        collation: Collation | None = None,
-        process_group: dist.ProcessGroup | None = None,
-        already_split: bool = False,
-        config: ODBConfig | None = None,
-        **block: Unpack[LoopKeys],
+        **options: Unpack[LoopOptions],
     ):
-        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-            raise ConfigError(
-                f"batch_size: {batch_size!r} is not a whole number of at least 1: the rows that a micro-batch would "
-                "have without odb."
-            )
+        check_whole("batch_size", batch_size, ": the rows that a micro-batch would have without odb")
         if batch_sampler is not None:
             raise ConfigError(
                 f"batch_sampler: a {type(batch_sampler).__name__} decides which samples share a batch, "
@@ -413,7 +291,6 @@ class ODBDataLoader(Online[T_co], State, DataLoader[T_co]):
             raise ConfigError(IN_ORDER)
         if collate_fn is None:
             raise ConfigError("collate_fn: missing; samples of one batch have different lengths, so it must pad them.")
-        config = loop_config(config, block)
         check_source(dataset, sampler)
         super().__init__(
             dataset,
@@ -431,16 +308,7 @@ class ODBDataLoader(Online[T_co], State, DataLoader[T_co]):
             worker_init_fn=worker_init_fn,
             generator=generator,
         )
-        self._odb = Iteration(
-            self,
-            config,
-            gradient_accumulation_steps,
-            cost_fn=cost_fn,
-            collation=collation,
-            audit_dir=audit_dir,
-            process_group=process_group,
-            already_split=already_split,
-        )
+        self._odb = Iteration(self, **options)
         self.collate_fn = FixedBatchesRefused()
 
     def __iter__(self) -> Iterator[T_co]:  # type: ignore[override]  # torch's own iterators are what it declares
@@ -501,23 +369,12 @@ class ODBHandle(Controls[Any], State):
             self._loader.collate_fn = self._collate_fn
 
 
-def apply_odb(
-    dataloader: Any,
-    *,
-    gradient_accumulation_steps: int = 1,
-    cost_fn: Callable[[Any], Cost | int] | None = None,
-    collation: Collation | None = None,
-    audit_dir: str | Path | None = None,
-    process_group: dist.ProcessGroup | None = None,
-    already_split: bool = False,
-    config: ODBConfig | None = None,
-    **block: Unpack[LoopKeys],
-) -> ODBHandle:
+def apply_odb(dataloader: Any, **options: Unpack[LoopOptions]) -> ODBHandle:
     """Let an existing DataLoader form its batches online: in place, this one object only.
 
     dataloader: torch's, or one that accelerate has prepared (leave accelerate's own gradient_accumulation_steps at 1).
     Its dataset, order, collator and workers are kept, and so is the number of samples in an optimizer step: its batch
-    size x gradient_accumulation_steps x ranks. The other arguments are those of `ODBDataLoader`.
+    size x gradient_accumulation_steps x ranks. options: those of `ODBDataLoader`, and the keys of `ODBConfig`.
     Raises `ConfigError` if its order cannot be found out, or if it was applied before.
 
     Example::
@@ -533,19 +390,9 @@ def apply_odb(
             "use_stateful_dataloader: True would keep the state of fixed batches; leave it out of accelerate's "
             "DataLoaderConfiguration, and use state_dict() or checkpoint_with(accelerator) of what apply_odb returns."
         )
-    config = loop_config(config, block)
     check_source(loader.dataset, loader.sampler)
-    iteration = Iteration(
-        loader,
-        config,
-        gradient_accumulation_steps,
-        cost_fn=cost_fn,
-        collation=collation,
-        audit_dir=audit_dir,
-        process_group=process_group,
-        already_split=already_split,
-        is_fetched_ahead=loader is not dataloader,  # accelerate asks for a batch before it hands over the last
-    )
+    # accelerate asks for a batch before it hands over the last
+    iteration = Iteration(loader, is_fetched_ahead=loader is not dataloader, **options)
     stock = type(loader)
     loader.__class__ = type(stock.__name__, (Online, stock), {"__module__": stock.__module__})
     loader._odb = iteration

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
+import inspect
 import json
 import os
 import sys
@@ -11,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
@@ -19,22 +21,138 @@ from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
 
 from odb_factory.accounting.step_accounting import StepAccounting, log_first_step
-from odb_factory.comm.gloo import check_process_group, find_process_group, gather_once, world_size_of
-from odb_factory.comm.lifeline import lifeline_of
+from odb_factory.comm.gloo import check_process_group, find_process_group, gather_once
+from odb_factory.comm.lifeline import lifeline_of, world_size_of
 from odb_factory.comm.ranks import Ranks
-from odb_factory.config import ResolvedConfig
+from odb_factory.config import AUTO, BUDGETS, ODBConfig, ResolvedConfig
 from odb_factory.data.collate import Collated, TrialBatches, trial_batches
 from odb_factory.data.loader import ABORT_S, ODBLoader, Pass
 from odb_factory.data.observe import ItemObserver
-from odb_factory.data.order import check_first_item, dismantle
+from odb_factory.data.order import check_first_item, dismantle, make_config
 from odb_factory.data.progress import OptimizerStepRule
 from odb_factory.data.serialize import Picklable
 from odb_factory.ending import ending
 from odb_factory.errors import ConfigError, one_line
 from odb_factory.log import get_logger
-from odb_factory.loop.step_info import ODBStepInfo, Receipt, make_step_info, put_step_info
+from odb_factory.loop.step_info import LOOP_LOSS_SCALINGS, ODBStepInfo, Receipt, make_step_info, put_step_info
 from odb_factory.model.flat_row import begin_row
-from odb_factory.planning import Collation
+from odb_factory.planning import Collation, Cost
+
+logger = get_logger(__name__)
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The keys of `ODBConfig` as typed keyword arguments, for type checkers and completion.
+
+
+class CommonKeys(TypedDict, total=False):
+    """Keys that mean the same everywhere."""
+
+    global_batch_size: int | Literal["keep", "fill"]
+    layout: Literal["auto", "flat", "padded"]
+    pad_to_multiple_of: int | None
+    length_buckets: Sequence[int] | None
+    row_multiple: int
+    buffer_size: int
+    collate_workers: int | None
+    join: bool
+    balance: bool | None
+    balance_group_size: int
+    cost_model: Sequence[int] | None
+    overlong: Literal["singleton", "drop", "error"]
+    on_error: Literal["raise", "skip"]
+    resume: Literal["strict", "ignore_data"]
+    exchange_timeout_s: int
+    seed: int | None
+
+
+class LoopKeys(CommonKeys, total=False):
+    """Keys with an effect in a custom training loop."""
+
+    token_budget: int
+    max_patches: int | None
+    loss_scaling: Literal["exact", "sample", "square", "approx", "none"]
+
+
+class TrainerKeys(CommonKeys, total=False):
+    """All keys: those of a loop, and those that only a trainer can honour."""
+
+    token_budget: int | Literal["auto"]
+    max_patches: int | Literal["auto"] | None
+    memory_fraction: float
+    loss_scaling: Literal["stock", "exact", "sample", "square", "approx", "none"]
+    lr_scale: Literal["none", "sqrt", "linear"]
+    oom: Literal["raise", "split"]
+    lr_reference_samples: int | None
+    audit: bool
+
+
+class LoopOptions(LoopKeys, total=False):
+    """What `ODBDataLoader` and `apply_odb` take beside the arguments of a DataLoader."""
+
+    gradient_accumulation_steps: int
+    cost_fn: Callable[[Any], Cost | int] | None
+    collation: Collation | None
+    audit_dir: str | Path | None
+    process_group: dist.ProcessGroup | None
+    already_split: bool
+    config: ODBConfig | None
+
+
+def loop_config(config: ODBConfig | None, block: LoopKeys) -> ResolvedConfig:
+    """The config, with `exact` for the default loss_scaling of a trainer.
+
+    Raises `ConfigError` for keys that have no effect outside of one.
+    """
+    for key in block:
+        if key in inspect.signature(DataLoader.__init__).parameters:
+            raise ConfigError(f"{key}: an argument of DataLoader that odb does not take here; leave it out.")
+    if block.get("join") is True and block.get("global_batch_size") != "fill":
+        logger.info(
+            'join=True has no effect: kept optimizer steps have all samples; it goes with global_batch_size="fill"'
+        )
+    if block.get("loss_scaling") == "stock":
+        raise ConfigError(
+            "odb.loss_scaling: 'stock' is the loss of a trainer, and a custom loop computes its own; leave it out "
+            f"(exact), or choose one of {', '.join(LOOP_LOSS_SCALINGS)}."
+        )
+    config = make_config(config, block)
+    if config.has_auto:
+        key = next(key for key in BUDGETS if getattr(config, key) == AUTO)
+        raise ConfigError(
+            f"odb.{key}: 'auto' runs the model before training, which a custom loop does by itself; give a number."
+        )
+    if config.loss_scaling == "stock":
+        config = dataclasses.replace(config, loss_scaling="exact")
+    for key, is_refused, why in (
+        ("audit", config.audit, "True does not say where to; give audit_dir= instead."),
+        (
+            "oom",
+            config.oom != "raise",
+            f"{config.oom!r} takes the micro-batches of an optimizer step once more, which a custom loop does by "
+            "itself; leave it out, and lower token_budget if memory is short.",
+        ),
+        (
+            "lr_scale",
+            config.lr_scale != "none",
+            f"{config.lr_scale!r} has no effect in a custom loop, which sets its learning rate; leave it out, and "
+            "scale by optimizer_step_samples of the step info.",
+        ),
+        (
+            "pad_to_multiple_of",
+            config.pad_to_multiple_of is not None and config.layout != "flat",
+            f"{config.pad_to_multiple_of} fills up flat micro-batches, and those of this loop are padded, as its "
+            "collator makes them; set `layout: flat`, or leave it out.",
+        ),
+        (
+            "lr_reference_samples",
+            config.lr_reference_samples is not None,
+            "has no effect in a custom loop; leave it out.",
+        ),
+    ):
+        if is_refused:
+            raise ConfigError(f"odb.{key}: {why}")
+    return config.resolved()
+
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What accelerate does for a prepared DataLoader, for one whose batches are formed online.
@@ -108,8 +226,6 @@ def _last_error() -> BaseException | None:
 
 # ----------------------------------------------------------------------------------------------------------------------
 
-logger = get_logger(__name__)
-
 OVER = (
     "this iterator is stale: its loader was iterated again, given another epoch or state, or closed; finish one "
     "iteration before the next, or make two loaders."
@@ -128,11 +244,17 @@ RUN_STEPS = "optimizer_steps_of_run"
 """The key of a loop's state from which the audit counts; `ODBLoader` does not use it."""
 
 
+def check_whole(name: str, value: object, meaning: str = "") -> None:
+    """Raise `ConfigError` for what is no whole number of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name}: {value!r} is not a whole number of at least 1{meaning}.")
+
+
 class Iteration:
     """The iterations of one DataLoader. Its `ODBLoader` is made when it is first needed, for the ranks there are then.
 
-    accumulation: micro-batches of an optimizer step, as they would be without odb.
-    is_fetched_ahead: a framework asks for the next batch before it hands over the current one.
+    options: as without odb, but for is_fetched_ahead: a framework asks for the next batch before it hands over the
+    current one.
     is_checked: `unpad` has found that the loop's model takes flat rows.
     is_prepared: accelerate has prepared the DataLoader. moves_batches: and has left it to odb to move batches.
     """
@@ -140,35 +262,35 @@ class Iteration:
     def __init__(
         self,
         dataloader: DataLoader[Any],
-        config: ResolvedConfig,
-        accumulation: int,
         *,
-        cost_fn: Callable[[Any], Any] | None,
-        collation: Collation | None,
-        audit_dir: str | Path | None,
-        process_group: dist.ProcessGroup | None,
-        already_split: bool,
+        gradient_accumulation_steps: int = 1,
+        cost_fn: Callable[[Any], Any] | None = None,
+        collation: Collation | None = None,
+        audit_dir: str | Path | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        already_split: bool = False,
         is_fetched_ahead: bool = False,
+        config: ODBConfig | None = None,
+        **block: Unpack[LoopKeys],
     ):
+        self.config = resolved = loop_config(config, block)
         check_process_group(process_group)
-        if isinstance(accumulation, bool) or not isinstance(accumulation, int) or accumulation < 1:
-            raise ConfigError(f"gradient_accumulation_steps: {accumulation!r} is not a whole number of at least 1.")
+        check_whole("gradient_accumulation_steps", gradient_accumulation_steps)
         generator = dataloader.generator
-        seed = next(s for s in (config.seed, generator and generator.initial_seed(), 0) if s is not None)
+        seed = next(s for s in (resolved.seed, generator and generator.initial_seed(), 0) if s is not None)
         parts = dismantle(dataloader, seed, already_split=already_split)
         if already_split and parts.sampler is not None:
             raise ConfigError(
                 "already_split: this dataset has an index, of which every rank takes its own share; give each rank the "
                 "whole dataset (an order that is split, such as DistributedSampler's, is joined again)."
             )
-        self.config = config
         self.is_prepared = self._is_fetched_ahead = is_fetched_ahead
         self.moves_batches = self.is_checkpointed = self.is_checked = False
         self._process_group, self._pin_memory, self._audit_dir = process_group, parts.pin_memory, audit_dir
         observer = ItemObserver(
             Picklable(parts.collate_fn, "collate_fn"),
             cost_fn=cost_fn,
-            loss_scaling=config.loss_scaling,
+            loss_scaling=resolved.loss_scaling,
             takes_any_loss=True,
         )
         if parts.sampler is not None:
@@ -176,16 +298,17 @@ class Iteration:
         self._make = partial(
             ODBLoader,
             parts,
-            config,
+            resolved,
             observer=observer,
-            rule=OptimizerStepRule(batch_size=parts.batch_size, accumulation=accumulation, drop_last=parts.drop_last),
+            rule=OptimizerStepRule(
+                batch_size=parts.batch_size, accumulation=gradient_accumulation_steps, drop_last=parts.drop_last
+            ),
             collation=collation,
-            layout="flat" if config.layout == "flat" else "padded",
+            layout="flat" if resolved.layout == "flat" else "padded",
             seed=seed,
             agree_on={"already_split": already_split},
         )
-        if world_size_of(process_group) > 1:  # a rank that dies from here on ends the others
-            lifeline_of(process_group, config.exchange_timeout_s).renew()
+        lifeline_of(process_group, resolved.exchange_timeout_s).renew()  # a rank that dies from here on ends the others
         self._loader: ODBLoader | None = None
         self._accounting: StepAccounting
         self._last_resort: LastResort

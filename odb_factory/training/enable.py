@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset
 from transformers import Trainer
 
-from odb_factory.comm.gloo import check_process_group, world_size_of
+from odb_factory.comm.gloo import check_process_group
 from odb_factory.comm.lifeline import lifeline_of
 from odb_factory.config import ODBConfig
 from odb_factory.data.observe import DEFAULT_PATCH_SIZE, Measure, Observer, measure_batch
@@ -22,7 +22,7 @@ from odb_factory.training.session import ODBSettings, Session
 from odb_factory.training.trainer import ODBTrainerMixin
 
 if TYPE_CHECKING:
-    from odb_factory.loop.dataloader import TrainerKeys
+    from odb_factory.loop.iteration import TrainerKeys
 
 
 def enable_odb(
@@ -81,8 +81,7 @@ def enable_odb(
     if not isinstance(trainer, ODBTrainerMixin):
         stock = type(trainer)
         trainer.__class__ = type(stock.__name__, (ODBTrainerMixin, stock), {"__module__": stock.__module__})
-    if world_size_of(process_group) > 1:
-        lifeline_of(process_group, config.exchange_timeout_s)  # a rank that dies from here on ends the others
+    lifeline_of(process_group, config.exchange_timeout_s)  # a rank that dies from here on ends the others
     settings = ODBSettings(
         config=config,
         observer=observer,

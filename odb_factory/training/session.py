@@ -390,7 +390,9 @@ class Session:
             can_split = not is_split and config.row_multiple == 1 and why_not_split(args) is None
             self.memory = MemoryWatch(config, loader.budget, args.device, can_split=can_split)
             if is_split:
-                exchange = Group(settings.process_group, config.exchange_timeout_s, "agreements of an optimizer step")
+                exchange = Group(
+                    settings.process_group, config.exchange_timeout_s, "agreements on a split step", is_main=True
+                )
                 self.split = SplitSteps(run, exchange, self.memory)
         if settings.config.has_auto:
             run.budgets = {key: getattr(config, key) for key in BUDGETS}

@@ -20,7 +20,6 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from odb_factory.accounting.losses import in_float32, sum_of_losses
 from odb_factory.accounting.step_accounting import log_first_step
-from odb_factory.comm.gloo import world_size_of
 from odb_factory.comm.lifeline import lifeline_of
 from odb_factory.data.collate import Collated
 from odb_factory.data.flat import UNPADDED
@@ -209,8 +208,7 @@ class ODBTrainerMixin(Base):
         if odb is None:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         settings, config = odb.settings, odb.settings.config
-        if world_size_of(settings.process_group) > 1:
-            lifeline_of(settings.process_group, config.exchange_timeout_s).renew()
+        lifeline_of(settings.process_group, config.exchange_timeout_s).renew()
         check_trainer(self)
         probes.check_gradient(self)
         log_what_differs(self, counts_tokens=not settings.equal_weights)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 from distributed.ranks import run_ranks, toy_loader
 
+from odb_factory.comm.gloo import gather_once
+from odb_factory.comm.lifeline import lifeline_of
 from odb_factory.errors import ODBError
 from odb_factory.planning import Plan
 
@@ -144,3 +147,21 @@ def test_a_process_group_of_ones_own(tmp_path: Path) -> None:
         assert "rows" in first.value, (first, second)
         assert sorted(first.value["rows"] + second.value["rows"]) == list(range(NUM_ROWS)), (first, second)
         assert (first.value["group_rank"], second.value["group_rank"]) == (0, 1)
+
+
+def compare_often(rank: int) -> list[int]:
+    """How many gloo groups this rank has made after each comparison; before the last one another training begins."""
+    counts = []
+    with mock.patch.object(dist, "new_group", wraps=dist.new_group) as made:
+        for number in range(4):
+            for _ in range(2 if number == 3 else 0):
+                lifeline_of(None, 30).renew()
+            mine = [f"{one}:{number}".encode() * 30 * one for one in range(2)]
+            assert gather_once(mine[rank], 30) == mine
+            counts.append(made.call_count)
+    return counts
+
+
+def test_comparisons_share_their_connections(tmp_path: Path) -> None:
+    for outcome in run_ranks("distributed.test_agreement:compare_often", tmp_path):
+        assert outcome.value == [1, 1, 1, 2], outcome.said

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from distributed.invariants import check_audits, check_books, read_audits
-from distributed.launch import TIMEOUT_S, Ended, Node, Run, parent
+from distributed.launch import Ended, Node, Run, parent
 from distributed.rows import row
 from PIL import Image
 from support import proc_words, read_log, shimmed, training_config, write_dataset
@@ -237,33 +237,6 @@ def test_forward_raises_on_one_rank(config) -> None:
         ended = both_fail(run)
     said_by(ended, 1, "RuntimeError: the test's model fails")
     said_by(ended, 0, "[odb]", "rank 1", "the test's model fails")
-
-
-@pytest.mark.full_grid  # what ranks compare: test_agreement.py, test_ranks_that_differ.py
-@pytest.mark.parametrize(
-    ("override", "said"),
-    [
-        ("odb.token_budget=256", "odb.token_budget (128 on rank 0; 256 on rank 1)"),
-        ("template=llama3", "template ('qwen' on rank 0; 'llama3' on rank 1)"),
-    ],
-)
-def test_settings_differ(config, override: str, said: str) -> None:
-    """I11: a YAML that was edited on one node; nobody takes a step, and every rank says in what they differ."""
-    with Run(config, nodes=(Node(), Node(overrides=(override,)))) as run:
-        ended = both_fail(run, TIMEOUT_S)  # from the start
-    for rank in range(2):
-        said_by(ended, rank, "the ranks differ in", said)
-    assert not list(run.output_dir.glob("odb_audit_rank*"))
-
-
-@pytest.mark.full_grid  # in a loop: tests/distributed/test_patience.py
-def test_rank_0_frozen(config) -> None:
-    """Whether the planning or the training itself waits for rank 0: rank 1 says that it is gone."""
-    config["odb"]["exchange_timeout_s"] = 5
-    with Run(config, nodes=NODES) as run:
-        under_way(run)
-        os.kill(run.rank_pid(0), signal.SIGSTOP)
-        run.wait_for("no sign of life from rank 0", rank=1, timeout_s=5 + 30)
 
 
 @pytest.mark.full_grid  # in a loop: tests/distributed/test_patience.py

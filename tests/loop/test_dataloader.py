@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from distributed.ranks import run_ranks
+from loop.loops import BUDGET, EVERY_ROW, make, rows_of, stopped
 from support import read_audit
 from torch.utils.data import DataLoader, DistributedSampler
 from toy import NUM_ROWS, Rows, Stream, item, pad
@@ -22,10 +23,8 @@ from transformers import BatchEncoding, DataCollatorForLanguageModeling
 
 from odb_factory import ConfigError, Cost, DataError, ODBDataLoader, apply_odb, pop_step_info
 
-BUDGET = 128
 
-
-def rows_of(batch: Any) -> list[int]:
+def ids_of(batch: Any) -> list[int]:
     return [int(row[0]) - 1 for row in batch["input_ids"]]
 
 
@@ -37,7 +36,7 @@ def epoch_of(loader: Any) -> list[list[int]]:
         assert set(batch) == {"input_ids", "labels"}, "nothing but what the collator made"
         assert info.samples_all_ranks == info.samples == (0 if info.is_idle else len(batch["input_ids"]))
         assert batch["input_ids"].numel() <= BUDGET
-        batches.append([] if info.is_idle else rows_of(batch))
+        batches.append([] if info.is_idle else ids_of(batch))
     return batches
 
 
@@ -45,7 +44,6 @@ def flat(batches: list[list[int]]) -> Counter:
     return Counter(row for batch in batches for row in batch)
 
 
-EVERY_ROW = Counter(range(NUM_ROWS))
 WORKERS = [
     {"num_workers": 0},
     {"num_workers": 2},
@@ -56,20 +54,20 @@ WORKERS = [
 @pytest.mark.parametrize("workers", WORKERS, ids=str)
 def test_every_row_once_an_epoch_whatever_the_workers(workers: dict[str, Any]) -> None:
     """I2, I4, I6; the next iteration is the next epoch, and `set_epoch` chooses one."""
-    with ODBDataLoader(Rows(), 16, token_budget=BUDGET, shuffle=True, collate_fn=pad, **workers) as loader:
+    with make(shuffle=True, **workers) as loader:
         assert loader.num_optimizer_steps == 4
         first, second = epoch_of(loader), epoch_of(loader)
         loader.set_epoch(0)
         again = epoch_of(loader)
     assert flat(first) == flat(second) == EVERY_ROW
     assert first != second and first == again
-    with ODBDataLoader(Rows(), 16, token_budget=BUDGET, shuffle=True, collate_fn=pad) as loader:
+    with make(shuffle=True) as loader:
         assert epoch_of(loader) == first
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_dataset_that_is_iterated(num_workers: int) -> None:
-    with ODBDataLoader(Stream(), 16, token_budget=BUDGET, collate_fn=pad, num_workers=num_workers) as loader:
+    with make(Stream(), num_workers=num_workers) as loader:
         assert flat(epoch_of(loader)) == flat(epoch_of(loader)) == EVERY_ROW
         assert loader.num_optimizer_steps is None
         with pytest.raises(TypeError, match="no length"):
@@ -78,10 +76,10 @@ def test_a_dataset_that_is_iterated(num_workers: int) -> None:
 
 @pytest.mark.parametrize("kind", [np.array, torch.tensor, lambda ids: torch.tensor([ids])], ids=["np", "pt", "1xL"])
 def test_ids_of_any_kind(kind: Any) -> None:
-    def make(k: int) -> dict[str, Any]:
+    def row(k: int) -> dict[str, Any]:
         return {key: kind(ids) for key, ids in item(k).items()}
 
-    with ODBDataLoader(Rows(make), token_budget=BUDGET, collate_fn=pad) as loader:
+    with make(Rows(row)) as loader:
         assert flat(epoch_of(loader)) == EVERY_ROW
 
 
@@ -104,9 +102,9 @@ def test_patches_of_an_item_are_counted(more: dict[str, Any], cost_fn: Any, patc
         assert not any("odb_n_patches" in item for item in items)
         return pad(items)
 
-    rows, options = Rows(lambda k: item(k) | more), {"token_budget": 2048, "max_patches": 2 * patches + 1}
-    with ODBDataLoader(rows, 60, collate_fn=collate, cost_fn=cost_fn, **options) as loader:
-        assert {len(rows_of(batch)) for batch in loader} == {2}
+    options = {"token_budget": 2048, "max_patches": 2 * patches + 1, "batch_size": 60}
+    with make(Rows(lambda k: item(k) | more), collate_fn=collate, cost_fn=cost_fn, **options) as loader:
+        assert {len(ids_of(batch)) for batch in loader} == {2}
 
 
 def test_exact_never_quietly_becomes_none() -> None:
@@ -115,16 +113,13 @@ def test_exact_never_quietly_becomes_none() -> None:
     def collate(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         return {"input_ids": pad(items)["input_ids"]}
 
-    def make(k: int) -> dict[str, Any]:
-        return {"input_ids": item(k)["input_ids"]}
-
+    rows = Rows(lambda k: {"input_ids": item(k)["input_ids"]})
     with pytest.raises(ConfigError, match="supervised tokens.*labels.*cost_fn.*approx"):
-        ODBDataLoader(Rows(make), token_budget=BUDGET, collate_fn=collate)
-    with ODBDataLoader(Rows(make), token_budget=BUDGET, collate_fn=collate, loss_scaling="approx") as loader:
-        assert flat([rows_of(batch) for batch in loader]) == EVERY_ROW
-    with ODBDataLoader(Rows(), token_budget=BUDGET, collate_fn=collate) as loader:
-        with pytest.raises(DataError, match="left 0 units of"):
-            next(iter(loader))
+        make(rows, collate_fn=collate)
+    with make(rows, collate_fn=collate, loss_scaling="approx") as loader:
+        assert rows_of(loader) == EVERY_ROW
+    with make(collate_fn=collate) as loader, pytest.raises(DataError, match="left 0 units of"):
+        next(iter(loader))
 
 
 def test_labels_may_be_made_by_the_collator(tiny_text: Path) -> None:
@@ -133,7 +128,7 @@ def test_labels_may_be_made_by_the_collator(tiny_text: Path) -> None:
 
     collator = DataCollatorForLanguageModeling(AutoTokenizer.from_pretrained(tiny_text), mlm=False)
     rows = Rows(lambda k: {"input_ids": item(k)["input_ids"]})
-    with ODBDataLoader(rows, token_budget=BUDGET, collate_fn=collator, gradient_accumulation_steps=1) as loader:
+    with make(rows, batch_size=1, collate_fn=collator) as loader:
         batch = next(iter(loader))
         assert isinstance(batch, BatchEncoding)
         assert pop_step_info(batch).loss_scale == pytest.approx(1.0)
@@ -141,7 +136,7 @@ def test_labels_may_be_made_by_the_collator(tiny_text: Path) -> None:
 
 def test_loss_scales_of_an_optimizer_step() -> None:
     """exact: by units, so the scaled means add up to the mean over all of them."""
-    with ODBDataLoader(Rows(), 4, token_budget=BUDGET, collate_fn=pad, gradient_accumulation_steps=3) as loader:
+    with make(batch_size=4, gradient_accumulation_steps=3) as loader:
         batches = list(loader)
     tokens, scales = [], []
     for batch in batches:
@@ -158,9 +153,8 @@ def test_loss_scales_of_an_optimizer_step() -> None:
 
 
 def test_a_tuple_needs_a_cost_function() -> None:
-    with ODBDataLoader(Rows(), token_budget=BUDGET, collate_fn=lambda items: (pad(items),)) as loader:
-        with pytest.raises(DataError, match="it returned a tuple"):
-            next(iter(loader))
+    with make(collate_fn=lambda items: (pad(items),)) as loader, pytest.raises(DataError, match="it returned a tuple"):
+        next(iter(loader))
 
 
 def test_apply_changes_one_loader_and_can_be_undone(tmp_path: Path) -> None:
@@ -192,14 +186,8 @@ def test_apply_inside_what_accelerate_prepared() -> None:
     assert len(next(iter(prepared))["input_ids"]) == 4
 
 
-def test_accelerate_leaves_an_online_loader_as_it_is() -> None:
-    accelerator = Accelerator(cpu=True)
-    with ODBDataLoader(Rows(), token_budget=BUDGET, collate_fn=pad) as loader:
-        assert accelerator.prepare(loader) is loader
-
-
 def test_breaking_off_and_starting_again() -> None:
-    with ODBDataLoader(Rows(), 16, token_budget=BUDGET, collate_fn=pad, num_workers=1) as loader:
+    with make(num_workers=1) as loader:
         for _ in range(3):
             next(iter(loader))
         assert flat(epoch_of(loader)) == EVERY_ROW
@@ -211,26 +199,20 @@ def test_a_state_goes_on_behind_the_last_optimizer_step(mode: Any, num_workers: 
     """I2, I9 over stop and resume; micro-batches of an unfinished optimizer step come again; the audit goes on."""
 
     def loader(folder: Path) -> ODBDataLoader:
-        return ODBDataLoader(
-            Rows(),
-            4,
-            token_budget=BUDGET,
+        return make(
+            batch_size=4,
             global_batch_size=mode,
             buffer_size=16,
             shuffle=True,
-            collate_fn=pad,
             num_workers=num_workers,
             gradient_accumulation_steps=2,
             audit_dir=folder,
         )
 
-    def audit(folder: Path) -> list[Any]:
-        return read_audit(folder)
-
     with loader(tmp_path / "whole") as one:
         whole = epoch_of(one) + epoch_of(one)
         assert one.state_dict()["epoch"] == 2
-    lines = audit(tmp_path / "whole")
+    lines = read_audit(tmp_path / "whole")
     for stop in range(1, len(whole), 5):
         with loader(tmp_path / str(stop)) as first:
             before = 0
@@ -248,7 +230,7 @@ def test_a_state_goes_on_behind_the_last_optimizer_step(mode: Any, num_workers: 
         with loader(tmp_path / str(stop)) as second:
             second.load_state_dict(state)
             after = [batch for _ in range(state["epoch"], 2) for batch in epoch_of(second)]
-        done = audit(tmp_path / str(stop))
+        done = read_audit(tmp_path / str(stop))
         assert done[:stop] == lines[:stop]
         if mode == "keep":
             assert whole[:kept] + after == whole, stop
@@ -268,18 +250,11 @@ def test_a_state_under_accelerate_counts_what_was_handed_over() -> None:
 
     loader, handle = prepared()
     with handle:
-        before = []
-        for batch in loader:
-            before.append(rows_of(batch))
-            info = pop_step_info(batch)
-            if info.optimizer_step == 3 and info.ends_optimizer_step:
-                state = handle.state_dict()
-                break
+        before, state = stopped(loader, 3, handle)
     loader, handle = prepared()
     with handle:
         handle.load_state_dict(state)
-        after = epoch_of(loader)
-    assert flat(before + after) == EVERY_ROW
+        assert before + rows_of(loader) == EVERY_ROW
 
 
 def test_a_dataset_with_a_sampler_needs_no_length() -> None:
@@ -287,38 +262,32 @@ def test_a_dataset_with_a_sampler_needs_no_length() -> None:
         def __getitem__(self, index: int) -> Any:
             return item(index)
 
-    with ODBDataLoader(Endless(), 16, sampler=range(40), token_budget=BUDGET, collate_fn=pad, num_workers=1) as loader:
-        assert flat(epoch_of(loader)) == Counter(range(40))
+    with make(Endless(), sampler=range(40), num_workers=1) as loader:
+        assert rows_of(loader) == Counter(range(40))
 
 
-def test_a_loaded_state_is_not_dropped_in_silence(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def loader() -> ODBDataLoader:
-        return ODBDataLoader(Rows(), token_budget=BUDGET, collate_fn=pad)
-
-    monkeypatch.setattr("odb_factory.loop.iteration.log_first_step", lambda *_, **__: None)
-    with loader() as first:
+def test_a_loaded_state_is_not_dropped_in_silence(said: pytest.LogCaptureFixture) -> None:
+    with make(batch_size=1) as first:
         next(iter(first))
         amid = first.state_dict()
         first.set_epoch(3)
         end = first.state_dict()
-    with loader() as second:
+    with make(batch_size=1) as second:
         second.load_state_dict(end)
         second.set_epoch(3)
         second.load_state_dict(amid)
         second.set_epoch(0)
-        assert second.estimate_optimizer_steps() and not caplog.messages
+        assert second.estimate_optimizer_steps() and not said.messages
         second.set_epoch(1)
-        assert "it stands in epoch 0" in caplog.text
+        assert "it stands in epoch 0" in said.text
         assert flat(epoch_of(second)) == EVERY_ROW
         second.load_state_dict(end)
         second.set_epoch(0)
-        assert "it stands in epoch 3" in caplog.text
+        assert "it stands in epoch 3" in said.text
 
 
 def test_an_older_iterator_is_over_once_another_has_begun() -> None:
-    with ODBDataLoader(Rows(), 8, token_budget=BUDGET, collate_fn=pad, gradient_accumulation_steps=2) as loader:
+    with make(batch_size=8, gradient_accumulation_steps=2) as loader:
         older = iter(loader)
         next(older)
         loader.set_epoch(5)
@@ -336,80 +305,53 @@ def test_a_stream_of_the_datasets_library_goes_on(num_workers: int) -> None:
     def loader() -> ODBDataLoader:
         rows = datasets.Dataset.from_list([item(k) for k in range(400)]).to_iterable_dataset(num_shards=8)
         rows = rows.shuffle(seed=1, buffer_size=50).map(lambda row: row)
-        return ODBDataLoader(rows, 16, token_budget=BUDGET, collate_fn=pad, num_workers=num_workers)
+        return make(rows, num_workers=num_workers)
 
     with loader() as first:
-        before = []
-        for batch in first:
-            before.append(rows_of(batch))
-            info = pop_step_info(batch)
-            if info.optimizer_step == 12 and info.ends_optimizer_step:
-                break
-        state = json.loads(json.dumps(first.state_dict()))
+        before, state = stopped(first, 12)
     with loader() as second:
         second.load_state_dict(state)
-        after = epoch_of(second)
-    assert flat(before + after) == Counter(range(400))
+        assert before + rows_of(second) == Counter(range(400))
 
 
 # Two ranks
 
 
-def two_ranks(rank: int, sampler: str) -> Any:
-    rows = Rows()
-    samplers = {
-        "distributed": lambda: DistributedSampler(rows, shuffle=True),
-        "own order": lambda: torch.randperm(NUM_ROWS, generator=torch.Generator().manual_seed(rank)).tolist(),
-    }
-    loader = DataLoader(rows, batch_size=8, sampler=samplers[sampler](), collate_fn=pad, num_workers=1)
-    handle = apply_odb(loader, token_budget=BUDGET)
-    try:
-        batches = list(loader)
-    except DataError as error:
-        return str(error)
-    finally:
-        handle.remove()
-    infos = [pop_step_info(batch) for batch in batches]
-    busy = [rows_of(batch) for batch, info in zip(batches, infos) if info.loss_scale]
-    return [len(batches), busy, [info.samples_all_ranks for info in infos]]
-
-
-def test_two_ranks_share_what_a_distributed_sampler_would_pad(tmp_path: Path) -> None:
-    """I1, I2."""
-    (steps, mine, samples), (other_steps, others, _) = (
-        outcome.value for outcome in run_ranks("loop.test_dataloader:two_ranks", tmp_path, sampler="distributed")
-    )
-    assert steps == other_steps and sum(samples) == NUM_ROWS
-    assert flat(mine + others) == EVERY_ROW
-
-
-def prepared_by_accelerate(rank: int) -> Any:
+def two_ranks(rank: int) -> dict[str, Any]:
     os.environ["LOCAL_RANK"] = str(rank)  # without it accelerate takes each process for one alone
+    order = torch.randperm(NUM_ROWS, generator=torch.Generator().manual_seed(rank)).tolist()
+    options: dict[str, Any] = {"batch_size": 4, "collate_fn": pad, "num_workers": 1}
     accelerator = Accelerator(cpu=True)
-    loader = accelerator.prepare(DataLoader(Rows(), batch_size=4, shuffle=True, collate_fn=pad, num_workers=1))
     assert accelerator.num_processes == 2
-    with apply_odb(loader, token_budget=BUDGET, gradient_accumulation_steps=2):
-        batches = list(loader)
-    infos = [pop_step_info(batch) for batch in batches]
-    return [len(batches), [rows_of(batch) for batch, info in zip(batches, infos) if info.loss_scale]]
+    loaders = {
+        "distributed": DataLoader(Rows(), sampler=DistributedSampler(Rows(), shuffle=True), **options),
+        "own order": DataLoader(Rows(), sampler=order, **options),
+        "accelerate": accelerator.prepare(DataLoader(Rows(), shuffle=True, **options)),
+    }
+    found: dict[str, Any] = {}
+    for name, loader in loaders.items():
+        try:
+            with apply_odb(loader, token_budget=BUDGET, gradient_accumulation_steps=2):
+                infos = [pop_step_info(batch) for batch in loader]
+        except DataError as error:
+            found[name] = str(error)
+        else:
+            found[name] = [row for info in infos for row in info.ids], [info.samples_all_ranks for info in infos]
+    return found
 
 
-def test_two_ranks_prepared_by_accelerate(tmp_path: Path) -> None:
-    (steps, mine), (other_steps, others) = (
-        outcome.value for outcome in run_ranks("loop.test_dataloader:prepared_by_accelerate", tmp_path)
-    )
-    assert steps == other_steps
-    assert flat(mine + others) == EVERY_ROW
-
-
-def test_ranks_with_orders_of_their_own_are_refused(tmp_path: Path) -> None:
-    for outcome in run_ranks("loop.test_dataloader:two_ranks", tmp_path, sampler="own order"):
-        assert "different orders" in outcome.value
+def test_two_ranks_share_what_a_distributed_sampler_or_accelerate_would_pad(tmp_path: Path) -> None:
+    """I1, I2; orders that differ are refused."""
+    first, second = (outcome.value for outcome in run_ranks("loop.test_dataloader:two_ranks", tmp_path))
+    for name in ("distributed", "accelerate"):
+        (mine, samples), (others, theirs) = first[name], second[name]
+        assert Counter(mine + others) == EVERY_ROW and samples == theirs and sum(samples) == NUM_ROWS
+    assert "different orders" in first["own order"] and "different orders" in second["own order"]
 
 
 def raises_in_its_loop(rank: int) -> None:
     """No handler, no `with`, no `close`."""
-    loader = ODBDataLoader(Rows(), 8, token_budget=BUDGET, collate_fn=pad, num_workers=1)
+    loader = make(batch_size=8, num_workers=1)
     for number, _ in enumerate(loader):
         if rank == 1 and number == 5:
             raise ValueError("out of memory, the test pretends")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from loop.loops import EVERY_ROW, rows_of
 from support import read_jsonl
 from toy import NUM_ROWS, Rows, item, pad
 
@@ -83,7 +84,7 @@ def test_an_optimizer_step_of_which_no_row_is_left_is_idle(tmp_path) -> None:
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_collation_that_fails_once_is_tried_again(tmp_path, workers: int, policy: str) -> None:
     _, ids, stats = train(tmp_path, Failing(BAD, tmp_path), num_workers=workers, on_error=policy)
-    assert ids == Counter(range(NUM_ROWS))
+    assert ids == EVERY_ROW
     assert stats["odb/left_out"] == 0
     assert not (tmp_path / "odb_left_out_rank0.jsonl").exists()
 
@@ -97,7 +98,7 @@ def test_a_read_that_fails_once_is_tried_again(tmp_path) -> None:
             return item(k)
 
     with ODBDataLoader(Flaky(), token_budget=128, batch_size=12, collate_fn=pad) as loader:
-        assert Counter(row for batch in loader for row in pop_step_info(batch).ids) == Counter(range(NUM_ROWS))
+        assert rows_of(loader) == EVERY_ROW
 
 
 def test_raise_ends_in_one_line(tmp_path) -> None:
@@ -125,7 +126,8 @@ def test_left_out_for_whatever_reason_stands_in_one_file(tmp_path, caplog: pytes
         audit_dir=tmp_path,
     ) as loader:
         for _ in range(2):
-            ids = Counter(row for batch in loader for row in pop_step_info(batch).ids)
+            ids = rows_of(loader)
+        num_left_out = loader.stats()["odb/left_out"]
     lines = read_jsonl(tmp_path / "odb_left_out_rank0.jsonl")
     reasons = {id: {line["reason"] for line in lines if line["id"] == id} for id in range(NUM_ROWS) if not ids[id]}
     long = {k for k in range(NUM_ROWS) if len(item(k)["input_ids"]) > 39}
@@ -136,6 +138,7 @@ def test_left_out_for_whatever_reason_stands_in_one_file(tmp_path, caplog: pytes
         9: {"collation"},
     }
     assert Counter(line["epoch"] for line in lines) == Counter({0: len(reasons), 1: len(reasons)})
+    assert num_left_out == 2 * len(reasons)
     named = [message for message in caplog.messages if message.startswith("left out (")]
     assert len(named) == 10
     assert f"listed in {tmp_path / 'odb_left_out_rank0.jsonl'}" in caplog.text
