@@ -1,6 +1,6 @@
-"""Whole epochs of many ranks in one thread: the production planner of each, and a coordinator between them.
+"""Whole epochs of many ranks in one thread: the production planner of each, and what stands between them.
 
-A rank that calls its coordinator waits for the others; here the call itself runs them, each to its own
+A rank that asks the others waits for the others; here the call itself runs them, each to its own
 call, one inside the other. Once the last has told its metadata, all are there, and the calls
 return one by one, each rank going on to its plan. So nothing depends on threads or on time, a
 rank that would wait for ever is seen at once (`Hang`), and any order of the ranks can be played.
@@ -75,7 +75,7 @@ def of_all_ranks(step: OptimizerStep) -> OptimizerStep:
 
 
 class Lockstep:
-    """What the coordinators of all ranks share. `order`: who is run first in a round, as threads would race."""
+    """What all ranks share. `order`: who is run first in a round, as threads would race."""
 
     def __init__(self, world_size: int, order: Sequence[int] | None = None):
         self.order = list(order or range(world_size))
@@ -252,7 +252,7 @@ def run_shards(
             draw(rank),
             EpochContext(
                 rank=rank,
-                coordinator=Recorded(lockstep, rank, on_wire),
+                ranks=Recorded(lockstep, rank, on_wire),
                 leave_out=lambda ids, *_, rank=rank, **__: epochs[rank].rejected.extend(ids),
                 **context,
             ),

@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process: the coordinator between them."""
+"""Ranks that are threads of one process, and what stands between them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from odb_factory.errors import CollectiveError
 
 
 class Table:
-    """Where the coordinators of all ranks meet."""
+    """Where all ranks meet."""
 
     def __init__(self, world_size: int, timeout_s: float = 30.0):
         self.timeout_s = timeout_s

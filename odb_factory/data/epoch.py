@@ -81,7 +81,7 @@ class EpochContext:
     group_size: int
     seed: int
     rank: int
-    coordinator: Ranks
+    ranks: Ranks
     find_dummy_sample: Callable[[], Sample]
     leave_out: Callable[..., None]
     order: Callable[[int], int] = int
@@ -160,7 +160,7 @@ class EpochPlanner(ABC):
             positions=held.positions,
         )
         mine = RankMetadata(buffer, self.rejected, self.overlong, context.order(index), context.lowered())
-        ranks = context.coordinator.all_gather(mine, index)
+        ranks = context.ranks.all_gather(mine, index)
         problem = context.compare_orders([rank.order for rank in ranks])
         if problem is not None:
             raise CollectiveError(problem)
@@ -183,7 +183,7 @@ class EpochPlanner(ABC):
                 plan,
                 self.context.rank,
                 held,
-                self.context.coordinator.all_to_all,
+                self.context.ranks.all_to_all,
                 encode=sample_to_bytes,
                 decode=sample_from_bytes,
             )
@@ -204,7 +204,7 @@ class EpochPlanner(ABC):
 
     def __iter__(self) -> Generator[list[Task], None, None]:
         """Raises `CollectiveError` on all ranks; after the last plan, when no rank listens any more, `DataError`."""
-        coordinator = self.context.coordinator
+        ranks = self.context.ranks
         try:
             self._draw()
             for index in itertools.count(self.first_index):
@@ -213,7 +213,7 @@ class EpochPlanner(ABC):
                     return
         except GeneratorExit:
             if not self.final:
-                coordinator.stop()
+                ranks.stop()
             raise
         except CollectiveError:
             raise
@@ -226,7 +226,7 @@ class EpochPlanner(ABC):
             self.observed = iter(())  # lets its worker processes go
         if self.final:
             raise DataError(message)
-        coordinator.stop(message)
+        ranks.stop(message)
         raise CollectiveError(message)
 
     @contextlib.contextmanager
@@ -240,7 +240,7 @@ class EpochPlanner(ABC):
             if not isinstance(error, DataError):
                 logger.error("%s failed", task, exc_info=error)
             message = one_line(error)
-            self.context.coordinator.abort(f"{task}: {message}")
+            self.context.ranks.abort(f"{task}: {message}")
         else:
             return
         raise CollectiveError(message)
@@ -385,7 +385,7 @@ class KeepEpoch(EpochPlanner):
             plan = self._plan_in_groups(buffers, budget, index)
         else:
             plan = context.compute(plan_optimizer_step, buffers, budget, balance=context.balance, model=context.model)
-            context.coordinator.confirm(plan.checksum(), index)
+            context.ranks.confirm(plan.checksum(), index)
         expected = self.stock.steps_an_epoch
         if expected is not None and self.final != (index + 1 >= expected):
             raise CollectiveError(OTHER_LENGTH.format(self.stock.num_samples, "fewer" if self.final else "more"))
@@ -401,7 +401,7 @@ class KeepEpoch(EpochPlanner):
         ranks = group_of(context.rank, len(buffers), size)
         plan = context.compute(plan_group, buffers, budget, ranks, model=context.model)
         for _ in range(MAX_AGREEMENTS):
-            answers = context.coordinator.gather_plans(outline(plan, ranks).to_bytes(), index)
+            answers = context.ranks.gather_plans(outline(plan, ranks).to_bytes(), index)
             if answers != [answers[rank - rank % size] for rank in range(len(answers))]:
                 raise CollectiveError(DIFFERENT_PLANS.format(ranks_alike(answers)))
             outlines = [GroupOutline.from_bytes(answer) for answer in answers[::size]]
@@ -525,7 +525,7 @@ class FillEpoch(EpochPlanner):
             balance=self.context.balance,
             model=self.context.model,
         )
-        self.context.coordinator.confirm(plan.checksum(), index)
+        self.context.ranks.confirm(plan.checksum(), index)
         self.final = plan.final
         return plan
 

@@ -159,7 +159,7 @@ class ODBLoader:
     and the workers. rule: what makes an optimizer step. collation: what the collator adds to a group (default: its
     `pad_to_multiple_of`). layout: of the micro-batches, whatever the config asks for; with_boundaries: flat ones carry
     what `varlen_arguments` returns. measure, patch_size: how collated batches are measured.
-    coordinator: the data-parallel ranks (default: this process alone). With several ranks, all make their loaders at
+    ranks: the data-parallel ones (default: this process alone). With several ranks, all make their loaders at
     the same place of the program. agree_on: settings, beside the config's, that all ranks must have in common.
     rows_from: what rows are made with; a state keeps it.
     counts_labels: units are counted from the labels of batches; otherwise a `cost_fn` gives them.
@@ -184,7 +184,7 @@ class ODBLoader:
         measure: Measure = measure_batch,
         patch_size: int = DEFAULT_PATCH_SIZE,
         seed: int = 0,
-        coordinator: Ranks | None = None,
+        ranks: Ranks | None = None,
         agree_on: Mapping[str, object] | None = None,
         rows_from: Mapping[str, object] | None = None,
     ):
@@ -193,8 +193,8 @@ class ODBLoader:
             pad_to_multiple_of=getattr(parts.collate_fn, "pad_to_multiple_of", None) or 1
         )
         self.counts_labels = bool(getattr(observer, "counts_labels", True))
-        self._coordinator = coordinator or Ranks()
-        self.rank, self.world_size = rank, world_size = self._coordinator.rank, self._coordinator.world_size
+        self._ranks = ranks or Ranks()
+        self.rank, self.world_size = rank, world_size = self._ranks.rank, self._ranks.world_size
         self.budget = budget = make_budget(config, collation, layout)
         self.lowered: Limits | None = None
         self.left_out = LeftOut()
@@ -222,7 +222,7 @@ class ODBLoader:
             group_size=config.balance_group_size,
             seed=seed,
             rank=rank,
-            coordinator=self._coordinator,
+            ranks=self._ranks,
             find_dummy_sample=self._workers.find_dummy_sample,
             leave_out=self.left_out.leave_out,
             compare_orders=self._order.compare,
@@ -311,11 +311,11 @@ class ODBLoader:
     def leave(self, timeout_s: float | None = None) -> None:
         """Leave the epoch, on all ranks at the same optimizer step.
 
-        timeout_s: how long to wait for planning that is stuck (default: the coordinator's).
+        timeout_s: how long to wait for planning that is stuck (default: that of the ranks).
         """
         current, self.under_way = self.under_way, None
         if current is not None:
-            current.close(self._coordinator.timeout_s if timeout_s is None else timeout_s)
+            current.close(self._ranks.timeout_s if timeout_s is None else timeout_s)
             self._lost.add(current.agreement.told_at_the_end())
 
     def lower(self, limits: Limits) -> None:
@@ -401,20 +401,20 @@ class ODBLoader:
         return self._micro_batches(current)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Leave the epoch, end the worker processes, release the coordinator. timeout_s: see `leave`."""
+        """Leave the epoch, end the worker processes, release the connections of the ranks. timeout_s: see `leave`."""
         self.leave(timeout_s)
         self._workers.close()
-        self._coordinator.close()
+        self._ranks.close()
 
     def abort(self, message: str) -> None:
         """Report to the other ranks why this one ends, then close without waiting for them."""
-        self._coordinator.abort(message)
+        self._ranks.abort(message)
         self.close(ABORT_S)
 
     def release(self) -> None:
         """End what this process alone needs, for garbage collection: calls no collective and waits for no rank.
 
-        A thread ends the rest, the planning thread and the coordinator.
+        A thread ends the rest, the planning thread and the connections of the ranks.
         """
         current, self.under_way = self.under_way, None
         if current is not None:
@@ -425,7 +425,7 @@ class ODBLoader:
         def close_rest() -> None:
             if current is not None:
                 current.close(ABORT_S)
-            self._coordinator.close()
+            self._ranks.close()
 
         threading.Thread(target=close_rest, name="odb-release", daemon=True).start()
 
@@ -440,7 +440,7 @@ class ODBLoader:
         return self.under_way
 
     def _begin(self) -> Pass:
-        workers, progress, coordinator = self._workers, self._progress, self._coordinator
+        workers, progress, ranks = self._workers, self._progress, self._ranks
         if workers.is_closed:
             raise ConfigError("odb: this loader has been closed; make another one.")
         progress.turn_to(self.epoch)
@@ -478,7 +478,7 @@ class ODBLoader:
         current = Pass(
             planner,
             Prefetcher(iter(planner), ahead),
-            StepAgreement(coordinator, reweighs=self._reweighs),
+            StepAgreement(ranks, reweighs=self._reweighs),
             process,
             keeps_tasks=self.config.oom == "split",
         )
@@ -486,14 +486,14 @@ class ODBLoader:
         if process is not None:
             process.start()
         current.batches = workers.collate(self.epoch, current.feed(workers.num_collating))
-        coordinator.start()
-        coordinator.agree({**self._settings, **place})
+        ranks.start()
+        ranks.agree({**self._settings, **place})
         current.plans.start()
         while not current.tasks:
             try:
                 current.tasks.extend(current.plans.poll())
             except queue.Empty:
-                coordinator.check()
+                ranks.check()
             except StopIteration:  # nothing is left of a resumed epoch but rows that cannot be used
                 progress.turn_to(self.epoch + 1)
                 self.set_epoch(self.epoch + 1)
@@ -509,13 +509,13 @@ class ODBLoader:
             # No reference to the iterator but the pass's own: leaving must end the worker processes.
             while current.batches is not None:
                 if not waits:
-                    self._coordinator.progress(f"micro-batch {next(number)} of epoch {self.epoch}")
+                    self._ranks.progress(f"micro-batch {next(number)} of epoch {self.epoch}")
                 outcome = self._workers.next_outcome(current.batches)
                 if outcome is END:
                     break
                 waits = outcome is None
                 if waits:
-                    self._coordinator.check()
+                    self._ranks.check()
                     continue
                 current.in_flight -= 1
                 samples = current.handed_on.popleft()[1] if current.keeps_tasks else None
@@ -606,7 +606,7 @@ class ODBLoader:
     def _abandon(self, error: BaseException) -> None:
         """Leave after an error. All ranks have a `CollectiveError`; any other is reported to them."""
         if not isinstance(error, CollectiveError):
-            self._coordinator.abort(one_line(error))
+            self._ranks.abort(one_line(error))
         self.leave(ABORT_S)
 
     def _checked_order(self, place: tuple[int, ...], expected: int | None, optimizer_step: int) -> int:

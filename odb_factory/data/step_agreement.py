@@ -165,15 +165,15 @@ class StepAgreement:
 
     reweighs: rows that cannot be collated leave the divisor of their step; else they are all late.
 
-        agreement = StepAgreement(coordinator, reweighs=True)
+        agreement = StepAgreement(ranks, reweighs=True)
         agreement.start(first_step=0, notes=notes, window=4)
         agreed = agreement.of(micro_batch, lost=())  # with the first micro-batch of the step in hand
         agreement.taken(micro_batch)  # each one that is handed to the training
         agreement.close(timeout_s=7)
     """
 
-    def __init__(self, coordinator: Ranks, *, reweighs: bool):
-        self._coordinator, self._reweighs = coordinator, reweighs
+    def __init__(self, ranks: Ranks, *, reweighs: bool):
+        self._ranks, self._reweighs = ranks, reweighs
         self._changed = threading.Condition()
         self._notes: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
         self._late: list[LateRow] = []
@@ -212,7 +212,7 @@ class StepAgreement:
                 self._asked = step.index
                 self._wake()
                 while step.index not in self._answers and self._error is None:
-                    self._coordinator.check()
+                    self._ranks.check()
                     self._changed.wait(CHECK_S)
             if self._error is not None:
                 raise CollectiveError(one_line(self._error))
@@ -313,7 +313,7 @@ class StepAgreement:
                 if told := [row for note in notes for row in note.get(key, ())]:
                     message[key] = told
         packed = json.dumps(message, separators=(",", ":")).encode() if message else b""
-        answers = [json.loads(answer) if answer else {} for answer in self._coordinator.gather_step(packed, step)]
+        answers = [json.loads(answer) if answer else {} for answer in self._ranks.gather_step(packed, step)]
         with self._changed:
             self._answers[step] = answers
             self._is_over = any("through" in answer for answer in answers)

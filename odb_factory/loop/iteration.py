@@ -338,7 +338,7 @@ class Iteration:
             if self._is_closed:
                 raise ConfigError("odb: this loader has been closed; make another one.")
             group = find_process_group(self._process_group, is_prepared=self.is_prepared)
-            loader = self._make(coordinator=Ranks(group, self.config.exchange_timeout_s))
+            loader = self._make(ranks=Ranks(group, self.config.exchange_timeout_s))
             loader.set_epoch(self._epoch)
             self._accounting = StepAccounting(
                 loader,

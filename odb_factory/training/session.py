@@ -366,7 +366,7 @@ class Session:
                 collation=settings.collation or Collation(pad_to_multiple_of=pads_to),
                 layout=layout.name,
                 with_boundaries=layout.with_boundaries,
-                coordinator=Ranks(settings.process_group, config.exchange_timeout_s),
+                ranks=Ranks(settings.process_group, config.exchange_timeout_s),
                 agree_on={**of_trainer(trainer), **settings.agree_on},
                 rows_from=settings.rows_from,
                 patch_size=settings.patch_size,

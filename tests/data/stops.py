@@ -66,7 +66,7 @@ def make_loader(lengths: Sequence[int], seat: Any, **options: Any) -> ODBLoader:
         layout=options.get("layout", "padded"),
         rule=OptimizerStepRule(**rule),
         seed=seed,
-        coordinator=seat,
+        ranks=seat,
     )
 
 

@@ -261,7 +261,7 @@ def test_the_buffer_is_filled_and_never_above_its_size() -> None:
             drawn += 1
             yield sample(i, 1 + i % 16)
 
-    class Coordinator(Ranks):
+    class OneRank(Ranks):
         def all_gather(self, metadata: RankMetadata, round_index: int) -> list[RankMetadata]:
             buffers.append(len(planner.held))
             assert drawn - emitted <= 8 + 1
@@ -277,7 +277,7 @@ def test_the_buffer_is_filled_and_never_above_its_size() -> None:
         group_size=256,
         seed=0,
         rank=0,
-        coordinator=Coordinator(),
+        ranks=OneRank(),
         find_dummy_sample=lambda: sample(0, 1),
         leave_out=print,
     )

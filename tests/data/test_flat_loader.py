@@ -80,7 +80,7 @@ def test_what_was_planned_is_what_was_collated(mode: str, round_to: int | None) 
     def drive(seat: Any) -> list[Any]:
         with open_loader(
             rows,
-            coordinator=seat,
+            ranks=seat,
             observer=MediaObserver(),
             collate_fn=collate,
             collation=DUMMY,
@@ -133,7 +133,7 @@ def test_ranks_that_lay_out_otherwise_stop() -> None:
             observer=ToyObserver(),
             layout="flat" if seat.rank == 0 else "padded",
             rule=OptimizerStepRule(),
-            coordinator=seat,
+            ranks=seat,
         )
         return run(loader)
 

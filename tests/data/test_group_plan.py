@@ -35,7 +35,7 @@ def epoch_of(seat: Any, samples: list[Sample], global_batch_size: int, group_siz
             group_size=group_size,
             seed=0,
             rank=seat.rank,
-            coordinator=seat,
+            ranks=seat,
             find_dummy_sample=lambda: samples[0],
             leave_out=print,
         ),

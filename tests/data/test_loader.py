@@ -345,7 +345,7 @@ def test_two_ranks_take_the_same_steps_and_share_the_rows(mode: dict[str, Any]) 
     rows = toy_rows(61, r5="raise")
 
     def drive(seat: Any) -> list[Any]:
-        with open_loader(rows, coordinator=seat, on_error="skip", **mode) as loader:
+        with open_loader(rows, ranks=seat, on_error="skip", **mode) as loader:
             return [run(loader, epoch) for epoch in range(2)]
 
     for mine, theirs in zip(*run_ranks(2, drive)):
@@ -612,15 +612,15 @@ def test_a_rank_that_fails_does_not_wait_until_the_others_leave(workers: tuple[i
     """Never hang: in the training they wait for it, and so do not leave. It tells them in `abort`, and goes."""
     said: list[str] = []
 
-    class Coordinator(Ranks):
-        def leave_epoch(self) -> None:
+    class OneRank(Ranks):
+        def stop(self, reason: str = "") -> None:
             said.append("leave")
 
         def abort(self, message: str) -> None:
             said.append("abort")
 
     rows = toy_rows(200, r3="uncollatable")
-    options = {"coordinator": Coordinator(), "sampler": torch.utils.data.SequentialSampler(rows), "buffer_size": 8}
+    options = {"ranks": OneRank(), "sampler": torch.utils.data.SequentialSampler(rows), "buffer_size": 8}
     with open_loader(rows, workers, **options) as loader, within(20):
         message = failure(loader)
         loader.abort(message)

@@ -43,7 +43,7 @@ def wrapped(dataset: Any = None, collate_fn: Any = pad, **options: Any) -> Itera
     parts = dismantle(stock, seed=0)
     rule = OptimizerStepRule(batch_size=parts.batch_size, drop_last=parts.drop_last)
     observer = ItemObserver(Picklable(collate_fn, "collate_fn"))
-    loader = ODBLoader(parts, ODBConfig(**BLOCK), observer=observer, rule=rule, coordinator=Ranks(None, 60))
+    loader = ODBLoader(parts, ODBConfig(**BLOCK), observer=observer, rule=rule, ranks=Ranks(None, 60))
     try:
         yield loader
     finally:

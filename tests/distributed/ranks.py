@@ -184,7 +184,7 @@ def toy_loader(
         observer=Observer(hangs),
         rule=OptimizerStepRule(**{"accumulation": 2} | rule),
         seed=seed,
-        coordinator=Ranks(process_group, timeout_s),
+        ranks=Ranks(process_group, timeout_s),
         agree_on=agree_on,
     )
     try:

@@ -16,7 +16,7 @@ from odb_factory.data import epoch as epoch_module
 NUM_ROWS = 400
 FAILS_AT = 20
 LIMIT_S = 60
-"""Far below the 300 s of the coordinator: whoever ends by then has not waited for that."""
+"""Far below the 300 s of the process group: whoever ends by then has not waited for that."""
 
 
 def train(
