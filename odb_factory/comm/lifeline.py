@@ -174,8 +174,8 @@ class Lifeline:
         self._num_streams: collections.Counter[str] = collections.Counter()
         self._since: dict[str, tuple[object, float]] = {}
         self._logged: dict[str, float] = {}
-        self._failed: tuple[int, float] | None = None
-        """Of the first failure of any rank: the generation, and when this rank has learned of it."""
+        self._failed: tuple[int, float, str] | None = None
+        """Of the first failure of any rank: the generation, when this rank has learned of it, and the reason."""
         self._unacknowledged: set[int] = set()
         self._has_begun = self._is_known = self._is_closing = False
         self._closed = threading.Event()
@@ -293,7 +293,7 @@ class Lifeline:
         that a rank hears of stands."""
         if self._failed is not None or self._is_closing or not self._thread.is_alive():
             return
-        self._failed = self.generation, time.monotonic()
+        self._failed = self.generation, time.monotonic(), reason
 
         self._unacknowledged = {rank for rank, peer in list(self._peers.items()) if not peer.is_done}
         self._call(lambda: self._flood("failure", [self.generation, reason]))
@@ -413,8 +413,8 @@ class Lifeline:
             return
         self._peers[peer.rank] = peer
         peer.report.first = peer.rank
-        if self.failure is not None and self._failed is not None:
-            peer.send("failure", [self._failed[0], self.failure])
+        if self._failed is not None:
+            peer.send("failure", [self._failed[0], self._failed[2]])
 
     def _greet(self, peer: _Peer, line: bytes) -> None:
         """A stranger who does not know the token is turned away."""
@@ -471,7 +471,7 @@ class Lifeline:
         """
         if (self._failed is None or generation > self._failed[0]) and not self._is_closing:
             self._flood("failure", [generation, failure], told_by)
-            self._failed, self.failure = (generation, time.monotonic()), failure
+            self._failed, self.failure = (generation, time.monotonic(), failure), failure
             if self.end_process is None:
                 self._log_failure(failure)
 

@@ -127,6 +127,12 @@ def tagged_tokens() -> tuple[Any, ...]:
 WORLDS = [regression_of_tuples, regression_of_a_named_tuple, names_of_its_own, images_and_classes, tagged_tokens]
 
 
+def loader_of(world: Callable[[], tuple[Any, ...]] = regression_of_tuples, **changes: Any) -> ODBDataLoader[Any]:
+    items, collate, cost_fn, budget, *_ = world()
+    settings = {"batch_size": STEP, "token_budget": budget, "collate_fn": collate, "cost_fn": cost_fn}
+    return ODBDataLoader(items, **settings | changes)
+
+
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -136,12 +142,10 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
 def test_the_weights_are_those_of_whole_batches(world: Callable[[], tuple[Any, ...]], num_workers: int) -> None:
     """I9: in each optimizer step the mean over all its samples (or what `Cost` says), whatever the cut."""
     torch.manual_seed(0)
-    items, collate, cost_fn, budget, model, loss_of = world()
+    items, collate, cost_fn, _, model, loss_of = world()
     start = {name: value.clone() for name, value in model.state_dict().items()}
     optimizer, steps, cuts = optimizer_of(model), [], set()
-    with ODBDataLoader(
-        items, STEP, token_budget=budget, collate_fn=collate, cost_fn=cost_fn, num_workers=num_workers
-    ) as loader:
+    with loader_of(world, num_workers=num_workers) as loader:
         for _ in range(EPOCHS):
             ids: list[int] = []
             for batch in loader:
@@ -201,8 +205,7 @@ def test_what_is_missing_is_said_when_the_loader_is_made(
 
 @pytest.mark.parametrize("key", [{"length_buckets": [32, 64]}, {"layout": "flat"}, {"row_multiple": 4}])
 def test_keys_that_need_token_rows_are_refused_without_them(key: dict[str, Any]) -> None:
-    items, collate, cost_fn, budget, *_ = regression_of_tuples()
-    with ODBDataLoader(items, STEP, token_budget=budget, collate_fn=collate, cost_fn=cost_fn, **key) as loader:
+    with loader_of(**key) as loader:
         with pytest.raises(RuntimeError, match="need batches with `input_ids`.*a tuple; leave these keys out"):
             list(loader)
 
@@ -225,9 +228,8 @@ def test_a_language_model_with_a_cost_function_keeps_its_units() -> None:
 
 
 def test_a_loop_says_at_its_start_what_a_trainer_says(caplog: pytest.LogCaptureFixture) -> None:
-    items, collate, cost_fn, budget, *_ = regression_of_tuples()
     with caplog.at_level(logging.INFO, "odb_factory"):
-        with ODBDataLoader(items, STEP, token_budget=budget, collate_fn=collate, cost_fn=cost_fn) as loader:
+        with loader_of() as loader:
             assert loader.num_optimizer_steps == 5
             list(loader), list(loader)
     (line,) = caplog.messages
@@ -241,21 +243,9 @@ def test_the_snippet_of_online_dynamic_batching_says_that_nothing_is_batched(
     changes: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     """There `batch_size=1` is required; here it asks for optimizer steps of one sample."""
-    items, collate, cost_fn, budget, *_ = regression_of_tuples()
+    snippet = {"batch_size": 1, "shuffle": True, "num_workers": 2, "prefetch_factor": 64, "loss_scaling": "exact"}
     with caplog.at_level(logging.INFO, "odb_factory"):
-        with ODBDataLoader(
-            items,
-            token_budget=budget,
-            batch_size=1,
-            shuffle=True,
-            num_workers=2,
-            prefetch_factor=64,
-            collate_fn=collate,
-            loss_scaling="exact",
-            join=True,
-            cost_fn=cost_fn,
-            **changes,
-        ) as loader:
+        with loader_of(join=True, **snippet | changes) as loader:
             num_batches = len(list(loader))
     said = " ".join(caplog.messages)
     assert ("nothing can be batched" in said and 'global_batch_size="fill"' in said) is (not changes)
@@ -283,39 +273,35 @@ class MultipleNegativesRankingLoss(nn.Module):
         return functional.cross_entropy(left[:, None] - right[None], torch.arange(len(left)))
 
 
-def series_loader() -> tuple[ODBDataLoader[Any], Series, Callable[..., Tensor]]:
-    items, collate, cost_fn, budget, model, loss_of = regression_of_tuples()
-    return ODBDataLoader(items, STEP, token_budget=budget, collate_fn=collate, cost_fn=cost_fn), model, loss_of
-
-
 def test_a_loss_that_compares_samples_with_each_other_is_refused() -> None:
     """By its name, and under another name by what it computes."""
-    loader, model, _ = series_loader()
-    loss = MultipleNegativesRankingLoss(model)
-    with loader, pytest.raises(ConfigError, match="MultipleNegativesRankingLoss compares the samples of a micro-batch"):
-        check_loss(loader, loss)
-    loader, _, _ = series_loader()
+    loss = MultipleNegativesRankingLoss(Series())
     with (
-        loader,
+        loader_of() as loader,
+        pytest.raises(ConfigError, match="MultipleNegativesRankingLoss compares the samples of a micro-batch"),
+    ):
+        check_loss(loader, loss)
+    with (
+        loader_of() as loader,
         pytest.raises(ConfigError, match=r"mean loss of 4 samples .* that of their halves.*in-batch negatives"),
     ):
         check_loss(loader, loss.forward)
 
 
 def test_a_mean_over_samples_passes_and_the_epoch_is_whole_all_the_same() -> None:
-    loader, model, loss_of = series_loader()
-    with loader:
+    *_, model, loss_of = regression_of_tuples()
+    with loader_of() as loader:
         check_loss(loader, lambda batch: loss_of(model, batch))
         assert sorted(k for batch in loader for k in pop_step_info(batch).ids) == list(range(NUM_ROWS))
-    items, collate, cost_fn, budget, model, loss_of = tagged_tokens()
-    with ODBDataLoader(items, STEP, token_budget=budget, collate_fn=collate, cost_fn=cost_fn) as loader:
+    *_, model, loss_of = tagged_tokens()
+    with loader_of(tagged_tokens) as loader:
         check_loss(loader, lambda batch: loss_of(model, batch))
-    with ODBDataLoader(items, STEP, token_budget=budget, collate_fn=collate, cost_fn=cost_fn) as loader:
+    with loader_of(tagged_tokens) as loader:
         with pytest.raises(ConfigError, match="no mean over the units of `Cost`"):
             check_loss(loader, lambda batch: loss_of(model, batch) * (batch["labels"] != -100).sum())
 
 
 def test_a_random_loss_is_not_compared() -> None:
-    loader, model, loss_of = series_loader()
-    with loader, pytest.raises(ConfigError, match="eval mode"):
+    *_, model, loss_of = regression_of_tuples()
+    with loader_of() as loader, pytest.raises(ConfigError, match="eval mode"):
         check_loss(loader, lambda batch: loss_of(model, batch) * torch.rand(()))
