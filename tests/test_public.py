@@ -14,7 +14,7 @@ from odb_factory.accounting.losses import MicroBatchLoss
 from odb_factory.accounting.statistics import AUDIT_FILE, SUMMARY_FILE, StepStatistics, audit_line
 from odb_factory.cli.main import PAGE
 from odb_factory.data.samples import Measured
-from odb_factory.loop import dataloader
+from odb_factory.loop import iteration
 from odb_factory.report.read import RUN_LOG
 from odb_factory.training.run import RUN_LOG_FILE
 
@@ -86,14 +86,14 @@ def test_keys_of_the_block() -> None:
 
 def test_typed_keys_are_those_of_the_block() -> None:
     """With the same types and choices; a loop of one's own takes those that have an effect in it."""
-    assert dataloader.TrainerKeys.__annotations__.keys() == {
+    assert iteration.TrainerKeys.__annotations__.keys() == {
         item.name for item in dataclasses.fields(odb_factory.ODBConfig)
     }
-    only_for_a_trainer = dataloader.TrainerKeys.__annotations__.keys() - dataloader.LoopKeys.__annotations__.keys()
+    only_for_a_trainer = iteration.TrainerKeys.__annotations__.keys() - iteration.LoopKeys.__annotations__.keys()
     assert only_for_a_trainer == {"lr_scale", "lr_reference_samples", "oom", "audit", "memory_fraction"}
     hints = get_type_hints(odb_factory.ODBConfig)
-    assert get_type_hints(dataloader.TrainerKeys) == hints
-    of_a_loop = get_type_hints(dataloader.LoopKeys)
+    assert get_type_hints(iteration.TrainerKeys) == hints
+    of_a_loop = get_type_hints(iteration.LoopKeys)
     assert {key for key, hint in of_a_loop.items() if hints[key] != hint} == {
         "token_budget",  # never auto
         "max_patches",
