@@ -458,10 +458,12 @@ def _table(results: list[Result]) -> Table:
 def _conclusion(results: dict[str, Result]) -> str:
     fixed, ours, fill = results["fixed"], results["odb"], results[FOOTNOTE]
     difference = abs(ours.validation_loss - fixed.validation_loss)
+    losses = f"differ by {difference:.0e}" if difference else "are equal"
     return (
         f"odb takes the optimizer steps of fixed batches, on the same samples, in {ours.seconds / fixed.seconds:.0%} "
-        f"of the time; the validation losses differ by {difference:.0e}. On a CPU only padding costs time; on a GPU "
+        f"of the time; the validation losses {losses}. On a CPU only padding costs time; on a GPU "
         f"the fewer micro-steps count as well ({ours.micro_steps} instead of {fixed.micro_steps}).\n"
         f"Filling every micro-batch (`global_batch_size: fill`) is another training: {fill.optimizer_steps} optimizer "
-        f"steps, {fill.samples_per_second:.1f} samples/s, validation loss {fill.validation_loss:.4f}."
+        f"step{'s' * (fill.optimizer_steps > 1)}, {fill.samples_per_second:.1f} samples/s, validation "
+        f"loss {fill.validation_loss:.4f}."
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from subprocess import CompletedProcess
 
 import pytest
@@ -23,8 +24,9 @@ def doctors(odb_factory, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     # A checkout of LLaMA-Factory holds folders such as `data`; a file named `torch.py` makes the point.
     checkout = tmp_path_factory.mktemp("checkout")
     (checkout / "torch.py").write_text("raise RuntimeError('the wrong torch')")
+    path = str(other.parent), os.environ.get("PYTHONPATH")
     started = {
-        "sound": odb_factory("doctor", cwd=checkout, PYTHONPATH=str(other.parent)),
+        "sound": odb_factory("doctor", cwd=checkout, PYTHONPATH=os.pathsep.join(filter(None, path))),
         "autoload off": odb_factory("doctor", TORCH_DEVICE_BACKEND_AUTOLOAD="0"),
         "disabled": odb_factory("doctor", ODB_FACTORY_DISABLE="1"),
     }
