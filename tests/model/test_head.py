@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from odb_factory.model import chunked
 from odb_factory.model.chunked import AfterHead, weighted_loss_of
 from odb_factory.model.head import WithoutLogits
 
@@ -143,16 +144,19 @@ def test_a_micro_batch_without_labels_has_a_loss_of_zero() -> None:
     assert all(not gradient.any() for gradient in gradients(model, loss).values())
 
 
-def test_chunks_add_up() -> None:
+def test_blocks_of_the_vocabulary_and_parts_of_the_tokens_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     linear = nn.Linear(8, VOCABULARY).double()
     hidden = torch.randn(3, 11, 8, dtype=torch.float64, requires_grad=True)
     batch, weights = batch_of()
     found = []
-    for size in (1, 4, 1000):
+    for block, tile in ((1, 5), (20, 45), (1000, 1000)):
+        monkeypatch.setattr(chunked, "BLOCK", block)
+        monkeypatch.setattr(chunked, "LEAST_BLOCK", block)
+        monkeypatch.setattr(chunked, "TILE_ELEMENTS", {"cpu": tile})
         for parameter in (hidden, *linear.parameters()):
             parameter.grad = None
-        loss = weighted_loss_of(linear, hidden, batch["labels"], weights, after=AfterHead(0.5, 3.0), chunk_tokens=size)
+        loss = weighted_loss_of(linear, hidden, batch["labels"], weights, after=AfterHead(0.5, 3.0))
         loss.backward()
         found.append([loss.detach(), hidden.grad, linear.weight.grad, linear.bias.grad])
     for some in found[1:]:
@@ -198,7 +202,7 @@ def test_gradients_in_low_precision_are_no_worse_than_by_logits(kind: str, froze
 
 
 def test_small_weights_do_not_vanish_in_float16() -> None:
-    """A loss scale multiplies what comes from behind; the gradient is there before it is."""
+    """The gradient of hidden states is computed in forward, before a loss scale is known."""
     torch.manual_seed(0)
     linear, hidden = nn.Linear(16, 512, dtype=torch.float16), torch.randn(1, 20, 16).half()
     labels = torch.randint(0, 512, (1, 20))
@@ -230,7 +234,8 @@ class Sizes(TorchDispatchMode):
 
 
 def test_no_tensor_of_all_tokens_and_the_vocabulary_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("odb_factory.model.chunked.CHUNK_ELEMENTS", {"cpu": 10 * VOCABULARY})
+    monkeypatch.setattr(chunked, "TILE_ELEMENTS", {"cpu": 10 * VOCABULARY})
+    monkeypatch.setattr(chunked, "LEAST_BLOCK", 2)
     model, (batch, weights) = text_model("plain", torch.float32), batch_of(rows=8, length=64)
     door = WithoutLogits(model)
     tokens = int((batch["labels"] != -100).sum())
@@ -301,13 +306,15 @@ def test_a_forward_that_somebody_has_wrapped_stays_wrapped() -> None:
     assert model.forward is wrapped and calls
 
 
-def test_gradients_are_given_once() -> None:
+def test_a_second_backward_adds_the_same_gradients() -> None:
     model, (batch, weights) = text_model("plain"), batch_of()
     with WithoutLogits(model).weighing(weights):
         loss = model(**batch).loss
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="one backward"):
-        loss.backward()
+    once = {name: value.grad.clone() for name, value in model.named_parameters()}
+    loss.backward()
+    for name, value in model.named_parameters():
+        torch.testing.assert_close(value.grad, 2 * once[name])
 
 
 # Adapters and engines

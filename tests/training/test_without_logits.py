@@ -74,7 +74,7 @@ def test_nobody_makes_logits_of_all_tokens(
     """With weights that are equal within a micro-batch, and with others."""
     config = AutoConfig.from_pretrained(tiny_text)
     vocabulary = config.vocab_size
-    monkeypatch.setattr("odb_factory.model.chunked.CHUNK_ELEMENTS", {"cpu": 16 * vocabulary})
+    monkeypatch.setattr("odb_factory.model.chunked.TILE_ELEMENTS", {"cpu": 16 * vocabulary})
     stock, expected, of_stock = trained(tiny_text, tmp_path)
     ours, found, largest = trained(tiny_text, tmp_path, token_budget=160, loss_scaling=loss_scaling)
     assert of_stock > 100 * vocabulary
