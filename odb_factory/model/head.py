@@ -2,10 +2,10 @@
 
 During one weighted forward the linear layer that makes logits computes another function: it passes the vocabulary block
 by block for the supervised tokens, and returns the weighted sum of their losses in the place of logits. So nothing of
-[supervised tokens, vocabulary] ever exists, and tokens without a label never meet the vocabulary. The model is called without labels, so that loss code of its own does not run; the door sets
-`loss`, and adds the losses of a mixture of experts for its routers as the model does. The hooks of engines (DDP,
-DeepSpeed, FSDP) run as ever: the layer is called, its weights are gathered for the call, and its output is what the
-loss is computed from.
+[supervised tokens, vocabulary] ever exists, and tokens without a label never meet the vocabulary. The model is called
+without labels, so that loss code of its own does not run; the door sets `loss`, and adds the losses of a mixture of
+experts for its routers as the model does. The hooks of engines (DDP, DeepSpeed, FSDP) run as ever: the layer is called,
+its weights are gathered for the call, and its output is what the loss is computed from.
 
 Names of shapes: rows, length: of the labels; N = rows x length; S: supervised tokens; H: hidden size; V: vocabulary.
 """
