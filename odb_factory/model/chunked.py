@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from odb_factory.errors import DataError
 
 IGNORE_INDEX = -100
-TILE_ELEMENTS = {"cpu": 2**21}
+TILE_ELEMENTS = {"cpu": 2**20}
 OTHER_TILE_ELEMENTS = 2**26
 """Logits that exist at a time, by device type. On a CPU they fit its cache; an accelerator needs more to be busy."""
-BLOCK = 4096
+BLOCK = 1024
 """Entries of the vocabulary in a block of forward, and at least 2 H: each block changes sums of [S, H]."""
 LEAST_BLOCK = 512
 """Entries of the vocabulary in a block of backward, at least. Such a block has the logits of all tokens."""
@@ -215,7 +215,7 @@ class _LogProbs(torch.autograd.Function):
             shift, tokens = log_sums - sizes.log(), torch.arange(len(targets), device=targets.device)
             all_h = hidden.to(how.dtype)
             signed = all_h * signs[:, None].to(how.dtype)
-            size = min(max(how.tile // max(len(hidden), 1), LEAST_BLOCK), BLOCK)
+            size = max(how.tile // max(len(hidden), 1), LEAST_BLOCK)
             with _without_autocast(hidden.device.type):
                 for block, w, b in how.blocks(weight, bias, size):
                     logits = w @ all_h.T if b is None else torch.addmm(b[:, None], w, all_h.T)  # [block, S]
