@@ -61,6 +61,7 @@ class ODBConfig:
     token_budget: int | Literal["auto"] = _number()
     max_patches: int | Literal["auto"] | None = _number(None)
     memory_fraction: float = 0.9
+    eval_token_budget: int | Literal["auto"] | None = _number(None)
     global_batch_size: int | Literal["keep", "fill"] = _number("keep")
     layout: Literal["auto", "flat", "padded"] = "auto"
     pad_to_multiple_of: int | None = _number(None)

@@ -37,7 +37,7 @@ OF_THE_CLOCK = ("runtime", "per_second", "flops_per")
 """Parts of names of figures that depend on how fast a training was."""
 NUM_TRAINED, NUM_EVAL, NUM_PICTURES = 22, 4, 14
 """With 2 x 3 pairs an optimizer step the last one of an epoch has stock micro-batches of 3 and of 1."""
-ODB = {"token_budget": 640, "audit": True}
+ODB = {"token_budget": 640, "eval_token_budget": "auto", "audit": True}
 """Holds all pairs of the last optimizer step at once, were they of one weight."""
 WHOLE: dict[str, dict[str, Any]] = {"pt": {"packing": False}}
 """Stock's own argument for documents that stay whole; with odb it goes without saying."""

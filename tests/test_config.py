@@ -22,6 +22,7 @@ DEFAULTS = {
     "token_budget": 8192,
     "max_patches": None,
     "memory_fraction": 0.9,
+    "eval_token_budget": None,
     "global_batch_size": "keep",
     "layout": "auto",
     "pad_to_multiple_of": None,
@@ -45,7 +46,14 @@ DEFAULTS = {
     "seed": None,
 }
 """What a block with nothing but `token_budget` means."""
-OPTIONAL_NUMBERS = ["max_patches", "pad_to_multiple_of", "collate_workers", "lr_reference_samples", "seed"]
+OPTIONAL_NUMBERS = [
+    "max_patches",
+    "eval_token_budget",
+    "pad_to_multiple_of",
+    "collate_workers",
+    "lr_reference_samples",
+    "seed",
+]
 OPTIONAL = [*OPTIONAL_NUMBERS, "balance", "length_buckets", "cost_model"]
 WHOLE_NUMBERS = ["token_budget", "row_multiple", *OPTIONAL_NUMBERS, "buffer_size", "balance_group_size"]
 WHOLE_NUMBERS += ["exchange_timeout_s"]
@@ -59,6 +67,7 @@ WORDS = {
     "resume": ["strict", "ignore_data"],
 }
 SWITCHES = ["join", "audit", "balance"]
+MAY_BE_AUTO = (*BUDGETS, "eval_token_budget")
 MINIMUM = dict.fromkeys(WHOLE_NUMBERS, 1) | {"collate_workers": 0, "seed": 0}
 FILL = {"global_batch_size": "fill"}
 
@@ -230,12 +239,12 @@ def test_whole_numbers(key: str) -> None:
     least = MINIMUM[key]
     assert getattr(ODBConfig.from_block(block(**{key: least})), key) == least
     for value in (True, False, "8192", "1e4", "auto", "", 8192.0, 0.5, float("nan"), [8], {"a": 1}):
-        if value == AUTO and key in BUDGETS:
+        if value == AUTO and key in MAY_BE_AUTO:
             assert getattr(ODBConfig.from_block(block(**{key: value})), key) == AUTO
             continue
         message = refusal(block(**{key: value}))
         assert message.startswith(f"odb.{key}: {value!r} is not a whole number; ") and f"at least {least}" in message
-        assert ("or auto" in message, "or none" in message) == (key in BUDGETS, key in OPTIONAL)
+        assert ("or auto" in message, "or none" in message) == (key in MAY_BE_AUTO, key in OPTIONAL)
     for value in (least - 1, least - 2, least - 10**30):
         message = refusal(block(**{key: value}))
         assert message.startswith(f"odb.{key}: {value} is too small; the least is {least}")

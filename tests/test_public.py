@@ -60,6 +60,7 @@ def test_keys_of_the_block() -> None:
         "token_budget",
         "max_patches",
         "memory_fraction",
+        "eval_token_budget",
         "global_batch_size",
         "layout",
         "pad_to_multiple_of",
@@ -90,7 +91,14 @@ def test_typed_keys_are_those_of_the_block() -> None:
         item.name for item in dataclasses.fields(odb_factory.ODBConfig)
     }
     only_for_a_trainer = iteration.TrainerKeys.__annotations__.keys() - iteration.LoopKeys.__annotations__.keys()
-    assert only_for_a_trainer == {"lr_scale", "lr_reference_samples", "oom", "audit", "memory_fraction"}
+    assert only_for_a_trainer == {
+        "lr_scale",
+        "lr_reference_samples",
+        "oom",
+        "audit",
+        "memory_fraction",
+        "eval_token_budget",
+    }
     hints = get_type_hints(odb_factory.ODBConfig)
     assert get_type_hints(iteration.TrainerKeys) == hints
     of_a_loop = get_type_hints(iteration.LoopKeys)

@@ -532,12 +532,13 @@ def _raising(error: Exception) -> Iterator[Any]:
 class StockMean:
     """What stock makes the loss of an optimizer step of: means over tokens.
 
-    over: each is the mean over the tokens of the whole "step", of a "rank", or of a "micro_batch".
+    over: each is the mean over the tokens of the whole "step", of a "rank", of a "round" (the micro-batches of all
+        ranks at the same time) or of a "micro_batch".
     divisor: the loss is the sum of these means divided by it; None: divided by their number.
     counts_first: the mean counts the first label of a sample too, which no token predicts.
     """
 
-    over: Literal["step", "rank", "micro_batch"] = "step"
+    over: Literal["step", "rank", "round", "micro_batch"] = "step"
     divisor: int | None = None
     counts_first: bool = True
 
@@ -606,7 +607,9 @@ def stock_means(rows: np.ndarray, stock: StockSteps) -> tuple[np.ndarray, int]:
     if mean.counts_first:
         counted += rows["leading_label"]
     batch = rows["position"].astype(np.int64) // stock.batch_size
-    group = {"step": np.zeros_like(batch), "rank": batch % stock.world_size, "micro_batch": batch}[mean.over]
+    ranks = stock.world_size
+    groups = {"step": np.zeros_like(batch), "rank": batch % ranks, "round": batch // ranks, "micro_batch": batch}
+    group = groups[mean.over]
     tokens = np.bincount(group, weights=counted).astype(np.int64)
     num_means = int(np.count_nonzero(tokens)) if mean.divisor is None else mean.divisor
     return np.stack((tokens[group], counted, group, batch), axis=1), num_means

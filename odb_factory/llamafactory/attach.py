@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import io
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -335,14 +336,19 @@ def attach(trainer: Any, config: ODBConfig) -> None:
         )
     trainer.data_collator = Picklable(OpenMedia(collator), "data_collator")  # evaluation sends it to workers, too
     sample = rows.head if isinstance(rows, OnlineStream) else rows
-    observer = RowObserver(
+    observe = functools.partial(
+        RowObserver,
         rows.media,
         stage,
         decode=config.on_error == "skip",
         model_type=trainer.model.config.model_type,
         shards_parameters=shards_parameters(trainer),
-        head=rows.head if isinstance(rows, OnlineStream) else None,
     )
+    observer = observe(head=rows.head if isinstance(rows, OnlineStream) else None)
+
+    def eval_rows(stored: Any) -> tuple[TokenizedDataset, RowObserver]:
+        return TokenizedDataset(stored, rows.media, stage), observe()
+
     enable_odb(
         trainer,
         config,
@@ -353,6 +359,7 @@ def attach(trainer: Any, config: ODBConfig) -> None:
         equal_weights=stage.equal_weights,
         agree_on=settings_of(sample, observer),
         rows_from=rows_from(sample, collator.tokenizer, processor),
+        eval_rows=eval_rows if stage.evaluates_by_budget else None,
         not_flat=why_not_flat(trainer),
         about=about(trainer, dataset),
     )

@@ -37,6 +37,7 @@ class Stage(ABC):
     dropped: why LLaMA-Factory's preprocessing leaves a row out.
     takes_media: its collator does. equal_weights: the loss of a micro-batch is one mean whose units cannot be weighed
     one by one, so samples that stock weighs differently do not share one.
+    evaluates_by_budget: `eval_token_budget` gives stock's figures.
     prepares_steps: it looks at all micro-batches of an optimizer step before the first is trained on.
     rows: that its collator makes of a sample. batches: of `Collation`.
     """
@@ -48,6 +49,7 @@ class Stage(ABC):
     dropped: str = "the turns do not end in one answer to a prompt"
     takes_media: bool = True
     equal_weights: bool = False
+    evaluates_by_budget: bool = True
     prepares_steps: bool = False
     rows: int = 1
     batches: tuple[str, ...] = ()
@@ -341,6 +343,7 @@ class Kto(Stage):
     """`stage: kto`. batches: what the columns of the two answers begin with."""
 
     name = "kto"
+    evaluates_by_budget = False  # its figures are sums over the batches of a rank
     unit = "example"
     collator = "KTODataCollatorWithPadding"
     equal_weights = True

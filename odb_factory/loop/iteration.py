@@ -79,6 +79,7 @@ class TrainerKeys(CommonKeys, total=False):
     token_budget: int | Literal["auto"]
     max_patches: int | Literal["auto"] | None
     memory_fraction: float
+    eval_token_budget: int | Literal["auto"] | None
     loss_scaling: Literal["stock", "exact", "sample", "square", "approx", "none"]
     lr_scale: Literal["none", "sqrt", "linear"]
     oom: Literal["raise", "split"]

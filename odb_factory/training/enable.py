@@ -38,6 +38,7 @@ def enable_odb(
     process_group: dist.ProcessGroup | None = None,
     agree_on: Mapping[str, object] | None = None,
     rows_from: Mapping[str, object] | None = None,
+    eval_rows: Callable[[Any], tuple[Any, Observer]] | None = None,
     not_flat: str | None = None,
     memory_meter: PeakMeter | None = None,
     about: Mapping[str, object] | None = None,
@@ -59,6 +60,8 @@ def enable_odb(
     ZeRO, FSDP and HSDP); samples are shared among them and the loss weight depends on their number.
     agree_on: custom settings that all ranks must have in common; if they differ, no step is taken.
     rows_from: settings that rows are made with (a template, a maximal length): a resume names those that have changed.
+    eval_rows: of an evaluation dataset, the rows that are read from it and their observer, for `eval_token_budget`
+    (default: its items, with the default observer; None beside an `observer`: evaluations stay stock's).
     not_flat: why flat micro-batches would be wrong, if the caller knows a reason (see the key `layout`).
     memory_meter: measures memory for budgets of `auto` (default: the accelerator's figures); with a
     `odb_factory.memory.CPUMeter` they can be chosen on a CPU, for tests.
@@ -93,6 +96,7 @@ def enable_odb(
         process_group=process_group,
         agree_on=agree_on or {},
         rows_from=rows_from or {},
+        eval_rows=eval_rows,
         not_flat=not_flat,
         memory_meter=memory_meter,
         about=about or {},

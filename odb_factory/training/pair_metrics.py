@@ -43,8 +43,9 @@ class PreferenceMetrics(ABC):
 
     def _get_batch_loss_metrics(self, stock: Callable, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         loss, metrics = stock(*args, **kwargs)
-        computing = self.trainer.odb.computing
-        if computing is None:
+        odb = self.trainer.odb
+        computing = odb.computing
+        if computing is None or odb.evaluation is not None:
             return loss, metrics
         stored = self.trainer._stored_metrics["train"]
         if not stored:  # they have been logged

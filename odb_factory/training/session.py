@@ -21,10 +21,12 @@ from odb_factory.comm.gloo import Group, gather_once
 from odb_factory.comm.ranks import Ranks
 from odb_factory.config import BUDGETS, ODBConfig, ResolvedConfig
 from odb_factory.data.collate import Collated, trial_batches
+from odb_factory.data.flat import UNPADDED
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.observe import PATCHES_KEY, ItemObserver, Measure, Observer
-from odb_factory.data.order import dismantle, unwrap
+from odb_factory.data.order import DataLoaderParts, dismantle, unwrap
 from odb_factory.data.progress import OptimizerStepRule
+from odb_factory.data.samples import Measured
 from odb_factory.data.serialize import Picklable
 from odb_factory.log import get_logger
 from odb_factory.memory import PeakMeter
@@ -40,13 +42,16 @@ from odb_factory.model.check import (
     of_batches,
     of_flat_batch,
     resolve_layout,
+    unwrapped,
 )
-from odb_factory.model.unpad import FlatRows, UnpadDoor
+from odb_factory.model.flat_row import flat_row
+from odb_factory.model.unpad import FlatRows, UnpadDoor, positions_of_samples
 from odb_factory.planning import Collation
 from odb_factory.training import checkpoint
 from odb_factory.training.auto_budget import choose_budgets
 from odb_factory.training.checkpoint import Checkpoint, CheckpointSaver
 from odb_factory.training.checks import check_hooks, of_trainer, why_not_split
+from odb_factory.training.evaluation import Evaluation
 from odb_factory.training.oom import MemoryWatch, SplitSteps
 from odb_factory.training.run import ODBRun
 from odb_factory.training.trainer_loss import TrainerLoss, stock_mean, why_logits
@@ -213,6 +218,7 @@ class ODBSettings:
     process_group: dist.ProcessGroup | None
     agree_on: Mapping[str, object]
     rows_from: Mapping[str, object]
+    eval_rows: Callable[[Any], tuple[Any, Observer]] | None
     not_flat: str | None
     memory_meter: PeakMeter | None
     about: Mapping[str, object]
@@ -227,8 +233,9 @@ class Session:
     run: its loader, length and figures. arguments: the training arguments that it changes. checkpoint: the folder that
         it resumes. layout: of its micro-batches; is_unchecked: it is flat, and not yet checked. saver: of checkpoints.
     memory: names micro-batches that do not fit. split: takes the optimizer steps with `oom: split`.
-    trial_units: units of a micro-batch that is only tried (`auto`). lacks_budgets: the config holds
-        stand-ins until `auto` budgets are chosen. trainer_loss: computed by the trainer in place of the model's own.
+    evaluation: by budget, while one runs. trial_units: units of a micro-batch that is only tried (`auto`).
+    lacks_budgets: the config holds stand-ins until `auto` budgets are chosen. trainer_loss: computed by the trainer in
+        place of the model's own.
     """
 
     def __init__(self, trainer: Any, settings: ODBSettings):
@@ -246,17 +253,20 @@ class Session:
         self.is_unchecked = False
         self.memory: MemoryWatch | None = None
         self.split: SplitSteps | None = None
+        self.evaluation: Evaluation | None = None
         self.trial_units: int | None = None
         self.lacks_budgets = False
         self.trainer_loss: TrainerLoss | None = None
         self._stock: Any = None
         self._whole: Any = None
-        self._token_loss: TokenLoss | None = None
+        self._token_losses: dict[str | None, TokenLoss] = {}
         self._doors: list[UnpadDoor] = []
 
     @property
     def computing(self) -> Computing | None:
-        """The micro-batch in forward and backward; None outside of training."""
+        """The micro-batch in forward and backward; None where stock computes."""
+        if self.evaluation is not None:
+            return self.evaluation.computing
         return None if self.run is None else self.run.accounting.computing
 
     def gather(self, content: Any) -> list[Any]:
@@ -342,20 +352,12 @@ class Session:
             if self._whole is not None:
                 columns = unwrap(self._stock).dataset.column_names  # type: ignore[attr-defined]
                 parts = dataclasses.replace(parts, collate_fn=KeepColumns(parts.collate_fn, columns))
-            # The Trainer wraps its collator to remove columns from items.
-            collator = getattr(parts.collate_fn, "data_collator", parts.collate_fn)
-            pads_to = getattr(collator, "pad_to_multiple_of", None) or 1
             self.trainer_loss = None if settings.equal_weights else TrainerLoss.of(trainer)
-            loader = ODBLoader(
+            loader = self.make_loader(
                 parts,
                 config,
-                observer=settings.observer
-                or ItemObserver(
-                    Picklable(parts.collate_fn, "collate_fn"),
-                    cost_fn=settings.cost_fn,
-                    patch_size=settings.patch_size,
-                    loss_scaling=config.loss_scaling,
-                ),
+                layout,
+                observer=settings.observer or self.observer_of_items(parts, config),
                 rule=OptimizerStepRule(
                     batch_size=parts.batch_size,
                     accumulation=args.gradient_accumulation_steps,
@@ -363,15 +365,9 @@ class Session:
                     stock_mean=stock_mean(trainer, self.trainer_loss, equal_weights=settings.equal_weights),
                     equal_weights=settings.equal_weights,
                 ),
-                collation=settings.collation or Collation(pad_to_multiple_of=pads_to),
-                layout=layout.name,
-                with_boundaries=layout.with_boundaries,
-                ranks=Ranks(settings.process_group, config.exchange_timeout_s),
+                seed=seed,
                 agree_on={**of_trainer(trainer), **settings.agree_on},
                 rows_from=settings.rows_from,
-                patch_size=settings.patch_size,
-                measure=settings.measure,
-                seed=seed,
             )
             # 2. the run
             counts_steps = args.max_steps > 0
@@ -403,6 +399,33 @@ class Session:
             run.loader.begin()
         return run
 
+    def observer_of_items(self, parts: DataLoaderParts, config: ResolvedConfig) -> ItemObserver:
+        """Of a dataset that yields processed samples."""
+        return ItemObserver(
+            Picklable(parts.collate_fn, "collate_fn"),
+            cost_fn=self.settings.cost_fn,
+            patch_size=self.settings.patch_size,
+            loss_scaling=config.loss_scaling,
+        )
+
+    def make_loader(self, parts: DataLoaderParts, config: ResolvedConfig, layout: Layout, **others: Any) -> ODBLoader:
+        """others: arguments of `ODBLoader`."""
+        settings = self.settings
+        # The Trainer wraps its collator to remove columns from items.
+        collator = getattr(parts.collate_fn, "data_collator", parts.collate_fn)
+        pads_to = getattr(collator, "pad_to_multiple_of", None) or 1
+        return ODBLoader(
+            parts,
+            config,
+            collation=settings.collation or Collation(pad_to_multiple_of=pads_to),
+            layout=layout.name,
+            with_boundaries=layout.with_boundaries,
+            ranks=Ranks(settings.process_group, config.exchange_timeout_s),
+            patch_size=settings.patch_size,
+            measure=settings.measure,
+            **others,
+        )
+
     def close(self, error: BaseException | None = None) -> None:
         """End the run, its worker processes and its files. error: the training has failed on this rank."""
         failed = error is not None
@@ -419,6 +442,21 @@ class Session:
         self.end()
 
     # A micro-batch
+
+    @contextlib.contextmanager
+    def in_forward(self, measured: Measured) -> Iterator[None]:
+        """Within it the models compute this micro-batch."""
+        reference = getattr(self.trainer, "ref_model", None)
+        positions = contextlib.nullcontext() if reference is None else positions_of_samples(unwrapped(reference))
+        with flat_row(measured.segments), positions:
+            yield
+
+    def unpadded(self, inputs: Any) -> tuple[Any, contextlib.AbstractContextManager[None]]:
+        """A batch without the rows that its models compute in place of its own, and the context in which they do."""
+        if not isinstance(inputs, dict) or UNPADDED not in inputs:
+            return inputs, contextlib.nullcontext()
+        rest = {key: value for key, value in inputs.items() if not key.endswith(UNPADDED)}
+        return rest, self.flat(FlatRows(**inputs[UNPADDED]))
 
     @contextlib.contextmanager
     def flat(self, rows: FlatRows) -> Iterator[None]:
@@ -466,6 +504,9 @@ class Session:
         return self._loss_of(model).weighing(row_weights, segments, computing.num_items, computing.num_supervised)
 
     def _loss_of(self, model: Any) -> TokenLoss:
-        if self._token_loss is None:
-            self._token_loss = TokenLoss(model, self.settings.config.loss_scaling, why_logits(self.trainer))
-        return self._token_loss
+        why = why_logits(self.trainer)
+        if self.evaluation is not None and not self.evaluation.loss_only:
+            why = why or "the predictions of an evaluation are made of them"
+        if why not in self._token_losses:
+            self._token_losses[why] = TokenLoss(model, self.settings.config.loss_scaling, why)
+        return self._token_losses[why]

@@ -9,6 +9,7 @@ the Trainer is probed before training (`probes.py`).
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,19 +23,16 @@ from odb_factory.accounting.losses import in_float32, sum_of_losses
 from odb_factory.accounting.step_accounting import log_first_step
 from odb_factory.comm.lifeline import lifeline_of
 from odb_factory.data.collate import Collated
-from odb_factory.data.flat import UNPADDED
 from odb_factory.data.samples import Measured, OptimizerStep
 from odb_factory.data.saved import remove_unfinished
 from odb_factory.ending import ending
 from odb_factory.errors import ConfigError
 from odb_factory.log import get_logger
-from odb_factory.model.check import unwrapped
-from odb_factory.model.flat_row import flat_row
 from odb_factory.model.tower import check_batch, one_pass
-from odb_factory.model.unpad import FlatRows, positions_of_samples
 from odb_factory.training import probes
 from odb_factory.training.checkpoint import CheckpointMark, CheckpointSaver, Preemption, find_checkpoint
 from odb_factory.training.checks import check_trainer, compare_output_dirs
+from odb_factory.training.evaluation import evaluation_by_budget
 from odb_factory.training.fill_schedule import scale_learning_rate
 from odb_factory.training.run import ODBRun, RunLog
 from odb_factory.training.session import HideArguments, RunArguments, Session, lacks_columns
@@ -327,9 +325,7 @@ class ODBTrainerMixin(Base):
         computing = self.odb.computing
         check_batch(self, box[0], computing.micro_batch.ids)
         self.odb.check_first_batch(box[0], measured.segments[: max(len(computing.micro_batch.ids), 1)])
-        reference = getattr(self, "ref_model", None)
-        positions = contextlib.nullcontext() if reference is None else positions_of_samples(unwrapped(reference))
-        with flat_row(measured.segments), positions:
+        with self.odb.in_forward(measured):
             loss = super().training_step(model, box.pop())
         if not computing.is_weighed:
             raise ConfigError(_not_reached(self, "compute_loss"))
@@ -339,22 +335,21 @@ class ODBTrainerMixin(Base):
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **kwargs: Any
     ) -> Any:
         odb = self.odb
-        if odb is not None and isinstance(inputs, dict) and UNPADDED in inputs:
-            rows = FlatRows(**inputs[UNPADDED])
-            inputs = {key: value for key, value in inputs.items() if not key.endswith(UNPADDED)}
-            with odb.flat(rows):
-                return self.compute_loss(model, inputs, return_outputs, num_items_in_batch, **kwargs)
+        unpadded: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if odb is not None:
+            inputs, unpadded = odb.unpadded(inputs)
         computing = None if odb is None else odb.computing
         if odb is None or (computing is None and odb.trial_units is None):
             if isinstance(inputs, StepInputs):
                 raise ConfigError(_not_reached(self, "training_step"))
             if num_items_in_batch is not None:  # in an evaluation
                 kwargs["num_items_in_batch"] = num_items_in_batch
-            return super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
+            with unpadded:
+                return super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
         # The units of this micro-batch alone: a loss that divides by it returns a mean, like one that ignores it.
         num_items = odb.trial_units if computing is None else computing.num_items
         kwargs["num_items_in_batch"] = torch.full((), num_items or 1, device=self.args.device)
-        with without_average_tokens(self.args), odb.weighing(model):
+        with unpadded, without_average_tokens(self.args), odb.weighing(model):
             result: Any = super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
         scale = 0.0  # of a trial
         if computing is not None:
@@ -362,6 +357,33 @@ class ODBTrainerMixin(Base):
         if return_outputs:
             return (in_float32(result[0]) * scale, *result[1:])
         return in_float32(result) * scale
+
+    def evaluation_loop(
+        self,
+        dataloader: Any,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> Any:
+        """With `eval_token_budget` the same loop over micro-batches, and stock's `eval_loss`."""
+        evaluation = None if self.odb is None else evaluation_by_budget(self, dataloader, prediction_loss_only)
+        if evaluation is None:
+            return super().evaluation_loop(
+                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
+            )
+        with evaluation.under_way():
+            in_its_place: Any = evaluation
+            output = super().evaluation_loop(in_its_place, description, True, ignore_keys, metric_key_prefix)
+            return evaluation.complete(output, metric_key_prefix)
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None, **kwargs: Any
+    ) -> Any:
+        step: Any = functools.partial(super().prediction_step, **kwargs)
+        if self.odb is None or self.odb.evaluation is None:
+            return step(model, inputs, prediction_loss_only, ignore_keys)
+        return self.odb.evaluation.predict(step, model, inputs, ignore_keys), None, None
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         run = None if self.odb is None else self.odb.run

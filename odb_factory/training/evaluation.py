@@ -1,0 +1,349 @@
+"""`eval_token_budget`: evaluations whose micro-batches are formed by a budget, and stock's `eval_loss`.
+
+Stock's `eval_loss` is a weighted sum over the samples, and the weights are known before a forward. In each round every
+rank evaluates one batch of `per_device_eval_batch_size` rows. The loss of a batch is a mean over tokens or pairs, as in
+training with an accumulation of 1; `eval_loss` is the mean of these losses over the rows of their batches. Rounds that
+are full on every rank are planned here, some at a time, like the micro-batches of optimizer steps. A last round that is
+not full stays stock's, which repeats rows to fill its batches. A Trainer counts each row once (`gather_for_metrics`), a
+Seq2SeqTrainer, as LLaMA-Factory's for sft, counts the repeated ones too (`gather`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import operator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import skip_first_batches
+from accelerate.utils import gather_object
+from torch import Tensor
+from torch.utils.data import IterableDataset
+from transformers import Trainer
+from transformers.trainer_pt_utils import find_batch_size
+from transformers.trainer_utils import EvalPrediction
+
+from odb_factory.accounting.losses import loss_of
+from odb_factory.accounting.step_accounting import Computing
+from odb_factory.config import AUTO, ResolvedConfig
+from odb_factory.data.collate import Collated
+from odb_factory.data.loader import ODBLoader
+from odb_factory.data.observe import IGNORE_INDEX, Observer
+from odb_factory.data.order import DataLoaderParts, StockMean, dismantle
+from odb_factory.data.progress import OptimizerStepRule
+from odb_factory.data.samples import MicroBatch
+from odb_factory.errors import one_line
+from odb_factory.log import get_logger
+from odb_factory.model.check import Layout
+from odb_factory.model.tower import one_pass
+from odb_factory.planning import Cost
+from odb_factory.training.trainer_loss import stock_mean
+
+logger = get_logger(__name__)
+
+ROWS_PLANNED = 256
+"""Rows of a rank whose micro-batches are planned together."""
+
+
+def counts_items_in_evaluation() -> bool:
+    """Whether this release's Trainer divides by the number of tokens in an evaluation, as it does in training."""
+    return "_get_num_items_in_batch" in Trainer.prediction_step.__code__.co_names
+
+
+def mean_of_round(of_training: StockMean, world_size: int, *, counts_tokens: bool) -> StockMean:
+    """What the loss of a round is made of: the sum of means over tokens, divided by `divisor`.
+
+    of_training: of an optimizer step. counts_tokens: the model is given the number of tokens, in training.
+    """
+    if counts_tokens and not counts_items_in_evaluation():
+        return StockMean("micro_batch", world_size, counts_first=False)
+    if of_training.over == "step":
+        return StockMean("round", 1, of_training.counts_first)
+    return StockMean("micro_batch", of_training.divisor or world_size, of_training.counts_first)
+
+
+def config_of_evaluation(config: ResolvedConfig, token_budget: int) -> ResolvedConfig:
+    """The block of an evaluation: all samples take part, and nothing is written."""
+    return dataclasses.replace(
+        config,
+        token_budget=token_budget,
+        global_batch_size="keep",
+        loss_scaling="stock",
+        lr_scale="none",
+        join=True,
+        overlong="singleton",
+        oom="raise",
+        audit=False,
+    )
+
+
+class MicroBatchInputs(dict[str, torch.Tensor]):
+    """A micro-batch in the place of a batch: as a mapping it has as many rows as samples, and no storage."""
+
+    def __init__(self, collated: Collated):
+        samples = len(collated[0].ids) or 1
+        super().__init__(input_ids=torch.empty(samples, 1, dtype=torch.long, device="meta"))
+        self.collated = collated
+
+
+class Evaluation:
+    """In the place of an evaluation dataloader: iterates over micro-batches, then over the batch of the last round.
+
+    stock: the dataloader of the Trainer; its length, of the progress bar too, is in samples here. mean: of a round.
+    loss_only: no predictions are kept.
+    computing: the micro-batch in forward, where its loss is weighed.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        stock: Any,
+        loader: ODBLoader,
+        parts: DataLoaderParts,
+        mean: StockMean,
+        *,
+        loss_only: bool,
+    ):
+        self.dataset, self.loader, self.loss_only = stock.dataset, loader, loss_only
+        self.computing: Computing | None = None
+        self._trainer, self._stock, self._mean, self._batch_size = trainer, stock, mean, parts.batch_size
+        in_round = parts.batch_size * loader.world_size
+        self._rounds, rest = divmod(len(parts.sampler), in_round)
+        self._rest = 0 if parts.drop_last else rest
+        self._rows = self._rounds * in_round + self._rest
+        gather = getattr(trainer.gather_function, "func", trainer.gather_function)
+        self._counts_repeated = gather.__name__ == "gather"
+        counted = (self._rounds + bool(self._rest)) * in_round if self._counts_repeated else self._rows
+        self._of_row = 1 / max(counted, 1)
+        self._loss: Tensor | None = None
+        self._figures: defaultdict[str, float] = defaultdict(float)
+        self._predicted: list[tuple[int, Any, Any]] = []
+        self._num_micro_batches = 0
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def __iter__(self) -> Iterator[Any]:
+        for collated in self.loader if self._rounds else ():
+            micro_batch, inputs = collated[0], MicroBatchInputs(collated)
+            del collated
+            yield inputs
+            self._num_micro_batches += 1
+            self._advance(micro_batch.totals.samples - 1)
+            if micro_batch.ends_optimizer_step:
+                self.loader.consume(micro_batch.step)
+        if self._rest:
+            yield from skip_first_batches(self._stock, self._rounds)
+            self._advance(self._rest - 1)
+
+    def _advance(self, samples: int) -> None:
+        """Progress bars have counted one."""
+        for callback in self._trainer.callback_handler.callbacks:
+            bar = getattr(callback, "prediction_bar", None)
+            if bar is not None:
+                bar.update(samples)
+
+    @contextlib.contextmanager
+    def under_way(self) -> Iterator[None]:
+        """While the Trainer's loop runs over this object."""
+        trainer, odb = self._trainer, self._trainer.odb
+        stores = hasattr(trainer, "store_metrics")
+        if stores:
+            trainer.store_metrics = self._store_metrics
+        odb.evaluation = self
+        # Within a training it is so already.
+        is_alone = odb.run is None and self.loader.world_size > 1
+        models = (trainer.model, getattr(trainer, "ref_model", None)) if is_alone else ()
+        try:
+            with one_pass(*models):
+                yield
+            if stores:
+                trainer._stored_metrics["eval"].update({key: [value] for key, value in self._figures.items()})
+        except BaseException as error:
+            self.loader.abort(one_line(error))
+            raise
+        finally:
+            odb.evaluation = None
+            vars(trainer).pop("store_metrics", None)
+            self.loader.close()
+        logger.info(
+            "evaluated %d rows in %d micro-batches on each rank, where stock has %d batches",
+            self._rows,
+            self._num_micro_batches + bool(self._rest),
+            self._rounds + bool(self._rest),
+        )
+
+    def predict(self, step: Callable[..., Any], model: Any, inputs: Any, ignore_keys: Any) -> Any:
+        """The loss of what `__iter__` has yielded, if there is one. step: the Trainer's own `prediction_step`."""
+        is_stock = not isinstance(inputs, MicroBatchInputs)
+        if is_stock:
+            first = self._rounds * self.loader.world_size * self._batch_size + self.loader.rank * self._batch_size
+            kept = min(max(self._rows - first, 0), self._batch_size)
+            rows = find_batch_size(inputs) if self._counts_repeated else kept
+            ids, segments, self._share = range(first, first + (rows or 0)), (), 1.0
+            weight = (self._batch_size if self._counts_repeated else kept) * self._of_row
+            loss, logits, labels = step(model, inputs, self.loss_only, ignore_keys)
+        else:
+            micro_batch, measured, batch = inputs.collated
+            del inputs.collated
+            ids, segments, weight = micro_batch.ids, measured.segments, 1.0
+            self._share = len(ids) / self._batch_size
+            weights = self._weights(micro_batch)
+            self.computing = Computing(micro_batch, measured, loss_of(weights, micro_batch.units, measured.filler_rows))
+            if not self._trainer.odb.settings.equal_weights:
+                self.computing.num_supervised = measured.units
+            batch, unpadded = self._trainer.odb.unpadded(batch)
+            with self._trainer.odb.in_forward(measured), unpadded:
+                loss, logits, labels = step(model, batch, self.loss_only, ignore_keys)
+            if loss is not None and not self.computing.is_weighed:
+                weight = self.computing.loss.scale  # of the mean over pairs of a `get_batch_loss_metrics`
+            self.computing = None
+        if loss is not None:
+            share = loss.double() * weight
+            self._loss = share if self._loss is None else self._loss + share
+        if logits is not None:
+            preprocess = self._trainer.preprocess_logits_for_metrics
+            logits = logits if preprocess is None else preprocess(logits, labels)
+            self._predicted += zip(ids, *(_by_row(one, len(ids), segments) for one in (logits, labels)))
+        return loss
+
+    def _weights(self, micro_batch: MicroBatch) -> list[float]:
+        """Of each sample, the weight of each of its tokens in `eval_loss`."""
+        a_round = self.loader.world_size * self._batch_size * self._of_row
+        assert self._mean.divisor is not None
+        return [a_round / self._mean.divisor / sample.stock_units for sample in micro_batch.samples]
+
+    def _store_metrics(self, metrics: dict[str, float], train_eval: str = "train") -> None:
+        """Stock takes the mean over the batches of a rank, and over ranks."""
+        batches = self._rounds + bool(self._rest)
+        for key, value in metrics.items():
+            self._figures[key] += float(value) * self._share / batches
+
+    def complete(self, output: Any, prefix: str) -> Any:
+        """`EvalLoopOutput` of the Trainer's loop with the loss and the predictions of all ranks. Collective."""
+        trainer, metrics = self._trainer, dict(output.metrics or {})
+        accelerator = trainer.accelerator
+        if self._loss is not None:
+            total = accelerator.reduce(self._loss.float().to(accelerator.device), "sum")
+            metrics[f"{prefix}_loss"] = total.item()
+        predictions, labels = None, None
+        if not self.loss_only:
+            found = sorted(gather_object(self._predicted), key=operator.itemgetter(0))
+            predictions, labels = (_stacked([one[number] for one in found]) for number in (1, 2))
+            if trainer.compute_metrics is not None:
+                more = trainer.compute_metrics(EvalPrediction(predictions=predictions, label_ids=labels))
+                metrics |= {f"{prefix}_{name.removeprefix(f'{prefix}_')}": more[name] for name in more}
+        return output._replace(predictions=predictions, label_ids=labels, metrics=metrics)
+
+
+def _by_row(values: Any, num_rows: int, segments: Sequence[int]) -> list[Any]:
+    """What a forward has returned, for each of its samples: nested as it is, with numpy arrays."""
+    if values is None or (not isinstance(values, Tensor) and not values):
+        return [None] * num_rows
+    if isinstance(values, Tensor):
+        values = values.reshape(-1) if values.ndim == 0 else values  # of one pair
+        array = values.detach().float().cpu().numpy() if values.is_floating_point() else values.cpu().numpy()
+        if segments and array.shape[:2] == (1, sum(segments)):
+            return np.split(array[0], np.cumsum(segments))[:num_rows]
+        return list(array)[:num_rows]
+    return list(zip(*(_by_row(one, num_rows, segments) for one in values), strict=True))
+
+
+def _stacked(rows: list[Any]) -> Any:
+    """The rows as the Trainer returns them: one array, padded on the right; or a tuple of these."""
+    if not rows or rows[0] is None:
+        return None
+    if isinstance(rows[0], tuple):
+        return tuple(_stacked(list(column)) for column in zip(*rows))
+    longest = max(row.shape[0] if row.ndim else 0 for row in rows)
+    pads = [[(0, longest - row.shape[0])] + [(0, 0)] * (row.ndim - 1) if row.ndim else [] for row in rows]
+    return np.stack([np.pad(row, pad, constant_values=IGNORE_INDEX) if pad else row for row, pad in zip(rows, pads)])
+
+
+def evaluation_by_budget(trainer: Any, stock: Any, loss_only: bool | None) -> Evaluation | None:
+    """The evaluation in the place of this dataloader; None where it stays stock's, with one line that says why.
+
+    loss_only: of `Trainer.evaluation_loop`.
+    """
+    odb = trainer.odb
+    asked = odb.settings.config.eval_token_budget
+    if asked is None:
+        return None
+    why = _why_stock(trainer, stock)
+    if why is not None:
+        logger.info("eval_token_budget: %s has no effect on this evaluation: %s", asked, why)
+        return None
+    run, settings = odb.run, odb.settings
+    config = run.config if run is not None else settings.config.resolved()
+    config = config_of_evaluation(config, config.token_budget if asked == AUTO else asked)
+    loss_only = trainer.args.prediction_loss_only if loss_only is None else loss_only
+    parts = dataclasses.replace(dismantle(stock, 0), persistent_workers=False)
+    full_rounds = dataclasses.replace(parts, drop_last=True)
+    mean = mean_of_round(
+        stock_mean(trainer, None, equal_weights=settings.equal_weights),
+        trainer.args.world_size,
+        counts_tokens=trainer.model_accepts_loss_kwargs and not settings.equal_weights,
+    )
+    observer: Observer = odb.observer_of_items(parts, config)
+    if settings.eval_rows is not None:
+        rows, observer = settings.eval_rows(parts.dataset)
+        full_rounds = dataclasses.replace(full_rounds, dataset=rows)
+    layout = odb.layout or Layout("padded", "outside of training")
+    if not loss_only and getattr(trainer.args, "predict_with_generate", False):
+        observer = PromptObserver(observer, new_tokens(trainer))
+        layout = Layout("padded", "tokens are generated")
+    loader = odb.make_loader(
+        full_rounds,
+        config,
+        layout,
+        observer=observer,
+        rule=OptimizerStepRule(
+            batch_size=parts.batch_size,
+            accumulation=-(-ROWS_PLANNED // parts.batch_size),
+            drop_last=True,
+            stock_mean=mean,
+            equal_weights=settings.equal_weights,
+        ),
+    )
+    return Evaluation(trainer, stock, loader, parts, mean, loss_only=loss_only)
+
+
+class PromptObserver:
+    """Counts a row from which tokens are generated: its prompt, and the tokens that may follow."""
+
+    def __init__(self, observer: Observer, new_tokens: int):
+        self.observer, self.new_tokens = observer, new_tokens
+
+    def __call__(self, item: Any) -> tuple[Any, Cost]:
+        features, cost = self.observer(item)
+        return features, dataclasses.replace(cost, tokens=cost.tokens + self.new_tokens, units=1)
+
+    def describe(self, dataset: Any, index: int) -> str:
+        return self.observer.describe(dataset, index)
+
+
+def new_tokens(trainer: Any) -> int:
+    """The most tokens that are generated after a prompt."""
+    asked = getattr(trainer, "_gen_kwargs", {})
+    return int(asked.get("max_new_tokens") or trainer.model.generation_config.max_new_tokens or 0)
+
+
+def _why_stock(trainer: Any, stock: Any) -> str | None:
+    odb, args = trainer.odb, trainer.args
+    if isinstance(stock.dataset, IterableDataset):
+        return "its rows can only be iterated"
+    if trainer.compute_loss_func is not None or trainer.label_smoother is not None:
+        return "the trainer computes the loss in place of the model"
+    if odb.settings.observer is not None and odb.settings.eval_rows is None:
+        return "figures of this trainer depend on which rows share a batch"
+    if odb.lacks_budgets or (odb.run is None and odb.settings.config.has_auto):
+        return "budgets of auto are not chosen yet"
+    if not trainer.accelerator.even_batches or trainer.accelerator.split_batches:
+        return "even_batches or split_batches of accelerate are not the defaults"
+    if trainer.compute_metrics is not None and (args.batch_eval_metrics or args.include_for_metrics):
+        return "batch_eval_metrics or include_for_metrics is set"
+    return None

@@ -1,0 +1,89 @@
+"""Evaluations by budget give stock's figures: losses, accuracies, rewards, generated text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from distributed.rows import write_uneven_rows
+from same_training import Cell, Training, configurations, run_cells, train, write_rows
+from support import training_config
+from tiny_models import TinyModels
+
+RELATIVE = 1e-6
+NOT_COMPARED = ("runtime", "per_second", "logits/")
+"""Of the clock; means over padding."""
+EVALUATED = {
+    "val_size": 21,
+    "per_device_eval_batch_size": 4,
+    "max_steps": 1,
+    "eval_steps": 1,
+    "learning_rate": 0.0,
+}
+"""On two ranks two full rounds, and a last one of 5 rows that stock fills up by repeating some. The five rows that are
+left to train on are no whole optimizer step, so they change nothing."""
+BLOCK = {"token_budget": 300, "eval_token_budget": 400}
+OF_IMAGES = {"dataset": "albums", "val_size": 11, "per_device_eval_batch_size": 2}
+CELLS = {
+    "text": Cell(changes=EVALUATED | {"train_on_prompt": True, "compute_accuracy": True}, block=BLOCK),
+    "means of ranks": Cell(
+        changes=EVALUATED | {"average_tokens_across_devices": False}, block=BLOCK | {"layout": "padded"}
+    ),
+    "images": Cell(changes=EVALUATED | OF_IMAGES, model="vl", block=BLOCK | {"max_patches": 300}),
+    "dpo": Cell("dpo", EVALUATED, block=BLOCK),
+    "rm": Cell("rm", EVALUATED, block=BLOCK),
+    "kto": Cell("kto", EVALUATED, block=BLOCK),
+}
+STOCK_S = "has no effect on this evaluation: figures of this trainer depend on which rows share a batch"
+
+
+def evaluated(training: Training) -> list[dict[str, float]]:
+    """The figures of each evaluation."""
+    return [
+        {
+            name: value
+            for name, value in entry.items()
+            if name.startswith("eval_") and not any(part in name for part in NOT_COMPARED)
+        }
+        for entry in training.log
+        if "eval_loss" in entry
+    ]
+
+
+@pytest.mark.timeout(600)
+def test_figures_are_those_of_stock_on_two_ranks(tiny_text: Path, tiny_vl: Path, tmp_path: Path) -> None:
+    config_of = configurations(TinyModels(tiny_text, tiny_vl, tmp_path), write_rows(tmp_path / "rows"))
+    for name, (ours, stock) in run_cells(CELLS, config_of, tmp_path / "ranks", 2, limit_s=560).items():
+        assert evaluated(stock)
+        for mine, its in zip(evaluated(ours), evaluated(stock), strict=True):
+            assert mine == {key: pytest.approx(its[key], RELATIVE, 1e-6) for key in its}, name
+    log = (tmp_path / "ranks" / "rank0.log").read_text(encoding="utf-8")
+    in_and_after = 2  # evaluations of a training
+    assert log.count("[odb] evaluated ") == in_and_after * (len(CELLS) - 1) and log.count(STOCK_S) == in_and_after
+
+
+def test_generated_text_is_that_of_stock(tiny_text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Greedy; prompts of one length share a batch, and the file has the order of the rows."""
+    data = write_uneven_rows(tmp_path, {"one": 20, "other": 13})
+    config = training_config(
+        tiny_text,
+        data,
+        tmp_path / "stock",
+        dataset="one",
+        eval_dataset="other",
+        max_steps=1,
+        do_predict=True,
+        predict_with_generate=True,
+        do_sample=False,
+        max_new_tokens=20,
+        cutoff_len=140,
+        per_device_eval_batch_size=3,
+    )
+    ours = config | {"output_dir": str(tmp_path / "odb"), "odb": {"token_budget": 300, "eval_token_budget": 900}}
+    train(ours)
+    train(config)
+    mine, its = (
+        (tmp_path / name / "generated_predictions.jsonl").read_text(encoding="utf-8") for name in ("odb", "stock")
+    )
+    assert mine == its and mine.count("\n") == 13
+    assert any(message.startswith("evaluated 13 rows in ") for message in caplog.messages)
