@@ -36,16 +36,7 @@ from odb_factory.planning import (
     plan_buffers,
     plan_optimizer_step,
 )
-from odb_factory.planning.keep import (
-    MAX_AGREEMENTS,
-    GroupOutline,
-    disagreement,
-    group_of,
-    joined,
-    outline,
-    plan_group,
-    steps_to_reach,
-)
+from odb_factory.planning.keep import GroupOutline, GroupsDisagreeError, agreed_plans, group_of, plan_group
 from odb_factory.planning.plan import pool
 
 logger = get_logger(__name__)
@@ -396,21 +387,23 @@ class KeepEpoch(EpochPlanner):
 
         Raises `CollectiveError` on all ranks if those of a group have computed different plans.
         """
-        context = self.context
-        size = context.group_size
-        ranks = group_of(context.rank, len(buffers), size)
-        plan = context.compute(plan_group, buffers, budget, ranks, model=context.model)
-        for _ in range(MAX_AGREEMENTS):
-            answers = context.ranks.gather_plans(outline(plan, ranks).to_bytes(), index)
+        context, size = self.context, self.context.group_size
+
+        def plan(ranks: range, least_steps: int) -> Plan:
+            model = context.model
+            return context.compute(plan_group, buffers, budget, ranks, model=model, least_steps=least_steps)
+
+        def exchange(outlines: list[GroupOutline]) -> list[GroupOutline]:
+            answers = context.ranks.gather_plans(outlines[0].to_bytes(), index)
             if answers != [answers[rank - rank % size] for rank in range(len(answers))]:
                 raise CollectiveError(DIFFERENT_PLANS.format(ranks_alike(answers)))
-            outlines = [GroupOutline.from_bytes(answer) for answer in answers[::size]]
-            least_steps = steps_to_reach(outlines)
-            if not least_steps:
-                return joined(plan, ranks, outlines)
-            if len(plan.totals) < least_steps:
-                plan = context.compute(plan_group, buffers, budget, ranks, model=context.model, least_steps=least_steps)
-        raise CollectiveError(str(disagreement(outlines)))
+            return [GroupOutline.from_bytes(answer) for answer in answers[::size]]
+
+        try:
+            (mine,) = agreed_plans([group_of(context.rank, len(buffers), size)], plan, exchange)
+        except GroupsDisagreeError as error:  # on all ranks
+            raise CollectiveError(str(error)) from None
+        return mine
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -76,8 +76,8 @@ class Pass:
 
     plans: the planner's lists of tasks, made ahead. agreement: of all ranks on its optimizer steps. process: the
     planner process; None: plans are computed in this one.
-    in_flight: tasks handed on whose batches have not been taken yet. keeps_tasks: they also stand in `handed_on`, in
-    order (for `oom: split`). epoch_steps: optimizer steps of the epoch according to its first plan. agreed: the
+    in_flight: of each task whose batch is not taken yet, in order, its samples if they are kept (`oom: split`), else
+    None. epoch_steps: optimizer steps of the epoch according to its first plan. agreed: the
     agreement on the optimizer step under way. is_taken: an iterator over its micro-batches has been handed out.
     """
 
@@ -90,13 +90,13 @@ class Pass:
         agreement: StepAgreement,
         process: PlanProcess | None = None,
         *,
-        keeps_tasks: bool = False,
+        keeps_samples: bool = False,
     ):
         self.planner, self.plans, self.agreement, self.process = planner, plans, agreement, process
-        self.keeps_tasks = keeps_tasks
+        self.keeps_samples = keeps_samples
         self.tasks: deque[Task] = deque()
-        self.handed_on: deque[Task] = deque()
-        self.in_flight = self.epoch_steps = 0
+        self.in_flight: deque[list[Sample] | None] = deque()
+        self.epoch_steps = 0
         self.batches: Iterator[Outcome | None] | None = None
         self.error: Exception | None = None
         self.is_taken = False
@@ -111,9 +111,7 @@ class Pass:
         while True:
             while self.tasks:
                 task = self.tasks.popleft()
-                self.in_flight += 1
-                if self.keeps_tasks:
-                    self.handed_on.append(task)
+                self.in_flight.append(task[1] if self.keeps_samples else None)
                 yield task
             try:
                 self.tasks.extend(self.plans.poll(0 if self.in_flight else POLL_S))
@@ -139,7 +137,7 @@ class Pass:
             self.process.close()
         self.batches = None
         self.tasks.clear()
-        self.handed_on.clear()
+        self.in_flight.clear()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -266,7 +264,7 @@ class ODBLoader:
         self.under_way: Pass | None = None
         self.rejected: Counter[str] = Counter()
         self.weights: Callable[[MicroBatch], Sequence[float]] = lambda micro_batch: [0.0] * len(micro_batch.ids)
-        self._handed_out: deque[tuple[MicroBatch, list[Sample] | None]] = deque()
+        self._not_consumed: deque[tuple[MicroBatch, list[Sample] | None]] = deque()
         self._lost = Lost()
         self._stand_in: Sample | None = None
 
@@ -297,8 +295,8 @@ class ODBLoader:
     def consume(self, step: OptimizerStep) -> None:
         """This optimizer step, and all before it, have been trained on: the next state is that after it."""
         mine = []  # a loop may have fetched some of the next step ahead
-        while self._handed_out and _place(self._handed_out[0][0].step) <= _place(step):
-            mine.append(self._handed_out.popleft()[0])
+        while self._not_consumed and _place(self._not_consumed[0][0].step) <= _place(step):
+            mine.append(self._not_consumed.popleft()[0])
         if self.under_way is not None or step.last:  # or asked for what comes after the last
             shares = {} if self.under_way is None else self.under_way.planner.shares
             self._progress.consume(step, mine, shares.get(step.index, self._progress.now.share))
@@ -325,7 +323,7 @@ class ODBLoader:
     def samples_of(self, micro_batch: MicroBatch) -> list[Sample]:
         """The samples of a micro-batch whose optimizer step is not yet consumed (with `oom: split`)."""
         wanted = _place(micro_batch.step), micro_batch.index
-        for one, samples in self._handed_out:
+        for one, samples in self._not_consumed:
             if (_place(one.step), one.index) == wanted and samples is not None:
                 return samples
         raise LookupError(f"the samples of micro-batch {micro_batch.index} are not held")
@@ -444,7 +442,7 @@ class ODBLoader:
         if workers.is_closed:
             raise ConfigError("odb: this loader has been closed; make another one.")
         progress.turn_to(self.epoch)
-        self._handed_out.clear()
+        self._not_consumed.clear()
         self.left_out.forget()
         place = progress.place
         self._order.set_epoch(self.epoch)
@@ -480,7 +478,7 @@ class ODBLoader:
             Prefetcher(iter(planner), ahead),
             StepAgreement(ranks, reweighs=self._reweighs),
             process,
-            keeps_tasks=self.config.oom == "split",
+            keeps_samples=self.config.oom == "split",
         )
         self.under_way = current
         if process is not None:
@@ -517,14 +515,13 @@ class ODBLoader:
                 if waits:
                     self._ranks.check()
                     continue
-                current.in_flight -= 1
-                samples = current.handed_on.popleft()[1] if current.keeps_tasks else None
+                samples = current.in_flight.popleft()
                 handed, outcome = [self._agree_on(current, outcome)], None
                 micro_batch = handed[0][0]
                 if samples is not None and len(samples) > len(micro_batch.ids):
                     left = [sample for sample in samples if sample.id in micro_batch.ids]
                     samples = left or ([] if self._stand_in is None else [self._stand_in])
-                self._handed_out.append((micro_batch, samples))
+                self._not_consumed.append((micro_batch, samples))
                 self.rejected = micro_batch.step.rejected
                 # The receiver holds the only reference.
                 yield handed.pop()
@@ -619,7 +616,7 @@ class ODBLoader:
                 "the sampler has drawn another order than before the stop, so the rest of the epoch is not known; give "
                 "one whose order depends on its seed and epoch alone, or set `resume: ignore_data`"
             )
-        return self._order.common((*place, self._order.checksum_through(optimizer_step)))
+        return self._order.common(place, optimizer_step)
 
     def _fingerprint(self, epoch: int) -> int:
         """That of the order of an epoch; a sampler can draw another order while a pass is under way."""

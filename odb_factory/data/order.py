@@ -384,9 +384,9 @@ class ShardSampler(Sampler[int]):
             del self._checksums[earlier]
         return self._checksums.get(block, self.fingerprint)
 
-    def common(self, place: tuple[int, ...]) -> int:
-        """What `compare` compares: a number made of the order and the place in it."""
-        return zlib.crc32(repr((self.fingerprint, place)).encode())
+    def common(self, place: tuple[int, ...], step: int) -> int:
+        """What `compare` compares: a number made of the order through this optimizer step and of the place in it."""
+        return zlib.crc32(repr((self.fingerprint, (*place, self.checksum_through(step)))).encode())
 
     def compare(self, numbers: Sequence[int]) -> str | None:
         """Why the ranks, with these numbers of `common`, cannot go on; None if they can."""
@@ -486,7 +486,7 @@ class StreamReader(WorkerDataset, IterableDataset):
             else:
                 yield item
 
-    def common(self, place: tuple[int, ...]) -> int:
+    def common(self, place: tuple[int, ...], step: int) -> int:
         """What `compare` compares: a number made of the first items and, unless the stream is split, the place."""
         return self._begun.fingerprint if self.is_split else zlib.crc32(repr((self._begun, place)).encode())
 
@@ -499,10 +499,6 @@ class StreamReader(WorkerDataset, IterableDataset):
 
     def peek(self) -> int:
         return self.fingerprint
-
-    def checksum_through(self, block: int) -> int:
-        """Of a stream only the first items are compared."""
-        return 0
 
     def set_epoch(self, epoch: int) -> None:
         if hasattr(self.dataset, "set_epoch"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -318,22 +318,42 @@ def steps_to_reach(outlines: Sequence[GroupOutline]) -> int:
     return num_steps if any(len(one.totals) < steps for one, steps in zip(outlines, reachable)) else 0
 
 
-def disagreement(outlines: Sequence[GroupOutline]) -> RuntimeError:
-    """The error when groups have not reached the same K in `MAX_AGREEMENTS` rounds."""
-    counts = [len(one.totals) for one in outlines]
-    return RuntimeError(
-        f"groups of ranks do not agree on the number of micro-steps: after {MAX_AGREEMENTS} rounds of planning they "
-        f"have {counts[:8]}; this is a bug in odb_factory; set odb.balance_group_size to the number of ranks, or "
-        "odb.balance: false"
-    )
-
-
 def joined(plan: Plan, ranks: range, outlines: Sequence[GroupOutline]) -> Plan:
     """The plan of a group after all groups agreed on K: empty groups where its ranks idle, totals of all ranks."""
     num_steps = max(len(one.totals) for one in outlines)
     groups = [own + [[]] * (num_steps - len(own)) if rank in ranks else own for rank, own in enumerate(plan.groups)]
     totals = [_sum([one.totals[k] for one in outlines if k < len(one.totals)]) for k in range(num_steps)]
     return dataclasses.replace(plan, groups=groups, totals=totals)
+
+
+class GroupsDisagreeError(RuntimeError):
+    """Groups have not reached the same K in `MAX_AGREEMENTS` rounds."""
+
+
+def agreed_plans(
+    groups: Sequence[range],
+    plan: Callable[[range, int], Plan],
+    exchange: Callable[[list[GroupOutline]], list[GroupOutline]] = list,
+) -> list[Plan]:
+    """The plans of these groups, with the K that all groups agree on and the totals of all ranks.
+
+    plan: makes that of a group, given the least K. exchange: the outlines of all groups, given those of these groups.
+    """
+    plans = [plan(ranks, 0) for ranks in groups]
+    for _ in range(MAX_AGREEMENTS):
+        outlines = exchange(list(map(outline, plans, groups)))
+        least_steps = steps_to_reach(outlines)
+        if not least_steps:
+            return [joined(one, ranks, outlines) for one, ranks in zip(plans, groups)]
+        plans = [
+            one if len(one.totals) >= least_steps else plan(ranks, least_steps) for one, ranks in zip(plans, groups)
+        ]
+    counts = [len(one.totals) for one in outlines]
+    raise GroupsDisagreeError(
+        f"groups of ranks do not agree on the number of micro-steps: after {MAX_AGREEMENTS} rounds of planning they "
+        f"have {counts[:8]}; this is a bug in odb_factory; set odb.balance_group_size to the number of ranks, or "
+        "odb.balance: false"
+    )
 
 
 def plan_in_groups(
@@ -344,21 +364,9 @@ def plan_in_groups(
     plan = plan_in_groups(buffers, Budget(16384, layout="flat"), group_size=256)
     """
     groups = [group_of(first, len(buffers), group_size) for first in range(0, len(buffers), group_size)]
-    plans = [plan_group(buffers, budget, ranks, model=model) for ranks in groups]
-    for _ in range(MAX_AGREEMENTS):
-        outlines = list(map(outline, plans, groups))
-        least_steps = steps_to_reach(outlines)
-        if not least_steps:
-            break
-        plans = [
-            plan
-            if len(plan.totals) == least_steps
-            else plan_group(buffers, budget, ranks, model=model, least_steps=least_steps)
-            for plan, ranks in zip(plans, groups)
-        ]
-    else:
-        raise disagreement(outlines)
-    parts = [joined(plan, ranks, outlines) for plan, ranks in zip(plans, groups)]
+    parts = agreed_plans(
+        groups, lambda ranks, least: plan_group(buffers, budget, ranks, model=model, least_steps=least)
+    )
     of_rank = [part.groups[rank] for part, ranks in zip(parts, groups) for rank in ranks]
     return dataclasses.replace(parts[0], groups=of_rank)
 

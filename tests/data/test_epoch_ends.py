@@ -8,7 +8,18 @@ import pytest
 from data import test_fill_epoch, test_keep_epoch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from lockstep import Row, check_promises, kept_shards, rejection, run_shards, sample, stock_steps, usable
+from lockstep import (
+    Row,
+    check_promises,
+    kept_shards,
+    rejection,
+    run_epoch,
+    run_kept,
+    run_shards,
+    sample,
+    stock_steps,
+    usable,
+)
 
 from odb_factory.data.samples import Rejection, Sample
 from odb_factory.errors import CollectiveError
@@ -105,3 +116,32 @@ def test_an_error_that_others_do_not_know_of_is_no_agreed_one(size: int) -> None
     epochs = run_shards([[sample(i, 8) for i in range(size)], []], find_dummy_sample=no_dummy)
     assert "the file is gone" in str(epochs[1].error)
     assert isinstance(epochs[0].error, CollectiveError) or not isinstance(epochs[1].error, CollectiveError)
+
+
+REJECTED = [Rejection(i, "unsupervised" if i % 2 else "overlong", "") for i in range(12)]
+WITHOUT_A_USABLE_ROW: list[tuple[list[Row], dict[str, Any], list[str]]] = [
+    (REJECTED, {}, ["6 overlong", "6 unsupervised", "; the warnings above name the first of them"]),
+    ([rejection(0)], {}, ["1 unreadable"]),
+    ([], {}, ["it is empty."]),
+    ([sample(i, 4) for i in range(5)], {"batch_size": 6, "drop_last": True}, ["5 left out by drop_last."]),
+]
+
+
+@pytest.mark.parametrize("mode", ["keep", "fill"])
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize(("rows", "rule", "words"), WITHOUT_A_USABLE_ROW, ids=["rejected", "one", "empty", "drop_last"])
+def test_an_epoch_without_a_usable_row_is_an_error(
+    rows: list[Row], rule: dict[str, Any], words: list[str], world_size: int, mode: str
+) -> None:
+    """Never lose silently: on every rank, in one line that counts the reasons."""
+    if mode == "keep":
+        epochs = run_kept(rows, stock_steps(len(rows), size=12, world_size=world_size, **rule))
+    elif rule:
+        pytest.skip("refused with `fill`")
+    else:
+        epochs = run_epoch(rows, world_size=world_size)
+    for epoch in epochs:
+        message = str(epoch.error)
+        assert isinstance(epoch.error, CollectiveError) and "\n" not in message
+        assert message.startswith("no row of the training dataset can be trained on: ")
+        assert all(word in message for word in words) and ("empty" in message) == (not rows)

@@ -200,25 +200,6 @@ def test_all_rejected_on_one_rank_is_no_end_for_the_others(case: Case) -> None:
     assert len(epochs[-1].rejected) == 9
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize(
-    ("rows", "words"),
-    [
-        ([Rejection(i, REASONS[i % 2], "") for i in range(12)], ["6 overlong", "6 unreadable"]),
-        ([rejection(0)], ["1 unreadable"]),
-        ([], ["it is empty"]),
-    ],
-    ids=["all rejected", "an empty shard", "empty"],
-)
-def test_an_epoch_without_a_usable_row_is_an_error(rows: list[Row], words: list[str], world_size: int) -> None:
-    """Never lose silently: on every rank, in one line that counts the reasons."""
-    for epoch in run_epoch(rows, world_size=world_size):
-        assert isinstance(epoch.error, DataError)
-        message = str(epoch.error)
-        assert "no row of the training dataset can be trained on" in message and "\n" not in message
-        assert all(word in message for word in words) and ("empty" in message) == (not rows)
-
-
 @pytest.mark.parametrize(
     "rows",
     [

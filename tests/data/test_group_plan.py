@@ -12,7 +12,6 @@ from lockstep import of_all_ranks, stock_steps
 from planning_strategies import costs
 from thread_ranks import Seat, run_ranks
 
-from odb_factory.data import epoch
 from odb_factory.data.epoch import EpochContext, KeepEpoch
 from odb_factory.data.progress import Place
 from odb_factory.data.samples import MicroBatch, Sample
@@ -122,8 +121,7 @@ def test_an_outline_travels_whole() -> None:
 
 def test_groups_that_never_agree_on_k_end_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """I5: every agreement has a bound; where ranks run it, and in the plan of all groups at once."""
-    for module in (keep, epoch):
-        monkeypatch.setattr(module, "steps_to_reach", lambda outlines: 3)
+    monkeypatch.setattr(keep, "steps_to_reach", lambda outlines: 3)
     samples = [Sample(i, Cost(10, units=1), pack({})) for i in range(16)]
     for error in run_ranks(4, lambda seat: epoch_of(seat, samples, 16, 2)):
         assert isinstance(error, Exception) and "do not agree on the number of micro-steps" in str(error)

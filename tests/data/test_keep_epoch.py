@@ -225,32 +225,6 @@ def test_an_optimizer_step_without_a_usable_sample_is_one_idle_micro_batch(world
         assert step.done == 4 * rejected_step + 4
 
 
-REJECTED = [Rejection(i, "unsupervised" if i % 2 else "overlong", "") for i in range(12)]
-
-
-@pytest.mark.parametrize(
-    ("rows", "stock", "words"),
-    [
-        (REJECTED, {"size": 12}, ["6 overlong", "6 unsupervised", "; the warnings above name the first of them"]),
-        (REJECTED, {"size": 12, "world_size": 3}, ["6 overlong", "6 unsupervised"]),
-        ([], {"size": 4, "world_size": 3}, ["it is empty."]),
-        (
-            [sample(i, 4) for i in range(5)],
-            {"size": 12, "batch_size": 3, "world_size": 2, "drop_last": True},
-            ["5 left out by drop_last."],
-        ),
-    ],
-    ids=["rejected", "rejected, ranks", "empty", "drop_last"],
-)
-def test_an_epoch_without_a_usable_row_is_an_error(rows: list[Row], stock: dict[str, Any], words: list[str]) -> None:
-    """Never lose silently: the message counts the reasons."""
-    for epoch in run_kept(rows, stock_steps(len(rows), **stock)):
-        message = str(epoch.error)
-        assert isinstance(epoch.error, CollectiveError) and "\n" not in message
-        assert message.startswith("no row of the training dataset can be trained on: ")
-        assert all(word in message for word in words), message
-
-
 # Datasets whose length is not known, or wrong
 
 
