@@ -262,11 +262,8 @@ AT_A_BACKWARD = {
     "use_badam": ("badam_mode", "ratio", "set badam_mode: layer"),
 }
 """Of optimizers the key and value with which they change weights or gradients in every backward, and the way out."""
-NOT_FLAT = {
-    "shift_attn": "it shifts attention along the whole row, across samples",
-    "neftune_noise_alpha": "it scales its noise by the length of the row",
-}
-"""Arguments with which flat micro-batches would be wrong, and why."""
+WHY_NOT_SHIFTED = "it shifts attention along the whole row, across samples"
+"""The reason against flat micro-batches with `shift_attn`."""
 FUSED_LOSS = ("enable_liger_kernel", "use_liger_kernel")
 """The kernel computes the loss from the hidden states and returns no logits to take token losses from."""
 TAKE_LABELS_AWAY = ("use_dft_loss", "use_eaft_loss", "label_smoothing_factor")
@@ -362,12 +359,11 @@ def _refused_keys_of_the_block(config: ODBConfig, value_of: ValueOf) -> Iterator
                 f"odb.{key}: {value} rounds up batches of single texts, and stage {stage.name!r} reads its batches by "
                 f"{stage.unit}s; leave it out."
             )
-    for key, why in NOT_FLAT.items():
-        if config.layout == "flat" and value_of(key):
-            yield (
-                f"{key}: {value_of(key)!r} does not go with odb.layout 'flat': {why}; remove it, or set `layout: "
-                "padded`, or auto."
-            )
+    if config.layout == "flat" and value_of("shift_attn"):
+        yield (
+            f"shift_attn: {value_of('shift_attn')!r} does not go with odb.layout 'flat': {WHY_NOT_SHIFTED}; remove it, "
+            "or set `layout: padded`, or auto."
+        )
 
 
 def _refused_losses(config: ODBConfig, model_args: Any, training_args: Any, value_of: ValueOf) -> Iterator[str]:
@@ -405,7 +401,7 @@ def why_not_flat(trainer: Any) -> str | None:
     """What LLaMA-Factory's trainer was made with that only a padded layout can have; None: nothing."""
     # What LLaMA-Factory sets where it has really changed the attention.
     if getattr(trainer.model.config, "group_size_ratio", None) is not None:
-        return f"shift_attn: {NOT_FLAT['shift_attn']}"
+        return f"shift_attn: {WHY_NOT_SHIFTED}"
     if not STAGES[trainer.finetuning_args.stage].batches:
         return None
     # What a trainer reads of its rows comes from the door at the output embedding.

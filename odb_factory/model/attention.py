@@ -3,18 +3,21 @@
 | kernel | where |
 |---|---|
 | flash or flex attention of the model | as configured; `odb_varlen` is not installed there |
-| `aten::_flash_attention_forward` | CUDA from Ampere on, bfloat16 or float16, heads of at most 256 values, no dropout |
-| `sdpa` on runs of samples of equal length | everywhere; exact, and not quadratic in the row |
+| `aten::_flash_attention_forward` | sdpa on CUDA from Ampere on: bf16, fp16, heads of at most 256 values, no dropout |
+| `sdpa` on runs of samples of equal length | sdpa elsewhere; exact, and not quadratic in the row |
+| the model's eager function on the same runs | eager, with its caps of scores and its sinks |
 
 The operator is torch's own variable-length flash kernel, which `torch.nn.attention.varlen` calls, too. One call with
 scale, windows and grouped heads serves torch 2.5 to 2.13; its schema is read, never the version. Smaller heads of odd
-sizes are filled with zeros. No kernel caps scores (`why_unusable`). Where no flat row is in progress (an evaluation),
-both functions are those of `sdpa`. The lengths of the samples come from `flat_row`.
+sizes are filled with zeros. Where no flat row is in progress (an evaluation), both functions are those of `sdpa` or
+`eager`. The lengths of the samples come from `flat_row`.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,8 +33,10 @@ from odb_factory.model.flat_row import FlatRow, row_in_progress
 
 logger = get_logger(__name__)
 
-NAME = "odb_varlen"
+NAME, EAGER_NAME = "odb_varlen", "odb_varlen_eager"
+"""The attention functions that take the place of sdpa and of eager."""
 FLASH, RUNS = "torch's aten::_flash_attention_forward", "sdpa on runs of samples of equal length"
+EAGER_RUNS = "the model's eager function on runs of samples of equal length"
 LARGEST_HEAD, HEAD_MULTIPLE = 256, 8
 """Values of a head in torch's flash kernels: the largest number, and what it is a multiple of."""
 FIRST_CAPABILITY = (8, 0)
@@ -44,17 +49,19 @@ _FUNCTIONS, _MASKS = AttentionInterface(), AttentionMaskInterface()
 
 
 def register() -> None:
-    """Make both functions known to transformers; safe to call twice."""
+    """Register the functions with transformers; safe to call twice."""
     AttentionInterface.register(NAME, attend)
-    AttentionMaskInterface.register(NAME, make_mask)
+    AttentionMaskInterface.register(NAME, functools.partial(make_mask, "sdpa"))
+    AttentionInterface.register(EAGER_NAME, attend_eager)
+    AttentionMaskInterface.register(EAGER_NAME, functools.partial(make_mask, "eager"))
 
 
-def make_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
-    """No mask for a flat row; all others are those of sdpa, as is one that a model lays over the causal one."""
+def make_mask(base: str, *args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
+    """No mask for a flat row; all others are those of `base`, as is one that a model lays over the causal one."""
     overlaid = kwargs.get("use_vmap", False)
     if row_in_progress() is not None and attention_mask is None and not overlaid:
         return None
-    mask: Tensor | None = _MASKS["sdpa"](*args, attention_mask=attention_mask, **kwargs)
+    mask: Tensor | None = _MASKS[base](*args, attention_mask=attention_mask, **kwargs)
     return mask
 
 
@@ -65,19 +72,11 @@ def attend(
 
     Raises `ConfigError` where these are not the tokens of the flat row in progress: it must not attend across samples.
     """
-    row = row_in_progress()
-    if row is None or attention_mask is not None:
+    row = None if attention_mask is not None else _row_of(module, query, key)
+    if row is None:
         return _sdpa(module, query, key, value, attention_mask, **kwargs)
-    if not query.shape[0] == 1 or not query.shape[2] == key.shape[2] == row.tokens:
-        raise ConfigError(
-            f"layout: {type(module).__name__} attends from {list(query.shape)} to {list(key.shape)}, which is not the "
-            f"flat row of {row.tokens} tokens in progress (prompt or prefix tuning adds tokens); set `layout: padded`."
-        )
-    # A compiled graph would be that of one `longest`; what the kernel needs is no less than it.
-    longest = row.tokens if torch.compiler.is_compiling() else row.longest
-    window: int | None = kwargs.get("sliding_window")
-    if window is not None and window >= longest:
-        window = None
+    longest = _longest(row)
+    window = _window(longest, kwargs)
     need = Need(
         device=query.device,
         dtype=_dtype_of_sdpa(query),
@@ -87,13 +86,50 @@ def attend(
         dropout=kwargs.get("dropout") or 0.0,
     )
     why_no_flash = need.why_no_flash()
-    if not row.is_trial:
-        announce(_kernel(why_no_flash))
-    if why_no_flash is not None:
-        return _run_by_run(row, window, module, (query, key, value), kwargs), None
-    causal = kwargs.get("is_causal")
-    causal = getattr(module, "is_causal", True) if causal is None else causal
-    return _flash(row.ends(query.device), longest, window, (query, key, value), need, causal), None
+    announce(row, _kernel(why_no_flash))
+    if why_no_flash is None:
+        causal = kwargs.get("is_causal")
+        causal = getattr(module, "is_causal", True) if causal is None else causal
+        return _flash(row.ends(query.device), longest, window, (query, key, value), need, causal), None
+    return _sdpa_by_runs(row, window, module, (query, key, value), kwargs), None
+
+
+def attend_eager(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """The same by the eager function of the model's own file, which may cap scores or have sinks."""
+    row = None if attention_mask is not None else _row_of(module, query, key)
+    files = (sys.modules[kind.__module__] for kind in type(module).__mro__)
+    eager = next(found for file in files if (found := getattr(file, "eager_attention_forward", None)) is not None)
+    if row is None:
+        attended: tuple[Tensor, Tensor | None] = eager(module, query, key, value, attention_mask, **kwargs)
+        return attended
+    announce(row, EAGER_RUNS)
+    return _eager_by_runs(row, eager, module, (query, key, value), kwargs), None
+
+
+def _row_of(module: torch.nn.Module, query: Tensor, key: Tensor) -> FlatRow | None:
+    """The flat row in progress, of which these are the tokens."""
+    row = row_in_progress()
+    if row is None:
+        return None
+    if not query.shape[0] == 1 or not query.shape[2] == key.shape[2] == row.tokens:
+        raise ConfigError(
+            f"layout: {type(module).__name__} attends from {list(query.shape)} to {list(key.shape)}, which is not the "
+            f"flat row of {row.tokens} tokens in progress (prompt or prefix tuning adds tokens); set `layout: padded`."
+        )
+    return row
+
+
+def _longest(row: FlatRow) -> int:
+    """A length that no sample exceeds: a compiled graph would be that of one longest sample."""
+    return row.tokens if torch.compiler.is_compiling() else row.longest
+
+
+def _window(longest: int, kwargs: dict[str, Any]) -> int | None:
+    """The sliding window that an attention function is told; None if it holds samples of this length."""
+    window: int | None = kwargs.get("sliding_window")
+    return None if window is not None and window >= longest else window
 
 
 def _sdpa(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
@@ -183,9 +219,9 @@ _announced: set[str] = set()
 """The kernels that the log has named in this training."""
 
 
-def announce(kernel: str) -> None:
-    """Log a kernel the first time that it is used in a training, but not in a compiled graph, which would break."""
-    if not torch.compiler.is_compiling() and kernel not in _announced:
+def announce(row: FlatRow, kernel: str) -> None:
+    """Log a kernel the first time that a training uses it, but not in a compiled graph, which would break."""
+    if not row.is_trial and not torch.compiler.is_compiling() and kernel not in _announced:
         _announced.add(kernel)
         logger.info("attention of flat rows: %s", kernel)
 
@@ -246,24 +282,45 @@ def _flash(
     return attended[None, ..., : need.value_size]
 
 
-# sdpa, run by run
+# sdpa or eager, run by run: outside of compiled graphs, which would be those of one row
 
 
-@torch.compiler.disable  # a graph would be that of one row
-def _run_by_run(
+@torch.compiler.disable
+def _sdpa_by_runs(
     row: FlatRow, window: int | None, module: torch.nn.Module, states: Sequence[Tensor], kwargs: dict[str, Any]
 ) -> Tensor:
-    """The samples of a run go together, as rows of a padded micro-batch do. states: query, key, value."""
+    def by_sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if window is None or q.shape[2] <= window:
+            return _sdpa(module, q, k, v, None, **kwargs)[0]
+        return _sdpa(module, q, k, v, _visible(q, window), **kwargs | {"is_causal": False})[0]
+
+    return _run_by_run(row, by_sdpa, states)
+
+
+@torch.compiler.disable
+def _eager_by_runs(
+    row: FlatRow,
+    eager: Callable[..., tuple[Tensor, Tensor | None]],
+    module: torch.nn.Module,
+    states: Sequence[Tensor],
+    kwargs: dict[str, Any],
+) -> Tensor:
+    window = _window(row.longest, kwargs)
+
+    def by_eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = q.new_zeros(()).masked_fill(~_visible(q, window), torch.finfo(q.dtype).min)
+        return eager(module, q, k, v, mask, **kwargs)[0]
+
+    return _run_by_run(row, by_eager, states)
+
+
+def _run_by_run(row: FlatRow, function: Callable[..., Tensor], states: Sequence[Tensor]) -> Tensor:
+    """The samples of a run go together, as rows of a padded micro-batch do. states: query, key, value, of which
+    `function` gets [samples, heads, length, size] and returns [samples, length, heads, size]."""
     tokens = [rows * length for rows, length in row.runs]
     parts = []
     for run, *of_run in zip(row.runs, *(_parts(heads[0], tokens) for heads in states)):
-        q, k, v = (heads.unflatten(1, run).transpose(0, 1) for heads in of_run)
-        length = q.shape[2]
-        if window is None or length <= window:
-            part = _sdpa(module, q, k, v, None, **kwargs)[0]
-        else:
-            part = _sdpa(module, q, k, v, _band(length, window, q.device), **kwargs | {"is_causal": False})[0]
-        parts.append(part.flatten(0, 1))
+        parts.append(function(*(heads.unflatten(1, run).transpose(0, 1) for heads in of_run)).flatten(0, 1))
     return (parts[0] if len(parts) == 1 else torch.cat(parts))[None]
 
 
@@ -272,24 +329,22 @@ def _parts(heads: Tensor, tokens: Sequence[int]) -> Sequence[Tensor]:
     return heads.split(list(tokens), dim=1) if len(tokens) > 1 else (heads,)
 
 
-def _band(length: int, window: int, device: torch.device) -> Tensor:
-    """bool[1, 1, length, length]: each token sees itself and the `window - 1` before it."""
-    square = torch.ones(length, length, dtype=torch.bool, device=device)
-    return square.tril().triu(1 - window)[None, None]
+def _visible(query: Tensor, window: int | None) -> Tensor:
+    """bool[1, 1, length, length]: each token of `query` sees itself and the `window - 1` before it, or all before."""
+    square = query.new_ones(query.shape[2], query.shape[2], dtype=torch.bool).tril()
+    return (square if window is None else square.triu(1 - window))[None, None]
 
 
 # Into a model and out of it
 
 
 def why_unusable(model: Any) -> str | None:
-    """What of this model (a `PreTrainedModel`) `odb_varlen` cannot compute as sdpa does; None: nothing."""
+    """What of this model (a `PreTrainedModel`) `odb_varlen` cannot compute as sdpa or eager do; None: nothing."""
     config = text_config(model)
     if not hasattr(model, "set_attn_implementation") or _key(model) is None:
         return "its attention function cannot be chosen for its language model alone"
     if not getattr(type(model), "_can_set_attn_implementation", lambda: False)():
         return "it does not take attention functions of others"
-    if getattr(config, "attn_logit_softcapping", None):
-        return "it caps attention logits, which sdpa does not"
     if getattr(model.config, "model_type", "") in OVERLAYS:  # transformers 4 does not let `make_mask` see them
         return "the tokens of an image see each other, which takes a mask"
     if getattr(config, "sliding_window", None) and not _tells_windows(model):
@@ -298,7 +353,7 @@ def why_unusable(model: Any) -> str | None:
 
 
 def install(model: Any) -> Callable[[], None]:
-    """Choose `odb_varlen` for the language model of `model`; returns what puts the former function back.
+    """Put `odb_varlen` in the place of sdpa or eager in the language model; returns a function that undoes it.
 
     Raises `ConfigError` where transformers does not do it.
     """
@@ -306,10 +361,11 @@ def install(model: Any) -> Callable[[], None]:
     key, config = _key(model), text_config(model)
     assert key is not None, "why_unusable comes first"
     before = config._attn_implementation
-    model.set_attn_implementation({key: NAME})
-    if text_config(model)._attn_implementation != NAME:
+    name = EAGER_NAME if before == "eager" else NAME
+    model.set_attn_implementation({key: name})
+    if text_config(model)._attn_implementation != name:
         raise ConfigError(
-            f"layout: transformers has not taken {NAME} for {type(model).__name__}; set `layout: padded`, or install a "
+            f"layout: transformers has not taken {name} for {type(model).__name__}; set `layout: padded`, or install a "
             "tested release (`odb-factory doctor` names them)."
         )
     return lambda: model.set_attn_implementation({key: before})
@@ -318,6 +374,8 @@ def install(model: Any) -> Callable[[], None]:
 def expected(model: Any, device: torch.device, dtype: torch.dtype) -> str:
     """The kernel for the training of `model`, by its config. A layer that needs another one logs that itself."""
     config = text_config(model)
+    if config._attn_implementation == "eager":
+        return EAGER_RUNS
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     dropout = getattr(config, "attention_dropout", None) or 0.0
     kernel = kernel_of(Need(device=device, dtype=dtype, size=size, value_size=size, dropout=dropout))

@@ -2,9 +2,10 @@
 
 A reason of the caller's and streams come first; then, in this order:
 1. `RULES`: what no check computes (images, arguments of the training, releases), by name.
-2. The attention kernel: `odb_varlen` takes the place of sdpa where it computes the same; flash and flex attention stay;
-   sdpa otherwise and eager are exact, but their price grows with the square of the row, so an accelerator takes them
-   only if asked to. Mixers that carry state along the row see padded groups of samples (`model/mixers.py`).
+2. The attention kernel: `odb_varlen` takes the place of sdpa and eager where it computes the same; flash and flex
+   attention stay; sdpa and eager otherwise are exact, but their cost grows with the square of the row, so an
+   accelerator takes them only if asked to. Mixers that carry state along the row see padded groups of samples
+   (`model/mixers.py`).
 3. A tiny random copy of the model, on the host, in a second (`check`). Its samples have 5 to 80 tokens, and its
    windows, chunks, top-k and original contexts are shorter than most of them. Token losses and gradient of one flat row
    are compared with those of each sample alone in stock. Where they differ, a padded micro-batch is computed too, which
@@ -29,7 +30,6 @@ from typing import Any, Literal
 
 import torch
 import transformers
-from packaging.version import Version
 from torch import Tensor
 from torch.nn import functional
 from transformers.integrations import is_deepspeed_zero3_enabled
@@ -50,7 +50,7 @@ def unwrapped(model: Any) -> Any:
     while True:
         if hasattr(model, "module"):
             model = model.module
-        elif hasattr(model, "v_head"):  # TRL's model with a reward head
+        elif hasattr(model, "pretrained_model"):  # TRL's model with a reward head, whatever its name
             model = model.pretrained_model
         elif hasattr(model, "get_base_model"):  # PEFT's
             return model.get_base_model()
@@ -74,8 +74,6 @@ def shifts_labels(model: Any) -> bool:
 
 CROSS_ATTENTION = ("mllama",)
 """Models whose text attends to the images of its row."""
-WHOLE_ROW_KERNELS = ("sdpa", "eager", "flex_attention")
-"""They see the ends of samples in a mask that transformers makes from positions."""
 
 
 def _unknown(model: Any, args: Any) -> str | None:
@@ -89,11 +87,6 @@ def _cross_attention(model: Any, args: Any) -> str | None:
     return f"{name} attends from every token of a row to all images of that row" if name in CROSS_ATTENTION else None
 
 
-def _noise(model: Any, args: Any) -> str | None:
-    alpha = getattr(args, "neftune_noise_alpha", None)
-    return f"neftune_noise_alpha: {alpha} scales its noise by the length of the row" if alpha else None
-
-
 def _first_labels(model: Any, args: Any) -> str | None:
     factor = getattr(args, "label_smoothing_factor", 0)
     if not factor or shifts_labels(model):
@@ -104,25 +97,11 @@ def _first_labels(model: Any, args: Any) -> str | None:
     )
 
 
-def _masks(model: Any, args: Any) -> str | None:
-    """transformers 4 looks for packed samples with torch >= 2.6 only."""
-    kernel = attention.text_config(model)._attn_implementation
-    old = Version(torch.__version__) < Version("2.6") and Version(transformers.__version__) < Version("5")
-    if not old or kernel not in WHOLE_ROW_KERNELS:
-        return None
-    return (
-        f"the masks that transformers {transformers.__version__} makes for {kernel} with torch {torch.__version__} do "
-        "not tell samples apart (torch >= 2.6 does)"
-    )
-
-
 RULES: tuple[Callable[[Any, Any], str | None], ...] = (
     _unknown,
     lambda model, args: mixers.why_unusable(model),
     _cross_attention,
-    _noise,
     _first_labels,
-    _masks,
 )
 
 
@@ -193,16 +172,16 @@ def _by_kernel(models: Sequence[Any], layout: str, args: Any) -> Layout:
     if "flash" in kernel:
         kinds = {parameter.kind for parameter in inspect.signature(model.forward).parameters.values()}
         return _flat(models, layout, kernel, with_boundaries=inspect.Parameter.VAR_KEYWORD in kinds)
-    why_not = "" if kernel != "sdpa" else attention.why_unusable(model)
+    if kernel not in ("sdpa", "eager"):
+        if kernel == "flex_attention" or layout == "flat":
+            return _flat(models, layout, kernel)
+        return _padded(layout, f"nothing is known of the attention kernel {kernel}")
+    why_not = attention.why_unusable(model)
     if why_not is None:
         dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else model.dtype
         used = attention.expected(model, args.device, dtype)
         return _flat(models, layout, f"{attention.NAME}: {used}", install=True)
-    if kernel == "flex_attention" or (kernel not in ("sdpa", "eager") and layout == "flat"):
-        return _flat(models, layout, kernel)
-    if kernel not in ("sdpa", "eager"):
-        return _padded(layout, f"nothing is known of the attention kernel {kernel}")
-    price = f"{kernel}: {PRICE}" + (f"; {attention.NAME} does not take its place: {why_not}" if why_not else "")
+    price = f"{kernel}: {PRICE}; {attention.NAME} does not take its place: {why_not}"
     if args.device.type != "cpu" and layout != "flat":
         return _padded(layout, f"{price}; `layout: flat` has it all the same")
     return _flat(models, layout, price)
@@ -383,7 +362,8 @@ class TinyCopy:
         if kernel is not None and kernel not in COMPUTED_HERE and not is_flash:
             raise Unknown(f"nothing is known of the attention function {kernel}")
         self.name = model_class.__name__
-        self.model = tiny_copy(model_class, config, kernel if kernel in (None, "eager") else "sdpa")
+        own = "sdpa" if getattr(model_class, "_supports_sdpa", True) else "eager"
+        self.model = tiny_copy(model_class, config, kernel if kernel in (None, "eager") else own)
         if is_flash and (why := attention.why_unusable(self.model)) is not None:
             raise Unknown(f"{kernel} does not run on the host, and {why}")
         self._installs = installs or is_flash
@@ -403,10 +383,8 @@ class TinyCopy:
         """All samples in one micro-batch of stock."""
         return self._run(self._rows(range(len(LENGTHS))))
 
-    def flat(self, *, lengths_are_known: bool = True) -> Outcome:
-        """All samples in one flat row, as odb computes it; or as one long sample, which must be far off."""
-        total = sum(LENGTHS)
-        segments = LENGTHS if lengths_are_known else (total,)
+    def flat(self, segments: Sequence[int] = LENGTHS) -> Outcome:
+        """All samples in one flat row, which is computed as these segments."""
         ends = itertools.accumulate(LENGTHS)
         batch = {
             "input_ids": torch.cat(self._ids)[None],

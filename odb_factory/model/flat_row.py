@@ -1,8 +1,10 @@
-"""The flat row that a model computes: the lengths of its samples, for whatever part of the model asks.
+"""The flat row that a model computes: the lengths of its samples, for each part of the model that asks.
 
 Attention and mixers take the lengths from here, not from arguments that each model would have to hand down: a model
-cannot lose them on the way, and nothing is read back from the device. The row is global to the process, for autograd
-recomputes checkpointed layers in threads of its own, which have no context.
+cannot lose them on the way, and nothing is read back from the device. The row is global to the process, because
+autograd recomputes checkpointed layers in threads of its own, which have no context. Where a loop computes other rows
+before the backward of one, `row_of_backward` brings its row back; a forward of another thread that is of no row leaves
+the row of this one alone.
 """
 
 from __future__ import annotations
@@ -11,11 +13,13 @@ import contextlib
 import functools
 import itertools
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 
 class FlatRow:
@@ -56,6 +60,10 @@ def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 _row: FlatRow | None = None
+_owner: int | None = None
+"""The thread that has begun the row."""
+_without_row: set[int] = set()
+"""Other threads, in a forward that is of no row."""
 _numbers = itertools.count()
 _devices: set[torch.device] = set()
 """Where attention has asked for ends: rows have them there before a forward, so that a compiled graph is given them and
@@ -64,13 +72,13 @@ serves every row of its length."""
 
 def row_in_progress() -> FlatRow | None:
     """The row that forward and backward are of; None for a padded micro-batch."""
-    return _row
+    return None if _without_row and threading.get_ident() in _without_row else _row
 
 
 def begin_row(segments: Sequence[int]) -> None:
     """From here on forward and backward are of this flat row; of a padded micro-batch where there are no segments."""
-    global _row
-    _row = FlatRow(segments) if segments else None
+    global _row, _owner
+    _row, _owner = FlatRow(segments) if segments else None, threading.get_ident()
 
 
 @contextlib.contextmanager
@@ -80,14 +88,54 @@ def flat_row(segments: Sequence[int], *, is_trial: bool = False) -> Iterator[Non
     with flat_row((5, 3)):
         model(input_ids=ids, position_ids=positions).loss.backward()  # ids: [1, 8]
     """
-    global _row
-    before = _row
+    global _row, _owner
+    before, thread = _row, threading.get_ident()
+    if before is not None and not segments and thread != _owner and thread not in _without_row:
+        _without_row.add(thread)
+        try:
+            yield
+        finally:
+            _without_row.remove(thread)
+        return
+    if segments:
+        _owner = thread
     if before is None or before.segments != tuple(segments):
         _row = FlatRow(segments, is_trial) if segments else None
     try:
         yield
     finally:
         _row = before
+
+
+def row_of_backward(output: Any, row: FlatRow) -> None:
+    """Let the backward from `output`, a result of a model, be of this row, whichever row has begun since."""
+
+    def begin(_: Tensor) -> None:
+        global _row
+        before, _row = _row, row
+
+        def end() -> None:
+            global _row
+            _row = before
+
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    for tensor in tree_leaves(output):
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            tensor.register_hook(begin)
+
+
+def noise_by_sample(embedding: Any, _: Any, embedded: Tensor) -> Tensor:
+    """The hook of NEFTune for an embedding: noise of alpha / sqrt(length x width), where stock's hook takes the length
+    of the row and this one, in a flat row, that of the sample. embedded: [rows, length, width]."""
+    if not embedding.training:
+        return embedded
+    row = row_in_progress()
+    lengths = torch.full((1, 1, 1), embedded.shape[1])
+    if row is not None:
+        lengths = torch.tensor(row.segments).repeat_interleave(torch.tensor(row.segments))[None, :, None]
+    size = embedding.neftune_noise_alpha / (lengths * embedded.shape[2]).sqrt()
+    return embedded + torch.zeros_like(embedded).uniform_(-1, 1) * copy_to(size.to(embedded.dtype), embedded.device)
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:

@@ -37,13 +37,12 @@ from odb_factory.model.flat_row import FlatRow, copy_to, replace_forward, row_in
 
 KNOWN = (
     "GatedDeltaNet", "MambaMixer", "Mamba2Mixer", "BambaMixer", "FalconH1Mixer", "MambaLayer", "ShortConv",
-    "RecurrentBlock", "LightningAttention",
+    "RecurrentBlock", "LightningAttention", "RwkvBlock", "xLSTMBlock",
 )  # fmt: skip
-"""Endings of the class names of mixers that `install` covers; the name of the model family stands before them."""
+"""Endings of the class names of mixers that `install` covers; the name of the model family stands before them. The
+blocks of RWKV and xLSTM carry state in all of their parts."""
 RECURRENT_KINDS = ("linear_attention", "mamba", "mamba2", "conv", "hybrid", "recurrent")
 """Kinds of layers (`layer_types` of a config) that have a mixer."""
-WHOLE_BLOCKS = ("rwkv", "xlstm")
-"""Model types whose blocks carry state in all of their parts, not in a mixer."""
 WASTE, SMALL = 0.25, 256
 """Padding that a group may have: a part of its tokens, or this number of positions, which cost less than a call."""
 EQUAL_GROUPS = 4
@@ -195,8 +194,6 @@ def why_unusable(model: Any) -> str | None:
     Looks at the decoder alone: towers of images and sound see each medium by itself.
     """
     config = attention.text_config(model)
-    if config.model_type in WHOLE_BLOCKS:
-        return f"the blocks of {config.model_type} carry one sample into the next as a whole"
     decoder = _decoder(model)
     mixers = find(decoder)
     kinds = [str(kind) for kind in getattr(config, "layer_types", None) or ()]
@@ -206,7 +203,7 @@ def why_unusable(model: Any) -> str | None:
             f"{config.model_type} has {len(recurrent)} {' and '.join(sorted(set(recurrent)))} layers, which carry one "
             f"sample into the next, and {len(mixers)} mixers that odb knows"
         )
-    covered = {part for mixer in mixers for part in mixer.modules()}
+    covered = _parts(mixers)
     for name, part in decoder.named_modules():
         if part not in covered and (what := _carries(part)):
             return (
@@ -214,6 +211,10 @@ def why_unusable(model: Any) -> str | None:
                 "next, and no mixer that odb knows"
             )
     return None
+
+
+def _parts(mixers: Sequence[nn.Module]) -> set[nn.Module]:
+    return {part for mixer in mixers for part in mixer.modules()}
 
 
 def _decoder(model: Any) -> nn.Module:
@@ -233,5 +234,5 @@ def _carries(part: nn.Module) -> str | None:
 
 def has_attention(model: Any) -> bool:
     """Whether tokens of the language model attend to each other; in Mamba only its mixers move them."""
-    mixers = find(model)
-    return not mixers or any("Attention" in type(part).__name__ for part in model.modules() if part not in mixers)
+    mixed = _parts(find(model))
+    return not mixed or any("Attention" in type(part).__name__ for part in model.modules() if part not in mixed)

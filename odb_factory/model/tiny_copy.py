@@ -198,7 +198,7 @@ class _Sizes:
         if name.endswith("d_ssm"):
             return self.expand * HIDDEN
         if re.search(KEY_HEADS, name):
-            return value if value == 1 else HEADS if value >= self.heads else GROUPS
+            return value if value == 1 else min(self.heads, HEADS) if value >= self.heads else GROUPS
         if re.search(HEAD_SIZES, name) and not name.startswith("linear_"):
             return max(2, round(value / self.head_factor) // 2 * 2)
         if re.search(LIKE_HIDDEN, name) and value in (self.hidden, 2 * self.hidden):

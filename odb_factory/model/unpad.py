@@ -24,7 +24,15 @@ from torch import Tensor, nn
 from odb_factory.errors import ConfigError, DataError
 from odb_factory.log import get_logger
 from odb_factory.model.check import NUM_SAMPLES, Runs, check_rows, not_right, of_batches, resolve_layout, unwrapped
-from odb_factory.model.flat_row import FlatRow, copy_to, flat_row, forward_replaced, replace_forward, row_in_progress
+from odb_factory.model.flat_row import (
+    FlatRow,
+    copy_to,
+    flat_row,
+    forward_replaced,
+    replace_forward,
+    row_in_progress,
+    row_of_backward,
+)
 from odb_factory.model.head import WithoutLogits
 
 logger = get_logger(__name__)
@@ -246,7 +254,10 @@ class _LoopDoor:
         row, positions = row_in_progress(), kwargs.get("position_ids")
         if _is_flat(positions) and kwargs.get("attention_mask") is None:
             if row is not None and self._is_of(positions, row):
-                return own(*args, **kwargs)
+                output = own(*args, **kwargs)
+                if not torch.compiler.is_compiling():
+                    row_of_backward(output, row)
+                return output
             if self._model.training:
                 in_progress = "of no flat row" if row is None else f"of another row, of {row.tokens}"
                 raise ConfigError(

@@ -242,7 +242,6 @@ def layout_of(asked: Asked, rows: TrainingRows) -> Layout:
         finetuning_args=asked.parsed.finetuning,
         args=SimpleNamespace(
             device=torch.device("cpu") if asked.uses_cpu else ACCELERATOR,
-            neftune_noise_alpha=asked.parsed.training.neftune_noise_alpha,
             label_smoothing_factor=asked.parsed.training.label_smoothing_factor,
             bf16=asked.parsed.training.bf16,
             fp16=asked.parsed.training.fp16,

@@ -44,7 +44,7 @@ from odb_factory.model.check import (
     resolve_layout,
     unwrapped,
 )
-from odb_factory.model.flat_row import flat_row
+from odb_factory.model.flat_row import flat_row, noise_by_sample
 from odb_factory.model.unpad import FlatRows, UnpadDoor, positions_of_samples
 from odb_factory.planning import Collation
 from odb_factory.training import checkpoint
@@ -301,6 +301,10 @@ class Session:
         budgets are chosen. Call after the model is wrapped."""
         assert self.run is not None and self.layout is not None
         check_hooks(self.trainer)
+        if self.layout.name == "flat" and getattr(self.trainer, "neftune_hook_handle", None) is not None:
+            self.trainer.neftune_hook_handle.remove()
+            embedding = unwrapped(self.trainer.model).get_input_embeddings()
+            self.trainer.neftune_hook_handle = embedding.register_forward_hook(noise_by_sample)
         loader, configured = self.run.loader, self.settings.config
         if self.is_unchecked and loader.has_rows:
             why = self.check_layout(
@@ -461,7 +465,7 @@ class Session:
     @contextlib.contextmanager
     def flat(self, rows: FlatRows) -> Iterator[None]:
         """Every model that sees the batch computes these rows in place of its own."""
-        has_reward_head = hasattr(self.trainer.model, "v_head")
+        has_reward_head = hasattr(self.trainer.model, "pretrained_model")  # of TRL
         self._doors = self._doors or [
             UnpadDoor(model, reads_hidden_states=has_reward_head) for model in models_of(self.trainer)
         ]

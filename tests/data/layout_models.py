@@ -51,21 +51,6 @@ TEXT: dict[str, dict[str, Any]] = {
     "qwen3_moe": _EXPERTS,
     "mixtral": {"num_local_experts": 4},
 }
-MORE_TEXT: dict[str, dict[str, Any]] = {
-    "gemma": {},
-    "glm": {},
-    "phi": {"partial_rotary_factor": 0.5},
-    "cohere2": _SLIDING,
-    "smollm3": {"no_rope_layers": [1, 0]},
-    "starcoder2": {},
-    "seed_oss": {},
-    "ernie4_5": {},
-    "hunyuan_v1_dense": {},
-    "exaone4": _SLIDING,
-    "qwen2_moe": {"shared_expert_intermediate_size": 16} | _EXPERTS,
-    "gpt_neox": {},
-    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 512},
-}
 COMPUTES_IN_FLOAT32 = ("gemma", "gemma2", "gemma3_text", "gemma3", "cohere2")
 """Whose norms are float32 in a model of float64."""
 
@@ -359,7 +344,7 @@ def _flash(
 
 
 def text_model(family: str, attention: str) -> Any:
-    config = AutoConfig.for_model(family, **_TEXT | (TEXT | MORE_TEXT)[family])
+    config = AutoConfig.for_model(family, **_TEXT | TEXT[family])
     for name in ("residual_dropout", "attention_dropout"):
         if hasattr(config, name):
             setattr(config, name, 0.0)

@@ -16,7 +16,6 @@ import torch
 from data.layout_models import (
     COMPUTES_IN_FLOAT32,
     FLASH,
-    MORE_TEXT,
     TEXT,
     VISION,
     Case,
@@ -40,7 +39,7 @@ from odb_factory.model import attention
 from odb_factory.model.flat_row import flat_row
 from odb_factory.planning import Collation, Sizes
 
-ATTENTION = {"sdpa": "sdpa", "eager": "eager", attention.NAME: "sdpa", FLASH: FLASH}
+ATTENTION = {"sdpa": "sdpa", attention.EAGER_NAME: "eager", attention.NAME: "sdpa", FLASH: FLASH}
 """Attention of the flat row, and of the padded rows it is compared with."""
 EXACT, FLOAT32 = (1e-14, 1e-13), (1e-6, 1e-5)
 """Bounds of the relative deviation: of the loss, and of the gradient of any parameter."""
@@ -92,7 +91,7 @@ def deviation(reference: Gradients, found: Gradients, noise: float) -> float:
 
 def compare(model: Any, cases: dict[str, tuple[Case, list[Case]]], family: str, attention: str, table: Any) -> None:
     """cases: a padded batch, and each of its samples as one of its own, for where the padded one has no gradient."""
-    bound = FLOAT32 if family in COMPUTES_IN_FLOAT32 or attention == "eager" else EXACT
+    bound = FLOAT32 if family in COMPUTES_IN_FLOAT32 or ATTENTION[attention] == "eager" else EXACT
     noise = bound[1] / 100
     for name, (case, alone) in cases.items():
         weights = [0.3 + 0.1 * k for k in range(len(case.tokens))]
@@ -133,13 +132,6 @@ def text_cases() -> dict[str, tuple[Case, list[Case]]]:
 @pytest.mark.parametrize("attention", ATTENTION)
 @pytest.mark.parametrize("family", TEXT)
 def test_text_models(family: str, attention: str, table: Any) -> None:
-    compare(text_model(family, ATTENTION[attention]), text_cases(), family, attention, table)
-
-
-@pytest.mark.full_grid
-@pytest.mark.parametrize("attention", ATTENTION)
-@pytest.mark.parametrize("family", MORE_TEXT)
-def test_more_text_models(family: str, attention: str, table: Any) -> None:
     compare(text_model(family, ATTENTION[attention]), text_cases(), family, attention, table)
 
 

@@ -33,7 +33,6 @@ BEFORE_A_MODEL: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"packing": True}, ("packing: True does not go", "remove")),
     ({"stage": "pt", "packing": True}, ("packing: True does not go", "layout: flat")),
     ({"neat_packing": True, "odb": {"token_budget": 256, "layout": "padded"}}, ("neat_packing: True", "remove one")),
-    ({"neftune_noise_alpha": 5, "odb": FLAT}, ("neftune_noise_alpha: 5", "padded")),
     ({"shift_attn": True, "odb": FLAT}, ("shift_attn: True", "padded")),
     ({"use_mca": True}, ("use_mca: True", "remove")),
     ({"use_unsloth": True}, ("use_unsloth: True", "remove")),

@@ -21,7 +21,8 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from odb_factory.model import attention
-from odb_factory.model.check import RULES, Difference, TinyCopy, Verdict, check_architecture, quiet
+from odb_factory.model.check import LENGTHS, RULES, Difference, TinyCopy, Verdict, check_architecture, quiet
+from odb_factory.model.mixers import has_attention
 from odb_factory.model.tiny_copy import tiny_copy
 
 _TEXT = """
@@ -171,13 +172,13 @@ def look_at(name: str) -> Family:
     with quiet():
         copy = tiny_copy(model_class, config, None)
         kernel = attention.text_config(copy)._attn_implementation
-        installs = kernel == "sdpa" and attention.why_unusable(copy) is None
+        installs = has_attention(copy) and attention.why_unusable(copy) is None
         verdict = check_architecture(model_class, config, kernel, installs)
         rule = next((why for one in RULES if (why := one(copy, SimpleNamespace())) is not None), None)
         mutated: Difference | str
         try:
             tiny = TinyCopy(model_class, config, kernel, installs)
-            mutated = tiny.flat(lengths_are_known=False).difference(tiny.alone())
+            mutated = tiny.flat((sum(LENGTHS),)).difference(tiny.alone())
         except Exception as error:
             mutated = type(error).__name__
     return Family(name, attention.NAME if installs else kernel, verdict, rule, mutated)

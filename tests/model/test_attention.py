@@ -81,18 +81,25 @@ def test_a_row_of_another_length_is_refused() -> None:
     sum_of_losses(model, padded_batch(rows))  # outside of a flat row it is sdpa again
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"attn_logit_softcapping": 50.0}, "caps attention logits"),
-        ({"model_type": "gemma3"}, "tokens of an image see each other"),
-    ],
-)
-def test_where_it_is_not_what_sdpa_is(changes: dict[str, Any], reason: str) -> None:
-    model = make_model("llama")
-    for key, value in changes.items():
-        setattr(model.config, key, value)
-    assert reason in (attention.why_unusable(model) or "")
+@pytest.mark.parametrize("checkpointing", [None, False], ids=["", "checkpointing"])
+@pytest.mark.parametrize("kind", ["gpt_oss", "gemma2", "mistral"])
+def test_eager(kind: str, checkpointing: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With sinks, with capped scores, with a window; evaluations are those of the model's own function."""
+    monkeypatch.setitem(ALLOWED, "gemma2", SLIDING | {"head_dim": 8, "attn_logit_softcapping": 2.0})
+    model, rows = make_model(kind, torch.float64, "eager"), samples()
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+    batch = padded_batch(rows)
+    expected = sum_of_losses(model, batch), gradients(model)
+    assert attention.why_unusable(model) is None
+    undo = attention.install(model)
+    assert attention.text_config(model)._attn_implementation == attention.EAGER_NAME
+    assert sum_of_losses(model, batch) == expected[0]
+    loss = sum_of_losses(model, flat_batch(rows), LENGTHS)
+    assert abs(loss / expected[0] - 1) < 1e-6
+    assert largest_difference(gradients(model), expected[1]) < 1e-6
+    undo()
+    assert attention.text_config(model)._attn_implementation == "eager"
 
 
 @pytest.mark.parametrize("kind", ["phimoe", "qwen2_moe", "qwen2"])

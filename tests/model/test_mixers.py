@@ -270,8 +270,9 @@ def test_a_convolution_of_a_tower_is_none_of_the_row() -> None:
     assert mixers.why_unusable(model) is None
 
 
-@pytest.mark.parametrize("kind", ["rwkv", "xlstm"])
-def test_blocks_that_carry_state_as_a_whole_are_refused(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "block"), [("rwkv", "RwkvBlock"), ("xlstm", "xLSTMBlock")])
+def test_blocks_that_carry_state_as_a_whole_are_mixers(kind: str, block: str) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, num_hidden_layers=1, num_blocks=1))
-    assert f"the blocks of {kind} carry one sample into the next" in str(mixers.why_unusable(model))
+    assert mixers.describe(model) == f"1 {block}" and mixers.why_unusable(model) is None
+    assert not mixers.has_attention(model)

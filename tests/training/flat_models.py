@@ -56,13 +56,13 @@ ALLOWED: dict[str, dict[str, Any]] = {
     "qwen3_moe": HEAD | MOE,
     "mixtral": HEAD | {"num_local_experts": 4},
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "gpt_oss": HEAD | SLIDING | {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 REFUSED: dict[str, dict[str, Any]] = {
     "llama4_text": HEAD
     | {"attention_chunk_size": WINDOW, "intermediate_size_mlp": 48, "num_local_experts": 2, "no_rope_layers": [1, 0]},
     "bloom": {"n_head": 4, "n_layer": 2},
     "falcon": {"alibi": False},
-    "gpt_oss": HEAD | SLIDING | {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 MIXERS: dict[str, dict[str, Any]] = {
     "qwen3_next": HEAD | MOE | DELTA | {"shared_expert_intermediate_size": 16},
@@ -127,6 +127,7 @@ MIXERS: dict[str, dict[str, Any]] = {
         "use_mem_rope": True,
         "num_mem_blocks": 1,
     },
+    "rwkv": {"attention_hidden_size": 32},
     "recurrent_gemma": {"lru_width": 32, "attention_window_size": WINDOW, "block_types": ["recurrent", "attention"]},
 }
 """Their mixers carry state along the row."""

@@ -1,0 +1,184 @@
+"""I10: forward and backward are of the right flat row, whatever runs in between; NEFTune divides by a sample's length.
+
+Recomputation (reentrant or not), reference passes, two models, other rows before the backward, other threads.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+from training.flat_models import (
+    flat_batch,
+    gradients,
+    largest_difference,
+    make_model,
+    padded_batch,
+    samples,
+    sum_of_losses,
+)
+from transformers.integrations.neftune import neftune_post_forward_hook
+
+from odb_factory.model import attention, mixers
+from odb_factory.model.flat_row import begin_row, flat_row, noise_by_sample, row_in_progress, row_of_backward
+
+FIRST, SECOND = (3, 17, 9), (17, 4, 8)
+"""Rows of one total, so that nothing but their samples tells them apart."""
+ROWS = {lengths: samples(lengths) for lengths in (FIRST, SECOND)}
+
+
+def installed(kind: str, *, reentrant: bool | None = None) -> Any:
+    model = make_model(kind, torch.float64)
+    mixers.install(model)
+    if mixers.has_attention(model):
+        attention.install(model)
+    if reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+    return model
+
+
+@pytest.fixture(autouse=True)
+def no_row_is_left() -> Iterator[None]:
+    yield
+    begin_row(())
+
+
+def loss_of(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    logits, targets = model(**inputs).logits[:, :-1], batch["labels"][:, 1:]
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+def separately(model: Any) -> dict[str, torch.Tensor]:
+    """The gradient of both rows, one after the other."""
+    parts = []
+    for lengths in (FIRST, SECOND):
+        sum_of_losses(model, flat_batch(ROWS[lengths]), lengths)
+        parts.append(gradients(model))
+    model.zero_grad()
+    return {name: parts[0][name] + parts[1][name] for name in parts[0]}
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True], ids=["kept", "recomputed", "reentrant"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5_text", "mamba2", "gpt_oss"])
+def test_another_row_before_the_backward(kind: str, reentrant: bool | None) -> None:
+    """As in a loop that adds up the losses of two micro-batches. Without `row_of_backward` reentrant recomputation is
+    silently wrong, and the other kind ends in an error."""
+    model = installed(kind, reentrant=reentrant)
+    expected = separately(model)
+    for remembered in (True, False):
+        losses = []
+        for lengths in (FIRST, SECOND):
+            begin_row(lengths)
+            losses.append(loss_of(model, flat_batch(ROWS[lengths])))
+            row = row_in_progress()
+            assert row is not None
+            if remembered:
+                row_of_backward(losses[-1], row)
+        if not remembered and reentrant is False:
+            with pytest.raises(torch.utils.checkpoint.CheckpointError):
+                torch.stack(losses).sum().backward()
+            return
+        torch.stack(losses).sum().backward()
+        assert row_in_progress() is row, "the row that has begun last is in progress again"
+        found = largest_difference(gradients(model), expected)
+        model.zero_grad()
+        assert (found < 1e-6) == (remembered or reentrant is None)
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["recomputed", "reentrant"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5_text"])
+def test_passes_between_forward_and_backward(kind: str, reentrant: bool) -> None:
+    """A reference model on the same row, a model with padded rows, and an evaluation."""
+    model, other = installed(kind, reentrant=reentrant), installed(kind)
+    sum_of_losses(model, flat_batch(ROWS[FIRST]), FIRST)
+    expected = gradients(model)
+    model.zero_grad()
+    batch, rows = flat_batch(ROWS[FIRST]), padded_batch(ROWS[SECOND])
+    with torch.no_grad():
+        alone = loss_of(other, rows)
+    with flat_row(FIRST):
+        loss = loss_of(model, batch)
+        with torch.no_grad():
+            torch.testing.assert_close(loss_of(other, batch), loss.detach())
+            with flat_row(()):
+                torch.testing.assert_close(loss_of(other, rows), alone)
+        loss.backward()
+    assert largest_difference(gradients(model), expected) < 1e-9
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5_text"])
+def test_a_forward_of_another_thread(kind: str) -> None:
+    """Of no row: the row of this thread stays, and acts there where a thread says nothing: attention refuses."""
+    model = installed(kind)
+    rows = {"input_ids": torch.arange(5, 12)[None]}
+    with torch.no_grad():
+        expected = model(**rows).logits
+    found: list[Any] = []
+
+    def forward(within: Any) -> None:
+        with torch.no_grad(), within:
+            try:
+                found.append((model(**rows).logits, row_in_progress()))
+            except Exception as error:
+                found.append(error)
+
+    def others(*contexts: Any) -> None:
+        for context in contexts:
+            thread = threading.Thread(target=forward, args=(context,))
+            thread.start()
+            thread.join()
+
+    with flat_row(FIRST):
+        inside, go_on = threading.Event(), threading.Event()
+
+        def stays() -> None:
+            with flat_row(()):
+                inside.set()
+                go_on.wait()
+
+        waiting = threading.Thread(target=stays)
+        waiting.start()
+        inside.wait()
+        row = row_in_progress()
+        assert row is not None and row.segments == FIRST, "another thread is within a forward of no row"
+        go_on.set()
+        waiting.join()
+        others(flat_row(()), torch.no_grad())
+        assert row_in_progress() is row
+    torch.testing.assert_close(found[0][0], expected)
+    assert found[0][1] is None and "not the flat row of 29 tokens" in str(found[1])
+
+
+def test_noise_is_that_of_each_sample_alone() -> None:
+    """NEFTune in training mode, against stock's hook on each sample, with the same random numbers; padded as stock."""
+    model = installed("llama")
+    embedding = model.get_input_embeddings()
+    embedding.neftune_noise_alpha = 5.0
+
+    def train(hook: Any, *batches: tuple[dict[str, torch.Tensor], tuple[int, ...]]) -> Any:
+        handle = embedding.register_forward_hook(hook)
+        torch.manual_seed(3)
+        total = {}
+        for batch, segments in batches:
+            loss = sum_of_losses(model, batch, segments)
+            of_batch = gradients(model) | {"loss": loss}
+            total = {name: value + total.get(name, 0) for name, value in of_batch.items()}
+        handle.remove()
+        return total
+
+    rows = ROWS[FIRST]
+    alone = train(neftune_post_forward_hook, *((flat_batch([row]), ()) for row in rows))
+    flat = train(noise_by_sample, (flat_batch(rows), FIRST))
+    assert largest_difference(flat, alone) < 1e-9
+    by_row = train(neftune_post_forward_hook, (flat_batch(rows), FIRST))
+    assert largest_difference(by_row, alone) > 1e-2, "stock's hook divides by the length of the row"
+    padded = (padded_batch(rows), ())
+    assert largest_difference(train(noise_by_sample, padded), train(neftune_post_forward_hook, padded)) < 1e-9
+    model.eval()
+    assert largest_difference(train(noise_by_sample, padded), train(lambda *_: None, padded)) == 0
