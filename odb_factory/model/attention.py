@@ -230,17 +230,8 @@ def announce(row: FlatRow, kernel: str) -> None:
 
 
 FLASH_ARGUMENTS = (
-    "query",
-    "key",
-    "value",
-    "cum_seq_q",
-    "cum_seq_k",
-    "max_q",
-    "max_k",
-    "dropout_p",
-    "is_causal",
-    "return_debug_mask",
-)
+    "query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal", "return_debug_mask",
+)  # fmt: skip
 
 
 def find_flash_forward() -> Callable[..., Any] | None:

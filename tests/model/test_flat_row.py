@@ -5,6 +5,7 @@ Recomputation (reentrant or not), reference passes, two models, other rows befor
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional
+from torch.utils.checkpoint import CheckpointError
 from training.flat_models import (
     flat_batch,
     gradients,
@@ -67,8 +69,8 @@ def separately(model: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("reentrant", [None, False, True], ids=["kept", "recomputed", "reentrant"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3_5_text", "mamba2", "gpt_oss"])
 def test_another_row_before_the_backward(kind: str, reentrant: bool | None) -> None:
-    """As in a loop that adds up the losses of two micro-batches. Without `row_of_backward` reentrant recomputation is
-    silently wrong, and the other kind ends in an error."""
+    """As in a loop that adds up the losses of two micro-batches. Without `row_of_backward` recomputation is
+    silently wrong, or ends in an error."""
     model = installed(kind, reentrant=reentrant)
     expected = separately(model)
     for remembered in (True, False):
@@ -80,15 +82,14 @@ def test_another_row_before_the_backward(kind: str, reentrant: bool | None) -> N
             assert row is not None
             if remembered:
                 row_of_backward(losses[-1], row)
-        if not remembered and reentrant is False:
-            with pytest.raises(torch.utils.checkpoint.CheckpointError):
-                torch.stack(losses).sum().backward()
-            return
-        torch.stack(losses).sum().backward()
+        # Non-reentrant checkpoints find recomputed tensors of other shapes.
+        with contextlib.nullcontext() if remembered else contextlib.suppress(CheckpointError):
+            torch.stack(losses).sum().backward()
         assert row_in_progress() is row, "the row that has begun last is in progress again"
-        found = largest_difference(gradients(model), expected)
+        found = gradients(model)
+        is_right = found.keys() == expected.keys() and largest_difference(found, expected) < 1e-6
         model.zero_grad()
-        assert (found < 1e-6) == (remembered or reentrant is None)
+        assert is_right == (remembered or reentrant is None)
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["recomputed", "reentrant"])

@@ -297,7 +297,12 @@ def test_what_the_check_finds_is_trained_padded(
 
 def test_neftune_trains_flat_as_stock_trains_single_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its noise at its largest, instead of random: the losses would differ by the length that it is divided by."""
-    monkeypatch.setattr(torch.Tensor, "uniform_", lambda self, start, end: self.fill_(end))
+    draw = torch.Tensor.uniform_
+
+    def largest(self: torch.Tensor, start: Any = 0, end: Any = 1, **more: Any) -> torch.Tensor:
+        return draw(self, start, end, **more) if more else self.fill_(end)
+
+    monkeypatch.setattr(torch.Tensor, "uniform_", largest)
     changes = {
         "neftune_noise_alpha": 20.0,
         "max_steps": 3,
