@@ -71,6 +71,7 @@ _WINDOW = {"use_sliding_window": True, "sliding_window": 4096, "max_window_layer
 _EXPERTS = {"n_routed_experts": 32, "n_shared_experts": 2, "num_experts_per_tok": 4}
 _SPECIAL = {"vision_start_token_id": 151652, "vision_end_token_id": 151653}
 SWITCHES: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [9, 18, 27]},
     "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 8, "clip_qkv": 8.0}},
     "deepseek_v2": _EXPERTS,
     "dots1": _EXPERTS | {"sliding_window": 4096, "max_window_layers": 31},

@@ -315,7 +315,7 @@ def to_device(model: torch.nn.Module) -> None:
 def test_a_forward_on_fake_cuda_tensors(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every layer by a kernel of torch, on the device, and nothing is read back from it."""
     used: list[str] = []
-    monkeypatch.setattr(attention, "announce", used.append)
+    monkeypatch.setattr(attention, "announce", lambda row, kernel: used.append(kernel))
     model = make_model(kind, torch.bfloat16)
     attention.install(model)
     with fake_cuda(monkeypatch):
