@@ -99,13 +99,16 @@ def attend_eager(
 ) -> tuple[Tensor, Tensor | None]:
     """The same by the eager function of the model's own file, which may cap scores or have sinks."""
     row = None if attention_mask is not None else _row_of(module, query, key)
-    files = (sys.modules[kind.__module__] for kind in type(module).__mro__)
-    eager = next(found for file in files if (found := getattr(file, "eager_attention_forward", None)) is not None)
     if row is None:
-        attended: tuple[Tensor, Tensor | None] = eager(module, query, key, value, attention_mask, **kwargs)
-        return attended
+        return _eager_of(module)(module, query, key, value, attention_mask, **kwargs)
     announce(row, EAGER_RUNS)
-    return _eager_by_runs(row, eager, module, (query, key, value), kwargs), None
+    return _eager_by_runs(row, module, (query, key, value), kwargs), None
+
+
+@torch.compiler.disable
+def _eager_of(module: torch.nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    files = (sys.modules[kind.__module__] for kind in type(module).__mro__)
+    return next(found for file in files if (found := getattr(file, "eager_attention_forward", None)) is not None)
 
 
 def _row_of(module: torch.nn.Module, query: Tensor, key: Tensor) -> FlatRow | None:
@@ -289,14 +292,8 @@ def _sdpa_by_runs(
 
 
 @torch.compiler.disable
-def _eager_by_runs(
-    row: FlatRow,
-    eager: Callable[..., tuple[Tensor, Tensor | None]],
-    module: torch.nn.Module,
-    states: Sequence[Tensor],
-    kwargs: dict[str, Any],
-) -> Tensor:
-    window = _window(row.longest, kwargs)
+def _eager_by_runs(row: FlatRow, module: torch.nn.Module, states: Sequence[Tensor], kwargs: dict[str, Any]) -> Tensor:
+    eager, window = _eager_of(module), _window(row.longest, kwargs)
 
     def by_eager(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         mask = q.new_zeros(()).masked_fill(~_visible(q, window), torch.finfo(q.dtype).min)
