@@ -291,6 +291,7 @@ def test_the_engine_of_autograd_on_meta_tensors(monkeypatch: pytest.MonkeyPatch)
 @contextlib.contextmanager
 def fake_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tensors of the device "cuda" have shapes and no values; reading one back raises."""
+    monkeypatch.setattr("odb_factory.model.flat_row._devices", set())  # other tests have no such device
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)  # has no fake kernel
     with FakeTensorMode(allow_non_fake_inputs=True):
