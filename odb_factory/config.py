@@ -75,6 +75,7 @@ class ODBConfig:
     join: bool = True
     balance: bool | None = None
     balance_group_size: int = _number(256)
+    balance_encoder: bool | Literal["auto"] = False
     cost_model: Sequence[int] | None = _number(None, minimum=0)  # fixed, token, patch, square
     overlong: Literal["singleton", "drop", "error"] = "singleton"
     on_error: Literal["raise", "skip"] = "raise"
@@ -138,6 +139,11 @@ class ODBConfig:
             yield (
                 f"oom: 'split' cuts micro-batches to save memory, and `row_multiple: {self.row_multiple}` would fill "
                 "up the rows of their parts; leave one of both out"
+            )
+        if self.oom == "split" and self.balance_encoder:
+            yield (
+                "oom: 'split' computes micro-batches again on one rank, and with `balance_encoder` each needs the "
+                "others; leave one of both out"
             )
         if self.keeps and not self.join:
             yield (
@@ -260,7 +266,8 @@ class _Key(NamedTuple):
             example = f"is not a share; write a number above 0 and at most 1, such as {self.default}"
             return None if is_share else example
         if self.kind is bool:
-            return None if isinstance(value, bool) else "is not true or false"
+            other = f" (or {', '.join(self.choices)})" if self.choices else ""
+            return None if isinstance(value, bool) else f"is not true or false{other}"
         if self.kind is Sequence:
             is_list = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
             if is_list and all(_is_whole(one) and self.minimum <= one <= self.maximum for one in value):

@@ -403,8 +403,19 @@ def write_rows(folder: Path) -> Path:
         asked, answer = talk["conversations"]
         asked = asked | {"value": "<audio>" * len(names) + asked["value"]}
         sounds.append({"conversations": [asked, answer], "audios": names})
-    rows = {"documents": documents, "pairs": pairs, "pictures": pictures, "sounds": sounds}
-    rows |= {"talks": talks, "judged": judged, "albums": albums}
+    uneven, films = [], []  # all media in the rows that the first of two ranks draws
+    frames = [f"frame_{number}.png" for number in range(4)]
+    for name in frames:
+        Image.effect_noise((64, 64), 60).convert("RGB").save(folder / name)
+    for k, talk in enumerate(talks[:24]):  # whole optimizer steps of 2 ranks
+        asked, answer = talk["conversations"]
+        images = [] if k % 2 else (["wide.png"], ["tall.png", "wide.png"])[k // 2 % 2]
+        media = {"images": images}, {"videos": [frames[: 2 + k % 3]] if images else []}
+        for rows_of, one, tag in zip((uneven, films), media, ("<image>", "<video>")):
+            (files,) = one.values()
+            rows_of.append({"conversations": [asked | {"value": tag * len(files) + asked["value"]}, answer]} | one)
+    rows = {"documents": documents, "pairs": pairs, "pictures": pictures, "sounds": sounds, "uneven": uneven}
+    rows |= {"talks": talks, "judged": judged, "albums": albums, "films": films}
     for name in rows:
         (folder / f"{name}.json").write_text(json.dumps(rows[name]), encoding="utf-8")
     columns = {"messages": "conversations", "chosen": "chosen", "rejected": "rejected"}
@@ -416,6 +427,8 @@ def write_rows(folder: Path) -> Path:
         "pictures": {"file_name": "pictures.json", **of_pairs, "columns": columns | {"images": "images"}},
         "talks": {"file_name": "talks.json", "formatting": "sharegpt"},
         "albums": {"file_name": "albums.json", "formatting": "sharegpt", "columns": in_messages | {"images": "images"}},
+        "uneven": {"file_name": "uneven.json", "formatting": "sharegpt", "columns": in_messages | {"images": "images"}},
+        "films": {"file_name": "films.json", "formatting": "sharegpt", "columns": in_messages | {"videos": "videos"}},
         "sounds": {"file_name": "sounds.json", "formatting": "sharegpt", "columns": in_messages | {"audios": "audios"}},
         "judged": {"file_name": "judged.json", "formatting": "sharegpt", "columns": in_messages | {"kto_tag": "good"}},
     }

@@ -36,6 +36,7 @@ DEFAULTS = {
     "join": True,
     "balance": True,
     "balance_group_size": 256,
+    "balance_encoder": False,
     "cost_model": None,
     "overlong": "singleton",
     "on_error": "raise",
@@ -101,7 +102,7 @@ def refusal(content: Any) -> str:
 def test_defaults_and_kinds() -> None:
     """The tables of this file name every key."""
     assert ODBConfig.from_block(block()).to_dict() == DEFAULTS
-    others = ["global_batch_size", "length_buckets", "cost_model", "memory_fraction"]
+    others = ["global_batch_size", "length_buckets", "cost_model", "memory_fraction", "balance_encoder"]
     assert sorted(DEFAULTS) == sorted([*WHOLE_NUMBERS, *WORDS, *SWITCHES, *others])
 
 
@@ -156,6 +157,8 @@ WRONG = [
     ),
     ({"layout": "flat", "row_multiple": 4}, "odb.row_multiple: 4 has no effect with `layout: flat`"),
     ({"oom": "split", "row_multiple": 4}, "odb.oom: 'split' * `row_multiple: 4` * leave one of both out"),
+    ({"oom": "split", "balance_encoder": "auto"}, "odb.oom: 'split' * `balance_encoder` * leave one of both out"),
+    ({"balance_encoder": "yes"}, "odb.balance_encoder: 'yes' is not true or false (or auto)*"),
     # Keys without an effect.
     ({"lr_reference_samples": 8, "lr_scale": ...}, "odb.lr_reference_samples: 8 has no effect without lr_scale"),
     (

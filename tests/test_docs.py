@@ -99,6 +99,7 @@ def test_reference_has_every_public_name() -> None:
     metrics = StepStatistics().metrics(token_budget=8, world_size=1).keys()
     assert first_column("Metrics") == metrics | {
         "odb/oom_cuts",
+        "odb/encoder_balance",
         "odb/lost_weight",
         "odb/left_out",
         "odb/over_budget",

@@ -74,6 +74,7 @@ def test_keys_of_the_block() -> None:
         "join",
         "balance",
         "balance_group_size",
+        "balance_encoder",
         "cost_model",
         "overlong",
         "on_error",
@@ -98,6 +99,7 @@ def test_typed_keys_are_those_of_the_block() -> None:
         "audit",
         "memory_fraction",
         "eval_token_budget",
+        "balance_encoder",
     }
     hints = get_type_hints(odb_factory.ODBConfig)
     assert get_type_hints(iteration.TrainerKeys) == hints
@@ -170,6 +172,7 @@ def test_audit_keys() -> None:
         "length": 3,
         "segments": [],
         "patches": 0,
+        "encoder_patches": 0,
         "units": 3,
         "weight": 1.0,
         "idle": False,

@@ -15,7 +15,7 @@ from odb_factory.accounting.losses import MicroBatchLoss
 from odb_factory.data.samples import Measured, MicroBatch, OptimizerStep
 from odb_factory.data.step_agreement import LateRow
 from odb_factory.errors import ConfigError, one_line
-from odb_factory.planning import MicroStepTotals
+from odb_factory.planning import EncoderPlan, MicroStepTotals
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Sums over what was trained on, and the figures that are made of them. The fields of `StepStatistics` are the one list
@@ -35,6 +35,7 @@ class StepStatistics:
     """Sums over micro-steps, all ranks together; tokens are real, padded_tokens and patches as collated.
 
     awaited_tokens, awaited_patches: the sums if every rank had as many as the fullest one in each micro-step.
+    encoder_work, awaited_encoder_work: the same of what the vision tower costs, where its work is shared out.
     squared_units: of optimizer steps, all ranks together. oom_cuts: how often a micro-batch, or a part of one, was cut
     in two because memory did not hold it. lost_weight: the loss of rows lost after their optimizer step had begun, as
     a share of the loss of an optimizer step.
@@ -51,6 +52,8 @@ class StepStatistics:
     patches: int = 0
     awaited_tokens: int = 0
     awaited_patches: int = 0
+    encoder_work: int = 0
+    awaited_encoder_work: int = 0
     moved: int = 0
     moved_bytes: int = 0
     oom_cuts: int = 0
@@ -66,6 +69,11 @@ class StepStatistics:
         self.idle_micro_batches += world_size - totals.active_ranks
         self.awaited_tokens += world_size * totals.max_rank_tokens
         self.awaited_patches += world_size * totals.max_rank_patches
+
+    def add_encoded(self, plan: EncoderPlan) -> None:
+        """Count a run of the vision tower on all ranks."""
+        self.encoder_work += int(plan.load.sum())
+        self.awaited_encoder_work += len(plan.load) * int(plan.load.max())
 
     def add_optimizer_step(self, step: OptimizerStep) -> None:
         """Count an optimizer step whose micro-steps have all been added."""
@@ -98,6 +106,11 @@ class StepStatistics:
     def patch_balance(self) -> float:
         """The same of vision patches."""
         return self.patches / self.awaited_patches if self.awaited_patches else 1.0
+
+    @property
+    def encoder_balance(self) -> float:
+        """The same of the vision tower's work, as encoded."""
+        return self.encoder_work / self.awaited_encoder_work if self.awaited_encoder_work else 1.0
 
     @property
     def units_cv(self) -> float:
@@ -179,11 +192,13 @@ def audit_line(
     data_wait_s: float = 0.0,
     part: int = 0,
     parts: int = 1,
+    encoded: int | None = None,
 ) -> dict[str, Any]:
     """The line of a micro-batch that this rank has trained on. The key names are public.
 
     optimizer_step: of the run, from 1. data_wait_s: waited for data since the line before. part, parts: of a
-    micro-batch that was cut (`oom: split`), from 0.
+    micro-batch that was cut (`oom: split`), from 0. encoded: patches that this rank has encoded, for any rank, where
+    the ranks share this work.
     """
     weights = loss.row_weights and [loss.scale * weight for weight in loss.row_weights[: len(micro_batch.ids)]]
     return {
@@ -199,6 +214,7 @@ def audit_line(
         "length": measured.length,
         "segments": list(measured.segments),
         "patches": measured.patches,
+        "encoder_patches": measured.patches if encoded is None else encoded,
         "units": micro_batch.num_units,
         # Of the mean loss of the micro-batch, or of each token loss of each sample.
         "weight": loss.scale if weights is None else weights,

@@ -21,7 +21,7 @@ from odb_factory.data.observe import IGNORE_INDEX
 from odb_factory.data.samples import COLLATION, Measured, MicroBatch, OptimizerStep
 from odb_factory.errors import DataError
 from odb_factory.log import get_logger
-from odb_factory.planning import Limits
+from odb_factory.planning import EncoderPlan, Limits
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Logged once at the start: how large optimizer steps are, how they are cut, how full the budgets get.
@@ -207,7 +207,7 @@ class Computing:
     """A micro-batch, or a part of one, in forward and backward.
 
     num_supervised: tokens with a loss, if the loss is a mean over them. is_weighed: the loss has been computed with its
-    weights.
+    weights. encoded: runs of the vision tower whose work the ranks have shared.
     """
 
     micro_batch: MicroBatch
@@ -215,6 +215,7 @@ class Computing:
     loss: MicroBatchLoss
     num_supervised: int | None = None
     is_weighed: bool = False
+    encoded: Sequence[EncoderPlan] = ()
 
     @property
     def num_items(self) -> int:
@@ -226,6 +227,7 @@ class StepAccounting:
     """The accounting of one run of a loader, in a trainer or in a custom loop.
 
     audit_dir: folder of `odb_audit_rank{r}.jsonl`, left_out_dir: of `odb_left_out_rank{r}.jsonl`; None: not written.
+    encoder_patches: encoded by each rank since the run began or was resumed; empty where they do not share this work.
     optimizer_steps: taken in the run, those before a resume included. num_over_budget: micro-batches of two or more
         samples that the collator made larger than the budget, on all ranks.
     computing: the micro-batch between `begin` and `end`. total: the sums of the run; interval: those between the last
@@ -252,6 +254,7 @@ class StepAccounting:
         self.total, self.interval = StepStatistics(), StepStatistics()
         self.optimizer_steps = self.num_over_budget = 0
         self.computing: Computing | None = None
+        self.encoder_patches: list[int] = []
         self._checks = BatchChecks(config, counts_labels=loader.counts_labels)
         self._audit: Lines | None = None
         self._left_out_file: Lines | None = None
@@ -314,10 +317,22 @@ class StepAccounting:
         for part, done in enumerate(parts):
             if self._audit is not None:
                 step = self.optimizer_steps + 1
-                line = audit_line(done.micro_batch, done.measured, done.loss, step, self._waited, part, len(parts))
+                line = audit_line(
+                    done.micro_batch,
+                    done.measured,
+                    done.loss,
+                    step,
+                    self._waited,
+                    part,
+                    len(parts),
+                    sum(int(plan.patches[self.loader.rank]) for plan in done.encoded) if done.encoded else None,
+                )
                 self._audit.add(line)
                 self._waited = 0.0
         self.total.add(micro_batch.totals, self.loader.world_size)
+        for plan in (plan for done in parts for plan in done.encoded):
+            self.total.add_encoded(plan)
+            self.encoder_patches = (plan.patches + (self.encoder_patches or 0)).tolist()
         if micro_batch.ends_optimizer_step:
             self._end_optimizer_step(micro_batch.step)
 
@@ -339,6 +354,8 @@ class StepAccounting:
             metrics["odb/lost_weight"] = round(statistics.lost_weight, 6)
         if self.config.oom == "split":
             metrics["odb/oom_cuts"] = statistics.oom_cuts
+        if self.encoder_patches:
+            metrics["odb/encoder_balance"] = round(statistics.encoder_balance, 4)
         return metrics
 
     def cut(self, times: int) -> None:
@@ -368,6 +385,7 @@ class StepAccounting:
             "dataset_samples": self.loader.num_samples,
             "optimizer_steps": self.optimizer_steps,
             **self.total.summary(),
+            "encoder_patches": self.encoder_patches,
             "lowered_to": None if self.loader.lowered is None else dataclasses.asdict(self.loader.lowered),
             **self.rows_apart(),
             "ranks": self.loader.world_size,

@@ -228,7 +228,7 @@ class Group:
         shared, training = _shared.get(self.lifeline), self.lifeline.generation
         if shared is None or shared.training != training:
             if shared is not None and not shared.users:
-                _release(shared.group)
+                release(shared.group)
             shared = _shared[self.lifeline] = _Shared(self._make(parent, name), training)
         self._shared, self._group = shared, shared.group
         shared.users += 1
@@ -324,7 +324,7 @@ class Group:
             elif self._shared.users:
                 return
         if group is not None:
-            _release(group, failed=failed)
+            release(group, failed=failed)
 
     def _call(self, phase: str, call: Callable[[Callable[[float], None]], T], steps: str | None = None) -> T:
         self.lifeline.enter(self._stream, f"{phase} (message {next(self._count)})")
@@ -362,9 +362,9 @@ def _finish(work: dist.Work, check: Callable[[float], None]) -> None:
     work.wait()
 
 
-def _release(group: dist.ProcessGroup, *, failed: bool = False) -> None:
-    """One in use, or whose ranks are gone, is kept to the end of the process: its destructor waits for the collective
-    under way, and so would `dist.destroy_process_group()`."""
+def release(group: dist.ProcessGroup, *, failed: bool = False) -> None:
+    """Give a group back. One in use, or whose ranks are gone, is kept to the end of the process: its destructor waits
+    for the collective under way, and so would `dist.destroy_process_group()`."""
     if failed:
         _kept.append(group)
     elif dist.is_initialized():

@@ -342,7 +342,7 @@ def attach(trainer: Any, config: ODBConfig) -> None:
         stage,
         decode=config.on_error == "skip",
         model_type=trainer.model.config.model_type,
-        shards_parameters=shards_parameters(trainer),
+        shards_parameters=shards_parameters(trainer) or (bool(config.balance_encoder) and trainer.args.world_size > 1),
     )
     observer = observe(head=rows.head if isinstance(rows, OnlineStream) else None)
 

@@ -370,7 +370,8 @@ class RowObserver:
     decode: also decode all media once, so that unreadable ones are known at observation.
     model_type: of the model's config; decides whether images and videos can share a micro-batch (see `model.tower`);
     they do if it is not given.
-    shards_parameters: ranks gather parameters in each run of a module, so that all must run it equally often.
+    shards_parameters: ranks gather parameters in each run of a module, or share out its work, so that all must run it
+    equally often.
     """
 
     def __init__(

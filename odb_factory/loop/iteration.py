@@ -83,6 +83,7 @@ class TrainerKeys(CommonKeys, total=False):
     loss_scaling: Literal["stock", "exact", "sample", "square", "approx", "none"]
     lr_scale: Literal["none", "sqrt", "linear"]
     oom: Literal["raise", "split"]
+    balance_encoder: bool | Literal["auto"]
     lr_reference_samples: int | None
     audit: bool
 
@@ -131,6 +132,11 @@ def loop_config(config: ODBConfig | None, block: LoopKeys) -> ResolvedConfig:
             config.oom != "raise",
             f"{config.oom!r} takes the micro-batches of an optimizer step once more, which a custom loop does by "
             "itself; leave it out, and lower token_budget if memory is short.",
+        ),
+        (
+            "balance_encoder",
+            config.balance_encoder is not False,
+            f"{config.balance_encoder!r} acts in the forwards of a trainer; leave it out.",
         ),
         (
             "lr_scale",

@@ -31,8 +31,9 @@ if int(transformers.__version__.partition(".")[0]) > 4:  # before, its forward f
 METHODS = ("get_image_features", "get_video_features")
 PIXELS = ("pixel_values", "pixel_values_videos")
 TWICE = (
-    "{} has both images and videos, for which this model ({}) runs its vision tower twice, and under ZeRO-3 and FSDP "
-    "all ranks must run it equally often; train with ZeRO-2 or DDP, or part them."
+    "{} has both images and videos, for which this model ({}) runs its vision tower twice, and under ZeRO-3 and FSDP, "
+    "and with `balance_encoder`, all ranks must run it equally often; train with ZeRO-2 or DDP and without that key, "
+    "or part them."
 )
 
 

@@ -137,7 +137,7 @@ def open_rows(asked: Asked, samples: int) -> TrainingRows:
         stage,
         decode=asked.config.on_error == "skip",
         model_type=load_config(model_args).model_type,
-        shards_parameters=asked.ranks > 1 and shards,
+        shards_parameters=asked.ranks > 1 and (shards or bool(asked.config.balance_encoder)),
         head=dataset.head if isinstance(dataset, OnlineStream) else None,
     )
     collation = stage.collation(stage.make_collator(template, tokenizer, processor), dataset.media.patch_size)

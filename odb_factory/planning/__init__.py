@@ -1,6 +1,7 @@
 """Pure planning: cost, grouping under budgets, alignment over ranks, order. No I/O, no torch."""
 
 from odb_factory.planning.cost import EVERY_SIZE, VIDEO, Budget, Collation, Cost, CostModel, Limits, Sizes
+from odb_factory.planning.encoder import EncoderCost, EncoderPlan, plan_encoders
 from odb_factory.planning.fill import plan_buffers
 from odb_factory.planning.keep import plan_in_groups, plan_optimizer_step
 from odb_factory.planning.plan import (
@@ -23,6 +24,8 @@ __all__ = [
     "Collation",
     "Cost",
     "CostModel",
+    "EncoderCost",
+    "EncoderPlan",
     "Limits",
     "MicroStepTotals",
     "Plan",
@@ -30,6 +33,7 @@ __all__ = [
     "exceeds_limit",
     "make_metadata",
     "plan_buffers",
+    "plan_encoders",
     "plan_in_groups",
     "plan_optimizer_step",
 ]

@@ -153,6 +153,7 @@ def _totals(
     totals["patch_balance"] = sums.get("patch_balance", patches / awaited if awaited else None)
     if not awaited and not any(entry.values.get("odb/patch_balance", 1.0) < 1.0 for entry in history.entries):
         totals["patch_balance"] = None  # there are no patches
+    totals["encoder_patches"] = sums.get("encoder_patches") or None
     budgets = {(begin.ranks, begin.config.get("token_budget")) for begin in history.begins}
     totals["budget_use"] = None
     if padded and len(budgets) == 1 and isinstance(budget := next(iter(budgets))[1], int) and sums.get("micro_steps"):

@@ -28,6 +28,7 @@ TILES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("padding_ratio", "padding", percent),
     ("balance", "balance", percent),
     ("patch_balance", "patch balance", percent),
+    ("encoder_patches", "patches encoded by each rank", lambda counts: " / ".join(map(number, counts or ()))),
     ("budget_use", "budget use", percent),
     ("data_wait_s", "waited for data", seconds_text),
     ("micro_steps", "micro-steps", number),

@@ -128,6 +128,7 @@ class Summary(RowCounts):
     units_cv: Finite | None = None
     balance: Finite | None = None
     patch_balance: Finite | None = None
+    encoder_patches: list[Count] | None = None
     moved: Count | None = None
     oom_cuts: Count | None = None
     data_wait_s: Finite | None = None

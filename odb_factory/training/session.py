@@ -7,9 +7,10 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import datasets
+import numpy as np
 import torch.distributed as dist
 from accelerate.utils import DistributedType
 from torch.utils.data import IterableDataset, RandomSampler
@@ -17,7 +18,7 @@ from transformers import TrainerCallback
 
 from odb_factory.accounting.losses import TokenLoss
 from odb_factory.accounting.step_accounting import Computing, log_first_step
-from odb_factory.comm.gloo import Group, gather_once
+from odb_factory.comm.gloo import Group, gather_once, release
 from odb_factory.comm.ranks import Ranks
 from odb_factory.config import BUDGETS, ODBConfig, ResolvedConfig
 from odb_factory.data.collate import Collated, trial_batches
@@ -44,9 +45,10 @@ from odb_factory.model.check import (
     resolve_layout,
     unwrapped,
 )
+from odb_factory.model.encoder import EncoderDoor, cost_of, find_tower
 from odb_factory.model.flat_row import flat_row, noise_by_sample
 from odb_factory.model.unpad import FlatRows, UnpadDoor, positions_of_samples
-from odb_factory.planning import Collation
+from odb_factory.planning import Collation, EncoderCost, EncoderPlan, plan_encoders
 from odb_factory.training import checkpoint
 from odb_factory.training.auto_budget import choose_budgets
 from odb_factory.training.checkpoint import Checkpoint, CheckpointSaver
@@ -172,6 +174,16 @@ def lacks_columns(stock: Any, train_dataset: Any, cost_fn: Callable | None) -> b
     return PATCHES_KEY in removed or (cost_fn is not None and bool(removed))
 
 
+class _SharedEncoder(NamedTuple):
+    """The vision tower whose work the ranks share. group: moves tensors; exchange: agrees on `plans`, those of the
+    micro-batch in progress."""
+
+    door: EncoderDoor
+    group: dist.ProcessGroup
+    exchange: Group
+    plans: list[EncoderPlan]
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # The budgets of a run if the config says `auto`: from its checkpoint, or chosen when the model is wrapped.
 
@@ -259,6 +271,7 @@ class Session:
         self.trainer_loss: TrainerLoss | None = None
         self._stock: Any = None
         self._whole: Any = None
+        self._encoder: _SharedEncoder | None = None
         self._token_losses: dict[str | None, TokenLoss] = {}
         self._doors: list[UnpadDoor] = []
 
@@ -443,6 +456,10 @@ class Session:
             self.run.close()
         if self.layout is not None:
             self.layout.undo()
+        if self._encoder is not None:
+            self._encoder.door.undo()
+            self._encoder.exchange.close(failed=failed)
+            release(self._encoder.group, failed=failed)
         self.end()
 
     # A micro-batch
@@ -454,6 +471,56 @@ class Session:
         positions = contextlib.nullcontext() if reference is None else positions_of_samples(unwrapped(reference))
         with flat_row(measured.segments), positions:
             yield
+
+    def share_encoder(self) -> None:
+        """Let the ranks share the work of the vision tower in training, if the block says so. Collective."""
+        settings, trainer = self.settings, self.trainer
+        config, world_size = settings.config, trainer.args.world_size
+        if not config.balance_encoder or world_size == 1:
+            return
+        tower = find_tower(trainer.model)
+        why = None
+        if tower is None:
+            name = trainer.model.config.model_type
+            why = f"no vision tower of {name} is known whose features follow the order of its images"
+        elif trainer.args.torch_compile:
+            why = "torch_compile compiles the model's forward, in which ranks would exchange images"
+        if tower is None or why is not None:
+            logger.info("balance_encoder: %s has no effect: %s", config.balance_encoder, why)
+            return
+        trains = any(parameter.requires_grad for parameter in tower[1].parameters())
+        cost = EncoderCost(**dict(zip(("pair", "patch", "token"), cost_of(tower[0], trains_tower=trains))))
+        exchange = Group(settings.process_group, config.exchange_timeout_s, "sharing the vision tower", is_main=True)
+        parent = settings.process_group
+        ranks = None if parent is None else dist.get_process_group_ranks(parent)
+        group = dist.new_group(ranks, use_local_synchronization=parent is not None, group_desc="odb_factory encoder")
+
+        def gather(message: bytes) -> list[bytes]:
+            return exchange.all_gather(message, f"optimizer step {self.run.optimizer_steps + 1 if self.run else 1}")
+
+        plans: list[EncoderPlan] = []
+
+        def assign(patches: list[np.ndarray], tokens: list[int]) -> EncoderPlan:
+            plans.append(plan_encoders(patches, cost, tokens if config.balance_encoder == "auto" else None))
+            return plans[-1]
+
+        assert group is not None
+        door = EncoderDoor(trainer.model, group, gather, assign)
+        self._encoder = _SharedEncoder(door, group, exchange, plans)
+        logger.info("balance_encoder: %s: images move to the rank that encodes them", config.balance_encoder)
+
+    @contextlib.contextmanager
+    def encoder_shared(self) -> Iterator[None]:
+        """Within it forwards of the model are of the micro-batch that the run has begun, on all ranks."""
+        if self._encoder is None:
+            yield
+            return
+        computing, plans = self.computing, self._encoder.plans
+        assert computing is not None
+        plans.clear()
+        with self._encoder.door.balanced():
+            yield
+        computing.encoded = tuple(plans)
 
     def unpadded(self, inputs: Any) -> tuple[Any, contextlib.AbstractContextManager[None]]:
         """A batch without the rows that its models compute in place of its own, and the context in which they do."""

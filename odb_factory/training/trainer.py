@@ -226,6 +226,7 @@ class ODBTrainerMixin(Base):
         models = (self.model, getattr(self, "ref_model", None)) if self.args.world_size > 1 else ()
         with self._odb_callbacks(odb, preemption), preemption.in_place(), odb.arguments.changed(), one_pass(*models):
             try:
+                odb.share_encoder()
                 resumed = None if odb.checkpoint is None else str(odb.checkpoint.folder)
                 result = super().train(resumed, *args, **kwargs)
                 if odb.run is None:
@@ -325,7 +326,7 @@ class ODBTrainerMixin(Base):
         computing = self.odb.computing
         check_batch(self, box[0], computing.micro_batch.ids)
         self.odb.check_first_batch(box[0], measured.segments[: max(len(computing.micro_batch.ids), 1)])
-        with self.odb.in_forward(measured):
+        with self.odb.in_forward(measured), self.odb.encoder_shared():
             loss = super().training_step(model, box.pop())
         if not computing.is_weighed:
             raise ConfigError(_not_reached(self, "compute_loss"))

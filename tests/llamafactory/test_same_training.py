@@ -50,6 +50,10 @@ OF_IMAGES = {"token_budget": 500, "max_patches": 300}
 TIGHT = {"token_budget": 256}
 LORA, FREEZE = {"finetuning_type": "lora"}, {"finetuning_type": "freeze", "freeze_trainable_layers": 1}
 ONCE = {"num_train_epochs": 1}
+UNEVEN = IMAGES | {"dataset": "uneven", "eval_dataset": "albums", "val_size": 0, "disable_shuffling": True} | ONCE
+"""All images on the first of two ranks, as long as samples do not travel."""
+SHARED = {"token_budget": 500, "max_patches": 120, "balance": False, "balance_encoder": True}
+FROZEN = {"freeze_vision_tower": True}
 NO_EVAL = {"eval_strategy": "no"}
 SAVED = {"save_strategy": "steps", "save_steps": 4, "save_only_model": True, "num_train_epochs": 3}
 ASFT = {"use_asft_loss": True} | NO_EVAL
@@ -117,6 +121,20 @@ CELLS: dict[str, Cell] = {
     },
     "dft, means of ranks": Cell("sft", LOSSES["dft"] | ON_EACH, block=TIGHT),
 }
+ENCODER: dict[str, dict[str, Any]] = {
+    "": {},
+    ", lora": LORA,
+    ", videos": {"dataset": "films"},
+    ", merger": FROZEN,
+    ", merger and videos": FROZEN | {"dataset": "films"},
+    ", frozen": FROZEN | {"freeze_multi_modal_projector": True},
+    ", not checkpointed": {"disable_gradient_checkpointing": True},
+    ", not reentrant": {"use_reentrant_gc": False},
+}
+CELLS |= {f"encoder{name}": Cell("sft", UNEVEN | more, "tied_vl", SHARED) for name, more in ENCODER.items()}
+CELLS["encoder, dpo, lora"] = Cell(
+    "dpo", PICTURES | ONCE | LORA | {"disable_gradient_checkpointing": False}, "tied_vl", SHARED | {"balance": True}
+)
 SETTINGS: dict[str, dict[str, Any]] = {
     "lora": LORA,
     "freeze": FREEZE,
@@ -150,7 +168,7 @@ ON_ONE = (
     "sft, Qwen2-Audio", "sft, Mamba", "sft, accuracy", "asft, images", "dft", "eaft, images",
     "smoothed, images", "pt", "rm", "dpo, images, lora", "orpo", "simpo", "kto", "kto, exact",
 )  # fmt: skip
-ON_TWO = ("sft", "sft, images", "sft, Qwen3.5", "asft", "pt", "pt, padded", "rm", "dpo", "kto")
+ON_TWO = ("sft", "sft, images", "sft, Qwen3.5", "asft", "pt", "pt, padded", "rm", "dpo", "kto", "encoder, lora")
 TUNED = ("sft", "sft, images", "pt", "rm", "dpo", "dpo, images", "kto")
 ON_ENGINES = {
     "full": (*TUNED, "sft, padded", "pt, padded", "sft, Qwen3.5", "orpo", "dft", "eaft", "asft, images"),
@@ -181,12 +199,16 @@ class Set:
         self.cells = tuple(name for name in cells if not (engine.startswith("fsdp") and CELLS[name].stage == "rm"))
 
 
-MORE_ON_ONE = tuple(name for name in CELLS if name not in ON_ONE)
+MORE_ON_ONE = tuple(name for name in CELLS if name not in ON_ONE and not name.startswith("encoder"))
 MORE_ON_TWO = tuple(name for name in CELLS if name not in (*ON_TWO, "sft, Qwen2-Audio") and not CELLS[name].stock)
 SETS = {"1_rank": Set(1, ON_ONE), "2_ranks": Set(2, ON_TWO)}
 GRID = (
     {"1_rank_more": Set(1, MORE_ON_ONE), "2_ranks_more": Set(2, MORE_ON_TWO)}
     | {"4_ranks": Set(4, ("sft", "sft, images", "sft, 1 x 1 rows", "dpo", "kto"))}
+    | {
+        f"{engine}_encoder": Set(2, tuple(f"encoder{one}" for one in (", lora", ", videos", ", merger")), engine)
+        for engine in EVIDENCE
+    }
     | {f"{engine}_{tuning}": Set(2, cells, engine) for engine in EVIDENCE for tuning, cells in ON_ENGINES.items()}
 )
 FINETUNING = FinetuningArguments.__dataclass_fields__
@@ -282,6 +304,9 @@ def test_the_same_training(
     assert EVIDENCE.get(one.engine, "AdamW") in ours.engine & stock.engine
     assert not one.engine.startswith("fsdp") or not stock.weights, "shards"
     assert found.grad_norm < (NORM_TOLERANCE if one.engine.startswith("zero") else RELATIVE)
+    if cell.startswith("encoder"):
+        moved = [line for line in ours.audit if line["encoder_patches"] != line["patches"]]
+        assert moved and (cell != "encoder, dpo, lora" or len(moved) < len(ours.audit))
     logits = [line for line in caplog.messages if line.startswith("loss: with logits")]
     assert not logits or cell not in ("sft, Qwen2-Audio", "sft, Mamba")
 

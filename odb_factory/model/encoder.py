@@ -1,0 +1,361 @@
+"""The vision tower's work shared out among the ranks: images move to the rank that encodes them, features move back.
+
+The door is the forward of the tower. Within `balanced`, all ranks tell each other the shapes of their images, agree on
+who encodes which (a function that is given), and send pixels there; each runs the tower once, and the features return
+in the order in which the model expects them, with gradients. The model notices nothing. A rank without an image, whose
+model would not call its tower, runs it behind its token embedding, as the others do. Who has nothing to encode runs the
+smallest image of all, without pixels, and drops what comes of it: parameters are gathered, and gradients reduced, by
+all ranks alike (ZeRO-3, FSDP, DDP).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from odb_factory.errors import DataError
+from odb_factory.model.flat_row import copy_to, replace_forward
+from odb_factory.model.tower import FAMILIES
+
+BY_GRID: tuple[str, ...] = (*FAMILIES, "glm4v", "glm4v_moe", "glm46v")
+"""By the `model_type` of their config: the tower takes patches of all images in one tensor [patches, ...], and a grid
+(frames, height, width) of each."""
+BY_IMAGE = ("llava", "llava_next", "vipllava", "internvl")
+"""It takes images (or tiles) of one size, [images, 3, height, width]."""
+TOWERS = ("visual", "vision_tower")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+WINDOW = 64
+"""Patches of an attention window (Qwen2.5-VL: 112 x 112 pixels) where the config does not say."""
+
+
+class Assignment(Protocol):
+    """ranks: for each rank, int64[its images], the rank that encodes each. moves: any of them is another."""
+
+    @property
+    def ranks(self) -> Sequence[np.ndarray]: ...
+    @property
+    def moves(self) -> bool: ...
+
+
+Assign = Callable[[list[np.ndarray], list[int]], Assignment]
+"""patches of the images of each rank, tokens of each rank's micro-batch -> who encodes what; the same on all ranks."""
+
+
+def find_tower(model: nn.Module) -> tuple[Any, Any] | None:
+    """The module that calls the vision tower, and the tower; None for a family whose features are not known to follow
+    the order of its images."""
+    for module in model.modules():
+        family, children = getattr(getattr(module, "config", None), "model_type", None), dict(module.named_children())
+        if family in (*BY_GRID, *BY_IMAGE):
+            for name in TOWERS:
+                if name in children:
+                    return module, children[name]
+    return None
+
+
+def cost_of(module: nn.Module, *, trains_tower: bool) -> tuple[int, int, int]:
+    """What the layers compute, in multiplications: for a pair of patches, a patch, a token of the language model.
+
+    module: that calls the tower. From the sizes in its config; a backward counts twice a forward.
+    """
+    config: Any = module.config
+    vision, text = config.vision_config, config.get_text_config()
+    width = getattr(vision, "embed_dim", None) or vision.hidden_size
+    depth = getattr(vision, "depth", None) or vision.num_hidden_layers
+    inner = getattr(vision, "intermediate_size", None) or int(width * vision.mlp_ratio)
+    whole = getattr(vision, "fullatt_block_indexes", None)
+    num_whole = depth if whole is None else len(whole)
+    times = 3 if trains_tower else 1
+    pair = times * num_whole * 2 * width
+    patch = times * (depth * (4 * width**2 + 2 * width * inner) + (depth - num_whole) * 2 * width * WINDOW)
+    experts = getattr(text, "num_experts_per_tok", None)
+    inner = (getattr(text, "moe_intermediate_size", None) or text.intermediate_size) * (experts or 1)
+    token = 3 * text.num_hidden_layers * (4 * text.hidden_size**2 + 3 * text.hidden_size * inner)
+    return pair, patch, token
+
+
+class _Images(NamedTuple):
+    """The images and frames that a rank holds, in the order of its pixels.
+
+    shapes: int64[images, 2], height and width in patches (without a grid: all of its patches, 1). shape: of an entry of
+    the pixels (dim 0 left out). dtype: of the pixels, as a number in `DTYPES`. tokens: of the micro-batch.
+    """
+
+    shapes: np.ndarray
+    shape: tuple[int, ...]
+    dtype: int
+    tokens: int
+
+    def encode(self) -> bytes:
+        """Runs of equal frames are one: a video's frames are alike."""
+        runs: list[list[int]] = []
+        for height, width in self.shapes.tolist():
+            if runs and runs[-1][1:] == [height, width]:
+                runs[-1][0] += 1
+            else:
+                runs.append([1, height, width])
+        numbers = [self.tokens, self.dtype, len(self.shape), *self.shape, *(one for run in runs for one in run)]
+        return np.array(numbers, "<i8").tobytes()
+
+    @classmethod
+    def decode(cls, message: bytes) -> _Images:
+        tokens, dtype, dims, *rest = np.frombuffer(message, "<i8").tolist()
+        runs = np.array(rest[dims:], np.int64).reshape(-1, 3)
+        return cls(np.repeat(runs[:, 1:], runs[:, 0], axis=0), tuple(rest[:dims]), dtype, tokens)
+
+
+class _Step(NamedTuple):
+    """One run of the tower on all ranks. held: the images of each rank."""
+
+    held: list[_Images]
+    assignment: Assignment
+
+
+class EncoderDoor:
+    """Lets the ranks share the work of a model's vision tower, within `balanced`.
+
+    model: of a family of `BY_GRID` or `BY_IMAGE`, also wrapped. group: of the ranks, for tensors, used by nothing else.
+    gather: the messages of all ranks in rank order. assign: who encodes what.
+
+    Example::
+
+        door = EncoderDoor(model, dist.new_group(), gather, assign)
+        with door.balanced():  # on all ranks
+            model(**batch).loss.backward()
+        door.undo()
+    """
+
+    def __init__(
+        self, model: nn.Module, group: dist.ProcessGroup | None, gather: Callable[[bytes], list[bytes]], assign: Assign
+    ):
+        found = find_tower(model)
+        assert found is not None, "find_tower comes first"
+        self._module, self._tower = found
+        self.group, self._gather, self._assign = group, gather, assign
+        self._rank = dist.get_rank(group)
+        self._by_grid = self._module.config.model_type in BY_GRID
+        self._is_on, self._lacks_images, self._has_run, self._tokens = False, False, False, 0
+        self._agreed: _Step | None = None
+        hooks = (
+            self._module.register_forward_pre_hook(self._begin, with_kwargs=True),
+            self._module.get_input_embeddings().register_forward_hook(self._embedded),
+        )
+        self._undo = [replace_forward(self._tower, self._encode), *(hook.remove for hook in hooks)]
+
+    def undo(self) -> None:
+        """The model is as before."""
+        for undo in self._undo:
+            undo()
+
+    @contextlib.contextmanager
+    def balanced(self) -> Iterator[None]:
+        """Within it every forward of the model is one in which all ranks take part."""
+        self._is_on = True
+        try:
+            yield
+        finally:
+            self._is_on = self._lacks_images = False
+
+    def _begin(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._is_on:
+            return
+        ids = next((kwargs[key] for key in ("input_ids", "inputs_embeds") if kwargs.get(key) is not None), None)
+        ids = args[0] if ids is None and args else ids
+        self._tokens = 0 if ids is None else math.prod(ids.shape[:2])
+        self._has_run = False
+        self._lacks_images = all(kwargs[key] is None for key in kwargs if key.startswith("pixel_values"))
+
+    def _embedded(self, embedding: Any, args: Any, output: Tensor) -> Tensor | None:
+        """A rank without images: it takes part, and its own output depends on that, so that its backward does too."""
+        if not self._lacks_images:
+            return None
+        self._lacks_images = False
+        self._agreed = self._agree(_Images(np.zeros((0, 2), np.int64), (), 0, self._tokens))
+        others = [one for one in self._agreed.held if len(one.shapes)]
+        if not others:
+            self._agreed = None
+            return None
+        pixels = output.new_empty((0, *others[0].shape), dtype=DTYPES[others[0].dtype])
+        grid = {"grid_thw": torch.zeros((0, 3), dtype=torch.long, device=output.device)} if self._by_grid else {}
+        features = self._tower(pixels, **grid, **({} if self._by_grid else {"output_hidden_states": True}))
+        nothing = sum(feature.sum() for feature in _returned(features, self._layers()).values())
+        return output + torch.as_tensor(nothing).to(output.dtype)
+
+    def _layers(self) -> Any:
+        config = self._module.config
+        return getattr(config, "vision_feature_layer", getattr(config, "vision_feature_layers", None))
+
+    def _agree(self, images: _Images) -> _Step:
+        """Collective."""
+        held = [_Images.decode(message) for message in self._gather(images.encode())]
+        patches = [one.shapes.prod(1) for one in held]
+        return _Step(held, self._assign(patches, [one.tokens for one in held]))
+
+    def _encode(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """In the place of the tower's forward."""
+        if not self._is_on:
+            return own(*args, **kwargs)
+        if self._has_run:
+            raise DataError(
+                "balance_encoder: the model runs its vision tower twice for a batch, and all ranks must run it equally "
+                "often; part rows with images from rows with videos, or set `balance_encoder: false`."
+            )
+        self._has_run = True
+        names = [name for name in ("hidden_states", "pixel_values") if name in kwargs]
+        pixels: Tensor = args[0] if args else kwargs.pop(names[0])
+        grid: Tensor | None = args[1] if len(args) > 1 else kwargs.pop("grid_thw", None)
+        step, self._agreed = self._agreed or self._agree(self._images_of(pixels, grid)), None
+        if not step.assignment.moves and len(step.held[self._rank].shapes):
+            return own(pixels, **({} if grid is None else {"grid_thw": grid}), **kwargs)
+        move = _Journey(step, self._rank, self.group, by_grid=grid is not None)
+        pixels = move.there(pixels)
+        if move.is_idle:
+            pixels = pixels.new_zeros((move.rows(move.smallest), *pixels.shape[1:]))
+        if grid is not None:
+            shapes = torch.from_numpy(move.smallest if move.is_idle else move.arrived).to(grid.dtype)
+            kwargs["grid_thw"] = copy_to(nn.functional.pad(shapes, (1, 0), value=1), grid.device)
+        output = own(pixels, **kwargs)
+        tensors = _returned(output, self._layers())
+        returned = dict(zip(tensors, move.back(list(tensors.values()), len(pixels))))
+        return _replaced(output, returned)
+
+    def _images_of(self, pixels: Tensor, grid: Tensor | None) -> _Images:
+        if grid is None:
+            patch = getattr(self._module.config.vision_config, "patch_size", 1)
+            side = patch if isinstance(patch, int) else patch[0]
+            shapes = np.tile(np.array([[math.prod(pixels.shape[-2:]) // side**2, 1]]), (len(pixels), 1))
+        else:
+            rows = np.array(grid.tolist(), np.int64).reshape(-1, 3)
+            shapes = np.repeat(rows[:, 1:], rows[:, 0], axis=0)
+        return _Images(shapes, tuple(pixels.shape[1:]), DTYPES.index(pixels.dtype), self._tokens)
+
+
+class _Journey:
+    """Where the rows of a rank's tensors go and come from, for one run of the tower.
+
+    arrived: int64[images, 2], the shapes of what this rank encodes, by the rank that holds them, in its order.
+    is_idle: there is none. smallest: int64[1, 2], of all images.
+    """
+
+    def __init__(self, step: _Step, rank: int, group: dist.ProcessGroup | None, *, by_grid: bool):
+        self.group, self._by_grid = group, by_grid
+        mine, targets = step.held[rank].shapes, step.assignment.ranks
+        num_ranks = len(targets)
+        self._order = np.argsort(targets[rank], kind="stable")
+        self._mine = mine
+        self._sent = [self.rows(mine[targets[rank] == other]) for other in range(num_ranks)]
+        coming = [one.shapes[target == rank] for one, target in zip(step.held, targets)]
+        self._received = [self.rows(shapes) for shapes in coming]
+        self.arrived = np.concatenate(coming)
+        self.is_idle = not len(self.arrived)
+        every = np.concatenate([one.shapes for one in step.held])
+        self.smallest = every[every.prod(1).argmin()][None]
+        self._moves = step.assignment.moves
+
+    def rows(self, shapes: np.ndarray) -> int:
+        """Of the pixels of these images."""
+        return int(shapes.prod(1).sum()) if self._by_grid else len(shapes)
+
+    def there(self, pixels: Tensor) -> Tensor:
+        """Pixels of the images that this rank holds -> of those that it encodes."""
+        if not self._moves:
+            return pixels
+        order = copy_to(torch.from_numpy(self._index(1)), pixels.device)
+        return _move(pixels.index_select(0, order), self._sent, self._received, self.group)
+
+    def back(self, features: list[Tensor], rows: int) -> list[Tensor]:
+        """Features of what this rank has encoded -> of the images that it holds, in their order.
+
+        features: [rows / c, ...] each, c of one image's rows giving one row of features. rows: of the pixels encoded.
+        """
+        merged = rows // max(len(features[0]), 1) if features else 1
+        sizes = self._mine.prod(1) if self._by_grid else np.ones(len(self._mine), np.int64)
+        if not features or any(len(one) * merged != rows for one in features) or (sizes % merged).any():
+            raise DataError(
+                f"balance_encoder: the vision tower made {[tuple(one.shape) for one in features]} of {rows} rows of "
+                "pixels, which cannot be matched to images; set `balance_encoder: false`."
+            )
+        flat = [one[: 0 if self.is_idle else None].flatten(1) for one in features]
+        if self._moves:
+            widths, joined = [one.shape[1] for one in flat], torch.cat(flat, 1)
+            sent, received = ([count // merged for count in counts] for counts in (self._received, self._sent))
+            joined = _move(joined, sent, received, self.group)
+            inverse = copy_to(torch.from_numpy(np.argsort(self._index(merged))), joined.device)
+            flat = list(joined.index_select(0, inverse).split(widths, 1))
+        return [one.reshape(-1, *feature.shape[1:]) for one, feature in zip(flat, features)]
+
+    def _index(self, merged: int) -> np.ndarray:
+        """int64[rows]: the rows of this rank's own images in the order in which they are sent."""
+        sizes = (self._mine.prod(1) if self._by_grid else np.ones(len(self._mine), np.int64)) // merged
+        starts = np.cumsum(sizes) - sizes
+        parts = [np.arange(starts[one], starts[one] + sizes[one]) for one in self._order]
+        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+
+class _Move(torch.autograd.Function):
+    """Rows [n, width] to other ranks, and their gradients back. sent, received: rows for, and from, each rank."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+        ctx.sizes, ctx.group = (received, sent), group
+        return _all_to_all(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        sent, received = ctx.sizes
+        return _all_to_all(gradients[0], sent, received, ctx.group), None, None, None
+
+
+def _move(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+    moved: Tensor = _Move.apply(rows.flatten(1), sent, received, group)
+    return moved.reshape(-1, *rows.shape[1:])
+
+
+def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+    """As bytes, which every backend takes."""
+    given = rows.contiguous()
+    taken = given.new_empty((sum(received), rows.shape[1]))
+    dist.all_to_all_single(taken.view(torch.uint8), given.view(torch.uint8), received, sent, group=group)
+    return taken
+
+
+def _returned(output: Any, layers: Any) -> dict[Any, Tensor]:
+    """The tensors of a tower's output that a model reads, by where they stand. layers: of the hidden states, a number
+    or several, where the model takes those."""
+    if isinstance(output, Tensor):
+        return {(): output}
+    if not isinstance(output, Mapping):  # transformers 4: the features, and those for deeper layers
+        output = {"pooler_output": output[0], "deepstack_features": output[1]}
+    if output.get("hidden_states") is not None and layers is not None:
+        states = output["hidden_states"]
+        numbers = [layers] if isinstance(layers, int) else layers
+        return {("hidden_states", number % len(states)): states[number] for number in numbers}
+    found = {("deepstack_features", n): one for n, one in enumerate(output.get("deepstack_features") or ())}
+    key = "pooler_output" if output.get("pooler_output") is not None else "last_hidden_state"
+    return {(key,): output[key], **found}
+
+
+def _replaced(output: Any, returned: Mapping[Any, Tensor]) -> Any:
+    """The output with these tensors, and None for all that is not read: it would be of other images."""
+    if isinstance(output, Tensor):
+        return returned[()]
+    fields: dict[str, Any] = {}
+    for (name, *number), tensor in returned.items():
+        if not number:
+            fields[name] = tensor
+        else:
+            fields.setdefault(name, {})[number[0]] = tensor
+    if not isinstance(output, Mapping):
+        return fields["pooler_output"], list(fields.get("deepstack_features", {}).values())
+    if "hidden_states" in fields:
+        fields["hidden_states"] = tuple(map(fields["hidden_states"].get, range(len(output["hidden_states"]))))
+    if "deepstack_features" in fields:
+        fields["deepstack_features"] = list(fields["deepstack_features"].values())
+    return type(output)(**fields)

@@ -1,0 +1,171 @@
+"""Which rank encodes which image: the work of the vision tower in one micro-step, spread over the ranks.
+
+Micro-batches that are balanced in tokens, even in patches, are not balanced in the vision tower, whose attention costs
+the square of an image's patches (OrchMLLM, arXiv 2503.23830). So the images and video frames of a micro-step are
+assigned to ranks by themselves, from integers that all ranks know. Images stay where they are as far as that is even.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+WORTH = 0.05
+"""The least share of the time of a micro-step, as estimated, that moving images must save."""
+NEAR = 1.01
+"""Loads within 1 % of the least possible are not improved further."""
+EXCHANGES = 4
+"""Moves and swaps that are tried for each rank, at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderCost:
+    """What an image, or a frame, of p patches costs: pair x p^2 + patch x p; token: a token in the language model.
+
+    Integers of one unit (about: multiplications). pair counts the layers whose attention sees the whole image; what
+    windows cost is linear.
+    """
+
+    pair: int
+    patch: int
+    token: int = 0
+
+    def of(self, patches: np.ndarray) -> np.ndarray:
+        """int64[images] -> int64[images]"""
+        cost: np.ndarray = self.pair * patches * patches + self.patch * patches
+        return cost
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncoderPlan:
+    """Who encodes what in one micro-step.
+
+    ranks: for each rank, int64[its images], the rank that encodes each. load, before: int64[ranks], the cost of what
+    each rank encodes, and of what it holds. patches: int64[ranks], encoded by each. moves: any image is encoded by
+    another rank than the one that holds it.
+    """
+
+    ranks: list[np.ndarray]
+    load: np.ndarray
+    before: np.ndarray
+    patches: np.ndarray
+    moves: bool
+
+
+def plan_encoders(held: Sequence[np.ndarray], cost: EncoderCost, tokens: Sequence[int] | None = None) -> EncoderPlan:
+    """Assign the images of all ranks. Pure, and the same on every rank.
+
+    held: for each rank, int64[images], their patches. tokens: of the micro-batch of each rank; given, images move only
+    if the micro-step then takes less time: the ranks wait for the slowest encoder and for the slowest language model,
+    where without an exchange they wait once, for the slowest sum of both. None: if the slowest encoder has less to do.
+
+        plan_encoders([np.array([64, 16, 16]), np.array([16])], EncoderCost(pair=1, patch=100)).ranks
+        # [array([0, 1, 1]), array([1])]
+    """
+    num_ranks = len(held)
+    owner = np.repeat(np.arange(num_ranks), [len(one) for one in held])
+    patches = np.concatenate([np.asarray(one, np.int64) for one in held])
+    costs = cost.of(patches)
+    before = _sums(owner, costs, num_ranks)
+    target = _assign(owner, costs, patches, num_ranks)
+    load = _sums(target, costs, num_ranks)
+    waits, waited = int(load.max(initial=0)), int(before.max(initial=0))
+    if tokens is not None:
+        language = cost.token * np.asarray(tokens, np.int64)
+        waits, waited = waits + int(language.max()), int((before + language).max())
+    if waits > (1 - WORTH) * waited or not costs.size:
+        target, load = owner, before
+    ends = np.cumsum([len(one) for one in held])[:-1]
+    encoded = _sums(target, patches, num_ranks)
+    return EncoderPlan(np.split(target, ends), load, before, encoded, bool((target != owner).any()))
+
+
+def _sums(rank: np.ndarray, values: np.ndarray, num_ranks: int) -> np.ndarray:
+    """int64[ranks], exact (bincount would add up floats)."""
+    sums = np.zeros(num_ranks, np.int64)
+    np.add.at(sums, rank, values)
+    return sums
+
+
+def _assign(owner: np.ndarray, costs: np.ndarray, patches: np.ndarray, num_ranks: int) -> np.ndarray:
+    """int64[images]: the rank of each.
+
+    1. Each rank keeps its largest images up to the mean load (or the largest image). 2. What is left goes to the
+    emptiest rank, the largest first. 3. Moves and swaps between the fullest and the emptiest rank even out the rest.
+    No rank encodes more patches than any held before: memory grows with them.
+    """
+    target = owner.copy()
+    load, filled = _sums(owner, costs, num_ranks), _sums(owner, patches, num_ranks)
+    most = int(filled.max(initial=0))
+    mean = -(-int(costs.sum()) // num_ranks)
+    least = max(mean, int(costs.max(initial=0)))
+    by_cost = np.lexsort((np.arange(len(costs)), -costs))
+    # 1.
+    kept, pool = np.zeros(num_ranks, np.int64), []
+    full = load > least
+    for image in by_cost[full[owner[by_cost]]].tolist():
+        rank = owner[image]
+        if kept[rank] + costs[image] <= least:
+            kept[rank] += costs[image]
+        else:
+            pool.append(image)
+            load[rank] -= costs[image]
+            filled[rank] -= patches[image]
+    # 2.
+    emptiest = [(int(load[rank]), rank) for rank in range(num_ranks)]
+    heapq.heapify(emptiest)
+    for image in pool:
+        tried = []
+        while emptiest:
+            _, rank = heapq.heappop(emptiest)
+            tried.append(rank)
+            if filled[rank] + patches[image] <= most:
+                break
+        else:
+            return owner.copy()  # there is room for it nowhere
+        target[image] = rank
+        load[rank] += costs[image]
+        filled[rank] += patches[image]
+        for one in tried:
+            heapq.heappush(emptiest, (int(load[one]), one))
+    # 3.
+    for _ in range(EXCHANGES * num_ranks):
+        fullest, rank = int(load.argmax()), int(load.argmin())
+        if load[fullest] <= NEAR * least or not _even_out(target, costs, patches, load, filled, fullest, rank, most):
+            break
+    return target
+
+
+def _even_out(
+    target: np.ndarray,
+    costs: np.ndarray,
+    patches: np.ndarray,
+    load: np.ndarray,
+    filled: np.ndarray,
+    fullest: int,
+    emptiest: int,
+    most: int,
+) -> bool:
+    """Move an image from the fullest rank to the emptiest one, or swap two, so that both come nearest; False if no
+    exchange helps. The arrays are changed."""
+    gap = int(load[fullest] - load[emptiest])
+    of_fullest, of_emptiest = np.flatnonzero(target == fullest), np.flatnonzero(target == emptiest)
+    # Column 0 gives nothing back.
+    given = np.concatenate([[0], costs[of_emptiest]]), np.concatenate([[0], patches[of_emptiest]])
+    moved = costs[of_fullest][:, None] - given[0][None]
+    more = patches[of_fullest][:, None] - given[1][None]
+    helps = (moved > 0) & (moved < gap) & (filled[emptiest] + more <= most) & (filled[fullest] - more <= most)
+    if not helps.any():
+        return False
+    left = np.where(helps, np.abs(gap - 2 * moved), np.iinfo(np.int64).max)
+    mine, back = np.unravel_index(int(left.argmin()), left.shape)
+    target[of_fullest[mine]] = emptiest
+    if back:
+        target[of_emptiest[back - 1]] = fullest
+    for sums, change in ((load, moved), (filled, more)):
+        sums[fullest] -= change[mine, back]
+        sums[emptiest] += change[mine, back]
+    return True

@@ -1,0 +1,227 @@
+"""The vision tower's work shared out among ranks: loss and all gradients as without it, whoever holds the images."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from distributed.ranks import run_ranks
+from model.test_tower import CLASSES, IMAGE, IMAGES, ROPE, TEXT, TOWER, VIDEOS, Grid, make_batch, make_model
+
+from odb_factory.model.encoder import BY_GRID, BY_IMAGE, EncoderDoor, cost_of, find_tower
+from odb_factory.model.tower import FAMILIES, one_pass
+from odb_factory.planning import EncoderCost, EncoderPlan, plan_encoders
+
+RELATIVE, IN_FLOAT32 = 1e-9, 1e-5
+"""Of the norm of all gradients, in float64 (GLM-4V interpolates positions in float32), and of models with experts."""
+LIMIT_S = 240
+SIDE, PATCH = 8, 4
+"""Pixels of the images of families that take them in one size."""
+SMALL: list[Grid] = [(1, 2, 2)]
+Media = tuple[list[Grid], list[Grid]]
+SCENES: dict[str, list[Media]] = {
+    "all on one rank, a dummy on the other": [(IMAGES * 2, []), (SMALL, [])],
+    "no image on one rank": [([], []), (IMAGES, [])],
+    "videos only": [([], VIDEOS), ([], [(1, 4, 4)])],
+    "images and videos on one, no image on the other": [(IMAGES, VIDEOS), ([], [])],
+    "no image at all": [([], []), ([], [])],
+    "more ranks than images": [([], []), ([(1, 8, 8)], []), ([], [])],
+    "two for three": [([(1, 8, 8), (1, 4, 4)], []), ([], []), (SMALL, [])],
+}
+MOVES = {"all on one rank, a dummy on the other", "videos only"}
+"""Where images move for every family; with few images, or of one size, another cut may not be better."""
+OTHERS = {
+    "glm4v": ("Glm4vForConditionalGeneration", {}),
+    "llava": ("LlavaForConditionalGeneration", {"vision_feature_layer": [-2, 1]}),
+    "llava_next": ("LlavaNextForConditionalGeneration", {"image_grid_pinpoints": [[SIDE, 2 * SIDE]]}),
+    "vipllava": ("VipLlavaForConditionalGeneration", {"vision_feature_layers": [-2, 1]}),
+    "internvl": ("InternVLForConditionalGeneration", {}),
+}
+
+
+def make(family: str) -> Any:
+    """A tiny model in float64; with experts in float32, which torch's kernel for them takes."""
+    if family in CLASSES:
+        model = make_model(family).train()
+        return model if "moe" in family else model.double()
+    name, more = OTHERS[family]
+    kind = getattr(transformers, name)
+    ids = {"image_token_id": IMAGE, "image_token_index": IMAGE, "video_token_id": IMAGE + 1}
+    if family == "glm4v":
+        ids |= {"video_start_token_id": 95, "video_end_token_id": 96, "image_start_token_id": 93}
+        parts = {"text_config": TEXT | {"rope_parameters": ROPE}, "vision_config": TOWER | {"out_hidden_size": 32}}
+    else:
+        vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+        size, patch = ([SIDE] * 2, [PATCH] * 2) if family == "internvl" else (SIDE, PATCH)
+        vision |= {"image_size": size, "patch_size": patch, "projection_dim": 32}
+        vision["model_type"] = "internvl_vision" if family == "internvl" else "clip_vision_model"
+        llama = {key: TEXT[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
+        llama |= {"num_attention_heads": 4, "num_key_value_heads": 2, "model_type": "llama"}
+        parts = {"text_config": llama, "vision_config": vision}
+    torch.manual_seed(0)
+    model = kind._from_config(kind.config_class(**parts, **ids, **more), attn_implementation="eager")
+    return model.double().train()
+
+
+def batch_of(family: str, model: Any, media: Media) -> dict[str, Any]:
+    images, videos = media
+    if family not in BY_IMAGE:
+        batch = make_batch(images, videos)
+        if family == "glm4v":  # one token for both
+            batch["input_ids"] = batch["input_ids"].where(batch["input_ids"] != IMAGE + 1, IMAGE)
+            if videos:
+                batch["input_ids"] = torch.cat([batch["input_ids"][:, :5], batch["input_ids"][:, 5:]], 1)
+        return batch
+    batch = {key: value for key, value in make_batch([], []).items() if key != "position_ids"}
+    count = len(images) + sum(frames for frames, _, _ in videos)
+    if not count:
+        return batch
+    generator = torch.Generator().manual_seed(count)
+    pixels = torch.randn(count, 3, SIDE, SIDE, generator=generator, dtype=torch.float64)
+    more: dict[str, Any] = {"pixel_values": pixels}
+    patches = (SIDE // PATCH) ** 2
+    tokens = patches // 4 if family == "internvl" else patches
+    if family == "llava_next":  # tiles: the whole image, and two parts
+        more = {"pixel_values": torch.stack([pixels, -pixels, 2 * pixels], 1)}
+        more["image_sizes"] = torch.tensor([[SIDE, 2 * SIDE]] * count)
+        tokens = 3 * patches + SIDE // PATCH
+    ids = torch.cat([batch["input_ids"], torch.full((1, tokens * count), IMAGE), torch.tensor([[7, 8]])], 1)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.where(ids < 80, -100), **more}
+
+
+def train(model: Any, batch: dict[str, Any]) -> tuple[float, torch.Tensor]:
+    """The loss, and the sum over the ranks of the gradients of all parameters."""
+    model.zero_grad()
+    loss = model(**batch, use_cache=False).loss
+    loss.backward()
+    gradients = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in model.parameters()])
+    dist.all_reduce(gradients)
+    return loss.item(), gradients
+
+
+def gather(message: bytes) -> list[bytes]:
+    messages: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(messages, message)
+    return messages
+
+
+def train_scenes(rank: int, family: str, scenes: list[str], tuning: str = "all") -> dict[str, Any]:
+    """In a rank: for each scene how far loss and gradients are apart, and the patches that each rank encodes."""
+    model, found = make(family), {}
+    module, _ = find_tower(model)  # type: ignore[misc]
+    for name, parameter in module.named_parameters():
+        if tuning == "merger":
+            parameter.requires_grad_("merger" in name or "projector" in name)
+        elif tuning == "text":
+            parameter.requires_grad_("visual" not in name)
+    pair, patch, _ = cost_of(module, trains_tower=True)
+    group, plans = dist.new_group(), list[EncoderPlan]()
+
+    def assign(patches: list[np.ndarray], tokens: list[int]) -> EncoderPlan:
+        plans.append(plan_encoders(patches, EncoderCost(pair=pair, patch=patch)))
+        return plans[-1]
+
+    for name in scenes:
+        batch = batch_of(family, model, SCENES[name][rank])
+        with one_pass(model):
+            loss, gradients = train(model, batch)
+            door = EncoderDoor(model, group, gather, assign)
+            with door.balanced():
+                shared, of_shared = train(model, batch)
+            plan = plans.pop()
+            assert not plans, "the tower has run once"
+            again, _ = train(model, batch)
+            door.undo()
+        assert again == loss
+        found[name] = {
+            "loss": abs(shared - loss) / loss,
+            "gradient": ((of_shared - gradients).norm() / gradients.norm()).item(),
+            "moves": plan.moves,
+            "patches": plan.patches.tolist(),
+        }
+    return found
+
+
+def check(family: str, folder: Path, *, world_size: int = 2, **given: Any) -> dict[str, Any]:
+    scenes = given.pop("scenes", [name for name in SCENES if len(SCENES[name]) == world_size])
+    ended = run_ranks(
+        "model.test_encoder:train_scenes",
+        folder,
+        world_size=world_size,
+        limit_s=LIMIT_S,
+        family=family,
+        scenes=scenes,
+        **given,
+    )
+    assert all(rank.returncode == 0 for rank in ended), "\n".join(rank.said[-3000:] for rank in ended)
+    limit = IN_FLOAT32 if "moe" in family else RELATIVE
+    for name in scenes:
+        for rank in ended:
+            found = rank.value[name]
+            assert max(found["loss"], found["gradient"]) < limit, (name, found)
+        assert len({str(rank.value[name]["patches"]) for rank in ended}) == 1, "all agree"
+    return ended[0].value
+
+
+MARKED = [
+    pytest.param(family, marks=[] if family in ("qwen3_vl", "internvl") else pytest.mark.full_grid)
+    for family in (*(one for one in CLASSES if one in FAMILIES), *OTHERS)
+]
+
+
+@pytest.mark.parametrize("family", MARKED)
+def test_loss_and_gradients_are_those_of_ranks_that_encode_their_own(family: str, tmp_path: Path) -> None:
+    """In float64, on two ranks."""
+    apart = family not in FAMILIES  # images and videos are not in one micro-batch
+    scenes = [name for name, media in SCENES.items() if len(media) == 2 and not (apart and "videos" in name)]
+    found = check(family, tmp_path, scenes=scenes)
+    for name in MOVES & set(scenes):
+        assert found[name]["moves"], name
+        assert max(found[name]["patches"]) < 0.8 * sum(found[name]["patches"]), found[name]
+
+
+@pytest.mark.parametrize("tuning", ["merger", pytest.param("text", marks=pytest.mark.full_grid)])
+def test_a_frozen_tower(tuning: str, tmp_path: Path) -> None:
+    check("qwen3_vl", tmp_path, tuning=tuning)
+
+
+def test_ranks_without_anything_to_encode(tmp_path: Path) -> None:
+    found = check("qwen3_vl", tmp_path, world_size=3)
+    assert 0 in found["more ranks than images"]["patches"]
+
+
+def test_every_family_is_tested() -> None:
+    tested = {*CLASSES, *OTHERS}
+    assert set(BY_IMAGE) <= tested
+    assert {"qwen2_5_omni", "qwen3_omni_moe", "glm4v_moe", "glm46v"} >= set(BY_GRID) - tested
+
+
+def test_costs_follow_the_config() -> None:
+    """Windows cost no square of the image."""
+    (module, _) = find_tower(make_model("qwen2_5_vl"))  # type: ignore[misc]
+    windowed, frozen = (cost_of(module, trains_tower=trains) for trains in (True, False))
+    module.config.vision_config.fullatt_block_indexes = [0, 1, 2]  # type: ignore[union-attr]
+    whole = cost_of(module, trains_tower=True)
+    assert whole[0] == 3 * windowed[0] and whole[1] < windowed[1]
+    assert windowed[:2] == (3 * frozen[0], 3 * frozen[1])
+
+
+def test_nothing_is_left_behind() -> None:
+    with contextlib.suppress(RuntimeError):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = make_model("qwen3_vl")
+        before = [(name, set(vars(one)), len(one._forward_hooks)) for name, one in model.named_modules()]
+        door = EncoderDoor(model, None, lambda message: [message], lambda patches, tokens: None)  # type: ignore[arg-type]
+        door.undo()
+        assert [(name, set(vars(one)), len(one._forward_hooks)) for name, one in model.named_modules()] == before
+        assert find_tower(torch.nn.Linear(1, 1)) is None
+        assert np.prod(IMAGES[0]) == 24
+    finally:
+        dist.destroy_process_group()
