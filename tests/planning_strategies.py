@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from odb_factory.planning import Budget, Collation, Cost, Sizes
+from odb_factory.planning import VIDEO, Budget, Collation, Cost, Media, Sizes
 
 collations = st.builds(
     Collation,
@@ -20,6 +20,9 @@ collations = st.builds(
     dummy_media_patches=st.sampled_from([0, 1, 4]),
     dummy_audio_tokens=st.sampled_from([0, 0, 2, 7]),
     dummy_audio_patches=st.sampled_from([0, 0, 3]),
+)
+caps = st.just(()) | st.tuples(*(st.tuples(st.just(name), st.integers(1, 12)) for name in Media._fields)).flatmap(
+    lambda every: st.lists(st.sampled_from(every), unique=True).map(tuple)
 )
 buckets = st.sampled_from([(), (), (8,), (4, 16), (3, 7, 20, 50)])
 """Some of them longer than most samples, some than the budget is."""
@@ -37,6 +40,7 @@ padded_budgets = st.builds(
     max_patches=st.none() | st.integers(1, 12),
     collation=collations,
     row_multiple=st.sampled_from([1, 1, 1, 2, 4]),
+    caps=caps,
 )
 budgets = st.builds(sized, padded_budgets, st.just(1), buckets)
 one_row_budgets = st.builds(
@@ -45,6 +49,7 @@ one_row_budgets = st.builds(
     max_patches=st.none() | st.integers(1, 12),
     collation=collations,
     layout=st.just("flat"),
+    caps=caps,
 )
 flat_budgets = st.builds(sized, one_row_budgets, st.sampled_from([1, 1, 4, 16]), buckets)
 
@@ -54,9 +59,15 @@ def costs(draw: st.DrawFn, num_modalities: int = 1) -> Cost:
     """A text sample, or one with media, audio or both; now and then beyond every budget above."""
     tokens = draw(st.integers(1, 30) | st.sampled_from([1, 50, 99, 100, 101, 300]))
     patches = draw(st.just(0) | st.integers(0, 8) | st.sampled_from([12, 13, 40]))
-    has_media = patches > 0 or draw(st.booleans())
+    of_videos, of_audio = draw(st.just((0, 0)) | st.tuples(st.integers(0, patches), st.integers(0, patches)))
+    of_videos = min(of_videos, patches - of_audio)
+    has_media = patches > of_audio or draw(st.booleans())
     modality = draw(st.integers(0, num_modalities - 1)) if has_media and num_modalities > 1 else 0
-    return Cost(tokens, patches, draw(st.integers(1, tokens)), has_media, modality, has_audio=draw(st.booleans()))
+    media: Media | None = Media(patches - of_videos - of_audio, of_videos, 2 * of_audio)
+    if of_videos == of_audio == 0 and modality != VIDEO:
+        media = None
+    units, has_audio = draw(st.integers(1, tokens)), of_audio > 0 or draw(st.booleans())
+    return Cost(tokens, patches, units, has_media, modality, has_audio=has_audio, media=media)
 
 
 def next_size(length: int, sizes: Sizes) -> int:
@@ -124,4 +135,11 @@ def attention_of(group: Sequence[Cost], budget: Budget) -> int:
 
 def within(group: Sequence[Cost], budget: Budget) -> bool:
     rows, length, patches = shape_of(group, budget)
+    inputs = [name for cost in group for name, size in cost.by_modality._asdict().items() for _ in range(size)]
+    if not any(cost.has_media for cost in group):
+        inputs += ["image_patches"] * budget.collation.dummy_media_patches
+    if not any(cost.has_audio for cost in group):
+        inputs += ["audio_frames"] * 2 * budget.collation.dummy_audio_patches
+    if any(inputs.count(name) > most for name, most in budget.caps):
+        return False
     return rows * length <= budget.token_budget and (budget.max_patches is None or patches <= budget.max_patches)

@@ -326,7 +326,9 @@ def check_cell(
         assert line["rows"] == 1 and (padding == 0 or (is_kto and padding > 0)), f"no padding: {line}"
     budget = dict(ODB) | dict(cell.block)
     assert all(line["rows"] * line["length"] <= budget["token_budget"] for line in several), "I4"
-    assert all(line["patches"] <= budget.get("max_patches", line["patches"]) for line in several), "I4"
+    for name in ("patches", "image_patches", "video_patches", "audio_frames"):
+        most = budget.get(f"max_{name}")
+        assert most is None or 0 < max(line[name] for line in several) <= most, f"I4, {name}"
     return found
 
 
@@ -397,6 +399,12 @@ def write_rows(folder: Path) -> Path:
     talks = [{"conversations": pair["conversations"] + [pair["chosen"]]} for pair in pairs]
     judged = [talk | {"good": k % 3 > 0} for k, talk in enumerate(talks)]
     albums = [{"conversations": one["conversations"] + [one["chosen"]], "images": one["images"]} for one in pictures]
+    clip = ["wide.png"] * 4
+    scenes = [one | {"videos": [clip] if k % 4 == 1 else []} for k, one in enumerate(albums)]
+    for one in scenes:
+        asked, answer = one["conversations"]
+        asked = asked | {"value": "<video>" * len(one["videos"]) + asked["value"]}
+        one["conversations"] = [asked, answer]
     sounds = []
     for k, talk in enumerate(talks):
         names = [write_noise(folder / f"{k}_{clip}.wav", 3000 + 700 * k) for clip in range((0, 1, 2)[k % 3])]
@@ -415,7 +423,7 @@ def write_rows(folder: Path) -> Path:
             (files,) = one.values()
             rows_of.append({"conversations": [asked | {"value": tag * len(files) + asked["value"]}, answer]} | one)
     rows = {"documents": documents, "pairs": pairs, "pictures": pictures, "sounds": sounds, "uneven": uneven}
-    rows |= {"talks": talks, "judged": judged, "albums": albums, "films": films}
+    rows |= {"talks": talks, "judged": judged, "albums": albums, "films": films, "scenes": scenes}
     for name in rows:
         (folder / f"{name}.json").write_text(json.dumps(rows[name]), encoding="utf-8")
     columns = {"messages": "conversations", "chosen": "chosen", "rejected": "rejected"}
@@ -429,6 +437,11 @@ def write_rows(folder: Path) -> Path:
         "albums": {"file_name": "albums.json", "formatting": "sharegpt", "columns": in_messages | {"images": "images"}},
         "uneven": {"file_name": "uneven.json", "formatting": "sharegpt", "columns": in_messages | {"images": "images"}},
         "films": {"file_name": "films.json", "formatting": "sharegpt", "columns": in_messages | {"videos": "videos"}},
+        "scenes": {
+            "file_name": "scenes.json",
+            "formatting": "sharegpt",
+            "columns": in_messages | {"images": "images", "videos": "videos"},
+        },
         "sounds": {"file_name": "sounds.json", "formatting": "sharegpt", "columns": in_messages | {"audios": "audios"}},
         "judged": {"file_name": "judged.json", "formatting": "sharegpt", "columns": in_messages | {"kto_tag": "good"}},
     }

@@ -15,6 +15,7 @@ from odb_factory.accounting.statistics import AUDIT_FILE, SUMMARY_FILE, StepStat
 from odb_factory.cli.main import PAGE
 from odb_factory.data.samples import Measured
 from odb_factory.loop import iteration
+from odb_factory.planning import Media
 from odb_factory.report.read import RUN_LOG
 from odb_factory.training.run import RUN_LOG_FILE
 
@@ -59,6 +60,9 @@ def test_keys_of_the_block() -> None:
     assert [item.name for item in dataclasses.fields(odb_factory.ODBConfig)] == [
         "token_budget",
         "max_patches",
+        "max_image_patches",
+        "max_video_patches",
+        "max_audio_frames",
         "memory_fraction",
         "eval_token_budget",
         "global_batch_size",
@@ -155,7 +159,7 @@ def test_metric_names() -> None:
 
 
 def test_audit_keys() -> None:
-    measured = Measured(rows=2, length=3, patches=0, units=3)
+    measured = Measured(rows=2, length=3, media=Media(), units=3)
     found = audit_line(a_micro_batch(), measured, MicroBatchLoss(1.0, None), optimizer_step=2, data_wait_s=0.25)
     assert abs(found.pop("time") - time.time()) < 60
     assert found.keys() | {"time"} == first_column("Audit"), "docs/reference.md"
@@ -173,6 +177,9 @@ def test_audit_keys() -> None:
         "segments": [],
         "patches": 0,
         "encoder_patches": 0,
+        "image_patches": 0,
+        "video_patches": 0,
+        "audio_frames": 0,
         "units": 3,
         "weight": 1.0,
         "idle": False,

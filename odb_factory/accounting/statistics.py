@@ -215,6 +215,7 @@ def audit_line(
         "segments": list(measured.segments),
         "patches": measured.patches,
         "encoder_patches": measured.patches if encoded is None else encoded,
+        **measured.media._asdict(),
         "units": micro_batch.num_units,
         # Of the mean loss of the micro-batch, or of each token loss of each sample.
         "weight": loss.scale if weights is None else weights,

@@ -21,7 +21,7 @@ from odb_factory.data.observe import IGNORE_INDEX
 from odb_factory.data.samples import COLLATION, Measured, MicroBatch, OptimizerStep
 from odb_factory.errors import DataError
 from odb_factory.log import get_logger
-from odb_factory.planning import EncoderPlan, Limits
+from odb_factory.planning import Budget, EncoderPlan
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Logged once at the start: how large optimizer steps are, how they are cut, how full the budgets get.
@@ -39,12 +39,13 @@ def log_first_step(
     layout."""
     if first is None:
         return
-    limits = Limits(config.token_budget, config.max_patches).least(loader.lowered)
+    limits = loader.budget.limits.least(loader.lowered)
     filled = first.padded_tokens / (first.num_micro_batches * loader.world_size * limits.token_budget)
     ranks = "one rank" if loader.world_size == 1 else f"each of {loader.world_size} ranks"
     cut = f"{_count(first.num_micro_batches, 'micro-batch', 'es')} on {ranks}"
     budgets = (
         f"fills {filled:.0%} of their budgets (token_budget {limits.token_budget}, max_patches {limits.max_patches}"
+        f"{''.join(f', max_{name} {most}' for name, most in loader.budget.caps)}"
         f"{', lowered by oom: split' if loader.lowered else ''}); "
         f"loss_scaling {config.loss_scaling}"
     )
@@ -110,8 +111,8 @@ class BatchChecks:
     counts_labels: units are counted from labels; else a `cost_fn` gives them.
     """
 
-    def __init__(self, config: ResolvedConfig, *, counts_labels: bool = True):
-        self._config, self._counts_labels = config, counts_labels
+    def __init__(self, config: ResolvedConfig, budget: Budget, *, counts_labels: bool = True):
+        self._config, self._budget, self._counts_labels = config, budget, counts_labels
         self._warned: set[str] = set()
 
     def __call__(self, micro_batch: MicroBatch, measured: Measured, labels: Any = None) -> None:
@@ -174,23 +175,19 @@ class BatchChecks:
         self._warn_once("order", f"{problem}; `ids` of the step info and of the audit are not in the order of the rows")
 
     def _check_budget(self, micro_batch: MicroBatch, measured: Measured) -> None:
-        max_patches = self._config.max_patches
-        if measured.is_within(self._config.token_budget, max_patches):
+        if measured.is_within(self._budget):
             return
-        shape, budget = f"{measured.rows * measured.length} tokens", f"{self._config.token_budget} tokens"
-        if max_patches is not None:
-            shape, budget = f"{shape} and {measured.patches} patches", f"{budget} and {max_patches} patches"
         if len(micro_batch.ids) == 1:
             self._warn_once(
                 "overlong",
-                f"overlong samples travel alone: row {micro_batch.ids[0]} has {shape}, the budget is {budget}",
+                f"overlong samples travel alone: row {micro_batch.ids[0]} has {measured}, the budget is {self._budget}",
             )
             return
         self._warn_once(
             "over budget",
-            f"rows {list(micro_batch.ids)} were collated to {shape}, above the budget of {budget}: the collator adds "
-            "more than the plan knows of, or cost_fn returns less than there is; give what it adds (collation=) or "
-            "lower the budget if memory is short",
+            f"rows {list(micro_batch.ids)} were collated to {measured}, above the budget of {self._budget}: the "
+            "collator adds more than the plan knows of, or cost_fn returns less than there is; give what it adds "
+            "(collation=) or lower the budget if memory is short",
         )
 
     def _warn_once(self, kind: str, message: str) -> None:
@@ -255,7 +252,7 @@ class StepAccounting:
         self.optimizer_steps = self.num_over_budget = 0
         self.computing: Computing | None = None
         self.encoder_patches: list[int] = []
-        self._checks = BatchChecks(config, counts_labels=loader.counts_labels)
+        self._checks = BatchChecks(config, loader.budget, counts_labels=loader.counts_labels)
         self._audit: Lines | None = None
         self._left_out_file: Lines | None = None
         if audit_dir is not None:

@@ -13,14 +13,14 @@ import numpy as np
 from torch.utils.data import get_worker_info
 
 from odb_factory.data.flat import UNPADDED, FlatLayout, LayoutError, beside_rows, flatten, model_keys, pad_to_sizes
-from odb_factory.data.observe import Measure, batch_shape, count_patches, describe_batch, measure_batch
+from odb_factory.data.observe import Measure, batch_shape, count_media, describe_batch, measure_batch
 from odb_factory.data.processes import BusyRows, WorkerDataset, retried
 from odb_factory.data.samples import Measured, MicroBatch, Sample, Task
 from odb_factory.data.serialize import unpack
 from odb_factory.data.step_agreement import CollateNotes
 from odb_factory.errors import DataError, one_line
 from odb_factory.log import get_logger
-from odb_factory.planning import VIDEO, Budget
+from odb_factory.planning import VIDEO, Budget, Media
 
 logger = get_logger(__name__)
 
@@ -161,10 +161,11 @@ class GroupDataset(WorkerDataset):
         if self.budget is None:
             return self.measure(batch, self.patch_size, segments)
         costs = [sample.cost for sample in samples]
-        rows, length, patches = self.budget.shape(costs)
+        rows, length, _ = self.budget.shape(costs)
+        media = Media(*map(sum, zip(*(cost.by_modality for cost in costs))))
         if isinstance(batch, Mapping) and np.ndim(batch.get("input_ids", ())) == 2:
-            (rows, length), patches = batch_shape(batch), count_patches(batch, self.patch_size)
-        return Measured(rows, length, patches, sum(cost.units for cost in costs), segments)
+            (rows, length), media = batch_shape(batch), count_media(batch, self.patch_size)
+        return Measured(rows, length, media, sum(cost.units for cost in costs), segments)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from odb_factory.comm.agreement import of_block, releases
 from odb_factory.comm.ranks import Ranks
-from odb_factory.config import ResolvedConfig
+from odb_factory.config import BUDGETS, CAPS, ResolvedConfig
 from odb_factory.data.collate import Collated, GroupDataset, NotCollated, Outcome
 from odb_factory.data.epoch import EpochContext, EpochPlanner, FillEpoch, KeepEpoch
 from odb_factory.data.flat import FlatLayout, LayoutError
@@ -54,6 +54,7 @@ def make_budget(config: ResolvedConfig, collation: Collation, layout: LayoutName
         layout,
         Sizes(multiple, tuple(config.length_buckets or ()), limit),
         1 if is_flat else config.row_multiple,
+        config.caps,
     )
 
 
@@ -146,7 +147,7 @@ ABORT_S = 7.0
 """After a failure planning is given this long to end; a DataLoader looks for dead workers every 5 s."""
 STAND_INS_TRIED = 64
 """Rows that are tried for a micro-batch that has no row of its own left."""
-KEYS_OF_ROWS = ("overlong", "token_budget", "max_patches", "loss_scaling")
+KEYS_OF_ROWS = ("overlong", *BUDGETS, *CAPS, "loss_scaling")
 """Keys of the block that decide what a row is and what it weighs."""
 
 
@@ -555,7 +556,7 @@ class ODBLoader:
             micro_batch = self._leave_out(current, micro_batch, outcome)
         if measured is None:
             measured, batch = self._collate_stand_in(outcome)
-        is_over = len(micro_batch.ids) > 1 and not measured.is_within(self.config.token_budget, self.config.max_patches)
+        is_over = len(micro_batch.ids) > 1 and not measured.is_within(self.budget)
         current.agreement.taken(planned, is_over_budget=is_over)
         return micro_batch, measured, batch
 

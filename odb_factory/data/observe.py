@@ -15,44 +15,47 @@ from torch import Tensor
 
 from odb_factory.config import ODBConfig
 from odb_factory.data.processes import BusyRows, WorkerDataset, retried
-from odb_factory.data.samples import Measured, Rejection, Sample
+from odb_factory.data.samples import Measured, Rejection, Sample, described
 from odb_factory.data.serialize import checksum, pack, unpack
 from odb_factory.errors import DataError, one_line
-from odb_factory.planning import VIDEO, Budget, Cost
+from odb_factory.planning import FRAMES_PER_PATCH, VIDEO, Budget, Cost, Media
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What a mapping of model inputs costs: one processed sample or one collated batch.
 
 IGNORE_INDEX = -100
+VIDEO_KEYS = ("video_grid_thw", "pixel_values_videos")
 GRID_KEYS = ("image_grid_thw", "video_grid_thw", "image_grid_hws", "spatial_shapes")
 PIXEL_KEYS = ("pixel_values", "pixel_values_videos", "pixel_values_images")
 AUDIO_KEYS = ("feature_attention_mask", "input_features_mask")
 """Masks [clips, frames] of the spectrograms of audio."""
-FRAMES_PER_PATCH = 2
-"""Spectrogram frames (10 ms each) that count as one patch: what the encoders make a position of, or fewer."""
 DEFAULT_PATCH_SIZE = 14
 Measure = Callable[[Mapping[str, Any], int, tuple[int, ...]], Measured]
 """`measure_batch`, or what counts other units."""
 
 
-def count_patches(inputs: Mapping[str, Any], patch_size: int = DEFAULT_PATCH_SIZE) -> int:
-    """Vision-tower input patches in `inputs`, and for audio a patch for each two frames of its spectrogram.
+def count_media(inputs: Mapping[str, Any], patch_size: int = DEFAULT_PATCH_SIZE) -> Media:
+    """Vision-tower input patches of images and of videos, and frames of the spectrograms of audio, in `inputs`.
 
-    From the patch grids where there are any ([media, 2 or 3], their products); else from the size of the pixel
-    tensors, one patch being 3 x patch_size x patch_size values, without what towers leave out of them: where there
-    are `image_sizes`, the padding of images to the largest, and of their tiles to the most.
+    Videos that a processor hands over as images count as these. Patches come from the patch grids where there are any
+    ([media, 2 or 3], their products); else from the size of the pixel tensors, one patch being 3 x patch_size x
+    patch_size values, without what towers leave out of them: where there are `image_sizes`, the padding of images to
+    the largest, and of their tiles to the most.
     """
-    grids = [inputs[key] for key in GRID_KEYS if inputs.get(key) is not None]
-    if grids:
-        patches = sum(
-            int(np.asarray(grid).reshape(-1, np.shape(grid)[-1]).prod(-1).sum()) for grid in grids if len(grid)
-        )
+    found = {key: inputs[key] for key in GRID_KEYS if inputs.get(key) is not None}
+    is_packed = bool(found)
+    if is_packed:
+        unit, amounts = 1, {
+            key: int(np.asarray(grid).reshape(-1, np.shape(grid)[-1]).prod(-1).sum())
+            for key, grid in found.items()
+            if len(grid)
+        }  # fmt: skip
     else:
-        present = {key: inputs[key] for key in PIXEL_KEYS if inputs.get(key) is not None}
-        sizes = inputs.get("image_sizes")
-        values = sum(_numel(pixels) - _num_padding(key, pixels, sizes) for key, pixels in present.items())
-        patches = values // (3 * patch_size * patch_size)
-    return patches + _count_audio(inputs, is_packed=bool(grids))
+        found = {key: inputs[key] for key in PIXEL_KEYS if inputs.get(key) is not None}
+        sizes, unit = inputs.get("image_sizes"), 3 * patch_size * patch_size
+        amounts = {key: _numel(pixels) - _num_padding(key, pixels, sizes) for key, pixels in found.items()}
+    videos = sum(amount for key, amount in amounts.items() if key in VIDEO_KEYS)
+    return Media((sum(amounts.values()) - videos) // unit, videos // unit, _count_frames(inputs, is_packed=is_packed))
 
 
 def _num_padding(key: str, pixels: Any, sizes: Any) -> int:
@@ -67,13 +70,13 @@ def _num_padding(key: str, pixels: Any, sizes: Any) -> int:
     return 0
 
 
-def _count_audio(inputs: Mapping[str, Any], is_packed: bool) -> int:
+def _count_frames(inputs: Mapping[str, Any], is_packed: bool) -> int:
     """is_packed: the model takes media without padding, as those with patch grids do; others compute it."""
     for key in AUDIO_KEYS:
         if inputs.get(key) is not None:
             mask = np.asarray(inputs[key])
             frames = mask.sum(-1) if is_packed else np.full(len(mask), mask.shape[-1])
-            return int((-(-frames // FRAMES_PER_PATCH)).sum())
+            return FRAMES_PER_PATCH * int((-(-frames // FRAMES_PER_PATCH)).sum())
     return 0
 
 
@@ -126,7 +129,7 @@ def measure_batch(
     return Measured(
         rows=rows,
         length=length,
-        patches=count_patches(batch, patch_size),
+        media=count_media(batch, patch_size),
         units=0 if labels is None else count_supervised(labels),
         segments=segments,
     )
@@ -251,12 +254,9 @@ class ObservedDataset(WorkerDataset):
         if cost.units == 0:
             return reject("unsupervised", "no label carries loss (truncation may have cut them off)")
         if self.config.overlong != "singleton" and self.budget.overlong(cost):
-            found, budget = f"{cost.tokens} tokens", f"{self.budget.token_budget} tokens"
-            if self.budget.max_patches is not None:
-                found, budget = f"{found} and {cost.patches} patches", f"{budget} and {self.budget.max_patches} patches"
             return reject(
                 "overlong",
-                f"{found} break the budget of {budget} alone",
+                f"{described(cost.tokens, cost.by_modality)} break the budget of {self.budget} alone",
                 "raise the budget, or set `overlong: singleton` or `drop`",
                 fatal=self.config.overlong == "error",
             )
@@ -346,9 +346,11 @@ class ItemObserver:
         tokens = _length(item) if given is None else int(given)
         if not isinstance(item, Mapping):
             return Cost(tokens)
-        patches = item.get(PATCHES_KEY)
-        patches = count_patches(item, self.patch_size) if patches is None else int(patches)
-        return Cost(tokens, patches, has_media=patches > 0, modality=_modality(item))
+        given, modality = item.get(PATCHES_KEY), _modality(item)
+        media = count_media(item, self.patch_size)
+        if given is not None and media.patches != int(given):
+            media = Media(video_patches=int(given)) if modality == VIDEO else Media(int(given))
+        return Cost(tokens, media.patches, has_media=media.patches > 0, modality=modality, media=media)
 
     def _collated_cost(self, item: Mapping[str, Any]) -> Cost:
         """The cost of an item whose collator makes the model inputs."""
@@ -362,12 +364,13 @@ class ItemObserver:
                 way_out = "for TRL's DPOTrainer call odb_factory.integrations.trl.enable_odb_dpo in place of enable_odb"
             raise ItemError(f"{_not_an_item(item)}, of which its collator makes no row of `input_ids`; {way_out}")
         mask, labels = batch.get("attention_mask"), batch.get("labels")
-        patches = count_patches(batch, self.patch_size)
+        media = count_media(batch, self.patch_size)
         return Cost(
             tokens=_length(batch) if mask is None or np.ndim(mask) != 2 else int(np.asarray(mask).sum()),
-            patches=patches,
+            patches=media.patches,
+            media=media,
             units=0 if labels is None else count_supervised(labels),
-            has_media=patches > 0,
+            has_media=media.patches > 0,
             modality=_modality(batch),
             leading_label=labels is not None and has_leading_label(labels),
         )
@@ -398,7 +401,7 @@ class ItemObserver:
 
 
 def _modality(inputs: Mapping[str, Any]) -> int:
-    return VIDEO if any(inputs.get(key) is not None for key in ("video_grid_thw", "pixel_values_videos")) else 0
+    return VIDEO if any(inputs.get(key) is not None for key in VIDEO_KEYS) else 0
 
 
 def _not_an_item(item: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from odb_factory.log import get_logger
-from odb_factory.planning import Cost, MicroStepTotals
+from odb_factory.planning import Budget, Cost, Media, MicroStepTotals
 
 
 @dataclass(slots=True)
@@ -186,7 +186,7 @@ Task = tuple[MicroBatch, list[Sample]]
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The collated tensors of a micro-batch: rows, padded row length (tokens), patches, units (see `Cost`).
+    """The collated tensors of a micro-batch: rows, padded row length (tokens), media, units (see `Cost`).
 
     segments: of a flat one, whose rows are 1, the lengths (tokens) of what follows each other in it: the samples, in
         the order of `ids`, then what fills up (dummy media, a multiple); () where it is padded.
@@ -195,13 +195,27 @@ class Measured:
 
     rows: int
     length: int
-    patches: int
+    media: Media
     units: int
     segments: tuple[int, ...] = ()
     filler_rows: int = 0
 
-    def is_within(self, token_budget: int, max_patches: int | None) -> bool:
-        return self.rows * self.length <= token_budget and (max_patches is None or self.patches <= max_patches)
+    @property
+    def patches(self) -> int:
+        return self.media.patches
+
+    def __str__(self) -> str:
+        return described(self.rows * self.length, self.media)
+
+    def is_within(self, budget: Budget) -> bool:
+        """As configured: what memory allowed less of was planned before."""
+        caps = all(getattr(self.media, name) <= most for name, most in budget.caps)
+        return caps and not budget.excess(self.rows * self.length, self.patches)
+
+
+def described(tokens: int, media: Media) -> str:
+    """A sample or a micro-batch as in messages: 900 tokens, 400 image patches, 3000 audio frames."""
+    return f"{tokens} tokens, {media}" if any(media) else f"{tokens} tokens"
 
 
 # ----------------------------------------------------------------------------------------------------------------------

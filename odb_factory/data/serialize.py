@@ -20,7 +20,7 @@ import torch
 
 from odb_factory.data.samples import Sample
 from odb_factory.errors import ConfigError, DataError, one_line
-from odb_factory.planning import Cost
+from odb_factory.planning import Cost, Media
 from odb_factory.random_numbers import kept_random_numbers
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -74,6 +74,7 @@ def sample_from_bytes(received: bytes) -> Sample:
     """Undo `sample_to_bytes`. Raises `DataError` for bytes of another origin."""
     try:
         sample_id, cost, features, content = msgpack.unpackb(received)
+        cost[-1] = cost[-1] and Media(*cost[-1])
         sample = Sample(sample_id, Cost(*cost), features, content)
     except (TypeError, ValueError, msgpack.UnpackException):
         features = b""

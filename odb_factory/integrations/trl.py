@@ -26,7 +26,7 @@ from odb_factory.data.samples import Measured
 from odb_factory.errors import ConfigError
 from odb_factory.model.check import models_of
 from odb_factory.model.unpad import UnpadDoor
-from odb_factory.planning import Collation, Cost
+from odb_factory.planning import Collation, Cost, Media
 from odb_factory.training.enable import enable_odb
 from odb_factory.training.pair_metrics import PairMetrics
 
@@ -171,10 +171,10 @@ def measure_pairs(
     segments: of the flat row that lies beside it.
     """
     if segments:
-        return Measured(1, sum(segments), patches=0, units=len(batch["prompt_input_ids"]), segments=segments)
+        return Measured(1, sum(segments), Media(), units=len(batch["prompt_input_ids"]), segments=segments)
     prompts, chosen, rejected = (batch[f"{part}_attention_mask"].sum(1) for part in ("prompt", *SIDES))
     longest = int((prompts + torch.maximum(chosen, rejected)).max())
-    return Measured(rows=2 * len(prompts), length=_cut(longest, max_length), patches=0, units=len(prompts))
+    return Measured(rows=2 * len(prompts), length=_cut(longest, max_length), media=Media(), units=len(prompts))
 
 
 def _cut(length: int, max_length: int | None) -> int:

@@ -15,7 +15,7 @@ import math
 import os
 import wave
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from io import BytesIO
@@ -29,10 +29,11 @@ from PIL import Image
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
 
-from odb_factory.data.observe import AUDIO_KEYS, DEFAULT_PATCH_SIZE, count_patches
+from odb_factory.data.observe import AUDIO_KEYS, DEFAULT_PATCH_SIZE, count_media
 from odb_factory.data.serialize import register_dataclass
 from odb_factory.errors import DataError
 from odb_factory.log import get_logger
+from odb_factory.planning import Media
 
 logger = get_logger(__name__)
 
@@ -482,7 +483,9 @@ class MediaObserver:
         if not (images or videos or audios):
             expected = 0
         elif self._by_size and not audios:
-            expected = self.count_patches(images, videos, None, []) // self.processor.image_processor.merge_size**2
+            expected = (
+                self.count_media(images, videos, None, []).patches // self.processor.image_processor.merge_size**2
+            )
         else:
             return False
         if found > expected:
@@ -501,31 +504,33 @@ class MediaObserver:
         """Whether the collator injects no fake image beside this row."""
         return self.original.image_token is None or bool(images or videos)
 
-    def count_patches(self, images: Any, videos: Any, audios: Any, input_ids: list[int]) -> int:
-        """Patches of one row, as the collator would make them and the model would take them."""
-        images, videos, audios = images or [], videos or [], audios or []
-        total = self._count_audio(audios) if audios else 0
+    def count_media(self, images: Any, videos: Any, audios: Any, input_ids: list[int]) -> Media:
+        """Media of one row, as the collator would make them and the model would take them."""
+        found = self._inputs_to_count(images or [], videos or [], audios or [], input_ids)
+        return Media(*map(sum, zip(Media(), *(count_media(inputs, self.patch_size) for inputs in found))))
+
+    def _inputs_to_count(
+        self, images: Any, videos: Any, audios: Any, input_ids: list[int]
+    ) -> Iterator[Mapping[str, Any]]:
+        """Model inputs whose media together are those of the row."""
+        if audios:
+            inputs = self._get_mm_inputs([], [], audios, self.processor)
+            if hasattr(getattr(self.processor, "image_processor", None), "merge_size"):
+                inputs["image_grid_thw"] = torch.zeros((0, 3), dtype=torch.long)  # as in every batch of such a model
+            yield inputs
         if self._memory and self._memory.one_by_one and not videos:
-            answers = [self._memory.answer([self._size_of(image)]) for image in images]
-            return total + sum(count_patches(answer, self.patch_size) for answer in answers)
-        if (images or videos) and not self._by_size:
-            inputs = self.plugin.get_mm_inputs(
+            yield from (self._memory.answer([self._size_of(image)]) for image in images)
+        elif (images or videos) and not self._by_size:
+            yield self.plugin.get_mm_inputs(
                 images, videos, [], [len(images)], [len(videos)], [0], [input_ids], self.processor
             )
-            return total + count_patches(inputs, self.patch_size)
-        if images:
-            total += count_patches(self._get_mm_inputs(images, [], [], self.processor))
-        if videos:
-            # Newer releases of LLaMA-Factory expand placeholders by the metadata of videos.
-            known = self.plugin._get_video_token_metadata(videos, self.processor) if self._knows_videos else None
-            total += count_patches(known or self._get_mm_inputs([], videos, [], self.processor))
-        return total
-
-    def _count_audio(self, audios: Any) -> int:
-        inputs = self._get_mm_inputs([], [], audios, self.processor)
-        if hasattr(getattr(self.processor, "image_processor", None), "merge_size"):
-            inputs["image_grid_thw"] = torch.zeros((0, 3), dtype=torch.long)  # as every batch of such a model has it
-        return count_patches(inputs)
+        else:
+            if images:
+                yield self._get_mm_inputs(images, [], [], self.processor)
+            if videos:
+                # Newer releases of LLaMA-Factory expand placeholders by the metadata of videos.
+                known = self.plugin._get_video_token_metadata(videos, self.processor) if self._knows_videos else None
+                yield known or self._get_mm_inputs([], videos, [], self.processor)
 
     @property
     def patch_size(self) -> int:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from odb_factory.data.observe import IGNORE_INDEX, count_patches, count_supervised, has_leading_label, measure_batch
+from odb_factory.data.observe import IGNORE_INDEX, count_media, count_supervised, has_leading_label, measure_batch
 from odb_factory.data.samples import Measured
 from odb_factory.planning import Collation, Cost
 
@@ -137,11 +137,15 @@ class Stage(ABC):
         return lambda: None
 
 
-def media_cost(features: Mapping[str, Any], media: MediaObserver, input_ids: list[int]) -> dict[str, Any]:
-    """The arguments of `Cost` that media decide, for a collator that takes those of a row once."""
+def media_cost(
+    features: Mapping[str, Any], media: MediaObserver, input_ids: list[int], rows: int = 1
+) -> dict[str, Any]:
+    """The arguments of `Cost` that media decide, for a collator that takes those of a sample `rows` times."""
     images, videos, audios = (features.get(key) for key in MEDIA)
+    found = media.count_media(images, videos, audios, input_ids).times(rows)
     return {
-        "patches": media.count_patches(images, videos, audios, input_ids),
+        "patches": found.patches,
+        "media": found,
         "has_media": media.has_media(images, videos),
         "has_audio": bool(audios),
     }
@@ -158,7 +162,7 @@ def _dummies(collator: Any, sample: Mapping[str, Any], patch_size: int) -> tuple
 
     def injected(collator: Any) -> tuple[int, int]:
         batch = collator([copy.deepcopy(dict(sample))])
-        return batch["input_ids"].shape[1] - PROBE_TOKENS, count_patches(batch, patch_size)
+        return batch["input_ids"].shape[1] - PROBE_TOKENS, count_media(batch, patch_size).patches
 
     unpadded = copy.copy(collator)
     unpadded.pad_to_multiple_of = None
@@ -254,13 +258,12 @@ class Pairs(Stage):
         return [features[f"{side}_input_ids"] for side in SIDES]
 
     def cost(self, features: Mapping[str, Any], media: MediaObserver) -> Cost:
-        once = media_cost(features, media, features["chosen_input_ids"])
         lengths = [len(ids) for ids in self.answers(features)]
         return Cost(
             tokens=sum(lengths),
             row_tokens=self.rows * max(lengths),
             units=self._units(features),
-            **(once | {"patches": 2 * once["patches"]}),
+            **media_cost(features, media, features["chosen_input_ids"], self.rows),
         )
 
     def _units(self, features: Mapping[str, Any]) -> int:
@@ -270,7 +273,7 @@ class Pairs(Stage):
         """batch: as the collator returned it, also where it is laid flat for the model."""
         found = measure_batch(batch, patch_size)
         rows, length = (1, sum(segments)) if segments else (found.rows, found.length)
-        return Measured(rows, length, found.patches, found.rows // self.rows, segments)
+        return Measured(rows, length, found.media, found.rows // self.rows, segments)
 
     def probe(self, answer: Mapping[str, list[int]]) -> dict[str, Any]:
         pair = {f"{side}_{name}": value for side in SIDES for name, value in answer.items()}
@@ -405,7 +408,7 @@ class Kto(Stage):
             return dataclasses.replace(found, length=longer, units=found.rows)
         own, others = (batch[f"{answer}attention_mask"].sum(1) for answer in self.batches)
         length = sum(segments) + int((others - own).clamp(min=0).sum())
-        return Measured(1, length, found.patches, found.rows, segments)
+        return Measured(1, length, found.media, found.rows, segments)
 
     def probe(self, answer: Mapping[str, list[int]]) -> dict[str, Any]:
         example = {f"{kind}{name}": value for kind in self.batches for name, value in answer.items()}

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from odb_factory.data.processes import BusyRows, WorkerInit
 from odb_factory.data.workers import END, take
 from odb_factory.plan.rows import ObservedRow, TrainingRows
-from odb_factory.planning import make_metadata
+from odb_factory.planning import Media, make_metadata
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Observe whole optimizer steps, spread over the first epoch, in worker processes and a bounded time.
@@ -158,8 +158,8 @@ class Spread:
 class Part:
     """The rows that were seen of one data set. rows: all; samples: those that can be trained on.
 
-    cut_off: samples of which cutoff_len cuts tokens off; longest_uncut: tokens of the longest of them without it, 0
-    where there is none. left_out: rows that are no samples, by reason.
+    media: by modality. cut_off: samples of which cutoff_len cuts tokens off; longest_uncut: tokens of the longest of
+    them without it, 0 where there is none. left_out: rows that are no samples, by reason.
     """
 
     name: str
@@ -167,6 +167,7 @@ class Part:
     samples: int
     tokens: Spread
     patches: Spread
+    media: dict[str, Spread]
     units: Spread
     cut_off: int
     longest_uncut: int
@@ -190,6 +191,7 @@ def part_of(name: str, rows: Sequence[ObservedRow]) -> Part:
         samples=len(costs),
         tokens=spread([cost.tokens for cost in costs]),
         patches=spread([cost.patches for cost in costs]),
+        media={name: spread([getattr(cost.by_modality, name) for cost in costs]) for name in Media._fields},
         units=spread([cost.units for cost in costs]),
         cut_off=len(uncut),
         longest_uncut=max(uncut, default=0),

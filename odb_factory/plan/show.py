@@ -100,7 +100,8 @@ def _distribution(parts: Sequence[Part]) -> Table:
         "What the samples are", "data set", "rows", "", "mean", "p50", "p90", "p99", "max", "cut off", "left out"
     )
     for part in parts:
-        measures: list[tuple[str, Spread]] = [("tokens", part.tokens), ("patches", part.patches), ("units", part.units)]
+        media = [(name.replace("_", " "), spread) for name, spread in part.media.items()]
+        measures: list[tuple[str, Spread]] = [("tokens", part.tokens), *media, ("units", part.units)]
         for number, (name, spread) in enumerate(one for one in measures if one[1].most or one[0] == "tokens"):
             left_out = ", ".join(f"{n} {reason}" for reason, n in part.left_out.items()) or "0"
             first = (part.name, f"{part.rows:,}") if number == 0 else ("", "")

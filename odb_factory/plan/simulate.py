@@ -20,6 +20,7 @@ from odb_factory.planning import (
     Collation,
     Cost,
     CostModel,
+    Media,
     MicroStepTotals,
     Plan,
     plan_buffers,
@@ -65,16 +66,17 @@ Totals = Sequence[Sequence[MicroStepTotals]]
 class Figures:
     """The figures of docs/reference.md, "Plan". Ratios are 0 to 1.
 
-    name: of what forms the micro-batches. token_budget, max_patches, budget_use, limit, share_of_limit: None without a
-    budget. micro_batches: K, its mean. limit: the step efficiency that no plan exceeds. speed: predicted, as a multiple
-    of that of fixed batches. overlong: samples that break a budget alone. most_tokens, most_patches: of any rank in a
-    micro-step.
+    name: of what forms the micro-batches. caps: by modality. token_budget, max_patches, budget_use, limit,
+    share_of_limit: None without a budget. micro_batches: K, its mean. limit: the step efficiency that no plan exceeds.
+    speed: predicted, as a multiple of that of fixed batches. overlong: samples that break a budget alone. most_tokens,
+    most_patches: of any rank in a micro-step.
     """
 
     name: str
     layout: str = "padded"
     token_budget: int | None = None
     max_patches: int | None = None
+    caps: dict[str, int] = dataclasses.field(default_factory=dict)
     optimizer_steps: int
     micro_steps: int
     micro_batches: float
@@ -240,6 +242,7 @@ class Simulation:
             layout=budget.layout,
             token_budget=budget.token_budget,
             max_patches=budget.max_patches,
+            caps={f"max_{name}": most for name, most in budget.caps},
             budget_use=padded / (max(found.micro_steps, 1) * ranks * budget.token_budget),
             limit=limit,
             share_of_limit=None if limit is None else found.step_efficiency / max(limit, 1e-9),
@@ -311,6 +314,7 @@ def _chunks(totals: list[MicroStepTotals], size: int) -> Iterator[list[MicroStep
 
 def _overlong(step: Step, budget: Budget) -> np.ndarray:
     """bool[samples]: which break the budget alone."""
-    names = ("tokens", "patches", "units", "has_media", "modality", "leading_label", "has_audio")
-    columns = zip(*(step.rows[name].tolist() for name in names))
+    names = ("tokens", "patches", "units", "has_media", "modality", "leading_label", "has_audio", "row_tokens")
+    media = map(Media, *(step.rows[name].tolist() for name in Media._fields))
+    columns = zip(*(step.rows[name].tolist() for name in names), media)
     return np.array([budget.overlong(Cost(*values)) for values in columns], dtype=bool)

@@ -1,6 +1,17 @@
 """Pure planning: cost, grouping under budgets, alignment over ranks, order. No I/O, no torch."""
 
-from odb_factory.planning.cost import EVERY_SIZE, VIDEO, Budget, Collation, Cost, CostModel, Limits, Sizes
+from odb_factory.planning.cost import (
+    EVERY_SIZE,
+    FRAMES_PER_PATCH,
+    VIDEO,
+    Budget,
+    Collation,
+    Cost,
+    CostModel,
+    Limits,
+    Media,
+    Sizes,
+)
 from odb_factory.planning.encoder import EncoderCost, EncoderPlan, plan_encoders
 from odb_factory.planning.fill import plan_buffers
 from odb_factory.planning.keep import plan_in_groups, plan_optimizer_step
@@ -16,6 +27,7 @@ from odb_factory.planning.plan import (
 
 __all__ = [
     "EVERY_SIZE",
+    "FRAMES_PER_PATCH",
     "MAX_REDISTRIBUTED_BYTES",
     "ROW",
     "VIDEO",
@@ -27,6 +39,7 @@ __all__ = [
     "EncoderCost",
     "EncoderPlan",
     "Limits",
+    "Media",
     "MicroStepTotals",
     "Plan",
     "Sizes",

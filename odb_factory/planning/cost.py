@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -62,6 +62,34 @@ EVERY_SIZE = Sizes()
 
 # ----------------------------------------------------------------------------------------------------------------------
 
+FRAMES_PER_PATCH = 2
+"""Spectrogram frames that count as one patch in a sum: what audio encoders make a position of, or fewer."""
+
+
+class Media(NamedTuple):
+    """What a sample or a micro-batch gives to encoders, by modality. These names are those of the columns of `ROW`.
+
+    image_patches, video_patches: input patches of the vision tower. audio_frames: of spectrograms (10 ms each); an even
+    number for each clip.
+    """
+
+    image_patches: int = 0
+    video_patches: int = 0
+    audio_frames: int = 0
+
+    @property
+    def patches(self) -> int:
+        """The sum that `max_patches` bounds."""
+        return self.image_patches + self.video_patches + self.audio_frames // FRAMES_PER_PATCH
+
+    def times(self, number: int) -> Media:
+        return Media(*(number * size for size in self))
+
+    def __str__(self) -> str:
+        """As in messages: the sizes that are not 0."""
+        return ", ".join(f"{size} {name.replace('_', ' ')}" for name, size in self._asdict().items() if size)
+
+
 VIDEO = 1
 """The modality of samples with videos, where videos are a modality (see `Cost`)."""
 
@@ -72,7 +100,8 @@ class Cost:
 
     tokens: length after expansion and truncation; of all its rows, where the collator makes several of a sample.
     row_tokens: what these rows take together in a padded batch, as many times the longest of them (0: as `tokens`).
-    patches: vision-tower input patches; of audio, pairs of spectrogram frames.
+    patches: the sum over the modalities (see `Media`). media: by modality; None: all are of images, or of videos where
+        these are a modality of their own.
     units: what the loss is a mean over: supervised tokens (labels that carry loss, after the causal shift); 1 for a
         pair or an example.
     has_media, has_audio: the sample brings images or videos, or audio, of its own, so the collator injects none beside
@@ -91,6 +120,13 @@ class Cost:
     leading_label: bool = False
     has_audio: bool = False
     row_tokens: int = 0
+    media: Media | None = None
+
+    @property
+    def by_modality(self) -> Media:
+        if self.media is not None:
+            return self.media
+        return Media(video_patches=self.patches) if self.modality == VIDEO else Media(self.patches)
 
     @property
     def padded(self) -> int:
@@ -157,6 +193,12 @@ class Collation:
         patches: Amount = (media == 0) * self.dummy_media_patches + (audio == 0) * self.dummy_audio_patches
         return tokens, patches
 
+    def dummy_of(self, name: str, media: Amount, audio: Amount) -> Amount:
+        """What is injected of one size of `Media`."""
+        of = {"image_patches": self.dummy_media_patches, "audio_frames": self.dummy_audio_patches * FRAMES_PER_PATCH}
+        size: Amount = ((audio if name == "audio_frames" else media) == 0) * of.get(name, 0)
+        return size
+
     def length(self, longest: Amount, first: Amount, dummy_tokens: Amount) -> Amount:
         """Padded row length of a group (tokens); `first` is the length of its first row, without `dummy_tokens`."""
         length: Amount = -(-larger(longest, first + dummy_tokens) // self.pad_to_multiple_of) * self.pad_to_multiple_of
@@ -180,8 +222,9 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Both budgets of a group, measured as collated. `max_patches` None: not limited.
+    """The budgets of a group, measured as collated. `max_patches` None: not limited.
 
+    caps: further ones by modality: the name of a size of `Media`, and the most of it.
     layout: `padded`, a row for each sample; `flat`, all samples of a group in one row, one after the other.
     sizes: what padded row lengths are rounded up to, or the tokens of a flat micro-batch.
     row_multiple: padded rows are rounded up to a multiple of this, as far as the budget allows.
@@ -193,6 +236,13 @@ class Budget:
     layout: str = "padded"
     sizes: Sizes = EVERY_SIZE
     row_multiple: int = 1
+    caps: tuple[tuple[str, int], ...] = ()
+
+    def __str__(self) -> str:
+        """As in messages."""
+        sums = [] if self.max_patches is None else [f"{self.max_patches} patches"]
+        caps = [f"{most} {name.replace('_', ' ')}" for name, most in self.caps]
+        return ", ".join([f"{self.token_budget} tokens", *sums, *caps])
 
     @property
     def limits(self) -> Limits:
@@ -240,6 +290,14 @@ class Budget:
             over = over + larger(patches - self.max_patches, 0)
         return over
 
+    def excess_of_caps(self, sums: Sequence[Amount], media: Amount, audio: Amount) -> Amount:
+        """By how much groups break `caps`. sums: of the capped sizes of their samples, in that order. media, audio: how
+        many samples have it."""
+        over: Amount = 0 * media
+        for (name, most), size in zip(self.caps, sums, strict=True):
+            over = over + larger(size + self.collation.dummy_of(name, media, audio) - most, 0)
+        return over
+
     def shape(self, group: Sequence[Cost]) -> tuple[int, int, int]:
         """(rows, row length in tokens, patches) of a group as collated, its samples in the given order."""
         rows, length, patches, _ = self.collated(
@@ -256,7 +314,9 @@ class Budget:
 
     def fits(self, group: Sequence[Cost]) -> bool:
         rows, length, patches = self.shape(group)
-        return self.excess(rows * length, patches) == 0
+        sums = [sum(getattr(cost.by_modality, name) for cost in group) for name, _ in self.caps]
+        media, audio = sum(cost.has_media for cost in group), sum(cost.has_audio for cost in group)
+        return not self.excess(rows * length, patches) and not self.excess_of_caps(sums, media, audio)
 
     def tokens_of(self, cost: Cost) -> int:
         """Tokens of the budget that the sample takes without padding to others."""

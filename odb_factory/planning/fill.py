@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from odb_factory.planning.cost import Budget, CostModel
-from odb_factory.planning.flat import Samples, bins_needed
+from odb_factory.planning.flat import Samples, bins_needed, capacities
 from odb_factory.planning.keep import cut, share
 from odb_factory.planning.padded import Pools, groups_needed, place
 from odb_factory.planning.plan import BufferMetadata, Plan, Steps, pool, to_plan
@@ -81,16 +81,17 @@ def _needed(
     def padded(chosen: np.ndarray) -> np.ndarray:
         return groups_needed(Pools.of(table, chosen, pool_of[chosen], slots, budget, model), num_pools)
 
-    dummy_tokens, dummy_patches = budget.collation.dummies(0, 0)
-    most_tokens = budget.token_budget // budget.sizes.multiple * budget.sizes.multiple - dummy_tokens
-    most_tokens = max(most_tokens - most_tokens // SLACK, 1)
-    most_patches = budget.max_patches
-    if most_patches is not None:
-        most_patches = max(most_patches - dummy_patches - most_patches // SLACK, 1)
+    dummies = [*budget.collation.dummies(0, 0), *(budget.collation.dummy_of(name, 0, 0) for name, _ in budget.caps)]
+    tokens, *others = capacities(budget)
+    assert tokens is not None
+    most = [
+        None if one is None else max(one - dummy - one // SLACK, 1)
+        for one, dummy in zip((tokens // budget.sizes.multiple * budget.sizes.multiple, *others), dummies)
+    ]
 
     def flat(chosen: np.ndarray) -> np.ndarray:
         samples = Samples(table, chosen, pool_of[chosen], slots, budget)
-        return bins_needed(samples, most_tokens, most_patches, num_pools)
+        return bins_needed(samples, most, num_pools)
 
     return flat if budget.layout == "flat" else padded
 

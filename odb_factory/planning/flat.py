@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -28,7 +29,7 @@ class Samples:
 
     tokens, patches, has_media, has_audio follow `index` [n]. overlong: the sample breaks a budget alone, so it goes
     alone [n].
-    sample_class: numbers of the classes, pool by pool [n].
+    sample_class: numbers of the classes, pool by pool [n]. capped: the sizes that `Budget.caps` bound, one row each.
     """
 
     def __init__(self, table: np.ndarray, index: np.ndarray, pool: np.ndarray, slots: int, budget: Budget):
@@ -37,6 +38,7 @@ class Samples:
         self.tokens = rows["tokens"].astype(np.int64)
         self.patches = rows["patches"].astype(np.int64)
         self.has_media, self.has_audio = rows["has_media"], rows["has_audio"]
+        self.capped = [rows[name].astype(np.int64) for name, _ in budget.caps]
         self.age = rows["age"].astype(np.int64)
         modalities, modality = np.unique(rows["modality"], return_inverse=True)
         self.num_modalities = max(len(modalities), 1)
@@ -52,31 +54,35 @@ class Samples:
 
     @cached_property
     def measures(self) -> np.ndarray:
-        """Tokens, patches, squared length, and whether it has media and audio [n, 5]."""
-        columns = [self.tokens, self.patches, self.tokens**2, self.has_media, self.has_audio]
+        """Tokens, patches, squared length, whether it has media and audio, and what is capped [n, 5 + caps]."""
+        columns = [self.tokens, self.patches, self.tokens**2, self.has_media, self.has_audio, *self.capped]
         return np.stack(columns, axis=1, dtype=np.int64, casting="unsafe")
 
     def shapes(self, sums: np.ndarray) -> np.ndarray:
         """Tokens, patches and squares of bins with these sums of `measures`, as collated [..., 3]."""
-        tokens, patches, squares, media, audio = np.moveaxis(sums, -1, 0)
+        tokens, patches, squares, media, audio = np.moveaxis(sums[..., :5], -1, 0)
         sums_of_rows = {"tokens": tokens, "squares": squares, "patches": patches, "media": media, "audio": audio}
         _, *shapes = self.budget.collated(**sums_of_rows, count=tokens, longest=tokens, first=tokens)
         return np.stack(shapes, axis=-1)
 
     def excess(self, sums: np.ndarray) -> np.ndarray:
-        """By how much bins with these sums break the budgets (tokens and patches) [...]."""
+        """By how much bins with these sums break the budgets (tokens, patches and what is capped) [...]."""
         shapes = self.shapes(sums)
-        return self.budget.excess(shapes[..., 0], shapes[..., 1])
+        over = self.budget.excess(shapes[..., 0], shapes[..., 1])
+        if self.budget.caps:
+            media, audio, *capped = np.moveaxis(sums[..., 3:], -1, 0)
+            over = over + self.budget.excess_of_caps(capped, media, audio)
+        return over
 
     def sums(self, bin_of: np.ndarray, num_bins: int) -> np.ndarray:
-        """`measures` of each bin [bins, 5]."""
-        sums = np.zeros((num_bins, 5), dtype=np.int64)
+        """`measures` of each bin [bins, 5 + caps]."""
+        sums = np.zeros((num_bins, self.measures.shape[1]), dtype=np.int64)
         np.add.at(sums, bin_of, self.measures)
         return sums
 
     def weigh(self, model: CostModel) -> CostModel:
         """The model that bins are balanced by: `model`, with something for tokens and patches where it has nothing."""
-        tokens, patches, squares, *_ = (int(total) for total in self.measures.sum(axis=0))
+        tokens, patches, squares = (int(total) for total in self.measures[:, :3].sum(axis=0))
         rest = model.patch * patches + model.square * squares
         token = max(model.token, -(-rest // (LEAST_TOKEN_SHARE * max(tokens, 1))), 1)
         if model.patch or not patches:
@@ -119,15 +125,20 @@ class Bins:
         return len(self.pool)
 
 
-def bins_needed(samples: Samples, most_tokens: int, most_patches: int | None, num_pools: int) -> np.ndarray:
-    """No fewer bins of these capacities hold the samples of each pool [pools].
+def capacities(budget: Budget) -> list[int | None]:
+    """The most that a bin holds of tokens, patches and what is capped; None: not limited."""
+    return [budget.token_budget, budget.max_patches, *(most for _, most in budget.caps)]
 
-    Of a class, all tokens must have room, and all patches; samples of more than half a bin cannot share one.
+
+def bins_needed(samples: Samples, most_of_a_bin: Sequence[int | None], num_pools: int) -> np.ndarray:
+    """No fewer bins of these `capacities` hold the samples of each pool [pools].
+
+    Of a class, all that a bin holds little of must have room; samples of more than half a bin cannot share one.
     """
     ordinary, num_classes = ~samples.overlong, num_pools * samples.num_modalities
     needed = np.zeros(num_classes, dtype=np.int64)
     np.maximum.at(needed, samples.sample_class[ordinary], 1)
-    for measure, most in ((samples.tokens, most_tokens), (samples.patches, most_patches)):
+    for measure, most in zip((samples.tokens, samples.patches, *samples.capped), most_of_a_bin, strict=True):
         if most is not None:
             loads, halves = np.zeros((2, num_classes), dtype=np.int64)
             np.add.at(loads, samples.sample_class[ordinary], measure[ordinary])
@@ -205,9 +216,16 @@ def _amounts(samples: Samples, num_steps: int, model: CostModel) -> tuple[np.nda
     most = [budget.token_budget, budget.max_patches if budget.max_patches is not None else int(measures[:, 1].sum()), 0]
     most[2] = budget.token_budget * int(samples.tokens.max())
     weights = [model.token, model.patch, model.square]
+    num_bins = max(num_steps * samples.slots, 1) * (int(samples.pool.max()) + 1)
+    measures = np.concatenate([measures[:, :3], measures[:, 5:]], axis=1)
+    for (_, cap), capped in zip(budget.caps, samples.capped):
+        # A full bin of it weighs as much as one full of tokens; nothing where half of the bins would do.
+        is_tight = 2 * int(capped.sum()) > cap * num_bins
+        weights.append(max(model.token * budget.token_budget // cap, 1) * is_tight)
+        most.append(cap)
     totals = [weight * int(total) for weight, total in zip(weights, measures.sum(axis=0))]
-    kept = [0, *(d for d in (1, 2) if totals[d])]
-    unit = max(sum(totals) // (max(num_steps * samples.slots, 1) * (int(samples.pool.max()) + 1) * AMOUNT_OF_A_BIN), 1)
+    kept = [0, *(d for d in range(1, len(totals)) if totals[d])]
+    unit = max(sum(totals) // (num_bins * AMOUNT_OF_A_BIN), 1)
     amounts = [np.minimum(weights[d] * measures[:, d] // unit, LARGEST_AMOUNT) for d in kept]
     return np.stack(amounts, axis=1), [min(weights[d] * most[d] // unit, LARGEST_AMOUNT) for d in kept]
 

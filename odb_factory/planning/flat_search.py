@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import operator
 from bisect import bisect_left, bisect_right, insort
 from dataclasses import dataclass, replace
 
@@ -171,14 +172,14 @@ class OpenBins:
 
     members: the samples of each bin. bin_class: the class of each bin.
     Room is measured in the budget that is used up more: tokens or patches.
-    _left: by whether a sample has media and audio, the tokens and patches that it may add to each bin.
+    _left: by whether a sample has media and audio, what it may add to each bin: tokens, patches and what is capped.
     """
 
     def __init__(self, samples: Samples):
         self.samples, self.budget = samples, samples.budget
         self.members: list[list[int]] = []
         self.bin_class: list[int] = []
-        tokens, patches, *_ = (int(total) for total in samples.measures[~samples.overlong].sum(axis=0))
+        tokens, patches = (int(total) for total in samples.measures[~samples.overlong, :2].sum(axis=0))
         token_budget, max_patches = self.budget.token_budget, self.budget.max_patches
         self._column = int(max_patches is not None and patches * token_budget > tokens * max_patches)
         self._capacity = max_patches if self._column and max_patches is not None else token_budget
@@ -186,8 +187,8 @@ class OpenBins:
         self._classes: list[int] = samples.sample_class.tolist()
         self._overlong: list[bool] = samples.overlong.tolist()
         self._most = {(media, audio): self._real(media, audio) for media in (False, True) for audio in (False, True)}
-        self._kinds = [(media > 0, audio > 0) for *_, media, audio in self._measures]
-        self._left: dict[tuple[bool, bool], dict[int, tuple[int, float]]] = {kind: {} for kind in set(self._kinds)}
+        self._kinds = [(media > 0, audio > 0) for _, _, _, media, audio, *_ in self._measures]
+        self._left: dict[tuple[bool, bool], dict[int, tuple[float, ...]]] = {kind: {} for kind in set(self._kinds)}
         self._sums: list[list[int]] = []
         self._by_room: dict[int, list[tuple[int, int]]] = {}
 
@@ -206,12 +207,13 @@ class OpenBins:
         by_room, measures = self._by_room.get(self._classes[sample], []), self._measures[sample]
         if self._overlong[sample]:
             return False
-        tokens, patches, *_ = measures
+        tokens, patches, _, _, _, *capped = measures
         left = self._left[self._kinds[sample]]
         first = bisect_left(by_room, (measures[self._column], -1))
         for _, number in by_room[first : first + MAX_LOOKS]:
-            tokens_left, patches_left = left[number]
-            if tokens <= tokens_left and patches <= patches_left:
+            tokens_left, patches_left, *capped_left = left[number]
+            fits = tokens <= tokens_left and patches <= patches_left
+            if fits and (not capped or all(map(operator.le, capped, capped_left))):
                 sums = [held + added for held, added in zip(self._sums[number], measures)]
                 self._set(number, [*self.members[number], sample], sums)
                 return True
@@ -279,29 +281,30 @@ class OpenBins:
     def _list(self, number: int) -> None:
         """Offer a bin to further samples, unless it holds an overlong one."""
         if not self._overlong[self.members[number][0]]:
-            tokens, patches, _, media, audio = self._sums[number]
+            tokens, patches, _, media, audio, *capped = self._sums[number]
             for (with_media, with_audio), left in self._left.items():
-                most_tokens, most_patches = self._most[with_media or media > 0, with_audio or audio > 0]
-                left[number] = most_tokens - tokens, most_patches - patches
+                most = self._most[with_media or media > 0, with_audio or audio > 0]
+                left[number] = tuple(map(operator.sub, most, (tokens, patches, *capped)))
             insort(self._by_room.setdefault(self.bin_class[number], []), self._room(number))
 
     def _room(self, number: int) -> tuple[int, int]:
         return self._capacity - self._sums[number][self._column], number
 
-    def _real(self, media: bool, audio: bool) -> tuple[int, float]:
-        """The most tokens and patches of its samples that a bin may have, with or without media and audio."""
+    def _real(self, media: bool, audio: bool) -> tuple[float, ...]:
+        """The most that a bin may have of its samples, with or without media and audio."""
         budget = self.budget
         dummy_tokens, dummy_patches = budget.collation.dummies(int(media), int(audio))
         sizes = range(budget.token_budget + 1)
         tokens = bisect_right(sizes, budget.token_budget, key=lambda size: budget.sizes.up(size + dummy_tokens)) - 1
-        return tokens, math.inf if budget.max_patches is None else budget.max_patches - dummy_patches
+        patches = math.inf if budget.max_patches is None else budget.max_patches - dummy_patches
+        return tokens, patches, *(cap - budget.collation.dummy_of(name, media, audio) for name, cap in budget.caps)
 
     def _excess(self, sums: list[int]) -> int:
-        """By how much a bin with these sums breaks the budgets (tokens and patches)."""
-        tokens, patches, squares, media, audio = sums
+        """By how much a bin with these sums breaks the budgets."""
+        tokens, patches, squares, media, audio, *capped = sums
         of_bin = {"tokens": tokens, "squares": squares, "patches": patches, "media": media, "audio": audio}
         _, length, patches, _ = self.budget.collated(**of_bin, count=1, longest=0, first=0)
-        return self.budget.excess(length, patches)
+        return self.budget.excess(length, patches) + self.budget.excess_of_caps(capped, media, audio)
 
 
 def best_fit_decreasing(samples: Samples, least_steps: int) -> tuple[np.ndarray, np.ndarray]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from odb_factory.planning.cost import Budget, CostModel
-from odb_factory.planning.flat import Bins, Samples, bins_needed, make_bins
+from odb_factory.planning.flat import Bins, Samples, bins_needed, capacities, make_bins
 from odb_factory.planning.flat_search import Filled, best_fit_decreasing, fill_bins, polish
 from odb_factory.planning.padded import (
     Cut,
@@ -46,7 +46,7 @@ def cut_flat(samples: Samples, model: CostModel, least_steps: int = 0) -> list[l
     if not len(samples):
         return []
     model = samples.weigh(model)
-    needed = bins_needed(samples, samples.budget.token_budget, samples.budget.max_patches, int(samples.pool.max()) + 1)
+    needed = bins_needed(samples, capacities(samples.budget), int(samples.pool.max()) + 1)
     least = max(-(-int(needed.max()) // samples.slots), least_steps)
     found = _polished(samples, least, model)
     if not found.within:
@@ -77,10 +77,11 @@ def _cheaper(found: Filled, other: Filled) -> Filled:
 def flat_lower_bound(samples: Samples, num_steps: int, model: CostModel) -> int:
     """No cut into `num_steps` micro-steps costs less: the mean of a pool, or the largest sample, in each measure."""
     num_pools = int(samples.pool.max()) + 1
-    sums = np.zeros((num_pools, 5), dtype=np.int64)
-    np.add.at(sums, samples.pool, samples.measures)
-    most = np.maximum((-(-sums // samples.slots)).max(axis=0), samples.measures.max(axis=0))
-    return num_steps * model.fixed + int(most[:3] @ np.array([model.token, model.patch, model.square]))
+    measures = samples.measures[:, :3]
+    sums = np.zeros((num_pools, 3), dtype=np.int64)
+    np.add.at(sums, samples.pool, measures)
+    most = np.maximum((-(-sums // samples.slots)).max(axis=0), measures.max(axis=0))
+    return num_steps * model.fixed + int(most @ np.array([model.token, model.patch, model.square]))
 
 
 def put_into_bins(samples: Samples, num_steps: int, model: CostModel) -> Filled:

@@ -43,9 +43,14 @@ class Rows:
         np.cumsum([rows["patches"], rows["has_media"], rows["has_audio"]], axis=1, out=sums[:, 1:])
         self.patches_before, self.media_before, self.audio_before = sums
         self.max_end = np.searchsorted(kind, kind, side="right")
+        self.capped_before = np.zeros((len(budget.caps), len(rows) + 1), dtype=np.int64)
+        for before, (name, _) in zip(self.capped_before, budget.caps):
+            np.cumsum(rows[name], out=before[1:])
+        bounds = [(before, cap) for before, (_, cap) in zip(self.capped_before, budget.caps)]
         if budget.max_patches is not None:
-            most = self.patches_before[:-1] + budget.max_patches
-            within = np.searchsorted(self.patches_before, most, side="right") - 1
+            bounds.append((self.patches_before, budget.max_patches))
+        for before, cap in bounds:
+            within = np.searchsorted(before, before[:-1] + cap, side="right") - 1
             self.max_end = np.minimum(self.max_end, np.maximum(within, np.arange(len(kind)) + 1))
 
     def __len__(self) -> int:
@@ -74,6 +79,12 @@ class Rows:
             longest=self.tokens[starts],
             first=self.tokens[ends - 1],
         )
+
+    def excess_of_caps(self, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """By how much groups break the caps by modality."""
+        media, audio = (before[ends] - before[starts] for before in (self.media_before, self.audio_before))
+        capped = [before[ends] - before[starts] for before in self.capped_before]
+        return self.budget.excess_of_caps(capped, media, audio)
 
     def costs(self, starts: np.ndarray, ends: np.ndarray, model: CostModel) -> np.ndarray:
         """The cost of many groups, none of them empty, in the unit of the model."""
@@ -194,6 +205,8 @@ def next_ends(pools: Pools, caps: np.ndarray) -> np.ndarray:
             collated, lengths, patches, attention = rows.shapes(starts, ends)
             count, padded = ends - starts, collated * lengths
             exceeds = (budget.excess(padded, patches) > 0) | (model.of(padded, patches, attention) > caps)
+            if budget.caps:
+                exceeds |= rows.excess_of_caps(starts, ends) > 0
             exceeds &= count > 1
             if not exceeds.any():
                 break
@@ -402,9 +415,11 @@ def split_to_fill_slots(rows: Rows, groups: list[Group], slots: int) -> list[Gro
 
 
 def _fits(rows: Rows, start: int, end: int) -> bool:
-    """Whether a group is within both budgets, as collated (I4)."""
-    count, length, patches, _ = rows.shapes(np.array([start]), np.array([end]))
-    return end - start == 1 or not rows.budget.excess(count * length, patches).any()
+    """Whether a group is within the budgets, as collated (I4)."""
+    starts, ends = np.array([start]), np.array([end])
+    count, length, patches, _ = rows.shapes(starts, ends)
+    over = rows.budget.excess(count * length, patches) + rows.excess_of_caps(starts, ends)
+    return end - start == 1 or not over.any()
 
 
 # ----------------------------------------------------------------------------------------------------------------------

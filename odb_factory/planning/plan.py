@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from odb_factory.planning.cost import Budget, Cost
+from odb_factory.planning.cost import Budget, Cost, Media
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The samples that a rank holds, as integers: sent to the other ranks.
@@ -31,6 +31,7 @@ ROW = np.dtype(
         ("has_media", "?"),
         ("leading_label", "?"),
         ("has_audio", "?"),
+        *((name, "<i4") for name in Media._fields),
     ]
 )
 """A sample: its `Cost`, the size of its features (bytes), its position in the optimizer step (where steps are kept),
@@ -67,6 +68,7 @@ def make_metadata(
             cost.has_media,
             cost.leading_label,
             cost.has_audio,
+            *cost.by_modality,
         )
         for cost, age, size, position in zip(costs, ages, sizes or zeros, positions or zeros)
     ]

@@ -15,6 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from odb_factory.planning import Media
 from odb_factory.report.words import number
 
 Run = Mapping[str, Any]
@@ -72,6 +73,15 @@ OF_DISTRIBUTIONS = (
     ("tokens_of_micro_batch", "Tokens of a micro-batch", "tokens as collated, on a rank", "token_budget"),
     ("samples_of_micro_batch", "Samples of a micro-batch", "samples, on a rank", None),
     ("patches_of_micro_batch", "Patches of a micro-batch", "media patches, on a rank", "max_patches"),
+    *(
+        (
+            f"{name}_of_micro_batch",
+            f"{name.replace('_', ' ').capitalize()} of a micro-batch",
+            "on a rank",
+            f"max_{name}",
+        )
+        for name in Media._fields
+    ),
     ("micro_batches_of_step", "Micro-batches of an optimizer step", "K, on each rank", None),
 )
 

@@ -17,6 +17,7 @@ import pydantic_core
 from pydantic import TypeAdapter
 
 from odb_factory.errors import ODBError
+from odb_factory.planning import Media
 from odb_factory.report.read import (
     RUN_LOG,
     SUMMARY,
@@ -227,11 +228,15 @@ def _diverged_at(history: History) -> int | None:
 def _distributions(audit: Audit) -> dict[str, Any]:
     """Histograms of what was trained on; idle micro-batches are not among them."""
     active = audit.batches[audit.batches["idle"] == 0]
+    # By modality where patches are not all of images.
+    names = [name for name in Media._fields if active[name].any()]
+    media = {} if names == ["image_patches"] else {f"{name}_of_micro_batch": active[name] for name in names}
     values = {
         "length": audit.lengths,
         "tokens_of_micro_batch": active["padded_tokens"],
         "samples_of_micro_batch": active["samples"],
         "patches_of_micro_batch": active["patches"] if active["patches"].any() else active["patches"][:0],
+        **media,
         "micro_batches_of_step": audit.steps["micro_batches"],
     }
     return {name: histogram(amounts) if len(amounts) else None for name, amounts in values.items()}

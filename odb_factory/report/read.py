@@ -13,6 +13,8 @@ import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 from pydantic.dataclasses import dataclass as schema
 
+from odb_factory.planning import Media
+
 RUN_LOG, TRAINER_LOG, TRAINER_STATE = "odb_log.jsonl", "trainer_log.jsonl", "trainer_state.json"
 SUMMARY = "odb_summary.json"
 
@@ -152,6 +154,9 @@ class AuditLine:
     time: Finite
     part: SmallCount = 0
     parts: Positive = 1
+    image_patches: SmallCount = 0
+    video_patches: SmallCount = 0
+    audio_frames: SmallCount = 0
 
     @model_validator(mode="after")
     def _is_consistent(self) -> AuditLine:
@@ -391,7 +396,7 @@ def _read_state(files: Files) -> History:
 
 NUMBERS = (
     "rank", "step", "micro_batches", "micro_batch", "part", "parts", "samples", "tokens", "padded_tokens", "patches",
-    "units", "idle",
+    "units", "idle", *Media._fields,
 )  # fmt: skip
 COLUMNS = [*((name, "i8") for name in (*NUMBERS, "ranks")), ("data_wait_s", "f8"), ("time", "f8")]
 
@@ -419,9 +424,10 @@ def read_audit(files: Files, begins: Iterable[Begin]) -> Audit | None:
     for rank, name in ranks:
         for line in files.lines(name, kind):
             padded, patches = (0, 0) if line.idle else (line.rows * line.length, line.patches)
+            media = (getattr(line, name) for name in Media._fields)
             place = rank, line.optimizer_step, line.micro_batches, line.micro_batch, line.part, line.parts
             sums = len(line.ids), sum(line.lengths), padded, patches, line.units, line.idle
-            records.append((*place, *sums, len(ranks), line.data_wait_s, line.time))
+            records.append((*place, *sums, *media, len(ranks), line.data_wait_s, line.time))
             lengths.extend(line.lengths)
             ids.extend(line.ids)
     batches = np.array(records, dtype=COLUMNS)

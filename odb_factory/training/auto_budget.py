@@ -30,7 +30,7 @@ from odb_factory.errors import ConfigError, DataError, one_line
 from odb_factory.log import get_logger
 from odb_factory.memory import PeakMeter
 from odb_factory.model.flat_row import flat_row
-from odb_factory.planning import Limits
+from odb_factory.planning import Limits, Media
 from odb_factory.random_numbers import kept_random_numbers
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ class Trials:
         if None in peaks and (self._trainer.is_deepspeed_enabled or self._trainer.is_fsdp_enabled):
             tokens = measured.rows * measured.length
             raise ConfigError(
-                f"odb.token_budget: 'auto' ran out of memory at {tokens} tokens and {measured.patches} patches, and no "
+                f"odb.token_budget: 'auto' ran out of memory at {measured}, and no "
                 "rank can continue after that where ranks share weights or gradients; set `token_budget: "
                 f"{max(tokens // 2, 1)}`, and max_patches."
             )
@@ -289,6 +289,7 @@ class _Search:
         self.trials, self._config = trials, config
         self._chooses_tokens = config.token_budget == AUTO
         self._is_flat = loader.layout == "flat"
+        self._caps = loader.budget.caps
         self._tokens_of = lambda sample: max(loader.budget.tokens_of(sample.cost), 1)
         tokens = [self._tokens_of(sample) for sample in samples]
         patches = [sample.cost.patches for sample in samples]
@@ -356,6 +357,9 @@ class _Search:
         longest, densest = self._longest.cost, self._densest.cost
         of_longest, of_densest = self._longest_tokens, self._tokens_of(self._densest)
         most = tokens // of_densest if densest.patches else 0
+        for name, cap in self._caps:
+            if size := getattr(densest.by_modality, name):
+                most = min(most, cap // size)
         num_dense = most if max_patches is None or not densest.patches else min(max_patches // densest.patches, most)
         if num_dense and densest.modality != longest.modality:
             return num_dense * [self._densest]
@@ -386,7 +390,7 @@ class _Search:
         patches = math.ceil(self._density * tokens)
         patches = patches if max_patches is None else min(patches, max_patches)
         length = tokens if self._is_flat else min(self._longest_tokens, tokens)
-        return self.trials.holds(Measured(tokens // length, length, patches, units=0))
+        return self.trials.holds(Measured(tokens // length, length, Media(patches), units=0))
 
     def _solve(self, bound: int) -> Limits:
         """bound: of tokens; where only patches are searched for, of patches."""

@@ -85,7 +85,7 @@ class MemoryWatch:
         more = f", ... ({len(micro_batch.ids)} in all)" if len(micro_batch.ids) > MAX_IDS_NAMED else ""
         shape = f"{measured.rows} x {measured.length} = {tokens} tokens (token_budget {self.config.token_budget})"
         if measured.patches:
-            shape += f", {measured.patches} patches (max_patches {'none' if patches is None else patches})"
+            shape += f", {measured.media} (max_patches {'none' if patches is None else patches})"
         peak = peak_memory(self.device)
         return (
             f"out of memory in micro-batch {micro_batch.index + 1} of {micro_batch.step.num_micro_batches} of "

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from odb_factory.data.samples import Measured, MicroBatch, OptimizerStep, SampleInfo
-from odb_factory.planning import MicroStepTotals
+from odb_factory.planning import Media, MicroStepTotals
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def optimizer_step(
 
 def measured(micro_batch: MicroBatch, length: int) -> Measured:
     """The tensors of a collator that pads to `length`."""
-    return Measured(max(len(micro_batch.ids), 1), length, 0, micro_batch.num_units)
+    return Measured(max(len(micro_batch.ids), 1), length, Media(), micro_batch.num_units)
 
 
 def _totals(groups: list[list[Row]]) -> MicroStepTotals:

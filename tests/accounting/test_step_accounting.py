@@ -22,12 +22,13 @@ from odb_factory.config import ODBConfig
 from odb_factory.data.samples import LeftOut, Measured, MicroBatch, OptimizerStep
 from odb_factory.data.step_agreement import Lost
 from odb_factory.errors import ConfigError, DataError
+from odb_factory.planning import Budget, Media
 
 
 class Loader:
     """What the accounting knows of a loader."""
 
-    rank, num_samples, lowered, counts_labels = 0, 40, None, True
+    rank, num_samples, lowered, counts_labels, budget = 0, 40, None, True, Budget(1000)
 
     def __init__(self, world_size: int = 1):
         self.world_size = world_size
@@ -156,13 +157,13 @@ def _labels(*supervised: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("scaling", "found", "message"),
     [
-        ("sample", Measured(2, 70, 0, 6), None),
-        ("sample", Measured(1, 70, 0, 6), "made 1 rows of these 2 samples, and loss_scaling 'sample' gives"),
-        ("sample", Measured(4, 70, 0, 6), "made 4 rows of these 2 samples"),
-        ("square", Measured(2, 70, 0, 5), "the collator left 5 units of 6 observed"),
-        ("exact", Measured(2, 70, 0, 5), "the collator left 5 units of 6 observed"),
-        ("approx", Measured(2, 70, 0, 5), None),
-        ("exact", Measured(1, 12, 0, 6), "some were left out"),
+        ("sample", Measured(2, 70, Media(), 6), None),
+        ("sample", Measured(1, 70, Media(), 6), "made 1 rows of these 2 samples, and loss_scaling 'sample' gives"),
+        ("sample", Measured(4, 70, Media(), 6), "made 4 rows of these 2 samples"),
+        ("square", Measured(2, 70, Media(), 5), "the collator left 5 units of 6 observed"),
+        ("exact", Measured(2, 70, Media(), 5), "the collator left 5 units of 6 observed"),
+        ("approx", Measured(2, 70, Media(), 5), None),
+        ("exact", Measured(1, 12, Media(), 6), "some were left out"),
     ],
 )
 def test_what_the_collator_changed_is_said(scaling: str, found: Measured, message: str | None) -> None:
@@ -197,7 +198,7 @@ def test_samples_of_a_flat_row_are_found_by_its_segments(caplog: pytest.LogCaptu
     """Order and labels of each; what fills up has none; nothing is said of one row."""
     rows = [Row(9, 2, False, 0, 0), Row(12, 4, False, 0, 0)]
     ((one,),) = optimizer_step(rows, [[[0, 1]]])
-    found = Measured(1, 24, 0, 6, (9, 12, 3))
+    found = Measured(1, 24, Media(), 6, (9, 12, 3))
 
     def labels(*supervised: int) -> torch.Tensor:
         parts = [torch.tensor([-100] * (length - n) + [5] * n) for length, n in zip(found.segments, supervised)]
@@ -217,7 +218,7 @@ def test_samples_of_a_flat_row_are_found_by_its_segments(caplog: pytest.LogCaptu
     _accounting(loss_scaling="exact").begin(one, found, labels(4, 2, 0))
     assert "in the order of the rows" in caplog.text
     with pytest.raises(DataError, match="left 5 units of 6"):
-        _accounting(loss_scaling="exact").begin(one, Measured(1, 24, 0, 5, (9, 12, 3)), labels(2, 3, 0))
+        _accounting(loss_scaling="exact").begin(one, Measured(1, 24, Media(), 5, (9, 12, 3)), labels(2, 3, 0))
 
 
 def test_waiting_for_the_loader_is_counted() -> None:

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from odb_factory.data.observe import IGNORE_INDEX, count_patches, count_supervised, measure_batch
+from odb_factory.data.observe import IGNORE_INDEX, VIDEO_KEYS, count_media, count_supervised, measure_batch
 from odb_factory.data.samples import Measured
+from odb_factory.planning import Media
 
 GRIDS = [[1, 4, 6], [2, 4, 4]]  # 24 + 32 patches
 
@@ -45,16 +46,17 @@ GRIDS = [[1, 4, 6], [2, 4, 4]]  # 24 + 32 patches
 )
 def test_patches_of_grids_or_pixels(inputs: dict[str, Any], patches: int) -> None:
     """The patches of a medium are the product of its grid, whatever holds the grids; without one, of its pixels."""
-    count = count_patches(inputs)
-    assert count == patches
-    assert type(count) is int
+    count = count_media(inputs)
+    assert count.patches == patches
+    assert (count.video_patches > 0) == any(inputs.get(key) is not None for key in VIDEO_KEYS)
+    assert all(type(size) is int for size in count)
 
 
 @given(st.lists(st.lists(st.integers(1, 50), min_size=3, max_size=3), min_size=1, max_size=6))
 def test_patches_of_many_grids_are_the_sum_of_their_products(grids: list[list[int]]) -> None:
     expected = sum(t * h * w for t, h, w in grids)
-    assert count_patches({"image_grid_thw": grids}) == expected
-    assert count_patches({"image_grid_thw": torch.tensor(grids)}) == expected
+    assert count_media({"image_grid_thw": grids}) == Media(expected)
+    assert count_media({"video_grid_thw": torch.tensor(grids)}) == Media(video_patches=expected)
 
 
 @pytest.mark.parametrize(
@@ -72,35 +74,36 @@ def test_patches_of_many_grids_are_the_sum_of_their_products(grids: list[list[in
 @pytest.mark.parametrize("key", ["pixel_values", "pixel_values_videos", "pixel_values_images"])
 def test_patches_from_pixels(key: str, pixels: Any) -> None:
     """2 images of 28 x 42 pixels are 2 x 2 x 3 patches of 14 x 14, in any nesting."""
-    assert count_patches({key: pixels}) == 12
-    assert count_patches({key: pixels}, patch_size=7) == 48
+    number = int(key == "pixel_values_videos")
+    assert count_media({key: pixels})[number] == count_media({key: pixels}).patches == 12
+    assert count_media({key: pixels}, patch_size=7)[number] == 48
 
 
 def test_what_pads_images_to_the_largest_is_not_counted() -> None:
     """Pixtral: the tower takes 28 x 42 and 14 x 28 pixels of two images."""
     inputs = {"pixel_values": torch.ones(2, 3, 28, 42), "image_sizes": torch.tensor([[28, 42], [14, 28]])}
-    assert count_patches(inputs) == 6 + 2
-    assert count_patches(inputs | {"pixel_values_videos": torch.ones(1, 4, 3, 14, 14)}) == 12
+    assert count_media(inputs) == Media(6 + 2)
+    assert count_media(inputs | {"pixel_values_videos": torch.ones(1, 4, 3, 14, 14)}) == Media(8, 4)
 
 
 def test_what_pads_tiles_to_the_most_is_not_counted() -> None:
     """LLaVA-NeXT: three tiles of the first image, one of the second; a tile may be black in part."""
     pixels = torch.zeros(2, 3, 3, 28, 14)
     pixels[0, :, 0, 0, 0] = pixels[1, 0, 2, 27, 13] = 1
-    assert count_patches({"pixel_values": pixels, "image_sizes": torch.tensor([[50, 60], [20, 20]])}) == 4 * 2
-    assert count_patches({"pixel_values": pixels}) == 6 * 2
+    assert count_media({"pixel_values": pixels, "image_sizes": torch.tensor([[50, 60], [20, 20]])}) == Media(4 * 2)
+    assert count_media({"pixel_values": pixels}) == Media(6 * 2)
 
 
 @pytest.mark.parametrize("make", [lambda mask: mask, np.asarray, lambda mask: mask.bool()])
 def test_audio_counts_two_frames_of_its_spectrogram(make: Any) -> None:
     """As padded, but for models that take media without padding, as their patch grids tell."""
     mask = torch.tensor([[1] * 9, [1] * 4 + [0] * 5])
-    assert count_patches({"feature_attention_mask": make(mask)}) == 5 + 5
-    assert count_patches({"input_features_mask": make(mask), "pixel_values": torch.ones(1, 3, 14, 14)}) == 11
+    assert count_media({"feature_attention_mask": make(mask)}) == Media(audio_frames=10 + 10)
+    assert count_media({"input_features_mask": make(mask), "pixel_values": torch.ones(1, 3, 14, 14)}).patches == 11
     packed = {"feature_attention_mask": make(mask), "image_grid_thw": torch.zeros(0, 3, dtype=torch.long)}
-    assert count_patches(packed) == 5 + 2
-    assert count_patches(packed | {"image_grid_thw": torch.tensor([[1, 4, 6]])}) == 24 + 7
-    assert count_patches({"feature_attention_mask": None}) == 0
+    assert count_media(packed) == Media(audio_frames=10 + 4)
+    assert count_media(packed | {"image_grid_thw": torch.tensor([[1, 4, 6]])}) == Media(24, 0, 14)
+    assert count_media({"feature_attention_mask": None}) == Media()
 
 
 @pytest.mark.parametrize(
@@ -150,9 +153,9 @@ def test_a_collated_batch_is_measured_as_it_is() -> None:
         "labels": torch.tensor([[1, 1, 1, -100, -100], [-100, 1, 1, 1, 1]]),
         "image_grid_thw": torch.tensor([[1, 4, 6]]),
     }
-    assert measure_batch(batch) == Measured(rows=2, length=5, patches=24, units=6)
+    assert measure_batch(batch) == Measured(rows=2, length=5, media=Media(24), units=6)
 
 
 def test_a_batch_without_labels_has_no_supervised_token() -> None:
     batch = {"input_ids": torch.ones(1, 5), "pixel_values": torch.zeros(1, 3, 16, 16)}
-    assert measure_batch(batch, patch_size=8) == Measured(rows=1, length=5, patches=4, units=0)
+    assert measure_batch(batch, patch_size=8) == Measured(rows=1, length=5, media=Media(4), units=0)

@@ -24,6 +24,7 @@ from odb_factory.errors import ConfigError
 from odb_factory.llamafactory import media
 from odb_factory.llamafactory.attach import _check_tiles
 from odb_factory.llamafactory.media import MediaObserver, clips_by_length, memory_of_sizes
+from odb_factory.planning import Media
 
 TOKENS = {"image_token": "<image>", "audio_token": None}
 NAME = {"llava_next": TOKENS, "mllama": TOKENS, "gemma3": TOKENS, "qwen2_audio": {"audio_token": "<|AUDIO|>"}}
@@ -83,7 +84,7 @@ def test_an_answer_that_depends_on_pixels_is_asked_for_each_image(caplog, monkey
         media = MediaObserver(plugin, tokenizer, processor)
     assert sum("observed through the real processor" in one for one in caplog.messages) == 2
     blank = Image.new("RGB", (90, 91), "black")
-    assert media.count_patches([blank], None, None, []) == media.count_patches([noise((90, 91))], None, None, []) > 0
+    assert media.count_media([blank], None, None, []) == media.count_media([noise((90, 91))], None, None, []) > Media()
 
 
 def test_no_more_is_remembered_than_fits(monkeypatch) -> None:

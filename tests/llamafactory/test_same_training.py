@@ -90,6 +90,12 @@ CELLS: dict[str, Cell] = {
     "sft, images": Cell("sft", ALBUMS, "tied_vl", OF_IMAGES),
     "sft, images, saved": Cell("sft", ALBUMS | SAVED, "tied_vl", OF_IMAGES),
     "sft, images, padded": Cell("sft", ALBUMS, "tied_vl", OF_IMAGES | PADDED),
+    "sft, images and videos": Cell(
+        "sft",
+        ALBUMS | {"dataset": "scenes"},
+        "tied_vl",
+        {"token_budget": 500, "max_image_patches": 160, "max_video_patches": 100},
+    ),
     "sft, images, exact": Cell("sft", ALBUMS, "tied_vl", OF_IMAGES | {"loss_scaling": "exact"}, AT_ONCE),
     "sft, Qwen3.5": Cell("sft", {}, "text_delta", TIGHT),
     "sft, Qwen3.5, images": Cell("sft", ALBUMS, "vl_delta", OF_IMAGES),
@@ -97,7 +103,7 @@ CELLS: dict[str, Cell] = {
         "sft",
         {"template": "qwen2_audio", "dataset": "sounds", "dataloader_num_workers": 0},
         "qwen2_audio",
-        {"token_budget": 512, "max_patches": 1000},
+        {"token_budget": 512, "max_audio_frames": 2000},
     ),
     "sft, Mamba": Cell("sft", {"disable_gradient_checkpointing": True}, "mamba", AUTO),
     "sft, Mamba, means of ranks": Cell("sft", ON_EACH | {"disable_gradient_checkpointing": True}, "mamba", AUTO),
@@ -164,7 +170,8 @@ CELLS |= {
 }
 
 ON_ONE = (
-    "sft, saved", "sft, images, saved", "sft, images, exact", "sft, Qwen3.5", "sft, Qwen3.5, images",
+    "sft, saved", "sft, images, saved", "sft, images, exact", "sft, images and videos", "sft, Qwen3.5",
+    "sft, Qwen3.5, images",
     "sft, Qwen2-Audio", "sft, Mamba", "sft, accuracy", "asft, images", "dft", "eaft, images",
     "smoothed, images", "pt", "rm", "dpo, images, lora", "orpo", "simpo", "kto", "kto, exact",
 )  # fmt: skip

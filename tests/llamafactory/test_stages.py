@@ -13,6 +13,7 @@ from tiny_models import TinyModels
 from odb_factory.errors import ConfigError
 from odb_factory.llamafactory.media import MediaObserver
 from odb_factory.llamafactory.stages import STAGES
+from odb_factory.planning import Media
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +82,8 @@ class NoMedia(MediaObserver):
     def __init__(self) -> None:
         pass
 
-    def count_patches(self, *args: Any) -> int:
-        return 0
+    def count_media(self, *args: Any) -> Media:
+        return Media()
 
     def has_media(self, *args: Any) -> bool:
         return True

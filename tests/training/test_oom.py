@@ -26,7 +26,7 @@ from odb_factory.accounting.losses import loss_of, token_weights
 from odb_factory.config import LOSS_SCALINGS
 from odb_factory.data.samples import Measured, MicroBatch, Sample
 from odb_factory.errors import CollectiveError, OutOfMemoryError
-from odb_factory.planning import Budget, Cost
+from odb_factory.planning import Budget, Cost, Media
 from odb_factory.training.oom import MemoryWatch, cut, is_out_of_memory
 
 LIMIT_S = 300
@@ -230,6 +230,10 @@ def sample(number: int, tokens: int, patches: int = 0) -> Sample:
     return Sample(number, Cost(tokens, patches, units=tokens - 1, has_media=patches > 0), b"")
 
 
+def measured(rows: int, length: int, patches: int) -> Measured:
+    return Measured(rows, length, Media(patches), units=1)
+
+
 def micro_batch(samples: list[Sample]) -> MicroBatch:
     return a_micro_batch(
         ids=tuple(one.id for one in samples),
@@ -317,10 +321,10 @@ def test_advice(block: dict[str, Any], held: list, failed: tuple, num_samples: i
     budget = Budget(config.token_budget, config.max_patches)
     watch = MemoryWatch(config, budget, torch.device("cpu"), can_split=config.oom == "raise")
     for shape in held:
-        watch.held(Measured(*shape, units=1))
+        watch.held(measured(*shape))
     of = a_micro_batch(ids=tuple(range(num_samples)))
     with pytest.raises(OutOfMemoryError, match="out of memory in micro-batch 1 of 1 of optimizer step 7: ") as caught:
-        with watch.named(of, Measured(*failed, units=1), optimizer_step=7):
+        with watch.named(of, measured(*failed), optimizer_step=7):
             raise torch.OutOfMemoryError("CUDA out of memory")
     assert advice in str(caught.value)
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
