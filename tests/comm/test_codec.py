@@ -17,7 +17,11 @@ ROW_BYTES, HEADER_BYTES = ROW.itemsize, 240
 
 reasons = st.dictionaries(st.text(max_size=20), st.integers(1, 2**40), max_size=5).map(Counter)
 a_row = st.tuples(
-    *[st.integers(0, INT32)] * 6, st.integers(0, 255), st.integers(0, 1), st.booleans(), st.booleans(), st.booleans()
+    *[st.integers(0, INT32)] * 6,
+    st.integers(0, 255),
+    st.integers(0, 1),
+    *[st.booleans()] * 3,
+    *[st.integers(0, INT32)] * 3,
 )
 rows = st.lists(a_row, max_size=50)
 buffers = st.builds(BufferMetadata, rows.map(lambda rows: np.array(rows, dtype=ROW)), st.booleans())
@@ -40,8 +44,9 @@ def test_a_reason_to_stop_arrives_as_it_was_sent(message: str) -> None:
 
 
 @given(messages)
-def test_metadata_have_29_bytes_a_sample_and_a_small_header(metadata: RankMetadata) -> None:
+def test_metadata_have_41_bytes_a_sample_and_a_small_header(metadata: RankMetadata) -> None:
     empty = dataclasses.replace(metadata, buffer=make_metadata([], [], True), rejected=Counter())
+    assert ROW_BYTES == 41
     assert len(encode(metadata)) <= ROW_BYTES * len(metadata.buffer.rows) + HEADER_BYTES + 200 * len(metadata.rejected)
     assert len(encode(empty)) <= HEADER_BYTES
 
