@@ -102,11 +102,11 @@ class _Images(NamedTuple):
             else:
                 runs.append([1, height, width])
         numbers = [self.tokens, self.dtype, len(self.shape), *self.shape, *(one for run in runs for one in run)]
-        return np.array(numbers, "<i8").tobytes()
+        return np.array(numbers, "<i4").tobytes()
 
     @classmethod
     def decode(cls, message: bytes) -> _Images:
-        tokens, dtype, dims, *rest = np.frombuffer(message, "<i8").tolist()
+        tokens, dtype, dims, *rest = np.frombuffer(message, "<i4").tolist()
         runs = np.array(rest[dims:], np.int64).reshape(-1, 3)
         return cls(np.repeat(runs[:, 1:], runs[:, 0], axis=0), tuple(rest[:dims]), dtype, tokens)
 

@@ -13,7 +13,10 @@ import torch.distributed as dist
 import transformers
 from distributed.ranks import run_ranks
 from model.test_tower import CLASSES, IMAGE, IMAGES, ROPE, TEXT, TOWER, VIDEOS, Grid, make_batch, make_model
+from torch.nn.parallel import DistributedDataParallel
 
+from odb_factory.errors import DataError
+from odb_factory.model import encoder
 from odb_factory.model.encoder import BY_GRID, BY_IMAGE, EncoderDoor, cost_of, find_tower
 from odb_factory.model.tower import FAMILIES, one_pass
 from odb_factory.planning import EncoderCost, EncoderPlan, plan_encoders
@@ -132,8 +135,9 @@ def train_scenes(rank: int, family: str, scenes: list[str], tuning: str = "all")
         with one_pass(model):
             loss, gradients = train(model, batch)
             door = EncoderDoor(model, group, gather, assign)
+            has_images = any(map(any, SCENES[name]))  # else the tower has no gradient, which DDP would wait for
             with door.balanced():
-                shared, of_shared = train(model, batch)
+                shared, of_shared = train(DistributedDataParallel(model) if has_images else model, batch)
             plan = plans.pop()
             assert not plans, "the tower has run once"
             again, _ = train(model, batch)
@@ -210,6 +214,25 @@ def test_costs_follow_the_config() -> None:
     whole = cost_of(module, trains_tower=True)
     assert whole[0] == 3 * windowed[0] and whole[1] < windowed[1]
     assert windowed[:2] == (3 * frozen[0], 3 * frozen[1])
+
+
+def test_features_that_cannot_be_matched_are_refused() -> None:
+    images = encoder._Images(np.array([[4, 6], [2, 2]]), (3,), 0, 9)
+    plan = plan_encoders([images.shapes.prod(1)], EncoderCost(pair=1, patch=1))
+    journey = encoder._Journey(encoder._Step([images], plan), 0, None, by_grid=True)  # type: ignore[arg-type]
+    assert journey.back([torch.zeros(7, 5)], 28)[0].shape == (7, 5)
+    for wrong in ([torch.zeros(6, 5)], [torch.zeros(2, 5)], [torch.zeros(7, 5), torch.zeros(28, 5)], []):
+        with pytest.raises(DataError, match=r"cannot be matched to images; set `balance_encoder: false`"):
+            journey.back(wrong, 28)
+
+
+def test_what_ranks_tell_each_other_is_read_again() -> None:
+    """A video is one entry, however many frames it has."""
+    images = encoder._Images(np.array([[4, 6]] * 30 + [[2, 2]]), (3, 8), 1, 77)
+    told = images.encode()
+    assert len(told) < 56, "one collective"
+    again = encoder._Images.decode(told)
+    assert np.array_equal(again.shapes, images.shapes) and again[1:] == images[1:]
 
 
 def test_nothing_is_left_behind() -> None:
