@@ -17,8 +17,10 @@ WORTH = 0.05
 """The least share of the time of a micro-step, as estimated, that moving images must save."""
 NEAR = 1.01
 """Loads within 1 % of the least possible are not improved further."""
-EXCHANGES = 4
-"""Moves and swaps that are tried for each rank, at most."""
+EXCHANGES = 2
+"""Moves and swaps for each rank, at most."""
+MORE_PATCHES = 1.25
+"""Without `max_patches` a rank may encode this multiple of the most patches that any rank holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,12 +57,19 @@ class EncoderPlan:
     moves: bool
 
 
-def plan_encoders(held: Sequence[np.ndarray], cost: EncoderCost, tokens: Sequence[int] | None = None) -> EncoderPlan:
+def plan_encoders(
+    held: Sequence[np.ndarray],
+    cost: EncoderCost,
+    tokens: Sequence[int] | None = None,
+    *,
+    max_patches: int | None = None,
+) -> EncoderPlan:
     """Assign the images of all ranks. Pure, and the same on every rank.
 
     held: for each rank, int64[images], their patches. tokens: of the micro-batch of each rank; given, images move only
     if the micro-step then takes less time: the ranks wait for the slowest encoder and for the slowest language model,
     where without an exchange they wait once, for the slowest sum of both. None: if the slowest encoder has less to do.
+    max_patches: no rank encodes more, unless a rank holds more.
 
         plan_encoders([np.array([64, 16, 16]), np.array([16])], EncoderCost(pair=1, patch=100)).ranks
         # [array([0, 1, 1]), array([1])]
@@ -70,7 +79,9 @@ def plan_encoders(held: Sequence[np.ndarray], cost: EncoderCost, tokens: Sequenc
     patches = np.concatenate([np.asarray(one, np.int64) for one in held])
     costs = cost.of(patches)
     before = _sums(owner, costs, num_ranks)
-    target = _assign(owner, costs, patches, num_ranks)
+    most = int(_sums(owner, patches, num_ranks).max())
+    most = int(MORE_PATCHES * most) if max_patches is None else max(most, max_patches)
+    target = _assign(owner, costs, patches, num_ranks, most)
     load = _sums(target, costs, num_ranks)
     waits, waited = int(load.max(initial=0)), int(before.max(initial=0))
     if tokens is not None:
@@ -90,16 +101,14 @@ def _sums(rank: np.ndarray, values: np.ndarray, num_ranks: int) -> np.ndarray:
     return sums
 
 
-def _assign(owner: np.ndarray, costs: np.ndarray, patches: np.ndarray, num_ranks: int) -> np.ndarray:
-    """int64[images]: the rank of each.
+def _assign(owner: np.ndarray, costs: np.ndarray, patches: np.ndarray, num_ranks: int, most: int) -> np.ndarray:
+    """int64[images]: the rank of each; none has more than `most` patches, for memory grows with them.
 
     1. Each rank keeps its largest images up to the mean load (or the largest image). 2. What is left goes to the
     emptiest rank, the largest first. 3. Moves and swaps between the fullest and the emptiest rank even out the rest.
-    No rank encodes more patches than any held before: memory grows with them.
     """
     target = owner.copy()
     load, filled = _sums(owner, costs, num_ranks), _sums(owner, patches, num_ranks)
-    most = int(filled.max(initial=0))
     mean = -(-int(costs.sum()) // num_ranks)
     least = max(mean, int(costs.max(initial=0)))
     by_cost = np.lexsort((np.arange(len(costs)), -costs))
@@ -132,40 +141,27 @@ def _assign(owner: np.ndarray, costs: np.ndarray, patches: np.ndarray, num_ranks
         for one in tried:
             heapq.heappush(emptiest, (int(load[one]), one))
     # 3.
+    order = np.argsort(target, kind="stable")
+    images = np.split(order, np.searchsorted(target[order], np.arange(1, num_ranks)))
     for _ in range(EXCHANGES * num_ranks):
         fullest, rank = int(load.argmax()), int(load.argmin())
-        if load[fullest] <= NEAR * least or not _even_out(target, costs, patches, load, filled, fullest, rank, most):
+        if load[fullest] <= NEAR * least:
             break
+        mine, other = images[fullest], images[rank]
+        gap = int(load[fullest] - load[rank])
+        # An image moves, or two are swapped; the last column gives nothing back.
+        moved = costs[mine][:, None] - np.append(costs[other], 0)
+        more = patches[mine][:, None] - np.append(patches[other], 0)
+        helps = (moved > 0) & (moved < gap) & (filled[rank] + more <= most) & (filled[fullest] - more <= most)
+        if not helps.any():
+            break
+        left = np.where(helps, np.abs(gap - 2 * moved), np.iinfo(np.int64).max)
+        one, back = divmod(int(left.argmin()), left.shape[1])
+        images[fullest] = np.append(np.delete(mine, one), other[back : back + 1])
+        images[rank] = np.append(np.delete(other, back) if back < len(other) else other, mine[one])
+        for sums, change in ((load, moved), (filled, more)):
+            sums[fullest] -= change[one, back]
+            sums[rank] += change[one, back]
+    for rank in range(num_ranks):
+        target[images[rank]] = rank
     return target
-
-
-def _even_out(
-    target: np.ndarray,
-    costs: np.ndarray,
-    patches: np.ndarray,
-    load: np.ndarray,
-    filled: np.ndarray,
-    fullest: int,
-    emptiest: int,
-    most: int,
-) -> bool:
-    """Move an image from the fullest rank to the emptiest one, or swap two, so that both come nearest; False if no
-    exchange helps. The arrays are changed."""
-    gap = int(load[fullest] - load[emptiest])
-    of_fullest, of_emptiest = np.flatnonzero(target == fullest), np.flatnonzero(target == emptiest)
-    # Column 0 gives nothing back.
-    given = np.concatenate([[0], costs[of_emptiest]]), np.concatenate([[0], patches[of_emptiest]])
-    moved = costs[of_fullest][:, None] - given[0][None]
-    more = patches[of_fullest][:, None] - given[1][None]
-    helps = (moved > 0) & (moved < gap) & (filled[emptiest] + more <= most) & (filled[fullest] - more <= most)
-    if not helps.any():
-        return False
-    left = np.where(helps, np.abs(gap - 2 * moved), np.iinfo(np.int64).max)
-    mine, back = np.unravel_index(int(left.argmin()), left.shape)
-    target[of_fullest[mine]] = emptiest
-    if back:
-        target[of_emptiest[back - 1]] = fullest
-    for sums, change in ((load, moved), (filled, more)):
-        sums[fullest] -= change[mine, back]
-        sums[emptiest] += change[mine, back]
-    return True

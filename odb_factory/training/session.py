@@ -501,7 +501,9 @@ class Session:
         plans: list[EncoderPlan] = []
 
         def assign(patches: list[np.ndarray], tokens: list[int]) -> EncoderPlan:
-            plans.append(plan_encoders(patches, cost, tokens if config.balance_encoder == "auto" else None))
+            assert self.run is not None
+            given = tokens if config.balance_encoder == "auto" else None
+            plans.append(plan_encoders(patches, cost, given, max_patches=self.run.config.max_patches))
             return plans[-1]
 
         assert group is not None
