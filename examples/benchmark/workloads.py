@@ -12,7 +12,7 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import numpy as np
-from simulation import lognormal
+from simulation import Draw, lognormal
 
 from odb_factory.demo.demo import grouping_by_length
 from odb_factory.demo.mm_mix import build_builtin_mix
@@ -27,7 +27,8 @@ NUM_WORDS, SUCCESSORS = 256, (0.7, 0.2, 0.1)
 """The made-up language: each word is followed by one of three, so a token is worth 0.80 nats once it is learnt."""
 PROMPT_WORDS = 8
 SHORTEST, LONGEST = 16, 1000
-"""Words of a text sample: lognormal, mean 150 and coefficient of variation 1 (ShareGPT4o's lengths, a sixth)."""
+WORDS = lognormal(150, 1.0)
+"""Words of a text sample: mean 150 and coefficient of variation 1 (ShareGPT4o's lengths, a sixth)."""
 ALIKE_WORDS = 300
 
 
@@ -78,26 +79,44 @@ class Workload:
         }
 
 
-def build_text(folder: Path, samples: int, words_of_all: int | None = None) -> tuple[Path, Path]:
-    """A tiny Qwen2 and a data set: walks through a made-up language. words_of_all: every sample has so many."""
+def vocabulary() -> list[str]:
     found = Counter(re.findall(r"\b[a-z]{3,8}\b", " ".join(topics.values())))
-    words = [word for word, _ in found.most_common(NUM_WORDS)]
-    # A tokenizer that knows no more than these words, each a token: tiny models spend their time on the vocabulary.
-    model = build_tiny_qwen2(folder / "tiny_qwen2", text="\n".join(f" {word}" * 9 for word in words))
-    data = folder / "text"
-    rng = np.random.default_rng(0)
+    return [word for word, _ in found.most_common(NUM_WORDS)]
+
+
+def of_tokenizer(words: list[str]) -> str:
+    """Text for a tokenizer of these words alone, a token each: tiny models spend their time on the vocabulary."""
+    return "\n".join(f" {word}" * 9 for word in words)
+
+
+def walker(words: list[str], rng: np.random.Generator) -> Callable[[int], list[str]]:
+    """A function that makes a walk of so many words through a language of its own."""
     following = np.array([rng.choice(NUM_WORDS, len(SUCCESSORS), replace=False) for _ in words])
 
-    def row(length: int) -> dict[str, str]:
-        walk = [rng.integers(NUM_WORDS)]
+    def walk(length: int) -> list[str]:
+        steps = [rng.integers(NUM_WORDS)]
         for choice in rng.choice(len(SUCCESSORS), length - 1, p=SUCCESSORS):
-            walk.append(following[walk[-1], choice])
-        text = [words[k] for k in walk]
+            steps.append(following[steps[-1], choice])
+        return [words[k] for k in steps]
+
+    return walk
+
+
+def build_text(folder: Path, samples: int, words_of_all: int | None = None, draw: Draw = WORDS) -> tuple[Path, Path]:
+    """A tiny Qwen2 and a data set: walks through a made-up language. words_of_all: every sample has so many."""
+    words = vocabulary()
+    model = build_tiny_qwen2(folder / "tiny_qwen2", text=of_tokenizer(words))
+    data = folder / "text"
+    rng = np.random.default_rng(0)
+    walk = walker(words, rng)
+
+    def row(length: int) -> dict[str, str]:
+        text = walk(length)
         return {"instruction": " ".join(text[:PROMPT_WORDS]), "input": "", "output": " ".join(text[PROMPT_WORDS:])}
 
     data.mkdir(parents=True, exist_ok=True)
     for name, count in (("text", samples), ("text_val", max(8, samples // 15))):
-        lengths = np.clip(lognormal(150, 1.0)(rng, count), SHORTEST, LONGEST).astype(int)
+        lengths = np.clip(draw(rng, count), SHORTEST, LONGEST).astype(int)
         lengths[count // 2] = LONGEST  # the longest there can be is there
         if words_of_all:
             lengths[:] = words_of_all

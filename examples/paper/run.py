@@ -1,0 +1,437 @@
+"""The experiments of arXiv 2606.19989 as one command: its baselines, packing and odb, by LLaMA-Factory's `run_exp`.
+
+    python examples/paper/run.py --profile ultrachat --device cpu --scale tiny        # five cells, minutes on two cores
+    python examples/paper/run.py --profile ultrachat --device cpu --scale tiny --all  # all cells and the sweeps
+    torchrun --nproc-per-node 8 examples/paper/run.py --profile llava --device cuda --scale 8b
+
+Each cell is one epoch of the same samples. *Standard*: fixed batches in random order. *Sorted*, *GMT* and *BMT*: our
+samplers (samplers.py) in the stock trainer. *HFG*: the trainer's grouping by length. Packing: LLaMA-Factory's
+`neat_packing` (text). odb: `keep` and `fill`. All have the same workers and prefetch factor. "Same N": every cell has
+about the samples an optimizer step of Standard, by gradient accumulation (odb's `keep`: exactly). "Own N": no
+accumulation, as in the paper. Scale `tiny` makes a random model and data (data.py); `2b` and `8b` take
+yaml_configs/paper/. One process imports LLaMA-Factory and forks a process for each cell; with torchrun each rank does,
+and the ranks of all nodes share `--output-dir`.
+
+Writes tables.md, figures.json and paper.png to the output folder. Step efficiency: examples/benchmark/simulation.py.
+Validation losses are means over supervised tokens; evaluations do not count as time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+RANK, RANKS = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # no CUDA context before the forks
+    # glibc would give freed tensors back and fault their pages in again: see odb_factory/demo/demo.py.
+    "MALLOC_TRIM_THRESHOLD_": str(2**33),
+    "MALLOC_MMAP_THRESHOLD_": str(2**25),
+}
+FIVE = ("Standard", "HFG", "GMT", "odb, keep", "odb, fill")
+ALL = ("Standard", "Sorted", "HFG", "GMT", "BMT", "packing", "odb, keep", "odb, fill")
+OUR_SAMPLERS = ("Sorted", "GMT", "BMT")
+WORKERS, PREFETCH = 1, 8
+MEGA_BUCKET = {"tiny": 256, "2b": 4096, "8b": 4096}
+"""The paper's is 4,096, which the tiny data would not fill."""
+VALIDATION = 512
+"""Samples of a real data set that are held out."""
+EVALUATED = frozenset(2**k for k in range(24))
+"""Optimizer steps after which the validation loss is taken, beside the last one."""
+BUDGETS = (4096, 8192, 16384, 32768)
+DEPTHS = ((1, 2), (1, 16), (2, 16), (2, 64))
+BUFFERS = (64, 256, 1024, 4096)
+Result = dict[str, Any]
+
+
+class Cell(NamedTuple):
+    """changes: of the base configuration. sampler: one of `OUR_SAMPLERS`."""
+
+    name: str
+    changes: dict[str, Any]
+    sampler: str | None = None
+
+
+def forked(work: Callable[[], None], log: Path) -> None:
+    """Run in a child process that writes to `log`. Ends this one with the child's last line where it fails."""
+    sys.stdout.flush()
+    if not (child := os.fork()):
+        with log.open("w") as lines:
+            for stream in (1, 2):
+                os.dup2(lines.fileno(), stream)
+        try:
+            work()
+        except Exception:
+            traceback.print_exc()
+            sys.exit(1)
+        sys.exit()
+    if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+        tail = log.read_text(errors="replace").rstrip().splitlines()[-1:]
+        sys.exit(f"the cell failed: {' '.join(tail)} (all of it: {log})")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# In the child.
+
+
+def train(config: dict[str, Any], sampler: str | None, settings: dict[str, int], port: int) -> None:
+    """One cell on this rank; micro-batches and evaluations are recorded in `output_dir`."""
+    import yaml
+    from llamafactory.train import tuner
+    from transformers import TrainerCallback
+
+    from odb_factory.demo import recorder
+
+    output = Path(config["output_dir"])
+    if RANKS > 1:
+        os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    settings_file = output / f"train.{RANK}.yaml"
+    settings_file.write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+
+    class Evaluate(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+            control.should_evaluate = state.global_step in EVALUATED
+
+    record_evaluations(recorder.record_of(output / "evaluations.jsonl", RANK))
+    if sampler:
+        import samplers
+
+        samplers.install(sampler, **settings)
+    tuner.run_exp = functools.partial(tuner.run_exp, callbacks=[Evaluate()])
+    sys.argv = [sys.argv[0], str(output / "batches.jsonl"), str(settings_file)]
+    recorder.main()
+
+
+def record_evaluations(path: Path) -> None:
+    """One line for each: optimizer step, begin and end (Unix time), sum of token losses and number of tokens."""
+    from transformers import Trainer
+
+    evaluate, prediction_step = Trainer.evaluate, Trainer.prediction_step
+    sums = {"loss": 0.0, "tokens": 0}
+
+    def counted(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        tokens = int((inputs["labels"][..., 1:] != -100).sum())
+        found = prediction_step(self, model, inputs, *args, **kwargs)
+        sums["loss"] += float(found[0]) * tokens
+        sums["tokens"] += tokens
+        return found
+
+    def recorded(self: Any, *args: Any, **kwargs: Any) -> Any:
+        sums.update(loss=0.0, tokens=0)
+        line = {"step": self.state.global_step, "begin": time.time()}
+        found = evaluate(self, *args, **kwargs)
+        with path.open("a", encoding="utf-8") as lines:
+            lines.write(json.dumps(line | sums | {"end": time.time()}) + "\n")
+        return found
+
+    Trainer.prediction_step, Trainer.evaluate = counted, recorded
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The cells, one after another.
+
+
+class Kit:
+    """base: a configuration with an `odb:` block. settings: of the samplers. lengths: tokens of all samples, known once
+    Standard has run."""
+
+    def __init__(self, base: dict[str, Any], folder: Path, mega_bucket: int, packs: bool):
+        self.base, self.folder, self.mega_bucket, self.packs = base, folder, mega_bucket, packs
+        self.lengths: list[int] = []
+        self.count = 0
+
+    @property
+    def rows(self) -> int:
+        return self.base["per_device_train_batch_size"]
+
+    def cells(self, names: tuple[str, ...], *, same_n: bool, token_budget: int | None = None) -> list[Cell]:
+        """Those of the names that this profile has."""
+        block = self.base["odb"] | ({"token_budget": token_budget} if token_budget else {})
+        budget, samples_of_a_rank = block["token_budget"], self.rows * self.base["gradient_accumulation_steps"]
+
+        def accumulation(samples: float) -> dict[str, int]:
+            """samples: of a micro-batch."""
+            return {"gradient_accumulation_steps": max(1, round(samples_of_a_rank / samples)) if same_n else 1}
+
+        found = []
+        for name in names:
+            rows = accumulation(self.rows)
+            if name in OUR_SAMPLERS:
+                batches = self._batches(name, budget)
+                found.append(Cell(name, accumulation(len(self.lengths) / len(batches)), name))
+            elif name == "packing":
+                if self.packs:
+                    held = self.rows * self.base["cutoff_len"] * len(self.lengths) / sum(self.lengths)
+                    found.append(Cell(name, accumulation(held) | {"packing": True, "neat_packing": True}))
+            elif name == "odb, fill":
+                held = budget * len(self.lengths) / sum(self.lengths)
+                found.append(Cell(name, accumulation(held) | {"odb": block | {"global_batch_size": "fill"}}))
+            else:
+                from odb_factory.demo.demo import grouping_by_length
+
+                own = {"Standard": {}, "HFG": grouping_by_length(), "odb, keep": {"odb": block}}
+                found.append(Cell(name, rows | own[name]))
+        return found
+
+    def _batches(self, name: str, token_budget: int) -> list[list[int]]:
+        import samplers
+
+        return samplers.make(name, self.lengths, **self._settings(token_budget))
+
+    def _settings(self, token_budget: int) -> dict[str, int]:
+        return {"rows": self.rows, "token_budget": token_budget, "mega_bucket": self.mega_bucket}
+
+    def run(self, cell: Cell, token_budget: int | None = None) -> Result | None:
+        """Train; what came of it, on rank 0."""
+        from odb_factory.demo.recorder import record_of
+
+        output = self.folder / "runs" / f"{self.count:02d}_{cell.name.replace(', ', '_')}"
+        output.mkdir(parents=True, exist_ok=True)
+        self.count += 1
+        for file in ("batches.jsonl", "evaluations.jsonl"):
+            record_of(output / file, RANK).unlink(missing_ok=True)
+        config = {key: value for key, value in self.base.items() if key != "odb"} | {"output_dir": str(output)}
+        settings = self._settings(token_budget or self.base["odb"]["token_budget"])
+        port = int(os.environ.get("MASTER_PORT", 0)) + 1 + self.count
+        forked(lambda: train(config | cell.changes, cell.sampler, settings, port), output / f"train.{RANK}.log")
+        records = [_lines(record_of(output / "batches.jsonl", rank)) for rank in range(RANKS)]
+        if not self.lengths:
+            self.lengths = [length for mine in records for batch in mine for length in batch["lengths"]]
+        if RANK:
+            return None
+        evaluations = [_lines(record_of(output / "evaluations.jsonl", rank)) for rank in range(RANKS)]
+        name = f"{cell.name} (our sampler)" if cell.sampler else cell.name
+        found = figures(name, output, records, evaluations, self.lengths)
+        print(f"{name}: {found['samples_per_second']:.1f} samples/s in {found['seconds']:.1f} s", flush=True)
+        return found
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def figures(name: str, output: Path, records: list[Any], evaluations: list[Any], lengths: list[int]) -> Result:
+    """records, evaluations: the lines of each rank. lengths: what else was computed is padding."""
+    import numpy as np
+    from simulation import Cut
+
+    from odb_factory.demo.demo import Run, padded_tokens
+
+    run = Run(output, records, 0.0)
+    first, last = run.first_begin, run.first_begin + run.seconds
+    paused = sum(one["end"] - one["begin"] for one in evaluations[0] if first < one["begin"] and one["end"] < last)
+    seconds, samples, steps = run.seconds - paused, len(lengths), run.num_optimizer_steps
+    padded = np.array([[padded_tokens(batch) for batch in mine] for mine in records])
+    cut = Cut(len(records), padded.sum(axis=0), padded.max(axis=0), sum(lengths), samples, steps).figures()
+    held = np.zeros(steps + 1)
+    for batch in (batch for mine in records for batch in mine):
+        held[batch["optimizer_step"] + 1] += len(batch["lengths"])
+    seen = held.cumsum() / held.sum() * samples
+    losses = [
+        (one[0]["step"], float(seen[one[0]["step"]]), sum(r["loss"] for r in one) / sum(r["tokens"] for r in one))
+        for one in zip(*evaluations, strict=True)
+    ]
+    return {
+        "name": name,
+        "samples_per_step": samples / steps,
+        "optimizer_steps": steps,
+        "micro_steps": padded.shape[1],
+        "seconds": seconds,
+        "samples_per_second": samples / seconds,
+        "efficiency": cut["efficiency"],
+        "padding": cut["padding"],
+        "peak": cut["peak"],
+        "losses": losses,
+    }
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is shown.
+
+
+def table(title: str, results: list[Result]) -> str:
+    """A row for each cell, the best of a column in bold, and in which columns a baseline is ahead of odb."""
+    import page
+
+    common = set.intersection(*({step for step, _, _ in one["losses"]} for one in results))
+    at = max(common)
+    standard = results[0]["samples_per_second"]
+    for one in results:
+        one["speed"] = one["samples_per_second"] / standard
+        one["last_loss"] = one["losses"][-1][2]
+        one["loss_at"] = next(loss for step, _, loss in one["losses"] if step == at)
+    columns: list[tuple[str, str, Callable[[Any], str], Any]] = [
+        ("samples_per_step", "N", "{:.0f}".format, None),
+        ("optimizer_steps", "optimizer steps", "{}".format, None),
+        ("samples_per_second", "samples/s", "{:.1f}".format, max),
+        ("speed", "of Standard", "{:.2f} x".format, max),
+        ("efficiency", "step efficiency", "{:.2f}".format, max),
+        ("padding", "padding", "{:.1%}".format, min),
+        ("micro_steps", "micro-steps", "{}".format, min),
+        ("peak", "peak padded tokens", "{:,.0f}".format, None),
+        ("last_loss", "loss at equal samples", "{:.3f}".format, min),
+        ("loss_at", f"loss at {at} steps", "{:.3f}".format, min),
+    ]
+    rows, ahead = [[one["name"]] for one in results], []
+    for key, label, show, best in columns:
+        shown = [show(one[key]) for one in results]
+        winner = show(best(one[key] for one in results)) if best else None
+        for row, text in zip(rows, shown):
+            row.append(f"**{text}**" if text == winner else text)
+        names = [one["name"] for one, text in zip(results, shown) if text == winner]
+        if names and not any(name.startswith("odb") for name in names):
+            ahead.append(f"{label} ({', '.join(names)}: {winner})")
+    said = f"A baseline is ahead of odb: {'; '.join(ahead)}." if ahead else "No baseline is ahead of odb."
+    return f"{page.table([title, *(label for _, label, _, _ in columns)], rows)}\n\n{said}"
+
+
+def sweep_table(title: str, results: dict[str, list[Result]]) -> str:
+    """results: by setting. A cell holds samples/s, step efficiency, padding and the loss after the epoch."""
+    import page
+
+    names = [one["name"] for one in next(iter(results.values()))]
+    rows = []
+    for setting, found in results.items():
+        shown = (
+            "{samples_per_second:.1f}, {efficiency:.2f}, {padding:.1%}, ".format(**one) + f"{one['losses'][-1][2]:.3f}"
+            for one in found
+        )
+        rows.append([setting, *shown])
+    return page.table([title, *names], rows)
+
+
+def draw(parts: dict[str, list[Result]], path: Path) -> None:
+    """Save a PNG, a row for each part: samples/s, validation losses over samples and over optimizer steps."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(len(parts), 3, figsize=(13, 3.4 * len(parts)), squeeze=False, layout="constrained")
+    for (title, results), (bars, over_samples, over_steps) in zip(parts.items(), panels):
+        for k, one in enumerate(results):
+            bars.barh(one["name"], one["samples_per_second"], color=f"C{k}")
+            steps, samples, losses = zip(*one["losses"])
+            style = {"label": one["name"], "color": f"C{k}", "linestyle": "--" if one["name"][:3] == "odb" else "-"}
+            over_samples.plot(samples, losses, **style)
+            over_steps.plot(steps, losses, **style)
+        bars.invert_yaxis()
+        bars.set(title=title, xlabel="samples/s")
+        over_samples.set(xlabel="samples", ylabel="validation loss")
+        over_steps.set(xlabel="optimizer steps", xscale="log")
+        over_samples.legend(fontsize=7)
+    figure.savefig(path, dpi=90)
+
+
+def base_config(given: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], bool]:
+    """The configuration that cells change, and whether its data can be packed."""
+    import yaml
+    from data import PROFILE_NAMES
+
+    profile = PROFILE_NAMES[given.profile]
+    if given.scale == "tiny":
+        samples = given.samples or profile.samples
+        if samples % (whole := profile.rows * profile.accumulation) or profile.accumulation % RANKS:
+            sys.exit(f"--samples: {samples} on {RANKS} ranks are no whole optimizer steps of {whole}; give a multiple.")
+        place = folder / "data.json"
+        if not RANK:
+            forked(lambda: _build(profile, folder, samples, place), folder / "build.log")
+        _wait_for_all()
+        model, data = map(Path, json.loads(place.read_text(encoding="utf-8")))
+        config = profile.config(folder, model, data)
+        config["gradient_accumulation_steps"] //= RANKS
+    else:
+        name = f"{profile.published}_{given.scale}_full"
+        config = yaml.safe_load((ROOT / "yaml_configs" / "paper" / f"{name}.yaml").read_text(encoding="utf-8"))
+        config |= {"val_size": VALIDATION, "logging_steps": 1, "overwrite_output_dir": True}
+        config |= {"max_samples": given.samples} if given.samples else {}
+    config |= {"eval_strategy": "epoch", "save_strategy": "no", "report_to": "none"}
+    config |= {"dataloader_num_workers": WORKERS, "dataloader_prefetch_factor": PREFETCH}
+    if given.device == "cpu":
+        config |= {"use_cpu": True, "bf16": False} | ({"ddp_backend": "gloo"} if RANKS > 1 else {})
+    else:
+        config |= {"use_cpu": False, "bf16": True}
+    return config, profile.kind == "text"
+
+
+def _build(profile: Any, folder: Path, samples: int, place: Path) -> None:
+    place.write_text(json.dumps([str(path) for path in profile.build(folder, samples)]), encoding="utf-8")
+
+
+def _wait_for_all() -> None:
+    """Returns when every rank has called it."""
+    if RANKS > 1:
+        from torch.distributed import TCPStore
+
+        TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]) + 1, RANKS, is_master=not RANK)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--profile", choices=("ultrachat", "llava", "sharegpt4o", "mmmix"), default="ultrachat")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--scale", choices=("tiny", "2b", "8b"), default="tiny")
+    parser.add_argument("--all", action="store_true", help="all cells, also each at its own N, and the sweeps")
+    parser.add_argument("--samples", type=int, help="of the training split (tiny: a multiple of the global batch)")
+    parser.add_argument("--output-dir", type=Path, default=Path("saves/paper"), help="(%(default)s)")
+    given = parser.parse_args()
+    folder = given.output_dir.resolve() / f"{given.profile}_{given.scale}"
+    folder.mkdir(parents=True, exist_ok=True)
+    wanted = ENVIRONMENT | {"HF_DATASETS_CACHE": str(folder / "cache")}
+    wanted |= {"CUDA_VISIBLE_DEVICES": ""} if given.device == "cpu" else {}
+    if given.scale != "tiny":
+        del wanted["HF_HUB_OFFLINE"], wanted["OMP_NUM_THREADS"]
+    if any(os.environ.get(name) != value for name, value in wanted.items()):
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | wanted)
+    import llamafactory.train.tuner  # noqa: F401  # before the forks
+
+    base, packs = base_config(given, folder)
+    kit = Kit(base, folder, MEGA_BUCKET[given.scale], packs)
+
+    def run(names: tuple[str, ...], **how: Any) -> list[Any]:
+        """Standard first: it shows the lengths."""
+        budget = how.get("token_budget")
+        return [kit.run(cell, budget) for name in names for cell in kit.cells((name,), **how)]
+
+    parts = {f"{given.profile}, same N": run(ALL if given.all else FIVE, same_n=True)}
+    sweeps: dict[str, dict[str, list[Any]]] = {}
+    if given.all:
+        parts[f"{given.profile}, own N"] = run(ALL, same_n=False)
+        online, offline = ("odb, fill",), ("GMT", "odb, fill")
+        sweeps["token budget"] = {
+            f"{budget:,}": [
+                *run(("odb, keep",), same_n=True, token_budget=budget),
+                *run(offline, same_n=False, token_budget=budget),
+            ]
+            for budget in BUDGETS
+        }
+        sweeps["workers x prefetch"], sweeps["buffer_size"] = {}, {}
+        for workers, prefetch in DEPTHS:
+            kit.base = base | {"dataloader_num_workers": workers, "dataloader_prefetch_factor": prefetch}
+            sweeps["workers x prefetch"][f"{workers} x {prefetch}"] = run(("Standard", *online), same_n=False)
+        for size in BUFFERS:
+            kit.base = base | {"odb": base["odb"] | {"buffer_size": size}}
+            sweeps["buffer_size"][f"{size:,}"] = run(online, same_n=False)
+    if RANK:
+        return
+    tables = [table(title, results) for title, results in parts.items()]
+    tables += [sweep_table(title, results) for title, results in sweeps.items()]
+    draw(parts, folder / "paper.png")
+    (folder / "figures.json").write_text(json.dumps({"parts": parts, "sweeps": sweeps}, indent=1), encoding="utf-8")
+    (folder / "tables.md").write_text("\n\n".join(tables) + "\n", encoding="utf-8")
+    print("\n\n".join(["", *tables]))
+
+
+if __name__ == "__main__":
+    main()
