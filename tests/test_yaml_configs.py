@@ -16,9 +16,11 @@ from odb_factory.config import ODBConfig
 pytestmark = pytest.mark.timeout(120)
 
 ROOT = Path(__file__).parents[1]
-CONFIGS = sorted(ROOT.glob("yaml_configs/*.yaml"))
+CONFIGS = sorted(ROOT.glob("yaml_configs/**/*.yaml"))
 FULL = ("ultrachat", "llava_150k", "sharegpt4o", "mm_mix")
-NAMES = {"tiny_cpu", *FULL, "mm_mix_lora", "two_nodes"}
+PAPER = {f"{data}_{size}_{how}" for data in FULL[:3] for size in ("2b", "8b") for how in ("full", "lora")}
+PAPER |= {"mm_mix_2b_full"}
+NAMES = {"tiny_cpu", *FULL, "mm_mix_lora", "two_nodes", *PAPER}
 
 # Read as `llamafactory-cli train FILE key=value ...` reads it. Two keys depend on the machine and are
 # overridden, nothing else: `use_cpu` (bf16 is checked against the device that trains) and `deepspeed`
@@ -45,6 +47,20 @@ for path in sys.argv[1:]:
         if data.dataset_dir == "yaml_configs" else None,
     }
 print("PARSED" + json.dumps(parsed))
+"""
+
+# As `odb-factory plan` reads it, before it looks at the model and the data.
+PARSE_FOR_PLAN = """
+import sys
+from pathlib import Path
+from odb_factory.llamafactory import activation
+from odb_factory.plan.arguments import parsed
+
+activation.activate()
+for path in sys.argv[1:]:
+    with parsed(Path(path), ranks=16) as asked:
+        budgets = asked.config.token_budget, asked.config.max_patches
+        print("PLANNED", Path(path).stem, asked.ranks * asked.batch_size * asked.accumulation, *budgets)
 """
 
 
@@ -99,6 +115,18 @@ def test_block_and_batch_size(path: Path) -> None:
     assert samples >= 8
     assert kept.global_batch_size in ("keep", 16 * samples), "two nodes of eight GPUs"
     assert all(key in config for key in ("freeze_vision_tower", "freeze_multi_modal_projector", "output_dir"))
+
+
+def test_the_papers_experiments_are_read_by_plan() -> None:
+    """Of 16 ranks, two nodes: samples of an optimizer step and budgets."""
+    paths = [str(path.relative_to(ROOT)) for path in CONFIGS if path.parent.name == "paper"]
+    command = [sys.executable, "-P", "-c", PARSE_FOR_PLAN, *paths]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    planned = {words[1]: words[2:] for words in map(str.split, ended.stdout.splitlines()) if words[:1] == ["PLANNED"]}
+    assert planned.keys() == PAPER
+    for name, found in planned.items():
+        assert found == ["128", "12288", "None" if name.startswith("ultrachat") else "32768"], name
 
 
 @pytest.mark.parametrize(("name", "stage"), [("ds_z2", 2), ("ds_z3", 3)])

@@ -13,7 +13,8 @@ yaml_configs/paper/. One process imports LLaMA-Factory and forks a process for e
 and the ranks of all nodes share `--output-dir`.
 
 Writes tables.md, figures.json and paper.png to the output folder. Step efficiency: examples/benchmark/simulation.py.
-Validation losses are means over supervised tokens; evaluations do not count as time.
+Validation losses are means over supervised tokens; evaluations do not count as time. CPU seconds are those of the
+busiest training process: other work on the machine changes them less than the seconds of the clock.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def train(config: dict[str, Any], sampler: str | None, settings: dict[str, int],
 
 
 def record_evaluations(path: Path) -> None:
-    """One line for each: optimizer step, begin and end (Unix time), sum of token losses and number of tokens."""
+    """One line for each: optimizer step, begin and end (Unix and CPU time), sum of token losses, number of tokens."""
     from transformers import Trainer
 
     evaluate, prediction_step = Trainer.evaluate, Trainer.prediction_step
@@ -129,10 +130,11 @@ def record_evaluations(path: Path) -> None:
 
     def recorded(self: Any, *args: Any, **kwargs: Any) -> Any:
         sums.update(loss=0.0, tokens=0)
-        line = {"step": self.state.global_step, "begin": time.time()}
+        line = {"step": self.state.global_step, "begin": time.time(), "cpu_begin": time.process_time()}
         found = evaluate(self, *args, **kwargs)
+        line |= sums | {"end": time.time(), "cpu_end": time.process_time()}
         with path.open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps(line | sums | {"end": time.time()}) + "\n")
+            lines.write(json.dumps(line) + "\n")
         return found
 
     Trainer.prediction_step, Trainer.evaluate = counted, recorded
@@ -230,8 +232,12 @@ def figures(name: str, output: Path, records: list[Any], evaluations: list[Any],
 
     run = Run(output, records, 0.0)
     first, last = run.first_begin, run.first_begin + run.seconds
-    paused = sum(one["end"] - one["begin"] for one in evaluations[0] if first < one["begin"] and one["end"] < last)
-    seconds, samples, steps = run.seconds - paused, len(lengths), run.num_optimizer_steps
+    within = [one for one in evaluations[0] if first < one["begin"] and one["end"] < last]
+    seconds, cpu_seconds = (
+        spent - sum(one[f"{of}end"] - one[f"{of}begin"] for one in within)
+        for spent, of in ((run.seconds, ""), (run.cpu_seconds, "cpu_"))
+    )
+    samples, steps = len(lengths), run.num_optimizer_steps
     padded = np.array([[padded_tokens(batch) for batch in mine] for mine in records])
     cut = Cut(len(records), padded.sum(axis=0), padded.max(axis=0), sum(lengths), samples, steps).figures()
     held = np.zeros(steps + 1)
@@ -248,6 +254,7 @@ def figures(name: str, output: Path, records: list[Any], evaluations: list[Any],
         "optimizer_steps": steps,
         "micro_steps": padded.shape[1],
         "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
         "samples_per_second": samples / seconds,
         "efficiency": cut["efficiency"],
         "padding": cut["padding"],
@@ -276,6 +283,7 @@ def table(title: str, results: list[Result]) -> str:
         ("optimizer_steps", "optimizer steps", "{}".format, None),
         ("samples_per_second", "samples/s", "{:.1f}".format, max),
         ("speed", "of Standard", "{:.2f} x".format, max),
+        ("cpu_seconds", "CPU seconds", "{:.1f}".format, min),
         ("efficiency", "step efficiency", "{:.2f}".format, max),
         ("padding", "padding", "{:.1%}".format, min),
         ("micro_steps", "micro-steps", "{}".format, min),
@@ -297,14 +305,15 @@ def table(title: str, results: list[Result]) -> str:
 
 
 def sweep_table(title: str, results: dict[str, list[Result]]) -> str:
-    """results: by setting. A cell holds samples/s, step efficiency, padding and the loss after the epoch."""
+    """results: by setting. A cell: samples/s, CPU seconds, step efficiency, padding, loss after the epoch."""
     import page
 
     names = [one["name"] for one in next(iter(results.values()))]
     rows = []
     for setting, found in results.items():
         shown = (
-            "{samples_per_second:.1f}, {efficiency:.2f}, {padding:.1%}, ".format(**one) + f"{one['losses'][-1][2]:.3f}"
+            "{samples_per_second:.1f}, {cpu_seconds:.1f} s, {efficiency:.2f}, {padding:.1%}, ".format(**one)
+            + f"{one['losses'][-1][2]:.3f}"
             for one in found
         )
         rows.append([setting, *shown])
