@@ -212,6 +212,8 @@ class Kit:
             self.lengths = [length for mine in records for batch in mine for length in batch["lengths"]]
         if RANK:
             return None
+        for weights in output.glob("*.safetensors"):  # LLaMA-Factory saves the model of every cell
+            weights.unlink()
         evaluations = [_lines(record_of(output / "evaluations.jsonl", rank)) for rank in range(RANKS)]
         name = f"{cell.name} (our sampler)" if cell.sampler else cell.name
         found = figures(name, output, records, evaluations, self.lengths)
@@ -363,9 +365,9 @@ def base_config(given: argparse.Namespace, folder: Path) -> tuple[dict[str, Any]
     else:
         name = f"{profile.published}_{given.scale}_full"
         config = yaml.safe_load((ROOT / "yaml_configs" / "paper" / f"{name}.yaml").read_text(encoding="utf-8"))
-        config |= {"val_size": VALIDATION, "logging_steps": 1, "overwrite_output_dir": True}
+        config |= {"val_size": VALIDATION, "logging_steps": 1}
         config |= {"max_samples": given.samples} if given.samples else {}
-    config |= {"eval_strategy": "epoch", "save_strategy": "no", "report_to": "none"}
+    config |= {"eval_strategy": "epoch", "save_strategy": "no", "report_to": "none", "overwrite_output_dir": True}
     config |= {"dataloader_num_workers": WORKERS, "dataloader_prefetch_factor": PREFETCH}
     if given.device == "cpu":
         config |= {"use_cpu": True, "bf16": False} | ({"ddp_backend": "gloo"} if RANKS > 1 else {})
