@@ -68,6 +68,8 @@ class Profile:
             "per_device_train_batch_size": self.rows,
             "gradient_accumulation_steps": self.accumulation,
             "per_device_eval_batch_size": 8,
+            "learning_rate": 3e-3,
+            "warmup_ratio": 0.2,  # a step more or less of a short warm-up would decide about the losses
             "odb": {"token_budget": budget, "buffer_size": 1024},
         }
 

@@ -415,33 +415,37 @@ def main() -> None:
         budget = how.get("token_budget")
         return [kit.run(cell, budget) for name in names for cell in kit.cells((name,), **how)]
 
-    parts = {f"{given.profile}, same N": run(ALL if given.all else FIVE, same_n=True)}
+    parts: dict[str, list[Any]] = {}
     sweeps: dict[str, dict[str, list[Any]]] = {}
-    if given.all:
-        parts[f"{given.profile}, own N"] = run(ALL, same_n=False)
-        online, offline = ("odb, fill",), ("GMT", "odb, fill")
-        sweeps["token budget"] = {
-            f"{budget:,}": [
-                *run(("odb, keep",), same_n=True, token_budget=budget),
-                *run(offline, same_n=False, token_budget=budget),
-            ]
-            for budget in BUDGETS
-        }
-        sweeps["workers x prefetch"], sweeps["buffer_size"] = {}, {}
-        for workers, prefetch in DEPTHS:
-            kit.base = base | {"dataloader_num_workers": workers, "dataloader_prefetch_factor": prefetch}
-            sweeps["workers x prefetch"][f"{workers} x {prefetch}"] = run(("Standard", *online), same_n=False)
-        for size in BUFFERS:
-            kit.base = base | {"odb": base["odb"] | {"buffer_size": size}}
-            sweeps["buffer_size"][f"{size:,}"] = run(online, same_n=False)
-    if RANK:
+
+    def write() -> None:
+        if RANK:
+            return
+        tables = [table(title, results) for title, results in parts.items()]
+        tables += [sweep_table(title, results) for title, results in sweeps.items()]
+        draw(parts, folder / "paper.png")
+        (folder / "figures.json").write_text(json.dumps({"parts": parts, "sweeps": sweeps}, indent=1), encoding="utf-8")
+        (folder / "tables.md").write_text("\n\n".join(tables) + "\n", encoding="utf-8")
+        print(f"\n{tables[-1]}\n", flush=True)
+
+    parts[f"{given.profile}, same N"] = run(ALL if given.all else FIVE, same_n=True)
+    write()
+    if not given.all:
         return
-    tables = [table(title, results) for title, results in parts.items()]
-    tables += [sweep_table(title, results) for title, results in sweeps.items()]
-    draw(parts, folder / "paper.png")
-    (folder / "figures.json").write_text(json.dumps({"parts": parts, "sweeps": sweeps}, indent=1), encoding="utf-8")
-    (folder / "tables.md").write_text("\n\n".join(tables) + "\n", encoding="utf-8")
-    print("\n\n".join(["", *tables]))
+    parts[f"{given.profile}, own N"] = run(ALL, same_n=False)
+    write()
+    for title in ("token budget", "workers x prefetch", "buffer_size"):
+        sweeps[title] = {}
+    for budget in BUDGETS:
+        kept = run(("odb, keep",), same_n=True, token_budget=budget)
+        sweeps["token budget"][f"{budget:,}"] = kept + run(("GMT", "odb, fill"), same_n=False, token_budget=budget)
+    for workers, prefetch in DEPTHS:
+        kit.base = base | {"dataloader_num_workers": workers, "dataloader_prefetch_factor": prefetch}
+        sweeps["workers x prefetch"][f"{workers} x {prefetch}"] = run(("Standard", "odb, fill"), same_n=False)
+    for size in BUFFERS:
+        kit.base = base | {"odb": base["odb"] | {"buffer_size": size}}
+        sweeps["buffer_size"][f"{size:,}"] = run(("odb, fill",), same_n=False)
+    write()
 
 
 if __name__ == "__main__":
