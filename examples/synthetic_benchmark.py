@@ -61,15 +61,10 @@ class Samples(Dataset):
 
 def collate(samples: list[dict[str, list[int]]]) -> Batch:
     longest = max(len(sample["input_ids"]) for sample in samples)
-
-    def padded(key: str, value: int) -> torch.Tensor:
-        return torch.tensor([sample[key] + [value] * (longest - len(sample[key])) for sample in samples])
-
-    mask = [[k < len(sample["input_ids"]) for k in range(longest)] for sample in samples]
+    ones = [sample | {"attention_mask": [1] * len(sample["labels"])} for sample in samples]
+    fill = {"input_ids": 0, "labels": -100, "attention_mask": 0}
     return {
-        "input_ids": padded("input_ids", 0),
-        "labels": padded("labels", -100),
-        "attention_mask": torch.tensor(mask).long(),
+        key: torch.tensor([one[key] + [pad] * (longest - len(one[key])) for one in ones]) for key, pad in fill.items()
     }
 
 
@@ -91,15 +86,8 @@ def online(loader: ODBDataLoader) -> Iterator[tuple[Batch, float, bool]]:
 
 def train(name: str, data: Samples, held_out: Samples, device: torch.device) -> dict[str, float]:
     set_seed(0)
-    config = Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=LONGEST,
-    )
+    sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
+    config = Qwen2Config(**sizes, num_attention_heads=4, num_key_value_heads=2)
     model = Qwen2ForCausalLM(config).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE)
     with contextlib.ExitStack() as ends:
@@ -108,6 +96,9 @@ def train(name: str, data: Samples, held_out: Samples, device: torch.device) -> 
         elif name == "sorted by length":
             steps = stock(data, sampler=sorted(range(len(data)), key=lambda index: len(data.rows[index])))
         else:
+            how = {"gradient_accumulation_steps": ACCUMULATION}
+            if name == "odb, fill":
+                how = {"global_batch_size": "fill"}
             loader = ODBDataLoader(
                 data,
                 ROWS,
@@ -115,12 +106,11 @@ def train(name: str, data: Samples, held_out: Samples, device: torch.device) -> 
                 generator=torch.Generator().manual_seed(0),
                 collate_fn=collate,
                 token_budget=ROWS * LONGEST,
-                gradient_accumulation_steps=1 if "fill" in name else ACCUMULATION,
-                global_batch_size="fill" if "fill" in name else "keep",
-                layout="padded" if "padded" in name else "flat",
+                layout="padded" if name == "odb, padded" else "flat",
+                **how,
             )
             ends.enter_context(loader)
-            if "padded" not in name:
+            if name != "odb, padded":
                 unpad(model, loader)
             steps = online(loader)
         computed = micro_batches = optimizer_steps = 0
@@ -151,12 +141,9 @@ def train(name: str, data: Samples, held_out: Samples, device: torch.device) -> 
 @torch.no_grad()
 def evaluate(model: Qwen2ForCausalLM, data: Samples, device: torch.device) -> float:
     """Mean over tokens, a sample at a time."""
-    total = units = 0.0
-    for row in data.rows:
-        ids = torch.tensor([row], device=device)
-        total += float(model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).loss) * (len(row) - 1)
-        units += len(row) - 1
-    return total / units
+    rows = [torch.tensor([row], device=device) for row in data.rows]
+    total = sum(float(model(ids, torch.ones_like(ids), labels=ids).loss) * (ids.numel() - 1) for ids in rows)
+    return total / sum(ids.numel() - 1 for ids in rows)
 
 
 def main() -> None:
@@ -166,8 +153,8 @@ def main() -> None:
     given = parser.parse_args()
     if given.num_samples < 1:
         parser.error(f"--num-samples: {given.num_samples}; give a number of at least 1.")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if given.device == "auto" else given.device
-    device = torch.device(device)
+    found_device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(found_device if given.device == "auto" else given.device)
     torch.set_num_threads(1)  # so small a model gains nothing from more
     data, held_out = Samples(given.num_samples, 0), Samples(64, 1)
     print(f"{len(data)} samples on {device}, at most {ROWS * LONGEST:,} padded tokens a micro-batch")

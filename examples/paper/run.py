@@ -57,11 +57,11 @@ Result = dict[str, Any]
 
 
 class Cell(NamedTuple):
-    """changes: of the base configuration. sampler: one of `OUR_SAMPLERS`."""
+    """changes: of the base configuration. sampler: the arguments of `samplers.make` where it is one of ours."""
 
     name: str
     changes: dict[str, Any]
-    sampler: str | None = None
+    sampler: dict[str, Any] | None = None
 
 
 def forked(work: Callable[[], None], log: Path) -> None:
@@ -86,7 +86,7 @@ def forked(work: Callable[[], None], log: Path) -> None:
 # In the child.
 
 
-def train(config: dict[str, Any], sampler: str | None, settings: dict[str, int], port: int) -> None:
+def train(config: dict[str, Any], sampler: dict[str, Any] | None, port: int) -> None:
     """One cell on this rank; micro-batches and evaluations are recorded in `output_dir`."""
     import yaml
     from llamafactory.train import tuner
@@ -108,7 +108,7 @@ def train(config: dict[str, Any], sampler: str | None, settings: dict[str, int],
     if sampler:
         import samplers
 
-        samplers.install(sampler, **settings)
+        samplers.install(**sampler)
     tuner.run_exp = functools.partial(tuner.run_exp, callbacks=[Evaluate()])
     sys.argv = [sys.argv[0], str(output / "batches.jsonl"), str(settings_file)]
     recorder.main()
@@ -145,57 +145,46 @@ def record_evaluations(path: Path) -> None:
 
 
 class Kit:
-    """base: a configuration with an `odb:` block. settings: of the samplers. lengths: tokens of all samples, known once
-    Standard has run."""
+    """base: a configuration with an `odb:` block. lengths: tokens of all samples, known once Standard has run."""
 
     def __init__(self, base: dict[str, Any], folder: Path, mega_bucket: int, packs: bool):
         self.base, self.folder, self.mega_bucket, self.packs = base, folder, mega_bucket, packs
         self.lengths: list[int] = []
         self.count = 0
 
-    @property
-    def rows(self) -> int:
-        return self.base["per_device_train_batch_size"]
-
-    def cells(self, names: tuple[str, ...], *, same_n: bool, token_budget: int | None = None) -> list[Cell]:
-        """Those of the names that this profile has."""
-        block = self.base["odb"] | ({"token_budget": token_budget} if token_budget else {})
-        budget, samples_of_a_rank = block["token_budget"], self.rows * self.base["gradient_accumulation_steps"]
-
-        def accumulation(samples: float) -> dict[str, int]:
-            """samples: of a micro-batch."""
-            return {"gradient_accumulation_steps": max(1, round(samples_of_a_rank / samples)) if same_n else 1}
-
-        found = []
-        for name in names:
-            rows = accumulation(self.rows)
-            if name in OUR_SAMPLERS:
-                batches = self._batches(name, budget)
-                found.append(Cell(name, accumulation(len(self.lengths) / len(batches)), name))
-            elif name == "packing":
-                if self.packs:
-                    held = self.rows * self.base["cutoff_len"] * len(self.lengths) / sum(self.lengths)
-                    found.append(Cell(name, accumulation(held) | {"packing": True, "neat_packing": True}))
-            elif name == "odb, fill":
-                held = budget * len(self.lengths) / sum(self.lengths)
-                found.append(Cell(name, accumulation(held) | {"odb": block | {"global_batch_size": "fill"}}))
-            else:
-                from odb_factory.demo.demo import grouping_by_length
-
-                own = {"Standard": {}, "HFG": grouping_by_length(), "odb, keep": {"odb": block}}
-                found.append(Cell(name, rows | own[name]))
-        return found
-
-    def _batches(self, name: str, token_budget: int) -> list[list[int]]:
+    def cell(self, name: str, *, same_n: bool, token_budget: int | None = None) -> Cell:
         import samplers
 
-        return samplers.make(name, self.lengths, **self._settings(token_budget))
+        from odb_factory.demo.demo import grouping_by_length
 
-    def _settings(self, token_budget: int) -> dict[str, int]:
-        return {"rows": self.rows, "token_budget": token_budget, "mega_bucket": self.mega_bucket}
+        block = self.base["odb"] | ({"token_budget": token_budget} if token_budget else {})
+        budget, rows = block["token_budget"], self.base["per_device_train_batch_size"]
+        samples_a_token = len(self.lengths) / max(1, sum(self.lengths))
+        changes: dict[str, Any] = {}
+        held: float = rows  # samples of a micro-batch
+        sampler = None
+        if name in OUR_SAMPLERS:
+            sampler = {"kind": name, "rows": rows, "token_budget": budget, "mega_bucket": self.mega_bucket}
+            held = len(self.lengths) / len(samplers.make(lengths=self.lengths, **sampler))
+        elif name == "HFG":
+            changes = grouping_by_length()
+        elif name == "packing":
+            changes = {"packing": True, "neat_packing": True}
+            held = rows * self.base["cutoff_len"] * samples_a_token
+        elif name == "odb, keep":
+            changes = {"odb": block}
+        elif name == "odb, fill":
+            changes = {"odb": block | {"global_batch_size": "fill"}}
+            held = budget * samples_a_token
+        of_a_rank = rows * self.base["gradient_accumulation_steps"]
+        changes["gradient_accumulation_steps"] = max(1, round(of_a_rank / held)) if same_n else 1
+        return Cell(name, changes, sampler)
 
-    def run(self, cell: Cell, token_budget: int | None = None) -> Result | None:
-        """Train; what came of it, on rank 0."""
+    def run(self, names: tuple[str, ...], **how: Any) -> list[Any]:
+        """Results of rank 0. how: arguments of `cell`. Standard first: it shows the lengths."""
+        return [self._train(self.cell(name, **how)) for name in names if name != "packing" or self.packs]
+
+    def _train(self, cell: Cell) -> Result | None:
         from odb_factory.demo.recorder import record_of
 
         output = self.folder / "runs" / f"{self.count:02d}_{cell.name.replace(', ', '_')}"
@@ -204,9 +193,8 @@ class Kit:
         for file in ("batches.jsonl", "evaluations.jsonl"):
             record_of(output / file, RANK).unlink(missing_ok=True)
         config = {key: value for key, value in self.base.items() if key != "odb"} | {"output_dir": str(output)}
-        settings = self._settings(token_budget or self.base["odb"]["token_budget"])
         port = int(os.environ.get("MASTER_PORT", 0)) + 1 + self.count
-        forked(lambda: train(config | cell.changes, cell.sampler, settings, port), output / f"train.{RANK}.log")
+        forked(lambda: train(config | cell.changes, cell.sampler, port), output / f"train.{RANK}.log")
         records = [_lines(record_of(output / "batches.jsonl", rank)) for rank in range(RANKS)]
         if not self.lengths:
             self.lengths = [length for mine in records for batch in mine for length in batch["lengths"]]
@@ -248,7 +236,7 @@ def figures(name: str, output: Path, records: list[Any], evaluations: list[Any],
     seen = held.cumsum() / held.sum() * samples
     losses = [
         (one[0]["step"], float(seen[one[0]["step"]]), sum(r["loss"] for r in one) / sum(r["tokens"] for r in one))
-        for one in zip(*evaluations, strict=True)
+        for one in zip(*evaluations)  # another rank may still write the one that repeats the last
     ]
     return {
         "name": name,
@@ -410,11 +398,6 @@ def main() -> None:
     base, packs = base_config(given, folder)
     kit = Kit(base, folder, MEGA_BUCKET[given.scale], packs)
 
-    def run(names: tuple[str, ...], **how: Any) -> list[Any]:
-        """Standard first: it shows the lengths."""
-        budget = how.get("token_budget")
-        return [kit.run(cell, budget) for name in names for cell in kit.cells((name,), **how)]
-
     parts: dict[str, list[Any]] = {}
     sweeps: dict[str, dict[str, list[Any]]] = {}
 
@@ -426,25 +409,24 @@ def main() -> None:
         draw(parts, folder / "paper.png")
         (folder / "figures.json").write_text(json.dumps({"parts": parts, "sweeps": sweeps}, indent=1), encoding="utf-8")
         (folder / "tables.md").write_text("\n\n".join(tables) + "\n", encoding="utf-8")
-        print(f"\n{tables[-1]}\n", flush=True)
+        print("\n" + "\n\n".join(tables[-max(1, len(sweeps)) :]), flush=True)
 
-    parts[f"{given.profile}, same N"] = run(ALL if given.all else FIVE, same_n=True)
+    parts[f"{given.profile}, same N"] = kit.run(ALL if given.all else FIVE, same_n=True)
     write()
     if not given.all:
         return
-    parts[f"{given.profile}, own N"] = run(ALL, same_n=False)
+    parts[f"{given.profile}, own N"] = kit.run(ALL, same_n=False)
     write()
-    for title in ("token budget", "workers x prefetch", "buffer_size"):
-        sweeps[title] = {}
+    sweeps |= {title: {} for title in ("token budget", "workers x prefetch", "buffer_size")}
     for budget in BUDGETS:
-        kept = run(("odb, keep",), same_n=True, token_budget=budget)
-        sweeps["token budget"][f"{budget:,}"] = kept + run(("GMT", "odb, fill"), same_n=False, token_budget=budget)
+        kept = kit.run(("odb, keep",), same_n=True, token_budget=budget)
+        sweeps["token budget"][f"{budget:,}"] = kept + kit.run(("GMT", "odb, fill"), same_n=False, token_budget=budget)
     for workers, prefetch in DEPTHS:
         kit.base = base | {"dataloader_num_workers": workers, "dataloader_prefetch_factor": prefetch}
-        sweeps["workers x prefetch"][f"{workers} x {prefetch}"] = run(("Standard", "odb, fill"), same_n=False)
+        sweeps["workers x prefetch"][f"{workers} x {prefetch}"] = kit.run(("Standard", "odb, fill"), same_n=False)
     for size in BUFFERS:
         kit.base = base | {"odb": base["odb"] | {"buffer_size": size}}
-        sweeps["buffer_size"][f"{size:,}"] = run(("odb, fill",), same_n=False)
+        sweeps["buffer_size"][f"{size:,}"] = kit.run(("odb, fill",), same_n=False)
     write()
 
 

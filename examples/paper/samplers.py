@@ -7,6 +7,7 @@ function takes lengths (tokens) and returns batches of indices.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -82,8 +83,8 @@ def make(kind: str, lengths: Sequence[int], *, rows: int, token_budget: int, meg
     return makers[kind]()
 
 
-def install(kind: str, **settings: int) -> None:
-    """From now on stock trainers of this process take their training batches from that sampler.
+def install(**settings: Any) -> None:
+    """From now on stock trainers of this process take their training batches from `make` with these settings.
 
     Workers, prefetch factor and collator stay the trainer's.
     """
@@ -92,7 +93,7 @@ def install(kind: str, **settings: int) -> None:
 
     def dataloader(self: Trainer) -> DataLoader:
         lengths = [len(ids) for ids in self.train_dataset["input_ids"]]
-        batches = for_ranks(make(kind, lengths, **settings), self.args.world_size)
+        batches = for_ranks(make(lengths=lengths, **settings), self.args.world_size)
         return DataLoader(
             self.train_dataset,
             batch_sampler=batches[self.args.process_index],
