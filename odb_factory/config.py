@@ -84,7 +84,8 @@ class ODBConfig:
     cost_model: Sequence[int] | None = _number(None, minimum=0)  # fixed, token, patch, square
     overlong: Literal["singleton", "drop", "error"] = "singleton"
     on_error: Literal["raise", "skip"] = "raise"
-    oom: Literal["raise", "split"] = "raise"
+    oom: Literal["raise", "split", "skip"] = "raise"
+    rehearse: bool | None = None  # on accelerators
     resume: Literal["strict", "ignore_data"] = "strict"
     exchange_timeout_s: int = _number(600)
     audit: bool = False
@@ -145,9 +146,9 @@ class ODBConfig:
                 f"oom: 'split' cuts micro-batches to save memory, and `row_multiple: {self.row_multiple}` would fill "
                 "up the rows of their parts; leave one of both out"
             )
-        if self.oom == "split" and self.balance_encoder:
+        if self.oom != "raise" and self.balance_encoder:
             yield (
-                "oom: 'split' computes micro-batches again on one rank, and with `balance_encoder` each needs the "
+                f"oom: {self.oom!r} computes micro-batches again on one rank, and with `balance_encoder` each needs the "
                 "others; leave one of both out"
             )
         if self.keeps and not self.join:

@@ -12,6 +12,20 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from odb_factory.errors import ODBError
+
+SIGNS = ("out of memory", "DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
+"""In the messages of accelerators without an error class of their own, of the CPU's allocator and of libraries that
+allocate beside torch's."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory was short; False for an error of ours that reports it."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    is_ours = isinstance(error, ODBError)
+    return isinstance(error, RuntimeError) and not is_ours and any(sign in str(error) for sign in SIGNS)
+
 
 class PeakMeter(Protocol):
     """Measures the micro-batches that a search for a budget tries."""
@@ -49,6 +63,16 @@ class AcceleratorMeter:
 def find_meter(device: torch.device) -> PeakMeter | None:
     """The meter of an accelerator; None for a CPU, whose allocations torch does not count."""
     return None if device.type == "cpu" else AcceleratorMeter(device)
+
+
+class NoMeter:
+    """A CPU: whether memory holds a micro-batch, without figures."""
+
+    def limit(self, fraction: float) -> int:
+        return 0
+
+    def peak(self, run: Callable[[], None], held: Iterable[Tensor]) -> int | None:
+        return 0 if _fits(run) else None
 
 
 class CPUMeter:
@@ -113,7 +137,9 @@ def _fits(run: Callable[[], None]) -> bool:
     """Whether memory held the run. A run that failed keeps nothing alive, not even by its error."""
     try:
         run()
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
         fits = False
     else:
         fits = True

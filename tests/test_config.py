@@ -44,6 +44,7 @@ DEFAULTS = {
     "overlong": "singleton",
     "on_error": "raise",
     "oom": "raise",
+    "rehearse": None,
     "resume": "strict",
     "exchange_timeout_s": 600,
     "audit": False,
@@ -59,7 +60,7 @@ OPTIONAL_NUMBERS = [
     "lr_reference_samples",
     "seed",
 ]
-OPTIONAL = [*OPTIONAL_NUMBERS, "balance", "length_buckets", "cost_model"]
+OPTIONAL = [*OPTIONAL_NUMBERS, "balance", "rehearse", "length_buckets", "cost_model"]
 WHOLE_NUMBERS = ["token_budget", "row_multiple", *OPTIONAL_NUMBERS, "buffer_size", "balance_group_size"]
 WHOLE_NUMBERS += ["exchange_timeout_s"]
 WORDS = {
@@ -68,7 +69,7 @@ WORDS = {
     "layout": ["auto", "flat", "padded"],
     "overlong": ["singleton", "drop", "error"],
     "on_error": ["raise", "skip"],
-    "oom": ["raise", "split"],
+    "oom": ["raise", "split", "skip"],
     "resume": ["strict", "ignore_data"],
 }
 SWITCHES = ["join", "audit", "balance"]

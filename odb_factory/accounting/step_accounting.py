@@ -19,6 +19,7 @@ from odb_factory.data.collate import Collated
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.observe import IGNORE_INDEX
 from odb_factory.data.samples import COLLATION, Measured, MicroBatch, OptimizerStep
+from odb_factory.data.step_agreement import LateRow
 from odb_factory.errors import DataError
 from odb_factory.log import get_logger
 from odb_factory.planning import Budget, EncoderPlan
@@ -46,7 +47,7 @@ def log_first_step(
     budgets = (
         f"fills {filled:.0%} of their budgets (token_budget {limits.token_budget}, max_patches {limits.max_patches}"
         f"{''.join(f', max_{name} {most}' for name, most in loader.budget.caps)}"
-        f"{', lowered by oom: split' if loader.lowered else ''}); "
+        f"{', lowered as memory was short' if loader.lowered else ''}); "
         f"loss_scaling {config.loss_scaling}"
     )
     if in_loop:
@@ -347,7 +348,7 @@ class StepAccounting:
 
     def _metrics(self, statistics: StepStatistics) -> dict[str, float]:
         metrics = statistics.metrics(self.config.token_budget, self.loader.world_size)
-        if self.config.on_error == "skip":
+        if "skip" in (self.config.on_error, self.config.oom):
             metrics["odb/lost_weight"] = round(statistics.lost_weight, 6)
         if self.config.oom == "split":
             metrics["odb/oom_cuts"] = statistics.oom_cuts
@@ -358,6 +359,11 @@ class StepAccounting:
     def cut(self, times: int) -> None:
         """Count micro-batches, or parts of them, of all ranks that were cut in two in an optimizer step."""
         self.total.oom_cuts += times
+
+    def lose(self, rows: Sequence[LateRow], reason: str) -> None:
+        """Count rows of all ranks that were left out after their optimizer step had begun."""
+        self._left_out[reason] += len(rows)
+        self.total.lose(rows)
 
     def stats(self) -> dict[str, float]:
         """`metrics`, and odb/left_out: rows left out on all ranks; odb/over_budget: micro-batches of all ranks that the

@@ -77,8 +77,8 @@ class Pass:
 
     plans: the planner's lists of tasks, made ahead. agreement: of all ranks on its optimizer steps. process: the
     planner process; None: plans are computed in this one.
-    in_flight: of each task whose batch is not taken yet, in order, its samples if they are kept (`oom: split`), else
-    None. epoch_steps: optimizer steps of the epoch according to its first plan. agreed: the
+    in_flight: of each task whose batch is not taken yet, in order, its samples if they are kept (`oom: split`,
+    `skip`), else None. epoch_steps: optimizer steps of the epoch according to its first plan. agreed: the
     agreement on the optimizer step under way. is_taken: an iterator over its micro-batches has been handed out.
     """
 
@@ -147,6 +147,7 @@ ABORT_S = 7.0
 """After a failure planning is given this long to end; a DataLoader looks for dead workers every 5 s."""
 STAND_INS_TRIED = 64
 """Rows that are tried for a micro-batch that has no row of its own left."""
+SMALL_ONES_TRIED = 16
 KEYS_OF_ROWS = ("overlong", *BUDGETS, *CAPS, "loss_scaling")
 """Keys of the block that decide what a row is and what it weighs."""
 
@@ -322,12 +323,21 @@ class ODBLoader:
         self.lowered = limits.least(self.lowered)
 
     def samples_of(self, micro_batch: MicroBatch) -> list[Sample]:
-        """The samples of a micro-batch whose optimizer step is not yet consumed (with `oom: split`)."""
+        """The samples of a micro-batch whose optimizer step is not yet consumed (with `oom: split` or `skip`)."""
         wanted = _place(micro_batch.step), micro_batch.index
         for one, samples in self._not_consumed:
             if (_place(one.step), one.index) == wanted and samples is not None:
                 return samples
         raise LookupError(f"the samples of micro-batch {micro_batch.index} are not held")
+
+    def smallest(self, samples: Sequence[Sample]) -> Sample:
+        """The smallest of these and of the first rows that can be used: for a micro-batch that weighs nothing."""
+        first = itertools.islice(self._workers.usable_rows(), SMALL_ONES_TRIED)
+        return min([*samples, *first], key=lambda one: (one.cost.patches + one.cost.padded, one.id))
+
+    def describe(self, id: int) -> str:
+        """Where a row comes from, for messages."""
+        return self._workers.describe(id)
 
     def collate(self, micro_batch: MicroBatch, samples: list[Sample]) -> Collated:
         """Collate these samples in this process. Raises `DataError` if that fails."""
@@ -479,7 +489,7 @@ class ODBLoader:
             Prefetcher(iter(planner), ahead),
             StepAgreement(ranks, reweighs=self._reweighs),
             process,
-            keeps_samples=self.config.oom == "split",
+            keeps_samples=self.config.oom != "raise",
         )
         self.under_way = current
         if process is not None:

@@ -222,8 +222,8 @@ def described(tokens: int, media: Media) -> str:
 # The rows that are left out: one way for all reasons, from the first read to collation.
 
 MAX_LOGGED = 10
-COLLATION = "collation"
-"""The reason of rows that were observed and cannot be collated."""
+COLLATION, OUT_OF_MEMORY = "collation", "out_of_memory"
+"""The reasons of rows that were observed and cannot be collated, or are of a micro-batch that memory does not hold."""
 
 logger = get_logger(__name__)
 

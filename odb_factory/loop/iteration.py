@@ -85,8 +85,9 @@ class TrainerKeys(CommonKeys, total=False):
     eval_token_budget: int | Literal["auto"] | None
     loss_scaling: Literal["stock", "exact", "sample", "square", "approx", "none"]
     lr_scale: Literal["none", "sqrt", "linear"]
-    oom: Literal["raise", "split"]
+    oom: Literal["raise", "split", "skip"]
     balance_encoder: bool | Literal["auto"]
+    rehearse: bool | None
     lr_reference_samples: int | None
     audit: bool
 
@@ -140,6 +141,11 @@ def loop_config(config: ODBConfig | None, block: LoopKeys) -> ResolvedConfig:
             "balance_encoder",
             config.balance_encoder is not False,
             f"{config.balance_encoder!r} acts in the forwards of a trainer; leave it out.",
+        ),
+        (
+            "rehearse",
+            bool(config.rehearse),
+            "True runs the model before training, which a custom loop does by itself; leave it out.",
         ),
         (
             "lr_scale",

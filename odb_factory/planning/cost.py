@@ -207,7 +207,7 @@ class Collation:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Both budgets alone, as lowered while training (`oom: split`)."""
+    """Both budgets alone, as lowered while training (`oom: split`, `skip`)."""
 
     token_budget: int
     max_patches: int | None = None

@@ -1,4 +1,5 @@
 """`token_budget: auto` and `max_patches: auto`: the largest whose heaviest micro-batch fits, tried before training.
+`rehearse`: the heaviest micro-batch that given budgets allow, tried before training.
 
 A few micro-batches of real samples of growing size run forward and backward on the wrapped model; their peaks make a
 model of memory over tokens, patches and rows x length squared; the budget it allows is verified with one more trial,
@@ -26,12 +27,13 @@ from odb_factory.config import AUTO, ODBConfig
 from odb_factory.data.collate import NotCollated
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.samples import Measured, Sample
-from odb_factory.errors import ConfigError, DataError, one_line
+from odb_factory.errors import ConfigError, DataError, OutOfMemoryError, one_line
 from odb_factory.log import get_logger
 from odb_factory.memory import PeakMeter
 from odb_factory.model.flat_row import flat_row
 from odb_factory.planning import Limits, Media
 from odb_factory.random_numbers import kept_random_numbers
+from odb_factory.training.oom import MemoryWatch
 
 # ----------------------------------------------------------------------------------------------------------------------
 # A trial leaves the training as it was.
@@ -87,19 +89,28 @@ def untouched(trainer: Any) -> Iterator[None]:
 class Trials:
     """Trial micro-batches of samples of `loader`: every rank runs the same, and learns the peaks of all.
 
-    limits: bytes that each rank may use. A tensor takes the place of the optimizer's later state in memory as long as
-    this object exists.
+    limits: bytes that each rank may use. state_bytes: a tensor of this size takes the place of the optimizer's later
+    state in memory as long as this object exists. key: whose trials these are, for messages.
     """
 
-    def __init__(self, trainer: Any, loader: ODBLoader, meter: PeakMeter, memory_fraction: float):
-        self._trainer, self._loader, self._meter = trainer, loader, meter
-        size = state_bytes(trainer)
+    def __init__(
+        self,
+        trainer: Any,
+        loader: ODBLoader,
+        meter: PeakMeter,
+        memory_fraction: float,
+        state_bytes: int,
+        key: str = "odb.token_budget: 'auto'",
+    ):
+        self._trainer, self._loader, self._meter, self._key = trainer, loader, meter, key
         try:
-            self._state = torch.empty(size, dtype=torch.uint8, device=trainer.args.device)
-        except torch.OutOfMemoryError:
+            self._state = torch.empty(state_bytes, dtype=torch.uint8, device=trainer.args.device)
+        except RuntimeError as error:
+            if not memory.is_out_of_memory(error):
+                raise
             raise ConfigError(
-                f"odb.token_budget: 'auto' found no room for the {size / 2**30:.1f} GiB of state that the optimizer "
-                "will have; train fewer weights (LoRA), or shard them (ZeRO, FSDP)."
+                f"{key} found no room for the {state_bytes / 2**30:.1f} GiB of state that the optimizer will have; "
+                "train fewer weights (LoRA), or shard them (ZeRO, FSDP)."
             ) from None
         self.limits: list[int] = trainer.odb.gather(meter.limit(memory_fraction))
         self.count = 0
@@ -120,9 +131,8 @@ class Trials:
         if None in peaks and (self._trainer.is_deepspeed_enabled or self._trainer.is_fsdp_enabled):
             tokens = measured.rows * measured.length
             raise ConfigError(
-                f"odb.token_budget: 'auto' ran out of memory at {measured}, and no "
-                "rank can continue after that where ranks share weights or gradients; set `token_budget: "
-                f"{max(tokens // 2, 1)}`, and max_patches."
+                f"{self._key} ran out of memory at {measured}, and no rank can continue after that where ranks share "
+                f"weights or gradients; set `token_budget: {max(tokens // 2, 1)}`, and max_patches."
             )
         return measured, peaks
 
@@ -275,15 +285,68 @@ def choose_budgets(trainer: Any, loader: ODBLoader, config: ODBConfig, memory_me
     with untouched(trainer):
         meter = memory_meter or memory.find_meter(trainer.args.device)
         assert meter is not None, "`check_arguments` refuses a CPU"
-        search = _Search(Trials(trainer, loader, meter, config.memory_fraction), loader, config, samples)
+        trials = Trials(trainer, loader, meter, config.memory_fraction, state_bytes(trainer))
+        search = _Search(trials, loader, config, samples)
         budgets, why = search.run()
     logger.info("%s; tried %d micro-batches in %.1f s", why, search.trials.count, time.perf_counter() - began)
     return budgets
 
 
+def rehearse(trainer: Any, loader: ODBLoader, watch: MemoryWatch, memory_meter: PeakMeter | None) -> None:
+    """Run the heaviest micro-batch of the first rows that the budgets allow once, with weight 0, before the first
+    optimizer step, the state of its optimizer taken. Collective; leaves nothing behind.
+
+    If memory does not hold it, the budgets are halved until one passes; then raises `OutOfMemoryError`, which names it,
+    unless `oom` goes on.
+    """
+    if trainer.odb.before_step is not None:
+        logger.info("rehearse: this stage prepares its optimizer steps as a whole, so no micro-batch is tried alone")
+        return
+    samples = list(itertools.islice(loader.first_samples(), ROWS_LOOKED_AT))
+    if not samples:
+        logger.info("rehearse: no row can be read by its number (a stream), so nothing is tried")
+        return
+    config, began = watch.config, time.perf_counter()
+    try:
+        size = state_bytes(trainer)
+    except ConfigError as error:
+        size = 0
+        logger.warning("rehearse: the memory of the optimizer's state is not counted: %s", one_line(error))
+    limits, failed = loader.budget.limits.least(loader.lowered), None
+    with untouched(trainer):
+        meter = memory_meter or memory.find_meter(trainer.args.device) or memory.NoMeter()
+        trials = Trials(trainer, loader, meter, config.memory_fraction, size, "odb.rehearse: a rehearsal")
+        search = _Search(trials, loader, config, samples)
+        limits = Limits(min(limits.token_budget, search.most), limits.max_patches)
+        while True:
+            group = search.heaviest(limits.token_budget, limits.max_patches)
+            measured, peaks = trials.run(group)
+            if None not in peaks or len(group) == 1:
+                break
+            failed = failed or measured
+            limits = Limits(limits.token_budget // 2, None if limits.max_patches is None else limits.max_patches // 2)
+    fits, most = None not in peaks, max(peak or 0 for peak in peaks)
+    if failed is None and fits:
+        peak = f", peak {_gib(most)}" if most else ""
+        seconds = time.perf_counter() - began
+        logger.info("rehearse: the heaviest micro-batch, %s, went through in %.1f s%s", measured, seconds, peak)
+        return
+    patches = "" if limits.max_patches is None else f" and `max_patches: {max(limits.max_patches, 1)}`"
+    advice = f"the largest budget that passed is `token_budget: {limits.token_budget}`{patches} ({measured})"
+    if not fits:
+        advice = f"a sample alone ({measured}) did not fit either: lower cutoff_len or the size of media"
+    message = (
+        f"rehearse: out of memory in the heaviest micro-batch that the budget of {loader.budget} allows, "
+        f"{failed or measured}, before the first optimizer step; {advice}"
+    )
+    if config.oom == "raise":
+        raise OutOfMemoryError(f"{message}; set this{', or `oom: split`' if watch.can_split else ''}.")
+    logger.warning("%s; oom: %s: training begins all the same", message, config.oom)
+
+
 class _Search:
     """Of the samples that were read: longest, shortest and densest sample, and the largest numbers of tokens and
-    patches of any (`_longest_tokens`, `_most_patches`)."""
+    patches of any (`_longest_tokens`, `_most_patches`). most: tokens that an optimizer step can have on a rank."""
 
     def __init__(self, trials: Trials, loader: ODBLoader, config: ODBConfig, samples: list[Sample]):
         self.trials, self._config = trials, config
@@ -302,18 +365,18 @@ class _Search:
         self._mean_density = sum(patches) / sum(tokens)
         size = loader.global_batch_size
         a_rank = MOST_TOKENS if size is None else math.ceil(size / loader.world_size) * self._longest_tokens
-        self._most = max(min(a_rank, MOST_TOKENS), self._longest_tokens)
+        self.most = max(min(a_rank, MOST_TOKENS), self._longest_tokens)
 
     def run(self) -> tuple[Limits, str]:
         """The budgets, and a line with them and the reason."""
         self._try_small()
         self._grow()
-        bound = self._most
+        bound = self.most
         if not self._chooses_tokens:  # the most patches of a micro-batch within the given token_budget
             bound = max(math.ceil(self._density * int(self._config.token_budget)), self._most_patches)
         for _ in range(MOST_VERIFIED):
             chosen = self._solve(bound)
-            verified = self.trials.fit(self._group(chosen.token_budget, chosen.max_patches))
+            verified = self.trials.fit(self.heaviest(chosen.token_budget, chosen.max_patches))
             if verified is not None:
                 return chosen, self._why(chosen, *verified)
             bound = self._less(chosen)
@@ -339,19 +402,19 @@ class _Search:
         if self._densest.cost.patches:
             groups += [[self._densest], 2 * [self._densest]]
         for group in groups:
-            if sum(map(self._tokens_of, group)) > 2 * self._most or self.trials.fit(group) is None:
+            if sum(map(self._tokens_of, group)) > 2 * self.most or self.trials.fit(group) is None:
                 return
 
     def _grow(self) -> None:
         """Try larger and larger micro-batches, as long as they should fit."""
         tokens = 4 * self._longest_tokens
-        while tokens <= (self._most if self._chooses_tokens else int(self._config.token_budget)):
+        while tokens <= (self.most if self._chooses_tokens else int(self._config.token_budget)):
             patches = self._patches(tokens)
-            if not self._holds(tokens, patches) or self.trials.fit(self._group(tokens, patches)) is None:
+            if not self._holds(tokens, patches) or self.trials.fit(self.heaviest(tokens, patches)) is None:
                 break
             tokens *= 2
 
-    def _group(self, tokens: int, max_patches: int | None) -> list[Sample]:
+    def heaviest(self, tokens: int, max_patches: int | None) -> list[Sample]:
         """The heaviest micro-batch of real samples within these budgets: the densest, beside them the longest, and in a
         flat row one text sample that fills the rest."""
         longest, densest = self._longest.cost, self._densest.cost
@@ -399,7 +462,7 @@ class _Search:
             return Limits(given, largest(self._most_patches, bound, lambda patches: self._holds(given, patches)))
         least = self._longest_tokens
         tokens = largest(least, bound, lambda one: self._holds(one, self._patches(one)))
-        if 1024 < tokens < self._most:
+        if 1024 < tokens < self.most:
             tokens = max(tokens - tokens % GRAIN, least)
         return Limits(tokens, self._patches(tokens))
 
@@ -424,7 +487,7 @@ class _Search:
             found.append(f"max_patches: auto is {no_media if chosen.max_patches is None else chosen.max_patches}")
         worst, limit = max(zip(peaks, self.trials.limits), key=lambda pair: (pair[0] or 0) / pair[1])
         bound = "as much as memory_fraction allows"
-        if self._chooses_tokens and chosen.token_budget >= self._most:
+        if self._chooses_tokens and chosen.token_budget >= self.most:
             bound = "as much as an optimizer step can have on a rank"
         return (
             f"{', '.join(found)} ({bound}): the heaviest micro-batch that was found, {measured.rows} x "

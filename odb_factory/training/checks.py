@@ -124,10 +124,10 @@ def _refused(args: Any, config: ODBConfig, memory_meter: PeakMeter | None) -> It
             f"odb.{config.auto_keys[0]}: 'auto' tries micro-batches on an accelerator, and this training runs on the "
             "CPU; set a number (`odb-factory plan` says what it does with the data)."
         )
-    if config.oom == "split" and (why := why_not_split(args)) is not None:
+    if config.oom != "raise" and (why := why_not_split(args)) is not None:
         yield (
-            f"odb.oom: 'split' works in one process, with DDP and ZeRO-1, and {why}; leave it out (raise), and lower "
-            "token_budget if memory is short."
+            f"odb.oom: {config.oom!r} works in one process, with DDP and ZeRO-1, and {why}; leave it out (raise), and "
+            "lower token_budget if memory is short."
         )
 
 
@@ -223,11 +223,11 @@ def _check_model_parallelism(trainer: Any) -> None:
         )
 
 
-# `oom: split`: a rank computes its micro-batches again without the others, so no collective may run inside.
+# `oom: split`, `skip`: a rank computes its micro-batches again without the others, so no collective may run inside.
 
 
 def why_not_split(args: Any) -> str | None:
-    """Why `oom: split` cannot work; None if it can. args: training arguments, which name the engine."""
+    """Why `oom: split` and `skip` cannot work; None if it can. args: training arguments, which name the engine."""
     if args.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true"):
         return "FSDP gathers parameters inside forward and backward, where the other ranks would wait for one for ever"
     if getattr(args, "deepspeed_plugin", None) is not None:

@@ -1,4 +1,5 @@
-"""Out of memory in a micro-batch: `oom: raise` names it and what to lower, `oom: split` cuts it in two."""
+"""Out of memory in a micro-batch: `oom: raise` names it and what to lower; `split` cuts it in two; `skip` leaves it
+out."""
 
 from __future__ import annotations
 
@@ -21,9 +22,11 @@ from odb_factory.accounting.step_accounting import Computing
 from odb_factory.comm.gloo import Group
 from odb_factory.config import ODBConfig
 from odb_factory.data.collate import Collated
-from odb_factory.data.samples import Measured, MicroBatch, Task
-from odb_factory.errors import ConfigError, ODBError, OutOfMemoryError
+from odb_factory.data.samples import OUT_OF_MEMORY, Measured, MicroBatch, Task
+from odb_factory.data.step_agreement import LateRow
+from odb_factory.errors import ConfigError, OutOfMemoryError
 from odb_factory.log import get_logger
+from odb_factory.memory import is_out_of_memory
 from odb_factory.planning import Budget, Limits
 from odb_factory.training.run import ODBRun
 
@@ -32,19 +35,8 @@ from odb_factory.training.run import ODBRun
 
 logger = get_logger(__name__)
 
-SIGNS = ("out of memory", "DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
-"""In the messages of accelerators without an error class of their own, of the CPU's allocator and of libraries that
-allocate beside torch's."""
 MAX_IDS_NAMED = 16
 GIB = 2**30
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory was short; False for an error of ours that reports it."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return True
-    is_ours = isinstance(error, ODBError)
-    return isinstance(error, RuntimeError) and not is_ours and any(sign in str(error) for sign in SIGNS)
 
 
 class MemoryWatch:
@@ -183,21 +175,21 @@ class ZeRO1:
 class DDP:
     """model: the Trainer's wrapped model, on several ranks in DDP.
 
-    Raises `ConfigError` if several ranks train something else, or DDP with a communication hook.
+    Raises `ConfigError` if several ranks train something else, or DDP with a communication hook. policy: `oom`.
     """
 
-    def __init__(self, model: Any, world_size: int):
+    def __init__(self, model: Any, world_size: int, policy: str):
         self.ddp = model if isinstance(model, DistributedDataParallel) else None
         self.local: nn.Module = model if self.ddp is None else self.ddp.module
         if self.ddp is None and world_size > 1:
             raise ConfigError(
-                f"odb.oom: 'split' takes the mean of gradients in the place of DDP, and {world_size} ranks train a "
+                f"odb.oom: {policy!r} takes the mean of gradients in the place of DDP, and {world_size} ranks train a "
                 f"{type(model).__name__}; leave it out (raise)."
             )
         if getattr(self.ddp, "_comm_hooks", None):
             raise ConfigError(
-                "odb.oom: 'split' takes the mean of gradients in the place of DDP, whose communication hook would not "
-                "be called; leave one of both out."
+                f"odb.oom: {policy!r} takes the mean of gradients in the place of DDP, whose communication hook would "
+                "not be called; leave one of both out."
             )
         ignored: set[str] = getattr(self.ddp, "parameters_to_ignore", set())
         self._parameters = [
@@ -264,11 +256,11 @@ def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# `oom: split`: an optimizer step whose micro-batches are cut in two if memory does not hold them.
-# A backward that fails has added a part of its gradients. So the optimizer step is restarted: gradients are dropped,
-# and all its micro-batches so far are collated and computed again, the failing one in two parts. A rank does so by
-# itself, because no collective runs inside forward and backward: gradients are synchronised when every rank has
-# reported that its part of the optimizer step went through.
+# `oom: split` and `skip`: an optimizer step whose micro-batches are cut in two, or left out, if memory does not hold
+# them. A backward that fails has added a part of its gradients. So the optimizer step is restarted: gradients are
+# dropped, and all its micro-batches so far are collated and computed again, the failing one in two parts, or with a
+# small sample that weighs nothing in its place. A rank does so by itself, because no collective runs inside forward and
+# backward: gradients are synchronised when every rank has reported that its part of the optimizer step went through.
 
 
 def cut(task: Task, budget: Budget) -> list[Task]:
@@ -290,16 +282,17 @@ def cut(task: Task, budget: Budget) -> list[Task]:
 @dataclass(slots=True)
 class _Attempt:
     """An optimizer step on this rank. tasks: the parts of each micro-batch; done: those computed since the step was
-    restarted; losses: theirs. cuts, lowered: since the first attempt."""
+    restarted; losses: theirs. cuts, late (rows left out), lowered: since the first attempt."""
 
     tasks: list[list[Task]] = field(default_factory=list)
     done: list[list[Computing]] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
     cuts: int = 0
+    late: list[LateRow] = field(default_factory=list)
     lowered: Limits | None = None
 
 
-class SplitSteps:
+class RestartedSteps:
     """Takes the optimizer steps of a run. exchange: for the agreement of the ranks on each."""
 
     def __init__(self, run: ODBRun, exchange: Group, watch: MemoryWatch):
@@ -313,7 +306,8 @@ class SplitSteps:
         """
         if self._synchronizer is None:
             is_zero = trainer.accelerator.distributed_type == DistributedType.DEEPSPEED
-            self._synchronizer = ZeRO1(model, trainer.accelerator) if is_zero else DDP(model, self.exchange.world_size)
+            size, policy = self.exchange.world_size, self.watch.config.oom
+            self._synchronizer = ZeRO1(model, trainer.accelerator) if is_zero else DDP(model, size, policy)
         step, loader = _Attempt(), self.run.loader
         for collated in micro_batches:
             box = [collated]
@@ -340,13 +334,14 @@ class SplitSteps:
         self.exchange.close(failed=failed)
 
     def _runs(self, trainer: Any, step: _Attempt, task: Task, box: list[Collated]) -> bool:
-        """Forward and backward of a part; False if memory did not hold it, and it was cut in two.
+        """Forward and backward of a part; False if memory did not hold it, and it was cut in two or left out.
 
         The error refers to the frames that raised it, and these to what fills the memory: it is released after the
         `except`.
         """
         assert self._synchronizer is not None
         run, (micro_batch, measured, batch) = self.run, box.pop()
+        skips = self.watch.config.oom == "skip"
         try:
             run.begin_micro_batch(micro_batch, measured, batch)
             with self._synchronizer.alone():
@@ -354,7 +349,7 @@ class SplitSteps:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            if len(task[1]) == 1:
+            if micro_batch.idle or (len(task[1]) == 1 and not skips):
                 raise self.watch.error(micro_batch, measured, run.optimizer_steps + 1) from error
             what = self.watch.what(micro_batch, measured, run.optimizer_steps + 1)
             _forget(error)
@@ -368,13 +363,30 @@ class SplitSteps:
         del batch
         run.accounting.computing = None
         clear_device_cache(garbage_collection=True)
-        step.cuts += 1
         step.lowered = self.watch.lower(measured).least(step.lowered)
         tasks = step.tasks[micro_batch.index]
         at = tasks.index(task)
-        tasks[at : at + 1] = cut(task, run.loader.budget)
-        logger.warning("%s; oom: split: it is cut in two, and the optimizer step is restarted on this rank", what)
+        if skips:
+            tasks[at] = self._leave_out(step, task, what)
+        else:
+            step.cuts += 1
+            tasks[at : at + 1] = cut(task, run.loader.budget)
+        done = "skip: it is left out" if skips else "split: it is cut in two"
+        logger.warning("%s; oom: %s, and the optimizer step is restarted on this rank", what, done)
         return False
+
+    def _leave_out(self, step: _Attempt, task: Task, what: str) -> Task:
+        """Leave the samples of a micro-batch out; what idles in its place."""
+        loader, (micro_batch, samples) = self.run.loader, task
+        shares, last = loader.weights(micro_batch), len(micro_batch.ids) - 1
+        for number, (one, share) in enumerate(zip(micro_batch.samples, shares)):
+            message = f"{loader.describe(one.id)}: {what}; {share:.2%} of the loss of its optimizer step is lost"
+            place = micro_batch.step
+            loader.left_out.leave_out(
+                [one.id], OUT_OF_MEMORY, message, epoch=place.epoch, step=place.index, lost_weight=share
+            )
+            step.late.append(LateRow(one.tokens, one.units, share, number == last))
+        return micro_batch.only(()), [loader.smallest(samples)]
 
     def _agree(self, step: _Attempt) -> None:
         """All ranks have gone through the optimizer step: lower budgets alike, synchronise gradients. Collective."""
@@ -382,6 +394,7 @@ class SplitSteps:
         loader = self.run.loader
         mine = {
             "cuts": step.cuts,
+            "late": step.late,
             "lowered": None if step.lowered is None else asdict(step.lowered),
             "has_gradient": self._synchronizer.has_gradient(),
         }
@@ -394,9 +407,13 @@ class SplitSteps:
         if loader.lowered is not None and loader.lowered != before and loader.rank == 0:
             patches = f" and {loader.lowered.max_patches} patches" if loader.lowered.max_patches is not None else ""
             logger.warning(
-                "oom: split: later plans are made with budgets of %d tokens%s", loader.lowered.token_budget, patches
+                "oom: %s: later plans are made with budgets of %d tokens%s",
+                self.watch.config.oom,
+                loader.lowered.token_budget,
+                patches,
             )
         self.run.accounting.cut(sum(answer["cuts"] for answer in answers))
+        self.run.accounting.lose([LateRow(*row) for answer in answers for row in answer["late"]], OUT_OF_MEMORY)
         self._synchronizer.synchronize([answer["has_gradient"] for answer in answers])
 
 

@@ -50,11 +50,11 @@ from odb_factory.model.flat_row import flat_row, noise_by_sample
 from odb_factory.model.unpad import FlatRows, UnpadDoor, positions_of_samples
 from odb_factory.planning import Collation, EncoderCost, EncoderPlan, plan_encoders
 from odb_factory.training import checkpoint
-from odb_factory.training.auto_budget import choose_budgets
+from odb_factory.training.auto_budget import choose_budgets, rehearse
 from odb_factory.training.checkpoint import Checkpoint, CheckpointSaver
 from odb_factory.training.checks import check_hooks, of_trainer, why_not_split
 from odb_factory.training.evaluation import Evaluation
-from odb_factory.training.oom import MemoryWatch, SplitSteps
+from odb_factory.training.oom import MemoryWatch, RestartedSteps
 from odb_factory.training.run import ODBRun
 from odb_factory.training.trainer_loss import TrainerLoss, stock_mean, why_logits
 
@@ -244,7 +244,7 @@ class Session:
     During `train()`, else None:
     run: its loader, length and figures. arguments: the training arguments that it changes. checkpoint: the folder that
         it resumes. layout: of its micro-batches; is_unchecked: it is flat, and not yet checked. saver: of checkpoints.
-    memory: names micro-batches that do not fit. split: takes the optimizer steps with `oom: split`.
+    memory: names micro-batches that do not fit. restarts: takes the optimizer steps with `oom: split` or `skip`.
     evaluation: by budget, while one runs. trial_units: units of a micro-batch that is only tried (`auto`).
     lacks_budgets: the config holds stand-ins until `auto` budgets are chosen. trainer_loss: computed by the trainer in
         place of the model's own.
@@ -264,7 +264,7 @@ class Session:
         self.layout: Layout | None = None
         self.is_unchecked = False
         self.memory: MemoryWatch | None = None
-        self.split: SplitSteps | None = None
+        self.restarts: RestartedSteps | None = None
         self.evaluation: Evaluation | None = None
         self.trial_units: int | None = None
         self.lacks_budgets = False
@@ -329,6 +329,9 @@ class Session:
             budgets = choose_budgets(self.trainer, self.run.loader, configured, self.settings.memory_meter)
             self.lacks_budgets = False
             self._replace_run(self.layout, configured.resolved(**dataclasses.asdict(budgets)))
+        elif configured.rehearse or (configured.rehearse is None and self.trainer.args.device.type != "cpu"):
+            assert self.memory is not None
+            rehearse(self.trainer, self.run.loader, self.memory, self.settings.memory_meter)
         return self.run
 
     def check_first_batch(self, batch: Any, segments: tuple[int, ...]) -> None:
@@ -348,9 +351,9 @@ class Session:
         before = self.run
         assert before is not None
         before.close()
-        if self.split is not None:
-            self.split.close()
-            self.split = None
+        if self.restarts is not None:
+            self.restarts.close()
+            self.restarts = None
         run = self._make_run(layout, config)
         if run.fill is not None and before.fill is not None:
             run.fill.take_over(before.fill, self.trainer.optimizer, self.trainer.lr_scheduler)
@@ -399,14 +402,13 @@ class Session:
                 is_shuffled=getattr(parts.sampler, "shuffle", isinstance(parts.sampler, RandomSampler)),
             )
             # 3. what happens if memory is short
-            is_split = config.oom == "split"
-            can_split = not is_split and config.row_multiple == 1 and why_not_split(args) is None
+            can_split = config.oom == "raise" and config.row_multiple == 1 and why_not_split(args) is None
             self.memory = MemoryWatch(config, loader.budget, args.device, can_split=can_split)
-            if is_split:
+            if config.oom != "raise":
                 exchange = Group(
                     settings.process_group, config.exchange_timeout_s, "agreements on a split step", is_main=True
                 )
-                self.split = SplitSteps(run, exchange, self.memory)
+                self.restarts = RestartedSteps(run, exchange, self.memory)
         if settings.config.has_auto:
             run.budgets = {key: getattr(config, key) for key in BUDGETS}
         # 4. where a checkpoint left it, and the first plan
@@ -448,8 +450,8 @@ class Session:
         failed = error is not None
         if self.run is not None and error is not None:
             self.run.abort(error)
-        if self.split is not None:
-            self.split.close(failed=failed)
+        if self.restarts is not None:
+            self.restarts.close(failed=failed)
         if self.saver is not None:
             self.saver.close(failed=failed)
         if self.run is not None:

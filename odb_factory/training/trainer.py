@@ -301,8 +301,8 @@ class ODBTrainerMixin(Base):
             whole = list(inputs.micro_batches)
             odb.before_step(model, whole)
             inputs.micro_batches = (whole.pop(0) for _ in range(len(whole)))
-        if odb.split is not None:
-            return odb.split.take(self, model, inputs.micro_batches)
+        if odb.restarts is not None:
+            return odb.restarts.take(self, model, inputs.micro_batches)
         losses: list[torch.Tensor] = []
         for micro_batch, measured, batch in inputs.micro_batches:
             odb.run.begin_micro_batch(micro_batch, measured, batch)

@@ -47,6 +47,7 @@ PADDED, AUTO = {"layout": "padded"}, {"layout": "auto"}
 IMAGES = {"template": "qwen3_vl", "val_size": 2, "freeze_vision_tower": False, "freeze_multi_modal_projector": False}
 ALBUMS, PICTURES = IMAGES | {"dataset": "albums"}, IMAGES | {"dataset": "pictures"}
 OF_IMAGES = {"token_budget": 500, "max_patches": 300}
+REHEARSED = {"rehearse": True}
 TIGHT = {"token_budget": 256}
 LORA, FREEZE = {"finetuning_type": "lora"}, {"finetuning_type": "freeze", "freeze_trainable_layers": 1}
 ONCE = {"num_train_epochs": 1}
@@ -88,14 +89,14 @@ CELLS: dict[str, Cell] = {
     "sft, saved": Cell(changes=SAVED, block=TIGHT),
     "sft, tied": Cell(model="tied", block=TIGHT),
     "sft, padded": Cell(block=PADDED),
-    "sft, images": Cell("sft", ALBUMS, "tied_vl", OF_IMAGES),
+    "sft, images": Cell("sft", ALBUMS, "tied_vl", OF_IMAGES | REHEARSED),
     "sft, images, saved": Cell("sft", ALBUMS | SAVED, "tied_vl", OF_IMAGES),
     "sft, images, padded": Cell("sft", ALBUMS, "tied_vl", OF_IMAGES | PADDED),
     "sft, images and videos": Cell(
         "sft",
         ALBUMS | {"dataset": "scenes"},
         "tied_vl",
-        {"token_budget": 500, "max_image_patches": 160, "max_video_patches": 100},
+        {"token_budget": 500, "max_image_patches": 160, "max_video_patches": 100} | REHEARSED,
     ),
     "sft, images, exact": Cell("sft", ALBUMS, "tied_vl", OF_IMAGES | {"loss_scaling": "exact"}, AT_ONCE),
     "sft, Qwen3.5": Cell("sft", {}, "text_delta", TIGHT),
@@ -104,7 +105,7 @@ CELLS: dict[str, Cell] = {
         "sft",
         {"template": "qwen2_audio", "dataset": "sounds", "dataloader_num_workers": 0},
         "qwen2_audio",
-        {"token_budget": 512, "max_audio_frames": 2000},
+        {"token_budget": 512, "max_audio_frames": 2000} | REHEARSED,
     ),
     "sft, Mamba": Cell("sft", {"disable_gradient_checkpointing": True}, "mamba", AUTO),
     "sft, Mamba, means of ranks": Cell("sft", ON_EACH | {"disable_gradient_checkpointing": True}, "mamba", AUTO),
@@ -116,8 +117,10 @@ CELLS: dict[str, Cell] = {
     "rm, images": Cell("rm", PICTURES | ONCE, "vl", OF_IMAGES),
     "dpo": Cell("dpo"),
     "dpo, images": Cell("dpo", PICTURES | ONCE | {"per_device_train_batch_size": 2}, "tied_vl", OF_IMAGES),
-    "dpo, images, lora": Cell("dpo", PICTURES | LORA | {"disable_gradient_checkpointing": False}, "tied_vl", OF_IMAGES),
-    "kto": Cell("kto", WEIGHED),
+    "dpo, images, lora": Cell(
+        "dpo", PICTURES | LORA | {"disable_gradient_checkpointing": False}, "tied_vl", OF_IMAGES | REHEARSED
+    ),
+    "kto": Cell("kto", WEIGHED, block=REHEARSED),
     "kto, exact": Cell("kto", WEIGHED, block={"loss_scaling": "exact", "token_budget": 256}, stock=AT_ONCE),
     **{name: Cell("dpo", changes) for name, changes in VARIANTS.items()},
     **{name: Cell("sft", changes, block=TIGHT) for name, changes in LOSSES.items()},

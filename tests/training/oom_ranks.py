@@ -116,8 +116,8 @@ def deepspeed_forgotten() -> Iterator[None]:
     os.environ.update(before)
 
 
-def refused(short: Short, path: str, folder: Path) -> dict[str, str]:
-    """What `oom: split` is answered on several ranks where it cannot be."""
+def refused(short: Short, path: str, folder: Path) -> dict[str, list[str]]:
+    """What `oom: split` and `skip` are answered on several ranks where they cannot be."""
     engines: dict[str, dict[str, Any]] = {"torch_compile": {"torch_compile": True}, "FSDP": {}}
     if find_spec("deepspeed") is not None:
         for name, config in {
@@ -126,15 +126,16 @@ def refused(short: Short, path: str, folder: Path) -> dict[str, str]:
             "ZeRO-3": zero(3),
         }.items():
             engines[name] = {"deepspeed": config, "use_cpu": False}
-    said = {}
+    said: dict[str, list[str]] = {}
     for name, changes in engines.items():
         with deepspeed_forgotten():
             trainer = make(short.case, load_model(short.case, path), path, folder, 2, **changes)
             # As `accelerate launch` says it: accelerate makes a plugin of it only where there is an accelerator.
             environment = {"ACCELERATE_USE_FSDP": "true"} if name == "FSDP" else {}
-            try:
-                with mock.patch.dict(os.environ, environment):
-                    switch_on(trainer, short.case, oom="split")
-            except ConfigError as error:
-                said[name] = str(error)
+            for policy in ("split", "skip"):
+                try:
+                    with mock.patch.dict(os.environ, environment):
+                        switch_on(trainer, short.case, oom=policy)
+                except ConfigError as error:
+                    said.setdefault(name, []).append(str(error))
     return said

@@ -1,4 +1,4 @@
-"""`token_budget: auto`: the search on a CPU, by torch's own tracking of memory, leaves nothing behind."""
+"""`token_budget: auto` and `rehearse`: what is tried on a CPU, by tracking of tensors, leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from training.toy_training import audit, ids, losses, make
 from transformers import Trainer
 
 from odb_factory import ConfigError, ODBDataLoader, enable_odb
+from odb_factory.errors import ODBError, OutOfMemoryError
 from odb_factory.memory import CPUMeter
 from odb_factory.training import session
 
@@ -169,6 +170,68 @@ def test_where_nothing_can_be_tried(tiny_text, tmp_path) -> None:
         ODBDataLoader([], token_budget="auto", collate_fn=pad)
 
 
+# The rehearsal
+
+SMALL = 18 * MIB
+HEAVY = {"token_budget": 1000, "rehearse": True}
+"""More tokens than `SMALL` holds; an optimizer step of 16 rows has at most 640 on a rank."""
+AT_ONCE = {"gradient_accumulation_steps": 8, "per_device_train_batch_size": 2}
+
+
+def said_of_rehearsal(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [one.getMessage() for one in caplog.records if one.getMessage().startswith("rehearse: ")]
+
+
+@pytest.mark.parametrize("capacity", [None, 10 * CAPACITY])
+@pytest.mark.parametrize("block", [{"layout": "padded"}, {"layout": "flat", "global_batch_size": "fill"}])
+def test_a_rehearsal_leaves_nothing_behind(tiny_text, tmp_path, caplog, block, capacity) -> None:
+    """To the last bit; without a meter, as on a CPU, and with one, which counts the optimizer's state."""
+    caplog.set_level(logging.INFO, "odb_factory")
+    block = block | {"token_budget": 300}
+    rehearsed = trained(tmp_path / "rehearsed", tiny_text, capacity, block | {"rehearse": True})
+    (line,) = said_of_rehearsal(caplog)
+    assert line.startswith("rehearse: the heaviest micro-batch, ") and "went through in" in line
+    assert 300 - LONGEST < int(line.split(" tokens")[0].split()[-1]) <= 300
+    if capacity is not None:
+        weights = sum(one.numel() * one.element_size() for one in rehearsed.model.parameters())
+        assert float(line.split("peak ")[1].split()[0]) * MIB > 4 * weights, "with gradients and two moments"
+    without = trained(tmp_path / "without", tiny_text, None, block)
+    assert len(said_of_rehearsal(caplog)) == 1, "a CPU does none by default"
+    assert losses(rehearsed) == losses(without)
+    assert same(dict(rehearsed.model.state_dict()), dict(without.model.state_dict()))
+    assert read_audit(tmp_path / "rehearsed") == read_audit(tmp_path / "without")
+
+
+@pytest.mark.parametrize("layout", ["padded", "flat"])
+def test_what_would_not_fit_ends_before_the_first_step_with_the_largest_budget_that_passed(
+    tiny_text, tmp_path, caplog, layout: str
+) -> None:
+    with pytest.raises(OutOfMemoryError, match="rehearse: out of memory in .* before the first optimizer") as caught:
+        trained(tmp_path / "heavy", tiny_text, SMALL, HEAVY | {"layout": layout}, **AT_ONCE)
+    message = str(caught.value)
+    assert len(message.splitlines()) == 1 and message.endswith("set this, or `oom: split`.")
+    assert not (tmp_path / "heavy" / "odb_audit_rank0.jsonl").exists()
+    found = int(message.split("`token_budget: ")[1].split("`")[0])
+    assert 40 < found < 640
+    caplog.set_level(logging.INFO, "odb_factory")
+    trained(tmp_path / "found", tiny_text, SMALL, HEAVY | {"token_budget": found, "layout": layout}, **AT_ONCE)
+    trained(tmp_path / "split", tiny_text, SMALL, HEAVY | {"oom": "split", "layout": layout}, **AT_ONCE)
+    passed, failed = said_of_rehearsal(caplog)
+    assert "went through" in passed
+    assert failed.endswith("tokens); oom: split: training begins all the same") and f"token_budget: {found}`" in failed
+    assert ids(tmp_path / "split").total() == NUM_ROWS
+
+
+def test_where_no_rehearsal_can_be_made(tiny_text, tmp_path, caplog) -> None:
+    caplog.set_level(logging.INFO, "odb_factory")
+    trained(tmp_path / "stream", tiny_text, None, {"token_budget": 64, "rehearse": True}, dataset=Stream(), max_steps=1)
+    assert "stream" in said_of_rehearsal(caplog)[0]
+    with pytest.raises(OutOfMemoryError, match=r"a sample alone \(40 tokens\) did not fit either: lower cutoff_len"):
+        trained(tmp_path / "row", tiny_text, 8 * MIB, {"token_budget": 80, "rehearse": True})
+    with pytest.raises(ConfigError, match="^odb.rehearse: True runs the model before training"):
+        ODBDataLoader([], token_budget=8, rehearse=True, collate_fn=pad)
+
+
 def on_two_ranks(rank: int, model: str, output_dir: str, deepspeed: dict[str, Any] | None = None) -> dict[str, Any]:
     """One rank has less memory than the other. Returns what was chosen, what was left behind, and two trainings."""
     os.environ["LOCAL_RANK"] = str(rank)
@@ -182,7 +245,14 @@ def on_two_ranks(rank: int, model: str, output_dir: str, deepspeed: dict[str, An
         folder / "number", Path(model), None, block | {"token_budget": found.token_budget}, deepspeed=deepspeed
     )
     weights = [dict(one.model.state_dict()) for one in (auto, number)]
+    try:
+        heavy = SMALL if rank else 10 * SMALL
+        trained(folder / "heavy", Path(model), heavy, HEAVY | {"layout": "flat"}, deepspeed=deepspeed, **AT_ONCE)
+        refused = ""
+    except ODBError as error:
+        refused = str(error)
     return {
+        "refused": refused,
         "chosen": found.token_budget,
         "changed": watch.changed,
         "losses": [losses(auto), losses(number)],
@@ -197,6 +267,8 @@ def test_two_ranks_take_what_the_smaller_one_has(tiny_text, tmp_path) -> None:
     assert all(outcome.returncode == 0 for outcome in outcomes), "\n".join(one.said[-3000:] for one in outcomes)
     first, second = (outcome.value for outcome in outcomes)
     assert first["chosen"] == second["chosen"] > 100
+    assert first["refused"] == second["refused"] != "", "what memory of one rank does not hold all name"
+    assert "the largest budget that passed is" in first["refused"]
     for one in (first, second):
         assert one["changed"] == [] and one["same"]
         assert one["losses"][0] == one["losses"][1]

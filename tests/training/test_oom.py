@@ -26,8 +26,9 @@ from odb_factory.accounting.losses import loss_of, token_weights
 from odb_factory.config import LOSS_SCALINGS
 from odb_factory.data.samples import Measured, MicroBatch, Sample
 from odb_factory.errors import CollectiveError, OutOfMemoryError
+from odb_factory.memory import is_out_of_memory
 from odb_factory.planning import Budget, Cost, Media
-from odb_factory.training.oom import MemoryWatch, cut, is_out_of_memory
+from odb_factory.training.oom import MemoryWatch, cut
 
 LIMIT_S = 300
 KINDS = ("gradients", "parameters")
@@ -60,11 +61,20 @@ SPLIT = {
     ),
 }
 """The same with less memory on one rank or both."""
+SKIP = {
+    "text": short("text", 56, 0, oom="skip"),
+    "flat, backward": short("flat", 0, 56, phase="backward", oom="skip"),
+    "images, backward": short("images", 60, 70, phase="backward", oom="skip"),
+    "zero, backward": dataclasses.replace(
+        short("zero", 60, 56, phase="backward", oom="skip"), arguments={"deepspeed": zero(1), "use_cpu": False}
+    ),
+}
+"""What does not fit is left out."""
 ENDS = {
     "alone": short("text", 0, 40, oom="split"),
     "raise": short("text", 60, 0),  # the last: the other rank ends with this one
 }
-TWO_RANKS = WITHOUT | SPLIT | ENDS
+TWO_RANKS = WITHOUT | SPLIT | {f"skip, {name}": one for name, one in SKIP.items()} | ENDS
 
 
 @dataclass(frozen=True)
@@ -74,7 +84,7 @@ class Trained:
     folder: Path
     said: list[str]
     ranks: list[dict[str, Any]]
-    refused: list[dict[str, str]] = field(default_factory=list)
+    refused: list[dict[str, list[str]]] = field(default_factory=list)
 
     @functools.cached_property
     def record(self) -> dict[str, Any]:
@@ -150,6 +160,31 @@ def test_plans_to_come_are_lower_on_all_ranks(two_ranks) -> None:
     assert all(line["parts"] == 1 for line in trained.audit(1))
 
 
+@pytest.mark.parametrize("name", SKIP)
+def test_a_micro_batch_that_does_not_fit_is_left_out(name: str, models, two_ranks) -> None:
+    """Each row once an epoch, trained on or left out, named and counted on all ranks; the others weigh as planned."""
+    trained, short = two_ranks[f"skip, {name}"], SKIP[name]
+    assert all(rank["leaked"] == 0 and rank["error"] is None for rank in trained.ranks)
+    lines = [line for rank in range(2) for line in trained.audit(rank)]
+    left = [
+        json.loads(line)
+        for path in trained.folder.glob("odb_left_out_rank*.jsonl")
+        for line in path.read_text().splitlines()
+    ]
+    computed = Counter(row for line in lines for row in line["ids"])
+    gone = Counter(row["id"] for row in left)
+    assert gone and computed + gone == Counter(dict.fromkeys(range(num_rows(short, models)), 2))
+    assert trained.summary["left_out"] == {"out_of_memory": gone.total()} and trained.summary["oom_cuts"] == 0
+    assert trained.summary["lost_weight"] == pytest.approx(sum(row["lost_weight"] for row in left)) and left
+    assert trained.summary["samples"] == computed.total()
+    assert trained.summary["idle_micro_batches"] >= sum(rank["fails"] for rank in trained.ranks) > 0
+    assert all(row["reason"] == "out_of_memory" and "out of memory in micro-batch" in row["message"] for row in left)
+    # Nothing of it is in the gradient: that of the first step is the mean over its other rows.
+    of_step = [line for line in lines if line["optimizer_step"] == 1]
+    assert any(line["idle"] for line in of_step) and all(line["weight"] == 0 for line in of_step if line["idle"])
+    assert any("oom: skip: it is left out" in said for said in trained.said)
+
+
 def test_a_sample_alone_ends_all_ranks(two_ranks) -> None:
     first, second = two_ranks["alone"].ranks
     line = (
@@ -173,13 +208,14 @@ def test_raise_says_what_to_lower_on_all_ranks(two_ranks) -> None:
 
 
 @pytest.mark.parametrize("engine", ["FSDP", "torch_compile", "ZeRO-1, overlapped", "ZeRO-2", "ZeRO-3"])
-def test_split_is_refused_where_collectives_run_inside(engine: str, two_ranks) -> None:
+def test_split_and_skip_are_refused_where_collectives_run_inside(engine: str, two_ranks) -> None:
     if engine.startswith("ZeRO") and find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed: pip install odb_factory[deepspeed]")
     first, second = two_ranks["text"].refused
     assert first == second
-    assert first[engine].startswith("odb.oom: 'split' works in one process, with DDP and ZeRO-1, and ")
-    assert "\n" not in first[engine]
+    for line, policy in zip(first[engine], ("split", "skip"), strict=True):
+        assert line.startswith(f"odb.oom: '{policy}' works in one process, with DDP and ZeRO-1, and ")
+        assert "\n" not in line
 
 
 ONE_RANK = {
