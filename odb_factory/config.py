@@ -148,8 +148,8 @@ class ODBConfig:
             )
         if self.oom != "raise" and self.balance_encoder:
             yield (
-                f"oom: {self.oom!r} computes micro-batches again on one rank, and with `balance_encoder` each needs the "
-                "others; leave one of both out"
+                f"oom: {self.oom!r} computes micro-batches again on one rank, and with `balance_encoder` each needs "
+                "the others; leave one of both out"
             )
         if self.keeps and not self.join:
             yield (
