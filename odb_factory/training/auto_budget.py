@@ -31,7 +31,7 @@ from odb_factory.errors import ConfigError, DataError, OutOfMemoryError, one_lin
 from odb_factory.log import get_logger
 from odb_factory.memory import PeakMeter
 from odb_factory.model.flat_row import flat_row
-from odb_factory.planning import Limits, Media
+from odb_factory.planning import Budget, Limits, Media
 from odb_factory.random_numbers import kept_random_numbers
 from odb_factory.training.oom import MemoryWatch
 
@@ -319,7 +319,7 @@ def rehearse(trainer: Any, loader: ODBLoader, watch: MemoryWatch, memory_meter: 
         search = _Search(trials, loader, config, samples)
         limits = Limits(min(limits.token_budget, search.most), limits.max_patches)
         while True:
-            group = search.heaviest(limits.token_budget, limits.max_patches)
+            group = search.allowed(loader.budget.within(limits))
             measured, peaks = trials.run(group)
             if None not in peaks or len(group) == 1:
                 break
@@ -438,6 +438,18 @@ class _Search:
             num_dense = min(num_dense, rows)
             num_long = rows - num_dense
         return num_dense * [self._densest] + num_long * [self._longest] or [self._longest]
+
+    def allowed(self, budget: Budget) -> list[Sample]:
+        """`heaviest` without what breaks these budgets, filled up with text samples."""
+        group = self.heaviest(budget.token_budget, budget.max_patches)
+        while len(group) > 1 and not budget.fits([one.cost for one in group]):
+            group.pop()
+        for filler in reversed(self._fillers):
+            while filler.cost.modality == group[0].cost.modality and budget.fits(
+                [one.cost for one in (*group, filler)]
+            ):
+                group.append(filler)
+        return group
 
     # Decisions
 

@@ -6,21 +6,28 @@ import logging
 import os
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from distributed.ranks import run_ranks
+from hypothesis import given
+from hypothesis import strategies as st
+from planning_strategies import budgets, costs, flat_budgets, within
 from support import read_audit
 from toy import NUM_ROWS, Stream, pad
 from training.toy_training import audit, ids, losses, make
 from transformers import Trainer
 
-from odb_factory import ConfigError, ODBDataLoader, enable_odb
+from odb_factory import ConfigError, ODBConfig, ODBDataLoader, enable_odb
+from odb_factory.data.samples import Sample
 from odb_factory.errors import ODBError, OutOfMemoryError
 from odb_factory.memory import CPUMeter
+from odb_factory.planning import Budget, Cost
 from odb_factory.training import session
+from odb_factory.training.auto_budget import _Search
 
 MIB = 2**20
 CAPACITY = 40 * MIB
@@ -220,6 +227,18 @@ def test_what_would_not_fit_ends_before_the_first_step_with_the_largest_budget_t
     assert "went through" in passed
     assert failed.endswith("tokens); oom: split: training begins all the same") and f"token_budget: {found}`" in failed
     assert ids(tmp_path / "split").total() == NUM_ROWS
+
+
+@given(st.lists(costs(num_modalities=2), min_size=1, max_size=8), flat_budgets | budgets)
+def test_what_is_rehearsed_is_within_the_budgets_and_full(drawn: list[Cost], budget: Budget) -> None:
+    samples = [Sample(number, cost, b"") for number, cost in enumerate(drawn)]
+    loader: Any = SimpleNamespace(layout=budget.layout, budget=budget, global_batch_size=None, world_size=2)
+    config = ODBConfig(token_budget=budget.token_budget, max_patches=budget.max_patches)
+    group = [one.cost for one in _Search(Any, loader, config, samples).allowed(budget)]  # type: ignore[arg-type]
+    assert len({cost.modality for cost in group}) == 1
+    assert len(group) == 1 or within(group, budget)
+    for text in (cost for cost in drawn if not cost.patches and cost.modality == group[0].modality):
+        assert not within([*group, text], budget)
 
 
 def test_where_no_rehearsal_can_be_made(tiny_text, tmp_path, caplog) -> None:
