@@ -72,7 +72,7 @@ WORDS = {
     "oom": ["raise", "split", "skip"],
     "resume": ["strict", "ignore_data"],
 }
-SWITCHES = ["join", "audit", "balance"]
+SWITCHES = ["join", "audit", "balance", "rehearse"]
 MAY_BE_AUTO = (*BUDGETS, "eval_token_budget")
 MINIMUM = dict.fromkeys(WHOLE_NUMBERS, 1) | {"collate_workers": 0, "seed": 0}
 FILL = {"global_batch_size": "fill"}

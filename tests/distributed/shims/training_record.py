@@ -20,6 +20,9 @@ class TrainingRecord(TrainerCallback):
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         self.handle = model.register_forward_pre_hook(self.see, with_kwargs=True)
 
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.micro_batches = []  # a rehearsal is no part of it
+
     def see(self, module, args, kwargs):
         if module.training and torch.is_grad_enabled():  # not an evaluation, nor a reference model's
             self.micro_batches.append(row_checksums(kwargs))
