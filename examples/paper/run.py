@@ -295,7 +295,7 @@ def table(title: str, results: list[Result]) -> str:
 
 
 def sweep_table(title: str, results: dict[str, list[Result]]) -> str:
-    """results: by setting. A cell: samples/s, CPU seconds, step efficiency, padding, loss after the epoch."""
+    """results: by setting. The losses are those after the epoch."""
     import page
 
     names = [one["name"] for one in next(iter(results.values()))]
@@ -307,7 +307,7 @@ def sweep_table(title: str, results: dict[str, list[Result]]) -> str:
             for one in found
         )
         rows.append([setting, *shown])
-    return page.table([title, *names], rows)
+    return page.table([f"{title}: samples/s, CPU, step efficiency, padding, loss", *names], rows)
 
 
 def draw(parts: dict[str, list[Result]], path: Path) -> None:
