@@ -1,4 +1,5 @@
-"""The real LLaMA-Factory on a CPU, one rank: preference pairs, rewards, examples of KTO, and a model with mixers.
+"""The real LLaMA-Factory on a CPU, one rank: preference pairs, rewards, examples of KTO, a model with mixers, and one
+with the vocabulary of Qwen3 (151,936 entries).
 
 Each is trained for one epoch of the same samples, 32 an optimizer step: by stock in fixed batches of 4, 2 and 1 rows
 (samples), by odb flat and padded, whose token_budget is what a fixed batch of 4 may have. The texts are those of
@@ -25,6 +26,8 @@ from workloads import GLOBAL_BATCH_SIZE, build_text
 from odb_factory.demo.demo import sft_config, train
 
 ROWS, CUTOFF = 4, 1024
+VOCABULARY = 151_936
+KINDS = ("untied", "mixers", "vocabulary")
 STOCK = {f"stock, {rows} rows": rows for rows in (4, 2, 1)}
 
 
@@ -56,6 +59,8 @@ TRAININGS = {
     "rm": Trained("pairs", 2, {"stage": "rm"}, "untied"),
     "kto": Trained("judged", 1, {"stage": "kto"}),
     "Qwen3.5": Trained("text", 1, {"stage": "sft"}, "mixers"),
+    # The logits of a token are 600 KB in float32: two optimizer steps are enough to see what they cost.
+    "V = 151,936": Trained("text", 1, {"stage": "sft", "max_steps": 2}, "vocabulary"),
 }
 
 
@@ -80,19 +85,20 @@ def build(folder: Path, samples: int) -> tuple[dict[str, Path], Path]:
         (data / f"{name}.json").write_text(json.dumps(rows), encoding="utf-8")
         info[name] = {"file_name": f"{name}.json", "formatting": "sharegpt"} | more
     (data / "dataset_info.json").write_text(json.dumps(info), encoding="utf-8")
-    return {"tied": model} | {name: changed(model, folder / name, name) for name in ("untied", "mixers")}, data
+    return {"tied": model} | {name: changed(model, folder / name, name) for name in KINDS}, data
 
 
 def changed(model: Path, folder: Path, kind: str) -> Path:
     """untied: a head of its own, which stock can save beside a value head. mixers: Gated DeltaNet in three layers of
-    four, as in Qwen3.5."""
+    four, as in Qwen3.5. vocabulary: as many entries as Qwen3 has, tied."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
     if not folder.exists():
         shutil.copytree(model, folder)
         config = AutoConfig.from_pretrained(folder)
-        config.tie_word_embeddings = False
+        config.tie_word_embeddings = kind == "vocabulary"
+        config.vocab_size = VOCABULARY if kind == "vocabulary" else config.vocab_size
         torch.manual_seed(0)
         if kind == "mixers":
             sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
@@ -107,9 +113,11 @@ def changed(model: Path, folder: Path, kind: str) -> Path:
 
 
 def compare(name: str, folder: Path, models: dict[str, Path], data: Path, seeds: int) -> dict[str, Any]:
-    """CPU seconds of each contestant, a number a seed, and how far odb's losses are from those of 4 rows."""
+    """CPU seconds and the largest resident set of each contestant (bytes), a number a seed, and how far odb's losses
+    are from those of 4 rows."""
     trained = TRAININGS[name]
     seconds: dict[str, list[float]] = {}
+    peaks: dict[str, list[float]] = {}
     furthest = 0.0
     for seed in range(seeds):
         losses = {}
@@ -126,24 +134,26 @@ def compare(name: str, folder: Path, models: dict[str, Path], data: Path, seeds:
             without = {"eval_strategy": "no", "eval_dataset": None, "seed": seed}
             run = train(config | without | trained.changes | changes)
             seconds.setdefault(contestant, []).append(run.cpu_seconds)
+            peaks.setdefault(contestant, []).append(run.batches[0][-1]["peak_memory"])
             losses[contestant] = [loss for _, _, loss in run.losses()]
             print(f"{name}, {contestant}, seed {seed}: {run.cpu_seconds:.1f} s", file=sys.stderr, flush=True)
         pairs = zip(losses["odb"], losses["stock, 4 rows"])
         furthest = max(furthest, *(abs(ours - stock) / abs(stock) for ours, stock in pairs))
-    return {"cpu_seconds": seconds, "losses_differ_by": furthest}
+    return {"cpu_seconds": seconds, "peak_memory": peaks, "losses_differ_by": furthest}
 
 
-def table(results: dict[str, dict[str, Any]]) -> str:
-    """CPU seconds, medians; odb as a share of the best of stock, and of stock's 4 rows."""
+def tables(results: dict[str, dict[str, Any]]) -> list[str]:
+    """CPU seconds, medians; odb as a share of the best of stock, and of stock's 4 rows. Then peaks of memory, MiB."""
     names = list(next(iter(results.values()))["cpu_seconds"])
-    rows = []
+    rows, peaks = [], []
     for name, result in results.items():
         median = {who: statistics.median(found) for who, found in result["cpu_seconds"].items()}
         best, ours = min(median[who] for who in STOCK), median["odb"]
         of_stock = [f"{ours / best:.2f}", f"{ours / median['stock, 4 rows']:.2f}"]
         rows.append([name, *(f"{median[who]:.1f}" for who in names), *of_stock, f"{result['losses_differ_by']:.0e}"])
+        peaks.append([name, *(f"{statistics.median(result['peak_memory'][who]) / 2**20:,.0f}" for who in names)])
     heads = ["training", *names, "odb by the best of stock", "odb by 4 rows", "losses differ by at most"]
-    return page.table(heads, rows)
+    return [page.table(heads, rows), page.table(["peak memory, MiB", *names], peaks)]
 
 
 def main() -> None:
@@ -156,7 +166,7 @@ def main() -> None:
     folder = given.output_dir.resolve()
     models, data = build(folder, given.samples)
     results = {name: compare(name, folder, models, data, given.seeds) for name in given.trainings}
-    page.write(folder, results, [table(results)])
+    page.write(folder, results, tables(results))
 
 
 if __name__ == "__main__":
