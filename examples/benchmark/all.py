@@ -122,11 +122,20 @@ PARTS = (
     training("train_mm_mix_2", "MM-Mix", 2, 14),
     training("overhead", "all alike", 1, 14, seeds=9),
     Part(
-        *("stages", "Preference pairs, rewards, KTO, and a model with mixers", 30),
+        *("stages", "Preference pairs, rewards, KTO, a model with mixers, a large vocabulary", 30),
         "LLaMA-Factory on a CPU, one rank, CPU seconds (medians): stock in fixed batches of 4, 2 and 1 rows, odb with "
         "the memory of 4 rows. rm cannot be compared between launches: its value head is drawn anew in each process.",
         ("stages.py",),
         ("stages.py", "--trainings", "dpo", "--seeds", "1", "--samples", "64"),
+    ),
+    Part(
+        *("head", "The loss without logits", 8),
+        "Forward and backward of an output embedding of width 2,048 and 151,936 entries, on a CPU: by stock's logits, "
+        "and as odb does. Peak: memory beyond what the process had; the share is without the gradient of a trained "
+        "head, which both have. Time, and the time of the products that no exact gradient can do without: shares of "
+        "stock's. odb computes the logits of a trained head twice, so that nothing of tokens x entries is kept.",
+        ("head.py",),
+        ("head.py", "--tokens", "16"),
     ),
     Part(
         *("gradient", "The same gradient", 8),

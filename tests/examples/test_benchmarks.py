@@ -72,7 +72,9 @@ def test_the_page_has_every_part(short_form: Path) -> None:
     """Pictures and tables; what has no short form is not measured; what is done is not run again."""
     page = (short_form / "benchmarks.md").read_text("utf-8")
     parts = {path.parent.name for path in short_form.glob("*/done.json")}
-    assert parts == {*("planning", "planning_real", "train_text_1", "stages", "loader", "start", "scale", "partitions")}
+    assert parts == {
+        *("planning", "planning_real", "train_text_1", "stages", "head", "loader", "start", "scale", "partitions")
+    }
     assert page.count("Not measured.") == page.count("\n## ") - len(parts) - 1
     short = page.split("\n## In short\n")[1].split("\n## ")[0]
     assert "| text, 1 rank | " in short and "8 ranks" not in short, "none were planned"
