@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 from accelerate import skip_first_batches
 from accelerate.utils import gather_object
+from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
 from torch.utils.data import IterableDataset
 from transformers import Trainer
@@ -35,12 +37,13 @@ from odb_factory.data.loader import ODBLoader
 from odb_factory.data.observe import IGNORE_INDEX, Observer
 from odb_factory.data.order import DataLoaderParts, StockMean, dismantle
 from odb_factory.data.progress import OptimizerStepRule
-from odb_factory.data.samples import MicroBatch
+from odb_factory.data.samples import Measured, MicroBatch, Sample
 from odb_factory.errors import one_line
 from odb_factory.log import get_logger
 from odb_factory.model.check import Layout
 from odb_factory.model.tower import one_pass
 from odb_factory.planning import Cost
+from odb_factory.training.oom import cut, forget, is_out_of_memory
 from odb_factory.training.trainer_loss import stock_mean
 
 logger = get_logger(__name__)
@@ -66,8 +69,11 @@ def mean_of_round(of_training: StockMean, world_size: int, *, counts_tokens: boo
     return StockMean("micro_batch", of_training.divisor or world_size, of_training.counts_first)
 
 
-def config_of_evaluation(config: ResolvedConfig, token_budget: int) -> ResolvedConfig:
-    """The block of an evaluation: all samples take part, and nothing is written."""
+def config_of_evaluation(config: ResolvedConfig, token_budget: int, *, can_split: bool) -> ResolvedConfig:
+    """The block of an evaluation: all samples take part, and nothing is written.
+
+    can_split: no rank waits for another one in a forward.
+    """
     return dataclasses.replace(
         config,
         token_budget=token_budget,
@@ -76,7 +82,7 @@ def config_of_evaluation(config: ResolvedConfig, token_budget: int) -> ResolvedC
         lr_scale="none",
         join=True,
         overlong="singleton",
-        oom="raise",
+        oom="split" if can_split else "raise",
         audit=False,
     )
 
@@ -179,29 +185,66 @@ class Evaluation:
 
     def predict(self, step: Callable[..., Any], model: Any, inputs: Any, ignore_keys: Any) -> Any:
         """The loss of what `__iter__` has yielded, if there is one. step: the Trainer's own `prediction_step`."""
-        is_stock = not isinstance(inputs, MicroBatchInputs)
-        if is_stock:
-            first = self._rounds * self.loader.world_size * self._batch_size + self.loader.rank * self._batch_size
-            kept = min(max(self._rows - first, 0), self._batch_size)
-            rows = find_batch_size(inputs) if self._counts_repeated else kept
-            ids, segments, self._share = range(first, first + (rows or 0)), (), 1.0
-            weight = (self._batch_size if self._counts_repeated else kept) * self._of_row
-            loss, logits, labels = step(model, inputs, self.loss_only, ignore_keys)
+        forward = functools.partial(step, model, prediction_loss_only=self.loss_only, ignore_keys=ignore_keys)
+        if isinstance(inputs, MicroBatchInputs):
+            box = [inputs.collated]
+            del inputs.collated  # the box holds the only reference
+            return self._predict_in_parts(forward, box, None)
+        first = self._rounds * self.loader.world_size * self._batch_size + self.loader.rank * self._batch_size
+        kept = min(max(self._rows - first, 0), self._batch_size)
+        rows = find_batch_size(inputs) if self._counts_repeated else kept
+        self._share = 1.0
+        loss, logits, labels = forward(inputs)
+        weight = (self._batch_size if self._counts_repeated else kept) * self._of_row
+        self._count(loss, weight, range(first, first + (rows or 0)), logits, labels)
+        return loss
+
+    def _predict_in_parts(self, forward: Callable[..., Any], box: list[Collated], samples: list[Sample] | None) -> Any:
+        """A micro-batch; where memory does not hold it, and no other rank waits in its forward, in two parts.
+
+        samples: its own; None: those of a micro-batch of the plan.
+        """
+        (micro_batch, measured, _), loss = box[0], None
+        try:
+            loss = self._predict_micro_batch(forward, *box.pop())
+        except RuntimeError as error:
+            if not is_out_of_memory(error) or self.loader.config.oom != "split" or len(micro_batch.ids) < 2:
+                raise
+            forget(error)
         else:
-            micro_batch, measured, batch = inputs.collated
-            del inputs.collated
-            ids, segments, weight = micro_batch.ids, measured.segments, 1.0
-            self._share = len(ids) / self._batch_size
-            weights = self._weights(micro_batch)
-            self.computing = Computing(micro_batch, measured, loss_of(weights, micro_batch.units, measured.filler_rows))
-            if not self._trainer.odb.settings.equal_weights:
-                self.computing.num_supervised = measured.units
-            batch, unpadded = self._trainer.odb.unpadded(batch)
-            with self._trainer.odb.in_forward(measured), unpadded:
-                loss, logits, labels = step(model, batch, self.loss_only, ignore_keys)
-            if loss is not None and not self.computing.is_weighed:
-                weight = self.computing.loss.scale  # of the mean over pairs of a `get_batch_loss_metrics`
-            self.computing = None
+            return loss
+        self.computing = None
+        clear_device_cache(garbage_collection=True)
+        logger.warning(
+            "out of memory in an evaluation, %d x %d tokens: cut in two; set `eval_token_budget` to less",
+            measured.rows,
+            measured.length,
+        )
+        samples = self.loader.samples_of(micro_batch) if samples is None else samples
+        for part in cut((micro_batch, samples), self.loader.budget):
+            loss = self._predict_in_parts(forward, [self.loader.collate(*part)], part[1])
+        return loss
+
+    def _predict_micro_batch(
+        self, forward: Callable[..., Any], micro_batch: MicroBatch, measured: Measured, batch: Any
+    ) -> Any:
+        self._share = len(micro_batch.ids) / self._batch_size
+        weights = self._weights(micro_batch)
+        self.computing = Computing(micro_batch, measured, loss_of(weights, micro_batch.units, measured.filler_rows))
+        if not self._trainer.odb.settings.equal_weights:
+            self.computing.num_supervised = measured.units
+        batch, unpadded = self._trainer.odb.unpadded(batch)
+        with self._trainer.odb.in_forward(measured), unpadded:
+            loss, logits, labels = forward(batch)
+        # Else of the mean over pairs of a `get_batch_loss_metrics`.
+        weight = 1.0 if self.computing.is_weighed else self.computing.loss.scale
+        self.computing = None
+        self._count(loss, weight, micro_batch.ids, logits, labels, measured.segments)
+        return loss
+
+    def _count(
+        self, loss: Any, weight: float, ids: Sequence[int], logits: Any, labels: Any, segments: Sequence[int] = ()
+    ) -> None:
         if loss is not None:
             share = loss.double() * weight
             self._loss = share if self._loss is None else self._loss + share
@@ -209,7 +252,6 @@ class Evaluation:
             preprocess = self._trainer.preprocess_logits_for_metrics
             logits = logits if preprocess is None else preprocess(logits, labels)
             self._predicted += zip(ids, *(_by_row(one, len(ids), segments) for one in (logits, labels)))
-        return loss
 
     def _weights(self, micro_batch: MicroBatch) -> list[float]:
         """Of each sample, the weight of each of its tokens in `eval_loss`."""
@@ -279,7 +321,11 @@ def evaluation_by_budget(trainer: Any, stock: Any, loss_only: bool | None) -> Ev
         return None
     run, settings = odb.run, odb.settings
     config = run.config if run is not None else settings.config.resolved()
-    config = config_of_evaluation(config, config.token_budget if asked == AUTO else asked)
+    config = config_of_evaluation(
+        config,
+        config.token_budget if asked == AUTO else asked,
+        can_split=not (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled),
+    )
     loss_only = trainer.args.prediction_loss_only if loss_only is None else loss_only
     parts = dataclasses.replace(dismantle(stock, 0), persistent_workers=False)
     full_rounds = dataclasses.replace(parts, drop_last=True)

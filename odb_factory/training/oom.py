@@ -352,7 +352,7 @@ class RestartedSteps:
             if micro_batch.idle or (len(task[1]) == 1 and not skips):
                 raise self.watch.error(micro_batch, measured, run.optimizer_steps + 1) from error
             what = self.watch.what(micro_batch, measured, run.optimizer_steps + 1)
-            _forget(error)
+            forget(error)
         else:
             assert run.accounting.computing is not None
             step.done[micro_batch.index].append(run.accounting.computing)
@@ -417,7 +417,7 @@ class RestartedSteps:
         self._synchronizer.synchronize([answer["has_gradient"] for answer in answers])
 
 
-def _forget(error: BaseException | None) -> None:
+def forget(error: BaseException | None) -> None:
     """Release the local variables of all frames that an error and its causes went through."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)

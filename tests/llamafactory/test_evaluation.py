@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from distributed.rows import write_uneven_rows
 from same_training import Cell, Training, configurations, run_cells, train, write_rows
 from support import training_config
 from tiny_models import TinyModels
+from transformers import GenerationMixin
 
 RELATIVE = 1e-6
 NOT_COMPARED = ("runtime", "per_second", "logits/")
@@ -62,8 +65,12 @@ def test_figures_are_those_of_stock_on_two_ranks(tiny_text: Path, tiny_vl: Path,
     assert log.count("[odb] evaluated ") == in_and_after * (len(CELLS) - 1) and log.count(STOCK_S) == in_and_after
 
 
-def test_generated_text_is_that_of_stock(tiny_text: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Greedy; prompts of one length share a batch, and the file has the order of the rows."""
+@pytest.mark.timeout(600)
+def test_generated_text_is_that_of_stock(
+    tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Greedy; prompts of one length share a batch, and the file has the order of the rows. So it is where memory holds
+    two prompts and no more."""
     data = write_uneven_rows(tmp_path, {"one": 20, "other": 13})
     config = training_config(
         tiny_text,
@@ -82,8 +89,19 @@ def test_generated_text_is_that_of_stock(tiny_text: Path, tmp_path: Path, caplog
     ours = config | {"output_dir": str(tmp_path / "odb"), "odb": {"token_budget": 300, "eval_token_budget": 900}}
     train(ours)
     train(config)
-    mine, its = (
-        (tmp_path / name / "generated_predictions.jsonl").read_text(encoding="utf-8") for name in ("odb", "stock")
-    )
-    assert mine == its and mine.count("\n") == 13
     assert any(message.startswith("evaluated 13 rows in ") for message in caplog.messages)
+
+    def of_two(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(kwargs["input_ids"]) > 2:
+            raise torch.OutOfMemoryError("as of an accelerator")
+        return generate(model, *args, **kwargs)
+
+    generate = GenerationMixin.generate
+    monkeypatch.setattr(GenerationMixin, "generate", of_two)
+    train(ours | {"output_dir": str(tmp_path / "short")})
+    assert any("in an evaluation" in message and "cut in two" in message for message in caplog.messages)
+    mine, its, short = (
+        (tmp_path / name / "generated_predictions.jsonl").read_text(encoding="utf-8")
+        for name in ("odb", "stock", "short")
+    )
+    assert mine == its == short and mine.count("\n") == 13
