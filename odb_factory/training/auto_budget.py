@@ -154,6 +154,10 @@ class Trials:
         needed = (round(float(np.dot(model, _terms(micro_batch)))) for model in self._models)
         return all(size <= limit for size, limit in zip(needed, self.limits))
 
+    def share(self, peaks: Sequence[int | None]) -> float:
+        """Of what a rank may use, on the rank that is nearest to it."""
+        return max((peak or 0) / limit for peak, limit in zip(peaks, self.limits))
+
     def _is_within(self, peaks: Sequence[int | None]) -> bool:
         return all(peak is not None and peak <= limit for peak, limit in zip(peaks, self.limits))
 
@@ -260,6 +264,8 @@ MOST_TOKENS = 2**20
 MOST_ROWS = 64
 """Rows of the micro-batch of short rows."""
 MOST_VERIFIED = 6
+CLOSE = 0.95
+"""A budget whose heaviest micro-batch takes this share of the memory allowed is not raised further."""
 BACK = 0.9
 """After a failed trial the next budget is at most 0.9 of it."""
 
@@ -374,16 +380,24 @@ class _Search:
         bound = self.most
         if not self._chooses_tokens:  # the most patches of a micro-batch within the given token_budget
             bound = max(math.ceil(self._density * int(self._config.token_budget)), self._most_patches)
+        best: tuple[Limits, Measured, list[int | None]] | None = None
         for _ in range(MOST_VERIFIED):
             chosen = self._solve(bound)
+            if best is not None and chosen.least(best[0]) == chosen:
+                break
             verified = self.trials.fit(self.heaviest(chosen.token_budget, chosen.max_patches))
-            if verified is not None:
-                return chosen, self._why(chosen, *verified)
-            bound = self._less(chosen)
-        raise ConfigError(
-            f"odb.token_budget: 'auto' found no budget that holds after {self.trials.count} micro-batches (the last of "
-            f"{chosen.token_budget} tokens); set a number."
-        )
+            if verified is None:
+                bound = self._less(chosen)
+                continue
+            best = chosen, *verified
+            if self.trials.share(verified[1]) >= CLOSE:
+                break
+        if best is None:
+            raise ConfigError(
+                f"odb.token_budget: 'auto' found no budget that holds after {self.trials.count} micro-batches (the "
+                f"last of {chosen.token_budget} tokens); set a number."
+            )
+        return best[0], self._why(*best)
 
     # Trials
 

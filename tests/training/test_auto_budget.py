@@ -96,7 +96,7 @@ def trained(folder: Path, model: Path, capacity: int | None, block: dict[str, An
 def test_the_training_is_that_of_the_number_that_was_found(tiny_text, tmp_path, watch, caplog, block) -> None:
     """To the last bit, and so it is as if nothing had been tried; a fraction of the memory is a part of the budget."""
     caplog.set_level(logging.INFO, "odb_factory")
-    large = {"gradient_accumulation_steps": 4}  # an optimizer step that the memory does not hold at once
+    large = {"gradient_accumulation_steps": 8}  # an optimizer step that the memory does not hold at once
     auto = trained(tmp_path / "auto", tiny_text, CAPACITY, block | {"token_budget": "auto"}, **large)
     (found,) = watch.chosen
     assert watch.changed == []
