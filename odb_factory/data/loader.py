@@ -161,7 +161,7 @@ class ODBLoader:
     what `varlen_arguments` returns. measure, patch_size: how collated batches are measured.
     ranks: the data-parallel ones (default: this process alone). With several ranks, all make their loaders at
     the same place of the program. agree_on: settings, beside the config's, that all ranks must have in common.
-    rows_from: what rows are made with; a state keeps it.
+    rows_from: what rows are made with; a state keeps it. keeps_samples: for `samples_of`.
     counts_labels: units are counted from the labels of batches; otherwise a `cost_fn` gives them.
     budget: as configured. lowered: to what the training has lowered it since (see `lower`).
     left_out: rows that this rank leaves out. groups: what collates its micro-batches, in its layout.
@@ -187,8 +187,10 @@ class ODBLoader:
         ranks: Ranks | None = None,
         agree_on: Mapping[str, object] | None = None,
         rows_from: Mapping[str, object] | None = None,
+        keeps_samples: bool = False,
     ):
         self.dataset, self.config, self.layout = parts.dataset, config, layout
+        self._keeps_samples = keeps_samples
         collation = collation or Collation(
             pad_to_multiple_of=getattr(parts.collate_fn, "pad_to_multiple_of", None) or 1
         )
@@ -323,7 +325,7 @@ class ODBLoader:
         self.lowered = limits.least(self.lowered)
 
     def samples_of(self, micro_batch: MicroBatch) -> list[Sample]:
-        """The samples of a micro-batch whose optimizer step is not yet consumed (with `oom: split` or `skip`)."""
+        """The samples of a micro-batch whose optimizer step is not yet consumed (with `keeps_samples`)."""
         wanted = _place(micro_batch.step), micro_batch.index
         for one, samples in self._not_consumed:
             if (_place(one.step), one.index) == wanted and samples is not None:
@@ -489,7 +491,7 @@ class ODBLoader:
             Prefetcher(iter(planner), ahead),
             StepAgreement(ranks, reweighs=self._reweighs),
             process,
-            keeps_samples=self.config.oom != "raise",
+            keeps_samples=self._keeps_samples,
         )
         self.under_way = current
         if process is not None:

@@ -38,7 +38,7 @@ from odb_factory.data.observe import IGNORE_INDEX, Observer
 from odb_factory.data.order import DataLoaderParts, StockMean, dismantle
 from odb_factory.data.progress import OptimizerStepRule
 from odb_factory.data.samples import Measured, MicroBatch, Sample
-from odb_factory.errors import one_line
+from odb_factory.errors import OutOfMemoryError, one_line
 from odb_factory.log import get_logger
 from odb_factory.model.check import Layout
 from odb_factory.model.tower import one_pass
@@ -69,11 +69,8 @@ def mean_of_round(of_training: StockMean, world_size: int, *, counts_tokens: boo
     return StockMean("micro_batch", of_training.divisor or world_size, of_training.counts_first)
 
 
-def config_of_evaluation(config: ResolvedConfig, token_budget: int, *, can_split: bool) -> ResolvedConfig:
-    """The block of an evaluation: all samples take part, and nothing is written.
-
-    can_split: no rank waits for another one in a forward.
-    """
+def config_of_evaluation(config: ResolvedConfig, token_budget: int) -> ResolvedConfig:
+    """The block of an evaluation: all samples take part, and nothing is written."""
     return dataclasses.replace(
         config,
         token_budget=token_budget,
@@ -82,7 +79,7 @@ def config_of_evaluation(config: ResolvedConfig, token_budget: int, *, can_split
         lr_scale="none",
         join=True,
         overlong="singleton",
-        oom="split" if can_split else "raise",
+        oom="raise",
         audit=False,
     )
 
@@ -100,7 +97,7 @@ class Evaluation:
     """In the place of an evaluation dataloader: iterates over micro-batches, then over the batch of the last round.
 
     stock: the dataloader of the Trainer; its length, of the progress bar too, is in samples here. mean: of a round.
-    loss_only: no predictions are kept.
+    loss_only: no predictions are kept. can_split: no rank waits for another one in a forward.
     computing: the micro-batch in forward, where its loss is weighed.
     """
 
@@ -113,8 +110,10 @@ class Evaluation:
         mean: StockMean,
         *,
         loss_only: bool,
+        can_split: bool,
     ):
         self.dataset, self.loader, self.loss_only = stock.dataset, loader, loss_only
+        self._can_split = can_split
         self.computing: Computing | None = None
         self._trainer, self._stock, self._mean, self._batch_size = trainer, stock, mean, parts.batch_size
         in_round = parts.batch_size * loader.world_size
@@ -204,16 +203,20 @@ class Evaluation:
 
         samples: its own; None: those of a micro-batch of the plan.
         """
-        (micro_batch, measured, _), loss = box[0], None
+        (micro_batch, measured), before = box[0][:2], dict(self._figures)
         try:
-            loss = self._predict_micro_batch(forward, *box.pop())
+            return self._predict_micro_batch(forward, *box.pop())
         except RuntimeError as error:
-            if not is_out_of_memory(error) or self.loader.config.oom != "split" or len(micro_batch.ids) < 2:
+            if not is_out_of_memory(error) or not self._can_split:
                 raise
+            if len(micro_batch.ids) < 2:
+                raise OutOfMemoryError(
+                    f"out of memory in an evaluation, at sample {micro_batch.ids[0]} alone ({measured.rows} x "
+                    f"{measured.length} tokens, {measured.patches} patches); lower cutoff_len, max_new_tokens or "
+                    "image_max_pixels, or leave the sample out."
+                ) from error
             forget(error)
-        else:
-            return loss
-        self.computing = None
+        loss, self.computing, self._figures = None, None, defaultdict(float, before)
         clear_device_cache(garbage_collection=True)
         logger.warning(
             "out of memory in an evaluation, %d x %d tokens: cut in two; set `eval_token_budget` to less",
@@ -245,13 +248,16 @@ class Evaluation:
     def _count(
         self, loss: Any, weight: float, ids: Sequence[int], logits: Any, labels: Any, segments: Sequence[int] = ()
     ) -> None:
-        if loss is not None:
-            share = loss.double() * weight
-            self._loss = share if self._loss is None else self._loss + share
+        """All of it or, where memory is short, nothing."""
+        predicted: list[Any] = []
         if logits is not None:
             preprocess = self._trainer.preprocess_logits_for_metrics
             logits = logits if preprocess is None else preprocess(logits, labels)
-            self._predicted += zip(ids, *(_by_row(one, len(ids), segments) for one in (logits, labels)))
+            predicted = list(zip(ids, *(_by_row(one, len(ids), segments) for one in (logits, labels))))
+        if loss is not None:
+            share = loss.double() * weight
+            self._loss = share if self._loss is None else self._loss + share
+        self._predicted += predicted
 
     def _weights(self, micro_batch: MicroBatch) -> list[float]:
         """Of each sample, the weight of each of its tokens in `eval_loss`."""
@@ -321,11 +327,8 @@ def evaluation_by_budget(trainer: Any, stock: Any, loss_only: bool | None) -> Ev
         return None
     run, settings = odb.run, odb.settings
     config = run.config if run is not None else settings.config.resolved()
-    config = config_of_evaluation(
-        config,
-        config.token_budget if asked == AUTO else asked,
-        can_split=not (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled),
-    )
+    config = config_of_evaluation(config, config.token_budget if asked == AUTO else asked)
+    can_split = not (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled)
     loss_only = trainer.args.prediction_loss_only if loss_only is None else loss_only
     parts = dataclasses.replace(dismantle(stock, 0), persistent_workers=False)
     full_rounds = dataclasses.replace(parts, drop_last=True)
@@ -347,6 +350,7 @@ def evaluation_by_budget(trainer: Any, stock: Any, loss_only: bool | None) -> Ev
         config,
         layout,
         observer=observer,
+        keeps_samples=can_split,
         rule=OptimizerStepRule(
             batch_size=parts.batch_size,
             accumulation=-(-ROWS_PLANNED // parts.batch_size),
@@ -355,7 +359,7 @@ def evaluation_by_budget(trainer: Any, stock: Any, loss_only: bool | None) -> Ev
             equal_weights=settings.equal_weights,
         ),
     )
-    return Evaluation(trainer, stock, loader, parts, mean, loss_only=loss_only)
+    return Evaluation(trainer, stock, loader, parts, mean, loss_only=loss_only, can_split=can_split)
 
 
 class PromptObserver:

@@ -388,6 +388,7 @@ class Session:
                 seed=seed,
                 agree_on={**of_trainer(trainer), **settings.agree_on},
                 rows_from=settings.rows_from,
+                keeps_samples=config.oom != "raise",
             )
             # 2. the run
             counts_steps = args.max_steps > 0

@@ -86,7 +86,10 @@ def test_generated_text_is_that_of_stock(
         cutoff_len=140,
         per_device_eval_batch_size=3,
     )
-    ours = config | {"output_dir": str(tmp_path / "odb"), "odb": {"token_budget": 300, "eval_token_budget": 900}}
+    ours = config | {
+        "output_dir": str(tmp_path / "odb"),
+        "odb": {"token_budget": 300, "row_multiple": 2, "eval_token_budget": 900, "layout": "padded"},
+    }
     train(ours)
     train(config)
     assert any(message.startswith("evaluated 13 rows in ") for message in caplog.messages)
