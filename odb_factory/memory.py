@@ -40,6 +40,10 @@ class PeakMeter(Protocol):
         """
 
 
+COUNTED = ("mem_get_info", "memory_reserved", "reset_peak_memory_stats", "max_memory_allocated")
+"""What `AcceleratorMeter` asks of a device's module of torch."""
+
+
 class AcceleratorMeter:
     """For a device whose torch module counts allocations (`torch.cuda` and those like it)."""
 
@@ -61,12 +65,15 @@ class AcceleratorMeter:
 
 
 def find_meter(device: torch.device) -> PeakMeter | None:
-    """The meter of an accelerator; None for a CPU, whose allocations torch does not count."""
-    return None if device.type == "cpu" else AcceleratorMeter(device)
+    """The meter of an accelerator; None where torch does not count allocations (a CPU, `mps`)."""
+    if device.type == "cpu":
+        return None
+    module = torch.get_device_module(device)
+    return AcceleratorMeter(device) if all(hasattr(module, name) for name in COUNTED) else None
 
 
 class NoMeter:
-    """A CPU: whether memory holds a micro-batch, without figures."""
+    """A device without a meter: whether memory holds a micro-batch, without figures."""
 
     def limit(self, fraction: float) -> int:
         return 0

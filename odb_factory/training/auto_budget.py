@@ -14,7 +14,8 @@ import inspect
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ from odb_factory.memory import PeakMeter
 from odb_factory.model.flat_row import flat_row
 from odb_factory.planning import Budget, Limits, Media
 from odb_factory.random_numbers import kept_random_numbers
+from odb_factory.training.checks import why_not_split
 from odb_factory.training.oom import MemoryWatch
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -40,13 +42,21 @@ from odb_factory.training.oom import MemoryWatch
 
 ACCUMULATION = "current_gradient_accumulation_steps"
 """The divisor of a loss; the Trainer's loop sets it with the first batch."""
-METRICS = "_stored_metrics"
-"""The figures that trl's preference trainers collect for their logs."""
+
+
+def _is_plain(value: Any) -> bool:
+    """Numbers and text, and collections of them: figures that a trainer collects for its logs, as trl's do."""
+    if isinstance(value, Mapping):
+        return all(map(_is_plain, value.values()))
+    if isinstance(value, list | tuple | set | deque):
+        return all(map(_is_plain, value))
+    is_figure = isinstance(value, Tensor) and value.numel() == 1 and value.is_leaf
+    return is_figure or value is None or isinstance(value, int | float | str)
 
 
 @contextlib.contextmanager
 def untouched(trainer: Any) -> Iterator[None]:
-    """Afterwards gradients, buffers, modes of modules and random numbers are as they were.
+    """Afterwards gradients, buffers, modes of modules, figures of the trainer and random numbers are as they were.
 
     Weights and the optimizer are not changed within. A trial must have gradients of zero: an engine that keeps them to
     itself (DeepSpeed) keeps zeros.
@@ -57,7 +67,7 @@ def untouched(trainer: Any) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     # DDP: whether the next forward brings the buffers of rank 0 to all.
     synced = getattr(model, "require_forward_param_sync", None)
-    metrics = copy.deepcopy(getattr(trainer, METRICS, None))
+    figures = copy.deepcopy({name: value for name, value in vars(trainer).items() if _is_plain(value)})
     syncs_gradients = trainer.accelerator.sync_gradients
     attributes = set(vars(trainer))
     trainer.__dict__.setdefault(ACCUMULATION, 1)
@@ -74,8 +84,7 @@ def untouched(trainer: Any) -> Iterator[None]:
             module.training = training
         if synced is not None:
             model.require_forward_param_sync = synced
-        if metrics is not None:
-            setattr(trainer, METRICS, metrics)
+        vars(trainer).update(figures)
         for name in set(vars(trainer)) - attributes:
             delattr(trainer, name)
         trainer.accelerator.sync_gradients = syncs_gradients
@@ -90,7 +99,8 @@ class Trials:
     """Trial micro-batches of samples of `loader`: every rank runs the same, and learns the peaks of all.
 
     limits: bytes that each rank may use. state_bytes: a tensor of this size takes the place of the optimizer's later
-    state in memory as long as this object exists. key: whose trials these are, for messages.
+    state in memory as long as this object exists. key, other: whose trials these are, and how else to go on, for
+    messages. can_continue: the ranks can, after one of them ran out of memory.
     """
 
     def __init__(
@@ -101,8 +111,11 @@ class Trials:
         memory_fraction: float,
         state_bytes: int,
         key: str = "odb.token_budget: 'auto'",
+        other: str = "",
     ):
-        self._trainer, self._loader, self._meter, self._key = trainer, loader, meter, key
+        self._trainer, self._loader, self._meter, self._key, self._other = trainer, loader, meter, key, other
+        is_sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
+        self.can_continue = not is_sharded or why_not_split(trainer.args) is None  # ZeRO-1 can
         try:
             self._state = torch.empty(state_bytes, dtype=torch.uint8, device=trainer.args.device)
         except RuntimeError as error:
@@ -120,19 +133,24 @@ class Trials:
     def run(self, samples: Sequence[Sample]) -> tuple[Measured, list[int | None]]:
         """The samples as collated, and the peak bytes of each rank; None if it ran out of memory.
 
-        Raises `DataError` if they cannot be collated, and `ConfigError` if ranks cannot continue after an error.
+        Raises `DataError` on all ranks if they cannot be collated on one, and `ConfigError` if ranks cannot continue
+        after an error.
         """
         self.count += 1
+        problem = None
         try:
             measured, batch = self._loader.groups.collate(list(samples))
         except NotCollated as error:
-            raise DataError(f"rows cannot be tried for a budget: {error}") from None
+            problem = str(error)
+        problems = [one for one in self._trainer.odb.gather(problem) if one is not None]
+        if problems:
+            raise DataError(f"rows cannot be tried for a budget: {problems[0]}")
         peaks = self._trainer.odb.gather(self._meter.peak(lambda: self._compute(batch, measured), self._held()))
-        if None in peaks and (self._trainer.is_deepspeed_enabled or self._trainer.is_fsdp_enabled):
+        if None in peaks and not self.can_continue:
             tokens = measured.rows * measured.length
             raise ConfigError(
                 f"{self._key} ran out of memory at {measured}, and no rank can continue after that where ranks share "
-                f"weights or gradients; set `token_budget: {max(tokens // 2, 1)}`, and max_patches."
+                f"weights or gradients; set `token_budget: {max(tokens // 2, 1)}`, and max_patches{self._other}."
             )
         return measured, peaks
 
@@ -195,15 +213,18 @@ def _terms(micro_batch: Measured) -> list[float]:
 
 
 def state_bytes(trainer: Any) -> int:
-    """Bytes that the optimizer of a training will keep on this rank, beyond what it has already."""
+    """Bytes that the optimizer of a training will keep on the device of this rank, beyond what it has already."""
     optimizer = trainer.optimizer
     while hasattr(optimizer, "optimizer"):  # accelerate's wrapper, DeepSpeed's
         optimizer = optimizer.optimizer
     if not isinstance(optimizer, torch.optim.Optimizer):
         return 0  # DeepSpeed's, which has made its state already
+    if getattr(optimizer, "is_paged", False):
+        return 0  # of bitsandbytes: state leaves the device where memory is short
     by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for weight in (weight for group in optimizer.param_groups for weight in group["params"]):
-        if weight.requires_grad and not optimizer.state.get(weight):
+        on_device = weight.device.type == trainer.args.device.type  # FSDP may keep weights and state on the CPU
+        if weight.requires_grad and on_device and not optimizer.state.get(weight):
             to_local = getattr(weight, "to_local", None)  # the part of a sharded weight that is on this rank
             by_kind.setdefault((weight.dtype, weight.device), []).append(weight if to_local is None else to_local())
     try:
@@ -215,16 +236,18 @@ def state_bytes(trainer: Any) -> int:
         ) from error
 
 
-ROWS, COLUMNS = 3, 5
-"""Shape of the test weight used to measure optimizer state."""
+ROWS, COLUMNS = 64, 96
+"""Shape of the test weight used to measure optimizer state; bitsandbytes keeps that of less than 4,096 elements in 32
+bits."""
 
 
 def _state_of(optimizer: torch.optim.Optimizer, weights: Sequence[Tensor]) -> int:
-    """Bytes kept of weights of one type and device: by one update of a small weight [ROWS, COLUMNS] with an optimizer
+    """Bytes kept of weights of one type and device: by one update of a test weight [ROWS, COLUMNS] with an optimizer
     of the same class, for each element, row, column and weight."""
     tried = torch.nn.Parameter(torch.ones(ROWS, COLUMNS, dtype=weights[0].dtype, device=weights[0].device))
     known = inspect.signature(type(optimizer).__init__).parameters
-    arguments = {key: value for key, value in optimizer.defaults.items() if key in known}
+    given = optimizer.defaults | {"args": getattr(optimizer, "args", None)}  # bitsandbytes keeps its bits in `args`
+    arguments = {key: value for key, value in given.items() if key in known}
     small = type(optimizer)([tried], **arguments)
     tried.grad = torch.ones_like(tried)
     small.step()
@@ -258,7 +281,6 @@ HEADROOM = 1.25
 """Patches that a budget of auto leaves room for, as a multiple of the average of the data for its tokens."""
 GRAIN = 64
 """Tokens; budgets beyond a thousand are multiples of it."""
-ROWS_LOOKED_AT = 128
 MOST_TOKENS = 2**20
 """The largest budget if nothing else bounds it."""
 MOST_ROWS = 64
@@ -278,7 +300,7 @@ def choose_budgets(trainer: Any, loader: ODBLoader, config: ODBConfig, memory_me
     loader: for its rows and its collator; its own budgets do not matter. memory_meter: None: that of the accelerator.
     Raises `ConfigError` if not even one row fits.
     """
-    samples = list(itertools.islice(loader.first_samples(), ROWS_LOOKED_AT))
+    samples = list(loader.first_samples())
     if not samples:
         raise ConfigError(
             "odb.token_budget: 'auto' tries rows of the dataset before training, and there is none that can be read by "
@@ -308,51 +330,71 @@ def rehearse(trainer: Any, loader: ODBLoader, watch: MemoryWatch, memory_meter: 
     if trainer.odb.before_step is not None:
         logger.info("rehearse: this stage prepares its optimizer steps as a whole, so no micro-batch is tried alone")
         return
-    samples = list(itertools.islice(loader.first_samples(), ROWS_LOOKED_AT))
+    samples = list(loader.first_samples())
     if not samples:
         logger.info("rehearse: no row can be read by its number (a stream), so nothing is tried")
         return
     config, began = watch.config, time.perf_counter()
+    budget = loader.budget.within(loader.lowered)
+    limits, failed, least_patches = budget.limits, None, max(budget.collation.dummies(0, 0)[1], 1)
     try:
-        size = state_bytes(trainer)
-    except ConfigError as error:
-        size = 0
-        logger.warning("rehearse: the memory of the optimizer's state is not counted: %s", one_line(error))
-    limits, failed = loader.budget.limits.least(loader.lowered), None
-    with untouched(trainer):
-        meter = memory_meter or memory.find_meter(trainer.args.device) or memory.NoMeter()
-        trials = Trials(trainer, loader, meter, config.memory_fraction, size, "odb.rehearse: a rehearsal")
-        search = _Search(trials, loader, config, samples)
-        limits = Limits(min(limits.token_budget, search.most), limits.max_patches)
-        while True:
-            group = search.allowed(loader.budget.within(limits))
-            measured, peaks = trials.run(group)
-            if None not in peaks or len(group) == 1:
-                break
-            failed = failed or measured
-            limits = Limits(limits.token_budget // 2, None if limits.max_patches is None else limits.max_patches // 2)
+        with untouched(trainer):
+            trials = _trials_of_rehearsal(trainer, loader, config.memory_fraction, memory_meter)
+            search = _Search(trials, loader, config, samples)
+            limits = Limits(min(limits.token_budget, search.most), limits.max_patches)
+            while True:
+                for group in search.allowed(budget.within(limits)):
+                    measured, peaks = trials.run(group)
+                    if None in peaks:
+                        break
+                if None not in peaks or len(group) == 1:
+                    break
+                failed = failed or measured
+                patches = None if limits.max_patches is None else max(limits.max_patches // 2, least_patches)
+                limits = Limits(limits.token_budget // 2, patches)
+    except DataError as error:
+        logger.warning("rehearse: %s; training begins without", one_line(error))
+        return
     fits, most = None not in peaks, max(peak or 0 for peak in peaks)
     if failed is None and fits:
         peak = f", peak {_gib(most)}" if most else ""
         seconds = time.perf_counter() - began
         logger.info("rehearse: the heaviest micro-batch, %s, went through in %.1f s%s", measured, seconds, peak)
         return
-    patches = "" if limits.max_patches is None else f" and `max_patches: {max(limits.max_patches, 1)}`"
-    advice = f"the largest budget that passed is `token_budget: {limits.token_budget}`{patches} ({measured})"
+    also = "" if limits.max_patches is None else f" and `max_patches: {limits.max_patches}`"
+    advice = f"the largest budget that passed is `token_budget: {limits.token_budget}`{also} ({measured})"
     if not fits:
         advice = f"a sample alone ({measured}) did not fit either: lower cutoff_len or the size of media"
     message = (
-        f"rehearse: out of memory in the heaviest micro-batch that the budget of {loader.budget} allows, "
+        f"rehearse: out of memory in the heaviest micro-batch that the budget of {budget} allows, "
         f"{failed or measured}, before the first optimizer step; {advice}"
     )
     if config.oom == "raise":
-        raise OutOfMemoryError(f"{message}; set this{', or `oom: split`' if watch.can_split else ''}.")
+        this = f"; set this{', `oom: split`' if watch.can_split else ''}" if fits else ""
+        raise OutOfMemoryError(f"{message}{this}{NOT_REHEARSED}.")
     logger.warning("%s; oom: %s: training begins all the same", message, config.oom)
+
+
+NOT_REHEARSED = ", or `rehearse: false` to begin without"
+
+
+def _trials_of_rehearsal(
+    trainer: Any, loader: ODBLoader, memory_fraction: float, memory_meter: PeakMeter | None
+) -> Trials:
+    """With the memory of the optimizer's state taken, where it is known and there is room for it."""
+    meter = memory_meter or memory.find_meter(trainer.args.device) or memory.NoMeter()
+    about = "odb.rehearse: a rehearsal", NOT_REHEARSED
+    try:
+        return Trials(trainer, loader, meter, memory_fraction, state_bytes(trainer), *about)
+    except ConfigError as error:
+        logger.warning("rehearse: the memory of the optimizer's state is not counted: %s", one_line(error))
+    return Trials(trainer, loader, meter, memory_fraction, 0, *about)
 
 
 class _Search:
     """Of the samples that were read: longest, shortest and densest sample, and the largest numbers of tokens and
-    patches of any (`_longest_tokens`, `_most_patches`). most: tokens that an optimizer step can have on a rank."""
+    patches of any (`_longest_tokens`, `_most_patches`). most, most_samples: tokens that an optimizer step can have on a
+    rank, and samples that a micro-batch of it can have."""
 
     def __init__(self, trials: Trials, loader: ODBLoader, config: ODBConfig, samples: list[Sample]):
         self.trials, self._config = trials, config
@@ -364,14 +406,23 @@ class _Search:
         patches = [sample.cost.patches for sample in samples]
         self._longest = max(samples, key=lambda one: (self._tokens_of(one), -one.id))
         self._shortest = min(samples, key=lambda one: (self._tokens_of(one), one.id))
-        self._densest = max(samples, key=lambda one: (one.cost.patches / self._tokens_of(one), -one.id))
         self._fillers = sorted((one for one in samples if not one.cost.patches), key=self._tokens_of)
         self._longest_tokens, self._most_patches = max(tokens), max(patches)
+        self.most, self.most_samples = MOST_TOKENS, MOST_TOKENS
+        if (size := loader.global_batch_size) is not None:
+            share = math.ceil(size / loader.world_size)
+            self.most = min(share * self._longest_tokens, self.most)
+            # No rank of those that share their samples idles while another one has two.
+            sharing = loader.world_size if config.balance else 1
+            if self._is_flat:
+                sharing = min(sharing, config.balance_group_size)
+            self.most_samples = max(min(size, sharing * share) - sharing + 1, 1)
+        self.most = max(self.most, self._longest_tokens)
+        # Where few samples fill a rehearsal, those with many patches outweigh dense ones.
+        few = 0.0 if config.has_auto else min(self.most, int(config.token_budget)) / self.most_samples
+        self._densest = max(samples, key=lambda one: (one.cost.patches / max(self._tokens_of(one), few), -one.id))
         self._density = self._densest.cost.patches / self._tokens_of(self._densest)
         self._mean_density = sum(patches) / sum(tokens)
-        size = loader.global_batch_size
-        a_rank = MOST_TOKENS if size is None else math.ceil(size / loader.world_size) * self._longest_tokens
-        self.most = max(min(a_rank, MOST_TOKENS), self._longest_tokens)
 
     def run(self) -> tuple[Limits, str]:
         """The budgets, and a line with them and the reason."""
@@ -390,7 +441,7 @@ class _Search:
                 bound = self._less(chosen)
                 continue
             best = chosen, *verified
-            if self.trials.share(verified[1]) >= CLOSE:
+            if self.trials.share(verified[1]) >= CLOSE or not self.trials.can_continue:
                 break
         if best is None:
             raise ConfigError(
@@ -453,14 +504,23 @@ class _Search:
             num_long = rows - num_dense
         return num_dense * [self._densest] + num_long * [self._longest] or [self._longest]
 
-    def allowed(self, budget: Budget) -> list[Sample]:
-        """`heaviest` without what breaks these budgets, filled up with text samples."""
+    def allowed(self, budget: Budget) -> list[list[Sample]]:
+        """`heaviest` without what breaks these budgets or `most_samples`, filled up with text samples. If its number of
+        samples leaves tokens unused, the one of most tokens beside it."""
         group = self.heaviest(budget.token_budget, budget.max_patches)
+        groups = [group[: self.most_samples]]
+        if len(group) > self.most_samples and group[0] is not self._longest:
+            groups.append(self.most_samples * [self._longest])
+        return [self._filled(one, budget) for one in groups]
+
+    def _filled(self, group: list[Sample], budget: Budget) -> list[Sample]:
         while len(group) > 1 and not budget.fits([one.cost for one in group]):
             group.pop()
         for filler in reversed(self._fillers):
-            while filler.cost.modality == group[0].cost.modality and budget.fits(
-                [one.cost for one in (*group, filler)]
+            while (
+                len(group) < self.most_samples
+                and filler.cost.modality == group[0].cost.modality
+                and budget.fits([one.cost for one in (*group, filler)])
             ):
                 group.append(filler)
         return group

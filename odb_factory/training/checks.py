@@ -121,8 +121,9 @@ def _refused(args: Any, config: ODBConfig, memory_meter: PeakMeter | None) -> It
         )
     if config.has_auto and memory_meter is None and memory.find_meter(args.device) is None:
         yield (
-            f"odb.{config.auto_keys[0]}: 'auto' tries micro-batches on an accelerator, and this training runs on the "
-            "CPU; set a number (`odb-factory plan` says what it does with the data)."
+            f"odb.{config.auto_keys[0]}: 'auto' tries micro-batches on an accelerator whose memory torch counts, and "
+            f"this training runs on {args.device.type!r}; set a number (`odb-factory plan` says what it does with the "
+            "data)."
         )
     if config.oom != "raise" and (why := why_not_split(args)) is not None:
         yield (

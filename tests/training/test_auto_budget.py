@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from distributed.ranks import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
-from planning_strategies import budgets, costs, flat_budgets, within
+from planning_strategies import budgets, costs, flat_budgets, padded_budgets, within
 from support import read_audit
 from toy import NUM_ROWS, Stream, pad
 from training.toy_training import audit, ids, losses, make
@@ -24,8 +25,8 @@ from transformers import Trainer
 from odb_factory import ConfigError, ODBConfig, ODBDataLoader, enable_odb
 from odb_factory.data.samples import Sample
 from odb_factory.errors import ODBError, OutOfMemoryError
-from odb_factory.memory import CPUMeter
-from odb_factory.planning import Budget, Cost
+from odb_factory.memory import CPUMeter, find_meter
+from odb_factory.planning import Budget, Cost, make_metadata, plan_optimizer_step
 from odb_factory.training import session
 from odb_factory.training.auto_budget import _Search
 
@@ -139,6 +140,21 @@ def test_a_resume_keeps_what_was_chosen_unless_a_number_is_given(tiny_text, tmp_
     assert max(line["length"] for line in audit(tmp_path / "other")) <= LONGEST
 
 
+class Counts(Trainer):
+    """Collects figures in `compute_loss`, as trl's trainers do."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._metrics: dict[str, dict[str, list[float]]] = {"train": defaultdict(list), "eval": defaultdict(list)}
+        self._total_train_tokens = 0
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        self._total_train_tokens += inputs["input_ids"].numel()
+        self._metrics["train"]["num_tokens"].append(self._total_train_tokens)
+        return loss
+
+
 class Jumps(Trainer):
     """Above a number of tokens it takes much more memory than below, as no small micro-batch shows."""
 
@@ -195,16 +211,17 @@ def test_a_rehearsal_leaves_nothing_behind(tiny_text, tmp_path, caplog, block, c
     """To the last bit; without a meter, as on a CPU, and with one, which counts the optimizer's state."""
     caplog.set_level(logging.INFO, "odb_factory")
     block = block | {"token_budget": 300}
-    rehearsed = trained(tmp_path / "rehearsed", tiny_text, capacity, block | {"rehearse": True})
+    rehearsed = trained(tmp_path / "rehearsed", tiny_text, capacity, block | {"rehearse": True}, trainer_class=Counts)
     (line,) = said_of_rehearsal(caplog)
     assert line.startswith("rehearse: the heaviest micro-batch, ") and "went through in" in line
     assert 300 - LONGEST < int(line.split(" tokens")[0].split()[-1]) <= 300
     if capacity is not None:
         weights = sum(one.numel() * one.element_size() for one in rehearsed.model.parameters())
         assert float(line.split("peak ")[1].split()[0]) * MIB > 4 * weights, "with gradients and two moments"
-    without = trained(tmp_path / "without", tiny_text, None, block)
+    without = trained(tmp_path / "without", tiny_text, None, block, trainer_class=Counts)
     assert len(said_of_rehearsal(caplog)) == 1, "a CPU does none by default"
     assert losses(rehearsed) == losses(without)
+    assert rehearsed._metrics == without._metrics
     assert same(dict(rehearsed.model.state_dict()), dict(without.model.state_dict()))
     assert read_audit(tmp_path / "rehearsed") == read_audit(tmp_path / "without")
 
@@ -216,7 +233,8 @@ def test_what_would_not_fit_ends_before_the_first_step_with_the_largest_budget_t
     with pytest.raises(OutOfMemoryError, match="rehearse: out of memory in .* before the first optimizer") as caught:
         trained(tmp_path / "heavy", tiny_text, SMALL, HEAVY | {"layout": layout}, **AT_ONCE)
     message = str(caught.value)
-    assert len(message.splitlines()) == 1 and message.endswith("set this, or `oom: split`.")
+    assert message.endswith("; set this, `oom: split`, or `rehearse: false` to begin without.")
+    assert len(message.splitlines()) == 1
     assert not (tmp_path / "heavy" / "odb_audit_rank0.jsonl").exists()
     found = int(message.split("`token_budget: ")[1].split("`")[0])
     assert 40 < found < 640
@@ -229,22 +247,68 @@ def test_what_would_not_fit_ends_before_the_first_step_with_the_largest_budget_t
     assert ids(tmp_path / "split").total() == NUM_ROWS
 
 
-@given(st.lists(costs(num_modalities=2), min_size=1, max_size=8), flat_budgets | budgets)
-def test_what_is_rehearsed_is_within_the_budgets_and_full(drawn: list[Cost], budget: Budget) -> None:
+def searched(drawn: list[Cost], budget: Budget, size: int | None, ranks: int, **keys: Any) -> _Search:
     samples = [Sample(number, cost, b"") for number, cost in enumerate(drawn)]
-    loader: Any = SimpleNamespace(layout=budget.layout, budget=budget, global_batch_size=None, world_size=2)
-    config = ODBConfig(token_budget=budget.token_budget, max_patches=budget.max_patches)
-    group = [one.cost for one in _Search(Any, loader, config, samples).allowed(budget)]  # type: ignore[arg-type]
-    assert len({cost.modality for cost in group}) == 1
-    assert len(group) == 1 or within(group, budget)
-    for text in (cost for cost in drawn if not cost.patches and cost.modality == group[0].modality):
-        assert not within([*group, text], budget)
+    loader: Any = SimpleNamespace(layout=budget.layout, budget=budget, global_batch_size=size, world_size=ranks)
+    config = ODBConfig(token_budget=budget.token_budget, max_patches=budget.max_patches, **keys)
+    return _Search(Any, loader, config, samples)  # type: ignore[arg-type]
+
+
+@given(st.lists(costs(num_modalities=2), min_size=1, max_size=8), flat_budgets | budgets, st.none() | st.integers(1, 9))
+def test_what_is_rehearsed_is_within_the_budgets_and_full(drawn: list[Cost], budget: Budget, size: int | None) -> None:
+    search = searched(drawn, budget, size, 2)
+    for group in [[one.cost for one in samples] for samples in search.allowed(budget)]:
+        assert len({cost.modality for cost in group}) == 1
+        assert len(group) <= search.most_samples
+        assert len(group) == 1 or within(group, budget)
+        for text in (cost for cost in drawn if not cost.patches and cost.modality == group[0].modality):
+            assert len(group) == search.most_samples or not within([*group, text], budget)
+
+
+@given(
+    st.lists(costs(), min_size=1, max_size=24),
+    flat_budgets | padded_budgets,
+    st.integers(1, 6),
+    st.booleans(),
+)
+def test_no_plan_has_more_samples_in_a_micro_batch(
+    drawn: list[Cost], budget: Budget, ranks: int, balance: bool
+) -> None:
+    size = len(drawn)
+    buffers = [
+        make_metadata(drawn[rank::ranks], [0] * len(drawn[rank::ranks]), exhausted=False) for rank in range(ranks)
+    ]
+    plan = plan_optimizer_step(buffers, budget, balance=balance)
+    most = max(len(group) for groups in plan.groups for group in groups)
+    assert most <= searched(drawn, budget, size, ranks, balance=balance).most_samples
+
+
+def test_what_a_rank_can_have_bounds_a_rehearsal() -> None:
+    """Eight samples on eight ranks: a rank has one, an image or the text."""
+    drawn, budget = [Cost(8192), *[Cost(286, 1024, has_media=True)] * 20], Budget(8192, layout="flat")
+    assert [[one.cost.tokens for one in group] for group in searched(drawn, budget, 8, 8).allowed(budget)] == [
+        [286],
+        [8192],
+    ]
+    (group,) = searched(drawn, budget, None, 8).allowed(budget)
+    assert len(group) == 28
+
+
+def pad_unless_longest(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    if max(len(item["input_ids"]) for item in items) == LONGEST:
+        raise ValueError("a picture is broken")
+    return pad(items)
 
 
 def test_where_no_rehearsal_can_be_made(tiny_text, tmp_path, caplog) -> None:
+    assert find_meter(torch.device("mps")) is None, "its module counts no allocations"
     caplog.set_level(logging.INFO, "odb_factory")
     trained(tmp_path / "stream", tiny_text, None, {"token_budget": 64, "rehearse": True}, dataset=Stream(), max_steps=1)
     assert "stream" in said_of_rehearsal(caplog)[0]
+    broken = {"token_budget": 64, "rehearse": True, "on_error": "skip", "layout": "padded"}
+    trained(tmp_path / "broken", tiny_text, None, broken, collate=pad_unless_longest)
+    assert "a picture is broken" in said_of_rehearsal(caplog)[1]
+    assert 0 < ids(tmp_path / "broken").total() < NUM_ROWS
     with pytest.raises(OutOfMemoryError, match=r"a sample alone \(40 tokens\) did not fit either: lower cutoff_len"):
         trained(tmp_path / "row", tiny_text, 8 * MIB, {"token_budget": 80, "rehearse": True})
     with pytest.raises(ConfigError, match="^odb.rehearse: True runs the model before training"):
