@@ -163,14 +163,20 @@ class EncoderDoor:
         finally:
             self._is_on = self._lacks_images = False
 
-    def _begin(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _begin(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Pixels of no image are left out: some models call their tower with them, some do not."""
         if not self._is_on:
-            return
+            return None
+        kwargs = {
+            key: None if key.startswith("pixel_values") and value is not None and not value.numel() else value
+            for key, value in kwargs.items()
+        }
         ids = next((kwargs[key] for key in ("input_ids", "inputs_embeds") if kwargs.get(key) is not None), None)
         ids = args[0] if ids is None and args else ids
         self._tokens = 0 if ids is None else math.prod(ids.shape[:2])
         self._has_run = False
         self._lacks_images = all(kwargs[key] is None for key in kwargs if key.startswith("pixel_values"))
+        return args, kwargs
 
     def _embedded(self, embedding: Any, args: Any, output: Tensor) -> Tensor | None:
         """A rank without images: it takes part, and its own output depends on that, so that its backward does too."""

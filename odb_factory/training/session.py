@@ -7,6 +7,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import datasets
@@ -18,7 +19,8 @@ from transformers import TrainerCallback
 
 from odb_factory.accounting.losses import TokenLoss
 from odb_factory.accounting.step_accounting import Computing, log_first_step
-from odb_factory.comm.gloo import Group, gather_once, release
+from odb_factory.comm.agreement import compare
+from odb_factory.comm.gloo import Group, gather_once, patience_of, release
 from odb_factory.comm.ranks import Ranks
 from odb_factory.config import BUDGETS, ODBConfig, ResolvedConfig
 from odb_factory.data.collate import Collated, trial_batches
@@ -403,7 +405,8 @@ class Session:
                 is_shuffled=getattr(parts.sampler, "shuffle", isinstance(parts.sampler, RandomSampler)),
             )
             # 3. what happens if memory is short
-            can_split = config.oom == "raise" and config.row_multiple == 1 and why_not_split(args) is None
+            can_split = config.oom == "raise" and config.row_multiple == 1 and not config.balance_encoder
+            can_split = can_split and why_not_split(args) is None
             self.memory = MemoryWatch(config, loader.budget, args.device, can_split=can_split)
             if config.oom != "raise":
                 exchange = Group(
@@ -476,18 +479,28 @@ class Session:
             yield
 
     def share_encoder(self) -> None:
-        """Let the ranks share the work of the vision tower in training, if the block says so. Collective."""
+        """Let the ranks share the work of the vision tower in training, if the block says so. Collective.
+
+        Raises `CollectiveError` on all ranks if they differ in that: a rank alone would wait for its process group.
+        """
         settings, trainer = self.settings, self.trainer
-        config, world_size = settings.config, trainer.args.world_size
-        if not config.balance_encoder or world_size == 1:
+        config = settings.config
+        if trainer.args.world_size == 1:
             return
-        tower = find_tower(trainer.model)
+        tower = find_tower(trainer.model) if config.balance_encoder else None
         why = None
-        if tower is None:
+        if config.balance_encoder and tower is None:
             name = trainer.model.config.model_type
             why = f"no vision tower of {name} is known whose features follow the order of its images"
-        elif trainer.args.torch_compile:
+        elif config.balance_encoder and trainer.args.torch_compile:
             why = "torch_compile compiles the model's forward, in which ranks would exchange images"
+        compare(
+            {"odb.balance_encoder": config.balance_encoder, "why balance_encoder has no effect": why},
+            lambda message: gather_once(message, config.exchange_timeout_s),
+            rank=trainer.args.process_index,
+        )
+        if not config.balance_encoder:
+            return
         if tower is None or why is not None:
             logger.info("balance_encoder: %s has no effect: %s", config.balance_encoder, why)
             return
@@ -496,7 +509,12 @@ class Session:
         exchange = Group(settings.process_group, config.exchange_timeout_s, "sharing the vision tower", is_main=True)
         parent = settings.process_group
         ranks = None if parent is None else dist.get_process_group_ranks(parent)
-        group = dist.new_group(ranks, use_local_synchronization=parent is not None, group_desc="odb_factory encoder")
+        group = dist.new_group(
+            ranks,
+            timeout=timedelta(seconds=patience_of(parent)),
+            use_local_synchronization=parent is not None,
+            group_desc="odb_factory encoder",
+        )
 
         def gather(message: bytes) -> list[bytes]:
             return exchange.all_gather(message, f"optimizer step {self.run.optimizer_steps + 1 if self.run else 1}")
