@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from planning_strategies import budgets, costs, flat_budgets, padded_budgets, within
 from support import read_audit
 from toy import NUM_ROWS, Stream, pad
+from training.gradient_ranks import zero
 from training.toy_training import audit, ids, losses, make
 from transformers import Trainer
 
@@ -356,3 +357,29 @@ def test_two_ranks_take_what_the_smaller_one_has(tiny_text, tmp_path) -> None:
         assert one["changed"] == [] and one["same"]
         assert one["losses"][0] == one["losses"][1]
     assert any("of the 27.0 MiB that 90% of the memory are" in one.said for one in outcomes)
+
+
+def split_under_zero(rank: int, model: str, output_dir: str) -> list[list[float]]:
+    """One rank runs out of memory in the rehearsal. Returns the losses, and those of a training without one."""
+    os.environ["LOCAL_RANK"] = str(rank)
+    folder = Path(output_dir, str(rank))
+    engine = {"deepspeed": zero(1), "use_cpu": False, "max_steps": 2} | AT_ONCE
+    block = HEAVY | {"layout": "flat", "oom": "split"}
+    rehearsed = trained(folder / "rehearsed", Path(model), SMALL // 2 if rank else 10 * SMALL, block, **engine)
+    without = trained(folder / "without", Path(model), None, block | {"rehearse": False}, **engine)
+    return [losses(rehearsed), losses(without)]
+
+
+def test_ranks_of_zero_1_continue_after_a_rehearsal_that_ran_out_of_memory(tiny_text, tmp_path) -> None:
+    pytest.importorskip("deepspeed")
+    outcomes = run_ranks(
+        "training.test_auto_budget:split_under_zero",
+        tmp_path,
+        limit_s=200,
+        model=str(tiny_text),
+        output_dir=str(tmp_path),
+    )
+    assert all(outcome.returncode == 0 for outcome in outcomes), "\n".join(one.said[-3000:] for one in outcomes)
+    for outcome in outcomes:
+        assert outcome.value[0] == outcome.value[1] != []
+        assert "rehearse: out of memory in the heaviest" in outcome.said
