@@ -137,7 +137,8 @@ class EncoderDoor:
     ):
         found = find_tower(model)
         assert found is not None, "find_tower comes first"
-        self._module, self._tower = found
+        self._module, tower = found
+        self._name = next(name for name, child in self._module.named_children() if child is tower)
         self.group, self._gather, self._assign = group, gather, assign
         self._rank = dist.get_rank(group)
         self._by_grid = self._module.config.model_type in BY_GRID
@@ -147,7 +148,7 @@ class EncoderDoor:
             self._module.register_forward_pre_hook(self._begin, with_kwargs=True),
             self._module.get_input_embeddings().register_forward_hook(self._embedded),
         )
-        self._undo = [replace_forward(self._tower, self._encode), *(hook.remove for hook in hooks)]
+        self._undo = [replace_forward(tower, self._encode), *(hook.remove for hook in hooks)]
 
     def undo(self) -> None:
         """The model is as before."""
@@ -190,7 +191,8 @@ class EncoderDoor:
             return None
         pixels = output.new_empty((0, *others[0].shape), dtype=DTYPES[others[0].dtype])
         grid = {"grid_thw": torch.zeros((0, 3), dtype=torch.long, device=output.device)} if self._by_grid else {}
-        features = self._tower(pixels, **grid, **({} if self._by_grid else {"output_hidden_states": True}))
+        tower = getattr(self._module, self._name)  # what wraps it by now (FSDP)
+        features = tower(pixels, **grid, **({} if self._by_grid else {"output_hidden_states": True}))
         nothing = sum(feature.sum() for feature in _returned(features, self._layers()).values())
         return output + torch.as_tensor(nothing).to(output.dtype)
 

@@ -42,17 +42,19 @@ GIB = 2**30
 class MemoryWatch:
     """Records which micro-batches memory held, and knows what to lower if it does not hold one.
 
-    budget: as configured. can_split: `oom: split` would work here and is not set.
+    budget: as configured. can_split: `oom: split` would work here and is not set. encoded: patches that this rank
+    encodes for the micro-batch in progress, also other ranks' (`balance_encoder`); None: its own.
     """
 
     def __init__(self, config: ODBConfig, budget: Budget, device: torch.device, *, can_split: bool):
         self.config, self.budget, self.device, self.can_split = config, budget, device, can_split
         self._most_tokens = self._most_patches = 0
+        self.encoded: int | None = None
 
     def held(self, measured: Measured) -> None:
         """Memory held forward and backward of a micro-batch."""
         self._most_tokens = max(self._most_tokens, measured.rows * measured.length)
-        self._most_patches = max(self._most_patches, measured.patches)
+        self._most_patches = max(self._most_patches, self._patches(measured))
 
     @contextlib.contextmanager
     def named(self, micro_batch: MicroBatch, measured: Measured, optimizer_step: int) -> Iterator[None]:
@@ -78,6 +80,8 @@ class MemoryWatch:
         shape = f"{measured.rows} x {measured.length} = {tokens} tokens (token_budget {self.config.token_budget})"
         if measured.patches:
             shape += f", {measured.media} (max_patches {'none' if patches is None else patches})"
+        if self.encoded:
+            shape += f", {self.encoded} patches of all ranks encoded here"
         peak = peak_memory(self.device)
         return (
             f"out of memory in micro-batch {micro_batch.index + 1} of {micro_batch.step.num_micro_batches} of "
@@ -90,22 +94,28 @@ class MemoryWatch:
         further beyond that than its tokens are; else of its tokens."""
         tokens = measured.rows * measured.length
         least = self.budget.collation.dummies(0, 0)[1]
-        if self._is_for_patches(measured) and (patches := measured.patches * 3 // 4) >= max(least, 1):
+        if self._is_for_patches(measured) and (patches := self._patches(measured) * 3 // 4) >= max(least, 1):
             return Limits(self.budget.token_budget, patches)
         return Limits(max(tokens * 3 // 4, self.budget.sizes.up(1)), self.budget.max_patches)
 
     def _is_for_patches(self, measured: Measured) -> bool:
-        tokens, patches = measured.rows * measured.length, measured.patches
+        tokens, patches = measured.rows * measured.length, self._patches(measured)
         if tokens <= self._most_tokens and patches > self._most_patches:
             return True
         most = self._most_patches or self.budget.max_patches or 0
-        return bool(most) and patches / most > tokens / (self._most_tokens or self.budget.token_budget)
+        if not most:
+            return patches > measured.patches
+        return patches / most > tokens / (self._most_tokens or self.budget.token_budget)
+
+    def _patches(self, measured: Measured) -> int:
+        return measured.patches if self.encoded is None else self.encoded
 
     def _advice(self, micro_batch: MicroBatch, measured: Measured) -> str:
         limits = self.lower(measured)
         is_for_patches = limits.max_patches != self.budget.max_patches
         key, value = ("max_patches", limits.max_patches) if is_for_patches else ("token_budget", limits.token_budget)
-        if len(micro_batch.ids) > 1:
+        of_others = is_for_patches and self._patches(measured) > measured.patches
+        if len(micro_batch.ids) > 1 or of_others:
             other = ", or `oom: split`" if self.can_split else ""
             return f"set `{key}: {value}` or less{other}"
         shorten = "lower image_max_pixels or video_max_pixels by a quarter"

@@ -525,6 +525,8 @@ class Session:
             assert self.run is not None
             given = tokens if config.balance_encoder == "auto" else None
             plans.append(plan_encoders(patches, cost, given, max_patches=self.run.config.max_patches))
+            if self.memory is not None:
+                self.memory.encoded = int(plans[-1].patches[exchange.rank])
             return plans[-1]
 
         assert group is not None

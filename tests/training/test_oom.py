@@ -298,6 +298,19 @@ def test_the_larger_part_is_as_small_as_can_be(samples: list[Sample], layout: st
     assert again[0][0].start == cut_at < again[1][0].start
 
 
+@pytest.mark.parametrize("num_samples", [1, 3])
+def test_a_rank_that_encodes_images_of_others_is_told_so(num_samples: int) -> None:
+    """It holds text alone; without max_patches, and with micro-batches that memory has held."""
+    for held in ([], [900]):
+        watch = MemoryWatch(ODBConfig(token_budget=1000), Budget(1000), torch.device("cpu"), can_split=False)
+        for watch.encoded in held:
+            watch.held(measured(1, 900, 0))
+        watch.encoded = 4000
+        error = watch.error(a_micro_batch(ids=tuple(range(num_samples))), measured(1, 500, 0), 7)
+        assert ", 4000 patches of all ranks encoded here, samples 0" in str(error)
+        assert "; set `max_patches: 3000` or less." in str(error)
+
+
 @pytest.mark.parametrize("scaling", LOSS_SCALINGS)
 def test_parts_weigh_what_they_do_in_the_whole(scaling: str) -> None:
     samples = [sample(0, 9), sample(1, 4), sample(2, 30), sample(3, 5)]
