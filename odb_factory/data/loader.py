@@ -148,6 +148,7 @@ ABORT_S = 7.0
 STAND_INS_TRIED = 64
 """Rows that are tried for a micro-batch that has no row of its own left."""
 SMALL_ONES_TRIED = 16
+"""Rows of the dataset among which a small one is looked for (`oom: skip`)."""
 KEYS_OF_ROWS = ("overlong", *BUDGETS, *CAPS, "loss_scaling")
 """Keys of the block that decide what a row is and what it weighs."""
 

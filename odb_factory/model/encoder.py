@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from odb_factory.errors import DataError
 from odb_factory.model.flat_row import copy_to, replace_forward
-from odb_factory.model.tower import FAMILIES
+from odb_factory.model.tower import FAMILIES, TWICE
 
 BY_GRID: tuple[str, ...] = (*FAMILIES, "glm4v", "glm4v_moe", "glm46v")
 """By the `model_type` of their config: the tower takes patches of all images in one tensor [patches, ...], and a grid
@@ -211,10 +211,7 @@ class EncoderDoor:
         if not self._is_on:
             return own(*args, **kwargs)
         if self._has_run:
-            raise DataError(
-                "balance_encoder: the model runs its vision tower twice for a batch, and all ranks must run it equally "
-                "often; part rows with images from rows with videos, or set `balance_encoder: false`."
-            )
+            raise DataError(TWICE.format("the micro-batch", self._module.config.model_type))
         self._has_run = True
         names = [name for name in ("hidden_states", "pixel_values") if name in kwargs]
         pixels: Tensor = args[0] if args else kwargs.pop(names[0])

@@ -45,14 +45,13 @@ class EncoderCost:
 class EncoderPlan:
     """Who encodes what in one micro-step.
 
-    ranks: for each rank, int64[its images], the rank that encodes each. load, before: int64[ranks], the cost of what
-    each rank encodes, and of what it holds. patches: int64[ranks], encoded by each. moves: any image is encoded by
+    ranks: for each rank, int64[its images], the rank that encodes each. load: int64[ranks], the cost of what each
+    rank encodes. patches: int64[ranks], encoded by each. moves: any image is encoded by
     another rank than the one that holds it.
     """
 
     ranks: list[np.ndarray]
     load: np.ndarray
-    before: np.ndarray
     patches: np.ndarray
     moves: bool
 
@@ -91,7 +90,7 @@ def plan_encoders(
         target, load = owner, before
     ends = np.cumsum([len(one) for one in held])[:-1]
     encoded = _sums(target, patches, num_ranks)
-    return EncoderPlan(np.split(target, ends), load, before, encoded, bool((target != owner).any()))
+    return EncoderPlan(np.split(target, ends), load, encoded, bool((target != owner).any()))
 
 
 def _sums(rank: np.ndarray, values: np.ndarray, num_ranks: int) -> np.ndarray:
