@@ -363,7 +363,7 @@ def split_under_zero(rank: int, model: str, output_dir: str) -> list[list[float]
     """One rank runs out of memory in the rehearsal. Returns the losses, and those of a training without one."""
     os.environ["LOCAL_RANK"] = str(rank)
     folder = Path(output_dir, str(rank))
-    engine = {"deepspeed": zero(1), "use_cpu": False, "max_steps": 2} | AT_ONCE
+    engine = {"deepspeed": zero(1), "use_cpu": False, "max_steps": 1} | AT_ONCE
     block = HEAVY | {"layout": "flat", "oom": "split"}
     rehearsed = trained(folder / "rehearsed", Path(model), SMALL // 2 if rank else 10 * SMALL, block, **engine)
     without = trained(folder / "without", Path(model), None, block | {"rehearse": False}, **engine)
