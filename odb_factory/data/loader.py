@@ -530,10 +530,11 @@ class ODBLoader:
                     self._ranks.check()
                     continue
                 samples = current.in_flight.popleft()
+                lost = outcome.lost
                 handed, outcome = [self._agree_on(current, outcome)], None
                 micro_batch = handed[0][0]
-                if samples is not None and len(samples) > len(micro_batch.ids):
-                    left = [sample for sample in samples if sample.id in micro_batch.ids]
+                if samples is not None and lost:
+                    left = [sample for sample in samples if sample.id not in lost]
                     samples = left or ([] if self._stand_in is None else [self._stand_in])
                 self._not_consumed.append((micro_batch, samples))
                 self.rejected = micro_batch.step.rejected

@@ -27,7 +27,7 @@ from odb_factory.model.tower import FAMILIES, TWICE
 BY_GRID: tuple[str, ...] = (*FAMILIES, "glm4v", "glm4v_moe", "glm46v")
 """By the `model_type` of their config: the tower takes patches of all images in one tensor [patches, ...], and a grid
 (frames, height, width) of each."""
-BY_IMAGE = ("llava", "llava_next", "vipllava", "internvl")
+BY_IMAGE = ("llava", "llava_next", "vipllava")
 """It takes images (or tiles) of one size, [images, 3, height, width]."""
 TOWERS = ("visual", "vision_tower")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -27,7 +27,9 @@ class OfRank(SimpleNamespace):
     """What the figures are taken from and stored in, on one rank."""
 
     def __init__(self, rank: int, scaling: str):
-        odb = SimpleNamespace(computing=None, run=SimpleNamespace(config=SimpleNamespace(loss_scaling=scaling)))
+        odb = SimpleNamespace(
+            computing=None, evaluation=None, run=SimpleNamespace(config=SimpleNamespace(loss_scaling=scaling))
+        )
         args = SimpleNamespace(process_index=rank)
         super().__init__(odb=odb, args=args, _stored_metrics=defaultdict(lambda: defaultdict(list)))
 
@@ -107,7 +109,7 @@ def test_an_optimizer_step_that_is_begun_anew_counts_once() -> None:
             second = computed[MICRO_BATCHES:]
             whole = second[0]
             half = dataclasses.replace(whole.loss, scale=whole.loss.scale / 2)
-            parts = [dataclasses.replace(whole, loss=half, start=start) for start in (0, 1)]
+            parts = [dataclasses.replace(whole, micro_batch=part, loss=half) for part in whole.micro_batch.cut(1)]
             computed = [*computed[:MICRO_BATCHES], *second[:-1], *parts, *second[1:]]
         for trainer.odb.computing in computed:
             value = trainer.odb.computing.micro_batch.index + 1.0

@@ -46,7 +46,6 @@ OTHERS = {
     "llava": ("LlavaForConditionalGeneration", {"vision_feature_layer": [-2, 1]}),
     "llava_next": ("LlavaNextForConditionalGeneration", {"image_grid_pinpoints": [[SIDE, 2 * SIDE]]}),
     "vipllava": ("VipLlavaForConditionalGeneration", {"vision_feature_layers": [-2, 1]}),
-    "internvl": ("InternVLForConditionalGeneration", {}),
 }
 
 
@@ -63,9 +62,7 @@ def make(family: str) -> Any:
         parts = {"text_config": TEXT | {"rope_parameters": ROPE}, "vision_config": TOWER | {"out_hidden_size": 32}}
     else:
         vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
-        size, patch = ([SIDE] * 2, [PATCH] * 2) if family == "internvl" else (SIDE, PATCH)
-        vision |= {"image_size": size, "patch_size": patch, "projection_dim": 32}
-        vision["model_type"] = "internvl_vision" if family == "internvl" else "clip_vision_model"
+        vision |= {"image_size": SIDE, "patch_size": PATCH, "projection_dim": 32, "model_type": "clip_vision_model"}
         llama = {key: TEXT[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
         llama |= {"num_attention_heads": 4, "num_key_value_heads": 2, "model_type": "llama"}
         parts = {"text_config": llama, "vision_config": vision}
@@ -90,8 +87,7 @@ def batch_of(family: str, model: Any, media: Media) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(count)
     pixels = torch.randn(count, 3, SIDE, SIDE, generator=generator, dtype=torch.float64)
     more: dict[str, Any] = {"pixel_values": pixels}
-    patches = (SIDE // PATCH) ** 2
-    tokens = patches // 4 if family == "internvl" else patches
+    tokens = patches = (SIDE // PATCH) ** 2
     if family == "llava_next":  # tiles: the whole image, and two parts
         more = {"pixel_values": torch.stack([pixels, -pixels, 2 * pixels], 1)}
         more["image_sizes"] = torch.tensor([[SIDE, 2 * SIDE]] * count)
@@ -181,7 +177,7 @@ def check(family: str, folder: Path, *, world_size: int = 2, **given: Any) -> di
 
 
 MARKED = [
-    pytest.param(family, marks=[] if family in ("qwen3_vl", "internvl") else pytest.mark.full_grid)
+    pytest.param(family, marks=[] if family in ("qwen3_vl", "llava") else pytest.mark.full_grid)
     for family in (*(one for one in CLASSES if one in FAMILIES), *OTHERS)
 ]
 

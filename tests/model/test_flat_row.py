@@ -23,7 +23,11 @@ from training.flat_models import (
     samples,
     sum_of_losses,
 )
-from transformers.integrations.neftune import neftune_post_forward_hook
+
+try:
+    from transformers.integrations.neftune import neftune_post_forward_hook
+except ImportError:  # transformers 4
+    from transformers.trainer_utils import neftune_post_forward_hook
 
 from odb_factory.model import attention, mixers
 from odb_factory.model.flat_row import begin_row, flat_row, noise_by_sample, row_in_progress, row_of_backward
