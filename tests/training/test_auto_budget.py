@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from distributed.conftest import deepspeed_op  # noqa: F401
+from distributed.launch import BIN
 from distributed.ranks import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
@@ -361,7 +363,8 @@ def test_two_ranks_take_what_the_smaller_one_has(tiny_text, tmp_path) -> None:
 
 def split_under_zero(rank: int, model: str, output_dir: str) -> list[list[float]]:
     """One rank runs out of memory in the rehearsal. Returns the losses, and those of a training without one."""
-    os.environ["LOCAL_RANK"] = str(rank)
+    # DeepSpeed looks up the ninja that has compiled its operator (see the `deepspeed_op` fixture).
+    os.environ |= {"LOCAL_RANK": str(rank), "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
     folder = Path(output_dir, str(rank))
     engine = {"deepspeed": zero(1), "use_cpu": False, "max_steps": 1} | AT_ONCE
     block = HEAVY | {"layout": "flat", "oom": "split"}
@@ -370,8 +373,8 @@ def split_under_zero(rank: int, model: str, output_dir: str) -> list[list[float]
     return [losses(rehearsed), losses(without)]
 
 
+@pytest.mark.usefixtures("deepspeed_op")
 def test_ranks_of_zero_1_continue_after_a_rehearsal_that_ran_out_of_memory(tiny_text, tmp_path) -> None:
-    pytest.importorskip("deepspeed")
     outcomes = run_ranks(
         "training.test_auto_budget:split_under_zero",
         tmp_path,
