@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +131,29 @@ def marked_processes(mark: str) -> dict[int, list[str]]:
         if words and f"{MARK}={mark}" in proc_words(pid, "environ"):  # a zombie has no words
             found[pid] = words
     return found
+
+
+def run_command(words: Sequence[str], limit_s: float, cwd: Path | None = None) -> str:
+    """What a command prints; it ends well, and none of its processes outlives the call. It sees no CUDA device."""
+    mark, path = uuid.uuid4().hex, f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    process = subprocess.Popen(
+        words,
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"PATH": path, "CUDA_VISIBLE_DEVICES": "", MARK: mark},
+    )
+    try:
+        printed, _ = process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        end_marked_processes(mark)
+        printed, _ = process.communicate()
+        pytest.fail(f"{words}: no end within {limit_s} s:\n{printed[-4000:]}")
+    finally:
+        end_marked_processes(mark)
+    assert process.returncode == 0, f"{words}:\n{printed[-4000:]}"
+    return printed
 
 
 def end_marked_processes(mark: str) -> None:

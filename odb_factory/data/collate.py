@@ -161,10 +161,11 @@ class GroupDataset(WorkerDataset):
         if self.budget is None:
             return self.measure(batch, self.patch_size, segments)
         costs = [sample.cost for sample in samples]
-        rows, length, _ = self.budget.shape(costs)
-        media = Media(*map(sum, zip(*(cost.by_modality for cost in costs))))
         if isinstance(batch, Mapping) and np.ndim(batch.get("input_ids", ())) == 2:
             (rows, length), media = batch_shape(batch), count_media(batch, self.patch_size)
+        else:
+            rows, length, _ = self.budget.shape(costs)
+            media = Media(*map(sum, zip(*(cost.by_modality for cost in costs))))
         return Measured(rows, length, media, sum(cost.units for cost in costs), segments)
 
 

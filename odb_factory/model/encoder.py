@@ -48,15 +48,15 @@ Assign = Callable[[list[np.ndarray], list[int]], Assignment]
 """patches of the images of each rank, tokens of each rank's micro-batch -> who encodes what; the same on all ranks."""
 
 
-def find_tower(model: nn.Module) -> tuple[Any, Any] | None:
-    """The module that calls the vision tower, and the tower; None for a family whose features are not known to follow
-    the order of its images."""
+def find_tower(model: nn.Module) -> tuple[Any, str] | None:
+    """The module that calls the vision tower, and the tower's name in it; None for a family whose features are not
+    known to follow the order of its images."""
     for module in model.modules():
         family, children = getattr(getattr(module, "config", None), "model_type", None), dict(module.named_children())
         if family in (*BY_GRID, *BY_IMAGE):
             for name in TOWERS:
                 if name in children:
-                    return module, children[name]
+                    return module, name
     return None
 
 
@@ -121,24 +121,25 @@ class _Step(NamedTuple):
 class EncoderDoor:
     """Lets the ranks share the work of a model's vision tower, within `balanced`.
 
-    model: of a family of `BY_GRID` or `BY_IMAGE`, also wrapped. group: of the ranks, for tensors, used by nothing else.
+    tower: what `find_tower` has found in the model. group: of the ranks, for tensors, used by nothing else.
     gather: the messages of all ranks in rank order. assign: who encodes what.
 
     Example::
 
-        door = EncoderDoor(model, dist.new_group(), gather, assign)
+        door = EncoderDoor(find_tower(model), dist.new_group(), gather, assign)
         with door.balanced():  # on all ranks
             model(**batch).loss.backward()
         door.undo()
     """
 
     def __init__(
-        self, model: nn.Module, group: dist.ProcessGroup | None, gather: Callable[[bytes], list[bytes]], assign: Assign
+        self,
+        tower: tuple[Any, str],
+        group: dist.ProcessGroup | None,
+        gather: Callable[[bytes], list[bytes]],
+        assign: Assign,
     ):
-        found = find_tower(model)
-        assert found is not None, "find_tower comes first"
-        self._module, tower = found
-        self._name = next(name for name, child in self._module.named_children() if child is tower)
+        self._module, self._name = tower
         self.group, self._gather, self._assign = group, gather, assign
         self._rank = dist.get_rank(group)
         self._by_grid = self._module.config.model_type in BY_GRID
@@ -148,7 +149,7 @@ class EncoderDoor:
             self._module.register_forward_pre_hook(self._begin, with_kwargs=True),
             self._module.get_input_embeddings().register_forward_hook(self._embedded),
         )
-        self._undo = [replace_forward(tower, self._encode), *(hook.remove for hook in hooks)]
+        self._undo = [replace_forward(getattr(*tower), self._encode), *(hook.remove for hook in hooks)]
 
     def undo(self) -> None:
         """The model is as before."""

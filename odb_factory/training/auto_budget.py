@@ -172,9 +172,9 @@ class Trials:
         needed = (round(float(np.dot(model, _terms(micro_batch)))) for model in self._models)
         return all(size <= limit for size, limit in zip(needed, self.limits))
 
-    def share(self, peaks: Sequence[int | None]) -> float:
-        """Of what a rank may use, on the rank that is nearest to it."""
-        return max((peak or 0) / limit for peak, limit in zip(peaks, self.limits))
+    def nearest(self, peaks: Sequence[int | None]) -> tuple[int, int]:
+        """Peak and limit, in bytes, of the rank whose peak is nearest to its limit."""
+        return max(((peak or 0, limit) for peak, limit in zip(peaks, self.limits)), key=lambda pair: pair[0] / pair[1])
 
     def _is_within(self, peaks: Sequence[int | None]) -> bool:
         return all(peak is not None and peak <= limit for peak, limit in zip(peaks, self.limits))
@@ -441,7 +441,8 @@ class _Search:
                 bound = self._less(chosen)
                 continue
             best = chosen, *verified
-            if self.trials.share(verified[1]) >= CLOSE or not self.trials.can_continue:
+            peak, limit = self.trials.nearest(verified[1])
+            if peak >= CLOSE * limit or not self.trials.can_continue:
                 break
         if best is None:
             raise ConfigError(
@@ -571,13 +572,13 @@ class _Search:
         if self._config.max_patches == AUTO:
             no_media = "none, as the samples have no media"
             found.append(f"max_patches: auto is {no_media if chosen.max_patches is None else chosen.max_patches}")
-        worst, limit = max(zip(peaks, self.trials.limits), key=lambda pair: (pair[0] or 0) / pair[1])
+        worst, limit = self.trials.nearest(peaks)
         bound = "as much as memory_fraction allows"
         if self._chooses_tokens and chosen.token_budget >= self.most:
             bound = "as much as an optimizer step can have on a rank"
         return (
             f"{', '.join(found)} ({bound}): the heaviest micro-batch that was found, {measured.rows} x "
-            f"{measured.length} tokens and {measured.patches} patches, takes {_gib(worst or 0)} of the "
+            f"{measured.length} tokens and {measured.patches} patches, takes {_gib(worst)} of the "
             f"{_gib(limit)} that {self._config.memory_fraction:.0%} of the memory are, the state of the optimizer "
             "included"
         )

@@ -405,8 +405,8 @@ class Session:
                 is_shuffled=getattr(parts.sampler, "shuffle", isinstance(parts.sampler, RandomSampler)),
             )
             # 3. what happens if memory is short
-            can_split = config.oom == "raise" and config.row_multiple == 1 and not config.balance_encoder
-            can_split = can_split and why_not_split(args) is None
+            cuts_nothing = config.oom == "raise" and config.row_multiple == 1 and not config.balance_encoder
+            can_split = cuts_nothing and why_not_split(args) is None
             self.memory = MemoryWatch(config, loader.budget, args.device, can_split=can_split)
             if config.oom != "raise":
                 exchange = Group(
@@ -504,8 +504,9 @@ class Session:
         if tower is None or why is not None:
             logger.info("balance_encoder: %s has no effect: %s", config.balance_encoder, why)
             return
-        trains = any(parameter.requires_grad for parameter in tower[1].parameters())
-        cost = EncoderCost(**dict(zip(("pair", "patch", "token"), cost_of(tower[0], trains_tower=trains))))
+        trains = any(parameter.requires_grad for parameter in getattr(*tower).parameters())
+        pair, patch, token = cost_of(tower[0], trains_tower=trains)
+        cost = EncoderCost(pair=pair, patch=patch, token=token)
         exchange = Group(settings.process_group, config.exchange_timeout_s, "sharing the vision tower", is_main=True)
         parent = settings.process_group
         ranks = None if parent is None else dist.get_process_group_ranks(parent)
@@ -530,7 +531,7 @@ class Session:
             return plans[-1]
 
         assert group is not None
-        door = EncoderDoor(trainer.model, group, gather, assign)
+        door = EncoderDoor(tower, group, gather, assign)
         self._encoder = _SharedEncoder(door, group, exchange, plans)
         logger.info("balance_encoder: %s: images move to the rank that encodes them", config.balance_encoder)
 

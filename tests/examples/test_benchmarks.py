@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
-import subprocess
 import sys
-import uuid
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
-from support import MARK, end_marked_processes
+from support import run_command
 
 FOLDER = Path(__file__).parents[2] / "examples" / "benchmark"
 LIMIT_S = 280
@@ -22,21 +19,8 @@ LIMIT_S = 280
 
 def run_all(folder: Path, *options: str) -> str:
     """What it prints; it ends well, and none of its processes outlives the call."""
-    mark = uuid.uuid4().hex
-    environment = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", MARK: mark}
-    try:
-        ended = subprocess.run(
-            [sys.executable, str(FOLDER / "all.py"), "--short", "--output-dir", str(folder), *options],
-            env=os.environ | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=LIMIT_S,
-        )
-    finally:
-        end_marked_processes(mark)
-    assert ended.returncode == 0, ended.stdout[-4000:]
-    return ended.stdout
+    command = [sys.executable, str(FOLDER / "all.py"), "--short", "--output-dir", str(folder), *options]
+    return run_command(command, LIMIT_S)
 
 
 @pytest.fixture(scope="module")

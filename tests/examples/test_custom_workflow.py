@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 import unicodedata
-import uuid
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,7 +14,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from support import MARK, end_marked_processes, read_jsonl
+from support import read_jsonl, run_command
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 ROOT = Path(__file__).parents[2]
@@ -30,29 +26,10 @@ ONE_RANK, TWO_RANKS, TRAINER, QWEN_VL, GRPO = COMMANDS
 
 def run(command: str, output: Path, *options: str) -> str:
     """What it prints. None of its processes outlives the call."""
-    binaries, mark = Path(sys.executable).parent, uuid.uuid4().hex
     words = shlex.split(command)
     if words[0] == "torchrun":  # any free port, so that two runs on one machine do not meet
         words[1:1] = ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
-    environment = {"PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": "", MARK: mark}
-    process = subprocess.Popen(
-        [*words, "--output", str(output), *options],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=os.environ | environment,
-    )
-    try:
-        printed, _ = process.communicate(timeout=LIMIT_S)
-    except subprocess.TimeoutExpired:
-        end_marked_processes(mark)
-        printed, _ = process.communicate()
-        pytest.fail(f"{command}: no end within {LIMIT_S} s:\n{printed[-4000:]}")
-    finally:
-        end_marked_processes(mark)
-    assert process.returncode == 0, f"{command}:\n{printed[-4000:]}"
-    return printed
+    return run_command([*words, "--output", str(output), *options], LIMIT_S, ROOT)
 
 
 def rows_of(*folders: Path) -> Counter:

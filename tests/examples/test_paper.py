@@ -5,18 +5,15 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import os
 import re
-import subprocess
 import sys
-import uuid
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
-from support import MARK, end_marked_processes
+from support import run_command
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LIMIT_S = 280
@@ -24,21 +21,7 @@ LIMIT_S = 280
 
 def run(*words: str) -> str:
     """What it prints; none of its processes outlives the call."""
-    mark = uuid.uuid4().hex
-    environment = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", MARK: mark}
-    try:
-        ended = subprocess.run(
-            [sys.executable, *words],
-            env=os.environ | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=LIMIT_S,
-        )
-    finally:
-        end_marked_processes(mark)
-    assert ended.returncode == 0, ended.stdout[-4000:]
-    return ended.stdout
+    return run_command([sys.executable, *words], LIMIT_S)
 
 
 def module(name: str) -> ModuleType:

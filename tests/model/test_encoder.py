@@ -137,7 +137,7 @@ def train_scenes(rank: int, family: str, scenes: list[str], tuning: str = "all")
         )
         with one_pass(model):
             loss, gradients = train(model, batch)
-            door = EncoderDoor(model, group, gather, assign)
+            door = EncoderDoor(find_tower(model), group, gather, assign)
             has_images = any(map(any, SCENES[name]))  # else the tower has no gradient, which DDP would wait for
             with door.balanced():
                 shared, of_shared = train(DistributedDataParallel(model) if has_images else model, batch | no_pixels)
@@ -245,7 +245,7 @@ def test_nothing_is_left_behind() -> None:
     try:
         model = make_model("qwen3_vl")
         before = [(name, set(vars(one)), len(one._forward_hooks)) for name, one in model.named_modules()]
-        door = EncoderDoor(model, None, lambda message: [message], lambda patches, tokens: None)  # type: ignore[arg-type]
+        door = EncoderDoor(find_tower(model), None, lambda message: [message], lambda patches, tokens: None)  # type: ignore[arg-type]
         door.undo()
         assert [(name, set(vars(one)), len(one._forward_hooks)) for name, one in model.named_modules()] == before
         assert find_tower(torch.nn.Linear(1, 1)) is None
