@@ -1,4 +1,4 @@
-"""`ODBConfig`: every key of the `odb:` block, its type, default and rules. What a key means: docs/reference.md.
+"""`ODBConfig`: every key of the `odb:` block, its type, default and rules. What a key means: docs/keys.md.
 
 Standard library only: the block is checked before anything heavy is imported.
 """
@@ -54,7 +54,7 @@ def _number(default: Any = dataclasses.MISSING, minimum: int = 1, maximum: int =
 
 @dataclass(frozen=True, kw_only=True)
 class ODBConfig:
-    """The `odb:` block of a training YAML; docs/reference.md says what each key means.
+    """The `odb:` block of a training YAML; docs/keys.md says what each key means.
 
     Tokens are counted after expansion, truncation and padding; patches are vision-tower input
     patches. Raises `ConfigError` (a `ValueError`) with a one-line message for a bad value.

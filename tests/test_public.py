@@ -164,7 +164,7 @@ def test_audit_keys() -> None:
     measured = Measured(rows=2, length=3, media=Media(), units=3)
     found = audit_line(a_micro_batch(), measured, MicroBatchLoss(1.0, None), optimizer_step=2, data_wait_s=0.25)
     assert abs(found.pop("time") - time.time()) < 60
-    assert found.keys() | {"time"} == first_column("Audit"), "docs/reference.md"
+    assert found.keys() | {"time"} == first_column("Audit"), "docs/metrics.md"
     assert found == {
         "epoch": 0,
         "optimizer_step": 2,

@@ -363,7 +363,7 @@ def _other_packages(facts: Facts) -> Iterator[Check]:
         yield Check(
             "warning",
             f"this LLaMA-Factory already has odb keys: {', '.join(facts.probe.own_keys)}",
-            "the plugin takes the block first; take the patch out (docs/versions.md), or install a stock release",
+            "the plugin takes the block first; take the patch out (docs/llamafactory.md), or install a stock release",
         )
     if not version and not facts.probe.own_keys:
         yield Check("ok", "no other package or patch for online batching is in the way")

@@ -158,7 +158,7 @@ class _Parts:
         raise DataError(
             f"the vision tower's features of images and videos together are {_shape(found)}, where "
             f"{sum(self._embeddings)} embeddings were expected: this release of transformers computes them in another "
-            "way; take one that docs/support.md names, or leave rows with videos out."
+            "way; take one that docs/engines.md names, or leave rows with videos out."
         )
 
     def _is_one_each(self, found: list[Any] | tuple[Any, ...]) -> bool:

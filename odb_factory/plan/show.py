@@ -73,7 +73,7 @@ def show(console: Console, found: Look, advice: Advice) -> None:
     if found.compared.optimizer_steps < found.own.optimizer_steps:
         of = f"{found.compared.optimizer_steps} of the {found.own.optimizer_steps} optimizer steps"
         parts.append(Text(f"  Planning takes long here: budgets other than the YAML's are planned over {of}."))
-    parts.append(Text("  docs/reference.md, section Plan, explains the columns.\n"))
+    parts.append(Text("  docs/commands.md, section Plan, explains the columns.\n"))
     parts.append(Text.assemble(("Recommended: ", "bold"), advice.sentence))
     parts += [Text.assemble(("Warning: ", "yellow"), line) for line in advice.warnings]
     if not found.asked.has_block:

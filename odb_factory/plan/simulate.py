@@ -64,7 +64,7 @@ Totals = Sequence[Sequence[MicroStepTotals]]
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """The figures of docs/reference.md, "Plan". Ratios are 0 to 1.
+    """The figures of docs/commands.md, "Plan". Ratios are 0 to 1.
 
     name: of what forms the micro-batches. caps: by modality. token_budget, max_patches, budget_use, limit,
     share_of_limit: None without a budget. micro_batches: K, its mean. limit: the step efficiency that no plan exceeds.

@@ -1,4 +1,4 @@
-"""The figures of a run, as `odb-factory report --json` writes them; what no file has is None. docs/reference.md lists
+"""The figures of a run, as `odb-factory report --json` writes them; what no file has is None. docs/commands.md lists
 them."""
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ Object = dict[str, object]
 
 @schema(slots=True, config=STRICT)
 class Begin:
-    """RUN_LOG: a process begins to train. config: the odb block. See docs/reference.md, "Run log"."""
+    """RUN_LOG: a process begins to train. config: the odb block. See docs/metrics.md, "Run log"."""
 
     event: Literal["begin"]
     time: Finite

@@ -84,7 +84,7 @@ def _same(mine: str | None, theirs: str | None) -> bool | None:
 
 
 def compare(one: Run, other: Run) -> dict[str, Any]:
-    """The `comparison` of docs/reference.md. time_ratio: seconds of one as a share of the other's; None unless both
+    """The `comparison` of docs/commands.md. time_ratio: seconds of one as a share of the other's; None unless both
     logs show as many optimizer steps and samples."""
     losses = [{entry["step"]: entry for entry in run["entries"]} for run in (one, other)]
     common, steps = sorted(losses[0].keys() & losses[1].keys()), []

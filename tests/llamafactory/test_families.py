@@ -1,6 +1,6 @@
 """Every multimodal plugin that can be built offline, with a tiny processor: rows, batches and costs equal stock's.
 
-The table of docs/support.md is written from what is found here: run this file with `ODB_RENEW_TABLES=1` to renew it.
+The table of docs/families.md is written from what is found here: run this file with `ODB_RENEW_TABLES=1` to renew it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from odb_factory.llamafactory.media import MediaObserver
 from odb_factory.llamafactory.stages import STAGES
 from odb_factory.planning import VIDEO, Budget, Cost
 
-PAGE = Path(__file__).parents[2] / "docs" / "support.md"
+PAGE = Path(__file__).parents[2] / "docs" / "families.md"
 TABLE_OF = {"llamafactory": "0.9.5", "transformers": "5.6.0"}
 """The versions that the table is about."""
 GRID = ("gemma3n", "gemma4n")
@@ -265,7 +265,7 @@ def _cell(found: list[str]) -> str:
 
 
 def check_table(families: Sequence[Family]) -> None:
-    """The lines of these families, and what cannot be built, stand in docs/support.md; or they are written there."""
+    """The lines of these families, and what cannot be built, stand in docs/families.md; or they are written there."""
     here = {name: version(name) for name in TABLE_OF}
     if here != TABLE_OF:
         pytest.skip(f"the table is about {TABLE_OF}, here is {here}")

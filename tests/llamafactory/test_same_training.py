@@ -2,7 +2,7 @@
 
 `CELLS` names the trainings, `SETS` where each is run: on one rank in this process, on several in the processes of one
 launch. The wide grid: `pytest -s -m full_grid tests/llamafactory/test_same_training.py`; -s shows how far each training
-is from stock's. docs/support.md has the table.
+is from stock's. docs/engines.md has the table.
 """
 
 from __future__ import annotations

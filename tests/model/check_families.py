@@ -1,4 +1,4 @@
-"""The table of families in docs/support.md: the check of a tiny copy, run on model classes of transformers.
+"""The table of families in docs/families.md: the check of a tiny copy, run on model classes of transformers.
 
     PYTHONPATH=.:tests python -m model.check_families > table.md            # all, some minutes
     PYTHONPATH=.:tests python -m model.check_families qwen3 doge            # some

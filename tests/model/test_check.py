@@ -1,4 +1,4 @@
-"""I10: the check of a tiny copy decides about flat rows as the families table of docs/support.md says.
+"""I10: the check of a tiny copy decides about flat rows as the families table of docs/families.md says.
 
 The full grid runs all families of the table: `python -m model.check_families` prints it.
 """

@@ -180,7 +180,7 @@ def test_nothing_is_left_behind() -> None:
 
 def test_features_of_an_unknown_form_are_refused() -> None:
     parts = module._Parts([16, 4], [24], 4)
-    with pytest.raises(DataError, match=r"are \(7, 3\), where 11 embeddings.*docs/support.md"):
+    with pytest.raises(DataError, match=r"are \(7, 3\), where 11 embeddings.*docs/engines.md"):
         parts.of(torch.zeros(7, 3))
 
 
