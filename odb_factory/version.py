@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import metadata
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def installed_version(package: str) -> str | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("mypy", reason="mypy is not installed: pip install odb_factory[lint]")
+pytest.importorskip("mypy", reason="mypy is not installed: pip install mypy")
 
 ROOT = Path(__file__).parents[1]
 LIMIT_S = 1200

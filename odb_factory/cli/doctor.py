@@ -44,9 +44,12 @@ SUPPORTED = {
 }
 """What must be installed, and which versions odb_factory supports (all, where LLaMA-Factory itself sets them)."""
 _FIXES = {"python": "make an environment with a Python of 3.11 or newer", "torch": TORCH_SET}
-OPTIONAL = {"deepspeed": 'only ZeRO needs it: pip install "odb_factory[deepspeed]"'}
 DEEPSPEED = "deepspeed>=0.10.0,<=0.18.4"
 """requirements/deepspeed.txt of 0.9.5, which is not installed; the metadata of earlier releases have theirs."""
+OPTIONAL = {
+    "deepspeed": f'only ZeRO needs it: pip install "{DEEPSPEED}"',
+    "torchcodec": "only audio data need it, which torchaudio 2.9 and newer read by it: pip install torchcodec",
+}
 _COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
 
 
@@ -103,6 +106,8 @@ def examine_environment() -> int:
     verdict = "Ready: `llamafactory-cli train` forms batches online for every YAML with an odb: block."
     if num_problems:
         verdict = f"Not ready: {num_problems} problem{'s' if num_problems > 1 else ''} to fix."
+    if facts.versions.get("llamafactory") is None:
+        verdict += " Loops and Trainers of your own (ODBDataLoader, enable_odb) work without LLaMA-Factory."
     probe = facts.probe
     if num_problems == 1 and probe.hooked and not (probe.active or probe.unhooked or probe.switched_off):
         verdict += " Until then, `odb-factory train my.yaml` activates odb_factory by itself."
@@ -296,7 +301,7 @@ def _pins(facts: Facts) -> Iterator[Check]:
     for name, (version, specifier) in others.items():
         what = f"{name} {version} is outside what LLaMA-Factory asks for ({specifier})"
         yield Check("warning", what, f'pip install "{name}{specifier}"')
-    if not others:
+    if facts.pins and not others:
         yield Check("ok", "every package is within the versions that LLaMA-Factory asks for")
 
 
@@ -308,7 +313,7 @@ def _entry_point(facts: Facts) -> Iterator[Check]:
     yield Check(
         "problem",
         f"the entry point that activates odb_factory {how}: its metadata is missing or old",
-        "install it again: pip install odb_factory (in a checkout: pip install -e .)",
+        "install it again, in its checkout: pip install -e .",
     )
 
 
@@ -339,6 +344,8 @@ def _launcher(facts: Facts) -> Iterator[Check]:
 def _seams(facts: Facts) -> Iterator[Check]:
     probe = facts.probe
     failed = [name for name in SEAMS if name in probe.errors]
+    if facts.versions.get("llamafactory") is None:
+        return  # named as not installed
     if failed:
         what = f"{failed[0]} cannot be imported: {probe.errors[failed[0]]}"
         yield Check("problem", what, "fix what the message names; `llamafactory-cli version` shows it in full")

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from odb_factory.errors import ConfigError, ODBError, one_line
@@ -17,6 +18,7 @@ from odb_factory.version import __version__
 SAMPLES = 2000
 PAGE = "odb_report.html"
 REPORT_NEEDS = ("jinja2", "matplotlib", "pydantic")
+NEED_LLAMAFACTORY = ("demo", "plan", "train")
 CHILD = Path(__file__).with_name("train_child.py")
 QUIET = {"LLAMAFACTORY_VERBOSITY": "ERROR", "TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
 """Environment of `plan`, which trains nothing; tokenizers would warn because its workers are forked."""
@@ -36,6 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Whatever follows the command's name is the command's to read.
     arguments, rest = parser.parse_known_args(argv)
     try:
+        if arguments.command in NEED_LLAMAFACTORY and not {"-h", "--help"}.intersection(rest):
+            _check_llamafactory()
         return COMMANDS[arguments.command][0](rest)
     except ODBError as error:
         print(f"odb-factory {arguments.command}: {error}", file=sys.stderr)
@@ -54,7 +58,7 @@ def train(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="odb-factory train",
         description="Run `llamafactory-cli train` with odb_factory activated explicitly: for "
-        "TORCH_DEVICE_BACKEND_AUTOLOAD=0, a torch older than 2.5, or an installation without metadata.",
+        "TORCH_DEVICE_BACKEND_AUTOLOAD=0, or an installation without metadata.",
         usage="odb-factory train CONFIG.yaml [key=value ...]",
     )
     _add_yaml(parser)
@@ -157,7 +161,7 @@ def report(argv: Sequence[str]) -> int:
     except ModuleNotFoundError as error:
         if not (error.name or "").startswith(REPORT_NEEDS):  # pydantic_core, too
             raise
-        raise ODBError(f"this command needs {', '.join(REPORT_NEEDS)}: pip install 'odb_factory[report]'") from None
+        raise ODBError(f"this command needs {', '.join(REPORT_NEEDS)}: pip install {' '.join(REPORT_NEEDS)}") from None
     figures = report_of([folder for folder in (given.output_dir, given.other_dir) if folder is not None])
     _write(page, make_page(figures, datetime.datetime.now()), "--html")
     if prints_figures:
@@ -210,6 +214,15 @@ def _at_least_one(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def _check_llamafactory() -> None:
+    if find_spec("llamafactory") is None:
+        from odb_factory.llamafactory.activation import SUPPORTED
+
+        raise ODBError(
+            f'this command runs LLaMA-Factory, which is not installed: pip install "llamafactory{SUPPORTED}"'
+        )
 
 
 def _activated(command: str, fix: str) -> bool:

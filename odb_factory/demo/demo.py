@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 # Real trainings by LLaMA-Factory's command line on a CPU, in separate processes, every micro-batch recorded.
 
 POLL_S = 0.5
+SAY_S = 30
+"""Without a terminal: seconds from one line of progress to the next."""
 LAUNCHES_ELSEWHERE = ("FORCE_TORCHRUN", "NNODES", "NPROC_PER_NODE", "USE_MCA", "USE_RAY", "USE_V1")
 """Settings of LLaMA-Factory's launcher that would take the training out of the processes that are recorded."""
 
@@ -398,8 +400,15 @@ def _train(config: dict[str, Any], ranks: int, samples: int, console: Console, n
     with Progress(*columns, console=console) as progress:
         bar = progress.add_task(name, total=samples)
 
+        said = began = time.monotonic()
+
         def watch(batches: list[Batch]) -> None:
-            progress.update(bar, completed=sum(len(batch["lengths"]) for batch in batches))
+            nonlocal said
+            done = sum(len(batch["lengths"]) for batch in batches)
+            progress.update(bar, completed=done)
+            if not console.is_terminal and time.monotonic() > said + SAY_S:  # a log file has no moving bar
+                said = time.monotonic()
+                console.print(f"    {name}: {done} of {samples} samples after {said - began:.0f} s")
 
         try:
             return train(config, ranks=ranks, watch=watch)

@@ -3,7 +3,7 @@
 Lightning counts batches, and ends optimizer steps, prefetches and writes checkpoints by that count. So its batch is an
 optimizer step here, and `accumulate_grad_batches` stays 1: `global_step`, schedules, gradient clipping, validation
 intervals and checkpoints are right by themselves. `training_step` of the module sees one micro-batch at a time, as if
-nothing had changed. Needs `pip install "odb_factory[lightning]"`.
+nothing had changed. Needs `pip install lightning`.
 """
 
 from __future__ import annotations

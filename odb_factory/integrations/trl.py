@@ -3,7 +3,7 @@
 A pair is a prompt and two answers: the trainer puts the prompt before each, chosen ones first, and shifts the rows to
 the left. Padded, a pair costs two rows of its longer answer; flat, both answers: the collate worker makes the same rows
 and lays them into one, which every model that sees the batch computes in their place (`model/unpad.py`). The loss is a
-mean over pairs. Needs `pip install "odb_factory[trl]"`.
+mean over pairs. Needs `pip install trl`.
 
 Import this module before the trainers of trl: with transformers 5, trl 0.24 takes packages for installed that are not,
 and `from trl import DPOTrainer` fails for want of mergekit. Importing this module corrects trl's list.

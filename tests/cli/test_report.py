@@ -220,7 +220,7 @@ def test_a_missing_library_is_one_line(tmp_path: Path, capsys, monkeypatch, name
     monkeypatch.setitem(sys.modules, name, None)
     assert run(write_odb(tmp_path / "run")) == 1
     assert capsys.readouterr().err == (
-        "odb-factory report: this command needs jinja2, matplotlib, pydantic: pip install 'odb_factory[report]'\n"
+        "odb-factory report: this command needs jinja2, matplotlib, pydantic: pip install jinja2 matplotlib pydantic\n"
     )
 
 

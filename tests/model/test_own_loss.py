@@ -1,6 +1,6 @@
 """Which loss a model computes itself is found out without its weights; the loss without logits replaces only the mean.
 
-Families: those of docs/families.md whose forward does not call `loss_function`, or calls it without the number of items.
+Families: those of docs/families.md whose forward does not call `loss_function`, or calls it without num_items.
 """
 
 from __future__ import annotations

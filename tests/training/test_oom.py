@@ -210,7 +210,7 @@ def test_raise_says_what_to_lower_on_all_ranks(two_ranks) -> None:
 @pytest.mark.parametrize("engine", ["FSDP", "torch_compile", "ZeRO-1, overlapped", "ZeRO-2", "ZeRO-3"])
 def test_split_and_skip_are_refused_where_collectives_run_inside(engine: str, two_ranks) -> None:
     if engine.startswith("ZeRO") and find_spec("deepspeed") is None:
-        pytest.skip("deepspeed is not installed: pip install odb_factory[deepspeed]")
+        pytest.skip("deepspeed is not installed: pip install deepspeed")
     first, second = two_ranks["text"].refused
     assert first == second
     for line, policy in zip(first[engine], ("split", "skip"), strict=True):

@@ -1,0 +1,94 @@
+"""What README.md says a loop or Trainer of one's own can do, run from the installed package, in any folder.
+
+The snippets are those of the README that the package carries. `.ci/run` runs this where odb_factory was installed
+from its wheel, without LLaMA-Factory and with it.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import metadata
+from pathlib import Path
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM, Trainer, TrainingArguments
+
+import odb_factory
+from odb_factory import ODBDataLoader, plan_micro_batches, pop_step_info, unpad
+
+assert "site-packages" in odb_factory.__file__, f"{odb_factory.__file__}: this is not an installed wheel"
+TRAINER, LOOP = re.findall(
+    r"```python\n(.*?)```", (metadata("odb_factory").get_payload() or "").split("\n## Without LLaMA-Factory\n")[1], re.S
+)
+draw = random.Random(0)
+dataset = [{"input_ids": ids, "labels": ids} for ids in ([7] * draw.randint(3, 60) for _ in range(64))]
+
+
+def new_model() -> Qwen2ForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    config = Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=2)
+    return Qwen2ForCausalLM(config)
+
+
+def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    length = max(len(row["input_ids"]) for row in rows)
+    ids, labels, mask = (
+        torch.tensor([row + [fill] * (length - len(row)) for row in found])
+        for found, fill in (
+            ([row["input_ids"] for row in rows], 0),
+            ([row["labels"] for row in rows], -100),
+            ([[1] * len(row["input_ids"]) for row in rows], 0),
+        )
+    )
+    return {"input_ids": ids, "labels": labels, "attention_mask": mask}
+
+
+def train_flat() -> torch.nn.Module:
+    """The loop again, each micro-batch as one row without padding."""
+    model = new_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ODBDataLoader(
+        dataset, batch_size=4, token_budget=8192, shuffle=True, layout="flat", collate_fn=collate
+    ) as loader:
+        unpad(model, loader)
+        for batch in loader:
+            info = pop_step_info(batch)
+            (model(**batch).loss * info.loss_scale).backward()
+            if info.ends_optimizer_step:
+                optimizer.step()
+                optimizer.zero_grad()
+    return model
+
+
+def distance(model: torch.nn.Module, other: torch.nn.Module) -> float:
+    return max(float((a - b).abs().max()) for a, b in zip(model.parameters(), other.parameters()))
+
+
+model = new_model()
+names = {"dataset": dataset, "collate": collate, "model": model}
+names["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
+exec(LOOP, names)
+flat = train_flat()
+assert distance(model, new_model()) > 1e-3 > 1e-5 > distance(model, flat), "a loop, padded and flat"
+
+with tempfile.TemporaryDirectory() as folder:
+    arguments = TrainingArguments(
+        folder, use_cpu=True, per_device_train_batch_size=4, max_steps=4, report_to="none", save_strategy="no"
+    )
+    trainer = Trainer(model=new_model(), args=arguments, train_dataset=dataset, data_collator=collate)
+    exec(TRAINER, {"trainer": trainer})
+    assert trainer.state.global_step == 4
+    plan = plan_micro_batches([len(row["input_ids"]) for row in dataset], token_budget=64, ranks=2)
+    assert sorted(i for rank in plan.micro_batches for step in rank for i in step) == list(range(64))
+    # One line in either case: what to install, or that there is no run in the folder.
+    command = [str(Path(sys.executable).with_name("odb-factory")), "report", folder + "/none"]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 1 and ended.stderr.count("\n") == 1, ended.stderr
+print(
+    f"A loop, padded and flat, a Trainer and the planner have run with {odb_factory.__file__}; {ended.stderr.strip()}"
+)
