@@ -16,7 +16,7 @@ URLS = tomllib.loads((HERE / "pyproject.toml").read_text(encoding="utf-8"))["pro
 
 def for_package_page(readme: str, repository: str | None) -> str:
     """repository: such as https://github.com/owner/name."""
-    pictures, links = r"!\[([^\]]*)\]\((?!https?:)([^)]+)\)\n*", r"\[([^\]]+)\]\((?!https?:)([^)]+)\)"
+    pictures, links = r"!\[([^\[\]]*)\]\((?!https?:)([^)]+)\)\n*", r"\[([^\[\]]+)\]\((?!https?:)([^)]+)\)"
     if repository is None:
         return re.sub(links, r"\1", re.sub(pictures, "", readme))
     readme = re.sub(pictures, rf"![\1]({repository}/raw/main/\2)\n\n", readme)

@@ -21,9 +21,9 @@ import odb_factory
 from odb_factory import ODBDataLoader, plan_micro_batches, pop_step_info, unpad
 
 assert "site-packages" in odb_factory.__file__, f"{odb_factory.__file__}: this is not an installed wheel"
-TRAINER, LOOP = re.findall(
-    r"```python\n(.*?)```", (metadata("odb_factory").get_payload() or "").split("\n## Without LLaMA-Factory\n")[1], re.S
-)
+README = metadata("odb_factory")["Description"]
+assert not re.search(r"\]\((?!https?:)", README), "a package page has none of the files that a link names"
+TRAINER, LOOP = re.findall(r"```python\n(.*?)```", README.split("\n## Without LLaMA-Factory\n")[1], re.S)
 draw = random.Random(0)
 dataset = [{"input_ids": ids, "labels": ids} for ids in ([7] * draw.randint(3, 60) for _ in range(64))]
 
@@ -85,10 +85,11 @@ with tempfile.TemporaryDirectory() as folder:
     assert trainer.state.global_step == 4
     plan = plan_micro_batches([len(row["input_ids"]) for row in dataset], token_budget=64, ranks=2)
     assert sorted(i for rank in plan.micro_batches for step in rank for i in step) == list(range(64))
-    # One line in either case: what to install, or that there is no run in the folder.
-    command = [str(Path(sys.executable).with_name("odb-factory")), "report", folder + "/none"]
-    ended = subprocess.run(command, capture_output=True, text=True)
+
+print(f"A loop, padded and flat, a Trainer and the planner have run with {odb_factory.__file__}.")
+# One line each, whatever is installed: what to install, or that the folder holds no run and the YAML is not there.
+for command in (["report", "none"], ["plan", "none.yaml"]):
+    program = str(Path(sys.executable).with_name("odb-factory"))
+    ended = subprocess.run([program, *command], capture_output=True, text=True)
     assert ended.returncode == 1 and ended.stderr.count("\n") == 1, ended.stderr
-print(
-    f"A loop, padded and flat, a Trainer and the planner have run with {odb_factory.__file__}; {ended.stderr.strip()}"
-)
+    print(ended.stderr.strip())

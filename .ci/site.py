@@ -14,7 +14,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!\w+:)([^)#\s]+)((?:#[^)]*)?)\)")
+LINK = re.compile(r"(!?)\[([^\[\]]*)\]\((?!\w+:)([^)#\s]+)((?:#[^)]*)?)\)")
 FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import odb_factory
 from odb_factory.accounting.statistics import StepStatistics
 from odb_factory.cli.main import COMMANDS
 from odb_factory.config import ODBConfig
@@ -58,6 +59,18 @@ def test_pages_are_short_and_readme_leads_everywhere() -> None:
     limits = {"README.md": 150, "benchmarks.md": 400}
     assert {page: lines for page, lines in lengths.items() if lines > limits.get(page.name, 300)} == {}
     assert [page.name for page in ROOT.glob("docs/*.md") if f"(docs/{page.name}" not in readme] == []
+
+
+def test_every_public_name_is_in_the_api_page() -> None:
+    """mkdocstrings makes the entries of the docstrings; `mkdocs build --strict` (.ci/run) finds names that are gone."""
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    entries = set(re.findall(r"^::: odb_factory\.(\w+)$", page, re.MULTILINE))
+    assert entries == set(odb_factory.__all__) - {"__version__"}
+
+
+def test_the_changelog_begins_with_this_version() -> None:
+    versions = re.findall(r"^## (\S+)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert versions[0] == odb_factory.__version__
 
 
 def test_guarantees_name_tests_that_are_there() -> None:
