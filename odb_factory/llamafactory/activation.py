@@ -43,7 +43,13 @@ SEAMS = {
 OPTIONAL = {
     "llamafactory.launcher": {"launch": "check_before_launch"},
     "llamafactory.v1.launcher": {"launch": "refuse_v1"},
-    "llamafactory.hparams.parser": {"get_ray_args": "refuse_ray"},
+    "llamafactory.hparams.parser": {"get_ray_args": "read_ray"},
+    "llamafactory.train.tuner": {
+        "_ray_training_function": "drive_ray",
+        "get_placement_group": "reserve_in_ray",
+        "get_ray_remote_config_for_worker": "name_ray_worker",
+        "_training_function": "train_in_ray",
+    },
     "llamafactory.train.callbacks": {"LogCallback.on_init_end": "keep_log"},
 }
 """Hooked likewise; a release may lack them: training does not depend on them."""

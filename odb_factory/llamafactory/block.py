@@ -161,7 +161,6 @@ KINDS: Mapping[type, str] = {int: "a whole number", float: "a number", bool: "tr
 BACKENDS = {
     "USE_MCA": "use_mca (Megatron), whose trainer odb cannot drive",
     "USE_MEGATRON_BRIDGE": "the Megatron bridge, whose trainer odb cannot drive",
-    "USE_RAY": "Ray, whose workers odb has not been tried in (FORCE_TORCHRUN=1 starts several processes without it)",
 }
 """What an environment variable of LLaMA-Factory selects that does not go with odb."""
 

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
 import os
+import re
+import sys
 from collections.abc import Callable
 from importlib import metadata
 from types import ModuleType
 from typing import Any
 
 from odb_factory.config import ODBConfig
-from odb_factory.errors import ConfigError
+from odb_factory.errors import CollectiveError, ConfigError, ODBError, one_line
 from odb_factory.llamafactory import uncaught
 from odb_factory.llamafactory.activation import NEWEST_TESTED, OPTIONAL, SEAMS, TRAINERS
 from odb_factory.log import get_logger
@@ -33,6 +36,8 @@ _replaced: dict[tuple[Any, str], Callable | None] = {}
 """The originals; none for a method that a class inherits, whose wrapper is deleted on unhook instead of restored."""
 _missing: list[str] = []
 """Seams that a hooked module turned out not to have."""
+_num_ray_workers = 0
+"""Of the training with a block whose Ray workers this process starts; 0: none."""
 _begin_log: Callable[[], None] | None = None
 """Deletes the log of the run before, as LLaMA-Factory's log callback would have done where its trainer was made."""
 
@@ -162,16 +167,6 @@ def find_read_args() -> Callable[[Any], Any] | None:
     return None
 
 
-def refuse_ray(original: Callable, args: Any = None) -> Any:
-    """hparams.parser.get_ray_args."""
-    if isinstance(args, dict) and "odb" in args:
-        from odb_factory.llamafactory import block
-
-        uncaught.install()
-        block.check_backend()
-    return original(args)
-
-
 def check_before_launch(original: Callable) -> Any:
     """launcher.launch: what the YAML shows is checked before processes are started."""
     from odb_factory.llamafactory import launch
@@ -184,6 +179,99 @@ def refuse_v1(original: Callable) -> Any:
     from odb_factory.llamafactory import launch
 
     return launch.launch_v1(original)
+
+
+# Ray: LLaMA-Factory's own workers (`USE_RAY=1`: a driver starts an actor for each rank), and those of Ray Train.
+
+RAY_LINE_AFTER_S = 60.0
+"""Workers for which Ray has had no room for so long are logged."""
+
+
+def read_ray(original: Callable, args: Any = None) -> Any:
+    """hparams.parser.get_ray_args: with `USE_RAY=1` the driver checks the block before it starts workers."""
+    global _num_ray_workers
+    _num_ray_workers, parsed = 0, original(args)
+    if isinstance(args, dict) and "odb" in args:
+        from odb_factory.llamafactory import block
+
+        uncaught.install()
+        block.check_backend()
+        if parsed.use_ray:
+            if importlib.util.find_spec("ray") is None:
+                raise ConfigError("USE_RAY: Ray is not installed; pip install 'odb_factory[ray]', or unset USE_RAY.")
+            if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
+                raise ConfigError("TORCH_DEVICE_BACKEND_AUTOLOAD: '0' keeps odb out of Ray's workers; unset it.")
+            block.check_block(block.rewritten(args, logs=False))
+            _num_ray_workers = parsed.ray_num_workers
+    return parsed
+
+
+def reserve_in_ray(original: Callable, num_devices: int) -> Any:
+    """train.tuner.get_placement_group: room for the workers. LLaMA-Factory asks for 10 CPUs for each device of the
+    cluster and, without an accelerator, for each CPU, which no cluster has."""
+    if not _num_ray_workers:
+        return original(num_devices)
+    import ray
+
+    group, bundle = original(min(num_devices, _num_ray_workers))
+    if not group.wait(RAY_LINE_AFTER_S):
+        count = len(group.bundle_specs)
+        logger.warning(
+            "ray_num_workers: for %.0f s Ray has had no room for %d x %s (in all: %s, free: %s), and is waited for; "
+            "end other jobs, or add nodes, or, on one machine, tell Ray of more CPUs, which are only numbers to it: "
+            "`ray_init_kwargs: {num_cpus: %d}`",
+            RAY_LINE_AFTER_S,
+            count,
+            bundle,
+            *(
+                {name: of.get(name, 0) for name in bundle}
+                for of in (ray.cluster_resources(), ray.available_resources())
+            ),
+            count * bundle["CPU"],
+        )
+    return group, bundle
+
+
+def name_ray_worker(original: Callable, **kwargs: Any) -> Any:
+    """train.tuner.get_ray_remote_config_for_worker: the name of an actor says its rank."""
+    options = original(**kwargs)
+    return options | ({"name": "rank {rank} at port {master_port}".format(**kwargs)} if _num_ray_workers else {})
+
+
+def drive_ray(original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """train.tuner._ray_training_function: one line says why workers have failed; nothing is left in Ray."""
+    if not _num_ray_workers:
+        return original(*args, **kwargs)
+    import ray
+
+    try:
+        return original(*args, **kwargs)
+    except ray.exceptions.RayError as error:
+        cause = getattr(error, "cause", error)
+        if isinstance(cause, ODBError) and not isinstance(cause, CollectiveError):
+            raise cause from None
+        if cause is error:
+            name = re.search(r"name: (rank \d+)", str(error))
+            uncaught.say_last(
+                f"the Ray worker of {name[1] if name else 'a rank'} has died: its process was killed or has crashed; "
+                "look for its own last message, for the system's out-of-memory killer (dmesg), or for Ray's own"
+            )
+        else:
+            uncaught.say_last(one_line(cause))
+        raise
+    finally:
+        ray.shutdown()
+
+
+def train_in_ray(original: Callable, config: Any) -> Any:
+    """train.tuner._training_function: Ray catches what a worker raises, so the other ranks are told of it here."""
+    ray = sys.modules.get("ray")
+    try:
+        return original(config)
+    except Exception as error:
+        if _active is not None and ray is not None and ray.is_initialized():
+            sys.excepthook(type(error), error, error.__traceback__)
+        raise
 
 
 def index_rows(original: Callable, *args: Any, **kwargs: Any) -> Any:

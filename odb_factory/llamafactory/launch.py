@@ -38,6 +38,8 @@ def launch(original: Callable[[], Any]) -> Any:
         return original()
     uncaught.install()
     check_yaml(path, overrides)
+    if os.environ.get("USE_RAY", "").lower() in ("true", "y", "1"):  # workers on other nodes must not see the record
+        return original()
     with _launch_record():
         try:
             return original()

@@ -57,9 +57,10 @@ def _excepthook(kind: type[BaseException], error: BaseException, traceback: Trac
 
         shown = lost_rank(error) or error
         end_all(None if isinstance(shown, CollectiveError) else one_line(shown))
-    if shows_tracebacks() or not isinstance(shown, ODBError):
+    is_known = isinstance(shown, ODBError) and type(shown).__module__ != "ray.exceptions"  # Ray's are of our type, too
+    if shows_tracebacks() or not is_known:
         _before(kind, error, traceback)
-    if isinstance(shown, ODBError):
+    if is_known:
         say_last(str(shown))
 
 

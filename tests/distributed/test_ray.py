@@ -1,0 +1,187 @@
+"""Ray: LLaMA-Factory's own workers (`USE_RAY=1`), and those of Ray Train, are ranks as under torchrun."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import pytest
+import yaml
+from distributed.launch import BIN, Run
+from same_training import RELATIVE, configurations, write_rows
+from support import MARK, end_marked_processes, marked_processes, proc_words, read_log
+
+ray_cluster = pytest.importorskip("ray.cluster_utils", reason="Ray is not installed: pip install -e '.[ray]'")
+
+ROOT = Path(__file__).parents[2]
+START_S, END_S = 200, 30
+RAY = {"ray_num_workers": 2, "ray_init_kwargs": {"num_cpus": 20, "object_store_memory": 80_000_000}}
+"""LLaMA-Factory asks for 10 CPUs a worker; to Ray they are numbers."""
+CLI = (str(BIN / "llamafactory-cli"), "train")
+
+
+class Command:
+    """A command that uses Ray; a context manager that leaves no process behind. log: what it has printed."""
+
+    def __init__(self, words: Sequence[str], log: Path, **env: str):
+        self.mark, self._log = uuid.uuid4().hex, log
+        with log.open("w") as file:
+            self.process = subprocess.Popen(
+                words, stdout=file, stderr=subprocess.STDOUT, env=os.environ | {MARK: self.mark} | env
+            )
+
+    def __enter__(self) -> Command:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        end_marked_processes(self.mark)
+        self.process.wait(10)
+
+    @property
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def own_lines(self) -> list[str]:
+        """Without what Ray passes on from its workers."""
+        return [line for line in self.log.splitlines() if not re.match(r"(\x1b\[\d+m)?\(", line)]
+
+    def wait_until(self, condition: Callable[[], Any], limit_s: float = START_S) -> None:
+        until = time.monotonic() + limit_s
+        while not condition():
+            assert time.monotonic() < until and self.process.poll() is None, self.log[-6000:]
+            time.sleep(0.05)
+
+    def end(self, limit_s: float = START_S) -> int:
+        """Its exit code. Fails the test if it, or any process that it has started, lives on."""
+        try:
+            code = self.process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"no end within {limit_s} s: {self.log[-6000:]}")
+        until = time.monotonic() + 10
+        while (left := marked_processes(self.mark)) and time.monotonic() < until:
+            time.sleep(0.1)
+        assert not left, f"{left}\n{self.log[-6000:]}"
+        return code
+
+    def pid_of(self, rank: int) -> int:
+        return min(pid for pid in marked_processes(self.mark) if f"RANK={rank}" in proc_words(pid, "environ"))
+
+
+@pytest.fixture
+def config_of(tiny_text, tiny_vl, tmp_path) -> Callable[..., dict[str, Any]]:
+    made = configurations({"text": tiny_text, "vl": tiny_vl}.__getitem__, write_rows(tmp_path / "rows"))
+
+    def config_of(stage: str = "sft", **changes: Any) -> dict[str, Any]:
+        odb = {"token_budget": 640, "audit": True} | changes.pop("odb", {})
+        return made(stage, tmp_path / "out", num_ranks=2, **changes) | {"odb": odb}
+
+    return config_of
+
+
+def written(config: dict[str, Any], folder: Path) -> str:
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config), encoding="utf-8")
+    return str(path)
+
+
+def losses(folder: Path) -> list[float]:
+    return [entry[name] for entry in read_log(folder) for name in ("loss", "eval_loss", "train_loss") if name in entry]
+
+
+def under_torchrun(config: dict[str, Any], folder: Path) -> list[float]:
+    with Run(config | {"output_dir": str(folder)}) as run:
+        ended = run.end()
+    assert ended.returncodes == [0], str(ended)
+    return losses(folder)
+
+
+VISION = {"model": "vl", "template": "qwen3_vl", "dataset": "albums", "odb": {"token_budget": 500, "max_patches": 300}}
+
+
+@pytest.mark.parametrize(("stage", "changes"), [("sft", VISION), ("dpo", {})])
+def test_workers_train_as_under_torchrun(config_of, tmp_path, stage: str, changes: dict[str, Any]) -> None:
+    config = config_of(stage, **changes)
+    with Command([*CLI, written(config | RAY, tmp_path)], tmp_path / "log", USE_RAY="1") as run:
+        assert run.end() == 0, run.log[-6000:]
+        assert "online dynamic batching is on" in run.log
+    ours, expected = losses(Path(config["output_dir"])), under_torchrun(config, tmp_path / "torchrun")
+    assert len(expected) > 8
+    assert ours == pytest.approx(expected, rel=RELATIVE)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_worker_ends_the_run(config_of, tmp_path, victim: int) -> None:
+    config = config_of(num_train_epochs=500, eval_strategy="no")
+    audit = Path(config["output_dir"], "odb_audit_rank1.jsonl")
+    with Command([*CLI, written(config | RAY, tmp_path)], tmp_path / "log", USE_RAY="1") as run:
+        run.wait_until(lambda: audit.exists() and audit.read_text().count("\n") > 8)
+        os.kill(run.pid_of(victim), signal.SIGKILL)
+        assert run.end(END_S) != 0
+        lines = run.own_lines()
+        (ours,) = [
+            number for number, line in enumerate(lines) if line.startswith("[odb] ") and f"rank {victim}" in line
+        ]
+        assert any("ray.exceptions." in line for line in lines[ours:]), "\n".join(lines)
+
+
+def test_a_refused_training_says_so_in_one_line(config_of, tmp_path) -> None:
+    """What only the workers can see."""
+    config = config_of(odb={"oom": "skip"}, torch_compile=True)
+    with Command([*CLI, written(config | RAY, tmp_path)], tmp_path / "log", USE_RAY="1") as run:
+        assert run.end() != 0
+        assert run.own_lines()[-1].startswith("[odb] odb.oom: 'skip' works in one process"), run.log[-6000:]
+        assert not any(line.startswith("Traceback") for line in run.own_lines())
+
+
+AT_ONCE = "from odb_factory.llamafactory import hooks; hooks.RAY_LINE_AFTER_S = 2; "
+
+
+def test_workers_that_have_no_room_are_waited_for(config_of, tmp_path) -> None:
+    code = f"{AT_ONCE}from llamafactory.cli import main; main()"
+    config = written(config_of() | RAY | {"ray_init_kwargs": {"num_cpus": 12}}, tmp_path)
+    with Command([sys.executable, "-c", code, "train", config], tmp_path / "log", USE_RAY="1") as run:
+        run.wait_until(lambda: "Ray has had no room" in run.log)
+        (line,) = [line for line in run.own_lines() if "Ray has had no room" in line]
+        assert all(word in line for word in ("2 x {'CPU': 10}", "12.0", "num_cpus: 20"))
+        time.sleep(2)
+        assert run.process.poll() is None
+        run.process.send_signal(signal.SIGINT)
+        assert run.end(END_S) != 0
+
+
+def test_ray_train_resumes_on_the_workers_that_are_left(config_of, tmp_path, monkeypatch) -> None:
+    """examples/ray_train.py on two nodes, of which one dies: losses are those of an unbroken run."""
+    config = config_of(
+        num_train_epochs=20, eval_strategy="no", save_strategy="steps", save_steps=5, odb={"global_batch_size": 8}
+    )
+    storage, mark = tmp_path / "storage", uuid.uuid4().hex
+    words = [sys.executable, str(ROOT / "examples" / "ray_train.py"), written(config, tmp_path), str(storage)]
+    monkeypatch.setenv(MARK, mark)
+    cluster = ray_cluster.Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 1, "object_store_memory": 80_000_000}
+    )
+    try:
+        other = cluster.add_node(num_cpus=1, object_store_memory=80_000_000)
+        with Command(words, tmp_path / "log", RAY_ADDRESS=cluster.address) as run:
+            run.wait_until(lambda: any(storage.glob("*/checkpoint_*/checkpoint/odb_state.json")))
+            cluster.remove_node(other, allow_graceful=False)
+            assert run.end() == 0, run.log[-6000:]
+            assert re.search(r"Result\(.*'loss': ", run.log, re.DOTALL), run.log[-6000:]
+    finally:
+        cluster.shutdown()
+        end_marked_processes(mark)
+    worlds = {len(list(folder.glob("odb_state_rank*.json"))) for folder in storage.glob("*/checkpoint_*/checkpoint")}
+    assert worlds == {1, 2}
+    newest = max(storage.glob("*/checkpoint_*/checkpoint"), key=lambda folder: folder.parent.name)
+    ours, expected = losses(newest), under_torchrun(config, tmp_path / "torchrun")
+    assert len(ours) > 20
+    assert ours == pytest.approx(expected[: len(ours)], rel=10 * RELATIVE)
