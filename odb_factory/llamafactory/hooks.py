@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from odb_factory.config import ODBConfig
-from odb_factory.errors import CollectiveError, ConfigError, ODBError, one_line
+from odb_factory.errors import ConfigError, ODBError, one_line
 from odb_factory.llamafactory import uncaught
 from odb_factory.llamafactory.activation import NEWEST_TESTED, OPTIONAL, SEAMS, TRAINERS
 from odb_factory.log import get_logger
@@ -248,16 +248,16 @@ def drive_ray(original: Callable, *args: Any, **kwargs: Any) -> Any:
         return original(*args, **kwargs)
     except ray.exceptions.RayError as error:
         cause = getattr(error, "cause", error)
-        if isinstance(cause, ODBError) and not isinstance(cause, CollectiveError):
+        if isinstance(cause, ODBError):
             raise cause from None
+        line = f"a Ray worker has failed: {one_line(cause)}"
         if cause is error:
             name = re.search(r"name: (rank \d+)", str(error))
-            uncaught.say_last(
+            line = (
                 f"the Ray worker of {name[1] if name else 'a rank'} has died: its process was killed or has crashed; "
                 "look for its own last message, for the system's out-of-memory killer (dmesg), or for Ray's own"
             )
-        else:
-            uncaught.say_last(one_line(cause))
+        uncaught.say_last(line)
         raise
     finally:
         ray.shutdown()
@@ -269,7 +269,7 @@ def train_in_ray(original: Callable, config: Any) -> Any:
     try:
         return original(config)
     except Exception as error:
-        if _active is not None and ray is not None and ray.is_initialized():
+        if "odb" in config["args"] and ray is not None and ray.is_initialized():
             sys.excepthook(type(error), error, error.__traceback__)
         raise
 

@@ -57,10 +57,9 @@ def _excepthook(kind: type[BaseException], error: BaseException, traceback: Trac
 
         shown = lost_rank(error) or error
         end_all(None if isinstance(shown, CollectiveError) else one_line(shown))
-    is_known = isinstance(shown, ODBError) and type(shown).__module__ != "ray.exceptions"  # Ray's are of our type, too
-    if shows_tracebacks() or not is_known:
+    if shows_tracebacks() or not isinstance(shown, ODBError):
         _before(kind, error, traceback)
-    if is_known:
+    if isinstance(shown, ODBError):
         say_last(str(shown))
 
 

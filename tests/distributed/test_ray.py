@@ -24,6 +24,7 @@ ray_cluster = pytest.importorskip("ray.cluster_utils", reason="Ray is not instal
 
 ROOT = Path(__file__).parents[2]
 START_S, END_S = 200, 30
+pytestmark = pytest.mark.timeout(3 * START_S)
 RAY = {"ray_num_workers": 2, "ray_init_kwargs": {"num_cpus": 20, "object_store_memory": 80_000_000}}
 """LLaMA-Factory asks for 10 CPUs a worker; to Ray they are numbers."""
 CLI = (str(BIN / "llamafactory-cli"), "train")
@@ -130,7 +131,9 @@ def test_a_killed_worker_ends_the_run(config_of, tmp_path, victim: int) -> None:
         (ours,) = [
             number for number, line in enumerate(lines) if line.startswith("[odb] ") and f"rank {victim}" in line
         ]
-        assert any("ray.exceptions." in line for line in lines[ours:]), "\n".join(lines)
+        of_ray = any("ray.exceptions." in line for line in lines[ours:])
+        # The other worker may be the first to say so.
+        assert of_ray or "has ended without a word" in lines[ours], "\n".join(lines)
 
 
 def test_a_refused_training_says_so_in_one_line(config_of, tmp_path) -> None:
@@ -161,7 +164,7 @@ def test_workers_that_have_no_room_are_waited_for(config_of, tmp_path) -> None:
 def test_ray_train_resumes_on_the_workers_that_are_left(config_of, tmp_path, monkeypatch) -> None:
     """examples/ray_train.py on two nodes, of which one dies: losses are those of an unbroken run."""
     config = config_of(
-        num_train_epochs=20, eval_strategy="no", save_strategy="steps", save_steps=5, odb={"global_batch_size": 8}
+        num_train_epochs=10, eval_strategy="no", save_strategy="steps", save_steps=5, odb={"global_batch_size": 8}
     )
     storage, mark = tmp_path / "storage", uuid.uuid4().hex
     words = [sys.executable, str(ROOT / "examples" / "ray_train.py"), written(config, tmp_path), str(storage)]
@@ -174,7 +177,7 @@ def test_ray_train_resumes_on_the_workers_that_are_left(config_of, tmp_path, mon
         with Command(words, tmp_path / "log", RAY_ADDRESS=cluster.address) as run:
             run.wait_until(lambda: any(storage.glob("*/checkpoint_*/checkpoint/odb_state.json")))
             cluster.remove_node(other, allow_graceful=False)
-            assert run.end() == 0, run.log[-6000:]
+            assert run.end(2 * START_S) == 0, run.log[-6000:]
             assert re.search(r"Result\(.*'loss': ", run.log, re.DOTALL), run.log[-6000:]
     finally:
         cluster.shutdown()

@@ -149,18 +149,25 @@ def test_what_the_yaml_shows_is_said_before_the_launch(
     assert all(word in message for word in words), message
 
 
-@pytest.mark.parametrize("variable", ["USE_MCA", "USE_MEGATRON_BRIDGE", "USE_RAY"])
+@pytest.mark.parametrize("variable", ["USE_MCA", "USE_MEGATRON_BRIDGE"])
 def test_other_backends_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     monkeypatch.setenv(variable, "1")
     message = refusal(tmp_path, "odb:\n  token_budget: 1\n")
     assert message.startswith(f"{variable}: '1' selects ") and f"unset {variable}" in message
 
 
-def test_ray_is_refused_without_the_launcher_too(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_keeps_ray_from_training_is_said_by_its_driver(
+    config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from llamafactory.train.tuner import run_exp
 
     monkeypatch.setenv("USE_RAY", "1")
-    with pytest.raises(ConfigError, match="USE_RAY: '1' selects Ray"):
+    monkeypatch.setenv("USE_MEGATRON_BRIDGE", "1")
+    with pytest.raises(ConfigError, match="USE_MEGATRON_BRIDGE: '1' selects"):
+        run_exp(config)
+    monkeypatch.delenv("USE_MEGATRON_BRIDGE")
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    with pytest.raises(ConfigError, match="USE_RAY: Ray is not installed|AUTOLOAD: '0' keeps odb out of Ray's workers"):
         run_exp(config)
 
 
