@@ -237,7 +237,7 @@ def run_shards(
 
     context = {
         "num_samples": len(everything),
-        "find_dummy_sample": lambda: next(row for row in everything if isinstance(row, Sample)),
+        "stand_in": lambda: next(row for row in everything if isinstance(row, Sample)),
         **CONTEXT_OPTIONS,
     } | {key: value for key, value in options.items() if key in EpochContext.__dataclass_fields__}
     settings = {key: value for key, value in options.items() if key not in EpochContext.__dataclass_fields__}
@@ -317,7 +317,7 @@ def run_kept(rows: Sequence[Row], stock: StockSteps, *, first_step: int = 0, **o
     context = {
         "balance": True,
         "num_samples": None if stock.num_samples is None else len(rows),
-        "find_dummy_sample": lambda: usable(rows)[0],
+        "stand_in": lambda: usable(rows)[0],
     }
     shards = kept_shards(rows, stock, first_step)
     return run_shards(shards, stock=stock, optimizer_steps=first_step, **context | options)

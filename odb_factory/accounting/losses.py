@@ -147,11 +147,11 @@ def weighted_token_loss(
         losses = functional.cross_entropy(
             logits.reshape(-1, logits.shape[-1]), targets, ignore_index=ignore_index, reduction="none"
         )
-        weights = _to_device(_by_position(row_weights, segments), losses)
+        weights = to_device(by_position(row_weights, segments), losses)
         return (losses.view(rows, -1) * weights).sum()
 
 
-def _by_position(row_weights: Sequence[float], segments: Sequence[int]) -> np.ndarray:
+def by_position(row_weights: Sequence[float], segments: Sequence[int]) -> np.ndarray:
     """The weights as [rows, 1] or, of a flat row, as [1, length]."""
     if not segments:
         return np.asarray(row_weights, dtype=np.float64)[:, None]
@@ -184,7 +184,7 @@ def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[obj
     return torch.autocast(device_type, enabled=False)
 
 
-def _to_device(values: np.ndarray, like: Tensor) -> Tensor:
+def to_device(values: np.ndarray, like: Tensor) -> Tensor:
     """As a tensor on the device of `like`, of its type, asynchronously from pinned memory."""
     tensor = torch.as_tensor(values, dtype=like.dtype)
     if like.device.type == "cuda":
@@ -234,7 +234,7 @@ class TokenLoss:
         """
         weights: float | Tensor = 1 / num_units
         if row_weights is not None:
-            weights = torch.from_numpy(_by_position(row_weights, segments))
+            weights = torch.from_numpy(by_position(row_weights, segments))
         with self.without_logits.weighing(weights, num_supervised), self._in_loss_function(row_weights, segments):
             yield
         if row_weights is not None and not self._calls and not self.without_logits.acted:

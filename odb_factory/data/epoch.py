@@ -63,7 +63,7 @@ class EpochContext:
         `budget` stays as configured.
     compute: what runs planners, which are pure functions.
     leave_out: as `LeftOut.leave_out`.
-    find_dummy_sample: a usable sample of the dataset, for the idle micro-batches of a rank that holds none.
+    stand_in: a usable sample of the dataset, for the idle micro-batches of a rank that holds none.
     """
 
     budget: Budget
@@ -73,7 +73,7 @@ class EpochContext:
     seed: int
     rank: int
     ranks: Ranks
-    find_dummy_sample: Callable[[], Sample]
+    stand_in: Callable[[], Sample]
     leave_out: Callable[..., None]
     order: Callable[[int], int] = int
     compare_orders: Callable[[Sequence[int]], str | None] = lambda orders: None
@@ -277,7 +277,7 @@ class EpochPlanner(ABC):
     def _samples_for(self, group: list[Sample]) -> list[Sample]:
         """The group; for an idle micro-batch the shortest sample of the last buffer, or any usable row."""
         if not group and self._dummy is None:
-            self._dummy = self.context.find_dummy_sample()
+            self._dummy = self.context.stand_in()
         return group or [sample for sample in (self._dummy,) if sample is not None]
 
 

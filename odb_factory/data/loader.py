@@ -19,17 +19,17 @@ from typing import Any, Literal
 from odb_factory.comm.agreement import of_block, releases
 from odb_factory.comm.ranks import Ranks
 from odb_factory.config import BUDGETS, CAPS, ResolvedConfig
-from odb_factory.data.collate import Collated, GroupDataset, NotCollated, Outcome
+from odb_factory.data.collate import Collated, GroupDataset, Outcome
 from odb_factory.data.epoch import EpochContext, EpochPlanner, FillEpoch, KeepEpoch
-from odb_factory.data.flat import FlatLayout, LayoutError
+from odb_factory.data.flat import FlatLayout
 from odb_factory.data.observe import DEFAULT_PATCH_SIZE, ItemObserver, Measure, ObservedDataset, Observer, measure_batch
 from odb_factory.data.order import DataLoaderParts, Share
 from odb_factory.data.processes import PlanProcess, compute_here
 from odb_factory.data.progress import DataState, OptimizerStepRule, Progress, TrainingData
-from odb_factory.data.samples import COLLATION, LeftOut, Measured, MicroBatch, OptimizerStep, Sample, Task
+from odb_factory.data.samples import COLLATION, LeftOut, MicroBatch, OptimizerStep, Sample, Task
 from odb_factory.data.serialize import Picklable, of_rows
 from odb_factory.data.step_agreement import Agreed, LateRow, Lost, StepAgreement
-from odb_factory.data.workers import END, POLL_S, LoaderWorkers, Prefetcher
+from odb_factory.data.workers import END, POLL_S, LoaderWorkers, Prefetcher, size
 from odb_factory.errors import CollectiveError, ConfigError, DataError, one_line
 from odb_factory.log import get_logger
 from odb_factory.planning import Budget, Collation, CostModel, Limits, Sizes
@@ -145,10 +145,6 @@ class Pass:
 
 ABORT_S = 7.0
 """After a failure planning is given this long to end; a DataLoader looks for dead workers every 5 s."""
-STAND_INS_TRIED = 64
-"""Rows that are tried for a micro-batch that has no row of its own left."""
-SMALL_ONES_TRIED = 16
-"""Rows of the dataset among which a small one is looked for (`oom: skip`)."""
 KEYS_OF_ROWS = ("overlong", *BUDGETS, *CAPS, "loss_scaling")
 """Keys of the block that decide what a row is and what it weighs."""
 
@@ -162,7 +158,8 @@ class ODBLoader:
     what `varlen_arguments` returns. measure, patch_size: how collated batches are measured.
     ranks: the data-parallel ones (default: this process alone). With several ranks, all make their loaders at
     the same place of the program. agree_on: settings, beside the config's, that all ranks must have in common.
-    rows_from: what rows are made with; a state keeps it. keeps_samples: for `samples_of`.
+    rows_from: what rows are made with; a state keeps it. keeps_samples: for `samples_of`. plans_here: in this process,
+    also where it has workers.
     counts_labels: units are counted from the labels of batches; otherwise a `cost_fn` gives them.
     budget: as configured. lowered: to what the training has lowered it since (see `lower`).
     left_out: rows that this rank leaves out. groups: what collates its micro-batches, in its layout.
@@ -189,9 +186,10 @@ class ODBLoader:
         agree_on: Mapping[str, object] | None = None,
         rows_from: Mapping[str, object] | None = None,
         keeps_samples: bool = False,
+        plans_here: bool = False,
     ):
         self.dataset, self.config, self.layout = parts.dataset, config, layout
-        self._keeps_samples = keeps_samples
+        self._keeps_samples, self._plans_here = keeps_samples, plans_here
         collation = collation or Collation(
             pad_to_multiple_of=getattr(parts.collate_fn, "pad_to_multiple_of", None) or 1
         )
@@ -226,7 +224,7 @@ class ODBLoader:
             seed=seed,
             rank=rank,
             ranks=self._ranks,
-            find_dummy_sample=self._workers.find_dummy_sample,
+            stand_in=self._workers.stand_in,
             leave_out=self.left_out.leave_out,
             compare_orders=self._order.compare,
             model=CostModel() if config.cost_model is None else CostModel(*config.cost_model),
@@ -271,7 +269,6 @@ class ODBLoader:
         self.weights: Callable[[MicroBatch], Sequence[float]] = lambda micro_batch: [0.0] * len(micro_batch.ids)
         self._not_consumed: deque[tuple[MicroBatch, list[Sample] | None]] = deque()
         self._lost = Lost()
-        self._stand_in: Sample | None = None
 
     @property
     def global_batch_size(self) -> int | None:
@@ -333,10 +330,9 @@ class ODBLoader:
                 return samples
         raise LookupError(f"the samples of micro-batch {micro_batch.index} are not held")
 
-    def smallest(self, samples: Sequence[Sample]) -> Sample:
-        """The smallest of these and of the first rows that can be used: for a micro-batch that weighs nothing."""
-        first = itertools.islice(self._workers.usable_rows(), SMALL_ONES_TRIED)
-        return min([*samples, *first], key=lambda one: (one.cost.patches + one.cost.padded, one.id))
+    def stand_in(self, collated: Sequence[Sample] = ()) -> Sample:
+        """The smallest of these samples and of `LoaderWorkers.stand_in`: for a micro-batch that weighs nothing."""
+        return min([*collated, self._workers.stand_in()], key=size)
 
     def describe(self, id: int) -> str:
         """Where a row comes from, for messages."""
@@ -461,7 +457,7 @@ class ODBLoader:
         place = progress.place
         self._order.set_epoch(self.epoch)
         self._order.start = progress.start
-        process = workers.plan()
+        process = None if self._plans_here else workers.plan()
         context = dataclasses.replace(
             self._context,
             order=functools.partial(self._checked_order, tuple(place.values()), progress.order),
@@ -535,7 +531,7 @@ class ODBLoader:
                 micro_batch = handed[0][0]
                 if samples is not None and lost:
                     left = [sample for sample in samples if sample.id not in lost]
-                    samples = left or ([] if self._stand_in is None else [self._stand_in])
+                    samples = left or [self.stand_in()]
                 self._not_consumed.append((micro_batch, samples))
                 self.rejected = micro_batch.step.rejected
                 # The receiver holds the only reference.
@@ -569,7 +565,10 @@ class ODBLoader:
         if outcome.lost and not planned.idle:
             micro_batch = self._leave_out(current, micro_batch, outcome)
         if measured is None:
-            measured, batch = self._collate_stand_in(outcome)
+            try:
+                measured, batch = self.groups.collate([self.stand_in()])
+            except DataError:
+                raise DataError(self._problem(outcome)) from None
         is_over = len(micro_batch.ids) > 1 and not measured.is_within(self.budget)
         current.agreement.taken(planned, is_over_budget=is_over)
         return micro_batch, measured, batch
@@ -594,18 +593,6 @@ class ODBLoader:
             [LateRow(micro_batch.lengths[i], micro_batch.units[i], weights[i], i == last) for i in late]
         )
         return micro_batch.without(late)
-
-    def _collate_stand_in(self, outcome: Outcome) -> tuple[Measured, Any]:
-        """Another row to run a micro-batch with that has no row left; it weighs nothing."""
-        candidates = itertools.chain(() if self._stand_in is None else [self._stand_in], self._workers.usable_rows())
-        for sample in itertools.islice(candidates, STAND_INS_TRIED):
-            try:
-                collated = self.groups.collate([sample])
-            except (NotCollated, LayoutError):
-                continue
-            self._stand_in = sample
-            return collated
-        raise DataError(self._problem(outcome))
 
     def _problem(self, outcome: Outcome) -> str:
         """Why the micro-batch cannot be trained on."""

@@ -126,6 +126,8 @@ OBSERVES, COLLATES, READS = range(3)
 """The stages, by which their workers draw other random numbers."""
 END = object()
 """What `take` returns after the last."""
+STAND_INS_TRIED, SMALL_ONES_TRIED = 64, 16
+"""Rows that are tried for a micro-batch that weighs nothing, and how many at a time, of which the smallest is taken."""
 
 
 class LoaderWorkers:
@@ -157,6 +159,8 @@ class LoaderWorkers:
         self._parts, self._rows, self._groups, self._rank = parts, rows, groups, rank
         self._tasks, self._chunks = Feed(), Feed()
         rows.busy, groups.busy = BusyRows(num_workers), BusyRows(self.num_collating)
+        self._stand_in: Sample | None = None
+        self._lock = threading.Lock()
         self._reading: DataLoader | None = None
         self._observing: DataLoader | None
         self.order: Any
@@ -231,17 +235,28 @@ class LoaderWorkers:
         """Where a row comes from, for messages."""
         return where(self._rows.observer, self._parts.dataset, index)
 
-    def usable_rows(self) -> Iterator[Sample]:
-        """The rows in the order of all ranks that can be trained on, observed in this process."""
-        return (row for row in self._all_rows() if isinstance(row, Sample))
+    def stand_in(self) -> Sample:
+        """A sample for micro-batches that weigh nothing, which has been collated once: the smallest of the first usable
+        rows in the order of all ranks. Found once, in this process, by any thread.
 
-    def find_dummy_sample(self) -> Sample:
-        """The first usable row in the order of all ranks, for idle micro-batches of a rank whose shard had none."""
+        Raises `DataError` if no row can be used.
+        """
+        with self._lock:
+            self._stand_in = self._stand_in or self._find_stand_in()
+            return self._stand_in
+
+    def _find_stand_in(self) -> Sample:
         reasons: dict[int, str] = {}  # a row may be looked at twice
-        for row in self._all_rows():
-            if isinstance(row, Sample):
-                return row
-            reasons[row.id] = row.reason
+        usable = _usable(self._all_rows(), reasons)
+        for _ in range(STAND_INS_TRIED // SMALL_ONES_TRIED):
+            first = itertools.islice(usable, SMALL_ONES_TRIED)
+            for sample in sorted(first, key=size):
+                try:
+                    self._groups.collate([sample])
+                except DataError:
+                    reasons[sample.id] = "that cannot be collated"
+                else:
+                    return sample
         unsupervised = "no token carries loss; cutoff_len may cut the answers off, and nothing would be learned"
         named = [
             f"{count} {reason}{f' ({unsupervised})' if reason == 'unsupervised' else ''}"
@@ -306,6 +321,19 @@ def take(batches: Iterator[Any], task: str, busy: BusyRows) -> Any:
         if why is None:
             raise
         raise DataError(f"nothing came from {where}: {why}") from None
+
+
+def size(sample: Sample) -> tuple[int, int]:
+    return sample.cost.patches + sample.cost.padded, sample.id
+
+
+def _usable(rows: Iterator[Sample | Rejection], reasons: dict[int, str]) -> Iterator[Sample]:
+    """reasons: of the others, by their ids; filled here."""
+    for row in rows:
+        if isinstance(row, Sample):
+            yield row
+        else:
+            reasons[row.id] = row.reason
 
 
 def _taken(batches: Iterator[Any], task: str, busy: BusyRows) -> Iterator[Any]:

@@ -60,12 +60,11 @@ def find_tower(model: nn.Module) -> tuple[Any, str] | None:
     return None
 
 
-def cost_of(module: nn.Module, *, trains_tower: bool) -> tuple[int, int, int]:
+def cost_of(config: Any, *, trains_tower: bool) -> tuple[int, int, int]:
     """What the layers compute, in multiplications: for a pair of patches, a patch, a token of the language model.
 
-    module: that calls the tower. From the sizes in its config; a backward counts twice a forward.
+    config: of the module that calls the tower; a backward counts twice a forward.
     """
-    config: Any = module.config
     vision, text = config.vision_config, config.get_text_config()
     width = getattr(vision, "embed_dim", None) or vision.hidden_size
     depth = getattr(vision, "depth", None) or vision.num_hidden_layers

@@ -127,6 +127,38 @@ class WithoutLogits:
             raise ConfigError(
                 f"odb.layout: 'flat' is not right for preferences with {self._name}: {self.reason}; set it to padded."
             )
+        try:
+            return self._log_probs(run, labels, num_supervised)
+        except _OtherShape as error:
+            raise DataError(str(error)) from error
+
+    @contextlib.contextmanager
+    def in_place_of_logits(self, labels: Tensor, num_supervised: int | None = None) -> Iterator[list[Tensor]]:
+        """Within it a forward without labels returns as `logits` the log-probabilities of `labels` at the supervised
+        positions, [S]. Yields a list that will hold these positions, int64[S] in [N]; empty where the door is not
+        used (`reason`).
+        """
+        found: list[Tensor] = []
+
+        def forward(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            run = functools.partial(own, *args, **kwargs)
+            if self.reason is None:
+                try:
+                    output, places, values, _ = self._log_probs(run, labels, num_supervised)
+                except _OtherShape as error:
+                    self.reason = str(error)
+                else:
+                    found[:] = [places]
+                    return type(output)(**{**output, "logits": values})
+            self._log()
+            return run()
+
+        with self.replacing_forward(forward) if self._model is not None else contextlib.nullcontext():
+            yield found
+
+    def _log_probs(
+        self, run: Callable[[], Any], labels: Tensor, num_supervised: int | None
+    ) -> tuple[Any, Tensor, Tensor, Tensor]:
         found: list[Tensor] = []
 
         def log_probs(linear: nn.Linear, hidden: Tensor) -> Tensor:
@@ -135,11 +167,8 @@ class WithoutLogits:
             found.extend((places, means))
             return of_labels.reshape(1, -1, 1)
 
-        try:
-            with self.head_computes(log_probs) as outputs:
-                output = run()
-        except _OtherShape as error:
-            raise DataError(str(error)) from error
+        with self.head_computes(log_probs) as outputs:
+            output = run()
         places, means = found
         return output, places, outputs[0].reshape(-1), means
 

@@ -76,6 +76,7 @@ def look(asked: Asked, samples: int) -> Look:
         step_size=step_size,
         equal_weights=rows.stage.equal_weights and config.loss_scaling == "stock",
         collation=rows.collation.in_one_row(),
+        encoder=rows.encoder,
     )
 
     def under(token_budget: int, steps: Sequence[Step], layout: LayoutName = layout.name) -> Figures:

@@ -39,8 +39,9 @@ from odb_factory.llamafactory.dataset import (
 )
 from odb_factory.llamafactory.stages import STAGES, Stage
 from odb_factory.model.check import Layout, models_of, resolve_layout
+from odb_factory.model.encoder import BY_GRID, BY_IMAGE, cost_of
 from odb_factory.plan.arguments import Asked
-from odb_factory.planning import Budget, Collation, Cost
+from odb_factory.planning import Budget, Collation, Cost, EncoderCost
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The training rows of a YAML, opened by LLaMA-Factory's own functions, and what one of them turns out to be.
@@ -75,7 +76,7 @@ class ObservedRow:
 class TrainingRows:
     """Training rows of a YAML. reader: `reader[index]` is an `ObservedRow`. order: of the first epoch; of a stream the
     rows that were read, because its length is unknown. sources: the data sets of the mix. collation: what the collator
-    adds."""
+    adds. encoder: what a vision patch and a token cost, of a model whose ranks can share its vision tower."""
 
     reader: RowReader
     order: list[int]
@@ -84,6 +85,7 @@ class TrainingRows:
     stage: Stage
     collation: Collation
     tokenizer: Any
+    encoder: EncoderCost | None
 
 
 class RowReader(WorkerDataset, Dataset[ObservedRow]):
@@ -132,11 +134,12 @@ def open_rows(asked: Asked, samples: int) -> TrainingRows:
     stage = STAGES[name].of_training(finetuning_args, tokenizer)
     dataset = training_rows(found, stage, template, tokenizer, processor)
     shards = is_deepspeed_zero3_enabled() or bool(training_args.fsdp)
+    model_config = load_config(model_args)
     observer = RowObserver(
         dataset.media,
         stage,
         decode=asked.config.on_error == "skip",
-        model_type=load_config(model_args).model_type,
+        model_type=model_config.model_type,
         shards_parameters=asked.ranks > 1 and (shards or bool(asked.config.balance_encoder)),
         head=dataset.head if isinstance(dataset, OnlineStream) else None,
     )
@@ -161,7 +164,17 @@ def open_rows(asked: Asked, samples: int) -> TrainingRows:
         stage=stage,
         collation=collation,
         tokenizer=tokenizer,
+        encoder=_encoder_of(model_config, trains_tower=not finetuning_args.freeze_vision_tower),
     )
+
+
+def _encoder_of(config: Any, *, trains_tower: bool) -> EncoderCost | None:
+    """Linear in patches: the rows are known by the patches of all their images together."""
+    config = getattr(config, "thinker_config", config)  # of Qwen-Omni
+    if config.model_type not in (*BY_GRID, *BY_IMAGE):
+        return None
+    _, patch, token = cost_of(config, trains_tower=trains_tower)
+    return EncoderCost(pair=0, patch=patch, token=token)
 
 
 def _order(asked: Asked, dataset: Any) -> list[int]:

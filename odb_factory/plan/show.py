@@ -64,6 +64,8 @@ def _plain(value: Any) -> Any:
 
 NARROWEST = 120
 """Least characters of a line where the output is not a terminal."""
+SHOWN_RANKS = 8
+"""Of more ranks the least and the most of a figure are shown."""
 
 
 def show(console: Console, found: Look, advice: Advice) -> None:
@@ -73,6 +75,8 @@ def show(console: Console, found: Look, advice: Advice) -> None:
     if found.compared.optimizer_steps < found.own.optimizer_steps:
         of = f"{found.compared.optimizer_steps} of the {found.own.optimizer_steps} optimizer steps"
         parts.append(Text(f"  Planning takes long here: budgets other than the YAML's are planned over {of}."))
+    if found.own.encoder_patches is not None:
+        parts.append(Text(_encoded(found)))
     parts.append(Text("  docs/commands.md, section Plan, explains the columns.\n"))
     parts.append(Text.assemble(("Recommended: ", "bold"), advice.sentence))
     parts += [Text.assemble(("Warning: ", "yellow"), line) for line in advice.warnings]
@@ -92,6 +96,18 @@ def _head(found: Look) -> str:
         f"{asked.path}: {len(sample.seen):,} {of} rows observed in {sample.seconds:.0f} s; {steps} on {asked.ranks} "
         f"rank{'s' * (asked.ranks > 1)}, {found.own.optimizer_steps} of them planned; layout {found.layout}: "
         f"{found.layout_reason}{auto}"
+    )
+
+
+def _encoded(found: Look) -> str:
+    patches, balance = found.own.encoder_patches or [], found.own.encoder_balance or 0.0
+    each = " / ".join(f"{one:,}" for one in patches)
+    if len(patches) > SHOWN_RANKS:
+        each = f"{min(patches):,} to {max(patches):,}"
+    how = "with" if found.config.balance_encoder else "without"
+    return (
+        f"  Vision patches that each rank encodes: {each}; {balance:.1%} of what the ranks wait for, {how} "
+        "balance_encoder."
     )
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -20,14 +21,16 @@ from odb_factory.planning import (
     Collation,
     Cost,
     CostModel,
+    EncoderCost,
     Media,
     MicroStepTotals,
     Plan,
     plan_buffers,
+    plan_encoders,
     plan_in_groups,
     plan_optimizer_step,
 )
-from odb_factory.planning.plan import to_plan
+from odb_factory.planning.plan import pool, to_plan
 
 # ----------------------------------------------------------------------------------------------------------------------
 # How much of the time is spent on real tokens, by the cost model of the planner, and how much could be at most.
@@ -69,7 +72,8 @@ class Figures:
     name: of what forms the micro-batches. caps: by modality. token_budget, max_patches, budget_use, limit,
     share_of_limit: None without a budget. micro_batches: K, its mean. limit: the step efficiency that no plan exceeds.
     speed: predicted, as a multiple of that of fixed batches. overlong: samples that break a budget alone. most_tokens,
-    most_patches: of any rank in a micro-step.
+    most_patches: of any rank in a micro-step. encoder_patches: vision patches that each rank encodes; encoder_balance:
+    their mean over the ranks as a share of the most, for which all wait; None without several ranks and images.
     """
 
     name: str
@@ -94,6 +98,8 @@ class Figures:
     overlong: int = 0
     most_tokens: int
     most_patches: int
+    encoder_patches: list[int] | None = None
+    encoder_balance: float | None = None
 
 
 def outcome(name: str, found: Totals, ranks: int, stock: Totals) -> Figures:
@@ -210,6 +216,7 @@ class Simulation:
     """What a training of the YAML does with the observed samples.
 
     step_size: samples of an optimizer step; None: filled ones. equal_weights: of the stage. collation: of its collator.
+    encoder: of `TrainingRows`.
     """
 
     asked: Asked
@@ -217,6 +224,7 @@ class Simulation:
     step_size: int | None
     equal_weights: bool
     collation: Collation
+    encoder: EncoderCost | None = None
 
     def planned(self, budget: Budget, steps: Sequence[Step]) -> Figures:
         """With odb, under this budget and in its layout. steps: all of the sample, or some."""
@@ -228,11 +236,12 @@ class Simulation:
         table = np.concatenate([step.rows for step in steps] or [np.zeros(0, ROW)])
         tokens = float(table["tokens"].sum(dtype=np.int64))
         if self.step_size is None:  # whatever N becomes, the load alone bounds it
-            totals = self._filled(table, budget)
+            totals, plans = self._filled(table, budget), []
             within = float(np.minimum(table["tokens"], budget.token_budget).sum(dtype=np.int64)) / ranks
             limits = [tokens / ranks + FIXED * within / budget.token_budget]
         else:
-            totals = self._kept(steps, budget)
+            plans = self._kept(steps, budget)
+            totals = [plan.totals for plan, _ in plans]
             limits = [least_time(step.rows["tokens"], ranks, budget.token_budget) for step in steps]
         limit = tokens / (ranks * sum(limits)) if limits else None
         found = outcome("odb", totals, ranks, self._fixed(steps))
@@ -247,6 +256,7 @@ class Simulation:
             limit=limit,
             share_of_limit=None if limit is None else found.step_efficiency / max(limit, 1e-9),
             overlong=sum(int(one.sum()) for one in overlong),
+            **self._encoded(plans),
         )
 
     def fixed(self) -> Figures:
@@ -260,7 +270,27 @@ class Simulation:
         found = list(_chunks(together, asked.accumulation))
         return outcome("length-grouped", found, asked.ranks, self._fixed(self.sample.steps))
 
-    def _kept(self, steps: Sequence[Step], budget: Budget) -> list[list[MicroStepTotals]]:
+    def _encoded(self, plans: Sequence[tuple[Plan, np.ndarray]]) -> dict[str, Any]:
+        """What the vision towers of the ranks encode, all images of a sample on one rank: those in `Figures`."""
+        config, ranks, waited = self.asked.config, self.asked.ranks, 0
+        encoded = np.zeros(ranks, np.int64)
+        for plan, rows in plans if ranks > 1 else ():
+            patches, tokens = (rows["image_patches"] + rows["video_patches"]).astype(np.int64), rows["tokens"]
+            for step in zip(*plan.groups):
+                held = [patches[group][patches[group] > 0] for group in step]
+                found = np.array([one.sum() for one in held])
+                if config.balance_encoder and self.encoder is not None and found.any():
+                    language = (
+                        [int(tokens[group].sum()) for group in step] if config.balance_encoder == "auto" else None
+                    )
+                    found = plan_encoders(held, self.encoder, language, max_patches=config.max_patches).patches
+                encoded += found
+                waited += int(found.max())
+        balance = float(encoded.mean()) / max(waited, 1)
+        return {"encoder_patches": encoded.tolist(), "encoder_balance": balance} if waited else {}
+
+    def _kept(self, steps: Sequence[Step], budget: Budget) -> list[tuple[Plan, np.ndarray]]:
+        """Of each optimizer step its plan, and the samples that it numbers."""
         asked, config, found = self.asked, self.asked.config, []
         assert self.step_size is not None
         stock = StockSteps(
@@ -280,7 +310,7 @@ class Simulation:
                 plan = plan_in_groups(buffers, budget, config.balance_group_size)
             else:
                 plan = plan_optimizer_step(buffers, budget, balance=bool(config.balance))
-            found.append(plan.totals)
+            found.append((plan, pool(buffers)[0]))
         return found
 
     def _filled(self, table: np.ndarray, budget: Budget) -> list[list[MicroStepTotals]]:

@@ -420,7 +420,8 @@ class _Search:
         self.most = max(self.most, self._longest_tokens)
         # Where few samples fill a rehearsal, those with many patches outweigh dense ones.
         few = 0.0 if config.has_auto else min(self.most, int(config.token_budget)) / self.most_samples
-        self._densest = max(samples, key=lambda one: (one.cost.patches / max(self._tokens_of(one), few), -one.id))
+        self._by_density = sorted(samples, key=lambda one: (-one.cost.patches / max(self._tokens_of(one), few), one.id))
+        self._densest = self._by_density[0]
         self._density = self._densest.cost.patches / self._tokens_of(self._densest)
         self._mean_density = sum(patches) / sum(tokens)
 
@@ -483,27 +484,41 @@ class _Search:
     def heaviest(self, tokens: int, max_patches: int | None) -> list[Sample]:
         """The heaviest micro-batch of real samples within these budgets: the densest, beside them the longest, and in a
         flat row one text sample that fills the rest."""
-        longest, densest = self._longest.cost, self._densest.cost
-        of_longest, of_densest = self._longest_tokens, self._tokens_of(self._densest)
+        dense = self._densest_within(tokens, max_patches)
+        longest, densest = self._longest.cost, dense.cost
+        of_longest, of_densest = self._longest_tokens, self._tokens_of(dense)
         most = tokens // of_densest if densest.patches else 0
         for name, cap in self._caps:
             if size := getattr(densest.by_modality, name):
                 most = min(most, cap // size)
         num_dense = most if max_patches is None or not densest.patches else min(max_patches // densest.patches, most)
         if num_dense and densest.modality != longest.modality:
-            return num_dense * [self._densest]
+            return num_dense * [dense]
         if self._is_flat:
             rest = tokens - num_dense * of_densest
             num_long, rest = divmod(rest, of_longest)
             last = [one for one in self._fillers if self._tokens_of(one) <= rest][-1:]
-            return num_dense * [self._densest] + num_long * [self._longest] + last or [self._longest]
+            return num_dense * [dense] + num_long * [self._longest] + last or [self._longest]
         if most and num_dense == most:  # shorter rows, of which there are more
             num_long = 0
         else:
             rows = tokens // of_longest
             num_dense = min(num_dense, rows)
             num_long = rows - num_dense
-        return num_dense * [self._densest] + num_long * [self._longest] or [self._longest]
+        return num_dense * [dense] + num_long * [self._longest] or [self._longest]
+
+    def _densest_within(self, tokens: int, max_patches: int | None) -> Sample:
+        """The densest sample that these budgets allow; the densest of all where none is."""
+        caps = self._caps if max_patches is None else [("patches", max_patches), *self._caps]
+        within = (
+            one
+            for one in self._by_density
+            if self._tokens_of(one) <= tokens
+            and all(
+                getattr(one.cost if name == "patches" else one.cost.by_modality, name) <= most for name, most in caps
+            )
+        )
+        return next(within, self._densest)
 
     def allowed(self, budget: Budget) -> list[list[Sample]]:
         """`heaviest` without what breaks these budgets or `most_samples`, filled up with text samples. If its number of

@@ -43,13 +43,15 @@ from odb_factory.log import get_logger
 from odb_factory.model.check import Layout
 from odb_factory.model.tower import one_pass
 from odb_factory.planning import Cost
-from odb_factory.training.oom import cut, forget, is_out_of_memory
-from odb_factory.training.trainer_loss import stock_mean
+from odb_factory.training.oom import MemoryWatch, cut, forget, is_out_of_memory
+from odb_factory.training.trainer_loss import TrainerLoss, stock_mean
 
 logger = get_logger(__name__)
 
 ROWS_PLANNED = 256
 """Rows of a rank whose micro-batches are planned together."""
+PLANNED_HERE = 2048
+"""Rows of all ranks that are planned in some milliseconds: no process is started for them."""
 
 
 def counts_items_in_evaluation() -> bool:
@@ -98,6 +100,7 @@ class Evaluation:
 
     stock: the dataloader of the Trainer; its length, of the progress bar too, is in samples here. mean: of a round.
     loss_only: no predictions are kept. can_split: no rank waits for another one in a forward.
+    new_tokens: the most that are generated after each prompt. is_kept: the loader is for later evaluations, too.
     computing: the micro-batch in forward, where its loss is weighed.
     """
 
@@ -111,9 +114,11 @@ class Evaluation:
         *,
         loss_only: bool,
         can_split: bool,
+        new_tokens: int,
+        is_kept: bool,
     ):
         self.dataset, self.loader, self.loss_only = stock.dataset, loader, loss_only
-        self._can_split = can_split
+        self._can_split, self._new_tokens, self._is_kept = can_split, new_tokens, is_kept
         self.computing: Computing | None = None
         self._trainer, self._stock, self._mean, self._batch_size = trainer, stock, mean, parts.batch_size
         in_round = parts.batch_size * loader.world_size
@@ -124,6 +129,7 @@ class Evaluation:
         self._counts_repeated = gather.__name__ == "gather"
         counted = (self._rounds + bool(self._rest)) * in_round if self._counts_repeated else self._rows
         self._of_row = 1 / max(counted, 1)
+        self._watch = MemoryWatch(loader.config, loader.budget, trainer.args.device, can_split=can_split)
         self._loss: Tensor | None = None
         self._figures: defaultdict[str, float] = defaultdict(float)
         self._predicted: list[tuple[int, Any, Any]] = []
@@ -172,9 +178,10 @@ class Evaluation:
             self.loader.abort(one_line(error))
             raise
         finally:
-            odb.evaluation = None
+            odb.evaluation, odb.eval_limits = None, self.loader.lowered
             vars(trainer).pop("store_metrics", None)
-            self.loader.close()
+            if not self._is_kept:
+                self.loader.close()
         logger.info(
             "evaluated %d rows in %d micro-batches on each rank, where stock has %d batches",
             self._rows,
@@ -216,12 +223,16 @@ class Evaluation:
                     "image_max_pixels, or leave the sample out."
                 ) from error
             forget(error)
+        with_new = dataclasses.replace(measured, length=measured.length + self._new_tokens)
+        self.loader.lower(self._watch.lower(with_new))
         loss, self.computing, self._figures = None, None, defaultdict(float, before)
         clear_device_cache(garbage_collection=True)
         logger.warning(
-            "out of memory in an evaluation, %d x %d tokens: cut in two; set `eval_token_budget` to less",
+            "out of memory in an evaluation, %d x %d tokens: cut in two, and later plans have %s; set "
+            "`eval_token_budget` to less",
             measured.rows,
             measured.length,
+            self.loader.budget.within(self.loader.lowered),
         )
         samples = self.loader.samples_of(micro_batch) if samples is None else samples
         for part in cut((micro_batch, samples), self.loader.budget):
@@ -243,6 +254,7 @@ class Evaluation:
         weight = 1.0 if self.computing.is_weighed else self.computing.loss.scale
         self.computing = None
         self._count(loss, weight, micro_batch.ids, logits, labels, measured.segments)
+        self._watch.held(measured)
         return loss
 
     def _count(
@@ -330,7 +342,10 @@ def evaluation_by_budget(trainer: Any, stock: Any, loss_only: bool | None) -> Ev
     config = config_of_evaluation(config, config.token_budget if asked == AUTO else asked)
     can_split = not (trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled)
     loss_only = trainer.args.prediction_loss_only if loss_only is None else loss_only
-    parts = dataclasses.replace(dismantle(stock, 0), persistent_workers=False)
+    parts = dismantle(stock, 0)
+    # As stock keeps its own, with its worker processes; after a training nobody would close it.
+    is_kept = parts.persistent_workers and run is not None
+    parts = dataclasses.replace(parts, persistent_workers=is_kept)
     full_rounds = dataclasses.replace(parts, drop_last=True)
     mean = mean_of_round(
         stock_mean(trainer, None, equal_weights=settings.equal_weights),
@@ -341,16 +356,18 @@ def evaluation_by_budget(trainer: Any, stock: Any, loss_only: bool | None) -> Ev
     if settings.eval_rows is not None:
         rows, observer = settings.eval_rows(parts.dataset)
         full_rounds = dataclasses.replace(full_rounds, dataset=rows)
-    layout = odb.layout or Layout("padded", "outside of training")
+    layout, generated = odb.layout or Layout("padded", "outside of training"), 0
     if not loss_only and getattr(trainer.args, "predict_with_generate", False):
-        observer = PromptObserver(observer, new_tokens(trainer))
-        layout = Layout("padded", "tokens are generated")
-    loader = odb.make_loader(
+        generated = new_tokens(trainer)
+        observer, layout = PromptObserver(observer, generated), Layout("padded", "tokens are generated")
+    kept = next((loader for dataset, loader in odb.eval_loaders if dataset is parts.dataset), None)
+    loader = kept or odb.make_loader(
         full_rounds,
         config,
         layout,
         observer=observer,
         keeps_samples=can_split,
+        plans_here=ROWS_PLANNED * trainer.args.world_size <= PLANNED_HERE,
         rule=OptimizerStepRule(
             batch_size=parts.batch_size,
             accumulation=-(-ROWS_PLANNED // parts.batch_size),
@@ -359,7 +376,21 @@ def evaluation_by_budget(trainer: Any, stock: Any, loss_only: bool | None) -> Ev
             equal_weights=settings.equal_weights,
         ),
     )
-    return Evaluation(trainer, stock, loader, parts, mean, loss_only=loss_only, can_split=can_split)
+    if odb.eval_limits is not None:
+        loader.lower(odb.eval_limits)
+    if is_kept and kept is None:
+        odb.eval_loaders.append((parts.dataset, loader))
+    return Evaluation(
+        trainer,
+        stock,
+        loader,
+        parts,
+        mean,
+        loss_only=loss_only,
+        can_split=can_split,
+        new_tokens=generated,
+        is_kept=is_kept,
+    )
 
 
 class PromptObserver:
@@ -386,10 +417,11 @@ def _why_stock(trainer: Any, stock: Any) -> str | None:
     odb, args = trainer.odb, trainer.args
     if isinstance(stock.dataset, IterableDataset):
         return "its rows can only be iterated"
-    if trainer.compute_loss_func is not None or trainer.label_smoother is not None:
-        return "the trainer computes the loss in place of the model"
+    loss = TrainerLoss.of(trainer)
+    if loss is not None:
+        return f"the trainer computes the loss in place of the model, by {loss.name}"
     if odb.settings.observer is not None and odb.settings.eval_rows is None:
-        return "figures of this trainer depend on which rows share a batch"
+        return f"figures of {type(trainer).__name__} depend on which rows share a batch"
     if odb.lacks_budgets or (odb.run is None and odb.settings.config.has_auto):
         return "budgets of auto are not chosen yet"
     if not trainer.accelerator.even_batches or trainer.accelerator.split_batches:

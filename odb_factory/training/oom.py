@@ -289,6 +289,10 @@ def cut(task: Task, budget: Budget) -> list[Task]:
     return list(zip(micro_batch.cut(at), (samples[:at], samples[at:])))
 
 
+MOST_LOST = 0.5
+"""`oom: skip`: the largest share of the loss of an optimizer step that may be left out."""
+
+
 @dataclass(slots=True)
 class _Attempt:
     """An optimizer step on this rank. tasks: the parts of each micro-batch; done: those computed since the step was
@@ -396,7 +400,7 @@ class RestartedSteps:
                 [one.id], OUT_OF_MEMORY, message, epoch=place.epoch, step=place.index, lost_weight=share
             )
             step.late.append(LateRow(one.tokens, one.units, share, number == last))
-        return micro_batch.only(()), [loader.smallest(samples)]
+        return micro_batch.only(()), [loader.stand_in(samples)]
 
     def _agree(self, step: _Attempt) -> None:
         """All ranks have gone through the optimizer step: lower budgets alike, synchronise gradients. Collective."""
@@ -410,10 +414,12 @@ class RestartedSteps:
         }
         phase = f"optimizer step {self.run.optimizer_steps + 1}"
         answers = [json.loads(answer) for answer in self.exchange.all_gather(json.dumps(mine).encode(), phase)]
+        late = [LateRow(*row) for answer in answers for row in answer["late"]]
         before = loader.lowered
         for answer in answers:
             if answer["lowered"] is not None:
                 loader.lower(Limits(**answer["lowered"]))
+        self._check_lost(late)
         if loader.lowered is not None and loader.lowered != before and loader.rank == 0:
             patches = f" and {loader.lowered.max_patches} patches" if loader.lowered.max_patches is not None else ""
             logger.warning(
@@ -423,8 +429,21 @@ class RestartedSteps:
                 patches,
             )
         self.run.accounting.cut(sum(answer["cuts"] for answer in answers))
-        self.run.accounting.lose([LateRow(*row) for answer in answers for row in answer["late"]], OUT_OF_MEMORY)
+        self.run.accounting.lose(late, OUT_OF_MEMORY)
         self._synchronizer.synchronize([answer["has_gradient"] for answer in answers])
+
+    def _check_lost(self, late: Sequence[LateRow]) -> None:
+        """late: of all ranks in an optimizer step. All of them raise `OutOfMemoryError` if it has lost most of its
+        loss: a training on what is left would be another one."""
+        lost, lowered = sum(row.share for row in late), self.run.loader.lowered
+        if lost <= MOST_LOST or lowered is None:
+            return
+        caps = "" if lowered.max_patches is None else f" and `max_patches: {lowered.max_patches}`"
+        raise OutOfMemoryError(
+            f"oom: skip has left out {len(late)} samples with {lost:.0%} of the loss of optimizer step "
+            f"{self.run.optimizer_steps + 1}, and at most {MOST_LOST:.0%} may be lost; set `token_budget: "
+            f"{lowered.token_budget}`{caps} or less, or lower cutoff_len or image_max_pixels."
+        )
 
 
 def forget(error: BaseException | None) -> None:

@@ -31,6 +31,7 @@ from odb_factory.data.order import DataLoaderParts, dismantle, unwrap
 from odb_factory.data.progress import OptimizerStepRule
 from odb_factory.data.samples import Measured
 from odb_factory.data.serialize import Picklable
+from odb_factory.errors import one_line
 from odb_factory.log import get_logger
 from odb_factory.memory import PeakMeter
 from odb_factory.model.check import (
@@ -50,7 +51,7 @@ from odb_factory.model.check import (
 from odb_factory.model.encoder import EncoderDoor, cost_of, find_tower
 from odb_factory.model.flat_row import flat_row, noise_by_sample
 from odb_factory.model.unpad import FlatRows, UnpadDoor, positions_of_samples
-from odb_factory.planning import Collation, EncoderCost, EncoderPlan, plan_encoders
+from odb_factory.planning import Collation, EncoderCost, EncoderPlan, Limits, plan_encoders
 from odb_factory.training import checkpoint
 from odb_factory.training.auto_budget import choose_budgets, rehearse
 from odb_factory.training.checkpoint import Checkpoint, CheckpointSaver
@@ -243,17 +244,20 @@ class Session:
 
     settings: the arguments of `enable_odb`. before_step: called with the model and all micro-batches of an optimizer
         step before the first is trained on, which are in memory together then; None: they come one by one.
+    eval_limits: to which this rank has lowered the budgets of evaluations.
     During `train()`, else None:
     run: its loader, length and figures. arguments: the training arguments that it changes. checkpoint: the folder that
         it resumes. layout: of its micro-batches; is_unchecked: it is flat, and not yet checked. saver: of checkpoints.
     memory: names micro-batches that do not fit. restarts: takes the optimizer steps with `oom: split` or `skip`.
-    evaluation: by budget, while one runs. trial_units: units of a micro-batch that is only tried (`auto`).
+    evaluation: by budget, while one runs. eval_loaders: that are kept, each with the dataset of its evaluations.
+    trial_units: units of a micro-batch that is only tried (`auto`).
     lacks_budgets: the config holds stand-ins until `auto` budgets are chosen. trainer_loss: computed by the trainer in
         place of the model's own.
     """
 
     def __init__(self, trainer: Any, settings: ODBSettings):
         self.trainer, self.settings = trainer, settings
+        self.eval_limits: Limits | None = None
         self.end()
 
     def end(self) -> None:
@@ -268,6 +272,7 @@ class Session:
         self.memory: MemoryWatch | None = None
         self.restarts: RestartedSteps | None = None
         self.evaluation: Evaluation | None = None
+        self.eval_loaders: list[tuple[Any, ODBLoader]] = []
         self.trial_units: int | None = None
         self.lacks_budgets = False
         self.trainer_loss: TrainerLoss | None = None
@@ -454,6 +459,8 @@ class Session:
         failed = error is not None
         if self.run is not None and error is not None:
             self.run.abort(error)
+        for _, loader in self.eval_loaders:
+            loader.close() if error is None else loader.abort(one_line(error))
         if self.restarts is not None:
             self.restarts.close(failed=failed)
         if self.saver is not None:
@@ -505,7 +512,7 @@ class Session:
             logger.info("balance_encoder: %s has no effect: %s", config.balance_encoder, why)
             return
         trains = any(parameter.requires_grad for parameter in getattr(*tower).parameters())
-        pair, patch, token = cost_of(tower[0], trains_tower=trains)
+        pair, patch, token = cost_of(tower[0].config, trains_tower=trains)
         cost = EncoderCost(pair=pair, patch=patch, token=token)
         exchange = Group(settings.process_group, config.exchange_timeout_s, "sharing the vision tower", is_main=True)
         parent = settings.process_group
@@ -584,18 +591,20 @@ class Session:
         finally:
             accelerator.sync_gradients = True
 
-    def weighing(self, model: Any) -> contextlib.AbstractContextManager[None]:
+    def weighing(self, model: Any, labels: Any) -> contextlib.AbstractContextManager[None]:
         """Within it the loss of the current micro-batch is the weighted mean over its tokens, also in a
-        trial, which needs the same memory. model: as trained."""
+        trial, which needs the same memory. model: as trained. labels: of the batch, if it has some."""
         computing, own = self.computing, self.trainer_loss
         if computing is None:
             assert self.trial_units is not None
-            if self.settings.equal_weights or own is not None:
+            if own is not None:
+                return own.weighing(model, labels, None, (), self.trial_units)
+            if self.settings.equal_weights:
                 return contextlib.nullcontext()
             return self._loss_of(model).weighing(None, (), self.trial_units)
         row_weights, segments = computing.loss.row_weights, computing.measured.segments
         if own is not None:
-            return own.weighing(row_weights, segments, computing.num_items)
+            return own.weighing(model, labels, row_weights, segments, computing.num_items, computing.num_supervised)
         if row_weights is None and computing.num_supervised is None:
             return contextlib.nullcontext()
         return self._loss_of(model).weighing(row_weights, segments, computing.num_items, computing.num_supervised)

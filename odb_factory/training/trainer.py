@@ -350,7 +350,7 @@ class ODBTrainerMixin(Base):
         # The units of this micro-batch alone: a loss that divides by it returns a mean, like one that ignores it.
         num_items = odb.trial_units if computing is None else computing.num_items
         kwargs["num_items_in_batch"] = torch.full((), num_items or 1, device=self.args.device)
-        with unpadded, without_average_tokens(self.args), odb.weighing(model):
+        with unpadded, without_average_tokens(self.args), odb.weighing(model, inputs.get("labels")):
             result: Any = super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
         scale = 0.0  # of a trial
         if computing is not None:

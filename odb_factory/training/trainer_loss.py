@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from odb_factory.accounting.losses import by_position, in_float32, to_device
 from odb_factory.data.observe import IGNORE_INDEX
 from odb_factory.data.order import OF_MICRO_BATCH, OF_STEP, StockMean
 from odb_factory.errors import ConfigError
 from odb_factory.log import get_logger
 from odb_factory.model.check import shifts_labels, unwrapped
+from odb_factory.model.head import WithoutLogits
 from odb_factory.model.own_loss import counts_items
 
 logger = get_logger(__name__)
@@ -59,8 +61,9 @@ class TrainerLoss:
     is given, or their sum divided by `num_items_in_batch`. So that samples of a micro-batch weigh differently, it is
     called once for the samples of each weight, with their part of the outputs and labels.
 
-    is_smoother: it is the label smoother. shifts: it compares each token with the next label. takes_num_items: it takes
-    the number of tokens to divide by.
+    name: for messages. is_smoother: it is the label smoother. shifts: it compares each token with the next label.
+    takes_num_items: it takes the number of tokens to divide by. is_dynamic: it is that of dynamic fine-tuning
+    (`_is_dynamic`), which is computed here without logits where the model allows it.
     """
 
     def __init__(self, trainer: Any):
@@ -73,10 +76,12 @@ class TrainerLoss:
         self.takes_num_items = any(
             one.name == "num_items_in_batch" or one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters
         )
+        self.is_dynamic = self.takes_num_items and _is_dynamic(function)
+        self._without_logits: WithoutLogits | None = None
         function = getattr(function, "func", function)  # of a functools.partial
-        self._name = f"compute_loss_func ({getattr(function, '__qualname__', type(function).__name__)})"
+        self.name = f"compute_loss_func ({getattr(function, '__qualname__', type(function).__name__)})"
         if self.is_smoother:
-            self._name = f"label_smoothing_factor: {trainer.args.label_smoothing_factor}"
+            self.name = f"label_smoothing_factor: {trainer.args.label_smoothing_factor}"
 
     @classmethod
     def of(cls, trainer: Any) -> TrainerLoss | None:
@@ -84,18 +89,46 @@ class TrainerLoss:
         return None if trainer.compute_loss_func is None and trainer.label_smoother is None else cls(trainer)
 
     @contextlib.contextmanager
-    def weighing(self, row_weights: Sequence[float] | None, segments: Sequence[int], num_units: int) -> Iterator[None]:
-        """While `compute_loss` runs. row_weights, segments: of `MicroBatchLoss` and `Measured`; num_units: of the
-        micro-batch.
+    def weighing(
+        self,
+        model: nn.Module,
+        labels: Any,
+        row_weights: Sequence[float] | None,
+        segments: Sequence[int],
+        num_units: int,
+        num_supervised: int | None = None,
+    ) -> Iterator[None]:
+        """While `compute_loss` runs. model: as trained. labels: [rows, length]. row_weights, segments: of
+        `MicroBatchLoss` and `Measured`; num_units: of the micro-batch; num_supervised: tokens with a loss, if known.
 
         Raises `ConfigError` at the end where `compute_loss` has not used this loss.
         """
+        places: list[Tensor] = []
+        with contextlib.ExitStack() as stack:
+            if self.is_dynamic and isinstance(labels, Tensor):
+                self._without_logits = self._without_logits or WithoutLogits(model, why_logits(self._trainer))
+                places = stack.enter_context(self._without_logits.in_place_of_logits(labels, num_supervised))
+            stack.enter_context(self._weighing(places, row_weights, segments, num_units))
+            yield
+
+    @contextlib.contextmanager
+    def _weighing(
+        self, places: list[Tensor], row_weights: Sequence[float] | None, segments: Sequence[int], num_units: int
+    ) -> Iterator[None]:
+        """places: where the outputs have log-probabilities of labels in the place of logits; empty: they have not."""
         function: Callable[..., Tensor] = getattr(self._trainer, self._place)
         calls = 0
 
         def weighed(outputs: Any, labels: Tensor, *args: Any, **kwargs: Any) -> Any:
             nonlocal calls
             calls += 1
+            if places:
+                values = in_float32(outputs["logits"])
+                weights = values.new_full((), 1 / num_units)
+                if row_weights is not None:
+                    weights = to_device(by_position(row_weights, segments), values).expand(labels.shape)
+                    weights = weights.reshape(-1)[places[0]]
+                return -(values * values.detach().exp() * weights).sum()
             given = [(1 / num_units, (outputs, labels, *args))]
             if row_weights is not None:
                 self._check_logits(outputs, labels)
@@ -115,7 +148,7 @@ class TrainerLoss:
             setattr(self._trainer, self._place, function)
         if not calls:
             raise ConfigError(
-                f"{self._name}: compute_loss of {type(self._trainer).__name__} does not use it, and odb divides the "
+                f"{self.name}: compute_loss of {type(self._trainer).__name__} does not use it, and odb divides the "
                 "loss as the Trainer divides that one; leave it out."
             )
 
@@ -123,10 +156,25 @@ class TrainerLoss:
         logits = outputs.get("logits") if isinstance(outputs, dict) else outputs[0]
         if not isinstance(logits, Tensor) or logits.shape[:2] != labels.shape:
             raise ConfigError(
-                f"{self._name}: the samples of a micro-batch have different weights here, and "
+                f"{self.name}: the samples of a micro-batch have different weights here, and "
                 f"{type(unwrapped(self._trainer.model)).__name__} returns no logits of its rows (a fused kernel such "
                 "as Liger's computes the loss itself); turn the kernel off, or set `loss_scaling: exact`."
             )
+
+
+def _is_dynamic(function: Callable[..., Any]) -> bool:
+    """Whether a loss of LLaMA-Factory is that of dynamic fine-tuning (arXiv 2508.05629), found out by calling it: each
+    token's loss is multiplied by its probability, which has no gradient."""
+    if not str(getattr(function, "__module__", "")).startswith("llamafactory."):
+        return False
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 4, 31, generator=generator, requires_grad=True)  # eaft takes the 20 largest
+    labels = torch.tensor([[IGNORE_INDEX, 5, 6, 7], [1, IGNORE_INDEX, 3, IGNORE_INDEX]])
+    of_labels = logits.log_softmax(-1)[:, :-1].gather(2, labels[:, 1:, None].clamp_min(0))[..., 0]
+    wanted = -(of_labels * of_labels.detach().exp() * (labels[:, 1:] != IGNORE_INDEX)).sum() / 3
+    found = function({"logits": logits}, labels, num_items_in_batch=torch.tensor(3))
+    slope, wanted_slope = (torch.autograd.grad(one, logits)[0] for one in (found, wanted))
+    return torch.allclose(found, wanted) and torch.allclose(slope, wanted_slope, atol=1e-7)
 
 
 def why_logits(trainer: Any) -> str | None:

@@ -99,6 +99,19 @@ def test_mm_mix_is_planned_as_it_is_trained_on(plan, tiny_vl, mix, tmp_path, cap
     assert (tmp_path / "plan.png").stat().st_size > 20_000
 
 
+def test_what_each_rank_encodes_is_planned(plan, tiny_vl, mix, tmp_path, capsys) -> None:
+    config = example_config(tiny_vl, mix, tmp_path / "out")
+    sums, balances = [], []
+    for block in ({"balance": False}, {"balance": False, "balance_encoder": True}):
+        own = plan(config | {"odb": config["odb"] | block}, "--ranks", "2")["own"]
+        sums.append(sum(own["encoder_patches"]))
+        balances.append(own["encoder_balance"])
+        shown = " ".join(capsys.readouterr().out.split())
+        assert f"each rank encodes: {own['encoder_patches'][0]:,} / " in shown
+    assert sums[0] == sums[1] > 0 and balances[0] < balances[1] <= 1
+    assert plan(config)["own"]["encoder_patches"] is None
+
+
 @pytest.mark.full_grid
 @pytest.mark.parametrize("layout", ["auto", "padded"])
 @pytest.mark.parametrize("num_ranks", [1, 2])

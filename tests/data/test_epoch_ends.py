@@ -113,7 +113,7 @@ def test_an_error_that_others_do_not_know_of_is_no_agreed_one(size: int) -> None
     def no_dummy() -> Sample:
         raise OSError("the file is gone")
 
-    epochs = run_shards([[sample(i, 8) for i in range(size)], []], find_dummy_sample=no_dummy)
+    epochs = run_shards([[sample(i, 8) for i in range(size)], []], stand_in=no_dummy)
     assert "the file is gone" in str(epochs[1].error)
     assert isinstance(epochs[0].error, CollectiveError) or not isinstance(epochs[1].error, CollectiveError)
 

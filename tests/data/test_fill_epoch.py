@@ -259,7 +259,7 @@ def test_the_buffer_is_filled_and_never_above_its_size() -> None:
         seed=0,
         rank=0,
         ranks=OneRank(),
-        find_dummy_sample=lambda: sample(0, 1),
+        stand_in=lambda: sample(0, 1),
         leave_out=print,
     )
     planner = FillEpoch(rows(), context, Place(), share=Share(), buffer_size=8, accumulation=1, join=True)

@@ -35,7 +35,7 @@ def epoch_of(seat: Any, samples: list[Sample], global_batch_size: int, group_siz
             seed=0,
             rank=seat.rank,
             ranks=seat,
-            find_dummy_sample=lambda: samples[0],
+            stand_in=lambda: samples[0],
             leave_out=print,
         ),
         Place(),

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, SubsetRandomSampler, get_worker_info
 from toy import NUM_ROWS, Rows, item, pad
 from transformers.trainer_utils import seed_worker
 
-from odb_factory import ConfigError
+from odb_factory import ConfigError, DataError
 from odb_factory.comm.ranks import Ranks
 from odb_factory.config import ODBConfig
 from odb_factory.data.loader import ODBLoader
@@ -286,8 +286,28 @@ def test_a_sample_for_idle_micro_batches_is_one_of_the_sampler() -> None:
     with wrapped(sampler=subset, num_workers=0) as loader:
         an_epoch(loader)
         before = subset.generator.get_state()
-        assert loader._workers.find_dummy_sample().id >= 40
+        assert loader._workers.stand_in().id >= 40
         assert torch.equal(subset.generator.get_state(), before)
+
+
+def test_it_is_the_smallest_of_the_first_that_can_be_collated() -> None:
+    """Those that cannot are found out once; where none can, a line counts them."""
+    lengths = {number: len(Rows()[number]["input_ids"]) for number in range(16)}
+    smallest, second = sorted(lengths, key=lambda number: (lengths[number], number))[:2]
+    broken = {smallest}
+
+    def collate(items: list[dict[str, Any]]) -> Any:
+        if any(len(item["input_ids"]) in {lengths[number] for number in broken} for item in items):
+            raise ValueError("a picture is broken")
+        return pad(items)
+
+    with wrapped(collate_fn=collate, num_workers=0) as loader:
+        assert loader.stand_in().id == second
+        broken |= set(lengths)
+        assert loader.stand_in().id == second
+    with wrapped(dataset=Rows(num_rows=16), collate_fn=collate, num_workers=0) as loader:
+        with pytest.raises(DataError, match="no row .* can be trained on: 16 that cannot be collated; "):
+            loader.stand_in()
 
 
 # A worker ends with its parent (what is killed for real: tests/distributed/test_killed.py)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ from distributed.rows import write_uneven_rows
 from same_training import Cell, Training, configurations, run_cells, train, write_rows
 from support import training_config
 from tiny_models import TinyModels
-from transformers import GenerationMixin
+from transformers import GenerationMixin, Qwen2ForCausalLM
+
+from odb_factory.training.session import Session
 
 RELATIVE = 1e-6
 NOT_COMPARED = ("runtime", "per_second", "logits/")
@@ -36,8 +39,12 @@ CELLS = {
     "dpo": Cell("dpo", EVALUATED, block=BLOCK),
     "rm": Cell("rm", EVALUATED, block=BLOCK),
     "kto": Cell("kto", EVALUATED, block=BLOCK),
+    "smoothed": Cell(changes=EVALUATED | {"label_smoothing_factor": 0.1}, block=BLOCK),
 }
-STOCK_S = "has no effect on this evaluation: figures of this trainer depend on which rows share a batch"
+STOCK_S = (
+    "this evaluation: figures of CustomKTOTrainer depend on which rows share a batch",
+    "this evaluation: the trainer computes the loss in place of the model, by label_smoothing_factor: 0.1",
+)
 
 
 def evaluated(training: Training) -> list[dict[str, float]]:
@@ -62,7 +69,43 @@ def test_figures_are_those_of_stock_on_two_ranks(tiny_text: Path, tiny_vl: Path,
             assert mine == {key: pytest.approx(its[key], RELATIVE, 1e-6) for key in its}, name
     log = (tmp_path / "ranks" / "rank0.log").read_text(encoding="utf-8")
     in_and_after = 2  # evaluations of a training
-    assert log.count("[odb] evaluated ") == in_and_after * (len(CELLS) - 1) and log.count(STOCK_S) == in_and_after
+    assert log.count("[odb] evaluated ") == in_and_after * (len(CELLS) - len(STOCK_S))
+    assert all(log.count(f"has no effect on {one}") == in_and_after for one in STOCK_S)
+
+
+def test_memory_that_was_short_lowers_the_budget_of_later_evaluations(
+    tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    data = write_uneven_rows(tmp_path, {"one": 20, "other": 24})
+    """Its loader, whose workers persist, is that of the first."""
+    changes = {"max_steps": 2, "eval_steps": 1, "eval_strategy": "steps", "per_device_eval_batch_size": 4}
+    changes |= {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
+    config = training_config(
+        tiny_text, data, tmp_path / "stock", dataset="one", eval_dataset="other", cutoff_len=120, **changes
+    )
+    forward = Qwen2ForCausalLM.forward
+
+    @functools.wraps(forward)
+    def of_little(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if not model.training and kwargs["input_ids"].numel() > 200:
+            raise torch.OutOfMemoryError("as of an accelerator")
+        return forward(model, *args, **kwargs)
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        made.extend(["plans_here"] if "plans_here" in kwargs else ())
+        return make_loader(*args, **kwargs)
+
+    made, make_loader = list[str](), Session.make_loader
+    stock = train(config)
+    monkeypatch.setattr(Session, "make_loader", make)
+    monkeypatch.setattr(Qwen2ForCausalLM, "forward", of_little)
+    ours = train(config | {"output_dir": str(tmp_path / "odb"), "odb": {"token_budget": 300, "eval_token_budget": 400}})
+    cuts = [number for number, said in enumerate(caplog.messages) if "in an evaluation" in said]
+    ends = [number for number, said in enumerate(caplog.messages) if said.startswith("evaluated 24 rows")]
+    assert cuts and len(ends) > 1 and max(cuts) < ends[0]
+    assert len(made) == 2, "in the training, and after it"
+    for mine, its in zip(evaluated(ours), evaluated(stock), strict=True):
+        assert mine == {key: pytest.approx(its[key], RELATIVE, 1e-6) for key in its}
 
 
 @pytest.mark.timeout(600)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -15,6 +16,7 @@ from accelerate.state import PartialState
 from loop.loops import BUDGET, EVERY_ROW, make, rows_of, stopped
 from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
 from toy import NUM_ROWS, Rows, Stream, item, pad
+from transformers import AutoModelForCausalLM
 
 from odb_factory import ConfigError, Cost, DataError, ODBConfig, ODBDataLoader, apply_odb, pop_step_info, weighted_loss
 
@@ -61,6 +63,40 @@ def test_weighted_losses_add_up_to_what_the_word_says(scaling: Any) -> None:
                 torch.testing.assert_close(value.grad, other, rtol=1e-10, atol=1e-14)
             model.zero_grad()
             ids, total = [], 0.0
+
+
+def test_a_loop_without_gradients_evaluates_and_generates(tiny_text: Path) -> None:
+    """As in the guide: the mean loss over all tokens, and for each prompt the answer that it gets alone."""
+    model: Any = AutoModelForCausalLM.from_pretrained(tiny_text).eval()
+    expected, loss, tokens, new = [0.0, 0], 0.0, 0, 5
+    with torch.no_grad(), make(batch_size=32, token_budget=120) as loader:
+        for batch in loader:
+            info = pop_step_info(batch)
+            loss, tokens = loss + model(**batch).loss.item() * info.units, tokens + info.units
+        for k in range(NUM_ROWS):
+            alone = pad([item(k)])
+            units = alone["labels"].shape[1] - 1
+            expected = [expected[0] + model(**alone).loss.item() * units, expected[1] + units]
+    assert tokens == expected[1] and loss == pytest.approx(expected[0], rel=1e-5)
+
+    def pad_on_the_left(items: list[Any]) -> dict[str, torch.Tensor]:
+        length = max(len(one["input_ids"]) for one in items)
+        ids = torch.tensor([[0] * (length - len(one["input_ids"])) + one["input_ids"] for one in items])
+        return {"input_ids": ids, "attention_mask": ids.ne(0).long()}
+
+    def answers_of(batch: Any) -> list[list[int]]:
+        made = model.generate(**batch, max_new_tokens=new, do_sample=False)
+        return made[:, batch["input_ids"].shape[1] :].tolist()
+
+    answers: dict[int, list[int]] = {}
+    prompts = [{"input_ids": item(k)["input_ids"]} for k in range(NUM_ROWS)]
+    options: dict[str, Any] = {"cost_fn": lambda row: len(row["input_ids"]) + new, "collate_fn": pad_on_the_left}
+    with make(prompts, batch_size=32, token_budget=150, **options) as loader:
+        for batch in loader:
+            info = pop_step_info(batch)
+            assert len(info.ids) * (batch["input_ids"].shape[1] + new) <= 150
+            answers |= zip(info.ids, answers_of(batch))
+    assert answers == {k: answers_of(pad_on_the_left([item(k)]))[0] for k in range(NUM_ROWS)}
 
 
 def test_a_mean_loss_is_not_scaled_where_samples_weigh_differently() -> None:

@@ -123,7 +123,7 @@ def train_scenes(rank: int, family: str, scenes: list[str], tuning: str = "all")
             parameter.requires_grad_("visual" not in name)
     if tuning == "bf16":
         model.bfloat16()
-    pair, patch, _ = cost_of(module, trains_tower=True)
+    pair, patch, _ = cost_of(module.config, trains_tower=True)
     group, plans = dist.new_group(), list[EncoderPlan]()
 
     def assign(patches: list[np.ndarray], tokens: list[int]) -> EncoderPlan:
@@ -213,9 +213,9 @@ def test_every_family_is_tested() -> None:
 def test_costs_follow_the_config() -> None:
     """Windows cost no square of the image."""
     (module, _) = find_tower(make_model("qwen2_5_vl"))  # type: ignore[misc]
-    windowed, frozen = (cost_of(module, trains_tower=trains) for trains in (True, False))
+    windowed, frozen = (cost_of(module.config, trains_tower=trains) for trains in (True, False))
     module.config.vision_config.fullatt_block_indexes = [0, 1, 2]  # type: ignore[union-attr]
-    whole = cost_of(module, trains_tower=True)
+    whole = cost_of(module.config, trains_tower=True)
     assert whole[0] == 3 * windowed[0] and whole[1] < windowed[1]
     assert windowed[:2] == (3 * frozen[0], 3 * frozen[1])
 

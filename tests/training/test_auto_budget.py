@@ -297,6 +297,15 @@ def test_what_a_rank_can_have_bounds_a_rehearsal() -> None:
     assert len(group) == 28
 
 
+@pytest.mark.parametrize(("max_patches", "tried"), [(200, [160]), (100, [90]), (50, [])])
+def test_the_densest_image_that_fits_is_rehearsed(max_patches: int, tried: list[int]) -> None:
+    drawn = [Cost(60), Cost(40, 160, has_media=True), Cost(30, 90, has_media=True), Cost(20, 0)]
+    for layout in ("padded", "flat"):
+        budget = Budget(60, max_patches, layout=layout)
+        (group,) = searched(drawn, budget, None, 2).allowed(budget)
+        assert [one.cost.patches for one in group if one.cost.patches] == tried
+
+
 def pad_unless_longest(items: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     if max(len(item["input_ids"]) for item in items) == LONGEST:
         raise ValueError("a picture is broken")

@@ -72,6 +72,7 @@ SKIP = {
 """What does not fit is left out."""
 ENDS = {
     "alone": short("text", 0, 40, oom="split"),
+    "most": short("text", 0, 20, oom="skip"),
     "raise": short("text", 60, 0),  # the last: the other rank ends with this one
 }
 TWO_RANKS = WITHOUT | SPLIT | {f"skip, {name}": one for name, one in SKIP.items()} | ENDS
@@ -194,6 +195,13 @@ def test_a_sample_alone_ends_all_ranks(two_ranks) -> None:
     )
     assert (second["error"], second["cause"]) == (f"ODBError: {line}", "OutOfMemoryError")
     assert first["error"] == f"ODBError: rank 1 left the training: {line}"
+
+
+def test_skip_ends_all_ranks_where_an_optimizer_step_would_lose_most_of_its_loss(two_ranks) -> None:
+    first, second = two_ranks["most"].ranks
+    assert first["error"] == second["error"] and first["error"].startswith("ODBError: oom: skip has left out ")
+    assert " of the loss of optimizer step 1, and at most 50% may be lost; set `token_budget: " in first["error"]
+    assert "\n" not in first["error"]
 
 
 def test_raise_says_what_to_lower_on_all_ranks(two_ranks) -> None:

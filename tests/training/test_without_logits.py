@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from llamafactory.train.trainer_utils import dft_loss_func
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -45,7 +46,9 @@ class ReadsLogits(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
-def trained(model: Path, folder: Path, kind: type[Trainer] = Trainer, **odb: Any) -> tuple[Any, list[float], int]:
+def trained(
+    model: Path, folder: Path, kind: type[Trainer] = Trainer, loss: Any = None, **odb: Any
+) -> tuple[Any, list[float], int]:
     """The trainer, its losses and the elements of the largest logits."""
     network = AutoModelForCausalLM.from_pretrained(model)
     arguments = TrainingArguments(
@@ -59,7 +62,7 @@ def trained(model: Path, folder: Path, kind: type[Trainer] = Trainer, **odb: Any
         gradient_accumulation_steps=4,
         max_steps=3,
     )
-    trainer = kind(model=network, args=arguments, train_dataset=Rows(), data_collator=pad)
+    trainer = kind(model=network, args=arguments, train_dataset=Rows(), data_collator=pad, compute_loss_func=loss)
     if odb:
         enable_odb(trainer, **odb)
     with LargestLogits(network.config.vocab_size) as logits:
@@ -67,16 +70,17 @@ def trained(model: Path, folder: Path, kind: type[Trainer] = Trainer, **odb: Any
     return trainer, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], logits.largest
 
 
+@pytest.mark.parametrize("loss", [None, dft_loss_func])
 @pytest.mark.parametrize("loss_scaling", ["stock", "sample"])
 def test_nobody_makes_logits_of_all_tokens(
-    tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss_scaling: Any
+    tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss_scaling: Any, loss: Any
 ) -> None:
-    """With weights that are equal within a micro-batch, and with others."""
+    """With weights that are equal within a micro-batch, and with others; of a loss of LLaMA-Factory, too."""
     config = AutoConfig.from_pretrained(tiny_text)
     vocabulary = config.vocab_size
     monkeypatch.setattr("odb_factory.model.chunked.TILE_ELEMENTS", {"cpu": 16 * vocabulary})
-    stock, expected, of_stock = trained(tiny_text, tmp_path)
-    ours, found, largest = trained(tiny_text, tmp_path, token_budget=160, loss_scaling=loss_scaling)
+    stock, expected, of_stock = trained(tiny_text, tmp_path, loss=loss)
+    ours, found, largest = trained(tiny_text, tmp_path, loss=loss, token_budget=160, loss_scaling=loss_scaling)
     assert of_stock > 100 * vocabulary
     assert largest <= config.hidden_size * vocabulary, "the head's own weight"
     if loss_scaling == "stock":
