@@ -30,7 +30,7 @@ dataset = [{"input_ids": ids, "labels": ids} for ids in ([7] * draw.randint(3, 6
 
 def new_model() -> Qwen2ForCausalLM:
     torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    sizes = {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
     config = Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=2)
     return Qwen2ForCausalLM(config)
 
@@ -66,7 +66,7 @@ def train_flat() -> torch.nn.Module:
 
 
 def distance(model: torch.nn.Module, other: torch.nn.Module) -> float:
-    return max(float((a - b).abs().max()) for a, b in zip(model.parameters(), other.parameters()))
+    return max(float((a - b).detach().abs().max()) for a, b in zip(model.parameters(), other.parameters()))
 
 
 model = new_model()

@@ -59,7 +59,7 @@ NAMES = re.compile(
 
 
 def as_markdown(docstring: str) -> str:
-    text, *codes = re.split(r"\n\n?Example::\n\n|::\n\n(?= {4})", docstring.rstrip() + "\n")
+    text, *codes = re.split(r"\n\n?Example::\n\n|(?<=:):\n\n(?= {4})", docstring.rstrip() + "\n")
     parts = [_listed(text)]
     for code in codes:
         lines = code.splitlines()
