@@ -11,6 +11,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+import wave
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -24,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from odb_factory.errors import one_line
 from odb_factory.llamafactory import activation, hooks
 from odb_factory.llamafactory.activation import DISABLE, NEWEST_TESTED, SEAMS
 from odb_factory.version import installed_version
@@ -46,10 +48,7 @@ SUPPORTED = {
 _FIXES = {"python": "make an environment with a Python of 3.11 or newer", "torch": TORCH_SET}
 DEEPSPEED = "deepspeed>=0.10.0,<=0.18.4"
 """requirements/deepspeed.txt of 0.9.5, which is not installed; the metadata of earlier releases have theirs."""
-OPTIONAL = {
-    "deepspeed": f'only ZeRO needs it: pip install "{DEEPSPEED}"',
-    "torchcodec": "only audio data need it, which torchaudio 2.9 and newer read by it: pip install torchcodec",
-}
+OPTIONAL = {"deepspeed": f'only ZeRO needs it: pip install "{DEEPSPEED}"'}
 _COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
 
 
@@ -228,6 +227,8 @@ def look_at_imports() -> Probe:
     probe.gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     for name in ("torchvision", "torchaudio"):
         _imports(name, probe)
+    if "torchaudio" in sys.modules:
+        _read_audio(probe)
     imported = [_imports(name, probe) for name in SEAMS]  # all are tried
     if all(imported):
         _look_at_seams(probe)
@@ -240,6 +241,19 @@ def look_at_imports() -> Probe:
         probe.kernels = {name: kernel_of(Need(device=device, dtype=torch.bfloat16)) for name, device in devices.items()}
         probe.own_keys = [name for name in names if name in ("odb", "use_odb") or name.startswith("odb_")]
     return probe
+
+
+def _read_audio(probe: Probe) -> None:
+    """10 ms of WAV, as LLaMA-Factory reads it: whether torchcodec and FFmpeg load shows only then."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder, "silence.wav"))
+        with wave.open(path, "wb") as clip:
+            clip.setparams((1, 2, 16_000, 160, "NONE", "not compressed"))
+            clip.writeframes(bytes(320))
+        try:
+            sys.modules["torchaudio"].load(path)
+        except Exception as error:  # of whichever library it calls
+            probe.errors["torchaudio.load"] = one_line(error).partition(". ")[0]
 
 
 def _look_at_seams(probe: Probe) -> None:
@@ -383,6 +397,9 @@ def _media_libraries(facts: Facts) -> Iterator[Check]:
             yield Check("warning", f"{name} cannot be loaded beside torch: {error}", fix)
         elif version := facts.versions.get(name):
             yield Check("ok", f"{name} {version} loads beside torch")
+    if error := facts.probe.errors.get("torchaudio.load"):
+        fix = "only audio data need that: pip install torchcodec, and FFmpeg of the system"
+        yield Check("ok", f"torchaudio cannot read audio files ({error}); {fix}")
 
 
 def _devices(facts: Facts) -> Iterator[Check]:

@@ -99,6 +99,7 @@ SOUND = Facts(
             {"probe": Probe(active=True, hooked=["x"], errors={"torchaudio": "OSError: y"})},
             "torchaudio cannot be loaded",
         ),
+        ({"probe": Probe(active=True, hooked=["x"], errors={"torchaudio.load": "ImportError: z"})}, None),
         ({"probe": Probe(active=True, hooked=["x"], own_keys=["odb"])}, "already has odb keys: odb"),
     ],
 )
