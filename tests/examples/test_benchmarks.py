@@ -174,3 +174,22 @@ def test_published_parts_stand_beside_earlier_ones(
     assert "published before" in page and "an earlier machine" in page
     assert "[More tables of this part](benchmarks/planning.md)" in page and (before / "planning.md").exists()
     assert set(json.loads((before / "figures.json").read_text("utf-8"))) == {"planning", "start"}
+
+
+@pytest.mark.parametrize(
+    "model", ["qwen3_vl_2b", *(pytest.param(m, marks=pytest.mark.full_grid) for m in ("qwen3_1_7b", "qwen2_5_vl_7b"))]
+)
+def test_the_gpu_run_at_tiny_scale(model: str, tmp_path: Path) -> None:
+    command = [sys.executable, str(FOLDER / "gpu.py"), "--check", "--tiny", "--samples", "96", "--model", model]
+    said = run_command([*command, "--limit", str(LIMIT_S), "--output-dir", str(tmp_path)], LIMIT_S)
+    assert "all is done" in said
+    machine = json.loads((tmp_path / "machine.json").read_text(encoding="utf-8"))
+    assert max(machine["kernels"].values()) < 3
+    found = {}
+    for path in (tmp_path / model).glob("mix_*/result.json"):
+        one = json.loads(path.read_text(encoding="utf-8"))
+        assert "failed" not in one, one
+        found[one["name"]] = one
+    stock, ours = found["stock, 1 row"], found["odb"]
+    assert ours["losses"] == pytest.approx(stock["losses"], rel=1e-3)  # bf16
+    assert ours["micro_batches"] < stock["micro_batches"]
