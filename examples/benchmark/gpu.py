@@ -48,7 +48,7 @@ WHEELS = (
     "tyro<0.9", "docstring-parser", "shtab", "typeguard", "fire", "termcolor", "omegaconf==2.3.0", "torchdata==0.11.0",
     "antlr4-python3-runtime==4.9.3", "msgpack",
 )  # fmt: skip
-"""Beside an image with torch 2.11, transformers 5.17, accelerate, pyarrow, pandas and matplotlib: 6 MiB."""
+"""Beside an image with torch 2.11, transformers 5.17, accelerate, pyarrow, pandas and matplotlib: 3 MiB."""
 PEAKS = {"H100": 989.4e12, "H200": 989.4e12, "A100": 312e12}
 """Dense bf16 operations a second, by the data sheets."""
 SAMPLES_A_STEP, WARM_UP, CUTOFF_LEN = 32, 2, 8192
