@@ -3,9 +3,9 @@
 The door is the forward of the tower. Within `balanced`, all ranks tell each other the shapes of their images, agree on
 who encodes which (a function that is given), and send pixels there; each runs the tower once, and the features return
 in the order in which the model expects them, with gradients. The model notices nothing. A rank without an image, whose
-model would not call its tower, runs it behind its token embedding, as the others do. Who has nothing to encode runs the
-smallest image of all, without pixels, and drops what comes of it: parameters are gathered, and gradients reduced, by
-all ranks alike (ZeRO-3, FSDP, DDP).
+model would not call its tower, runs it behind its token embedding, as the others do, and its projector with no rows. Who
+has nothing to encode runs the smallest image of all, without pixels, and drops what comes of it: parameters are
+gathered, and gradients reduced, by all ranks alike (ZeRO-3, FSDP, DDP).
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ from odb_factory.model.tower import FAMILIES, TWICE
 BY_GRID: tuple[str, ...] = (*FAMILIES, "glm4v", "glm4v_moe", "glm46v")
 """By the `model_type` of their config: the tower takes patches of all images in one tensor [patches, ...], and a grid
 (frames, height, width) of each."""
-BY_IMAGE = ("llava", "llava_next", "vipllava")
+BY_IMAGE = ("llava", "llava_next", "vipllava", "internvl")
 """It takes images (or tiles) of one size, [images, 3, height, width]."""
 TOWERS = ("visual", "vision_tower")
+PROJECTOR = "multi_modal_projector"
+"""Between tower and language model, where it is a module of its own."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 WINDOW = 64
 """Patches of an attention window (Qwen2.5-VL: 112 x 112 pixels) where the config does not say."""
@@ -193,7 +195,12 @@ class EncoderDoor:
         grid = {"grid_thw": torch.zeros((0, 3), dtype=torch.long, device=output.device)} if self._by_grid else {}
         tower = getattr(self._module, self._name)  # what wraps it by now (FSDP)
         features = tower(pixels, **grid, **({} if self._by_grid else {"output_hidden_states": True}))
-        nothing = sum(feature.sum() for feature in _returned(features, self._layers()).values())
+        nothing: Any = sum(feature.sum() for feature in _returned(features, self._layers()).values())
+        projector = dict(self._module.named_children()).get(PROJECTOR)
+        if projector is not None:  # else a part of the tower
+            nothing = nothing + projector(output.new_zeros((1, 0, _width(projector)))).sum()
+        own = [one for one in self._module.parameters(recurse=False) if one.numel()]  # LLaVA-NeXT's `image_newline`
+        nothing = nothing + sum(one.sum() * 0 for one in own)
         return output + torch.as_tensor(nothing).to(output.dtype)
 
     def _layers(self) -> Any:
@@ -331,6 +338,16 @@ def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: Any) 
     return taken
 
 
+def _width(projector: nn.Module) -> int:
+    """Of its input. By numbers that stay where parameters are sharded."""
+    for module in projector.modules():
+        if isinstance(module, nn.Linear):
+            return module.in_features
+        if isinstance(module, nn.LayerNorm):
+            return int(module.normalized_shape[-1])
+    raise DataError(f"balance_encoder: the input of {type(projector).__name__} is not known; set it to false.")
+
+
 def _returned(output: Any, layers: Any) -> dict[Any, Tensor]:
     """The tensors of a tower's output that a model reads, by where they stand. layers: of the hidden states, a number
     or several, where the model takes those."""
@@ -342,6 +359,8 @@ def _returned(output: Any, layers: Any) -> dict[Any, Tensor]:
         states = output["hidden_states"]
         numbers = [layers] if isinstance(layers, int) else layers
         return {("hidden_states", number % len(states)): states[number] for number in numbers}
+    if layers is not None:  # the last, of which a model reads no pooled ones
+        return {("last_hidden_state",): output["last_hidden_state"]}
     found = {("deepstack_features", n): one for n, one in enumerate(output.get("deepstack_features") or ())}
     key = "pooler_output" if output.get("pooler_output") is not None else "last_hidden_state"
     return {(key,): output[key], **found}

@@ -45,6 +45,7 @@ OTHERS = {
     "glm4v": ("Glm4vForConditionalGeneration", {}),
     "llava": ("LlavaForConditionalGeneration", {"vision_feature_layer": [-2, 1]}),
     "llava_next": ("LlavaNextForConditionalGeneration", {"image_grid_pinpoints": [[SIDE, 2 * SIDE]]}),
+    "internvl": ("InternVLForConditionalGeneration", {"downsample_ratio": 0.5}),
     "vipllava": ("VipLlavaForConditionalGeneration", {"vision_feature_layers": [-2, 1]}),
 }
 
@@ -63,6 +64,9 @@ def make(family: str) -> Any:
     else:
         vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
         vision |= {"image_size": SIDE, "patch_size": PATCH, "projection_dim": 32, "model_type": "clip_vision_model"}
+        if family == "internvl":
+            vision |= {"image_size": [SIDE, SIDE], "patch_size": [PATCH, PATCH], "model_type": "internvl_vision"}
+            more = more | {"vision_feature_layer": -1}
         llama = {key: TEXT[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
         llama |= {"num_attention_heads": 4, "num_key_value_heads": 2, "model_type": "llama"}
         parts = {"text_config": llama, "vision_config": vision}
@@ -92,6 +96,8 @@ def batch_of(family: str, model: Any, media: Media) -> dict[str, Any]:
         more = {"pixel_values": torch.stack([pixels, -pixels, 2 * pixels], 1)}
         more["image_sizes"] = torch.tensor([[SIDE, 2 * SIDE]] * count)
         tokens = 3 * patches + SIDE // PATCH
+    if family == "internvl":  # shuffled into fewer, wider ones
+        tokens = patches // 4
     ids = torch.cat([batch["input_ids"], torch.full((1, tokens * count), IMAGE), torch.tensor([[7, 8]])], 1)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.where(ids < 80, -100), **more}
 
@@ -141,6 +147,9 @@ def train_scenes(rank: int, family: str, scenes: list[str], tuning: str = "all")
             has_images = any(map(any, SCENES[name]))  # else the tower has no gradient, which DDP would wait for
             with door.balanced():
                 shared, of_shared = train(DistributedDataParallel(model) if has_images else model, batch | no_pixels)
+            have: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(have, [name for name, one in model.named_parameters() if one.grad is not None])
+            assert all(one == have[0] for one in have), "else DDP waits"
             plan = plans.pop()
             assert not plans, "the tower has run once"
             again, _ = train(model, batch)
@@ -177,7 +186,7 @@ def check(family: str, folder: Path, *, world_size: int = 2, **given: Any) -> di
 
 
 MARKED = [
-    pytest.param(family, marks=[] if family in ("qwen3_vl", "llava") else pytest.mark.full_grid)
+    pytest.param(family, marks=[] if family in ("qwen3_vl", "internvl") else pytest.mark.full_grid)
     for family in (*(one for one in CLASSES if one in FAMILIES), *OTHERS)
 ]
 
