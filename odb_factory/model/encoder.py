@@ -3,8 +3,8 @@
 The door is the forward of the tower. Within `balanced`, all ranks tell each other the shapes of their images, agree on
 who encodes which (a function that is given), and send pixels there; each runs the tower once, and the features return
 in the order in which the model expects them, with gradients. The model notices nothing. A rank without an image, whose
-model would not call its tower, runs it behind its token embedding, as the others do, and its projector with no rows. Who
-has nothing to encode runs the smallest image of all, without pixels, and drops what comes of it: parameters are
+model would not call its tower, runs it behind its token embedding, as the others do, and its projector with no rows.
+Who has nothing to encode runs the smallest image of all, without pixels, and drops what comes of it: parameters are
 gathered, and gradients reduced, by all ranks alike (ZeRO-3, FSDP, DDP).
 """
 
