@@ -162,7 +162,8 @@ class GroupDataset(WorkerDataset):
             return self.measure(batch, self.patch_size, segments)
         costs = [sample.cost for sample in samples]
         if isinstance(batch, Mapping) and np.ndim(batch.get("input_ids", ())) == 2:
-            (rows, length), media = batch_shape(batch), count_media(batch, self.patch_size)
+            rows, length = (1, sum(segments)) if segments else batch_shape(batch)
+            media = count_media(batch, self.patch_size)
         else:
             rows, length, _ = self.budget.shape(costs)
             media = Media(*map(sum, zip(*(cost.by_modality for cost in costs))))

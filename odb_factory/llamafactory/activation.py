@@ -42,7 +42,9 @@ SEAMS = {
 `hooks.py`. The same names and meanings in LLaMA-Factory 0.9.4, 0.9.5 and the main branch (0.9.6.dev0)."""
 OPTIONAL = {
     "llamafactory.launcher": {"launch": "check_before_launch"},
-    "llamafactory.v1.launcher": {"launch": "refuse_v1"},
+    "llamafactory.v1.launcher": {"launch": "check_before_v1_launch"},
+    "llamafactory.v1.config.arg_parser": {"get_args": "read_v1_block"},
+    "llamafactory.v1.core.base_trainer": {"BaseTrainer._create_batch_generator": "make_v1_batches"},
     "llamafactory.hparams.parser": {"get_ray_args": "read_ray"},
     "llamafactory.train.tuner": {
         "_ray_training_function": "drive_ray",

@@ -9,6 +9,7 @@ the block itself are in `odb_factory.config`, those of every Trainer in `odb_fac
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
 import re
 import sys
@@ -58,8 +59,11 @@ def is_meant_for_block(key: Any, value: Any) -> bool:
     return isinstance(value, Mapping) and "token_budget" in value
 
 
-def check_keys(args: Mapping[Any, Any]) -> None:
-    """Refuse keys that are meant for the block and are not in it, and blocks that have another name."""
+def check_keys(args: Mapping[Any, Any], shared: tuple[str, ...] = SHARED_KEYS) -> None:
+    """Refuse keys that are meant for the block and are not in it, and blocks that have another name.
+
+    shared: keys that both have.
+    """
     for key, value in args.items():
         if key != "odb" and is_meant_for_block(key, value):
             raise ConfigError(
@@ -67,7 +71,7 @@ def check_keys(args: Mapping[Any, Any]) -> None:
                 "below it, or `odb.KEY=VALUE` as an override."
             )
     if "odb" in args:
-        shared = (*SHARED_KEYS, *(STREAMING_KEYS if args.get("streaming") else ()))
+        shared = (*shared, *(STREAMING_KEYS if args.get("streaming") else ()))
         ours = {item.name for item in dataclasses.fields(ODBConfig)}.difference(shared)
         for key in args:
             if key in ours:
@@ -310,6 +314,82 @@ def check_combination(
     settings = {key: value for key, value in settings.items() if key in own or not isinstance(value, MayDiffer)}
     timeout, rank = config.exchange_timeout_s, training_args.process_index
     compare(settings, lambda message: gather_once(message, timeout), rank=rank, problem=problem)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# LLaMA-Factory's next trainer (`USE_V1=1`).
+
+V1_COMMANDS = ("sft", "dpo", "rm")
+V1_SHARED_KEYS = (*SHARED_KEYS, "global_batch_size")
+V1_EVALUATES, V1_STEPS = "v1 does not evaluate", "the optimizer steps of v1's trainer do not take that"
+V1_MEANINGLESS = {
+    "eval_token_budget": V1_EVALUATES,
+    "memory_fraction": "it goes with a budget of auto",
+    "oom": f"{V1_STEPS}; lower token_budget if memory is short",
+    "rehearse": V1_STEPS,
+    "balance_encoder": V1_STEPS,
+    "lr_scale": "optimizer steps have the samples of v1's",
+    "lr_reference_samples": "optimizer steps have the samples of v1's",
+    "join": "all ranks take all optimizer steps of v1",
+    "global_batch_size": "v1 has a key of that name; set it beside the block",
+    "loss_scaling": "v1's trainer weighs the losses",
+    "seed": "v1 has a key of that name; set it beside the block",
+    "length_buckets": "not supported there",
+    "row_multiple": "not supported there",
+}
+"""Keys of the block without a meaning under v1, and why."""
+V1_NAMES = {
+    "model_name_or_path": "model",
+    "dataset": "train_dataset",
+    "per_device_train_batch_size": "micro_batch_size",
+    "gradient_accumulation_steps": "global_batch_size",
+    "dataloader_num_workers": "batching_workers",
+    "stage": "the command (`llamafactory-cli sft`, dpo or rm)",
+    "deepspeed": "dist_config",
+    "fsdp": "dist_config",
+}
+"""What keys of the trainer that v1 is to replace are called there."""
+
+
+def check_v1(args: Mapping[str, Any]) -> ODBConfig:
+    """Check arguments of v1 that hold an `odb:` block; returns what the block says. Raises a one-line `ConfigError`."""
+    check_keys(args, V1_SHARED_KEYS)
+    config = ODBConfig.from_block(args["odb"])
+    defaults = {item.name: item.default for item in dataclasses.fields(ODBConfig)}
+    for key, why in V1_MEANINGLESS.items():
+        value = args["odb"].get(key, defaults[key])
+        if value != defaults[key] and (key, value) != ("loss_scaling", "stock"):
+            raise ConfigError(f"odb.{key}: {quoted(value)} has no meaning under USE_V1: {why}; leave it out.")
+    for key in config.auto_keys:
+        raise ConfigError(f"odb.{key}: {AUTO!r} has no meaning under USE_V1: {V1_STEPS}; set a number.")
+    strategy, engine = args.get("batching_strategy", "normal"), args.get("dist_config")
+    if strategy != "normal":
+        raise ConfigError(
+            f"batching_strategy: {quoted(strategy)} cuts optimizer steps, as odb does; remove the key, or the odb: "
+            "block."
+        )
+    name = engine.get("name") if isinstance(engine, Mapping) else engine
+    if name not in (None, "fsdp2"):
+        raise ConfigError(
+            f"dist_config: {quoted(name)} does not go with odb under USE_V1, which trains with fsdp2 or DDP; change it."
+        )
+    if any(isinstance(where, Mapping) and where.get("cp_size", 1) != 1 for where in (args, engine)):
+        raise ConfigError("cp_size: context parallelism does not go with odb; set it to 1.")
+    return config
+
+
+def check_v1_keys(args: Mapping[str, Any]) -> None:
+    """Refuse keys that v1 does not know. Imports its arguments."""
+    if os.environ.get("ALLOW_EXTRA_KEYS", "").lower() in ("true", "y", "1"):
+        return
+    from llamafactory.v1 import config
+
+    kinds = (config.ModelArguments, config.DataArguments, config.TrainingArguments, config.SampleArguments)
+    known = {item.name for kind in kinds for item in dataclasses.fields(kind)}
+    for key in args.keys() - known - {"odb"}:
+        near = V1_NAMES.get(key) or next(iter(difflib.get_close_matches(key, known, n=1)), None)
+        hint = f"it is called {near} there" if key in V1_NAMES else f"did you mean {near}" if near else "remove it"
+        raise ConfigError(f"{key}: {quoted(args[key])} is no key of LLaMA-Factory's v1 trainer (USE_V1); {hint}.")
 
 
 def _raise_first(messages: Iterator[str]) -> None:

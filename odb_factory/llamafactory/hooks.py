@@ -174,11 +174,45 @@ def check_before_launch(original: Callable) -> Any:
     return launch.launch(original)
 
 
-def refuse_v1(original: Callable) -> Any:
-    """v1.launcher.launch."""
+def check_before_v1_launch(original: Callable) -> Any:
+    """v1.launcher.launch: the same for LLaMA-Factory's next trainer."""
     from odb_factory.llamafactory import launch
 
     return launch.launch_v1(original)
+
+
+def read_v1_block(original: Callable, args: Any = None) -> Any:
+    """v1.config.arg_parser.get_args: the block is taken out of the arguments, checked and kept."""
+    global _active
+    _active = None
+    from odb_factory.llamafactory import block, launch
+
+    given = launch.v1_arguments(args)
+    if not any(block.is_meant_for_block(key, value) for key, value in given.items()):
+        return original(args)
+    uncaught.install()
+    log_if_newer()
+    config = block.check_v1(given)
+    block.check_v1_keys(given)
+    parsed = original({key: value for key, value in given.items() if key != "odb"})
+    trainer = importlib.import_module("llamafactory.v1.core.base_trainer").BaseTrainer
+    if (trainer, "_create_batch_generator") not in _replaced:
+        raise ConfigError(
+            "odb: v1's trainer of this LLaMA-Factory release has no batch generator to replace; install a supported "
+            "release (`odb-factory doctor` names them), or unset USE_V1."
+        )
+    _active = config
+    return parsed
+
+
+def make_v1_batches(original: Callable, trainer: Any) -> None:
+    """v1.core.base_trainer.BaseTrainer._create_batch_generator."""
+    if _active is None:
+        original(trainer)
+        return
+    from odb_factory.llamafactory.v1 import BatchGenerator
+
+    trainer.train_batch_generator = BatchGenerator(trainer, _active)
 
 
 # Ray: LLaMA-Factory's own workers (`USE_RAY=1`: a driver starts an actor for each rank), and those of Ray Train.

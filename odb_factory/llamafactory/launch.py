@@ -40,6 +40,10 @@ def launch(original: Callable[[], Any]) -> Any:
     check_yaml(path, overrides)
     if os.environ.get("USE_RAY", "").lower() in ("true", "y", "1"):  # workers on other nodes must not see the record
         return original()
+    return _launched(original)
+
+
+def _launched(original: Callable[[], Any]) -> Any:
     with _launch_record():
         try:
             return original()
@@ -50,20 +54,38 @@ def launch(original: Callable[[], Any]) -> Any:
 
 
 def launch_v1(original: Callable[[], Any]) -> Any:
-    """Around the launcher of LLaMA-Factory's v1 trainer, whose arguments know no `odb:`."""
-    if len(sys.argv) > 2 and _has_block(Path(sys.argv[2]), sys.argv[3:]):
-        uncaught.install()
+    """Around the launcher of LLaMA-Factory's next trainer (`USE_V1=1`)."""
+    if len(sys.argv) < 3 or not _has_block(Path(sys.argv[2]), sys.argv[3:]):
+        return original()
+    uncaught.install()
+    if sys.argv[1] not in ("train", *block.V1_COMMANDS):
         raise ConfigError(
-            f"USE_V1: {os.environ.get('USE_V1')!r} selects LLaMA-Factory's v1 trainer, whose data path odb cannot "
-            "drive; unset USE_V1 or remove the odb: block."
+            f"odb: `llamafactory-cli {sys.argv[1]}` of v1 does not train; remove the odb: block from {sys.argv[2]}."
         )
-    return original()
+    check_yaml(Path(sys.argv[2]), sys.argv[3:], block.check_v1)
+    return _launched(original)
 
 
-def check_yaml(path: Path, overrides: Sequence[str]) -> None:
+def v1_arguments(args: Any) -> dict[str, Any]:
+    """What v1 reads from a YAML and its overrides, as it does; {} where it is given none."""
+    if args is None and len(sys.argv) > 1 and sys.argv[1].endswith((".yaml", ".yml")):
+        args = OmegaConf.to_container(
+            OmegaConf.merge(OmegaConf.load(Path(sys.argv[1]).absolute()), OmegaConf.from_cli(sys.argv[2:]))
+        )
+    return dict(args) if isinstance(args, dict) else {}
+
+
+def _check_block(args: dict[str, Any]) -> None:
+    block.check_keys(args)
+    if "odb" in args:
+        block.check_block(block.rewritten(args, logs=False))
+
+
+def check_yaml(path: Path, overrides: Sequence[str], check: Callable[[dict[str, Any]], Any] = _check_block) -> None:
     """Raise a one-line `ConfigError` for what is wrong with the block, or known not to go with it.
 
-    Nothing but the YAML is looked at: what needs LLaMA-Factory's arguments is checked where they are read.
+    Nothing but the YAML is looked at: what needs LLaMA-Factory's arguments is checked where they are read. check: of
+    the arguments by name.
     """
     for override in overrides:
         if _is_ours(override):
@@ -82,10 +104,7 @@ def check_yaml(path: Path, overrides: Sequence[str]) -> None:
         raise ConfigError(f"{path}: this YAML cannot be read ({one_line(error)}).") from None
     args = OmegaConf.to_container(OmegaConf.merge(loaded, OmegaConf.from_cli(list(overrides))))
     if isinstance(args, dict):
-        block.check_keys(args)
-        if "odb" in args:
-            named = {str(key): value for key, value in args.items()}
-            block.check_block(block.rewritten(named, logs=False))
+        check({str(key): value for key, value in args.items()})
     _check_numbers(text)
 
 

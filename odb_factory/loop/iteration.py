@@ -28,7 +28,7 @@ from odb_factory.config import AUTO, BUDGETS, ODBConfig, ResolvedConfig
 from odb_factory.data.collate import Collated, TrialBatches, trial_batches
 from odb_factory.data.loader import ABORT_S, ODBLoader, Pass
 from odb_factory.data.observe import ItemObserver
-from odb_factory.data.order import check_first_item, dismantle, make_config
+from odb_factory.data.order import OF_STEP, StockMean, check_first_item, dismantle, make_config
 from odb_factory.data.progress import OptimizerStepRule
 from odb_factory.data.serialize import Picklable
 from odb_factory.ending import ending
@@ -270,7 +270,7 @@ class Iteration:
     """The iterations of one DataLoader. Its `ODBLoader` is made when it is first needed, for the ranks there are then.
 
     options: as without odb, but for is_fetched_ahead: a framework asks for the next batch before it hands over the
-    current one.
+    current one; and stock_mean, what `SampleInfo.stock_units` are counted of.
     is_checked: `unpad` has found that the loop's model takes flat rows.
     is_prepared: accelerate has prepared the DataLoader. moves_batches: and has left it to odb to move batches.
     """
@@ -286,6 +286,7 @@ class Iteration:
         process_group: dist.ProcessGroup | None = None,
         already_split: bool = False,
         is_fetched_ahead: bool = False,
+        stock_mean: StockMean = OF_STEP,
         config: ODBConfig | None = None,
         **block: Unpack[LoopKeys],
     ):
@@ -317,7 +318,10 @@ class Iteration:
             resolved,
             observer=observer,
             rule=OptimizerStepRule(
-                batch_size=parts.batch_size, accumulation=gradient_accumulation_steps, drop_last=parts.drop_last
+                batch_size=parts.batch_size,
+                accumulation=gradient_accumulation_steps,
+                drop_last=parts.drop_last,
+                stock_mean=stock_mean,
             ),
             collation=collation,
             layout="flat" if resolved.layout == "flat" else "padded",

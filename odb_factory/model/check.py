@@ -426,9 +426,7 @@ class TinyCopy:
             logits = model(**batch).logits
             losses = torch.cat(
                 [
-                    functional.cross_entropy(
-                        logits[row, start : end - 1], batch["input_ids"][row, start + 1 : end], reduction="none"
-                    )
+                    _of_tokens(logits[row, start : end - 1], batch["input_ids"][row, start + 1 : end])
                     for row, start, end in spans
                 ]
             )
@@ -670,7 +668,12 @@ def _by_logits(outputs: Any, targets: Tensor) -> Tensor:
     if not isinstance(logits, Tensor) or logits.shape[:2] != targets.shape:
         raise DataError("the model returns no logits of all tokens to compare the layouts by")
     rows = (row if row.dtype == torch.float64 else row.float() for row in logits)
-    return torch.stack([functional.cross_entropy(row, target, reduction="none") for row, target in zip(rows, targets)])
+    return torch.stack([_of_tokens(row, target) for row, target in zip(rows, targets)])
+
+
+def _of_tokens(logits: Tensor, targets: Tensor) -> Tensor:
+    """[length, size] -> [length]: the loss of each target, or the score of each token where the model returns one."""
+    return logits[:, 0] if logits.shape[-1] == 1 else functional.cross_entropy(logits, targets, reduction="none")
 
 
 def _difference(some: dict[int, Tensor], alone: dict[int, Tensor]) -> float:

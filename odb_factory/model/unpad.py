@@ -3,7 +3,7 @@
 A preference loss reads from logits [rows, length, vocabulary] the log-probability of each label, and for its log the
 mean of the logits. Here a forward computes these for the supervised tokens of one flat row, some hundred at a time, and
 hands over a tensor [rows, length, 2] that answers what the loss asks of logits (`LabelLogProbs`). A reward is computed
-from the last hidden states, and no logits.
+from the last hidden states, and no logits, or is what the model returns for logits: a score of each token.
 
 Names of shapes: as in `head`.
 """
@@ -15,7 +15,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, TypeGuard
+from typing import Any, Literal, TypeGuard
 from weakref import WeakKeyDictionary
 
 import torch
@@ -57,9 +57,10 @@ class FlatRows:
 class UnpadDoor:
     """Lets a transformers model compute forwards of padded rows as one flat row without logits.
 
-    model: also wrapped by PEFT, a reward head, DDP, FSDP or DeepSpeed. reads_hidden_states: a reward head reads its
-    last hidden states, and nobody reads logits. reason: why the door cannot act; None where it can. A backward that
-    recomputes forwards runs within `flat_row`, too.
+    model: also wrapped by PEFT, a reward head, DDP, FSDP or DeepSpeed. reads: what is read of it: log-probabilities of
+    "labels", "hidden states" (the last ones, by a reward head; nobody reads logits), or the "scores" that it returns
+    for logits. reason: why the door cannot act; None where it can. A backward that recomputes forwards runs within
+    `flat_row`, too.
 
     Example::
 
@@ -69,13 +70,13 @@ class UnpadDoor:
             (logits.log_softmax(-1).gather(2, labels.unsqueeze(2)) * weights).sum().backward()
     """
 
-    def __init__(self, model: nn.Module, *, reads_hidden_states: bool = False):
+    def __init__(self, model: nn.Module, *, reads: Literal["labels", "hidden states", "scores"] = "labels"):
         self._door = WithoutLogits(model)
-        self._reads_hidden_states = reads_hidden_states
+        self._reads = reads
 
     @property
     def reason(self) -> str | None:
-        return self._door.reason
+        return None if self._reads == "scores" else self._door.reason
 
     @contextlib.contextmanager
     def flat(self, rows: FlatRows) -> Iterator[None]:
@@ -90,7 +91,11 @@ class UnpadDoor:
         shape = ids.shape
         given = {name: value for name, value in {**kwargs, **rows.inputs}.items() if name not in _NOT_GIVEN}
         with flat_row(rows.segments):
-            if self._reads_hidden_states:
+            if self._reads == "scores":
+                output = own(**given)
+                rest = {name: value for name, value in output.items() if name != "logits"}
+                return type(output)(logits=_in_rows(output["logits"], rows, shape), **rest)
+            if self._reads == "hidden states":
                 given["output_hidden_states"] = True
                 return self._hidden_states(rows, functools.partial(own, **given), shape)
             return self._log_probs(rows, functools.partial(own, **given), shape)
@@ -99,12 +104,9 @@ class UnpadDoor:
         """The last ones, [rows, length, hidden]: 0 where there is no token."""
         with self._door.head_computes(lambda _, hidden: hidden.new_zeros(1, 1, 1)):
             output = run()
-        last = output["hidden_states"][-1]
-        if last.shape[:-1] != rows.labels.shape:
-            raise DataError(f"layout: {list(last.shape[:-1])} hidden states of {list(rows.labels.shape)} tokens")
-        padded = last.new_zeros(shape.numel(), last.shape[-1]).index_copy(0, rows.index, last[0, : len(rows.index)])
+        padded = _in_rows(output["hidden_states"][-1], rows, shape)
         rest = {name: value for name, value in output.items() if name not in ("loss", "hidden_states")}
-        return type(output)(hidden_states=(padded.view(*shape, -1),), **rest)
+        return type(output)(hidden_states=(padded,), **rest)
 
     def _log_probs(self, rows: FlatRows, run: Callable[[], Any], shape: torch.Size) -> Any:
         output, places, log_probs, means = self._door.log_probs(run, rows.labels, rows.num_supervised)
@@ -115,6 +117,14 @@ class UnpadDoor:
         padded = missing.expand(shape.numel(), 2).index_copy(0, rows.index, in_row)
         rest = {name: value for name, value in output.items() if name not in ("loss", "logits")}
         return type(output)(logits=padded.view(*shape, 2).as_subclass(LabelLogProbs), **rest)
+
+
+def _in_rows(values: Tensor, rows: FlatRows, shape: torch.Size) -> Tensor:
+    """[1, total, size] -> [*shape, size]: 0 where there is no token."""
+    if values.shape[:-1] != rows.labels.shape:
+        raise DataError(f"layout: the model returns {list(values.shape[:-1])} for {list(rows.labels.shape)} tokens")
+    padded = values.new_zeros(shape.numel(), values.shape[-1]).index_copy(0, rows.index, values[0, : len(rows.index)])
+    return padded.view(*shape, -1)
 
 
 _NOT_GIVEN = ("labels", "logits_to_keep", "output_hidden_states")
@@ -138,7 +148,7 @@ def _with_positions(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 _SELECTING = {
     "__get__", "__getitem__", "__len__", "__repr__", "chunk", "clone", "contiguous", "cpu", "detach", "dim", "float",
-    "is_floating_point", "numel", "register_hook", "requires_grad_", "size", "split", "to", "unbind",
+    "is_floating_point", "numel", "register_hook", "requires_grad_", "size", "split", "to", "unbind", "view",
 }  # fmt: skip
 """Functions that select from a tensor, convert it, or look at it."""
 
@@ -147,9 +157,9 @@ class LabelLogProbs(Tensor):
     """[rows, length, 2] in the place of logits: of each position the log-probability of the label behind it (0 where
     there is none), and the mean over the vocabulary of its logits (NaN where there is no label).
 
-    It is logits whose `logsumexp` is 0: `gather` of the labels, also after `log_softmax`, gives log-probabilities.
-    `mean` and `nansum` are those of the means. Functions that select or convert work as ever, and everything else
-    raises `TypeError`: it would need the logits.
+    It is logits whose `logsumexp` is 0: `gather` of the labels, also after `log_softmax`, gives log-probabilities, and
+    `cross_entropy` without reduction their negatives. `mean` and `nansum` are those of the means. Functions that select
+    or convert work as ever, and everything else raises `TypeError`: it would need the logits.
     """
 
     @classmethod
@@ -160,6 +170,9 @@ class LabelLogProbs(Tensor):
         if name == "gather":
             with torch._C.DisableTorchFunctionSubclass():
                 return args[0].as_subclass(Tensor)[..., :1]
+        if name == "cross_entropy" and kwargs.get("reduction") == "none" and not kwargs.get("label_smoothing"):
+            with torch._C.DisableTorchFunctionSubclass():
+                return (-args[0].as_subclass(Tensor)[..., 0]).masked_fill(args[1] == kwargs["ignore_index"], 0.0)
         if name == "logsumexp":
             return torch.zeros(args[0].shape[:-1], dtype=args[0].dtype, device=args[0].device)
         if name == "__iter__":  # torch's would give rows that are no `LabelLogProbs`
@@ -167,6 +180,8 @@ class LabelLogProbs(Tensor):
         if name in ("mean", "nansum"):
             with torch._C.DisableTorchFunctionSubclass():
                 means = args[0].detach().as_subclass(Tensor)[..., 1]
+                if (*args[1:], kwargs.get("dim"))[0] == -1:
+                    return means
                 return means.nanmean() if name == "mean" else means.nansum()
         if name in _SELECTING:
             return super().__torch_function__(function, types, args, kwargs)

@@ -567,7 +567,8 @@ class Session:
         """Every model that sees the batch computes these rows in place of its own."""
         has_reward_head = hasattr(self.trainer.model, "pretrained_model")  # of TRL
         self._doors = self._doors or [
-            UnpadDoor(model, reads_hidden_states=has_reward_head) for model in models_of(self.trainer)
+            UnpadDoor(model, reads="hidden states" if has_reward_head else "labels")
+            for model in models_of(self.trainer)
         ]
         with contextlib.ExitStack() as doors:
             for door in self._doors:
