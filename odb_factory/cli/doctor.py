@@ -348,13 +348,6 @@ def _activation(facts: Facts) -> Iterator[Check]:
         yield Check("problem", "torch does not call the entry point", TORCH_SET)
 
 
-def _launcher(facts: Facts) -> Iterator[Check]:
-    value = facts.environment.get("USE_V1", "")
-    if value.lower() in ("true", "y", "1"):
-        what = f"USE_V1={value} selects LLaMA-Factory's v1 trainer, which odb does not drive"
-        yield Check("problem", what, "unset USE_V1")
-
-
 def _seams(facts: Facts) -> Iterator[Check]:
     probe = facts.probe
     failed = [name for name in SEAMS if name in probe.errors]
@@ -416,7 +409,6 @@ CHECKS: tuple[Callable[[Facts], Iterator[Check]], ...] = (
     _pins,
     _entry_point,
     _activation,
-    _launcher,
     _seams,
     _other_packages,
     _media_libraries,

@@ -89,7 +89,6 @@ SOUND = Facts(
         ),
         ({"entry_point": None, "probe": Probe(hooked=["x"])}, "is not declared"),
         ({"entry_point": "odb_factory.old:go", "probe": Probe(hooked=["x"])}, "names odb_factory.old:go"),
-        ({"environment": {"USE_V1": "1"}}, "USE_V1=1"),
         ({"probe": Probe(hooked=["x"])}, "torch does not call the entry point"),
         ({"probe": Probe(crash="exit code -11: no message")}, "exit code -11"),
         ({"probe": Probe(errors={"torch": "OSError: libfoo"})}, "torch cannot be imported: OSError: libfoo"),

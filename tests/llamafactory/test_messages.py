@@ -180,7 +180,7 @@ def test_an_error_elsewhere_in_the_yaml_is_left_to_llamafactory(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("module", "command", "overrides", "message"),
     [
-        *(("llamafactory.v1.launcher", "train", more, "USE_V1: '1' selects .* v1 trainer") for more in ([], BUDGET)),
+        *(("llamafactory.v1.launcher", "merge", more, "^odb: `llamafactory-cli merge` of v1") for more in ([], BUDGET)),
         *(
             (
                 "llamafactory.launcher",

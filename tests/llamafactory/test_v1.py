@@ -1,0 +1,283 @@
+"""A training of LLaMA-Factory's v1 (`USE_V1=1`) with a block is its strategy `normal`, without padding (I8, I9).
+
+`CELLS` names the trainings. Those of a launch (release, ranks) run one after the other in its processes. The wide grid:
+`pytest -s -m full_grid tests/llamafactory/test_v1.py`; -s shows how far each training is from v1's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from PIL import Image
+from support import read_jsonl, shimmed
+from tiny_models import TinyModels
+
+pytestmark = pytest.mark.timeout(600)
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+LAUNCH_TIMEOUT_S = 500
+RELATIVE = 1e-5
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "seven", "ships", "sail", "home"]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """changes: of the arguments of both trainings; block: of the odb: block."""
+
+    command: str = "sft"
+    changes: dict[str, Any] = field(default_factory=dict)
+    block: dict[str, Any] = field(default_factory=dict)
+
+
+PAIRS = {"train_dataset": "pairs"}
+IMAGES = {"model": "tied_vl", "train_dataset": "pictures"}
+WORKERS = {"batching_workers": 2}
+FSDP2 = {"dist_config": {"name": "fsdp2"}}
+PADDED = {"layout": "padded"}
+
+CELLS = {
+    "sft": Cell(),
+    "sft, workers": Cell(changes=WORKERS),
+    "sft, padded": Cell(block=PADDED),
+    "sft, cut": Cell(changes={"cutoff_len": 64}),
+    "sft, recomputed": Cell(changes={"enable_activation_checkpointing": True}),
+    "sft, own share": Cell(block={"balance": False}),
+    "sft, lora": Cell(changes={"peft_config": {"name": "lora", "r": 4, "lora_alpha": 8, "target_modules": "all"}}),
+    "sft, fsdp2": Cell(changes=FSDP2),
+    "sft, a step of two": Cell(changes={"global_batch_size": 4, "micro_batch_size": 1}),
+    "rm": Cell("rm", PAIRS),
+    "rm, padded": Cell("rm", PAIRS, PADDED),
+    "rm, fsdp2": Cell("rm", PAIRS | FSDP2),
+    "dpo": Cell("dpo", PAIRS),
+    "dpo, padded": Cell("dpo", PAIRS, PADDED),
+    "dpo, orpo": Cell("dpo", PAIRS | {"pref_loss": "orpo"}),
+    "dpo, simpo and sft": Cell("dpo", PAIRS | {"pref_loss": "simpo", "pref_ftx": 0.5}),
+    "dpo, ld": Cell("dpo", PAIRS | {"ld_alpha": 0.5}),
+    "dpo, fsdp2": Cell("dpo", PAIRS | FSDP2),
+    "sft, images": Cell(changes=IMAGES),
+    "sft, images, fsdp2": Cell(changes=IMAGES | FSDP2),
+}
+LAUNCHES: dict[str, tuple[str, int, list[str]]] = {
+    "one rank": ("installed", 1, ["sft", "rm"]),
+    "two ranks": ("installed", 2, ["sft", "rm"]),
+    "main, one rank": ("main", 1, ["dpo", "sft, images"]),
+}
+GRID: dict[str, tuple[str, int, list[str]]] = {
+    "one rank, grid": (
+        "installed",
+        1,
+        ["sft, workers", "sft, padded", "sft, cut", "sft, recomputed", "sft, lora", "rm, padded"],
+    ),
+    "two ranks, grid": (
+        "installed",
+        2,
+        ["sft, workers", "sft, own share", "sft, a step of two", "sft, fsdp2", "rm, fsdp2"],
+    ),
+    "main, one rank, grid": (
+        "main",
+        1,
+        ["sft", "rm", "dpo, padded", "dpo, orpo", "dpo, simpo and sft", "dpo, ld"],
+    ),
+    "main, two ranks, grid": (
+        "main",
+        2,
+        ["sft", "sft, fsdp2", "dpo", "dpo, fsdp2", "sft, images", "sft, images, fsdp2"],
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `sft`, `pairs` and `pictures`: rows, and the YAML that v1 reads of each."""
+    folder, drawn = tmp_path_factory.mktemp("v1"), random.Random(0)
+
+    def text(*lengths: int) -> str:
+        return " ".join(drawn.choices(WORDS, k=drawn.choice(lengths)))
+
+    sft = [{"instruction": text(2, 9, 20), "input": "", "output": text(2, 3, 5, 8, 40, 90)} for _ in range(50)]
+    pairs = []
+    for _ in range(38):
+        prompt = {"role": "user", "content": text(2, 9, 20)}
+        pairs.append(
+            {
+                answer: [prompt, {"role": "assistant", "content": text(2, 3, 5, 8, 40)}]
+                for answer in ("chosen", "rejected")
+            }
+        )
+    pictures = []
+    for number in range(26):
+        names = [str(folder / f"{number}_{one}.png") for one in range((1, 0, 2, 0)[number % 4])]
+        for name in names:
+            size = (drawn.randrange(40, 300), drawn.randrange(40, 300))
+            Image.new("RGB", size, tuple(drawn.randrange(256) for _ in range(3))).save(name)
+        tags = "<image>" * len(names)
+        pictures.append({"instruction": tags + text(2, 9), "input": "", "output": text(2, 5, 40), "images": names})
+    for name, data, converter in (
+        ("sft", sft, "alpaca"),
+        ("pairs", pairs, "pair"),
+        ("pictures", pictures, "alpaca"),
+    ):
+        path = folder / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in data))
+        info = {"rows": {"path": str(path), "source": "local", "converter": converter}}
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(info))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, str]]:
+    """`environment("main")`: in which LLaMA-Factory is its main branch; skips where there is no wheel of it."""
+
+    def get(release: str) -> dict[str, str]:
+        path = [str(ROOT), os.environ["PYTHONPATH"]]
+        if release == "main":
+            wheels = sorted(ROOT.parent.glob("shared/wheels/llamafactory-*.dev*.whl"))
+            wheel = os.environ.get("LLAMAFACTORY_MAIN_WHEEL") or (str(wheels[-1]) if wheels else None)
+            if wheel is None:
+                pytest.skip("no wheel of LLaMA-Factory's main branch (LLAMAFACTORY_MAIN_WHEEL)")
+            folder = tmp_path_factory.getbasetemp() / "main"
+            if not folder.exists():
+                zipfile.ZipFile(wheel).extractall(folder)
+            path.insert(0, str(folder))
+        return os.environ | shimmed("v1_on_cpu") | {
+            "PYTHONPATH": os.pathsep.join(path),
+            "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+            "DISABLE_VERSION_CHECK": "1",
+        }  # fmt: skip
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def arguments(
+    rows: Path, tiny_text: Path, tiny_vl: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., dict[str, Any]]:
+    models = TinyModels(tiny_text, tiny_vl, tmp_path_factory.mktemp("v1_models"))
+
+    def get(output_dir: Path, **changes: Any) -> dict[str, Any]:
+        made = {
+            "model": "text",
+            "model_class": "llm",
+            "train_dataset": "sft",
+            "micro_batch_size": 2,
+            "global_batch_size": 8,
+            "cutoff_len": 512,
+            "learning_rate": 1e-3,
+            "bf16": False,
+            "batching_workers": 0,
+            "num_train_epochs": 2,
+            "enable_activation_checkpointing": False,
+            "output_dir": str(output_dir),
+        } | changes
+        made["model"] = str(models(made["model"]))  # v1 cannot resume a model with a tied head
+        made["train_dataset"] = str(rows / f"{made['train_dataset']}.yaml")
+        return made
+
+    return get
+
+
+def run(command: list[str], env: dict[str, str]) -> str:
+    try:
+        ended = subprocess.run(
+            command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LAUNCH_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired as error:
+        pytest.fail(f"no end within {LAUNCH_TIMEOUT_S} s: {str(error.output)[-4000:]}")
+    assert ended.returncode == 0, ended.stdout[-6000:]
+    return ended.stdout
+
+
+def train(trainings: list[tuple[str, dict[str, Any]]], ranks: int, env: dict[str, str], folder: Path) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "trainings.json").write_text(json.dumps(trainings))
+    script = [str(Path(__file__).with_name("v1_trainings.py")), str(folder / "trainings.json")]
+    launcher = [sys.executable]
+    if ranks > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return run([*launcher, *script], env)
+
+
+def losses(output_dir: str) -> list[tuple[float, float]]:
+    return [(line["loss"], line["grad_norm"]) for line in read_jsonl(Path(output_dir) / "trainer_log.jsonl")]
+
+
+def compare(name: str, stock: str, odb: str) -> None:
+    ours, theirs = losses(odb), losses(stock)
+    assert len(ours) == len(theirs) > 2
+    off = max(abs(one / other - 1) for mine, its in zip(ours, theirs) for one, other in zip(mine, its))
+    print(f"{name}: loss and grad_norm differ by {off:.0e}")
+    assert off < RELATIVE, name
+
+
+def padding(output_dir: str) -> int:
+    audit = [line for path in Path(output_dir).glob("odb_audit_rank*.jsonl") for line in read_jsonl(path)]
+    return sum(line["rows"] * line["length"] - sum(line["lengths"]) for line in audit if not line["idle"])
+
+
+@pytest.mark.parametrize("launch", [*LAUNCHES, *(pytest.param(name, marks=pytest.mark.full_grid) for name in GRID)])
+def test_losses_are_those_of_v1(launch: str, environment: Any, arguments: Any, tmp_path: Path) -> None:
+    release, ranks, names = (LAUNCHES | GRID)[launch]
+    trainings = []
+    for name in names:
+        cell = CELLS[name]
+        budget = {"token_budget": 600, "audit": True}
+        for kind, more in (("stock", {}), ("odb", {"odb": budget | cell.block})):
+            made = arguments(tmp_path / name / kind, **cell.changes) | more
+            trainings.append((cell.command, made))
+    said = train(trainings, ranks, environment(release), tmp_path)
+    for name in names:
+        stock, odb = (str(tmp_path / name / kind) for kind in ("stock", "odb"))
+        compare(f"{launch}: {name}", stock, odb)
+        layout = CELLS[name].block.get("layout", "flat")
+        if layout == "flat" and "images" not in name:
+            assert padding(odb) == 0, name
+    assert "layout: flat" in said
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full_grid)])
+def test_a_resumed_training_is_the_unbroken_one(ranks: int, environment: Any, arguments: Any, tmp_path: Path) -> None:
+    """In the middle of an epoch (of 6 optimizer steps), and at its end, which v1 begins once more."""
+    block = {"odb": {"token_budget": 600}}
+    unbroken = arguments(tmp_path / "unbroken", save_steps=2, **block)
+    resumed = {
+        step: arguments(tmp_path / f"from_{step}", resume_from_checkpoint=f"{tmp_path}/unbroken/checkpoint-{step}")
+        | block
+        for step in (4, 6)
+    }
+    train([("sft", one) for one in (unbroken, *resumed.values())], ranks, environment("installed"), tmp_path)
+    whole = losses(unbroken["output_dir"])
+    for step, made in resumed.items():
+        assert losses(made["output_dir"]) == pytest.approx(whole[step:], rel=1e-6), step
+
+
+def test_the_launcher_trains_and_refuses_in_one_line(environment: Any, arguments: Any, tmp_path: Path) -> None:
+    env = environment("installed") | {"USE_V1": "1"}
+    path = tmp_path / "my.yaml"
+    path.write_text(yaml.safe_dump(arguments(tmp_path / "out", max_steps=2, odb={"token_budget": 600})))
+    command = [str(BIN / "llamafactory-cli"), "sft", str(path)]
+    two = {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "2"}
+    said = run(command, env | two)
+    assert "online dynamic batching is on for v1's sft; layout: flat" in said
+    assert len(losses(str(tmp_path / "out"))) == 2
+    refused = subprocess.run(
+        [*command, "per_device_train_batch_size=2"], env=env, capture_output=True, text=True, timeout=120
+    )
+    assert refused.returncode == 1
+    (line,) = [one for one in refused.stderr.splitlines() if one.startswith("[odb]")]
+    assert line == (
+        "[odb] per_device_train_batch_size: 2 is no key of LLaMA-Factory's v1 trainer (USE_V1); it is called "
+        "micro_batch_size there."
+    )
+    assert "Traceback" not in refused.stderr
