@@ -73,9 +73,11 @@ class RenderedRows(Dataset[dict[str, Any]]):
     """`self[i]`: model inputs of row i as v1's renderer makes them (lists), or the row itself where it has media, and
     under `cost` its tokens, its labels that carry loss and its media."""
 
-    def __init__(self, dataset: Any, renderer: Any, cutoff_len: int, *, needs_both: bool):
-        """needs_both: a pair of which `cutoff_len` leaves one answer has no loss, as v1's reward models have it."""
-        self.dataset, self.renderer, self.cutoff_len, self.needs_both = dataset, renderer, cutoff_len, needs_both
+    def __init__(self, dataset: Any, renderer: Any, cutoff_len: int, *, needs_both: bool, has_ranks: bool):
+        """needs_both: a pair of which `cutoff_len` leaves one answer has no loss, as v1's reward models have it.
+        has_ranks: there are several."""
+        self.dataset, self.renderer, self.cutoff_len = dataset, renderer, cutoff_len
+        self.needs_both, self.has_ranks = needs_both, has_ranks
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -100,7 +102,13 @@ class RenderedRows(Dataset[dict[str, Any]]):
         units = count_supervised(labels)
         if not units or (self.needs_both and REJECTED not in item["token_type_ids"][: self.cutoff_len]):
             raise RowDropped("unsupervised", "nothing is left that carries loss; cutoff_len may have cut it off")
-        return [len(ids), units, *count_media(item)]
+        media = count_media(item)
+        if any(media) and self.has_ranks:
+            raise ItemError(
+                "it has media, of which odb trains v1 on one rank: each rank would have to run its encoders equally "
+                "often; leave the odb: block out"
+            )
+        return [len(ids), units, *media]
 
 
 def _cost_of(item: Mapping[str, Any]) -> Cost:
@@ -202,7 +210,9 @@ class BatchGenerator:
                 "dataset, and v1 drops what does not fill an optimizer step; choose a smaller one."
             )
         self._trainer, self._config, self._kind = trainer, config, kind
-        self._rows = RenderedRows(trainer.train_dataset, trainer.renderer, args.cutoff_len, needs_both=kind == "rm")
+        self._rows = RenderedRows(
+            trainer.train_dataset, trainer.renderer, args.cutoff_len, needs_both=kind == "rm", has_ranks=ranks > 1
+        )
         self._iteration: Iteration | None = None
         self._saved: dict[str, Any] | None = None
         self._epoch = 0
@@ -280,7 +290,8 @@ class BatchGenerator:
     def _make(self, layout: Layout) -> Iteration:
         args, is_flat = self._trainer.args, layout.name == "flat"
         model = models_of(self._trainer)[0]
-        positions = next((part.get_rope_index for part in model.modules() if hasattr(part, "get_rope_index")), None)
+        parts = model.modules() if self._kind == "sft" else ()  # v1 gives pairs positions of one axis
+        positions = next((part.get_rope_index for part in parts if hasattr(part, "get_rope_index")), None)
         loader: DataLoader[Any] = DataLoader(
             self._rows,
             batch_size=args.micro_batch_size,

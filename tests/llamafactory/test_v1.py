@@ -11,6 +11,7 @@ import os
 import random
 import subprocess
 import sys
+import uuid
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from typing import Any
 import pytest
 import yaml
 from PIL import Image
-from support import read_jsonl, shimmed
+from support import MARK, end_marked_processes, read_jsonl, shimmed
 from tiny_models import TinyModels
 
 pytestmark = pytest.mark.timeout(600)
@@ -42,7 +43,8 @@ class Cell:
 
 
 PAIRS = {"train_dataset": "pairs"}
-IMAGES = {"model": "tied_vl", "train_dataset": "pictures"}
+IMAGES = {"model": "tied_vl", "train_dataset": "pictures", "micro_batch_size": 1}
+"""v1 cannot collate rows with and without images in one micro-batch."""
 WORKERS = {"batching_workers": 2}
 FSDP2 = {"dist_config": {"name": "fsdp2"}}
 PADDED = {"layout": "padded"}
@@ -67,7 +69,6 @@ CELLS = {
     "dpo, ld": Cell("dpo", PAIRS | {"ld_alpha": 0.5}),
     "dpo, fsdp2": Cell("dpo", PAIRS | FSDP2),
     "sft, images": Cell(changes=IMAGES),
-    "sft, images, fsdp2": Cell(changes=IMAGES | FSDP2),
 }
 LAUNCHES: dict[str, tuple[str, int, list[str]]] = {
     "one rank": ("installed", 1, ["sft", "rm"]),
@@ -93,7 +94,7 @@ GRID: dict[str, tuple[str, int, list[str]]] = {
     "main, two ranks, grid": (
         "main",
         2,
-        ["sft", "sft, fsdp2", "dpo", "dpo, fsdp2", "sft, images", "sft, images, fsdp2"],
+        ["sft", "sft, fsdp2", "dpo", "dpo, fsdp2"],
     ),
 }
 
@@ -189,14 +190,18 @@ def arguments(
 
 
 def run(command: list[str], env: dict[str, str]) -> str:
-    try:
-        ended = subprocess.run(
-            command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=LAUNCH_TIMEOUT_S
-        )
-    except subprocess.TimeoutExpired as error:
-        pytest.fail(f"no end within {LAUNCH_TIMEOUT_S} s: {str(error.output)[-4000:]}")
-    assert ended.returncode == 0, ended.stdout[-6000:]
-    return ended.stdout
+    mark = uuid.uuid4().hex
+    with subprocess.Popen(
+        command, env=env | {MARK: mark}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        try:
+            said, _ = process.communicate(timeout=LAUNCH_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            end_marked_processes(mark)
+            said, _ = process.communicate()
+            pytest.fail(f"no end within {LAUNCH_TIMEOUT_S} s: {said[-4000:]}")
+    assert process.returncode == 0, said[-6000:]
+    return said
 
 
 def train(trainings: list[tuple[str, dict[str, Any]]], ranks: int, env: dict[str, str], folder: Path) -> str:

@@ -11,7 +11,8 @@ from pathlib import Path
 from llamafactory.v1.accelerator.interface import DistributedInterface
 
 if __name__ == "__main__":
+    destroy, DistributedInterface.destroy = DistributedInterface().destroy, lambda self: None  # one group for all
     for command, arguments in json.loads(Path(sys.argv[1]).read_text()):
         trainer = importlib.import_module(f"llamafactory.v1.trainers.{command}_trainer")
         getattr(trainer, f"run_{command}")(arguments)
-        DistributedInterface._instance = None  # it has ended its process group, and v1 makes one a process
+    destroy()
