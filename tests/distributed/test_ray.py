@@ -105,7 +105,8 @@ def under_torchrun(config: dict[str, Any], folder: Path) -> list[float]:
     return losses(folder)
 
 
-VISION = {"model": "vl", "template": "qwen3_vl", "dataset": "albums", "odb": {"token_budget": 500, "max_patches": 300}}
+VISION = {"model": "vl", "template": "qwen3_vl", "dataset": "albums", "num_train_epochs": 4}
+VISION |= {"odb": {"token_budget": 500, "max_patches": 300}}
 
 
 @pytest.mark.parametrize(("stage", "changes"), [("sft", VISION), ("dpo", {})])
@@ -115,11 +116,11 @@ def test_workers_train_as_under_torchrun(config_of, tmp_path, stage: str, change
         assert run.end() == 0, run.log[-6000:]
         assert "online dynamic batching is on" in run.log
     ours, expected = losses(Path(config["output_dir"])), under_torchrun(config, tmp_path / "torchrun")
-    assert len(expected) > 8
+    assert len(expected) > 5
     assert ours == pytest.approx(expected, rel=RELATIVE)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [1, pytest.param(0, marks=pytest.mark.full_grid)])
 def test_a_killed_worker_ends_the_run(config_of, tmp_path, victim: int) -> None:
     config = config_of(num_train_epochs=500, eval_strategy="no")
     audit = Path(config["output_dir"], "odb_audit_rank1.jsonl")
