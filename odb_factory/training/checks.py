@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sized
 from enum import Enum
@@ -136,9 +137,12 @@ def _sharing_a_replica(sizes: Mapping[str, Any]) -> Iterator[str]:
     """All ranks must be data-parallel ranks. sizes: number of ranks that share a replica, by setting."""
     for what, size in sizes.items():
         if isinstance(size, int) and size > 1:
+            why = "rows would be cut along their length after they were grouped, the lengths of their samples not"
+            if re.search(r"tp_size|tensor", what):
+                why = "a Trainer's figures, checkpoints and evaluation take every rank for a data-parallel one"
             yield (
-                f"{what}: {size} ranks would share one replica of the model and have to see the same batches, which "
-                "odb does not support; set it to 1 (ZeRO, FSDP and HSDP are supported)."
+                f"{what}: {size} ranks would share one replica of the model, which odb does not support here ({why}); "
+                "set it to 1 (ZeRO, FSDP and HSDP are supported; tensor parallelism in a loop with ODBDataLoader)."
             )
 
 

@@ -1,0 +1,117 @@
+"""Replicas of several ranks (tensor parallel), and shards with replicas, in a loop of one's own: a mesh of 2 x 2."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state import AcceleratorState
+from distributed.ranks import run_ranks
+from support import read_jsonl
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from toy import NUM_ROWS, Rows, pad
+from transformers import AutoModelForCausalLM
+
+from odb_factory import ODBDataLoader, ODBError, pop_step_info
+
+SETTINGS = {"token_budget": 128, "batch_size": 4, "global_batch_size": 16, "collate_fn": pad, "shuffle": True}
+RELATIVE = 1e-5
+
+
+def on_mesh(**sizes: int) -> Any:
+    # accelerate builds such a mesh itself, but not on a CPU.
+    AcceleratorState().device_mesh = mesh = ParallelismConfig(**sizes).build_device_mesh("cpu")
+    return mesh
+
+
+def losses(accelerator: Accelerator, model: Any, optimizer: Any, group: Any, audit_dir: Path) -> list[float]:
+    """Of each optimizer step, over the data-parallel ranks."""
+    found, total = [], torch.zeros(())
+    with accelerator.prepare(ODBDataLoader(Rows(), audit_dir=audit_dir, **SETTINGS)) as loader:
+        for batch in loader:
+            info = pop_step_info(batch)
+            loss = model(**batch).loss * info.loss_scale
+            loss.backward()  # gradients are averaged in each: their sum is what counts
+            total += loss.detach()
+            if info.ends_optimizer_step:
+                dist.all_reduce(total, group=group)
+                found.append(total.item() / dist.get_world_size(group))
+                optimizer.step()
+                optimizer.zero_grad()
+                total.zero_()
+    return found
+
+
+def trains(rank: int, model: str, audits: str) -> dict[str, list[float]]:
+    """On two ranks of DDP; on four of two replicas, then of two times two shards."""
+    os.environ["LOCAL_RANK"] = str(rank)
+    accelerator, found = Accelerator(cpu=True), {}
+
+    def loaded(**options: Any) -> Any:
+        return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, **options).train()
+
+    def losses_of(name: str, trained: Any, group: Any) -> None:
+        optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+        found[name] = losses(accelerator, trained, optimizer, group, Path(audits, name))
+
+    if dist.get_world_size() == 2:
+        losses_of("2 ranks", DistributedDataParallel(loaded()), None)
+        return found
+    mesh = on_mesh(dp_shard_size=2, tp_size=2)
+    made, group = loaded(tp_plan="auto", device_mesh=mesh["tp"]), mesh["dp"].get_group()
+    assert made.model.layers[0].mlp.up_proj.weight.shape[0] == made.config.intermediate_size // 2
+    losses_of("2 x 2", DistributedDataParallel(made, process_group=group), group)
+    mesh = on_mesh(dp_replicate_size=2, dp_shard_size=2)
+    made = loaded()
+    for layer in (*made.model.layers, made):
+        fully_shard(layer, mesh=mesh["dp_replicate", "dp_shard"])
+    losses_of("shards", made, None)
+    return found
+
+
+def test_losses_are_those_of_two_ranks(tiny_text: Path, tmp_path: Path) -> None:
+    """The plan is by data-parallel group, and so are the weights of the loss and the audit."""
+    audits, found = tmp_path / "audits", []
+    for world_size in (2, 4):
+        arguments = {"world_size": world_size, "limit_s": 120, "model": str(tiny_text), "audits": str(audits)}
+        ended = run_ranks("loop.test_replicas:trains", tmp_path, **arguments)
+        assert all(rank.returncode == 0 for rank in ended), "\n".join(rank.said[-3000:] for rank in ended)
+        found += [rank.value for rank in ended]
+    expected = found[0]["2 ranks"]
+    assert len(expected) > 3 and expected[0] > expected[-1]
+    for rank in found:
+        for name, its in rank.items():
+            assert its == pytest.approx(expected, rel=RELATIVE), name
+    for name, count in {"2 x 2": 2, "shards": 4}.items():
+        files = sorted((audits / name).iterdir())
+        assert [path.name for path in files] == [f"odb_audit_rank{rank}.jsonl" for rank in range(count)]
+        assert sorted(row for path in files for line in read_jsonl(path) for row in line["ids"]) == list(
+            range(NUM_ROWS)
+        )
+
+
+def differ(rank: int) -> str:
+    os.environ["LOCAL_RANK"] = str(rank)
+    accelerator = Accelerator(cpu=True)
+    on_mesh(dp_shard_size=2, tp_size=2)
+    try:
+        # Ranks of one place in their replicas agree with each other; the two of a replica do not.
+        for _ in accelerator.prepare(ODBDataLoader(Rows(), seed=rank % 2, **SETTINGS)):
+            pass
+    except ODBError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_replica_whose_ranks_have_other_samples_is_stopped(tmp_path: Path) -> None:
+    for rank in run_ranks("loop.test_replicas:differ", tmp_path, world_size=4, limit_s=120):
+        assert rank.value is not None, rank.said
+        assert "of one replica (rank 0; rank 1) have different samples in micro-batch 1" in rank.value
+        assert "\n" not in rank.value
