@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import uuid
@@ -43,7 +44,8 @@ class Cell:
     block: dict[str, Any] = field(default_factory=dict)
 
 
-PAIRS = {"train_dataset": "pairs"}
+PAIRS = {"train_dataset": "pairs", "learning_rate": 1e-4}
+"""With a larger rate a new reward head multiplies rounding: after six steps 1e-4 in a gradient."""
 IMAGES = {"model": "tied_vl", "train_dataset": "pictures", "micro_batch_size": 1}
 """v1 cannot collate rows with and without images in one micro-batch."""
 WORKERS = {"batching_workers": 2}
@@ -289,3 +291,18 @@ def test_the_launcher_trains_and_refuses_in_one_line(environment: Any, arguments
         "micro_batch_size there."
     )
     assert "Traceback" not in refused.stderr
+
+
+@pytest.mark.parametrize("change", sorted(path.stem for path in (ROOT / "patches" / "upstream").glob("*.diff")))
+@pytest.mark.parametrize("tries", ["applies", pytest.param("its tests", marks=pytest.mark.full_grid)])
+def test_a_change_for_upstream(environment: Any, tmp_path: Path, change: str, tries: str) -> None:
+    """The diffs are against the repository of LLaMA-Factory, whose `src` the wheel has."""
+    env = environment("main")
+    shutil.copytree(Path(env["PYTHONPATH"].split(os.pathsep)[0]) / "llamafactory", tmp_path / "src" / "llamafactory")
+    diff = str(ROOT / "patches" / "upstream" / f"{change}.diff")
+    for options in (["--check"], [], ["--check", "--reverse"]):
+        subprocess.run(["git", "apply", *options, diff], cwd=tmp_path, check=True, env=env | {"GIT_DIR": "nowhere"})
+    assert (ROOT / "patches" / "upstream" / f"{change}.md").is_file()
+    if tries == "its tests":
+        tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path / "tests_v1")]
+        run(tests, env | {"PYTHONPATH": str(tmp_path / "src")})
