@@ -1,29 +1,28 @@
-"""Whole epochs of many ranks in one thread: the production planner of each, and what stands between them.
+"""Whole epochs of many ranks, one of which runs at a time: the production planner of each, what stands between them.
 
-A rank that asks the others waits for the others; here the call itself runs them, each to its own
-call, one inside the other. Once the last has told its metadata, all are there, and the calls
-return one by one, each rank going on to its plan. So nothing depends on threads or on time, a
-rank that would wait for ever is seen at once (`Hang`), and any order of the ranks can be played.
+A rank that asks the others waits, and another one runs, until it waits too or has made a plan. So nothing depends on
+time, a rank that would wait for ever is seen at once (`Hang`), and any order of the ranks can be played.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
-from unittest import mock
 
-from odb_factory.comm.ranks import LEFT_EPOCH, Failure, RankMetadata, decode, encode, make_buffers, redistribute
-from odb_factory.data import epoch as epoch_module
+from thread_ranks import Seat
+
+from odb_factory.comm.ranks import Failure, RankMetadata
 from odb_factory.data.epoch import EpochContext, EpochPlanner, FillEpoch, Held, KeepEpoch
 from odb_factory.data.order import OF_STEP, ShardSampler, Share, Start, StockMean, StockSteps, shard
 from odb_factory.data.progress import Place
 from odb_factory.data.samples import MicroBatch, OptimizerStep, Rejection, Sample, Task
 from odb_factory.data.serialize import pack
 from odb_factory.errors import CollectiveError
-from odb_factory.planning import Budget, Cost, Plan
+from odb_factory.planning import Budget, Cost
 
 Row = Sample | Rejection | Exception
 """What a sampler hands out; an exception is raised when it is its turn."""
@@ -75,96 +74,100 @@ def of_all_ranks(step: OptimizerStep) -> OptimizerStep:
 
 
 class Lockstep:
-    """What all ranks share. `order`: who is run first in a round, as threads would race."""
+    """What all ranks share. `order`: who is run first, as threads would race.
 
-    def __init__(self, world_size: int, order: Sequence[int] | None = None):
+    Each rank has a thread, and one of all threads runs: the others wait for others, or for the next round.
+    """
+
+    timeout_s, steps = 0.0, None
+
+    def __init__(self, world_size: int, order: Sequence[int] | None = None, group_size: int = 256):
+        self.world_size, self.group_size = world_size, group_size
         self.order = list(order or range(world_size))
         self.sources: dict[int, Generator[list[Task], None, None]] = {}
-        self.told: dict[int, Any] = {}
-        self.told_ahead: dict[int, Any] = {}
-        self.running: set[int] = set()
+        self.told: defaultdict[Any, dict[int, Any]] = defaultdict(dict)
+        self.waits: dict[int, tuple[Any, range]] = {}
+        self.planned: set[int] = set()
         self.leaving: set[int] = set()
         self.on_plan: Callable[[int, list[Task]], None] = lambda rank, tasks: None
         self.errors: dict[int, BaseException] = {}
+        self.hangs = False
+        self.turns = [threading.Semaphore(0) for _ in range(world_size)]
+        self.control = threading.Semaphore(0)
+
+    def start(self) -> None:
+        for rank in self.order:
+            threading.Thread(target=self._live, args=(rank,), daemon=True).start()
 
     def round(self) -> bool:
         """Run every rank that has not ended for one plan; whether one is left."""
-        self.told, self.told_ahead = self.told_ahead, {}
-        for rank in self.order:
-            if rank in self.sources and rank not in self.told:
-                self._advance(rank)
+        self.planned.clear()
+        has_run = False
+        while rank := next((str(one) for one in self.order if self._can_run(one)), ""):
+            self._run(int(rank))
+            has_run = True
+        if self.sources and not has_run:
+            waits = dict(self.waits)
+            self.end()
+            raise Hang(f"ranks wait for others, which have ended or wait elsewhere: {waits}")
         return bool(self.sources)
 
-    def tell(self, rank: int, message: Any) -> list[Any]:
-        """What all ranks tell in this round, in rank order. Runs those that have not told yet."""
-        if rank in self.told:  # last words after its metadata, while others have not returned with this round
-            self.told_ahead[rank] = message
-            return []
-        self.told[rank] = message
-        for other in self.order:
-            if other not in self.told and other not in self.running:
-                if other in self.sources:
-                    self._advance(other)
-                if other not in self.told:
-                    raise Hang(f"rank {rank} waits for rank {other}, which has ended")
-        return [self.told[rank] for rank in range(len(self.order))]
+    def end(self) -> None:
+        """Let the threads end."""
+        self.hangs = True
+        while self.sources:
+            self._run(next(iter(self.sources)))
 
-    def _advance(self, rank: int) -> None:
+    def tell(self, place: Any, rank: int, message: Any) -> None:
+        assert rank not in self.told[place], f"rank {rank} comes twice to {place}"
+        self.told[place][rank] = message
+
+    def meet(self, place: Any, ranks: range, rank: int, message: Any) -> list[Any]:
+        """What these ranks tell at this place, in rank order. A rank that is none of them only listens."""
+        if rank in ranks:
+            self.tell(place, rank, message)
+        if len(self.told[place]) < len(ranks):
+            self.waits[rank] = place, ranks
+            self._pause(rank)
+            del self.waits[rank]
+        return [self.told[place][one] for one in ranks]
+
+    def _can_run(self, rank: int) -> bool:
+        if rank not in self.sources or rank in self.planned:
+            return False
+        place, ranks = self.waits.get(rank, (None, range(0)))
+        return len(self.told[place]) >= len(ranks)
+
+    def _run(self, rank: int) -> None:
+        self.turns[rank].release()
+        self.control.acquire()
+
+    def _pause(self, rank: int) -> None:
+        """Another rank runs."""
+        self.control.release()
+        self.turns[rank].acquire()
+        if self.hangs:
+            raise Hang
+
+    def _live(self, rank: int) -> None:
+        self.turns[rank].acquire()
         source = self.sources[rank]
-        self.running.add(rank)
         try:
-            if rank in self.leaving:
-                del self.sources[rank]
-                source.close()
-            else:
+            while not self.hangs:
+                if rank in self.leaving:
+                    source.close()
+                    break
                 self.on_plan(rank, next(source))
+                self.planned.add(rank)
+                self._pause(rank)
         except StopIteration:
-            del self.sources[rank]
-        except Exception as error:
-            self.errors[rank] = error
-            self.sources.pop(rank, None)
+            pass
+        except BaseException as error:
+            if not self.hangs:
+                self.errors[rank] = error
         finally:
-            self.running.discard(rank)
-
-
-class Seat:
-    """One rank, as `Ranks`. on_wire: its messages travel encoded, as between processes."""
-
-    timeout_s = 0.0
-
-    def __init__(self, lockstep: Lockstep, rank: int, on_wire: bool):
-        self.lockstep, self.rank, self.on_wire = lockstep, rank, on_wire
-        self.world_size = len(lockstep.order)
-
-    def all_gather(self, metadata: RankMetadata, round_index: int) -> list[RankMetadata]:
-        # What a rank goes on changing is never shared.
-        answers = self._tell(encode(metadata) if self.on_wire else replace(metadata, rejected=metadata.rejected.copy()))
-        for rank, answer in enumerate(answers):
-            if isinstance(answer, Failure):
-                raise CollectiveError(f"rank {rank} stopped: {answer.reason}")
-        return answers
-
-    def confirm(self, checksum: int, round_index: int) -> None: ...
-
-    def all_to_all(self, buffers: Sequence[bytes]) -> list[bytes]:
-        raise AssertionError("see redistributing in run_shards")
-
-    def stop(self, message: str = LEFT_EPOCH) -> None:
-        self._tell(encode(Failure(message)) if self.on_wire else Failure(message))
-
-    def start(self) -> None: ...
-
-    def check(self) -> None: ...
-
-    def agree(self, settings: Mapping[str, object]) -> None: ...
-
-    def abort(self, message: str) -> None: ...
-
-    def close(self) -> None: ...
-
-    def _tell(self, message: Any) -> list[Any]:
-        answers = self.lockstep.tell(self.rank, message)
-        return [decode(answer) for answer in answers] if self.on_wire else answers
+            del self.sources[rank]
+            self.control.release()
 
 
 class RecordedFill(FillEpoch):
@@ -185,7 +188,7 @@ class RecordedKeep(KeepEpoch):
 
 
 FILL_OPTIONS: dict[str, Any] = {"share": Share(), "buffer_size": 8, "accumulation": 1, "join": True}
-CONTEXT_OPTIONS = {"budget": Budget(32), "balance": False, "group_size": 256, "seed": 0}
+CONTEXT_OPTIONS = {"budget": Budget(32), "balance": False, "seed": 0}
 
 
 def run_shards(
@@ -193,7 +196,7 @@ def run_shards(
     *,
     order: Sequence[int] | None = None,
     leave_after: dict[int, int] | None = None,
-    on_wire: bool = True,
+    group_size: int = 256,
     stock: StockSteps | None = None,
     epoch: int = 0,
     **options: Any,
@@ -204,29 +207,18 @@ def run_shards(
     options: of `EpochContext` and of the planner.
     """
     epochs = [Epoch(undrawn=len(shard)) for shard in shards]
-    lockstep = Lockstep(len(shards), order)
+    lockstep = Lockstep(len(shards), order, group_size)
     lockstep.on_plan = lambda rank, tasks: epochs[rank].plans.append(tasks)
     everything = [row for shard in shards for row in shard]
-    held: list[list[Sample]] = [[] for _ in shards]
 
     class Recorded(Seat):
-        def all_gather(self, metadata: RankMetadata, round_index: int) -> list[RankMetadata]:
+        def gather(self, metadata: RankMetadata | Failure, round_index: int, *, of_all: bool) -> list[RankMetadata]:
             epoch = epochs[self.rank]
-            assert stock is not None or round_index == len(epoch.buffers)
-            held[self.rank] = list(ranks[self.rank].buffered)
-            epoch.buffers.append([sample.id for sample in held[self.rank]])
-            epoch.metadata.append(replace(metadata, rejected=metadata.rejected.copy()))
-            return super().all_gather(metadata, round_index)
-
-    def redistributing(
-        plan: Plan, rank: int, samples: Sequence[Sample], _: Any, *, encode: Any, decode: Any
-    ) -> dict[int, Sample]:
-        """Ranks run one inside the other and cannot meet twice in a round; so the buffers of all are made here."""
-
-        def all_to_all(_: Any) -> list[bytes]:
-            return [make_buffers(plan, other, held[other], encode)[rank] for other in range(len(shards))]
-
-        return redistribute(plan, rank, samples, all_to_all, encode=encode, decode=decode)
+            if isinstance(metadata, RankMetadata):
+                assert stock is not None or round_index == len(epoch.buffers)
+                epoch.buffers.append([sample.id for sample in ranks[self.rank].buffered])
+                epoch.metadata.append(replace(metadata, rejected=metadata.rejected.copy()))
+            return super().gather(metadata, round_index, of_all=of_all)
 
     def draw(rank: int) -> Iterator[Row]:
         for row in shards[rank]:
@@ -252,7 +244,7 @@ def run_shards(
             draw(rank),
             EpochContext(
                 rank=rank,
-                ranks=Recorded(lockstep, rank, on_wire),
+                ranks=Recorded(lockstep, rank),
                 leave_out=lambda ids, *_, rank=rank, **__: epochs[rank].rejected.extend(ids),
                 **context,
             ),
@@ -262,13 +254,14 @@ def run_shards(
         for rank in range(len(shards))
     ]
     lockstep.sources = {rank: iter(plans) for rank, plans in enumerate(ranks)}
+    lockstep.start()
     num_plans = 0
-    with mock.patch.object(epoch_module, "redistribute", redistributing):
-        while lockstep.round():
-            num_plans += 1
-            lockstep.leaving = {rank for rank, after in (leave_after or {}).items() if after <= num_plans}
-            if num_plans > 2 * len(everything) + 10:
-                raise Hang("plans without end")
+    while lockstep.round():
+        num_plans += 1
+        lockstep.leaving = {rank for rank, after in (leave_after or {}).items() if after <= num_plans}
+        if num_plans > 2 * len(everything) + 10:
+            lockstep.end()
+            raise Hang("plans without end")
     for rank, error in lockstep.errors.items():
         epochs[rank].error = error
     return epochs

@@ -3,90 +3,111 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
-from odb_factory.comm.agreement import compare
-from odb_factory.comm.ranks import LEFT_EPOCH, Failure, RankMetadata, decode, encode
+from odb_factory.comm.gloo import Exchanges
+from odb_factory.comm.ranks import Ranks
 from odb_factory.errors import CollectiveError
 
 
 class Table:
     """Where all ranks meet."""
 
-    def __init__(self, world_size: int, timeout_s: float = 30.0):
-        self.timeout_s = timeout_s
-        self.barrier = threading.Barrier(world_size)
-        self.told: list[Any] = [None] * world_size
+    def __init__(self, world_size: int, timeout_s: float = 30.0, group_size: int = 256):
+        self.timeout_s, self.world_size, self.group_size = timeout_s, world_size, group_size
+        self.is_over = False
+        self.told: dict[Any, dict[int, Any]] = {}
+        self.changed = threading.Condition()
         self.steps: Table | None = None
 
     @classmethod
-    def with_steps(cls, world_size: int) -> Table:
+    def with_steps(cls, world_size: int, group_size: int = 256) -> Table:
         """Messages about optimizer steps have a channel of their own."""
-        table = cls(world_size)
-        table.steps = cls(world_size)
+        table = cls(world_size, group_size=group_size)
+        table.steps = cls(world_size, group_size=group_size)
         return table
 
     def seat(self, rank: int) -> Seat:
         return Seat(self, rank)
 
     def abort(self) -> None:
-        self.barrier.abort()
-        if self.steps is not None:
-            self.steps.abort()
+        for table in filter(None, (self, self.steps)):
+            with table.changed:
+                table.is_over = True
+                table.changed.notify_all()
 
-    def exchange(self, rank: int, message: Any) -> list[Any]:
-        """What all ranks tell, in rank order."""
-        self.told[rank] = message
-        self.barrier.wait(self.timeout_s)
-        told = list(self.told)
-        self.barrier.wait(self.timeout_s)
-        return told
+    def tell(self, place: Any, rank: int, message: Any) -> dict[int, Any]:
+        with self.changed:
+            told = self.told.setdefault(place, {})
+            told[rank] = message
+            self.changed.notify_all()
+            return told
+
+    def meet(self, place: Any, ranks: range, rank: int, message: Any) -> list[Any]:
+        """What these ranks tell at this place, in rank order. A rank that is none of them only listens."""
+        told = self.tell(place, rank, message) if rank in ranks else self.told.setdefault(place, {})
+        with self.changed:
+            if not self.changed.wait_for(lambda: len(told) == len(ranks) or self.is_over, self.timeout_s):
+                raise TimeoutError(f"rank {rank} waits in vain at {place}, where {sorted(told)} are")
+            if len(told) < len(ranks):
+                raise CollectiveError("another rank has failed")
+            return [told[one] for one in ranks]
 
 
-class Seat:
-    """One rank, as `Ranks`."""
+class TableGroup:
+    """As `Group`."""
 
-    def __init__(self, table: Table, rank: int):
-        self.table, self.rank, self.timeout_s = table, rank, table.timeout_s
-        self.world_size = table.barrier.parties
+    is_busy = False
 
-    def _tell(self, message: RankMetadata | Failure) -> list[Any]:
-        answers = [decode(answer) for answer in self.table.exchange(self.rank, encode(message))]
-        for rank, answer in enumerate(answers):
-            if isinstance(answer, Failure):
-                raise CollectiveError(f"rank {rank} stopped: {answer.reason}")
-        return answers
+    def __init__(self, table: Any, rank: int):
+        self.table, self.rank, self.world_size = table, rank, table.world_size
+        self.exchanges = Exchanges(rank, table.world_size, table.group_size)
+        self.counts: Counter[Any] = Counter()
 
-    def all_gather(self, metadata: RankMetadata, round_index: int) -> list[RankMetadata]:
-        return self._tell(metadata)
+    def _next(self, *place: Any) -> tuple[Any, ...]:
+        """A place where these ranks meet for the next time."""
+        self.counts[place] += 1
+        return *place, self.counts[place]
 
-    def agree(self, settings: Mapping[str, object]) -> None:
-        compare(settings, partial(self.table.exchange, self.rank), rank=self.rank)
+    def _meet(self, kind: str, ranks: range, message: Any) -> list[Any]:
+        return self.table.meet(self._next(kind, ranks.start), ranks, self.rank, message)
 
-    def confirm(self, checksum: int, round_index: int) -> None:
-        if len(set(self.table.exchange(self.rank, checksum))) > 1:
-            raise CollectiveError("the ranks have computed different plans")
+    def all_gather(self, message: bytes, phase: str = "") -> list[bytes]:
+        return self._meet("all", range(self.world_size), message)
 
-    def gather_plans(self, outline: bytes, round_index: int) -> list[bytes]:
-        return self.table.exchange(self.rank, outline)
+    def gather(self, message: bytes, phase: str = "") -> list[bytes]:
+        return self._meet("group", self.exchanges.group, message)
 
-    def all_to_all(self, buffers: Sequence[bytes]) -> list[bytes]:
-        return [sent[self.rank] for sent in self.table.exchange(self.rank, buffers)]
+    def reduce(self, message: bytes, merge: Callable[[Sequence[bytes]], bytes], phase: str = "") -> bytes:
+        return merge(self._meet("sum", range(self.world_size), message))
 
-    def gather_step(self, message: bytes, step_index: int) -> list[bytes]:
-        assert self.table.steps is not None
-        try:
-            return self.table.steps.exchange(self.rank, message)
-        except threading.BrokenBarrierError:
-            raise CollectiveError("another rank has failed") from None
+    def swap(self, given: Mapping[int, bytes], sources: Sequence[int], phase: str = "") -> dict[int, bytes]:
+        """Only ranks that give or get something come here."""
+        for rank, text in given.items():
+            assert rank in self.exchanges.group and text, "samples stay in a group"
+            self.table.tell(self._next("swap", self.rank, rank), self.rank, text)
+        return {
+            rank: self.table.meet(self._next("swap", rank, self.rank), range(rank, rank + 1), self.rank, None)[0]
+            for rank in sources
+        }
 
-    def stop(self, message: str = LEFT_EPOCH) -> None:
-        try:
-            self._tell(Failure(message))
-        except (CollectiveError, threading.BrokenBarrierError):
-            pass
+    def close(self, *, failed: bool = False) -> None: ...
+
+
+class Seat(Ranks):
+    """One rank: the production `Ranks` over a table."""
+
+    def __init__(self, table: Any, rank: int):
+        self.table, self.timeout_s = table, table.timeout_s
+        self._lifeline: Any = SimpleNamespace(cause=lambda: None, failure=None)
+        self._training = "training"
+        self._group: Any = TableGroup(table, rank)
+        self._steps: Any = TableGroup(table.steps or table, rank)
+        self.rank, self.world_size, self.group = rank, table.world_size, self._group.exchanges.group
+        self._failed = self._is_closed = False
 
     def start(self) -> None: ...
 
@@ -100,9 +121,9 @@ class Seat:
     def close(self) -> None: ...
 
 
-def run_ranks(world_size: int, drive: Callable[[Seat], Any], limit_s: float = 60.0) -> list[Any]:
+def run_ranks(world_size: int, drive: Callable[[Seat], Any], limit_s: float = 60.0, group_size: int = 256) -> list[Any]:
     """What `drive` returns on each rank, or the exception that it raised."""
-    table = Table.with_steps(world_size)
+    table = Table.with_steps(world_size, group_size)
     ended: list[Any] = [TimeoutError(f"no end within {limit_s} s")] * world_size
 
     def run(rank: int) -> None:

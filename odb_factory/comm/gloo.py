@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import itertools
 import math
@@ -11,12 +12,12 @@ import resource
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -104,29 +105,34 @@ def _of_accelerate() -> dist.ProcessGroup | None:
 
 T = TypeVar("T")
 
-SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.0001, 0.02
-"""Between two looks whether a call has ended."""
+LOOK_S = 0.02
+"""How often a thread that waits looks whether another rank has failed."""
 MARGIN_S = 10.0
 """Beyond its own timeout, torch is given this long to notice that it is over."""
 EXIT_PAUSE_S = 0.2
-FRAME_BYTES = 56
-LENGTH_BYTES = 8
+GROUP_SIZE = 256
+"""Ranks of a group, if no number is given."""
+TREE_FAN_OUT = 4
+FRAME_BYTES, LEAST_ROOM = 4, 56
+"""Of the length of a message; of what travels with it at once."""
+CANCEL_TAG = 1 << 20
 SPARE_FILES = 256
 """Open files for what the training opens later: data files, pipes of its workers."""
 
 _kept: list[dist.ProcessGroup] = []
+_shared: weakref.WeakKeyDictionary[Lifeline, dict[int, _Shared]] = weakref.WeakKeyDictionary()
+"""The connections of each lifeline's ranks, by the size of a group."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Shared:
-    """The gloo group of the main thread's messages. training: of this process, by number; users: `Group`s."""
+    """Connections and the gloo groups that they belong to. training: of this process, by number; users: `Group`s."""
 
-    group: dist.ProcessGroup
+    mesh: Mesh
+    groups: list[dist.ProcessGroup]
     training: int
     users: int = 0
-
-
-_shared: weakref.WeakKeyDictionary[Lifeline, _Shared] = weakref.WeakKeyDictionary()
+    tags: Iterator[int] = field(default_factory=itertools.count)
 
 
 @functools.cache
@@ -137,7 +143,14 @@ def pause_at_exit() -> None:
     interpreter ends, torch aborts the process ("terminate called without an active exception"): with torch 2.12, 3 of
     150 pairs of ranks that ended right behind an all-gather. torchrun then calls a training failed that has ended well.
     """
-    atexit.register(time.sleep, EXIT_PAUSE_S)
+    atexit.register(_end_exchanges)
+
+
+def _end_exchanges() -> None:
+    """A thread that still waits in gloo would abort the process, too."""
+    for mesh in [one for meshes in _shared.values() for one in meshes.values() if one.users]:
+        mesh.mesh.cancel()
+    time.sleep(EXIT_PAUSE_S)
 
 
 def allow_open_files(num_sockets: int) -> None:
@@ -165,22 +178,10 @@ def patience_of(process_group: dist.ProcessGroup | None) -> float:
     return float(max(limits))
 
 
-def wait_for(is_done: Callable[[], bool], check: Callable[[float], None], limit_s: float = math.inf) -> None:
-    """Return once `is_done()`. check: called with the seconds waited; what it raises ends the wait. Raises
-    `TimeoutError` after `limit_s` seconds."""
-    pause_s, started = SHORTEST_PAUSE_S, time.monotonic()
-    while not is_done():
-        waited_s = time.monotonic() - started
-        if waited_s >= limit_s:
-            raise TimeoutError(f"no answer within {limit_s:g} s")
-        check(waited_s)
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-
-
 def bounded(call: Callable[[], T], limit_s: float, check: Callable[[float], None] = lambda waited_s: None) -> T:
-    """Return `call()`, or raise what it raises. limit_s, check: as of `wait_for`. The call runs in a daemon thread,
-    which is given up at the limit: torch makes process groups without another one than the patience of the group."""
+    """Return `call()`, or raise what it raises; `TimeoutError` after `limit_s` seconds. check: called with the seconds
+    waited; what it raises ends the wait. The call runs in a daemon thread, which is given up: torch and gloo wait with
+    no other limit than the patience of the group."""
     answer: Future[T] = Future()
 
     def run() -> None:
@@ -189,31 +190,212 @@ def bounded(call: Callable[[], T], limit_s: float, check: Callable[[float], None
         except BaseException as error:
             answer.set_exception(error)
 
+    started = time.monotonic()
     threading.Thread(target=run, name="odb-bounded", daemon=True).start()
-    wait_for(answer.done, check, limit_s)
+    while not wait([answer], LOOK_S).done:
+        waited_s = time.monotonic() - started
+        if waited_s >= limit_s:
+            raise TimeoutError(f"no answer within {limit_s:g} s")
+        check(waited_s)
     return answer.result()
 
 
-class Group:
-    """Bytes of all ranks to all of them, over a gloo group; one rank alone answers itself.
+class Turn(NamedTuple):
+    """What a rank sends and receives at the same time: (rank, bytes) and (rank, at most so many bytes)."""
 
-    Ranks wait for each other as long as `parent` does, and not for a rank that is gone. The gloo group is separate, so
-    that these messages never meet the collectives of the training. Where a parent is given, only its ranks take part,
-    and nothing is created on the default group. All ranks make their groups in the same order; one thread uses a group.
+    sends: Sequence[tuple[int, bytes]] = ()
+    receives: Sequence[tuple[int, int]] = ()
+
+
+Exchange = Generator[Turn, list[bytes], T]
+"""A rank's part of an exchange: who runs it moves the bytes of each turn and sends back what has been received."""
+Merge = Callable[[Sequence[bytes]], bytes]
+
+
+class Exchanges:
+    """The exchanges of a rank with the others, as turns: they need no network, so they can be run and counted in one
+    process. Ranks that follow each other form groups; the first rank of a group leads it.
+
+    Within a group and among the leaders messages are gathered by Bruck's exchange (Bruck et al. 1997: log2 of the ranks
+    turns, each message is received once); between a leader and its group they go along a tree.
+    group_size: ranks of a group; the last group may have fewer.
+
+        exchanges = Exchanges(rank=0, world_size=2, group_size=2)
+        turns = exchanges.gather(b"mine")
+        next(turns)  # Turn(sends=[(1, b"...")], receives=[(1, 60)])
+    """
+
+    def __init__(self, rank: int, world_size: int, group_size: int):
+        self.rank, self.world_size, self.group_size = rank, world_size, group_size
+        self.leader = rank - rank % group_size
+        self.group = range(self.leader, min(self.leader + group_size, world_size))
+        self.leaders = range(0, world_size, group_size)
+        first = self.leader + TREE_FAN_OUT * (rank - self.leader) + 1
+        self._parent = self.leader + (rank - self.leader - 1) // TREE_FAN_OUT
+        self._children = range(min(first, self.group.stop), min(first + TREE_FAN_OUT, self.group.stop))
+        self._rooms: dict[str, int] = {}
+
+    def gather(self, message: bytes) -> Exchange[list[bytes]]:
+        """The messages of the ranks of the group, in rank order."""
+        return (yield from self._bruck("group", self.group, message))
+
+    def gather_all(self, message: bytes) -> Exchange[list[bytes]]:
+        """The messages of all ranks, in rank order."""
+        gathered = yield from self.gather(message)
+        if len(self.leaders) == 1:
+            return gathered
+        packed = b"".join(_framed(text, len(text)) for text in gathered)
+        if self.rank == self.leader:
+            packed = b"".join((yield from self._bruck("all leaders", self.leaders, packed)))
+        packed = yield from self._hand_down("all", packed)
+        return [text for _, text in _frames(packed, len(packed))]
+
+    def reduce(self, message: bytes, merge: Merge) -> Exchange[bytes]:
+        """`merge` of the messages of all ranks, the same bytes on all. merge: of some messages, in an order that is not
+        that of the ranks."""
+        messages = [message, *(yield from self._receive("reduced", self._children))]
+        merged = merge(messages)
+        if self.rank != self.leader:
+            yield from self._send("reduced", [self._parent], merged)
+        elif len(self.leaders) > 1:
+            merged = merge((yield from self._bruck("leaders", self.leaders, merged)))
+        return (yield from self._hand_down("reduced", merged))
+
+    def swap(self, given: Mapping[int, bytes], sources: Sequence[int]) -> Exchange[dict[int, bytes]]:
+        """What each of `sources` gives to this rank. given: to other ranks of the group, not empty, which name this
+        rank as a source."""
+        lengths = [(rank, len(text).to_bytes(FRAME_BYTES, "little")) for rank, text in given.items()]
+        coming = yield Turn(lengths, [(rank, FRAME_BYTES) for rank in sources])
+        sizes = [int.from_bytes(length, "little") for length in coming]
+        return dict(zip(sources, (yield Turn(list(given.items()), list(zip(sources, sizes))))))
+
+    def _bruck(self, kind: str, ranks: range, message: bytes) -> Exchange[list[bytes]]:
+        """The messages of these ranks, in order; once more with enough room where one was longer than expected."""
+        place, count = ranks.index(self.rank), len(ranks)
+        while True:
+            room, mine = self._room(kind), [(len(message), message)]
+            while (have := len(mine)) < count:
+                sent = min(have, count - have)
+                text = b"".join(_framed(text, room, length) for length, text in mine[:sent])
+                to, source = ranks[(place - have) % count], ranks[(place + have) % count]
+                (received,) = yield Turn([(to, text)], [(source, sent * (FRAME_BYTES + room))])
+                mine += itertools.islice(_frames(received, room), sent)
+            self._learn(kind, longest := max(length for length, _ in mine))
+            if longest <= room or count == 1:
+                return [mine[(number - place) % count][1] for number in range(count)]
+
+    def _hand_down(self, kind: str, message: bytes) -> Exchange[bytes]:
+        """The leader's message, to its whole group."""
+        if self.rank != self.leader:
+            (message,) = yield from self._receive(kind, [self._parent])
+        yield from self._send(kind, self._children, message)
+        self._learn(kind, len(message))
+        return message
+
+    def _send(self, kind: str, ranks: Sequence[int], message: bytes) -> Exchange[None]:
+        room = self._room(kind)
+        if ranks:
+            yield Turn([(rank, _framed(message, room)) for rank in ranks])
+            if len(message) > room:
+                yield Turn([(rank, message[room:]) for rank in ranks])
+
+    def _receive(self, kind: str, ranks: Sequence[int]) -> Exchange[list[bytes]]:
+        if not ranks:
+            return []
+        room = self._room(kind)
+        received = yield Turn((), [(rank, FRAME_BYTES + room) for rank in ranks])
+        frames = [next(_frames(text, room)) for text in received]
+        longer = [(rank, length - room) for rank, (length, _) in zip(ranks, frames) if length > room]
+        rests = dict(zip((rank for rank, _ in longer), (yield Turn((), longer)) if longer else ()))
+        return [text + rests.get(rank, b"") for rank, (_, text) in zip(ranks, frames)]
+
+    def _room(self, kind: str) -> int:
+        """Bytes of a message that travel at once: as all who take part have learnt from the last of its kind."""
+        return self._rooms.get(kind, LEAST_ROOM)
+
+    def _learn(self, kind: str, length: int) -> None:
+        self._rooms[kind] = max(LEAST_ROOM, length + length // 8, self._room(kind) * 3 // 4)
+
+
+def _framed(text: bytes, room: int, length: int | None = None) -> bytes:
+    """As much of a message as there is room for, behind its length."""
+    return (len(text) if length is None else length).to_bytes(FRAME_BYTES, "little") + text[:room]
+
+
+def _frames(text: bytes, room: int) -> Iterator[tuple[int, bytes]]:
+    """The length of each message, and as much of it as there was room for."""
+    position = 0
+    while position < len(text):
+        length, position = (
+            int.from_bytes(text[position : position + FRAME_BYTES], "little"),
+            position + FRAME_BYTES,
+        )
+        yield length, text[position : position + min(length, room)]
+        position += min(length, room)
+
+
+class Mesh:
+    """Connections of a rank: to the ranks of its group and, if it leads it, to the other leaders.
+
+    group, leaders: gloo backends of these, None where there is nobody else. Threads may run exchanges at the same time,
+    each with a tag of its own.
+    """
+
+    def __init__(self, exchanges: Exchanges, group: Any, leaders: Any):
+        self.exchanges, self._backends = exchanges, [one for one in (group, leaders) if one is not None]
+        self._group, self._leaders = group, leaders
+
+    def run(self, exchange: Exchange[T], tag: int) -> T:
+        """Returns what the exchange returns; raises what gloo raises."""
+        try:
+            turn = next(exchange)
+            while True:
+                buffers = [torch.zeros(size, dtype=torch.uint8) for _, size in turn.receives]
+                works = [self._of("recv", rank, buffer, tag) for (rank, _), buffer in zip(turn.receives, buffers)]
+                for rank, text in turn.sends:
+                    works.append(self._of("send", rank, torch.frombuffer(bytearray(text), dtype=torch.uint8), tag))
+                for work in works:
+                    work.wait()
+                turn = exchange.send([buffer.numpy().tobytes() for buffer in buffers])
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+    def _of(self, name: str, rank: int, buffer: torch.Tensor, tag: int) -> dist.Work:
+        group, leaders = self.exchanges.group, self.exchanges.leaders
+        backend, ranks = (self._group, group) if rank in group else (self._leaders, leaders)
+        work: dist.Work = getattr(backend, name)([buffer], ranks.index(rank), tag)
+        return work
+
+    def cancel(self) -> None:
+        """End what waits in `run`, in whatever thread: a receive that times out closes the connections of a backend."""
+        for backend in self._backends:
+            with contextlib.suppress(RuntimeError):
+                nothing = torch.zeros(1, dtype=torch.uint8)
+                backend.recv([nothing], int(backend.rank() == 0), CANCEL_TAG).wait(timedelta(milliseconds=1))
+
+
+class Group:
+    """Bytes of all ranks to all of them, or to those of the group that a rank is in; one rank alone answers itself.
+
+    Ranks wait for each other as long as `parent` does, and not for a rank that is gone. The gloo groups are separate,
+    so that these messages never meet the collectives of the training; all `Group`s of a parent share them. Where a
+    parent is given, only its ranks take part. All ranks make their groups in the same order, in the main thread; one
+    thread uses a group.
     parent: None for the default group, if there is one. silence_s: how long a rank may give no sign of life. name: what
-    the calls are for, in messages. is_main: the main thread makes all calls; its groups share one gloo group, a
-    connection to each rank. Raises `CollectiveError`, as all its methods do, where another rank has failed or is
-    missed.
+    the calls are for, in messages. group_size: ranks of a group, of whole nodes where it holds one (that of rank 0
+    counts). Raises `CollectiveError`, as all its methods do, where another rank has failed or is missed.
 
         group = Group(None, 600, "planning")
         group.all_gather(b"mine", "round 3")  # [b"mine", b"theirs"]
     """
 
-    def __init__(self, parent: dist.ProcessGroup | None, silence_s: float, name: str, *, is_main: bool = False):
+    def __init__(self, parent: dist.ProcessGroup | None, silence_s: float, name: str, group_size: int = GROUP_SIZE):
         self.rank, self.world_size = 0, world_size_of(parent)
         self.is_busy = False
-        self._group: dist.ProcessGroup | None = None
         self.lifeline = lifeline_of(parent, silence_s)
+        self.exchanges = Exchanges(0, 1, 1)
+        self._mesh: _Shared | None = None
         if self.world_size == 1:
             return
         pause_at_exit()
@@ -221,54 +403,75 @@ class Group:
         self._stream, self._steps = self.lifeline.stream(name), ""
         self._count = itertools.count(1)
         self._patience_s = patience_of(parent)
-        self._shared: _Shared | None = None
-        if not is_main:
-            self._group = self._make(parent, name)
-            return
-        shared, training = _shared.get(self.lifeline), self.lifeline.generation
-        if shared is None or shared.training != training:
-            if shared is not None and not shared.users:
-                release(shared.group)
-            shared = _shared[self.lifeline] = _Shared(self._make(parent, name), training)
-        self._shared, self._group = shared, shared.group
-        shared.users += 1
+        meshes, training = _shared.setdefault(self.lifeline, {}), self.lifeline.generation
+        mesh = meshes.get(group_size)
+        if mesh is None or mesh.training != training:
+            if mesh is not None and not mesh.users:
+                release(mesh.groups)
+            mesh = meshes[group_size] = self._connect(parent, name, group_size)
+        mesh.users += 1
+        self._mesh, self._tag = mesh, next(mesh.tags)
+        # What has been learnt from one thread's messages is of no use to another's.
+        self.exchanges = Exchanges(self.rank, self.world_size, mesh.mesh.exchanges.group_size)
 
-    def _make(self, parent: dist.ProcessGroup | None, name: str) -> dist.ProcessGroup:
+    def _connect(self, parent: dist.ProcessGroup | None, name: str, group_size: int) -> _Shared:
+        phase, every = f"making the process group for {name}", dist.get_process_group_ranks(parent)
+        limit_s = self._patience_s + MARGIN_S
+        size = self._call(phase, lambda check: bounded(lambda: self._common_size(every, group_size), limit_s, check))
+        mine = Exchanges(self.rank, self.world_size, size)
+        leaders = mine.leaders if self.rank == mine.leader else range(0)
         try:
-            allow_open_files(self.world_size - 1)
+            allow_open_files(len(mine.group) - 1 + max(len(leaders) - 1, 0))
         except ConfigError as error:
             self.lifeline.abort(f"rank {self.rank} left the training: {one_line(error)}")
             raise
 
-        def make() -> dist.ProcessGroup:
+        def make(ranks: range) -> dist.ProcessGroup | None:
+            if len(ranks) < 2:
+                return None
             group: dist.ProcessGroup = dist.new_group(
-                dist.get_process_group_ranks(parent),
+                [every[rank] for rank in ranks],
                 backend="gloo",
                 timeout=timedelta(seconds=self._patience_s),
-                use_local_synchronization=parent is not None,
+                use_local_synchronization=parent is not None or len(mine.leaders) > 1,
                 group_desc="odb_factory",
             )
             return group
 
-        return self._call(
-            f"making the process group for {name}", lambda check: bounded(make, self._patience_s + MARGIN_S, check)
+        groups = self._call(
+            phase, lambda check: bounded(lambda: [make(ranks) for ranks in (mine.group, leaders)], limit_s, check)
         )
+        cpu = torch.device("cpu")
+        backends = [None if group is None else cast(Any, group)._get_backend(cpu) for group in groups]
+        mesh = Mesh(mine, *backends)
+        return _Shared(mesh, [group for group in groups if group is not None], self.lifeline.generation)
+
+    def _common_size(self, every: Sequence[int], group_size: int) -> int:
+        """The ranks of a group, from rank 0: its setting, in whole nodes."""
+        of_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        of_node = sum(rank // of_node == every[0] // of_node for rank in every)
+        size = group_size - group_size % of_node if group_size > of_node else group_size
+        return self.lifeline.common("ranks of a group", min(size, self.world_size))
 
     def all_gather(self, message: bytes, phase: str) -> list[bytes]:
-        """The messages of all ranks, in rank order, in one collective where all have `FRAME_BYTES` bytes or less.
+        """The messages of all ranks, in rank order.
 
         phase: what the messages are about. Raises `DataError` where another rank has taken a `step` that this one has
         not.
         """
+        return self._run(self.exchanges.gather_all(message), phase) if self._mesh else [message]
 
-        def gather(check: Callable[[float], None]) -> list[bytes]:
-            answers = self._gather(message, FRAME_BYTES, check)
-            longest = max(length for length, _ in answers)
-            if longest > FRAME_BYTES:
-                answers = self._gather(message, longest, check)
-            return [text for _, text in answers]
+    def gather(self, message: bytes, phase: str) -> list[bytes]:
+        """The messages of the ranks of the group, in rank order."""
+        return self._run(self.exchanges.gather(message), phase) if self._mesh else [message]
 
-        return [message] if self.world_size == 1 else self._call(phase, gather, self._steps or None)
+    def reduce(self, message: bytes, merge: Merge, phase: str) -> bytes:
+        """As `Exchanges.reduce`."""
+        return self._run(self.exchanges.reduce(message, merge), phase) if self._mesh else merge([message])
+
+    def swap(self, given: Mapping[int, bytes], sources: Sequence[int], phase: str) -> dict[int, bytes]:
+        """As `Exchanges.swap`."""
+        return self._run(self.exchanges.swap(given, sources), phase) if self._mesh else {}
 
     def step(self, phase: str) -> None:
         """This rank takes the next of the steps that all ranks take. phase: which step."""
@@ -276,55 +479,30 @@ class Group:
             self._steps = self._steps or self.lifeline.stream("steps")
             self.lifeline.enter(self._steps, phase)
 
-    def _gather(self, message: bytes, room: int, check: Callable[[float], None]) -> list[tuple[int, bytes]]:
-        """The length of each rank's message, and as much of it as there is room for (bytes)."""
-        mine = torch.zeros(LENGTH_BYTES + room, dtype=torch.uint8)
-        sent = len(message).to_bytes(LENGTH_BYTES, "little") + message[:room]
-        mine[: len(sent)] = torch.frombuffer(bytearray(sent), dtype=torch.uint8)
-        frames = [torch.empty_like(mine) for _ in range(self.world_size)]
-        _finish(dist.all_gather(frames, mine, group=self._group, async_op=True), check)
-        answers = []
-        for frame in frames:
-            text = frame.numpy().tobytes()
-            length = int.from_bytes(text[:LENGTH_BYTES], "little")
-            answers.append((length, text[LENGTH_BYTES : LENGTH_BYTES + length]))
-        return answers
-
-    def all_to_all(self, buffers: Sequence[bytes], phase: str) -> list[bytes]:
-        """What the ranks have sent to this one, in rank order. Sizes travel first. phase: as above."""
-
-        def exchange(check: Callable[[float], None]) -> list[bytes]:
-            group = self._group
-            sizes = torch.tensor([len(buffer) for buffer in buffers])
-            coming = torch.empty_like(sizes)
-            _finish(dist.all_to_all_single(coming, sizes, group=group, async_op=True), check)
-            outgoing = torch.frombuffer(bytearray(b"".join(buffers)) or bytearray(1), dtype=torch.uint8)
-            outgoing, incoming = outgoing[: int(sizes.sum())], torch.empty(int(coming.sum()), dtype=torch.uint8)
-            split = coming.tolist()
-            work = dist.all_to_all_single(incoming, outgoing, split, sizes.tolist(), group=group, async_op=True)
-            _finish(work, check)
-            return [text.numpy().tobytes() for text in torch.split(incoming, split)]
-
-        return list(buffers) if self.world_size == 1 else self._call(phase, exchange)
-
     def close(self, *, failed: bool = False) -> None:
-        """Give the group back; safe to call twice."""
-        if self.world_size == 1:
+        """Give the connections back; safe to call twice."""
+        mesh, self._mesh = self._mesh, None
+        if mesh is None:
             return
-        group, self._group = self._group, None
         for stream in (self._stream, self._steps):
             self.lifeline.leave(stream)
-        failed = failed or self.is_busy or self.lifeline.failure is not None
-        if group is not None and self._shared is not None:
-            self._shared.users -= 1
-            if _shared.get(self.lifeline) is self._shared:
-                if not failed:  # another group uses it, or will
-                    return
-                del _shared[self.lifeline]
-            elif self._shared.users:
-                return
-        if group is not None:
-            release(group, failed=failed)
+        mesh.users -= 1
+        if self.is_busy:
+            mesh.mesh.cancel()
+        if failed or self.is_busy or self.lifeline.failure is not None:
+            meshes = _shared.get(self.lifeline, {})
+            for size in [size for size, one in meshes.items() if one is mesh]:
+                del meshes[size]  # what comes next has connections of its own
+            release(mesh.groups, failed=True)
+        elif not mesh.users and mesh not in _shared.get(self.lifeline, {}).values():
+            release(mesh.groups)
+
+    def _run(self, exchange: Exchange[T], phase: str) -> T:
+        assert self._mesh is not None
+        mesh, tag = self._mesh.mesh, self._tag
+        return self._call(
+            phase, lambda check: bounded(lambda: mesh.run(exchange, tag), math.inf, check), self._steps or None
+        )
 
     def _call(self, phase: str, call: Callable[[Callable[[float], None]], T], steps: str | None = None) -> T:
         self.lifeline.enter(self._stream, f"{phase} (message {next(self._count)})")
@@ -356,24 +534,19 @@ class Group:
         )
 
 
-def _finish(work: dist.Work, check: Callable[[float], None]) -> None:
-    """Wait for a collective; raises what it raises (its timeout, a lost peer), or what `check` does."""
-    wait_for(work.is_completed, check)
-    work.wait()
-
-
-def release(group: dist.ProcessGroup, *, failed: bool = False) -> None:
-    """Give a group back. One in use, or whose ranks are gone, is kept to the end of the process: its destructor waits
+def release(groups: Sequence[dist.ProcessGroup], *, failed: bool = False) -> None:
+    """Give groups back. Those in use, or whose ranks are gone, are kept to the end of the process: the destructor waits
     for the collective under way, and so would `dist.destroy_process_group()`."""
     if failed:
-        _kept.append(group)
+        _kept.extend(groups)
     elif dist.is_initialized():
-        dist.destroy_process_group(group)
+        for group in groups:
+            dist.destroy_process_group(group)
 
 
 def gather_once(message: bytes, silence_s: float, phase: str = "comparing what the ranks say") -> list[bytes]:
     """The messages of all ranks of the default group, in the main thread. silence_s, phase: as in `Group`."""
-    group = Group(None, silence_s, "a comparison before training", is_main=True)
+    group = Group(None, silence_s, "a comparison before training")
     try:
         return group.all_gather(message, phase)
     finally:

@@ -231,6 +231,16 @@ class Lifeline:
         self._counts.pop(stream, None)
         self._phases.pop(stream, None)
 
+    def common(self, name: str, value: int) -> int:
+        """The value of rank 0, for all ranks; may wait for it. name: what it is, the same on all ranks."""
+        if self._store is None:
+            return value
+        store = self._store.clone() if hasattr(self._store, "clone") else self._store
+        key = f"odb_factory/{self.stream(name)}"
+        if self.rank == 0:
+            store.set(key, str(value))
+        return value if self.rank == 0 else int(store.get(key))
+
     def check_wait(self, stream: str, steps: str | None, waited_s: float) -> None:
         """Raise `CollectiveError` if this rank, which has waited `waited_s` seconds for all others, waits in vain, and
         `DataError` if it is itself where no other rank comes.

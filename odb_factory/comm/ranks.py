@@ -1,8 +1,12 @@
-"""`Ranks`: what the data-parallel ranks tell each other, as which bytes, and how samples travel between them."""
+"""`Ranks`: what the data-parallel ranks tell each other, as which bytes, and how samples travel between them.
+
+Metadata of samples stay in a group of ranks; all ranks together know sums only (`Sums`).
+"""
 
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
 import json
 from collections import Counter
@@ -13,18 +17,19 @@ from typing import TypeVar
 import numpy as np
 import torch.distributed as dist
 
-from odb_factory.comm.agreement import compare, ranks_alike
-from odb_factory.comm.gloo import Group
+from odb_factory.comm.agreement import compare
+from odb_factory.comm.gloo import GROUP_SIZE, Group, Merge
 from odb_factory.comm.lifeline import lifeline_of
 from odb_factory.errors import CollectiveError
-from odb_factory.planning import ROW, BufferMetadata, Limits, Plan
+from odb_factory.planning import ROW, BufferMetadata, Limits, MicroStepTotals, Plan
+from odb_factory.planning.keep import GroupOutline
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What ranks tell each other before a plan.
 
+DIFFERENT = "the ranks have computed different plans from the same metadata"
 DIFFERENT_PLANS = (
-    "the ranks have computed different plans from the same metadata ({}); give every rank the same versions of "
-    "odb_factory and numpy on the same kind of processor."
+    f"{DIFFERENT} ({{}}); give every rank the same versions of odb_factory and numpy on the same kind of processor."
 )
 
 
@@ -52,6 +57,8 @@ class RankMetadata:
 
 MAX_REASON_CHARACTERS = 2000
 _JSON_LENGTH_BYTES = 4
+WIDTHS = (0, 1, 2, 4)
+"""Bytes of a number of a column: none where all are 0."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,19 +69,26 @@ class Failure:
 
 
 def encode(message: RankMetadata | Failure) -> bytes:
-    """The length of a JSON header, the header, the buffered samples as an array of `ROW` (29 bytes a sample)."""
+    """The length of a JSON header, the header, the buffered samples: each column of `ROW` with as many bytes a sample
+    as its largest number needs (text: about 14)."""
     if isinstance(message, Failure):
         header: dict[str, object] = {"failure": message.reason[:MAX_REASON_CHARACTERS]}
         rows = b""
     else:
+        table = message.buffer.rows
+        most = [int(table[name].max(initial=0)) for name in ROW.names or ()]
+        widths = [next(width for width in WIDTHS if number < 1 << 8 * width) for number in most]
         header = {
+            "rows": len(table),
+            "widths": widths,
             "exhausted": message.buffer.exhausted,
             "rejected": message.rejected,
             "overlong": message.overlong,
             "order": message.order,
             "limits": None if message.limits is None else dataclasses.astuple(message.limits),
         }
-        rows = message.buffer.rows.tobytes()
+        columns = zip(ROW.names or (), widths)
+        rows = b"".join(table[name].astype(f"<u{width}").tobytes() for name, width in columns if width)
     text = json.dumps(header).encode()
     return len(text).to_bytes(_JSON_LENGTH_BYTES, "little") + text + rows
 
@@ -85,14 +99,102 @@ def decode(message: bytes) -> RankMetadata | Failure:
     header = json.loads(message[_JSON_LENGTH_BYTES:end])
     if "failure" in header:
         return Failure(header["failure"])
-    buffer = BufferMetadata(np.frombuffer(message, dtype=ROW, offset=end), header["exhausted"])
+    rows = np.zeros(header["rows"], ROW)
+    for name, width in zip(ROW.names or (), header["widths"]):
+        if width:
+            rows[name] = np.frombuffer(message, f"<u{width}", len(rows), end)
+            end += width * len(rows)
     return RankMetadata(
-        buffer,
+        BufferMetadata(rows, header["exhausted"]),
         Counter(header["rejected"]),
         header["overlong"],
         header["order"],
         None if header["limits"] is None else Limits(*header["limits"]),
     )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What all ranks know of a plan: sums, for which the first rank of each group speaks.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sums:
+    """What some of the ranks tell of the optimizer step that they plan. Each default adds nothing.
+
+    failure: why a rank cannot go on: (it only left the epoch, rank, reason). plans: of ranks that have made the same
+    plan, (first rank of these, checksum, a rank). outline: of the plans. orders: (order as in `RankMetadata`, from
+    this rank, to this one).
+    exhausted, rejected, overlong: as in `RankMetadata`. roots: the square roots of the units of the samples, in units
+    of 2 ** -52, which are exact. means: tokens of stock's means that several groups share, by number; num_means: the
+    other ones.
+    """
+
+    failure: tuple[bool, int, str] | None = None
+    plans: Sequence[tuple[int, int, int]] = ()
+    outline: GroupOutline | None = None
+    orders: Sequence[tuple[int, int, int]] = ()
+    exhausted: bool = True
+    rejected: Counter[str] = dataclasses.field(default_factory=Counter)
+    overlong: int = 0
+    roots: int = 0
+    means: Counter[int] = dataclasses.field(default_factory=Counter)
+    num_means: int = 0
+
+    def encode(self) -> bytes:
+        """As JSON, without what is as the default."""
+        told = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        told = {name: value for name, value in told.items() if value != getattr(NOTHING, name)}
+        if self.outline is not None:
+            told["outline"] = dataclasses.astuple(self.outline)
+        return json.dumps(told, separators=(",", ":")).encode()
+
+    @classmethod
+    def decode(cls, message: bytes) -> Sums:
+        told = json.loads(message)
+        if told.get("outline"):
+            num_steps, fewest, totals = told["outline"]
+            told["outline"] = GroupOutline(num_steps, fewest, [MicroStepTotals(*one) for one in totals])
+        if told.get("failure"):
+            told["failure"] = tuple(told["failure"])
+        for name, kind in (("rejected", str), ("means", int)):
+            told[name] = Counter({kind(key): count for key, count in told.get(name, {}).items()})
+        return cls(**told)
+
+    @classmethod
+    def merge(cls, messages: Sequence[bytes]) -> bytes:
+        """Encoded, of all whose messages these are."""
+        told = [cls.decode(message) for message in messages]
+        failures = [one.failure for one in told if one.failure is not None]
+        ranks: dict[int, dict[int, int]] = {}
+        for first, checksum, rank in (plan for one in told for plan in one.plans):
+            of_checksum = ranks.setdefault(first, {})
+            of_checksum[checksum] = min(rank, of_checksum.get(checksum, rank))
+        for others in ranks.values():
+            if len(others) > 1:
+                named = "; ".join(f"rank {rank}" for rank in sorted(others.values()))
+                failures.append((False, min(others.values()), DIFFERENT_PLANS.format(named)))
+        outlines = [one.outline for one in told if one.outline is not None]
+        orders: list[tuple[int, int, int]] = []
+        for order, start, end in sorted((o for one in told for o in one.orders), key=lambda one: one[1]):
+            if orders and orders[-1][0] == order and orders[-1][2] + 1 == start:
+                start = orders.pop()[1]
+            orders.append((order, start, end))
+        return cls(
+            failure=min(failures, default=None),
+            # Groups that have made other plans meet only when each is known to agree.
+            plans=[(first, *one) for first, plans in ranks.items() for one in plans.items()] if len(ranks) == 1 else (),
+            outline=GroupOutline.merge(outlines) if outlines else None,
+            orders=tuple(orders),
+            exhausted=all(one.exhausted for one in told),
+            rejected=sum((one.rejected for one in told), Counter()),
+            overlong=sum(one.overlong for one in told),
+            roots=sum(one.roots for one in told),
+            means=sum((one.means for one in told), Counter()),
+            num_means=sum(one.num_means for one in told),
+        ).encode()
+
+
+NOTHING = Sums()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -103,22 +205,25 @@ class Ranks:
     """The data-parallel ranks: how they agree; one rank alone agrees with itself.
 
     process_group: of these ranks; None: the default group, if there is one. timeout_s: how long a rank may give no sign
-    of life (seconds).
+    of life (seconds). group_size: ranks of a group (`Group`).
+    group: the ranks of the group of this one.
 
-    All ranks make the same calls in the same order, but for `check`, `progress` and `abort`; the calls of `gather_step`
-    have an order of their own. The groups are made in the training thread of all ranks, in the same order. After
-    `agree`, `_group` is used by the planning thread alone, `_steps` by the thread that calls `gather_step`. Metadata
-    have 29 bytes a sample and some hundred more: nothing grows with tokens or pixels.
+    All ranks make the same calls in the same order, but for `check`, `progress` and `abort`; the calls of `reduce_step`
+    have an order of their own. Metadata stay in a group (up to 41 bytes a sample and some hundred more); all ranks
+    tell each other sums: nothing grows with tokens, pixels or, beyond a group, with ranks.
     Raises `CollectiveError` if the ranks do not meet.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None = None, timeout_s: float = 30.0):
+    def __init__(
+        self, process_group: dist.ProcessGroup | None = None, timeout_s: float = 30.0, group_size: int = GROUP_SIZE
+    ):
         self.timeout_s = timeout_s
         self._lifeline = lifeline_of(process_group, timeout_s)
         self._training = self._lifeline.stream("training")
-        self._group = Group(process_group, timeout_s, "planning")
-        self._steps = Group(process_group, timeout_s, "agreements")
+        self._group = Group(process_group, timeout_s, "planning", group_size)
+        self._steps = Group(process_group, timeout_s, "agreements", group_size)
         self.rank, self.world_size = self._group.rank, self._group.world_size
+        self.group = self._group.exchanges.group
         self._failed = self._is_closed = False
 
     def start(self) -> None:
@@ -135,47 +240,57 @@ class Ranks:
 
     def agree(self, settings: Mapping[str, object]) -> None:
         """Raise `CollectiveError` on every rank if the ranks' settings differ (I11); the message says in what."""
-        compare(settings, lambda message: self._all_gather(message, "comparing settings"), rank=self.rank)
+        self._check_not_left()
+        compare(settings, lambda message: self._group.all_gather(message, "comparing settings"), rank=self.rank)
 
-    def all_gather(self, metadata: RankMetadata, round_index: int) -> list[RankMetadata]:
-        """The metadata of all ranks, in rank order. Raises `CollectiveError` if a rank failed or is missing."""
-        if self.world_size == 1:
+    def gather(self, metadata: RankMetadata | Failure, round_index: int, *, of_all: bool) -> list[RankMetadata]:
+        """The metadata of the ranks of the group, or of all ranks, in rank order.
+
+        Raises `CollectiveError` if a rank failed or is missed; without `of_all` a rank of another group may have failed
+        and `sum_up` raises it.
+        """
+        if self.world_size == 1 and isinstance(metadata, RankMetadata):
             return [metadata]
-        messages = [decode(answer) for answer in self._all_gather(encode(metadata), f"round {round_index}")]
-        failures = {rank: message.reason for rank, message in enumerate(messages) if isinstance(message, Failure)}
+        self._check_not_left()
+        gather = self._group.all_gather if of_all else self._group.gather
+        messages = [decode(answer) for answer in gather(encode(metadata), f"round {round_index}")]
+        first = 0 if of_all else self.group.start
+        failures = [
+            (message.reason == LEFT_EPOCH, rank, message.reason)
+            for rank, message in enumerate(messages, first)
+            if isinstance(message, Failure)
+        ]
+        if failures and of_all:
+            self._raise(min(failures))
         if failures:
-            rank = min(failures, key=lambda rank: (failures[rank] == LEFT_EPOCH, rank))  # a failure says more
-            cause = self._lifeline.cause() if failures[rank] == LEFT_EPOCH else None
-            raise CollectiveError(cause or f"rank {rank} stopped: {failures[rank]}")
+            self.sum_up(Sums(failure=min(failures)), round_index)
         return [message for message in messages if isinstance(message, RankMetadata)]
 
-    def confirm(self, checksum: int, round_index: int) -> None:
-        """Raise `CollectiveError` on every rank if the ranks have computed different plans (I6)."""
-        answers = self.gather_plans(str(checksum).encode(), round_index)
-        if len(set(answers)) > 1:
-            raise CollectiveError(DIFFERENT_PLANS.format(ranks_alike(answers)))
-
-    def gather_plans(self, outline: bytes, round_index: int) -> list[bytes]:
-        """Of each rank the outline of its group's plan, or the checksum of its plan, in rank order."""
-        return self._all_gather(outline, f"comparing the plans of round {round_index}")
-
-    def all_to_all(self, buffers: Sequence[bytes]) -> list[bytes]:
-        """Send `buffers[r]` to rank r; returns what each rank has sent to this one, in rank order."""
+    def sum_up(self, sums: Sums, round_index: int) -> Sums:
+        """What all ranks tell. Raises `CollectiveError` on every rank if one has failed, or if those that should have
+        made the same plan have made different ones (I6)."""
         self._check_not_left()
-        return self._group.all_to_all(buffers, "redistributing samples")
+        told = Sums.decode(self._group.reduce(sums.encode(), Sums.merge, f"comparing the plans of round {round_index}"))
+        if told.failure is not None:
+            self._raise(told.failure)
+        return told
 
-    def gather_step(self, message: bytes, step_index: int) -> list[bytes]:
-        """The messages of all ranks about an optimizer step before it begins, in rank order. Another thread than the
-        planning thread may call it: these messages have a group of their own."""
+    def swap(self, given: Mapping[int, bytes], sources: Sequence[int]) -> dict[int, bytes]:
+        """Give each of these ranks of the group its bytes; returns what each of `sources`, which names this rank, gives
+        to this one."""
         self._check_not_left()
-        return self._steps.all_gather(message, f"agreeing on optimizer step {step_index + 1} of the epoch")
+        return self._group.swap(given, sources, "redistributing samples")
 
-    def stop(self, reason: str = LEFT_EPOCH) -> None:
+    def reduce_step(self, message: bytes, merge: Merge, step_index: int) -> bytes:
+        """`merge` of the messages of all ranks about an optimizer step before it begins. Another thread than the
+        planning thread may call it: these messages have connections of their own."""
+        self._check_not_left()
+        return self._steps.reduce(message, merge, f"agreeing on optimizer step {step_index + 1} of the epoch")
+
+    def stop(self, reason: str = LEFT_EPOCH, *, of_all: bool) -> None:
         """Tell the others, in place of the next metadata, why this rank plans no further."""
-        try:
-            self._all_gather(encode(Failure(reason)), "the end")
-        except CollectiveError:
-            pass  # the others have ended before this one
+        with contextlib.suppress(CollectiveError):  # all end
+            self.gather(Failure(reason), -1, of_all=of_all)
 
     def abort(self, message: str) -> None:
         """Tell the others why this rank ends, whatever they are doing. The first such message of all ranks stands."""
@@ -184,7 +299,7 @@ class Ranks:
             self._lifeline.abort(f"rank {self.rank} left the training: {message}")
 
     def close(self) -> None:
-        """Give groups, lifeline and threads back; nothing is called after it."""
+        """Give connections, lifeline and threads back; nothing is called after it."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -195,9 +310,10 @@ class Ranks:
         self._steps.close(failed=failed)
         self._group.close(failed=failed)
 
-    def _all_gather(self, message: bytes, phase: str) -> list[bytes]:
-        self._check_not_left()
-        return self._group.all_gather(message, phase)
+    def _raise(self, failure: tuple[bool, int, str]) -> None:
+        has_left, rank, reason = failure
+        cause = self._lifeline.cause() if has_left else None
+        raise CollectiveError(cause or (reason if reason.startswith(DIFFERENT) else f"rank {rank} stopped: {reason}"))
 
     def _check_not_left(self) -> None:
         if self.world_size > 1 and (self._failed or self._is_closed):
@@ -211,40 +327,42 @@ T = TypeVar("T")
 _LENGTH_BYTES = 8
 
 
-def make_buffers(plan: Plan, rank: int, held: Sequence[T], encode: Callable[[T], bytes]) -> list[bytes]:
-    """What this rank sends to each rank: its samples in the order in which they will be taken, each behind its length.
-
-    held: the samples in this rank's buffer.
-    """
-    start, end = plan.starts[rank : rank + 2]
-    buffers = []
-    for taker, groups in enumerate(plan.groups):
-        mine = [held[row - start] for group in groups for row in group if start <= row < end] if taker != rank else []
-        encoded = map(encode, mine)
-        buffers.append(b"".join(part for one in encoded for part in (len(one).to_bytes(_LENGTH_BYTES, "little"), one)))
-    return buffers
-
-
 def redistribute(
     plan: Plan,
+    ranks: range,
     rank: int,
     held: Sequence[T],
-    all_to_all: Callable[[Sequence[bytes]], list[bytes]],
+    swap: Callable[[Mapping[int, bytes], Sequence[int]], Mapping[int, bytes]],
     *,
     encode: Callable[[T], bytes],
     decode: Callable[[bytes], T],
 ) -> dict[int, T]:
     """The samples that this rank has for the plan, by their number in it.
 
-    All ranks know the plan, so what travels needs no address. Collective, unless the plan moves nothing.
+    ranks: those that the plan is for. held: the samples in this rank's buffer. swap: as `Ranks.swap`.
+    These ranks know the plan, so what travels needs no address: the samples for a rank are in the order in which it
+    takes them, each behind its length. Only ranks that give or get a sample take part.
     """
-    samples = dict(enumerate(held, plan.starts[rank]))
-    if plan.moves:
-        received = [iter(_split(buffer)) for buffer in all_to_all(make_buffers(plan, rank, held, encode))]
-        for row in (row for group in plan.groups[rank] for row in group):
-            owner = bisect.bisect_right(plan.starts, row) - 1
-            if owner != rank:
-                samples[row] = decode(next(received[owner]))
+    here = rank - ranks.start
+    start, end = plan.starts[here : here + 2]
+    samples = dict(enumerate(held, start))
+    given = {}
+    for taker, groups in zip(ranks, plan.groups):
+        mine = (
+            [encode(samples[row]) for group in groups for row in group if start <= row < end] if taker != rank else []
+        )
+        if mine:
+            given[taker] = b"".join(part for one in mine for part in (len(one).to_bytes(_LENGTH_BYTES, "little"), one))
+    wanted = [
+        (row, ranks[bisect.bisect_right(plan.starts, row) - 1])
+        for group in plan.groups[here]
+        for row in group
+        if not start <= row < end
+    ]
+    sources = sorted({owner for _, owner in wanted})
+    if given or sources:
+        received = {owner: iter(_split(text)) for owner, text in swap(given, sources).items()}
+        samples |= {row: decode(next(received[owner])) for row, owner in wanted}
     return samples
 
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from odb_factory.comm.agreement import ranks_alike
-from odb_factory.comm.ranks import DIFFERENT_PLANS, RankMetadata, Ranks, redistribute
-from odb_factory.data.order import Share, StockSteps, by_weight, stock_input_tokens, stock_means
+from odb_factory.comm.ranks import RankMetadata, Ranks, Sums, redistribute
+from odb_factory.data.order import Share, StockSteps, by_weight, stock_input_tokens, stock_means, sums_of_means
 from odb_factory.data.processes import Compute, compute_here
 from odb_factory.data.progress import Place
 from odb_factory.data.samples import MicroBatch, OptimizerStep, Rejection, Sample, SampleInfo, Task
@@ -31,12 +29,11 @@ from odb_factory.planning import (
     Limits,
     MicroStepTotals,
     Plan,
-    exceeds_limit,
     make_metadata,
     plan_buffers,
     plan_optimizer_step,
 )
-from odb_factory.planning.keep import GroupOutline, GroupsDisagreeError, agreed_plans, group_of, plan_group
+from odb_factory.planning.keep import GroupOutline, GroupsDisagreeError, agreed_plans
 from odb_factory.planning.plan import pool
 
 logger = get_logger(__name__)
@@ -51,12 +48,15 @@ OTHER_LENGTH = (
 )
 
 
+ROOT_SCALE = 1 << 52
+"""Of sums of square roots, as whole numbers."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochContext:
     """What every epoch of a loader is planned with.
 
     num_samples: of the epoch on all ranks; None if nobody knows (a stream). seed: of the order of filled micro-steps.
-    group_size: ranks among which samples travel, where steps are kept and the layout is flat; each group plans alone.
     order: a checksum of the order drawn so far, given the index of the plan. compare_orders: with the checksums of all
         ranks, why they cannot go on (None: they can).
     model: what micro-batches cost. lowered: the limits to which this rank has lowered its budgets (None: not lowered);
@@ -69,7 +69,6 @@ class EpochContext:
     budget: Budget
     num_samples: int | None
     balance: bool
-    group_size: int
     seed: int
     rank: int
     ranks: Ranks
@@ -109,17 +108,21 @@ class EpochPlanner(ABC):
 
     observed: what this rank draws of the epoch from `place` on.
     first_index: of the first plan. final: the last plan of the epoch has been made.
+    of_all: every rank plans with the metadata of all ranks, else with those of its group. planned: ranks that make one
+    plan together, those between which samples travel.
     rejected, overlong: of this rank, since `place`.
     shares: with `fill`, what this rank has done of its share after an optimizer step, by the index of the step.
     """
 
     first_index = 0
+    of_all = True
     _next: object | None
     """The row that is drawn ahead, None at the end."""
 
     def __init__(self, observed: Iterator[Sample | Rejection], context: EpochContext, place: Place):
         self.observed, self.context, self.place = observed, context, place
         self.epoch, self.trained = place.epoch, place.trained
+        self.planned = range(context.ranks.world_size)
         self.rejected: Counter[str] = Counter()
         self.overlong = 0
         self.final = False
@@ -131,8 +134,8 @@ class EpochPlanner(ABC):
         """Plan one optimizer step (`keep`), or as many as the buffers fill (`fill`); the same on all ranks."""
         held = self.collect(index)  # observed samples of this rank
         self._dummy = min(held.samples, key=lambda sample: sample.cost.tokens, default=self._dummy)
-        ranks = self.agree(held, index)  # what every rank holds: integers only
-        plan = self.plan(ranks, index)  # pure, the same everywhere
+        ranks = self.agree(held, index)  # what the ranks hold: integers only
+        plan = self.plan(ranks, index)  # pure, the same on all ranks that make it together
         mine = self.distribute(plan, held.samples)  # samples travel to the rank that computes them
         return self.micro_batches(plan, mine, ranks, index)  # with the loss weights of the whole step
 
@@ -141,7 +144,7 @@ class EpochPlanner(ABC):
         """Take observed samples."""
 
     def agree(self, held: Held, index: int) -> list[RankMetadata]:
-        """What all ranks hold. Collective."""
+        """What all ranks hold, or those of the group. Collective."""
         context = self.context
         buffer = make_metadata(
             [sample.cost for sample in held.samples],
@@ -151,17 +154,13 @@ class EpochPlanner(ABC):
             positions=held.positions,
         )
         mine = RankMetadata(buffer, self.rejected, self.overlong, context.order(index), context.lowered())
-        ranks = context.ranks.all_gather(mine, index)
-        problem = context.compare_orders([rank.order for rank in ranks])
-        if problem is not None:
-            raise CollectiveError(problem)
-        return ranks
+        return context.ranks.gather(mine, index, of_all=self.of_all)
 
     def plan(self, ranks: Sequence[RankMetadata], index: int) -> Plan:
         """The plan that all ranks have confirmed; sets `final`. Collective."""
         budget = functools.reduce(lambda budget, rank: budget.within(rank.limits), ranks, self.context.budget)
         with self._telling_others("planning"):
-            plan = self._make_plan([rank.buffer for rank in ranks], budget, index)
+            plan = self._make_plan(ranks, budget, index)
         if plan.exceeds_transfer_limit and not self._has_warned:
             self._has_warned = True
             logger.warning(TOO_HEAVY)
@@ -172,9 +171,10 @@ class EpochPlanner(ABC):
         with self._telling_others("redistributing samples"):
             return redistribute(
                 plan,
+                self.planned,
                 self.context.rank,
                 held,
-                self.context.ranks.all_to_all,
+                self.context.ranks.swap,
                 encode=sample_to_bytes,
                 decode=sample_from_bytes,
             )
@@ -186,8 +186,8 @@ class EpochPlanner(ABC):
         """Those of this rank."""
 
     @abstractmethod
-    def _make_plan(self, buffers: Sequence[BufferMetadata], budget: Budget, index: int) -> Plan:
-        """A plan that all ranks have confirmed."""
+    def _make_plan(self, ranks: Sequence[RankMetadata], budget: Budget, index: int) -> Plan:
+        """A plan that the ranks have confirmed."""
 
     @abstractmethod
     def _draw(self) -> None:
@@ -204,7 +204,7 @@ class EpochPlanner(ABC):
                     return
         except GeneratorExit:
             if not self.final:
-                ranks.stop()
+                ranks.stop(of_all=self.of_all)
             raise
         except CollectiveError:
             raise
@@ -217,7 +217,7 @@ class EpochPlanner(ABC):
             self.observed = iter(())  # lets its worker processes go
         if self.final:
             raise DataError(message)
-        ranks.stop(message)
+        ranks.stop(message, of_all=self.of_all)
         raise CollectiveError(message)
 
     @contextlib.contextmanager
@@ -236,23 +236,15 @@ class EpochPlanner(ABC):
             return
         raise CollectiveError(message)
 
-    def _optimizer_step(
-        self,
-        planned: Sequence[Planned],
-        units: Sequence[int] | np.ndarray,
-        ranks: Sequence[RankMetadata],
-        index: int,
-        **figures: Any,
-    ) -> list[Task]:
-        """The tasks of an optimizer step. units: of its samples on all ranks. figures: fields of `OptimizerStep`."""
+    def _optimizer_step(self, planned: Sequence[Planned], sums: Sums, index: int, **figures: Any) -> list[Task]:
+        """The tasks of an optimizer step. sums: of all ranks. figures: fields of `OptimizerStep`."""
         step = OptimizerStep.of(
             [one.totals for one in planned],
             epoch=self.epoch,
             index=index,
-            # `fsum` is exact before it rounds: the same on all ranks, whatever the order.
-            root_units=math.fsum(np.sqrt(units).tolist()),
-            rejected=self._rejected_of(ranks),
-            overlong=self.place.overlong + sum(rank.overlong for rank in ranks),
+            root_units=sums.roots / ROOT_SCALE,
+            rejected=sums.rejected + Counter(self.place.rejected),
+            overlong=self.place.overlong + sums.overlong,
             **figures,
         )
         return [
@@ -270,9 +262,18 @@ class EpochPlanner(ABC):
         self.rejected[row.reason] += 1
         self.context.leave_out([row.id], row.reason, row.message, epoch=self.epoch, step=step)
 
-    def _rejected_of(self, ranks: Sequence[RankMetadata]) -> Counter[str]:
-        """Rows of the epoch rejected on all ranks, by reason."""
-        return sum((rank.rejected for rank in ranks), Counter(self.place.rejected))
+    def _sums(self, ranks: Sequence[RankMetadata], units: Sequence[int] | np.ndarray, **others: Any) -> Sums:
+        """Of these ranks. units: of their samples that are planned. others: fields of `Sums`."""
+        values, counts = np.unique(np.asarray(units, dtype=np.int64), return_counts=True)
+        # Square roots of whole numbers are multiples of 2 ** -52: no order of the ranks changes their sum.
+        roots = [int(root * ROOT_SCALE) for root in np.sqrt(values).tolist()]
+        return Sums(
+            exhausted=all(rank.buffer.exhausted for rank in ranks),
+            rejected=sum((rank.rejected for rank in ranks), Counter()),
+            overlong=sum(rank.overlong for rank in ranks),
+            roots=sum(root * count for root, count in zip(roots, counts.tolist())),
+            **others,
+        )
 
     def _samples_for(self, group: list[Sample]) -> list[Sample]:
         """The group; for an idle micro-batch the shortest sample of the last buffer, or any usable row."""
@@ -297,13 +298,21 @@ def _nothing_left(rejected: Counter[str], not_trained: int, why: str, epoch: int
 
 
 class KeepEpoch(EpochPlanner):
-    """Kept optimizer steps: step t is the samples [tN, (t+1)N) of the order, planned by itself (I9)."""
+    """Kept optimizer steps: step t is the samples [tN, (t+1)N) of the order, planned by itself (I9).
+
+    Each group of ranks plans its own samples, with `balance: false` each rank; all agree on K (I1).
+    """
+
+    of_all = False
+    sums: Sums
+    """Of all ranks, in the optimizer step that is planned."""
 
     def __init__(
         self, observed: Iterator[Sample | Rejection], context: EpochContext, place: Place, *, stock: StockSteps
     ):
         super().__init__(observed, context, place)
         self.stock, self.first_index = stock, place.optimizer_steps
+        self.planned = context.ranks.group if context.balance else range(context.rank, context.rank + 1)
         first = stock.first_number(context.rank, place.optimizer_steps)
         self._positions = (stock.position(context.rank, number) for number in itertools.count(first))
         self._next: tuple[int, Sample | Rejection] | None = None
@@ -327,32 +336,33 @@ class KeepEpoch(EpochPlanner):
     def micro_batches(
         self, plan: Plan, mine: dict[int, Sample], ranks: Sequence[RankMetadata], index: int
     ) -> list[Task]:
-        stock, rejected = self.stock, self._rejected_of(ranks)
-        rows, _, _ = pool([rank.buffer for rank in ranks])
-        self.trained += len(rows)
+        stock, sums, group = self.stock, self.sums, self.context.ranks.group
+        rejected = sums.rejected + Counter(self.place.rejected)
+        rows, starts, _ = pool([rank.buffer for rank in ranks])
+        self.trained += sum(one.samples for one in plan.totals)
         if self.final and self.trained == 0:
             raise CollectiveError(_nothing_left(rejected, stock.not_trained, "by drop_last", self.epoch))
-        groups, totals = plan.groups[self.context.rank], plan.totals
+        groups, totals = plan.groups[self.context.rank - self.planned.start], plan.totals
         if not groups:
             logger.warning("optimizer step %d of epoch %d has no usable sample: its loss is 0", index + 1, self.epoch)
             groups, totals = [[]], [MicroStepTotals()]
-        of_stock, num_means = stock_means(rows, stock)
+        of_stock = stock_means(rows, stock, sums.means)[starts[self.planned.start - group.start] :]
         done = self.trained + rejected.total()
         if stock.num_samples is not None:
             done = min((index + 1) * stock.global_batch_size, stock.num_samples)
         planned = []
-        for group, of_step in zip(groups, totals):
-            samples = [mine[row] for row in group]
-            infos = tuple(SampleInfo.of(*one) for one in zip(samples, of_stock[group].tolist()))
+        for of_rank, of_step in zip(groups, totals):
+            samples = [mine[row] for row in of_rank]
+            infos = tuple(SampleInfo.of(*one) for one in zip(samples, of_stock[of_rank].tolist()))
             planned.append(Planned(samples, infos, of_step))
+        divisor, of_all = stock.mean.divisor, len(group) == self.context.ranks.world_size
         return self._optimizer_step(
             planned,
-            rows["units"],
-            ranks,
+            sums,
             index,
-            num_stock_means=num_means,
+            num_stock_means=len(sums.means) + sums.num_means if divisor is None else divisor,
             stock_input_tokens=stock_input_tokens(
-                rows, stock, self.context.rank, self.context.budget.collation.in_one_row()
+                rows, stock, self.context.rank, self.context.budget.collation.in_one_row(), of_all=of_all
             ),
             done=done,
             progress=stock.progress(index),
@@ -366,44 +376,53 @@ class KeepEpoch(EpochPlanner):
         row = next(self.observed, None)
         self._next = None if row is None else (next(self._positions), row)
 
-    def _make_plan(self, buffers: Sequence[BufferMetadata], budget: Budget, index: int) -> Plan:
-        context = self.context
-        self.final = all(buffer.exhausted for buffer in buffers)
-        if self.stock.equal_weights:
-            buffers = by_weight(buffers, self.stock)
-        in_groups = context.balance and budget.layout == "flat" and len(buffers) > context.group_size
-        if in_groups and not exceeds_limit(buffers):
-            plan = self._plan_in_groups(buffers, budget, index)
-        else:
-            plan = context.compute(plan_optimizer_step, buffers, budget, balance=context.balance, model=context.model)
-            context.ranks.confirm(plan.checksum(), index)
-        expected = self.stock.steps_an_epoch
-        if expected is not None and self.final != (index + 1 >= expected):
-            raise CollectiveError(OTHER_LENGTH.format(self.stock.num_samples, "fewer" if self.final else "more"))
-        return plan
-
-    def _plan_in_groups(self, buffers: Sequence[BufferMetadata], budget: Budget, index: int) -> Plan:
-        """What this rank's group does, with the totals of all groups, which agree on K (I1, I6).
+    def _make_plan(self, ranks: Sequence[RankMetadata], budget: Budget, index: int) -> Plan:
+        """What the group of this rank does, or the rank alone, with the totals of all ranks (I1, I6).
 
         Raises `CollectiveError` on all ranks if those of a group have computed different plans.
         """
-        context, size = self.context, self.context.group_size
+        context, stock, buffers = self.context, self.stock, [rank.buffer for rank in ranks]
+        group, leads = context.ranks.group, context.rank == context.ranks.group.start
+        rows, _, _ = pool(buffers)
+        means, num_means = sums_of_means(rows, stock, group)
+        if stock.equal_weights:
+            # Where all ranks are one group it shares no mean with another.
+            is_known = len(group) == context.ranks.world_size
+            shared = means if is_known else context.ranks.sum_up(Sums(means=means if leads else Counter()), index).means
+            buffers = by_weight(buffers, stock, shared)
+        mine = Sums()
+        if leads:
+            # Positions in a split stream differ from rank to rank; they are compared once.
+            orders = [(rank.order, number, number) for number, rank in enumerate(ranks, group.start)]
+            is_first = index == self.first_index or context.compare_orders([1, 2]) is not None
+            mine = self._sums(ranks, rows["units"], means=means, num_means=num_means, orders=orders if is_first else ())
 
-        def plan(ranks: range, least_steps: int) -> Plan:
-            model = context.model
-            return context.compute(plan_group, buffers, budget, ranks, model=model, least_steps=least_steps)
+        def make(least_steps: int) -> Plan:
+            own = buffers[self.planned.start - group.start : self.planned.stop - group.start]
+            balance, model = context.balance, context.model
+            return context.compute(
+                plan_optimizer_step, own, budget, balance=balance, model=model, least_steps=least_steps
+            )
 
-        def exchange(outlines: list[GroupOutline]) -> list[GroupOutline]:
-            answers = context.ranks.gather_plans(outlines[0].to_bytes(), index)
-            if answers != [answers[rank - rank % size] for rank in range(len(answers))]:
-                raise CollectiveError(DIFFERENT_PLANS.format(ranks_alike(answers)))
-            return [GroupOutline.from_bytes(answer) for answer in answers[::size]]
+        def exchange(plans: Sequence[Plan], outline: GroupOutline) -> GroupOutline:
+            speaks = context.rank == self.planned.start
+            told = (self.planned.start, plans[0].checksum(), context.rank)
+            self.sums = context.ranks.sum_up(replace(mine, plans=[told], outline=outline if speaks else None), index)
+            assert self.sums.outline is not None
+            return self.sums.outline
 
         try:
-            (mine,) = agreed_plans([group_of(context.rank, len(buffers), size)], plan, exchange)
+            (plan,) = agreed_plans([make], exchange)
         except GroupsDisagreeError as error:  # on all ranks
             raise CollectiveError(str(error)) from None
-        return mine
+        numbers = [order for order, first, last in self.sums.orders for _ in range(first, last + 1)]
+        if numbers and (problem := context.compare_orders(numbers)) is not None:
+            raise CollectiveError(problem)
+        self.final = self.sums.exhausted
+        expected = stock.steps_an_epoch
+        if expected is not None and self.final != (index + 1 >= expected):
+            raise CollectiveError(OTHER_LENGTH.format(stock.num_samples, "fewer" if self.final else "more"))
+        return plan
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -460,14 +479,17 @@ class FillEpoch(EpochPlanner):
     def micro_batches(
         self, plan: Plan, mine: dict[int, Sample], ranks: Sequence[RankMetadata], index: int
     ) -> list[Task]:
-        buffers, rejected = [rank.buffer for rank in ranks], self._rejected_of(ranks).total()
+        buffers, sums = [rank.buffer for rank in ranks], self._sums(ranks, ())
+        rejected = (sums.rejected + Counter(self.place.rejected)).total()
         epoch_steps = self._epoch_steps(buffers, plan, rejected)
         self._carry_out(plan, mine, buffers)
         num_samples = self.context.num_samples
         if self.final and self.place.trained + self._emitted == 0:
             not_trained = (num_samples or 0) - rejected
             raise CollectiveError(
-                _nothing_left(self._rejected_of(ranks), not_trained, "because a rank ran short", self.epoch)
+                _nothing_left(
+                    sums.rejected + Counter(self.place.rejected), not_trained, "because a rank ran short", self.epoch
+                )
             )
         tasks: list[Task] = []
         # Without join, the end may turn out to have been the step before: one is kept until the next plan.
@@ -480,8 +502,7 @@ class FillEpoch(EpochPlanner):
             self.shares[self._next_step] = self._share_now()
             tasks += self._optimizer_step(
                 planned,
-                [units for one in planned for units in one.units],
-                ranks,
+                self._sums(ranks, [units for one in planned for units in one.units]),
                 self._next_step,
                 num_stock_means=0,
                 stock_input_tokens=None,
@@ -505,10 +526,12 @@ class FillEpoch(EpochPlanner):
                 return
             self._leave_out(row, self._next_step + len(self._planned) // self.accumulation)
 
-    def _make_plan(self, buffers: Sequence[BufferMetadata], budget: Budget, index: int) -> Plan:
+    def _make_plan(self, ranks: Sequence[RankMetadata], budget: Budget, index: int) -> Plan:
+        if (problem := self.context.compare_orders([rank.order for rank in ranks])) is not None:
+            raise CollectiveError(problem)
         plan = self.context.compute(
             plan_buffers,
-            buffers,
+            [rank.buffer for rank in ranks],
             budget,
             seed=self.context.seed,
             epoch=self.epoch,
@@ -518,7 +541,7 @@ class FillEpoch(EpochPlanner):
             balance=self.context.balance,
             model=self.context.model,
         )
-        self.context.ranks.confirm(plan.checksum(), index)
+        self.context.ranks.sum_up(Sums(plans=[(0, plan.checksum(), self.context.rank)]), index)
         self.final = plan.final
         return plan
 

@@ -220,7 +220,6 @@ class ODBLoader:
             budget=budget,
             num_samples=self.num_samples,
             balance=bool(config.balance),
-            group_size=config.balance_group_size,
             seed=seed,
             rank=rank,
             ranks=self._ranks,

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import itertools
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -593,34 +595,63 @@ class StockSteps:
         return min(done + rest / of_all_ranks, total) / total
 
 
-def stock_means(rows: np.ndarray, stock: StockSteps) -> tuple[np.ndarray, int]:
-    """What stock's loss divides by, for the samples of an optimizer step (as `ROW`).
-
-    Returns int64[len(rows), 4], the last four fields of `SampleInfo`, and the number of means that stock averages.
-    """
-    mean = stock.mean
+def _of_stock(rows: np.ndarray, stock: StockSteps) -> np.ndarray:
+    """What each sample counts in a mean of stock's, the number of that mean, and of its micro-batch; int64[3, n]."""
     counted = rows["units"].astype(np.int64)
-    if mean.counts_first:
+    if stock.mean.counts_first:
         counted += rows["leading_label"]
     batch = rows["position"].astype(np.int64) // stock.batch_size
     ranks = stock.world_size
-    groups = {"step": np.zeros_like(batch), "rank": batch % ranks, "round": batch // ranks, "micro_batch": batch}
-    group = groups[mean.over]
-    tokens = np.bincount(group, weights=counted).astype(np.int64)
-    num_means = int(np.count_nonzero(tokens)) if mean.divisor is None else mean.divisor
-    return np.stack((tokens[group], counted, group, batch), axis=1), num_means
+    means = {"step": np.zeros_like(batch), "rank": batch % ranks, "round": batch // ranks, "micro_batch": batch}
+    return np.stack((counted, means[stock.mean.over], batch))
 
 
-def by_weight(buffers: Sequence[BufferMetadata], stock: StockSteps) -> list[BufferMetadata]:
+def sums_of_means(rows: np.ndarray, stock: StockSteps, ranks: range) -> tuple[Counter[int], int]:
+    """Tokens of the means that other ranks than these have samples of too, by number; how many other ones have tokens.
+
+    rows: of the samples that these ranks have drawn for an optimizer step, as `ROW`.
+    """
+    counted, mean, _ = _of_stock(rows, stock)
+    means, which = np.unique(mean, return_inverse=True)
+    tokens = np.bincount(which.reshape(-1), weights=counted, minlength=len(means)).astype(np.int64)
+    first = means * stock.batch_size % stock.world_size  # the rank that draws its first row
+    is_shared = (first < ranks.start) | (first + stock.batch_size > ranks.stop)
+    if len(ranks) == stock.world_size or (stock.is_split and stock.mean.over in ("rank", "micro_batch")):
+        is_shared[:] = False
+    elif stock.mean.over in ("step", "round"):
+        is_shared[:] = True
+    return Counter(dict(zip(means[is_shared].tolist(), tokens[is_shared].tolist()))), int(
+        np.count_nonzero(tokens[~is_shared])
+    )
+
+
+def stock_means(rows: np.ndarray, stock: StockSteps, shared: Mapping[int, int] = MappingProxyType({})) -> np.ndarray:
+    """What stock's loss divides by, for the samples of an optimizer step (as `ROW`).
+
+    shared: tokens of the means that others have samples of too, by number. Returns int64[len(rows), 4], the last four
+    fields of `SampleInfo`.
+    """
+    counted, mean, batch = _of_stock(rows, stock)
+    means, which = np.unique(mean, return_inverse=True)
+    which = which.reshape(-1)
+    tokens = np.bincount(which, weights=counted, minlength=len(means)).astype(np.int64)
+    for number, one in enumerate(means.tolist() if shared else ()):
+        tokens[number] = shared.get(one, tokens[number])
+    return np.stack((tokens[which], counted, mean, batch), axis=1)
+
+
+def by_weight(
+    buffers: Sequence[BufferMetadata], stock: StockSteps, shared: Mapping[int, int] = MappingProxyType({})
+) -> list[BufferMetadata]:
     """The same samples, with a modality for each weight that stock gives, so that no group mixes them.
 
     Weights differ where stock's micro-batches have different sizes: at the end of an epoch, and where rows were left
-    out.
+    out. shared: as in `stock_means`.
     """
     rows, starts, _ = pool(buffers)
     if not len(rows):
         return list(buffers)
-    divisors = stock_means(rows, stock)[0][:, 0]
+    divisors = stock_means(rows, stock, shared)[:, 0]
     kinds, kind = np.unique(np.stack((rows["modality"], divisors)), axis=1, return_inverse=True)
     if kinds.shape[1] > np.iinfo(np.uint8).max:
         raise DataError(f"stock would give the samples of an optimizer step {kinds.shape[1]} different weights")
@@ -629,10 +660,16 @@ def by_weight(buffers: Sequence[BufferMetadata], stock: StockSteps) -> list[Buff
     return [BufferMetadata(part, buffer.exhausted) for part, buffer in zip(parts, buffers)]
 
 
-def stock_input_tokens(rows: np.ndarray, stock: StockSteps, rank: int, collation: Collation) -> int:
-    """Padded tokens of the batches that stock would have collated on this rank of these samples (as `ROW`)."""
+def stock_input_tokens(
+    rows: np.ndarray, stock: StockSteps, rank: int, collation: Collation, *, of_all: bool = True
+) -> int:
+    """Padded tokens of the batches that stock would have collated on this rank of these samples (as `ROW`).
+
+    of_all: the samples are those of all ranks; of a group, the batches whose first row this rank has drawn are taken,
+    so that the sum over the ranks is stock's.
+    """
     slots = rows["position"] // stock.batch_size
-    mine = np.flatnonzero(slots % stock.world_size == rank)
+    mine = np.flatnonzero((slots if of_all else slots * stock.batch_size) % stock.world_size == rank)
     mine = mine[np.argsort(rows["position"][mine], kind="stable")]
     total = 0
     for batch in np.split(mine, np.flatnonzero(np.diff(slots[mine])) + 1):

@@ -1,4 +1,4 @@
-"""The agreement of all ranks on an optimizer step before it begins: one small message from each rank.
+"""The agreement of all ranks on an optimizer step before it begins: one small message of all ranks.
 
 A rank sends its message for step s when the training has taken the last micro-batch of step s - 1 and the collate
 workers have collated the first micro-batches of s (all of them, or as many as they prefetch). So the exchange runs in a
@@ -77,11 +77,11 @@ class Agreed:
     told: Lost
 
     @classmethod
-    def of(cls, step: OptimizerStep, answers: Sequence[Mapping[str, Any]]) -> Agreed:
-        """step: as planned. answers: of all ranks."""
-        rows = [(index, SampleInfo(*row)) for answer in answers for index, *row in answer.get("lost", ())]
-        emptied = Counter(number for answer in answers for number in answer.get("emptied", ()))
-        agreed, lost_rows = cls(step, rows, emptied, _told(answers)), [row for _, row in rows]
+    def of(cls, step: OptimizerStep, answer: Mapping[str, Any]) -> Agreed:
+        """step: as planned. answer: of all ranks."""
+        rows = [(index, SampleInfo(*row)) for index, *row in answer.get("lost", ())]
+        emptied = Counter(answer.get("emptied", ()))
+        agreed, lost_rows = cls(step, rows, emptied, _told(answer)), [row for _, row in rows]
         lost, divisors = agreed.lost_units, {row.stock_mean: row.stock_units for row in lost_rows}
         left = replace(
             step,
@@ -118,10 +118,20 @@ class Agreed:
         return sum((Counter({row.stock_mean: row.stock_counted}) for _, row in self.rows), Counter())
 
 
-def _told(answers: Sequence[Mapping[str, Any]]) -> Lost:
+def _told(answer: Mapping[str, Any]) -> Lost:
     """Of steps before."""
-    late = [LateRow(*row) for answer in answers for row in answer.get("late", ())]
-    return Lost(len(late), late, sum(answer.get("over", 0) for answer in answers))
+    late = [LateRow(*row) for row in answer.get("late", ())]
+    return Lost(len(late), late, answer.get("over", 0))
+
+
+def merge_messages(messages: Sequence[bytes]) -> bytes:
+    """One message of several ranks: lists are joined, numbers added; through: the ranks that say so, the lowest."""
+    merged: dict[str, Any] = {}
+    for message in filter(None, messages):
+        for key, value in json.loads(message).items():
+            before = merged.get(key)
+            merged[key] = value if before is None else min(before, value) if key == "through" else before + value
+    return json.dumps(merged, separators=(",", ":")).encode() if merged else b""
 
 
 class CollateNotes:
@@ -178,7 +188,7 @@ class StepAgreement:
         self._notes: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
         self._late: list[LateRow] = []
         self._over_budget = 0
-        self._answers: dict[int, list[dict[str, Any]]] = {}
+        self._answers: dict[int, dict[str, Any]] = {}
         self._window = self._next = self._opened = 0
         self._asked = -1
         self._has_begun = self._is_through = self._is_over = False
@@ -216,11 +226,10 @@ class StepAgreement:
                     self._changed.wait(CHECK_S)
             if self._error is not None:
                 raise CollectiveError(one_line(self._error))
-        answers = self._answers.pop(step.index)
-        for rank, answer in enumerate(answers):
-            if "through" in answer:
-                raise CollectiveError(known_failure() or f"rank {rank} stopped: {LEFT_EPOCH}")
-        return Agreed.of(step, answers)
+        answer = self._answers.pop(step.index)
+        if "through" in answer:
+            raise CollectiveError(known_failure() or f"rank {answer['through']} stopped: {LEFT_EPOCH}")
+        return Agreed.of(step, answer)
 
     def tell_late(self, rows: Sequence[LateRow]) -> None:
         """Rows of the step under way that all ranks have not left out of it."""
@@ -229,7 +238,10 @@ class StepAgreement:
 
     def told_at_the_end(self) -> Lost:
         """What the last messages of all ranks have told."""
-        return _told([answer for answers in self._answers.values() for answer in answers])
+        told = Lost()
+        for answer in self._answers.values():
+            told.add(_told(answer))
+        return told
 
     def taken(self, micro_batch: MicroBatch, *, is_over_budget: bool = False) -> None:
         """The training has taken this micro-batch."""
@@ -307,15 +319,15 @@ class StepAgreement:
                 message["over"], self._over_budget = self._over_budget, 0
             notes = self._notes.pop(step, [])
         if self._is_through:
-            message["through"] = 1
+            message["through"] = self._ranks.rank
         else:
             for key in ("lost", "emptied") if self._reweighs else ():
                 if told := [row for note in notes for row in note.get(key, ())]:
                     message[key] = told
         packed = json.dumps(message, separators=(",", ":")).encode() if message else b""
-        answers = [json.loads(answer) if answer else {} for answer in self._ranks.gather_step(packed, step)]
+        answer = json.loads(self._ranks.reduce_step(packed, merge_messages, step) or b"{}")
         with self._changed:
-            self._answers[step] = answers
-            self._is_over = any("through" in answer for answer in answers)
+            self._answers[step] = answer
+            self._is_over = "through" in answer
             self._next = step + 1
             self._changed.notify_all()

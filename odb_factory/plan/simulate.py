@@ -28,7 +28,6 @@ from odb_factory.planning import (
     plan_buffers,
     plan_encoders,
     plan_in_groups,
-    plan_optimizer_step,
 )
 from odb_factory.planning.plan import pool, to_plan
 
@@ -306,10 +305,7 @@ class Simulation:
             buffers = [BufferMetadata(step.rows[rank == one], exhausted=False) for one in range(asked.ranks)]
             if self.equal_weights:
                 buffers = by_weight(buffers, stock)
-            if config.balance and budget.layout == "flat" and asked.ranks > config.balance_group_size:
-                plan = plan_in_groups(buffers, budget, config.balance_group_size)
-            else:
-                plan = plan_optimizer_step(buffers, budget, balance=bool(config.balance))
+            plan = plan_in_groups(buffers, budget, config.balance_group_size if config.balance else 1)
             found.append((plan, pool(buffers)[0]))
         return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -153,13 +154,19 @@ MAX_STEPS_OF_TWO_CAPS = 4
 
 
 def plan_optimizer_step(
-    buffers: Sequence[BufferMetadata], budget: Budget, *, balance: bool, model: CostModel = CostModel()
+    buffers: Sequence[BufferMetadata],
+    budget: Budget,
+    *,
+    balance: bool,
+    model: CostModel = CostModel(),
+    least_steps: int = 0,
 ) -> Plan:
     """Cut the samples of one optimizer step into K micro-steps, the same K on all ranks.
 
     buffers: one a rank, the samples of this optimizer step that it holds.
     balance: a sample may go to another rank than the one that holds it, unless they are too heavy to travel.
     model: K and the cut are those for which the sum over micro-steps of what the costliest rank costs is least.
+    least_steps: the least K, as far as there are samples.
 
     Every sample is in exactly one micro-batch, every micro-batch of two or more is within both budgets, and a rank
     idles, in the last micro-steps, only where there are too few samples. The costliest micro-step comes first, so that
@@ -171,7 +178,11 @@ def plan_optimizer_step(
     """
     table, starts, owner_rank = pool(buffers)
     balance, exceeds_transfer_limit, pool_of, slots = share(buffers, owner_rank, balance=balance)
-    groups = cut(table, np.arange(len(table)), pool_of, slots, budget, model)
+    index = np.arange(len(table))
+    if budget.layout == "flat":
+        groups = cut_flat(Samples(table, index, pool_of, slots, budget), model, least_steps)
+    else:
+        groups = _cut_padded(Pools.of(table, index, pool_of, slots, budget, model), least_steps)
     steps = [place(step, owner_rank, len(buffers), balance=balance) for step in groups]
     final = all(buffer.exhausted for buffer in buffers)
     return to_plan(steps, table, starts, owner_rank, budget, final, exceeds_transfer_limit)
@@ -240,9 +251,9 @@ def _best_cut(pools: Pools) -> Cut:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Plan an optimizer step of very many ranks in groups: samples travel within a group only.
-# A group is consecutive ranks, best those of whole nodes. Each group is planned alone from the samples of its ranks, so
-# planning time does not grow with the number of ranks. The groups agree on K: the largest that any of them needs.
+# Plan an optimizer step of very many ranks in groups: samples travel within a group only; `balance: false` is groups of
+# one rank. A group is consecutive ranks, best those of whole nodes. Each group is planned alone from the samples of its
+# ranks, so planning time does not grow with the number of ranks. The groups agree on K: the largest that any needs.
 
 MAX_AGREEMENTS = 16
 """Maximum rounds in which groups plan again to reach the largest K of any group. One is usually enough."""
@@ -251,28 +262,28 @@ MAXIMA = ("max_rank_tokens", "max_rank_patches", "max_rank_attention")
 
 @dataclass(frozen=True)
 class GroupOutline:
-    """The plan of a group as far as other groups need it.
+    """The plans of some groups as far as other groups need them.
 
-    checksum: of the plan, the same on all ranks of the group. num_ranks, num_samples: of the group. totals: of each
-        micro-step, summed over the ranks of the group.
+    num_steps: the largest K. fewest: the least K of a group that could take more micro-steps; None if there is none.
+    totals: of each micro-step, over the ranks of these groups.
     """
 
-    checksum: int
-    num_ranks: int
-    num_samples: int
+    num_steps: int
+    fewest: int | None
     totals: list[MicroStepTotals]
 
-    def to_bytes(self) -> bytes:
-        numbers = [self.checksum, self.num_ranks, self.num_samples]
-        numbers += [number for one in self.totals for number in dataclasses.astuple(one)]
-        return np.array(numbers, dtype="<i8").tobytes()
+    @classmethod
+    def of(cls, plan: Plan, asked: int) -> GroupOutline:
+        """asked: the least K that the plan was made with; a group that does not reach it is not asked again."""
+        num_steps = len(plan.totals)
+        can_more = asked <= num_steps < -(-plan.starts[-1] // len(plan.groups))
+        return cls(num_steps, num_steps if can_more else None, plan.totals)
 
     @classmethod
-    def from_bytes(cls, message: bytes) -> GroupOutline:
-        checksum, num_ranks, num_samples, *rest = np.frombuffer(message, dtype="<i8").tolist()
-        width = len(dataclasses.fields(MicroStepTotals))
-        totals = [MicroStepTotals(*rest[start : start + width]) for start in range(0, len(rest), width)]
-        return cls(checksum, num_ranks, num_samples, totals)
+    def merge(cls, outlines: Sequence[GroupOutline]) -> GroupOutline:
+        num_steps = max(one.num_steps for one in outlines)
+        totals = [_sum([one.totals[k] for one in outlines if k < one.num_steps]) for k in range(num_steps)]
+        return cls(num_steps, min((one.fewest for one in outlines if one.fewest is not None), default=None), totals)
 
 
 def group_of(rank: int, num_ranks: int, group_size: int) -> range:
@@ -281,50 +292,9 @@ def group_of(rank: int, num_ranks: int, group_size: int) -> range:
     return range(first, min(first + group_size, num_ranks))
 
 
-def plan_group(
-    buffers: Sequence[BufferMetadata], budget: Budget, ranks: range, *, model: CostModel, least_steps: int = 0
-) -> Plan:
-    """Plan the part of a group in an optimizer step, with the promises of `plan_optimizer_step` for its ranks.
-
-    buffers: of all ranks; samples are numbered through them, and ranks of other groups have no group in the plan.
-    least_steps: the least K, as far as there are samples.
-    """
-    if budget.layout != "flat":
-        raise ValueError(f"samples are balanced in groups of ranks where the layout is flat, not {budget.layout!r}")
-    table, starts, owner_rank = pool([buffers[rank] for rank in ranks])
-    samples = Samples(table, np.arange(len(table)), np.zeros_like(owner_rank), len(ranks), budget)
-    cut = cut_flat(samples, model, least_steps)
-    steps = [place(step, owner_rank, len(ranks), balance=True) for step in cut]
-    plan = to_plan(steps, table, starts, owner_rank, budget, False, False)
-    all_starts = np.cumsum([0, *(len(buffer.rows) for buffer in buffers)]).tolist()
-    offset = all_starts[ranks.start]
-    of_rank = [[[sample + offset for sample in group] for group in groups] for groups in plan.groups]
-    groups = [of_rank[rank - ranks.start] if rank in ranks else [] for rank in range(len(buffers))]
-    final = all(buffer.exhausted for buffer in buffers)
-    return dataclasses.replace(plan, groups=groups, starts=all_starts, final=final)
-
-
-def outline(plan: Plan, ranks: range) -> GroupOutline:
-    num_samples = plan.starts[ranks.stop] - plan.starts[ranks.start]
-    return GroupOutline(plan.checksum(), len(ranks), num_samples, plan.totals)
-
-
-def steps_to_reach(outlines: Sequence[GroupOutline]) -> int:
-    """K for which groups with fewer micro-steps plan again; 0 if none has to.
-
-    outlines: one for each group. A group with too few samples for K idles at the end.
-    """
-    num_steps = max(len(one.totals) for one in outlines)
-    reachable = (min(num_steps, -(-one.num_samples // one.num_ranks)) for one in outlines)
-    return num_steps if any(len(one.totals) < steps for one, steps in zip(outlines, reachable)) else 0
-
-
-def joined(plan: Plan, ranks: range, outlines: Sequence[GroupOutline]) -> Plan:
-    """The plan of a group after all groups agreed on K: empty groups where its ranks idle, totals of all ranks."""
-    num_steps = max(len(one.totals) for one in outlines)
-    groups = [own + [[]] * (num_steps - len(own)) if rank in ranks else own for rank, own in enumerate(plan.groups)]
-    totals = [_sum([one.totals[k] for one in outlines if k < len(one.totals)]) for k in range(num_steps)]
-    return dataclasses.replace(plan, groups=groups, totals=totals)
+def steps_to_reach(outline: GroupOutline) -> int:
+    """K for which groups with fewer micro-steps plan again; 0 if none has to. outline: of all groups."""
+    return outline.num_steps if outline.fewest is not None and outline.fewest < outline.num_steps else 0
 
 
 class GroupsDisagreeError(RuntimeError):
@@ -332,47 +302,58 @@ class GroupsDisagreeError(RuntimeError):
 
 
 def agreed_plans(
-    groups: Sequence[range],
-    plan: Callable[[range, int], Plan],
-    exchange: Callable[[list[GroupOutline]], list[GroupOutline]] = list,
+    make: Sequence[Callable[[int], Plan]], exchange: Callable[[Sequence[Plan], GroupOutline], GroupOutline]
 ) -> list[Plan]:
     """The plans of these groups, with the K that all groups agree on and the totals of all ranks.
 
-    plan: makes that of a group, given the least K. exchange: the outlines of all groups, given those of these groups.
+    make: plans a group, given the least K. exchange: the outline of all groups, given the plans of these groups and
+    their outline. A group with too few samples for K idles at the end.
     """
-    plans = [plan(ranks, 0) for ranks in groups]
+    plans, asked = [one(0) for one in make], 0
     for _ in range(MAX_AGREEMENTS):
-        outlines = exchange(list(map(outline, plans, groups)))
-        least_steps = steps_to_reach(outlines)
-        if not least_steps:
-            return [joined(one, ranks, outlines) for one, ranks in zip(plans, groups)]
+        outlines = [GroupOutline.of(plan, asked) for plan in plans]
+        whole = exchange(plans, GroupOutline.merge(outlines))
+        if not (asked := steps_to_reach(whole)):
+            idle: list[list[int]] = [[]] * whole.num_steps
+            return [
+                replace(plan, groups=[own + idle[len(own) :] for own in plan.groups], totals=whole.totals)
+                for plan in plans
+            ]
         plans = [
-            one if len(one.totals) >= least_steps else plan(ranks, least_steps) for one, ranks in zip(plans, groups)
+            one(asked) if outline.fewest is not None and outline.num_steps < asked else plan
+            for one, outline, plan in zip(make, outlines, plans)
         ]
-    counts = [len(one.totals) for one in outlines]
     raise GroupsDisagreeError(
-        f"groups of ranks do not agree on the number of micro-steps: after {MAX_AGREEMENTS} rounds of planning they "
-        f"have {counts[:8]}; this is a bug in odb_factory; set odb.balance_group_size to the number of ranks, or "
-        "odb.balance: false"
+        f"groups of ranks do not agree on the number of micro-steps: after {MAX_AGREEMENTS} rounds of planning one has "
+        f"{whole.fewest} and another {whole.num_steps}; this is a bug in odb_factory; set odb.balance_group_size to "
+        "the number of ranks, or odb.balance: false"
     )
 
 
 def plan_in_groups(
     buffers: Sequence[BufferMetadata], budget: Budget, group_size: int, *, model: CostModel = CostModel()
 ) -> Plan:
-    """The plans of all groups as one plan.
+    """The plans of all groups as one plan; groups of one rank: `balance: false`.
 
     plan = plan_in_groups(buffers, Budget(16384, layout="flat"), group_size=256)
     """
-    groups = [group_of(first, len(buffers), group_size) for first in range(0, len(buffers), group_size)]
-    parts = agreed_plans(
-        groups, lambda ranks, least: plan_group(buffers, budget, ranks, model=model, least_steps=least)
-    )
-    of_rank = [part.groups[rank] for part, ranks in zip(parts, groups) for rank in ranks]
-    return dataclasses.replace(parts[0], groups=of_rank)
+    parts = [buffers[first : first + group_size] for first in range(0, len(buffers), group_size)]
+
+    def make(part: Sequence[BufferMetadata], least_steps: int) -> Plan:
+        return plan_optimizer_step(part, budget, balance=True, model=model, least_steps=least_steps)
+
+    plans = agreed_plans([partial(make, part) for part in parts], lambda _, outline: outline)
+    starts, groups = [0], []
+    for plan in plans:
+        offset = starts[-1]
+        groups += [[[row + offset for row in group] for group in own] for own in plan.groups]
+        starts += [offset + start for start in plan.starts[1:]]
+    heavy = any(plan.exceeds_transfer_limit for plan in plans)
+    final = all(buffer.exhausted for buffer in buffers)
+    return replace(plans[0], groups=groups, starts=starts, final=final, exceeds_transfer_limit=heavy)
 
 
 def _sum(totals: Sequence[MicroStepTotals]) -> MicroStepTotals:
-    names = [item.name for item in dataclasses.fields(MicroStepTotals)]
-    columns = {name: [getattr(one, name) for one in totals] for name in names}
-    return MicroStepTotals(**{name: max(ns) if name in MAXIMA else sum(ns) for name, ns in columns.items()})
+    columns = zip(*map(dataclasses.astuple, totals))
+    names = (item.name for item in dataclasses.fields(MicroStepTotals))
+    return MicroStepTotals(*(max(ns) if name in MAXIMA else sum(ns) for name, ns in zip(names, columns)))

@@ -792,7 +792,7 @@ class CheckpointSaver:
 
     def __init__(self, trainer: Any, silence_s: float):
         self._trainer = trainer
-        self.exchange = Group(None, silence_s, "agreements of an optimizer step", is_main=True)
+        self.exchange = Group(None, silence_s, "agreements of an optimizer step")
         self._step: _StepBegin | None = None
         self._saved: Path | None = None
         self._hashing: threading.Thread | None = None

@@ -414,9 +414,7 @@ class Session:
             can_split = cuts_nothing and why_not_split(args) is None
             self.memory = MemoryWatch(config, loader.budget, args.device, can_split=can_split)
             if config.oom != "raise":
-                exchange = Group(
-                    settings.process_group, config.exchange_timeout_s, "agreements on a split step", is_main=True
-                )
+                exchange = Group(settings.process_group, config.exchange_timeout_s, "agreements on a split step")
                 self.restarts = RestartedSteps(run, exchange, self.memory)
         if settings.config.has_auto:
             run.budgets = {key: getattr(config, key) for key in BUDGETS}
@@ -448,7 +446,7 @@ class Session:
             collation=settings.collation or Collation(pad_to_multiple_of=pads_to),
             layout=layout.name,
             with_boundaries=layout.with_boundaries,
-            ranks=Ranks(settings.process_group, config.exchange_timeout_s),
+            ranks=Ranks(settings.process_group, config.exchange_timeout_s, config.balance_group_size),
             patch_size=settings.patch_size,
             measure=settings.measure,
             **others,
@@ -472,7 +470,7 @@ class Session:
         if self._encoder is not None:
             self._encoder.door.undo()
             self._encoder.exchange.close(failed=failed)
-            release(self._encoder.group, failed=failed)
+            release([self._encoder.group], failed=failed)
         self.end()
 
     # A micro-batch
@@ -514,7 +512,7 @@ class Session:
         trains = any(parameter.requires_grad for parameter in getattr(*tower).parameters())
         pair, patch, token = cost_of(tower[0].config, trains_tower=trains)
         cost = EncoderCost(pair=pair, patch=patch, token=token)
-        exchange = Group(settings.process_group, config.exchange_timeout_s, "sharing the vision tower", is_main=True)
+        exchange = Group(settings.process_group, config.exchange_timeout_s, "sharing the vision tower")
         parent = settings.process_group
         ranks = None if parent is None else dist.get_process_group_ranks(parent)
         group = dist.new_group(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 from planning_strategies import costs
+from thread_ranks import Table, TableGroup
 
-from odb_factory.comm.ranks import make_buffers, redistribute
+from odb_factory.comm.ranks import redistribute
 from odb_factory.data.samples import Sample
 from odb_factory.data.serialize import pack, sample_from_bytes, sample_to_bytes
 from odb_factory.planning import Budget, make_metadata, plan_buffers
@@ -14,20 +17,31 @@ from odb_factory.planning import Budget, make_metadata, plan_buffers
 
 @given(st.lists(st.lists(costs(), max_size=12), min_size=2, max_size=5))
 def test_every_rank_gets_the_samples_of_its_groups(world: list[list]) -> None:
-    """And nothing else: a buffer holds what its rank trains on."""
+    """And nothing else: a buffer holds what its rank trains on, and no rank is met for nothing."""
     held = [
         [Sample(100 * rank + i, cost, pack({"input_ids": [i]})) for i, cost in enumerate(world_costs)]
         for rank, world_costs in enumerate(world)
     ]
     held_by_rank = [make_metadata(one, [0] * len(one), exhausted=True) for one in world]
     plan = plan_buffers(held_by_rank, Budget(100), seed=0, epoch=0, round_index=0, balance=True)
-    buffers = [make_buffers(plan, rank, mine, sample_to_bytes) for rank, mine in enumerate(held)]
     everything = [sample for mine in held for sample in mine]
-    for rank, mine in enumerate(held):
-        received = [sent[rank] for sent in buffers]
-        samples = redistribute(
-            plan, rank, mine, lambda _, received=received: received, encode=sample_to_bytes, decode=sample_from_bytes
-        )
-        rows = [row for group in plan.groups[rank] for row in group]
-        assert [samples[row] for row in rows] == [everything[row] for row in rows]
-        assert set(samples) == set(rows) | set(range(plan.starts[rank], plan.starts[rank + 1]))
+    ranks, table = range(len(world)), Table(len(world), timeout_s=0)
+    for told in (False, True):  # what is given, then what is taken
+        for rank, mine in enumerate(held):
+            rows = [row for group in plan.groups[rank] for row in group]
+
+            def swap(given: Any, sources: Any, rank: int = rank, told: bool = told) -> Any:
+                found = TableGroup(table, rank).swap({} if told else given, sources if told else [])
+                assert all(given.values()) and rank not in {*given, *sources}
+                return found if told else {source: b"" for source in sources}
+
+            try:
+                samples = redistribute(
+                    plan, ranks, rank, mine, swap, encode=sample_to_bytes, decode=sample_from_bytes
+                )
+            except StopIteration:  # what the others give comes second
+                assert not told
+                continue
+            if told or not set(rows) - set(range(plan.starts[rank], plan.starts[rank + 1])):
+                assert [samples[row] for row in rows] == [everything[row] for row in rows]
+                assert set(samples) == set(rows) | set(range(plan.starts[rank], plan.starts[rank + 1]))

@@ -56,7 +56,7 @@ def run(world: Sequence[Shard], **options: Any) -> tuple[Any, Any]:
     """The rows and the epochs of a world; ids count the samples from rank to rank."""
     ids = itertools.count()
     rows = [[sample(next(ids), tokens) for tokens in shard] for shard in world]
-    return rows, run_shards(rows, on_wire=False, **{"budget": BUDGET} | options)
+    return rows, run_shards(rows, **{"budget": BUDGET} | options)
 
 
 @functools.lru_cache(maxsize=500_000)
@@ -171,7 +171,7 @@ def explore_kept(
     count = 0
     with mock.patch.object(epoch_module, "plan_optimizer_step", remembered(plan_optimizer_step)):
         for rows, stock, balance in kept_worlds(num_ranks, max_samples, max_size, rejected):
-            options: dict[str, Any] = {"budget": budget, "balance": balance, "on_wire": False}
+            options: dict[str, Any] = {"budget": budget, "balance": balance}
             epochs = run_kept(rows, stock, **options)
             try:
                 check_kept(rows, epochs, stock, **options)

@@ -243,7 +243,7 @@ def test_the_buffer_is_filled_and_never_above_its_size() -> None:
             yield sample(i, 1 + i % 16)
 
     class OneRank(Ranks):
-        def all_gather(self, metadata: RankMetadata, round_index: int) -> list[RankMetadata]:
+        def gather(self, metadata: Any, round_index: int, *, of_all: bool) -> list[RankMetadata]:
             buffers.append(len(planner.held))
             assert drawn - emitted <= 8 + 1
             assert len(planner.held) == 8 or metadata.buffer.exhausted
@@ -255,7 +255,6 @@ def test_the_buffer_is_filled_and_never_above_its_size() -> None:
         budget=Budget(32),
         num_samples=100,
         balance=False,
-        group_size=256,
         seed=0,
         rank=0,
         ranks=OneRank(),

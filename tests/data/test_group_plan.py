@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -12,26 +13,26 @@ from lockstep import of_all_ranks, stock_steps
 from planning_strategies import costs
 from thread_ranks import Seat, run_ranks
 
+from odb_factory.comm.ranks import Sums
 from odb_factory.data.epoch import EpochContext, KeepEpoch
 from odb_factory.data.progress import Place
 from odb_factory.data.samples import MicroBatch, Sample
 from odb_factory.data.serialize import pack
 from odb_factory.errors import CollectiveError
-from odb_factory.planning import Budget, BufferMetadata, Cost, CostModel, keep, make_metadata, plan_in_groups
-from odb_factory.planning.keep import GroupOutline, group_of, outline, plan_group
+from odb_factory.planning import Budget, BufferMetadata, Cost, keep, make_metadata, plan_in_groups, plan_optimizer_step
+from odb_factory.planning.keep import GroupOutline, group_of
 
 BUDGET = Budget(64, 32, layout="flat")
 
 
-def epoch_of(seat: Any, samples: list[Sample], global_batch_size: int, group_size: int) -> list[MicroBatch]:
+def epoch_of(seat: Any, samples: list[Sample], global_batch_size: int, balance: bool = True) -> list[MicroBatch]:
     """The micro-batches of one rank, which draws every so-manyth sample."""
     planner = KeepEpoch(
         iter(samples[seat.rank :: seat.world_size]),
         EpochContext(
             budget=BUDGET,
             num_samples=len(samples),
-            balance=True,
-            group_size=group_size,
+            balance=balance,
             seed=0,
             rank=seat.rank,
             ranks=seat,
@@ -52,7 +53,7 @@ def test_groups_take_the_same_optimizer_steps(
     """I1, I2, I6, I9, and that every rank knows the totals of all."""
     samples = [Sample(i, cost, pack({})) for i, cost in enumerate(kinds)]
     size = per_rank * world_size
-    ranks = run_ranks(world_size, lambda seat: epoch_of(seat, samples, size, group_size))
+    ranks = run_ranks(world_size, lambda seat: epoch_of(seat, samples, size), group_size=group_size)
     assert not [one for one in ranks if isinstance(one, Exception)]
     trained: dict[int, list[int]] = {}
     for items in zip(*ranks, strict=True):
@@ -77,7 +78,7 @@ def test_groups_take_the_same_optimizer_steps(
 def test_a_group_that_needs_more_micro_steps_takes_the_others_along() -> None:
     """Ranks 0 and 1 hold short samples, 2 and 3 long ones: K is that of the second group, and the first fills it."""
     samples = [Sample(i, Cost(30 if i % 4 > 1 else 8, units=1), pack({})) for i in range(32)]
-    ranks = run_ranks(4, lambda seat: epoch_of(seat, samples, 32, 2))
+    ranks = run_ranks(4, lambda seat: epoch_of(seat, samples, 32), group_size=2)
     assert {len(micro_batches) for micro_batches in ranks} == {4}
     assert all(not one.idle for micro_batches in ranks for one in micro_batches)
 
@@ -85,7 +86,7 @@ def test_a_group_that_needs_more_micro_steps_takes_the_others_along() -> None:
 def test_what_each_rank_plans_is_the_plan_of_all_groups() -> None:
     """The benchmark's `plan_in_groups` is what ranks do."""
     samples = [Sample(i, Cost(1 + (i * 37) % 60, units=1), pack({})) for i in range(48)]
-    ranks = run_ranks(6, lambda seat: epoch_of(seat, samples, 48, 4))
+    ranks = run_ranks(6, lambda seat: epoch_of(seat, samples, 48), group_size=4)
     sizes = [len(sample.features) for sample in samples[:8]]
     buffers = [make_metadata([one.cost for one in samples[rank::6]], [0] * 8, True, sizes) for rank in range(6)]
     plan = plan_in_groups(buffers, BUDGET, 4)
@@ -100,30 +101,29 @@ def test_ranks_of_a_group_that_plan_otherwise_stop() -> None:
     samples = [Sample(i, Cost(10, units=1), pack({})) for i in range(16)]
 
     class Tampering(Seat):
-        def gather_plans(self, message: bytes, round_index: int) -> list[bytes]:
-            told = GroupOutline.from_bytes(message)
-            other = replace(told, checksum=told.checksum + 1).to_bytes()
-            return super().gather_plans(other if self.rank == 3 else message, round_index)
+        def sum_up(self, sums: Sums, round_index: int) -> Sums:
+            told = [(first, checksum + (self.rank == 3), rank) for first, checksum, rank in sums.plans]
+            return super().sum_up(replace(sums, plans=told), round_index)
 
-    ranks = run_ranks(4, lambda seat: epoch_of(Tampering(seat.table, seat.rank), samples, 16, 2))
+    ranks = run_ranks(4, lambda seat: epoch_of(Tampering(seat.table, seat.rank), samples, 16), group_size=2)
     for error in ranks:
         assert isinstance(error, CollectiveError)
         assert "different plans" in str(error) and "rank 3" in str(error)
 
 
-def test_an_outline_travels_whole() -> None:
-    buffers = [BufferMetadata(make_metadata([Cost(50, 3), Cost(20)], [0, 0], False).rows, False)] * 3
-    ranks = group_of(2, 3, 2)
-    told = outline(plan_group(buffers, BUDGET, ranks, model=CostModel()), ranks)
-    assert told.num_ranks == 1 and told.num_samples == 2 and told.totals[0].tokens > 0
-    assert GroupOutline.from_bytes(told.to_bytes()) == told
+def test_sums_travel_whole() -> None:
+    buffers = [BufferMetadata(make_metadata([Cost(50, 3), Cost(20)], [0, 0], False).rows, False)]
+    outline = GroupOutline.of(plan_optimizer_step(buffers, BUDGET, balance=True), 0)
+    told = Sums(outline=outline, rejected=Counter(unreadable=2), means=Counter({7: 3}), roots=1 << 70, exhausted=False)
+    assert outline.totals[0].tokens > 0
+    assert Sums.decode(told.encode()) == Sums.decode(Sums.merge([told.encode(), Sums().encode()])) == told
 
 
 def test_groups_that_never_agree_on_k_end_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """I5: every agreement has a bound; where ranks run it, and in the plan of all groups at once."""
     monkeypatch.setattr(keep, "steps_to_reach", lambda outlines: 3)
     samples = [Sample(i, Cost(10, units=1), pack({})) for i in range(16)]
-    for error in run_ranks(4, lambda seat: epoch_of(seat, samples, 16, 2)):
+    for error in run_ranks(4, lambda seat: epoch_of(seat, samples, 16), group_size=2):
         assert isinstance(error, Exception) and "do not agree on the number of micro-steps" in str(error)
     buffers = [make_metadata([Cost(10)] * 4, [0] * 4, True, [1] * 4) for _ in range(4)]
     with pytest.raises(RuntimeError, match="do not agree on the number of micro-steps"):

@@ -9,7 +9,6 @@ import shutil
 import threading
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -440,7 +439,7 @@ def on_ranks(asked: list[Any]) -> list[Any]:
     """What `find_checkpoint` returns or raises on ranks that are threads; asked: by each."""
 
     def drive(seat: Any) -> Any:
-        gather = partial(seat.table.exchange, seat.rank)
+        gather = seat._group.all_gather
         try:
             return find(asked[seat.rank], rank=seat.rank, world_size=len(asked), gather=gather)
         except ODBError as error:
