@@ -168,9 +168,13 @@ PARTS = (
     Part(
         *("scale", "The cost of planning", 4),
         "One optimizer step, CPU time on one core. In a training a process of its own plans, ahead of the optimizer "
-        "steps. Of more than `balance_group_size` ranks (default 256), samples travel within groups only.",
+        "steps. Second table: all that ranks in groups of 256 (`balance_group_size`) tell each other in an optimizer "
+        "step of 61 samples a rank, run rank by rank in one process with queues for gloo: messages sent and KiB "
+        "received by the rank with most, beside the samples; sockets of a group's leader; seconds by a model (10 us "
+        "a message within a node of 8, 50 us between nodes, 1 GB/s a process; second figure: four times as slow); "
+        "planning and reading messages, CPU time.",
         ("scale.py",),
-        ("scale.py", "--ranks", "2", "8", "--steps", "1", "--grouped", "8", "--group-sizes", "4", "8"),
+        ("scale.py", "--ranks", "2", "8", "--steps", "1", "--exchange", "8", "12", "--group-size", "4", "--held", "8"),
     ),
     Part(
         *("partitions", "The planner beside other partitions", 2),

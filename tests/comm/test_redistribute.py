@@ -33,12 +33,10 @@ def test_every_rank_gets_the_samples_of_its_groups(world: list[list]) -> None:
             def swap(given: Any, sources: Any, rank: int = rank, told: bool = told) -> Any:
                 found = TableGroup(table, rank).swap({} if told else given, sources if told else [])
                 assert all(given.values()) and rank not in {*given, *sources}
-                return found if told else {source: b"" for source in sources}
+                return found if told else dict.fromkeys(sources, b"")
 
             try:
-                samples = redistribute(
-                    plan, ranks, rank, mine, swap, encode=sample_to_bytes, decode=sample_from_bytes
-                )
+                samples = redistribute(plan, ranks, rank, mine, swap, encode=sample_to_bytes, decode=sample_from_bytes)
             except StopIteration:  # what the others give comes second
                 assert not told
                 continue
