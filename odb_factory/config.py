@@ -189,6 +189,11 @@ class ODBConfig:
         return tuple((name, most) for name, most in given if most is not None)
 
     @property
+    def group_size(self) -> int:
+        """Ranks that tell each other what they hold; with `fill` all do."""
+        return 1 << 30 if self.global_batch_size == "fill" else self.balance_group_size
+
+    @property
     def has_auto(self) -> bool:
         """Whether a budget is still to be chosen."""
         return bool(self.auto_keys)

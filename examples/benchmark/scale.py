@@ -42,8 +42,8 @@ PROFILE, PROFILE_OF_GROUPS = "ShareGPT4o", "UltraChat"
 """With UltraChat's lengths ranks wait for the fullest rank, not for the longest sample: there groups cost most."""
 NODE = 8
 STEP_S, STEPS_EXCHANGED = 2.0, 2
-"""Seconds of an optimizer step that the exchange is compared with; steps of the exchange: in the second one all know how
-long messages are."""
+"""Seconds of an optimizer step that the exchange is compared with; steps of the exchange: in the second one all know
+how long messages are."""
 BYTES_A_TOKEN = 4
 """Of a sample that travels."""
 INSIDE_S, BETWEEN_S, BYTES_S = 10e-6, 50e-6, 1e9

@@ -143,14 +143,15 @@ def pause_at_exit() -> None:
     interpreter ends, torch aborts the process ("terminate called without an active exception"): with torch 2.12, 3 of
     150 pairs of ranks that ended right behind an all-gather. torchrun then calls a training failed that has ended well.
     """
-    atexit.register(_end_exchanges)
+    atexit.register(_end_exchanges, os.getpid())
 
 
-def _end_exchanges() -> None:
-    """A thread that still waits in gloo would abort the process, too."""
-    for mesh in [one for meshes in _shared.values() for one in meshes.values() if one.users]:
-        mesh.mesh.cancel()
-    time.sleep(EXIT_PAUSE_S)
+def _end_exchanges(process: int) -> None:
+    """A thread that still waits in gloo would abort the process, too. process: not one that was forked from it."""
+    if os.getpid() == process:
+        time.sleep(EXIT_PAUSE_S)
+        for mesh in [one for meshes in _shared.values() for one in meshes.values() if one.users]:
+            mesh.mesh.cancel()
 
 
 def allow_open_files(num_sockets: int) -> None:
@@ -263,7 +264,7 @@ class Exchanges:
 
     def swap(self, given: Mapping[int, bytes], sources: Sequence[int]) -> Exchange[dict[int, bytes]]:
         """What each of `sources` gives to this rank. given: to other ranks of the group, not empty, which name this
-        rank as a source."""
+        rank as a source. Messages travel only where something is given."""
         lengths = [(rank, len(text).to_bytes(FRAME_BYTES, "little")) for rank, text in given.items()]
         coming = yield Turn(lengths, [(rank, FRAME_BYTES) for rank in sources])
         sizes = [int.from_bytes(length, "little") for length in coming]
@@ -384,13 +385,13 @@ class Group:
     thread uses a group.
     parent: None for the default group, if there is one. silence_s: how long a rank may give no sign of life. name: what
     the calls are for, in messages. group_size: ranks of a group, of whole nodes where it holds one (that of rank 0
-    counts). Raises `CollectiveError`, as all its methods do, where another rank has failed or is missed.
+    counts); None: any. Raises `CollectiveError`, as all its methods do, where another rank has failed or is missed.
 
         group = Group(None, 600, "planning")
         group.all_gather(b"mine", "round 3")  # [b"mine", b"theirs"]
     """
 
-    def __init__(self, parent: dist.ProcessGroup | None, silence_s: float, name: str, group_size: int = GROUP_SIZE):
+    def __init__(self, parent: dist.ProcessGroup | None, silence_s: float, name: str, group_size: int | None = None):
         self.rank, self.world_size = 0, world_size_of(parent)
         self.is_busy = False
         self.lifeline = lifeline_of(parent, silence_s)
@@ -404,20 +405,25 @@ class Group:
         self._count = itertools.count(1)
         self._patience_s = patience_of(parent)
         meshes, training = _shared.setdefault(self.lifeline, {}), self.lifeline.generation
-        mesh = meshes.get(group_size)
-        if mesh is None or mesh.training != training:
-            if mesh is not None and not mesh.users:
-                release(mesh.groups)
-            mesh = meshes[group_size] = self._connect(parent, name, group_size)
+        for size, one in list(meshes.items()):
+            if one.training != training:
+                del meshes[size]
+                if not one.users:
+                    release(one.groups)
+        mesh = next(iter(meshes.values()), None) if group_size is None else None
+        if mesh is None:
+            every, phase = dist.get_process_group_ranks(parent), f"making the process group for {name}"
+            size = self._bounded(phase, lambda: self._common_size(every, group_size or GROUP_SIZE))
+            mesh = meshes[size] = meshes.get(size) or self._connect(parent, every, size, phase)
         mesh.users += 1
         self._mesh, self._tag = mesh, next(mesh.tags)
         # What has been learnt from one thread's messages is of no use to another's.
         self.exchanges = Exchanges(self.rank, self.world_size, mesh.mesh.exchanges.group_size)
 
-    def _connect(self, parent: dist.ProcessGroup | None, name: str, group_size: int) -> _Shared:
-        phase, every = f"making the process group for {name}", dist.get_process_group_ranks(parent)
-        limit_s = self._patience_s + MARGIN_S
-        size = self._call(phase, lambda check: bounded(lambda: self._common_size(every, group_size), limit_s, check))
+    def _bounded(self, phase: str, call: Callable[[], T]) -> T:
+        return self._call(phase, lambda check: bounded(call, self._patience_s + MARGIN_S, check))
+
+    def _connect(self, parent: dist.ProcessGroup | None, every: Sequence[int], size: int, phase: str) -> _Shared:
         mine = Exchanges(self.rank, self.world_size, size)
         leaders = mine.leaders if self.rank == mine.leader else range(0)
         try:
@@ -438,9 +444,7 @@ class Group:
             )
             return group
 
-        groups = self._call(
-            phase, lambda check: bounded(lambda: [make(ranks) for ranks in (mine.group, leaders)], limit_s, check)
-        )
+        groups = self._bounded(phase, lambda: [make(ranks) for ranks in (mine.group, leaders)])
         cpu = torch.device("cpu")
         backends = [None if group is None else cast(Any, group)._get_backend(cpu) for group in groups]
         mesh = Mesh(mine, *backends)
@@ -459,19 +463,19 @@ class Group:
         phase: what the messages are about. Raises `DataError` where another rank has taken a `step` that this one has
         not.
         """
-        return self._run(self.exchanges.gather_all(message), phase) if self._mesh else [message]
+        return [message] if self.world_size == 1 else self._run(self.exchanges.gather_all(message), phase)
 
     def gather(self, message: bytes, phase: str) -> list[bytes]:
         """The messages of the ranks of the group, in rank order."""
-        return self._run(self.exchanges.gather(message), phase) if self._mesh else [message]
+        return [message] if self.world_size == 1 else self._run(self.exchanges.gather(message), phase)
 
     def reduce(self, message: bytes, merge: Merge, phase: str) -> bytes:
         """As `Exchanges.reduce`."""
-        return self._run(self.exchanges.reduce(message, merge), phase) if self._mesh else merge([message])
+        return merge([message]) if self.world_size == 1 else self._run(self.exchanges.reduce(message, merge), phase)
 
     def swap(self, given: Mapping[int, bytes], sources: Sequence[int], phase: str) -> dict[int, bytes]:
         """As `Exchanges.swap`."""
-        return self._run(self.exchanges.swap(given, sources), phase) if self._mesh else {}
+        return {} if self.world_size == 1 else self._run(self.exchanges.swap(given, sources), phase)
 
     def step(self, phase: str) -> None:
         """This rank takes the next of the steps that all ranks take. phase: which step."""

@@ -277,7 +277,7 @@ class Ranks:
 
     def swap(self, given: Mapping[int, bytes], sources: Sequence[int]) -> dict[int, bytes]:
         """Give each of these ranks of the group its bytes; returns what each of `sources`, which names this rank, gives
-        to this one."""
+        to this one. All ranks call it."""
         self._check_not_left()
         return self._group.swap(given, sources, "redistributing samples")
 
@@ -341,7 +341,7 @@ def redistribute(
 
     ranks: those that the plan is for. held: the samples in this rank's buffer. swap: as `Ranks.swap`.
     These ranks know the plan, so what travels needs no address: the samples for a rank are in the order in which it
-    takes them, each behind its length. Only ranks that give or get a sample take part.
+    takes them, each behind its length. All ranks call it, and nothing is sent to a rank that gets no sample.
     """
     here = rank - ranks.start
     start, end = plan.starts[here : here + 2]
@@ -360,7 +360,7 @@ def redistribute(
         if not start <= row < end
     ]
     sources = sorted({owner for _, owner in wanted})
-    if given or sources:
+    if plan.moves:  # all ranks know it, and make the same calls
         received = {owner: iter(_split(text)) for owner, text in swap(given, sources).items()}
         samples |= {row: decode(next(received[owner])) for row, owner in wanted}
     return samples

@@ -401,7 +401,7 @@ class Iteration:
             if self._is_closed:
                 raise ConfigError("odb: this loader has been closed; make another one.")
             group = find_process_group(self._process_group, is_prepared=self.is_prepared)
-            loader = self._make(ranks=Ranks(group, self.config.exchange_timeout_s, self.config.balance_group_size))
+            loader = self._make(ranks=Ranks(group, self.config.exchange_timeout_s, self.config.group_size))
             loader.set_epoch(self._epoch)
             by_mesh = self.is_prepared and self._process_group is None
             self._replica = _Replica(self.config.exchange_timeout_s, by_mesh=by_mesh)

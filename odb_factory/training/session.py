@@ -446,7 +446,7 @@ class Session:
             collation=settings.collation or Collation(pad_to_multiple_of=pads_to),
             layout=layout.name,
             with_boundaries=layout.with_boundaries,
-            ranks=Ranks(settings.process_group, config.exchange_timeout_s, config.balance_group_size),
+            ranks=Ranks(settings.process_group, config.exchange_timeout_s, config.group_size),
             patch_size=settings.patch_size,
             measure=settings.measure,
             **others,

@@ -24,7 +24,6 @@ from odb_factory.data.processes import PlanProcess
 from odb_factory.data.progress import OptimizerStepRule
 from odb_factory.errors import DataError
 from odb_factory.planning import Budget, Cost, CostModel, make_metadata, plan_buffers, plan_optimizer_step
-from odb_factory.planning.keep import plan_group
 
 BUFFERS = [make_metadata([Cost(tokens) for tokens in (5, 9, 2, 7)], [0] * 4, exhausted=False) for _ in range(2)]
 
@@ -68,7 +67,6 @@ def test_its_plans_are_those_made_here(method: str) -> None:
         assert planned == plan_optimizer_step(BUFFERS, budget, balance=True, model=model)
         where = {"seed": 1, "epoch": 0, "round_index": 3, "balance": True}
         assert process(plan_buffers, BUFFERS, budget, **where) == plan_buffers(BUFFERS, budget, **where)
-    assert process(plan_group, BUFFERS, budget, range(1, 2), model=model).groups[0] == []
     assert process(eval, "'torch' in __import__('sys').modules") is (method == "fork"), "it needs no torch"
     process.close()
 

@@ -171,6 +171,7 @@ def toy_loader(
     if "stock_mean" in rule:  # JSON knows its name only
         rule["stock_mean"] = StockMean(rule["stock_mean"])
     config = {"token_budget": 100, "buffer_size": 8, "global_batch_size": "fill", "balance": False}
+    config_of = ODBConfig(**config | {"collate_workers": workers[1]} | options)
     loader = ODBLoader(
         DataLoaderParts(
             dataset=[(k, 2 + k * 7 % 39) for k in range(num_rows)],
@@ -180,11 +181,11 @@ def toy_loader(
             persistent_workers=True,
             multiprocessing_context=start_method if any(workers) else None,
         ),
-        ODBConfig(**config | {"collate_workers": workers[1]} | options),
+        config_of,
         observer=Observer(hangs),
         rule=OptimizerStepRule(**{"accumulation": 2} | rule),
         seed=seed,
-        ranks=Ranks(process_group, timeout_s),
+        ranks=Ranks(process_group, timeout_s, config_of.group_size),
         agree_on=agree_on,
     )
     try:

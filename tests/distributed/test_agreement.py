@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch.distributed as dist
 from distributed.ranks import run_ranks, toy_loader
 
@@ -113,6 +115,19 @@ def test_kept_optimizer_steps_of_two_processes(tmp_path: Path) -> None:
     one, other = (outcome.value for outcome in run_ranks("distributed.test_agreement:kept", tmp_path))
     assert one["batches"] == other["batches"]
     assert sorted(one["rows"] + other["rows"]) == list(range(NUM_ROWS))
+
+
+def kept_in_groups(rank: int, **options: Any) -> dict[str, Any]:
+    return take_epoch(batch_size=3, balance_group_size=2, stock_mean="micro_batch", **KEEP | options)
+
+
+@pytest.mark.parametrize(("options", "world_size"), [({"balance": True, "layout": "flat"}, 5), ({"balance": False}, 3)])
+def test_kept_optimizer_steps_in_groups(tmp_path: Path, options: dict[str, Any], world_size: int) -> None:
+    """I1, I2 over gloo: groups of 2, 2 and 1 rank; and of 2 and 1 whose ranks plan for themselves."""
+    ended = run_ranks("distributed.test_agreement:kept_in_groups", tmp_path, world_size=world_size, **options)
+    values = [outcome.value for outcome in ended]
+    assert len({value["batches"] for value in values}) == 1 and values[0]["batches"] > 1, ended
+    assert sorted(itertools.chain.from_iterable(value["rows"] for value in values)) == list(range(NUM_ROWS))
 
 
 def other_plan(rank: int) -> dict[str, Any]:
