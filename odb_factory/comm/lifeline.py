@@ -45,6 +45,8 @@ logger = get_logger(__name__)
 
 FAN_OUT = 8
 TICK_S = 0.5
+STORE_CALLS_A_S = 100
+"""Of all ranks together, at most, while they wait for the addresses of others."""
 LINE_EVERY_S = 60.0
 """How often a wait is logged."""
 FROZEN_S = 30.0
@@ -371,7 +373,7 @@ class Lifeline:
             while not store.check([key]):
                 if self._closed.wait(pause_s):
                     return
-                pause_s = min(2 * pause_s, 4 * TICK_S)
+                pause_s = min(2 * pause_s, max(4 * TICK_S, self.world_size / STORE_CALLS_A_S))
             host, port, token = json.loads(store.get(key))
             connection = socket.create_connection((host, port), CONNECT_S)
             peer = _Peer(self, self._parent, f"{token} {self.rank}\n".encode())
