@@ -17,7 +17,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -119,17 +119,16 @@ CANCEL_TAG = 1 << 20
 SPARE_FILES = 256
 """Open files for what the training opens later: data files, pipes of its workers."""
 
-_kept: list[dist.ProcessGroup] = []
+_kept: list[Any] = []
 _shared: weakref.WeakKeyDictionary[Lifeline, dict[int, _Shared]] = weakref.WeakKeyDictionary()
 """The connections of each lifeline's ranks, by the size of a group."""
 
 
 @dataclass(eq=False)
 class _Shared:
-    """Connections and the gloo groups that they belong to. training: of this process, by number; users: `Group`s."""
+    """Connections. training: of this process, by number; users: `Group`s."""
 
     mesh: Mesh
-    groups: list[dist.ProcessGroup]
     training: int
     users: int = 0
     tags: Iterator[int] = field(default_factory=itertools.count)
@@ -408,13 +407,11 @@ class Group:
         for size, one in list(meshes.items()):
             if one.training != training:
                 del meshes[size]
-                if not one.users:
-                    release(one.groups)
         mesh = next(iter(meshes.values()), None) if group_size is None else None
         if mesh is None:
             every, phase = dist.get_process_group_ranks(parent), f"making the process group for {name}"
             size = self._bounded(phase, lambda: self._common_size(every, group_size or GROUP_SIZE))
-            mesh = meshes[size] = meshes.get(size) or self._connect(parent, every, size, phase)
+            mesh = meshes[size] = meshes.get(size) or self._connect(size, phase)
         mesh.users += 1
         self._mesh, self._tag = mesh, next(mesh.tags)
         # What has been learnt from one thread's messages is of no use to another's.
@@ -423,7 +420,7 @@ class Group:
     def _bounded(self, phase: str, call: Callable[[], T]) -> T:
         return self._call(phase, lambda check: bounded(call, self._patience_s + MARGIN_S, check))
 
-    def _connect(self, parent: dist.ProcessGroup | None, every: Sequence[int], size: int, phase: str) -> _Shared:
+    def _connect(self, size: int, phase: str) -> _Shared:
         mine = Exchanges(self.rank, self.world_size, size)
         leaders = mine.leaders if self.rank == mine.leader else range(0)
         try:
@@ -432,23 +429,17 @@ class Group:
             self.lifeline.abort(f"rank {self.rank} left the training: {one_line(error)}")
             raise
 
-        def make(ranks: range) -> dist.ProcessGroup | None:
+        patience, name = timedelta(seconds=self._patience_s), self.lifeline.stream("connections")
+
+        def make(ranks: range) -> Any:
             if len(ranks) < 2:
                 return None
-            group: dist.ProcessGroup = dist.new_group(
-                [every[rank] for rank in ranks],
-                backend="gloo",
-                timeout=timedelta(seconds=self._patience_s),
-                use_local_synchronization=parent is not None or len(mine.leaders) > 1,
-                group_desc="odb_factory",
-            )
-            return group
+            # Not `dist.new_group`: its name depends on how many groups a process has made before.
+            store = dist.PrefixStore(f"{name} {ranks}", self.lifeline.store())
+            return dist.ProcessGroupGloo(store, ranks.index(self.rank), len(ranks), patience)
 
-        groups = self._bounded(phase, lambda: [make(ranks) for ranks in (mine.group, leaders)])
-        cpu = torch.device("cpu")
-        backends = [None if group is None else cast(Any, group)._get_backend(cpu) for group in groups]
-        mesh = Mesh(mine, *backends)
-        return _Shared(mesh, [group for group in groups if group is not None], self.lifeline.generation)
+        mesh = self._bounded(phase, lambda: Mesh(mine, make(mine.group), make(leaders)))
+        return _Shared(mesh, self.lifeline.generation)
 
     def _common_size(self, every: Sequence[int], group_size: int) -> int:
         """The ranks of a group, from rank 0: its setting, in whole nodes."""
@@ -497,9 +488,7 @@ class Group:
             meshes = _shared.get(self.lifeline, {})
             for size in [size for size, one in meshes.items() if one is mesh]:
                 del meshes[size]  # what comes next has connections of its own
-            release(mesh.groups, failed=True)
-        elif not mesh.users and mesh not in _shared.get(self.lifeline, {}).values():
-            release(mesh.groups)
+            _kept.append(mesh)
 
     def _run(self, exchange: Exchange[T], phase: str) -> T:
         assert self._mesh is not None
@@ -538,14 +527,13 @@ class Group:
         )
 
 
-def release(groups: Sequence[dist.ProcessGroup], *, failed: bool = False) -> None:
-    """Give groups back. Those in use, or whose ranks are gone, are kept to the end of the process: the destructor waits
+def release(group: dist.ProcessGroup, *, failed: bool = False) -> None:
+    """Give a group back. One in use, or whose ranks are gone, is kept to the end of the process: its destructor waits
     for the collective under way, and so would `dist.destroy_process_group()`."""
     if failed:
-        _kept.extend(groups)
+        _kept.append(group)
     elif dist.is_initialized():
-        for group in groups:
-            dist.destroy_process_group(group)
+        dist.destroy_process_group(group)
 
 
 def gather_once(message: bytes, silence_s: float, phase: str = "comparing what the ranks say") -> list[bytes]:

@@ -196,7 +196,7 @@ class Lifeline:
         self._loop = asyncio.SelectorEventLoop()
         self._end = self._loop.create_future()
         if self._store is not None:
-            self._listen(self._store)
+            self._listen()
         self._thread.start()
 
     def renew(self) -> None:
@@ -235,13 +235,15 @@ class Lifeline:
 
     def common(self, name: str, value: int) -> int:
         """The value of rank 0, for all ranks; may wait for it. name: what it is, the same on all ranks."""
-        if self._store is None:
-            return value
-        store = self._store.clone() if hasattr(self._store, "clone") else self._store
-        key = f"odb_factory/{self.stream(name)}"
+        store, key = self.store(), f"odb_factory/{self.stream(name)}"
         if self.rank == 0:
             store.set(key, str(value))
         return value if self.rank == 0 else int(store.get(key))
+
+    def store(self) -> dist.Store:
+        """Where the ranks find each other; a connection of its own where that is possible: a call of it may hang."""
+        store: Any = self._store or dist.distributed_c10d._get_default_store()
+        return cast(dist.Store, store.clone() if hasattr(store, "clone") else store)
 
     def check_wait(self, stream: str, steps: str | None, waited_s: float) -> None:
         """Raise `CollectiveError` if this rank, which has waited `waited_s` seconds for all others, waits in vain, and
@@ -350,7 +352,7 @@ class Lifeline:
 
     # Addresses
 
-    def _listen(self, store: dist.Store) -> None:
+    def _listen(self) -> None:
         try:
             address = own_address()
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -359,13 +361,13 @@ class Lifeline:
             logger.warning("rank %d cannot be watched by the other ranks: %s", self.rank, one_line(error))
             return
         own = json.dumps([address, self._listener.getsockname()[1], self._token])
-        threading.Thread(target=self._join, args=(store, own), name="odb-lifeline-join", daemon=True).start()
+        threading.Thread(target=self._join, args=(own,), name="odb-lifeline-join", daemon=True).start()
 
-    def _join(self, store: dist.Store, own: str) -> None:
+    def _join(self, own: str) -> None:
         """Publish this rank's address and connect to the parent. A call of the store may hang: it has this thread."""
         pause_s = TICK_S / 4
         try:
-            store = store.clone() if hasattr(store, "clone") else store
+            store = self.store()
             store.set(f"odb_factory/lifeline/{self.rank}", own)
             if self._parent is None:
                 return

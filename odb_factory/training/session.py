@@ -470,7 +470,7 @@ class Session:
         if self._encoder is not None:
             self._encoder.door.undo()
             self._encoder.exchange.close(failed=failed)
-            release([self._encoder.group], failed=failed)
+            release(self._encoder.group, failed=failed)
         self.end()
 
     # A micro-batch

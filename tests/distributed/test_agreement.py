@@ -167,7 +167,7 @@ def test_a_process_group_of_ones_own(tmp_path: Path) -> None:
 def compare_often(rank: int) -> list[int]:
     """How many gloo groups this rank has made after each comparison; before the last one another training begins."""
     counts = []
-    with mock.patch.object(dist, "new_group", wraps=dist.new_group) as made:
+    with mock.patch.object(dist, "ProcessGroupGloo", wraps=dist.ProcessGroupGloo) as made:
         for number in range(4):
             for _ in range(2 if number == 3 else 0):
                 lifeline_of(None, 30).renew()
