@@ -115,7 +115,7 @@ GROUP_SIZE = 256
 TREE_FAN_OUT = 4
 FRAME_BYTES, LEAST_ROOM = 4, 56
 """Of the length of a message; of what travels with it at once."""
-CANCEL_TAG = 1 << 20
+CANCEL_TAG, CANCEL_S = 1 << 20, 5.0
 SPARE_FILES = 256
 """Open files for what the training opens later: data files, pipes of its workers."""
 
@@ -344,9 +344,11 @@ class Mesh:
     def __init__(self, exchanges: Exchanges, group: Any, leaders: Any):
         self.exchanges, self._backends = exchanges, [one for one in (group, leaders) if one is not None]
         self._group, self._leaders = group, leaders
+        self._running: set[int] = set()
 
     def run(self, exchange: Exchange[T], tag: int) -> T:
         """Returns what the exchange returns; raises what gloo raises."""
+        self._running.add(thread := threading.get_ident())
         try:
             turn = next(exchange)
             while True:
@@ -360,6 +362,8 @@ class Mesh:
         except StopIteration as end:
             result: T = end.value
             return result
+        finally:
+            self._running.discard(thread)
 
     def _of(self, name: str, rank: int, buffer: torch.Tensor, tag: int) -> dist.Work:
         group, leaders = self.exchanges.group, self.exchanges.leaders
@@ -368,11 +372,15 @@ class Mesh:
         return work
 
     def cancel(self) -> None:
-        """End what waits in `run`, in whatever thread: a receive that times out closes the connections of a backend."""
-        for backend in self._backends:
-            with contextlib.suppress(RuntimeError):
-                nothing = torch.zeros(1, dtype=torch.uint8)
-                backend.recv([nothing], int(backend.rank() == 0), CANCEL_TAG).wait(timedelta(milliseconds=1))
+        """End what waits in `run`, in whatever thread, and wait for its end (it would abort a process that ends): a
+        receive that times out closes the connections of a backend."""
+        until = time.monotonic() + CANCEL_S
+        while self._running and time.monotonic() < until:
+            for backend in self._backends:
+                with contextlib.suppress(RuntimeError):
+                    nothing = torch.zeros(1, dtype=torch.uint8)
+                    backend.recv([nothing], int(backend.rank() == 0), CANCEL_TAG).wait(timedelta(milliseconds=1))
+            time.sleep(LOOK_S)
 
 
 class Group:

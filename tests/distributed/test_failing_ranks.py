@@ -99,6 +99,19 @@ def test_one_of_three_fails(tmp_path, failing: int) -> None:
         assert f"rank {failing} cannot go on" in outcome.said + outcome.value, (rank, outcome)
 
 
+GROUPS = {"global_batch_size": "keep", "batch_size": 3, "balance": True, "layout": "flat", "balance_group_size": 2}
+
+
+@pytest.mark.parametrize("how", [{"failing": [3], "fails_at": 5}, {"bad": 101}, {"cannot_redistribute": 2}])
+def test_one_of_three_groups_fails(tmp_path, how: dict[str, Any]) -> None:
+    """Ranks of other groups learn of it too: in the training, while rows are collated, while samples travel."""
+    ended = run(tmp_path, world_size=5, **how, **GROUPS)
+    for rank, outcome in enumerate(ended):
+        said = outcome.said + outcome.value
+        assert any(text in said for text in ("cannot go on", "row 101", "no room")), (rank, outcome)
+        assert outcome.returncode == 0, (rank, outcome)
+
+
 def test_one_fails_while_its_planner_waits(tmp_path) -> None:
     """The collective that its planner is in never ends, for rank 1 hangs in its own data; the process ends all the
     same, and so frees rank 1 from a collective of the training."""
