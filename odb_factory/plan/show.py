@@ -106,8 +106,8 @@ def _encoded(found: Look) -> str:
         each = f"{min(patches):,} to {max(patches):,}"
     how = "with" if found.config.balance_encoder else "without"
     return (
-        f"  Vision patches that each rank encodes: {each}; {balance:.1%} of what the ranks wait for, {how} "
-        "balance_encoder."
+        f"  Vision patches that each rank encodes: {each}; their mean is {balance:.1%} of what the ranks wait for, "
+        f"{how} balance_encoder."
     )
 
 
