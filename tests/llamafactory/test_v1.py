@@ -51,6 +51,7 @@ IMAGES = {"model": "tied_vl", "train_dataset": "pictures", "micro_batch_size": 1
 WORKERS = {"batching_workers": 2}
 FSDP2 = {"dist_config": {"name": "fsdp2"}}
 PADDED = {"layout": "padded"}
+LORA = {"peft_config": {"name": "lora", "r": 4, "lora_alpha": 8, "lora_dropout": 0.0, "target_modules": "all"}}
 
 CELLS = {
     "sft": Cell(),
@@ -59,7 +60,7 @@ CELLS = {
     "sft, cut": Cell(changes={"cutoff_len": 64}),
     "sft, recomputed": Cell(changes={"enable_activation_checkpointing": True}),
     "sft, own share": Cell(block={"balance": False}),
-    "sft, lora": Cell(changes={"peft_config": {"name": "lora", "r": 4, "lora_alpha": 8, "target_modules": "all"}}),
+    "sft, lora": Cell(changes=LORA),
     "sft, fsdp2": Cell(changes=FSDP2),
     "sft, a step of two": Cell(changes={"global_batch_size": 4, "micro_batch_size": 1}),
     "rm": Cell("rm", PAIRS),
@@ -69,8 +70,9 @@ CELLS = {
     "dpo, padded": Cell("dpo", PAIRS, PADDED),
     "dpo, orpo": Cell("dpo", PAIRS | {"pref_loss": "orpo"}),
     "dpo, simpo and sft": Cell("dpo", PAIRS | {"pref_loss": "simpo", "pref_ftx": 0.5}),
+    "dpo, lora": Cell("dpo", PAIRS | LORA),
     "dpo, ld": Cell("dpo", PAIRS | {"ld_alpha": 0.5}),
-    "dpo, fsdp2": Cell("dpo", PAIRS | FSDP2),
+    "dpo, fsdp2": Cell("dpo", PAIRS | FSDP2 | {"pref_loss": "orpo"}),  # v1 cannot copy a reference model there
     "sft, images": Cell(changes=IMAGES),
 }
 LAUNCHES: dict[str, tuple[str, int, list[str]]] = {
@@ -92,7 +94,7 @@ GRID: dict[str, tuple[str, int, list[str]]] = {
     "main, one rank, grid": (
         "main",
         1,
-        ["sft", "rm", "dpo, padded", "dpo, orpo", "dpo, simpo and sft", "dpo, ld"],
+        ["sft", "rm", "dpo, padded", "dpo, orpo", "dpo, simpo and sft", "dpo, ld", "dpo, lora"],
     ),
     "main, two ranks, grid": (
         "main",
