@@ -53,7 +53,7 @@ def train_flat() -> torch.nn.Module:
     model = new_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with ODBDataLoader(
-        dataset, batch_size=4, token_budget=8192, shuffle=True, layout="flat", collate_fn=collate
+        dataset, batch_size=32, token_budget=8192, shuffle=True, layout="flat", collate_fn=collate
     ) as loader:
         unpad(model, loader)
         for batch in loader:

@@ -172,7 +172,9 @@ def advise(found: Look) -> Advice:
     kind = f"padded here ({found.layout_reason})"
     if found.layout == "flat":
         ratio = found.own.speed / max(other.speed, 1e-9)
-        kind = f"flat here, {ratio:.2f} times the predicted speed of padded ({other.padding_ratio:.0%} padding)"
+        kind = (
+            f"flat here, at {own:,} {ratio:.2f} times the predicted speed of padded ({other.padding_ratio:.0%} padding)"
+        )
     keys = [f"token_budget: {token_budget}", f"layout: {found.config.layout}"]
     caps = ({} if best.max_patches is None else {"max_patches": best.max_patches}) | best.caps
     if caps:
