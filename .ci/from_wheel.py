@@ -18,7 +18,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Trainer, TrainingArguments
 
 import odb_factory
-from odb_factory import ODBDataLoader, plan_micro_batches, pop_step_info, unpad
+from odb_factory import plan_micro_batches, unpad
 
 assert "site-packages" in odb_factory.__file__, f"{odb_factory.__file__}: this is not an installed wheel"
 README = metadata("odb_factory")["Description"]
@@ -48,20 +48,10 @@ def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": labels, "attention_mask": mask}
 
 
-def train_flat() -> torch.nn.Module:
-    """The loop again, each micro-batch as one row without padding."""
+def train(loop: str) -> torch.nn.Module:
     model = new_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with ODBDataLoader(
-        dataset, batch_size=32, token_budget=8192, shuffle=True, layout="flat", collate_fn=collate
-    ) as loader:
-        unpad(model, loader)
-        for batch in loader:
-            info = pop_step_info(batch)
-            (model(**batch).loss * info.loss_scale).backward()
-            if info.ends_optimizer_step:
-                optimizer.step()
-                optimizer.zero_grad()
+    exec(loop, {"dataset": dataset, "collate": collate, "model": model, "optimizer": optimizer, "unpad": unpad})
     return model
 
 
@@ -69,11 +59,10 @@ def distance(model: torch.nn.Module, other: torch.nn.Module) -> float:
     return max(float((a - b).detach().abs().max()) for a, b in zip(model.parameters(), other.parameters()))
 
 
-model = new_model()
-names = {"dataset": dataset, "collate": collate, "model": model}
-names["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1)
-exec(LOOP, names)
-flat = train_flat()
+# Each micro-batch as one row without padding.
+flat_loop = LOOP.replace(") as loader:\n", ', layout="flat") as loader:\n    unpad(model, loader)\n')
+assert flat_loop != LOOP
+model, flat = train(LOOP), train(flat_loop)
 assert distance(model, new_model()) > 1e-3 > 1e-5 > distance(model, flat), "a loop, padded and flat"
 
 with tempfile.TemporaryDirectory() as folder:

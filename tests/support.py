@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -133,16 +133,18 @@ def marked_processes(mark: str) -> dict[int, list[str]]:
     return found
 
 
-def run_command(words: Sequence[str], limit_s: float, cwd: Path | None = None) -> str:
+def run_command(
+    words: Sequence[str], limit_s: float, cwd: Path | None = None, environment: Mapping[str, str] = os.environ
+) -> str:
     """What a command prints; it ends well, and none of its processes outlives the call. It sees no CUDA device."""
-    mark, path = uuid.uuid4().hex, f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    mark, path = uuid.uuid4().hex, f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     process = subprocess.Popen(
         words,
         cwd=cwd,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=os.environ | {"PATH": path, "CUDA_VISIBLE_DEVICES": "", MARK: mark},
+        env={**environment, "PATH": path, "CUDA_VISIBLE_DEVICES": "", MARK: mark},
     )
     try:
         printed, _ = process.communicate(timeout=limit_s)

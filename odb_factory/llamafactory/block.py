@@ -186,10 +186,15 @@ def check_block(args: Mapping[str, Any]) -> ODBConfig:
     return config
 
 
+def is_enabled(name: str, environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether a variable switches something on, as LLaMA-Factory reads it."""
+    return environment.get(name, "").lower() in ("true", "y", "1")
+
+
 def check_backend() -> None:
     """Refuse what LLaMA-Factory's environment variables select."""
     for name, what in BACKENDS.items():
-        if os.environ.get(name, "").lower() in ("true", "y", "1"):
+        if is_enabled(name):
             raise ConfigError(
                 f"{name}: {quoted(os.environ[name])} selects {what}; unset {name} or remove the odb: block."
             )
@@ -380,7 +385,7 @@ def check_v1(args: Mapping[str, Any]) -> ODBConfig:
 
 def check_v1_keys(args: Mapping[str, Any]) -> None:
     """Refuse keys that v1 does not know. Imports its arguments."""
-    if os.environ.get("ALLOW_EXTRA_KEYS", "").lower() in ("true", "y", "1"):
+    if is_enabled("ALLOW_EXTRA_KEYS"):
         return
     from llamafactory.v1 import config
 

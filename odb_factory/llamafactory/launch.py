@@ -38,7 +38,7 @@ def launch(original: Callable[[], Any]) -> Any:
         return original()
     uncaught.install()
     check_yaml(path, overrides)
-    if os.environ.get("USE_RAY", "").lower() in ("true", "y", "1"):  # workers on other nodes must not see the record
+    if block.is_enabled("USE_RAY"):  # workers on other nodes must not see the record
         return original()
     return _launched(original)
 

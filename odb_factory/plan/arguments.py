@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from odb_factory.config import ODBConfig, ResolvedConfig
 from odb_factory.errors import ConfigError
-from odb_factory.llamafactory.block import rewritten
+from odb_factory.llamafactory.block import is_enabled, rewritten
 from odb_factory.llamafactory.launch import check_yaml
 
 AUTO, AUTO_KEYS = "auto", ("token_budget", "max_patches")
@@ -140,7 +140,7 @@ def ranks_of(environment: Mapping[str, str]) -> int:
     if environment.get("WORLD_SIZE"):
         return int(environment["WORLD_SIZE"])
     devices = get_device_count()
-    if environment.get("FORCE_TORCHRUN", "").lower() in ("true", "y", "1") or devices > 1:
+    if is_enabled("FORCE_TORCHRUN", environment) or devices > 1:
         return int(environment.get("NNODES") or 1) * int(environment.get("NPROC_PER_NODE") or devices or 1)
     return 1
 

@@ -12,7 +12,6 @@ import random
 import shutil
 import subprocess
 import sys
-import uuid
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ import numpy as np
 import pytest
 import yaml
 from PIL import Image
-from support import MARK, end_marked_processes, read_jsonl, shimmed
+from support import read_jsonl, run_command, shimmed
 from tiny_models import TinyModels
 
 pytestmark = pytest.mark.timeout(600)
@@ -194,21 +193,6 @@ def arguments(
     return get
 
 
-def run(command: list[str], env: dict[str, str]) -> str:
-    mark = uuid.uuid4().hex
-    with subprocess.Popen(
-        command, env=env | {MARK: mark}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
-        try:
-            said, _ = process.communicate(timeout=LAUNCH_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            end_marked_processes(mark)
-            said, _ = process.communicate()
-            pytest.fail(f"no end within {LAUNCH_TIMEOUT_S} s: {said[-4000:]}")
-    assert process.returncode == 0, said[-6000:]
-    return said
-
-
 def train(trainings: list[tuple[str, dict[str, Any]]], ranks: int, env: dict[str, str], folder: Path) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "trainings.json").write_text(json.dumps(trainings))
@@ -216,7 +200,7 @@ def train(trainings: list[tuple[str, dict[str, Any]]], ranks: int, env: dict[str
     launcher = [sys.executable]
     if ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    return run([*launcher, *script], env)
+    return run_command([*launcher, *script], LAUNCH_TIMEOUT_S, environment=env)
 
 
 def losses(output_dir: str) -> list[tuple[float, float]]:
@@ -280,7 +264,7 @@ def test_the_launcher_trains_and_refuses_in_one_line(environment: Any, arguments
     path.write_text(yaml.safe_dump(arguments(tmp_path / "out", max_steps=2, odb={"token_budget": 600})))
     command = [str(BIN / "llamafactory-cli"), "sft", str(path)]
     two = {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "2"}
-    said = run(command, env | two)
+    said = run_command(command, LAUNCH_TIMEOUT_S, environment=env | two)
     assert "online dynamic batching is on for v1's sft; layout: flat" in said
     assert len(losses(str(tmp_path / "out"))) == 2
     refused = subprocess.run(
@@ -307,4 +291,4 @@ def test_a_change_for_upstream(environment: Any, tmp_path: Path, change: str, tr
     assert (ROOT / "patches" / "upstream" / f"{change}.md").is_file()
     if tries == "its tests":
         tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path / "tests_v1")]
-        run(tests, env | {"PYTHONPATH": str(tmp_path / "src")})
+        run_command(tests, LAUNCH_TIMEOUT_S, environment=env | {"PYTHONPATH": str(tmp_path / "src")})
