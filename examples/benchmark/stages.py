@@ -7,11 +7,14 @@ Each is trained for one epoch of the same samples, 32 an optimizer step: by stoc
 
     python examples/benchmark/stages.py                        # three seeds, about half an hour on two cores
     python examples/benchmark/stages.py --trainings dpo --seeds 1
+    python examples/benchmark/stages.py --trainings evaluation # stock's batches beside eval_token_budget
+    python examples/benchmark/stages.py --trainings encoder    # two ranks, with and without balance_encoder
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import shutil
 import statistics
@@ -21,9 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import page
-from workloads import GLOBAL_BATCH_SIZE, build_text
+from workloads import GLOBAL_BATCH_SIZE, WORKLOADS, build_text
 
-from odb_factory.demo.demo import sft_config, train
+from odb_factory.demo.demo import Run, sft_config, train
+from odb_factory.demo.tiny_model import build_tiny_qwen3_vl
 
 ROWS, CUTOFF = 4, 1024
 VOCABULARY = 151_936
@@ -156,17 +160,160 @@ def tables(results: dict[str, dict[str, Any]]) -> list[str]:
     return [page.table(heads, rows), page.table(["peak memory, MiB", *names], peaks)]
 
 
+# ----------------------------------------------------------------------------------------------------------------------
+# Evaluation, and the vision tower on two ranks.
+
+EVALUATED = WORKLOADS[:2]
+TOWER_SAMPLES, TOWER_BUDGET = 96, 1024
+IMAGES_LIE = {"even": "two images in each sample", "uneven": "two in every other one, all read by one rank"}
+BALANCED = {"each rank its own images": False, "balance_encoder": True}
+
+
+def compare_evaluations(folder: Path, samples: int, seeds: int) -> dict[str, Any]:
+    """Seconds of two evaluations a seed, and the loss of the first.
+
+    Stock's batches of 4, 2 and 1 rows; odb has the memory of 4 rows.
+    """
+    results: dict[str, Any] = {}
+    for work in EVALUATED:
+        model, data = work.build(folder, samples if work.can_pack else samples // 2)
+        budget = ROWS * work.row
+        contestants: dict[str, dict[str, Any]] = {
+            name: {"per_device_eval_batch_size": rows} for name, rows in STOCK.items()
+        }
+        online = {"odb": {"token_budget": budget, "eval_token_budget": budget}}
+        contestants["odb"] = {"per_device_eval_batch_size": ROWS} | online
+        twice = {"eval_dataset": work.dataset, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 2}
+        result: dict[str, Any] = {"seconds": {}, "losses": {}}
+        for seed in range(seeds):
+            for name, changes in contestants.items():
+                output = folder / "evaluation"
+                config = sft_config(
+                    *(model, data, output), dataset=work.dataset, template=work.template, cutoff_len=work.cutoff_len
+                )
+                evaluated = [
+                    entry
+                    for entry in train(config | of_rows(2) | twice | {"seed": seed} | changes).history()
+                    if "eval_loss" in entry
+                ]
+                result["seconds"].setdefault(name, []).extend(entry["eval_runtime"] for entry in evaluated)
+                result["losses"].setdefault(name, []).append(evaluated[0]["eval_loss"])
+                print(f"evaluation of {work.name}, {name}, seed {seed}", file=sys.stderr, flush=True)
+        results[work.name] = result
+    return results
+
+
+def table_of_evaluations(results: dict[str, Any]) -> str:
+    rows = []
+    for name, result in results.items():
+        median = {who: statistics.median(found) for who, found in result["seconds"].items()}
+        pairs = zip(result["losses"]["odb"], result["losses"]["stock, 4 rows"], strict=True)
+        furthest = max(abs(ours - stock) / stock for ours, stock in pairs)
+        best = min(median[who] for who in STOCK)
+        rows.append(
+            [name, *(f"{found:.1f}" for found in median.values()), f"{median['odb'] / best:.2f}", f"{furthest:.0e}"]
+        )
+    heads = ["seconds of an evaluation", *STOCK, "odb", "odb by the best of stock", "losses differ by at most"]
+    return page.table(heads, rows)
+
+
+def build_tower(folder: Path) -> tuple[Path, Path]:
+    """A tiny Qwen3-VL whose tower takes most of the time, and noise pictures, in data sets named by how they lie."""
+    import torch
+    from PIL import Image
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    model, data = folder / "tower", folder / "pictures"
+    if not model.exists():
+        shutil.copytree(build_tiny_qwen3_vl(folder / "tiny_qwen3_vl"), model)
+        config = AutoConfig.from_pretrained(model)
+        vision = config.vision_config
+        vision.depth, vision.hidden_size, vision.intermediate_size = 8, 192, 768
+        vision.deepstack_visual_indexes = [2]
+        torch.manual_seed(0)
+        AutoModelForImageTextToText.from_config(config).save_pretrained(model)
+    data.mkdir(parents=True, exist_ok=True)
+    pictures = [f"{number}.png" for number in range(4)]
+    for number, name in enumerate(pictures):
+        Image.effect_noise((256 + 32 * number, 256), 60).convert("RGB").save(data / name)
+    info = {}
+    for lie in IMAGES_LIE:
+        rows = []
+        for number in range(TOWER_SAMPLES):
+            images = [pictures[(number // 2 + k) % 4] for k in range(2)] if lie == "even" or number % 2 == 0 else []
+            asked = {"from": "human", "value": "<image>" * len(images) + "what is it"}
+            answer = {"from": "gpt", "value": "a red cat " * (3 if images else 40)}
+            rows.append({"conversations": [asked, answer], "images": images})
+        (data / f"{lie}.json").write_text(json.dumps(rows), encoding="utf-8")
+        columns = {"messages": "conversations", "images": "images"}
+        info[lie] = {"file_name": f"{lie}.json", "formatting": "sharegpt", "columns": columns}
+    (data / "dataset_info.json").write_text(json.dumps(info), encoding="utf-8")
+    return model, data
+
+
+def compare_towers(folder: Path, seeds: int) -> dict[str, Any]:
+    """Seconds of each training from its second optimizer step on (the first compiles and allocates), two ranks."""
+    model, data = build_tower(folder)
+    results: dict[str, Any] = {}
+    for lie in IMAGES_LIE:
+        result: dict[str, Any] = {"seconds": {}, "losses": {}}
+        for seed in range(seeds):
+            for name, is_balanced in BALANCED.items():
+                config = sft_config(
+                    *(model, data, folder / "tower_run"), dataset=lie, template="qwen3_vl_nothink", cutoff_len=CUTOFF
+                )
+                # Uneven pictures stay with the rank that reads them.
+                online = {"token_budget": TOWER_BUDGET, "balance": lie == "even", "balance_encoder": is_balanced}
+                trained = {"freeze_vision_tower": False, "freeze_multi_modal_projector": False}
+                plain = {"eval_strategy": "no", "eval_dataset": None, "disable_shuffling": True, "seed": seed}
+                rows = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+                run = train(config | plain | trained | rows | {"odb": online}, ranks=2)
+                result["seconds"].setdefault(name, []).append(_after_first_step(run))
+                result["losses"].setdefault(name, []).append([loss for _, _, loss in run.losses()])
+                print(f"images {lie}, {name}, seed {seed}", file=sys.stderr, flush=True)
+        results[lie] = result
+    return results
+
+
+def _after_first_step(run: Run) -> float:
+    begins = [batch["begin"] for mine in run.batches for batch in mine if batch["optimizer_step"] == 1]
+    return max(mine[-1]["end"] for mine in run.batches) - min(begins)
+
+
+def table_of_towers(results: dict[str, Any]) -> str:
+    rows = []
+    for lie, result in results.items():
+        own, balanced = (result["seconds"][name] for name in BALANCED)
+        share = statistics.median(ours / theirs for ours, theirs in zip(balanced, own, strict=True))
+        losses = (itertools.chain.from_iterable(result["losses"][name]) for name in BALANCED)
+        furthest = max(abs(a - b) / a for a, b in zip(*losses, strict=True))
+        medians = [f"{statistics.median(found):.1f}" for found in (own, balanced)]
+        rows.append([f"{lie}: {IMAGES_LIE[lie]}", *medians, f"{share:.2f}", f"{furthest:.0e}"])
+    return page.table(["seconds, two ranks", *BALANCED, "share", "losses differ by at most"], rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--trainings", nargs="+", choices=TRAININGS, default=list(TRAININGS))
+    others = ("evaluation", "encoder")
+    parser.add_argument("--trainings", nargs="+", choices=(*TRAININGS, *others), default=list(TRAININGS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--samples", type=int, default=640)
     parser.add_argument("--output-dir", type=Path, default=Path("saves/benchmark_stages"), help="(%(default)s)")
     given = parser.parse_args()
     folder = given.output_dir.resolve()
-    models, data = build(folder, given.samples)
-    results = {name: compare(name, folder, models, data, given.seeds) for name in given.trainings}
-    page.write(folder, results, tables(results))
+    figures: dict[str, Any] = {}
+    shown: list[str] = []
+    if names := [name for name in given.trainings if name in TRAININGS]:
+        models, data = build(folder, given.samples)
+        figures |= {name: compare(name, folder, models, data, given.seeds) for name in names}
+        shown += tables(figures)
+    if "evaluation" in given.trainings:
+        figures["evaluation"] = compare_evaluations(folder, given.samples, given.seeds)
+        shown.append(table_of_evaluations(figures["evaluation"]))
+    if "encoder" in given.trainings:
+        figures["encoder"] = compare_towers(folder, given.seeds)
+        shown.append(table_of_towers(figures["encoder"]))
+    page.write(folder, figures, shown)
 
 
 if __name__ == "__main__":

@@ -57,7 +57,18 @@ def test_the_page_has_every_part(short_form: Path) -> None:
     page = (short_form / "benchmarks.md").read_text("utf-8")
     parts = {path.parent.name for path in short_form.glob("*/done.json")}
     assert parts == {
-        *("planning", "planning_real", "train_text_1", "stages", "head", "loader", "start", "scale", "partitions")
+        *(
+            "planning",
+            "planning_real",
+            "train_text_1",
+            "stages",
+            "evaluation",
+            "head",
+            "loader",
+            "start",
+            "scale",
+            "partitions",
+        )
     }
     assert page.count("Not measured.") == page.count("\n## ") - len(parts) - 1
     short = page.split("\n## In short\n")[1].split("\n## ")[0]
