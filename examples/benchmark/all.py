@@ -129,18 +129,14 @@ PARTS = (
         ("stages.py", "--trainings", "dpo", "--seeds", "1", "--samples", "64"),
     ),
     Part(
-        *("evaluation", "Evaluation", 10),
-        "One rank, the training samples as validation data: stock's batches of 4, 2 and 1 rows beside odb with "
-        "`eval_token_budget` at the memory of 4 rows. Medians of two evaluations in each of three trainings.",
-        ("stages.py", "--trainings", "evaluation"),
-        ("stages.py", "--trainings", "evaluation", "--seeds", "1", "--samples", "32"),
-    ),
-    Part(
-        *("encoder", "The vision tower, balanced over the ranks", 8),
-        "A Qwen3-VL whose tower takes most of the time, fully trained, on two ranks, from the second optimizer step "
-        "on; medians, and the median of the seeds' ratios. Uneven images stay with the rank that reads them "
-        "(`balance: false`), as where a rank reads a data set of its own.",
-        ("stages.py", "--trainings", "encoder"),
+        *("evaluation", "Evaluation, and the vision tower of two ranks", 20),
+        "Evaluation: one rank, the training samples as validation data, stock's batches of 4, 2 and 1 rows beside odb "
+        "with `eval_token_budget` at the memory of 4 rows; medians of two evaluations in each of three trainings. The "
+        "tower: a Qwen3-VL that spends most of its time there, fully trained, from the second optimizer step on; "
+        "medians, and the median of the seeds' ratios. Uneven images stay with the rank that reads them "
+        "(`balance: false`), as where a rank reads a data set of its own; of even ones nothing can be won.",
+        ("stages.py", "--trainings", "evaluation", "encoder"),
+        ("stages.py", "--trainings", "evaluation", "encoder", "--seeds", "1", "--samples", "32"),
     ),
     Part(
         *("head", "The loss without logits", 8),

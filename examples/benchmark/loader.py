@@ -394,7 +394,8 @@ def main() -> None:
         images = Workload("images", 48 if given.short else 1_024, 40, 512, BATCH_SIZE * 512, BATCH_SIZE * 576, pictures)
         for workload in (text, images):
             results.append(compare(lineup, workload, repeats=1 if given.short else 3))
-    page.write(given.output_dir, [row for rows in results for row in rows], list(map(table, results)))
+    of_text, of_images = map(table, results)
+    page.write(given.output_dir, [row for rows in results for row in rows], [of_text], [of_images])
 
 
 if __name__ == "__main__":
