@@ -14,7 +14,6 @@ import time
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -120,18 +119,8 @@ SPARE_FILES = 256
 """Open files for what the training opens later: data files, pipes of its workers."""
 
 _kept: list[Any] = []
-_shared: weakref.WeakKeyDictionary[Lifeline, dict[int, _Shared]] = weakref.WeakKeyDictionary()
+_meshes: weakref.WeakKeyDictionary[Lifeline, dict[int, Mesh]] = weakref.WeakKeyDictionary()
 """The connections of each lifeline's ranks, by the size of a group."""
-
-
-@dataclass(eq=False)
-class _Shared:
-    """Connections. training: of this process, by number; users: `Group`s."""
-
-    mesh: Mesh
-    training: int
-    users: int = 0
-    tags: Iterator[int] = field(default_factory=itertools.count)
 
 
 @functools.cache
@@ -149,8 +138,8 @@ def _end_exchanges(process: int) -> None:
     """A thread that still waits in gloo would abort the process, too. process: not one that was forked from it."""
     if os.getpid() == process:
         time.sleep(EXIT_PAUSE_S)
-        for mesh in [one for meshes in _shared.values() for one in meshes.values() if one.users]:
-            mesh.mesh.cancel()
+        for mesh in [one for meshes in _meshes.values() for one in meshes.values() if one.users]:
+            mesh.cancel()
 
 
 def allow_open_files(num_sockets: int) -> None:
@@ -338,12 +327,13 @@ class Mesh:
     """Connections of a rank: to the ranks of its group and, if it leads it, to the other leaders.
 
     group, leaders: gloo backends of these, None where there is nobody else. Threads may run exchanges at the same time,
-    each with a tag of its own.
+    each with a tag of its own. training: of this process, by number. users: `Group`s.
     """
 
-    def __init__(self, exchanges: Exchanges, group: Any, leaders: Any):
+    def __init__(self, exchanges: Exchanges, group: Any = None, leaders: Any = None, training: int = 0):
         self.exchanges, self._backends = exchanges, [one for one in (group, leaders) if one is not None]
-        self._group, self._leaders = group, leaders
+        self._group, self._leaders, self.training = group, leaders, training
+        self.users, self.tags = 0, itertools.count()
         self._running: set[int] = set()
 
     def run(self, exchange: Exchange[T], tag: int) -> T:
@@ -403,7 +393,7 @@ class Group:
         self.is_busy = False
         self.lifeline = lifeline_of(parent, silence_s)
         self.exchanges = Exchanges(0, 1, 1)
-        self._mesh: _Shared | None = None
+        self._mesh: Mesh | None = None
         if self.world_size == 1:
             return
         pause_at_exit()
@@ -411,24 +401,22 @@ class Group:
         self._stream, self._steps = self.lifeline.stream(name), ""
         self._count = itertools.count(1)
         self._patience_s = patience_of(parent)
-        meshes, training = _shared.setdefault(self.lifeline, {}), self.lifeline.generation
+        meshes, training = _meshes.setdefault(self.lifeline, {}), self.lifeline.generation
         for size, one in list(meshes.items()):
             if one.training != training:
                 del meshes[size]
         mesh = next(iter(meshes.values()), None) if group_size is None else None
         if mesh is None:
             every, phase = dist.get_process_group_ranks(parent), f"making the process group for {name}"
-            size = self._bounded(phase, lambda: self._common_size(every, group_size or GROUP_SIZE))
-            mesh = meshes[size] = meshes.get(size) or self._connect(size, phase)
+            limit_s = self._patience_s + MARGIN_S
+            size = self._call(phase, lambda: self._common_size(every, group_size or GROUP_SIZE), limit_s)
+            mesh = meshes[size] = meshes.get(size) or self._connect(size, phase, limit_s)
         mesh.users += 1
         self._mesh, self._tag = mesh, next(mesh.tags)
         # What has been learnt from one thread's messages is of no use to another's.
-        self.exchanges = Exchanges(self.rank, self.world_size, mesh.mesh.exchanges.group_size)
+        self.exchanges = Exchanges(self.rank, self.world_size, mesh.exchanges.group_size)
 
-    def _bounded(self, phase: str, call: Callable[[], T]) -> T:
-        return self._call(phase, lambda check: bounded(call, self._patience_s + MARGIN_S, check))
-
-    def _connect(self, size: int, phase: str) -> _Shared:
+    def _connect(self, size: int, phase: str, limit_s: float) -> Mesh:
         mine = Exchanges(self.rank, self.world_size, size)
         leaders = mine.leaders if self.rank == mine.leader else range(0)
         try:
@@ -446,8 +434,8 @@ class Group:
             store = dist.PrefixStore(f"{name} {ranks}", self.lifeline.store())
             return dist.ProcessGroupGloo(store, ranks.index(self.rank), len(ranks), patience)
 
-        mesh = self._bounded(phase, lambda: Mesh(mine, make(mine.group), make(leaders)))
-        return _Shared(mesh, self.lifeline.generation)
+        generation = self.lifeline.generation
+        return self._call(phase, lambda: Mesh(mine, make(mine.group), make(leaders), generation), limit_s)
 
     def _common_size(self, every: Sequence[int], group_size: int) -> int:
         """The ranks of a group, from rank 0: its setting, in whole nodes."""
@@ -462,19 +450,19 @@ class Group:
         phase: what the messages are about. Raises `DataError` where another rank has taken a `step` that this one has
         not.
         """
-        return [message] if self.world_size == 1 else self._run(self.exchanges.gather_all(message), phase)
+        return self._run(self.exchanges.gather_all(message), phase)
 
     def gather(self, message: bytes, phase: str) -> list[bytes]:
         """The messages of the ranks of the group, in rank order."""
-        return [message] if self.world_size == 1 else self._run(self.exchanges.gather(message), phase)
+        return self._run(self.exchanges.gather(message), phase)
 
     def reduce(self, message: bytes, merge: Merge, phase: str) -> bytes:
         """As `Exchanges.reduce`."""
-        return merge([message]) if self.world_size == 1 else self._run(self.exchanges.reduce(message, merge), phase)
+        return self._run(self.exchanges.reduce(message, merge), phase)
 
     def swap(self, given: Mapping[int, bytes], sources: Sequence[int], phase: str) -> dict[int, bytes]:
         """As `Exchanges.swap`."""
-        return {} if self.world_size == 1 else self._run(self.exchanges.swap(given, sources), phase)
+        return self._run(self.exchanges.swap(given, sources), phase)
 
     def step(self, phase: str) -> None:
         """This rank takes the next of the steps that all ranks take. phase: which step."""
@@ -491,26 +479,26 @@ class Group:
             self.lifeline.leave(stream)
         mesh.users -= 1
         if self.is_busy:
-            mesh.mesh.cancel()
+            mesh.cancel()
         if failed or self.is_busy or self.lifeline.failure is not None:
-            meshes = _shared.get(self.lifeline, {})
+            meshes = _meshes.get(self.lifeline, {})
             for size in [size for size, one in meshes.items() if one is mesh]:
                 del meshes[size]  # what comes next has connections of its own
             _kept.append(mesh)
 
     def _run(self, exchange: Exchange[T], phase: str) -> T:
+        if self.world_size == 1:
+            return Mesh(self.exchanges).run(exchange, 0)
         assert self._mesh is not None
-        mesh, tag = self._mesh.mesh, self._tag
-        return self._call(
-            phase, lambda check: bounded(lambda: mesh.run(exchange, tag), math.inf, check), self._steps or None
-        )
+        mesh, tag = self._mesh, self._tag
+        return self._call(phase, lambda: mesh.run(exchange, tag))
 
-    def _call(self, phase: str, call: Callable[[Callable[[float], None]], T], steps: str | None = None) -> T:
+    def _call(self, phase: str, call: Callable[[], T], limit_s: float = math.inf) -> T:
         self.lifeline.enter(self._stream, f"{phase} (message {next(self._count)})")
         started = time.monotonic()
         self.is_busy = True
         try:
-            result = call(partial(self.lifeline.check_wait, self._stream, steps))
+            result = bounded(call, limit_s, partial(self.lifeline.check_wait, self._stream, self._steps or None))
         except DataError:
             raise  # it is known why
         except Exception as error:

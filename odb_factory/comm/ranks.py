@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import msgpack
 import numpy as np
 import torch.distributed as dist
 
@@ -324,7 +325,6 @@ class Ranks:
 # Send the samples that a balanced plan gives to another rank than the one that holds them.
 
 T = TypeVar("T")
-_LENGTH_BYTES = 8
 
 
 def redistribute(
@@ -341,18 +341,16 @@ def redistribute(
 
     ranks: those that the plan is for. held: the samples in this rank's buffer. swap: as `Ranks.swap`.
     These ranks know the plan, so what travels needs no address: the samples for a rank are in the order in which it
-    takes them, each behind its length. All ranks call it, and nothing is sent to a rank that gets no sample.
+    takes them. All ranks call it, and nothing is sent to a rank that gets no sample.
     """
     here = rank - ranks.start
     start, end = plan.starts[here : here + 2]
     samples = dict(enumerate(held, start))
     given = {}
     for taker, groups in zip(ranks, plan.groups):
-        mine = (
-            [encode(samples[row]) for group in groups for row in group if start <= row < end] if taker != rank else []
-        )
+        mine = [encode(samples[row]) for group in groups for row in group if taker != rank and start <= row < end]
         if mine:
-            given[taker] = b"".join(part for one in mine for part in (len(one).to_bytes(_LENGTH_BYTES, "little"), one))
+            given[taker] = msgpack.packb(mine)
     wanted = [
         (row, ranks[bisect.bisect_right(plan.starts, row) - 1])
         for group in plan.groups[here]
@@ -361,15 +359,6 @@ def redistribute(
     ]
     sources = sorted({owner for _, owner in wanted})
     if plan.moves:  # all ranks know it, and make the same calls
-        received = {owner: iter(_split(text)) for owner, text in swap(given, sources).items()}
+        received = {owner: iter(msgpack.unpackb(text)) for owner, text in swap(given, sources).items()}
         samples |= {row: decode(next(received[owner])) for row, owner in wanted}
     return samples
-
-
-def _split(buffer: bytes) -> list[bytes]:
-    parts, position = [], 0
-    while position < len(buffer):
-        start = position + _LENGTH_BYTES
-        position = start + int.from_bytes(buffer[start - _LENGTH_BYTES : start], "little")
-        parts.append(buffer[start:position])
-    return parts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgpack
 from hypothesis import given
 from hypothesis import strategies as st
 from planning_strategies import costs
@@ -33,7 +34,7 @@ def test_every_rank_gets_the_samples_of_its_groups(world: list[list]) -> None:
             def swap(given: Any, sources: Any, rank: int = rank, told: bool = told) -> Any:
                 found = TableGroup(table, rank).swap({} if told else given, sources if told else [])
                 assert all(given.values()) and rank not in {*given, *sources}
-                return found if told else dict.fromkeys(sources, b"")
+                return found if told else dict.fromkeys(sources, msgpack.packb([]))
 
             try:
                 samples = redistribute(plan, ranks, rank, mine, swap, encode=sample_to_bytes, decode=sample_from_bytes)
