@@ -58,13 +58,6 @@ def make_budget(config: ResolvedConfig, collation: Collation, layout: LayoutName
     )
 
 
-def make_layout(budget: Budget, *, with_boundaries: bool) -> FlatLayout | Budget | None:
-    """What is done to collated batches; None: they stay as the collator returns them."""
-    if budget.layout != "flat":
-        return budget if budget.rounds_up else None
-    return FlatLayout(budget.collation, budget.sizes, with_boundaries)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # One pass over an epoch, between the planner and the collating workers.
 # A trap of torch shapes it: a DataLoader asks its sampler for the next index before it hands over a batch that is
@@ -199,11 +192,14 @@ class ODBLoader:
         self.budget = budget = make_budget(config, collation, layout)
         self.lowered: Limits | None = None
         self.left_out = LeftOut()
+        done_to_batches: FlatLayout | Budget | None = budget if budget.rounds_up else None
+        if layout == "flat":
+            done_to_batches = FlatLayout(budget.collation, budget.sizes, with_boundaries)
         self.groups = GroupDataset(
             Picklable(parts.collate_fn, "collate_fn"),
             patch_size,
             parts.dataset,
-            make_layout(budget, with_boundaries=with_boundaries),
+            done_to_batches,
             measure,
             budget=None if self.counts_labels else budget,
             skips=config.on_error == "skip",
@@ -376,7 +372,7 @@ class ODBLoader:
     def estimate_optimizer_steps(self) -> int:
         """Optimizer steps of an epoch. With `fill` it begins the epoch and is an estimate; 0 if not known."""
         an_epoch = self.num_optimizer_steps
-        return self._begun().epoch_steps if an_epoch is None else an_epoch
+        return self.begin().epoch_steps if an_epoch is None else an_epoch
 
     @property
     def has_rows(self) -> bool:
@@ -389,9 +385,15 @@ class ODBLoader:
             rows = map(self._workers.read_row, dict.fromkeys(self._order.first))
             yield from (row for row in rows if isinstance(row, Sample))
 
-    def begin(self) -> None:
-        """Begin the epoch, unless begun, and wait for its first plan. Collective."""
-        self._begun()
+    def begin(self) -> Pass:
+        """The pass under way, or one that begins here and has its first plan. Collective."""
+        if self.under_way is None:
+            try:
+                self.under_way = self._begin()
+            except BaseException as error:
+                self._abandon(error)
+                raise
+        return self.under_way
 
     @property
     def next_planned(self) -> OptimizerStep | None:
@@ -403,7 +405,7 @@ class ODBLoader:
         """Begin the epoch, or continue one that `begin` has begun; ends an iterator that was handed out before."""
         if self.under_way is not None and self.under_way.is_taken:
             self.leave()
-        current = self._begun()
+        current = self.begin()
         current.is_taken = True
         return self._micro_batches(current)
 
@@ -435,16 +437,6 @@ class ODBLoader:
             self._ranks.close()
 
         threading.Thread(target=close_rest, name="odb-release", daemon=True).start()
-
-    def _begun(self) -> Pass:
-        """The pass under way, or one that begins here and has its first plan. Collective."""
-        if self.under_way is None:
-            try:
-                self.under_way = self._begin()
-            except BaseException as error:
-                self._abandon(error)
-                raise
-        return self.under_way
 
     def _begin(self) -> Pass:
         workers, progress, ranks = self._workers, self._progress, self._ranks

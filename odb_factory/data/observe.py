@@ -355,10 +355,10 @@ class ItemObserver:
     def _collated_cost(self, item: Mapping[str, Any]) -> Cost:
         """The cost of an item whose collator makes the model inputs."""
         try:
-            batch = self.collate_fn([copy.copy(item)])
+            batch = self._alone(item)
         except Exception as error:
             raise ItemError(f"{_not_an_item(item)}, which its collator cannot take alone: {one_line(error)}") from error
-        if not isinstance(batch, Mapping) or np.shape(batch.get("input_ids", ()))[:-1] != (1,):
+        if np.shape(batch.get("input_ids", ()))[:-1] != (1,):
             way_out = GIVE_COST_FN
             if "chosen_input_ids" in item:
                 way_out = "for TRL's DPOTrainer call odb_factory.integrations.trl.enable_odb_dpo in place of enable_odb"
@@ -375,22 +375,24 @@ class ItemObserver:
             leading_label=labels is not None and has_leading_label(labels),
         )
 
+    def _alone(self, item: Any) -> Mapping[str, Any]:
+        """The batch of an item alone; empty where the collator returns no mapping."""
+        batch = self.collate_fn([copy.copy(item)])
+        return batch if isinstance(batch, Mapping) else {}
+
     def _has_token_labels(self, features: Any) -> bool:
         """Whether an item, or the batch that it makes alone, has one label for each of its `input_ids`."""
-        inputs = features
-        if not isinstance(features, Mapping) or features.get("labels") is None or features.get("input_ids") is None:
-            inputs = self.collate_fn([copy.copy(features)])
-        if not isinstance(inputs, Mapping) or inputs.get("labels") is None or inputs.get("input_ids") is None:
-            return False
-        labels, ids = np.asarray(inputs["labels"]), np.asarray(inputs["input_ids"])
+        inputs = features if isinstance(features, Mapping) else {}
+        if inputs.get("labels") is None or inputs.get("input_ids") is None:
+            inputs = self._alone(features)
+        labels, ids = np.asarray(inputs.get("labels")), np.asarray(inputs.get("input_ids"))
         return labels.dtype.kind == "i" and labels.ndim == ids.ndim > 0
 
     def _labels(self, features: Any) -> Any:
         """The labels of an item, or of the batch that it makes alone; None if there are none and none are needed."""
         labels = features.get("labels") if isinstance(features, Mapping) else None
         if labels is None:
-            batch = self.collate_fn([copy.copy(features)])
-            labels = batch.get("labels") if isinstance(batch, Mapping) else None
+            labels = self._alone(features).get("labels")
         if labels is None and self.needs_units:
             raise ItemError(
                 f"loss_scaling {self.loss_scaling!r} weighs by units (supervised tokens), and neither the item nor its "

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -173,11 +173,15 @@ def dismantle(dataloader: Any, seed: int, stream: Any = None, *, already_split: 
         _refuse_shards(dataset)
     while isinstance(dataset, IterableDatasetShard):
         dataset = dataset.dataset
+    batches: Any = loader.batch_sampler  # None if the dataset yields batches
+    while hasattr(batches, "batch_sampler"):  # accelerate's share of a rank
+        batches = batches.batch_sampler
+    size = loader.batch_size or getattr(batches, "batch_size", None)
     return DataLoaderParts(
         dataset=dataset,
-        sampler=None if isinstance(dataset, IterableDataset) else _whole(_sampler(loader), seed),
-        batch_size=_batch_size(loader),
-        drop_last=loader.drop_last or bool(getattr(_batch_sampler(loader), "drop_last", False)),
+        sampler=None if isinstance(dataset, IterableDataset) else _whole(_sampler(batches), seed),
+        batch_size=size if isinstance(size, int) else 1,
+        drop_last=loader.drop_last or bool(getattr(batches, "drop_last", False)),
         collate_fn=loader.collate_fn,
         num_workers=loader.num_workers,
         prefetch_factor=loader.prefetch_factor or 2,
@@ -219,26 +223,12 @@ def _refuse_shards(dataset: Any) -> None:
         )
 
 
-def _batch_sampler(loader: DataLoader) -> Any:
-    """The user's own, of all ranks; None if the dataset yields batches."""
-    batches: Any = loader.batch_sampler
-    while hasattr(batches, "batch_sampler"):  # accelerate's share of a rank
-        batches = batches.batch_sampler
-    return batches
-
-
-def _batch_size(loader: DataLoader) -> int:
-    size = loader.batch_size or getattr(_batch_sampler(loader), "batch_size", None)
-    return size if isinstance(size, int) else 1
-
-
-def _sampler(loader: DataLoader) -> Any:
-    if loader.batch_sampler is None:
+def _sampler(batches: Any) -> Any:
+    if batches is None:
         raise ConfigError(
             "odb: a DataLoader with batch_size=None yields batches that its dataset has made; give one whose dataset "
             "yields single samples."
         )
-    batches = _batch_sampler(loader)
     sampler = getattr(batches, "sampler", None)
     if sampler is None:
         raise ConfigError(
@@ -428,14 +418,8 @@ def is_split_by_node(stream: Any) -> bool:
     return getattr(stream, "already_split", False) or getattr(stream, "_distributed", None) is not None
 
 
-class StreamStart(NamedTuple):
-    """What a reader yields before the items. fingerprint: of the first items, 0 if there are none."""
-
-    fingerprint: int
-
-
 class StreamReader(WorkerDataset, IterableDataset):
-    """The share of a rank of a dataset that is iterated: raw items, a `StreamStart` before them.
+    """The share of a rank of a dataset that is iterated: raw items, before them a checksum of the first (0: none).
 
     The id of an item is its position in the stream. All ranks iterate the same stream, unless it is split between
     them beforehand (`is_split`), and then each all of its own; the ranks compare their first items. One process reads,
@@ -452,9 +436,9 @@ class StreamReader(WorkerDataset, IterableDataset):
         self.rank, self.world_size = rank, world_size
         self.is_split = is_split or is_split_by_node(dataset)
         self.start = Start()
-        self._begun = StreamStart(0)
+        self._of_first = 0
 
-    def __iter__(self) -> Iterator[StreamStart | RawItem | Rejection]:
+    def __iter__(self) -> Iterator[int | RawItem | Rejection]:
         first: list[Any] = []
         rest: Iterator[Any] = iter(())
         try:
@@ -462,7 +446,7 @@ class StreamReader(WorkerDataset, IterableDataset):
             first.extend(itertools.islice(rest, ITEMS_COMPARED))
         except Exception as error:
             rest = _raising(error)
-        yield StreamStart(fingerprint(first) if first else 0)
+        yield fingerprint(first) if first else 0
         whole = (0, 1) if self.is_split else (self.rank, self.world_size)
         pairs = shard(itertools.chain(first, rest), *whole, self.start)
         position = -1
@@ -481,16 +465,16 @@ class StreamReader(WorkerDataset, IterableDataset):
             yield _raw(position * self.world_size + self.rank if self.is_split else position, item)
 
     def items(self, read: Iterable[Any]) -> Iterator[RawItem | Rejection]:
-        """What has been read, perhaps in a worker process, without the `StreamStart`, which is kept."""
+        """What has been read, perhaps in a worker process, without the checksum, which is kept."""
         for item in read:
-            if isinstance(item, StreamStart):
-                self._begun = item
+            if isinstance(item, int):
+                self._of_first = item
             else:
                 yield item
 
     def common(self, place: tuple[int, ...], step: int) -> int:
         """What `compare` compares: a number made of the first items and, unless the stream is split, the place."""
-        return self._begun.fingerprint if self.is_split else zlib.crc32(repr((self._begun, place)).encode())
+        return self._of_first if self.is_split else zlib.crc32(repr((self._of_first, place)).encode())
 
     def compare(self, numbers: Sequence[int]) -> str | None:
         """Why the ranks, with these numbers of `common`, cannot go on; None if they can."""

@@ -162,21 +162,14 @@ class WorkerDataset:
     sends_dataset = True
 
     def __reduce__(self) -> tuple[Any, ...]:
-        watch = _ParentWatch(os.getpid()) if get_spawning_popen() is not None else None
-        return _new, (watch, type(self)), self.__dict__ if self.sends_dataset else self.__dict__ | {"dataset": None}
+        parent = os.getpid() if get_spawning_popen() is not None else None
+        return _new, (parent, type(self)), self.__dict__ if self.sends_dataset else self.__dict__ | {"dataset": None}
 
 
-class _ParentWatch:
-    """Unpickling it calls `watch_parent`."""
-
-    def __init__(self, pid: int):
-        self.pid = pid
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return watch_parent, (self.pid,)
-
-
-def _new(watch: None, kind: Any) -> Any:
+def _new(parent: int | None, kind: Any) -> Any:
+    """Called before the attributes are unpickled."""
+    if parent is not None:
+        watch_parent(parent)
     return kind.__new__(kind)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import dataclasses
 import functools
 import io
@@ -48,7 +49,7 @@ def pack(features: Any) -> bytes:
     """
     values = {key: _own(value) for key, value in features.items()} if isinstance(features, Mapping) else features
     try:
-        return _PLAIN + msgpack.packb(values, default=_extended, strict_types=True)
+        return _PLAIN + _write(values)
     except (TypeError, ValueError, OverflowError):
         return _PICKLED + pickle.dumps(values, pickle.HIGHEST_PROTOCOL)
 
@@ -188,36 +189,30 @@ class Picklable:
 
 
 class _Pickler(ForkingPickler):
-    """Pickles modules without their weights. models: the pickles of modules that were sent before, by their id."""
+    """Pickles modules without their weights: classes, submodules, attributes; tensors as "meta", functions as
+    `_NotSent`. models: the pickles of modules that were sent before, by their id; None within a module."""
 
-    def __init__(self, file: io.BytesIO, models: dict[int, bytes]):
+    def __init__(self, file: io.BytesIO, models: dict[int, bytes] | None = None):
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self._models = models
 
     def reducer_override(self, obj: Any) -> Any:
-        if not isinstance(obj, torch.nn.Module):
-            return NotImplemented
-        if id(obj) not in self._models:
-            buffer = io.BytesIO()
-            _ModulePickler(buffer, pickle.HIGHEST_PROTOCOL).dump(obj)
-            self._models[id(obj)] = buffer.getvalue()
-        return pickle.loads, (self._models[id(obj)],)
-
-
-class _ModulePickler(ForkingPickler):
-    """Pickles a module: its classes, submodules and attributes; tensors as "meta", functions as `_NotSent`."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, torch.Tensor):
+        if self._models is None and isinstance(obj, torch.Tensor):
             return _meta, (type(obj) is torch.nn.Parameter, tuple(obj.shape), obj.dtype)
         if not isinstance(obj, torch.nn.Module):
             return NotImplemented
+        if self._models is not None:
+            if id(obj) not in self._models:
+                buffer = io.BytesIO()
+                _Pickler(buffer).dump(obj)
+                self._models[id(obj)] = buffer.getvalue()
+            return pickle.loads, (self._models[id(obj)],)
         # Hooks belong to the trainer of the model, functions are often closures of an engine.
         blank = vars(torch.nn.Module())
         state = {name: value for name, value in vars(obj).items() if name not in blank}
         state = {name: _NotSent(name) if isinstance(value, _FUNCTIONS) else value for name, value in state.items()}
         state |= blank | {name: dict(vars(obj)[name]) for name in ("_parameters", "_buffers", "_modules")}
-        return _module, (type(obj),), {**state, "training": obj.training}
+        return copyreg.__newobj__, (type(obj),), {**state, "training": obj.training}  # type: ignore[attr-defined]
 
 
 class _NotSent:
@@ -233,10 +228,6 @@ class _NotSent:
 def _meta(is_parameter: bool, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     tensor = torch.empty(shape, dtype=dtype, device="meta")
     return torch.nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
-
-
-def _module(kind: type[torch.nn.Module]) -> torch.nn.Module:
-    return kind.__new__(kind)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
