@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from odb_factory.version import __version__
+
 if TYPE_CHECKING:
     from odb_factory.config import ODBConfig as ODBConfig
     from odb_factory.errors import ConfigError as ConfigError
@@ -54,7 +56,6 @@ _HOMES = {
     "without_logits": "odb_factory.loop.step_info",
 }
 
-__version__ = "0.2.0"
 __all__ = ["__version__", *_HOMES]
 
 

@@ -25,10 +25,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from odb_factory.comm.agreement import installed_version
 from odb_factory.errors import one_line
 from odb_factory.llamafactory import activation, hooks
 from odb_factory.llamafactory.activation import DISABLE, NEWEST_TESTED, SEAMS
+from odb_factory.version import installed_version
 
 PROBE_TIMEOUT_S = 300
 ENTRY_POINT = "odb_factory.llamafactory.activation:activate"

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from odb_factory import __version__
 from odb_factory.errors import ConfigError, ODBError, one_line
+from odb_factory.version import __version__
 
 SAMPLES = 2000
 PAGE = "odb_report.html"

@@ -12,14 +12,13 @@ import platform
 import zlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 
 from packaging.version import InvalidVersion, Version
 
-from odb_factory import __version__
 from odb_factory.config import ODBConfig
 from odb_factory.errors import CollectiveError, ODBError, one_line
 from odb_factory.log import get_logger
+from odb_factory.version import installed_version
 
 logger = get_logger(__name__)
 
@@ -64,16 +63,6 @@ def releases() -> dict[str, object]:
     found["release of Python"] = platform.python_version().rpartition(".")[0]
     found["build of Python"] = MayDiffer(platform.python_version())
     return found
-
-
-def installed_version(package: str) -> str | None:
-    """Of a distribution; None where it is not installed. This package may run from a folder that is not."""
-    if package == "odb_factory":
-        return __version__
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _release(version: str | None) -> str | None:

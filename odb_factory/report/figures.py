@@ -16,7 +16,6 @@ import numpy as np
 import pydantic_core
 from pydantic import TypeAdapter
 
-from odb_factory import __version__
 from odb_factory.errors import ODBError
 from odb_factory.planning import Media
 from odb_factory.report.read import (
@@ -32,6 +31,7 @@ from odb_factory.report.read import (
     read_history,
 )
 from odb_factory.report.words import compare, headline, notes_of_run
+from odb_factory.version import __version__
 
 RATIOS = ("padding_ratio", "balance", "patch_balance", "budget_use", "data_wait_s", "micro_batches", "units_per_step")
 """Figures of a log entry that odb logs as `odb/...`."""

@@ -11,9 +11,9 @@ from typing import Any
 import jinja2
 from markupsafe import Markup, escape
 
-from odb_factory import __version__
 from odb_factory.report import charts
 from odb_factory.report.words import UNKNOWN, number, percent, seconds_text, settings
+from odb_factory.version import __version__
 
 NUMBER = r"(?<![#\w])[0-9][0-9,.e%-]*(?: (?:s|h|min)\b)?(?: [0-9]+ (?:s|min)\b)?"
 """With its unit; digits of an HTML entity are no number."""

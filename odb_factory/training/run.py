@@ -15,7 +15,6 @@ from transformers import TrainerCallback
 
 from odb_factory.accounting.statistics import Lines, summary_line, write_summary
 from odb_factory.accounting.step_accounting import StepAccounting
-from odb_factory.comm.agreement import installed_version
 from odb_factory.config import ResolvedConfig
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.observe import IGNORE_INDEX
@@ -24,6 +23,7 @@ from odb_factory.errors import CollectiveError, ConfigError, one_line
 from odb_factory.log import get_logger
 from odb_factory.planning import Limits
 from odb_factory.training.fill_schedule import FillSchedule
+from odb_factory.version import installed_version
 
 # ----------------------------------------------------------------------------------------------------------------------
 # `odb_log.jsonl`: the settings of a run, and each log entry with its time and its sums; `odb-factory report` reads it.
