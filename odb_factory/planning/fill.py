@@ -79,7 +79,7 @@ def _needed(
     """The fewest micro-batches that samples (positions in the table) need in each pool [pools]."""
 
     def padded(chosen: np.ndarray) -> np.ndarray:
-        return groups_needed(Pools.of(table, chosen, pool_of[chosen], slots, budget, model), num_pools)
+        return groups_needed(Pools(table, chosen, pool_of[chosen], slots, budget, model), num_pools)
 
     dummies = [*budget.collation.dummies(0, 0), *(budget.collation.dummy_of(name, 0, 0) for name, _ in budget.caps)]
     tokens, *others = capacities(budget)

@@ -182,7 +182,7 @@ def plan_optimizer_step(
     if budget.layout == "flat":
         groups = cut_flat(Samples(table, index, pool_of, slots, budget), model, least_steps)
     else:
-        groups = _cut_padded(Pools.of(table, index, pool_of, slots, budget, model), least_steps)
+        groups = _cut_padded(Pools(table, index, pool_of, slots, budget, model), least_steps)
     steps = [place(step, owner_rank, len(buffers), balance=balance) for step in groups]
     final = all(buffer.exhausted for buffer in buffers)
     return to_plan(steps, table, starts, owner_rank, budget, final, exceeds_transfer_limit)
@@ -220,20 +220,20 @@ def cut(
         if not num_steps or not len(samples):
             return cut_flat(samples, model)
         return in_order(without_excess(put_into_bins(samples, num_steps, samples.weigh(model))))
-    return _cut_padded(Pools.of(table, index, pool_of, slots, budget, model), num_steps)
+    return _cut_padded(Pools(table, index, pool_of, slots, budget, model), num_steps)
 
 
 def _cut_padded(pools: Pools, num_steps: int) -> list[list[PoolGroup]]:
     """The groups of each micro-step, the costliest micro-step first."""
-    cut = cut_by_one_cap(pools, num_steps) if num_steps and len(pools.rows) else _best_cut(pools)
+    cut = cut_by_one_cap(pools, num_steps) if num_steps and len(pools) else _best_cut(pools)
     steps: list[list[PoolGroup]] = [[] for _ in range(int(cut.steps.max(initial=-1)) + 1)]
     for step, pool_of, start, end in zip(*(column.tolist() for column in (cut.steps, cut.pools, cut.starts, cut.ends))):
-        steps[step].append((pool_of, pools.rows.group(start, end)))
+        steps[step].append((pool_of, pools.group(start, end)))
     return steps
 
 
 def _best_cut(pools: Pools) -> Cut:
-    if not len(pools.rows):
+    if not len(pools):
         return make_cut(pools, [[] for _ in pools.starts])
     least = -(-int(groups_needed(pools, len(pools.starts)).max()) // pools.slots)
     best = cut_by_one_cap(pools, least)

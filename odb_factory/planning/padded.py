@@ -12,46 +12,49 @@ import numpy as np
 from odb_factory.planning.cost import Budget, CostModel
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The order in which groups are cut out of the samples that a plan may choose from.
+# The samples of an optimizer step as pools that groups are cut from, and how large a group can be.
+# All arithmetic is on integers, so that every rank computes the same.
+
+NO_CAP = 1 << 62
 
 
-class Rows:
-    """Samples in the order in which groups are cut out of them: each modality by itself, from long to short.
+class Pools:
+    """The samples of an optimizer step, in pools: one for all ranks that share their samples, or one for each rank.
 
-    A group is a stretch [start, end) of this order: neighbours differ little in length, so little is padded.
+    Pool after pool, each modality by itself, from long to short. A group is a stretch [start, end) of this order:
+    neighbours differ little in length, so little is padded.
 
-    table: array of `ROW`. index: the samples to take, as positions in `table` [n]. pool: of each of them the pool it
-    belongs to [n]; groups never mix pools, and one pool follows the other (default: all in one).
+    table: array of `ROW`. index: the samples, as positions in `table` [n]. pool_of: the pool of each of them [n].
+    slots: groups that a pool gives to each micro-step: the number of ranks that share it.
 
-    index, length (padded row length in tokens) and the like follow the sorted order [n]. Those named `_before` are
+    index, pool_of, tokens, length (padded row length in tokens) follow the sorted order [n]. Those named `_before` are
     sums over all samples before each position, and over all at the end [n + 1]. max_end: where a group that starts
-    here must end at the latest, for its pool, modality and patches.
+    here must end at the latest, for its pool, modality and patches. starts, ends: of each pool.
     """
 
-    def __init__(self, table: np.ndarray, index: np.ndarray, budget: Budget, pool: np.ndarray | None = None):
-        self.budget = budget
+    def __init__(
+        self, table: np.ndarray, index: np.ndarray, pool_of: np.ndarray, slots: int, budget: Budget, model: CostModel
+    ):
+        self.slots, self.budget, self.model = slots, budget, model
         rows = table[index]
-        kind = rows["modality"].astype(np.int64)
-        if pool is not None:
-            kind += pool.astype(np.int64) << 8
+        kind = rows["modality"].astype(np.int64) + (pool_of.astype(np.int64) << 8)
         order = np.lexsort((-rows["patches"], -rows["row_tokens"], kind))
-        self.index, rows, kind = index[order], rows[order], kind[order]
+        self.index, self.pool_of, rows, kind = index[order], pool_of[order], rows[order], kind[order]
+        bounds = np.concatenate([[0], np.cumsum(np.bincount(pool_of, minlength=1))])
+        self.starts, self.ends = bounds[:-1], bounds[1:]
         self.tokens = rows["row_tokens"].astype(np.int64)
         multiple = budget.collation.pad_to_multiple_of
         self.length = budget.sizes.up(np.maximum(-(-self.tokens // multiple) * multiple, 1))
-        sums = np.zeros((3, len(rows) + 1), dtype=np.int64)
-        np.cumsum([rows["patches"], rows["has_media"], rows["has_audio"]], axis=1, out=sums[:, 1:])
-        self.patches_before, self.media_before, self.audio_before = sums
+        names = ("patches", "has_media", "has_audio", *(name for name, _ in budget.caps))
+        sums = np.zeros((len(names), len(rows) + 1), dtype=np.int64)
+        np.cumsum([rows[name] for name in names], axis=1, out=sums[:, 1:])
+        self.patches_before, self.media_before, self.audio_before, *self.capped_before = sums
         self.max_end = np.searchsorted(kind, kind, side="right")
-        self.capped_before = np.zeros((len(budget.caps), len(rows) + 1), dtype=np.int64)
-        for before, (name, _) in zip(self.capped_before, budget.caps):
-            np.cumsum(rows[name], out=before[1:])
-        bounds = [(before, cap) for before, (_, cap) in zip(self.capped_before, budget.caps)]
-        if budget.max_patches is not None:
-            bounds.append((self.patches_before, budget.max_patches))
-        for before, cap in bounds:
-            within = np.searchsorted(before, before[:-1] + cap, side="right") - 1
-            self.max_end = np.minimum(self.max_end, np.maximum(within, np.arange(len(kind)) + 1))
+        most = (budget.max_patches, *(cap for _, cap in budget.caps))
+        for before, cap in zip((self.patches_before, *self.capped_before), most, strict=True):
+            if cap is not None:
+                within = np.searchsorted(before, before[:-1] + cap, side="right") - 1
+                self.max_end = np.minimum(self.max_end, np.maximum(within, np.arange(len(kind)) + 1))
 
     def __len__(self) -> int:
         return len(self.index)
@@ -86,59 +89,16 @@ class Rows:
         capped = [before[ends] - before[starts] for before in self.capped_before]
         return self.budget.excess_of_caps(capped, media, audio)
 
-    def costs(self, starts: np.ndarray, ends: np.ndarray, model: CostModel) -> np.ndarray:
+    def costs(self, starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
         """The cost of many groups, none of them empty, in the unit of the model."""
         rows, lengths, patches, attention = self.shapes(starts, ends)
-        return model.of(rows * lengths, patches, attention)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The samples of an optimizer step as pools that groups are cut from, and how large a group can be.
-# All arithmetic is on integers, so that every rank computes the same.
-
-NO_CAP = 1 << 62
-
-
-@dataclass(frozen=True, eq=False)
-class Pools:
-    """The samples of an optimizer step, in pools: one for all ranks that share their samples, or one for each rank.
-
-    rows: all samples, pool after pool. bounds: where each pool starts in them, and the end [pools + 1].
-    slots: groups that a pool gives to each micro-step: the number of ranks that share it.
-    """
-
-    rows: Rows
-    bounds: np.ndarray
-    slots: int
-    model: CostModel
-
-    @classmethod
-    def of(
-        cls, table: np.ndarray, index: np.ndarray, pool_of: np.ndarray, slots: int, budget: Budget, model: CostModel
-    ) -> Pools:
-        """index: the samples, as positions in the table [n]. pool_of: the pool of each of them [n]."""
-        bounds = np.concatenate([[0], np.cumsum(np.bincount(pool_of, minlength=1))])
-        return cls(Rows(table, index, budget, pool_of), bounds, slots, model)
-
-    @property
-    def starts(self) -> np.ndarray:
-        return self.bounds[:-1]
-
-    @property
-    def ends(self) -> np.ndarray:
-        return self.bounds[1:]
-
-    @cached_property
-    def pool_of(self) -> np.ndarray:
-        """The pool of each sample [n]."""
-        return np.repeat(np.arange(len(self.starts)), np.diff(self.bounds))
+        return self.model.of(rows * lengths, patches, attention)
 
     @cached_property
     def single_costs(self) -> np.ndarray:
         """What each sample costs alone [n]."""
-        starts = np.arange(len(self.rows))
-        costs: np.ndarray = self.rows.costs(starts, starts + 1, self.model)
-        return costs
+        starts = np.arange(len(self))
+        return self.costs(starts, starts + 1)
 
     @cached_property
     def largest_ends(self) -> np.ndarray:
@@ -151,16 +111,15 @@ class Pools:
         """Of each pool the lowest cap at which every sample can go alone, and the highest that any group asks for."""
         low, high = np.zeros((2, len(self.starts)), dtype=np.int64)
         np.maximum.at(low, self.pool_of, self.single_costs)
-        largest = self.rows.costs(np.arange(len(self.rows)), self.largest_ends[:-1], self.model)
-        np.maximum.at(high, self.pool_of, largest)
+        np.maximum.at(high, self.pool_of, self.costs(np.arange(len(self)), self.largest_ends[:-1]))
         # A sample alone can cost more than one in a group: dummy media are added where there are no others.
         return low, np.maximum(low, high)
 
     @cached_property
     def load(self) -> tuple[int, int]:
         """What the fullest pool and the longest sample cost where nothing is padded, fixed costs left out."""
-        rows, model = self.rows, self.model
-        costs = model.of(rows.tokens, np.diff(rows.patches_before), rows.tokens * rows.tokens) - model.fixed
+        model = self.model
+        costs = model.of(self.tokens, np.diff(self.patches_before), self.tokens * self.tokens) - model.fixed
         before = np.concatenate([[0], np.cumsum(costs)])
         return int((before[self.ends] - before[self.starts]).max()), int(costs.max())
 
@@ -180,8 +139,7 @@ def next_ends(pools: Pools, caps: np.ndarray) -> np.ndarray:
     caps: [caps, 1], or [1, n] for a cap of its own for every start. A sample that breaks a budget goes alone. A start
     whose sample alone costs more than the cap is its own end: nothing can be cut there.
     """
-    rows, model = pools.rows, pools.model
-    num_rows, budget = len(rows), rows.budget
+    model, budget, num_rows = pools.model, pools.budget, len(pools)
     starts, unlimited = np.arange(num_rows), np.int64(num_rows)
     variable = caps - model.fixed
 
@@ -191,22 +149,22 @@ def next_ends(pools: Pools, caps: np.ndarray) -> np.ndarray:
         most: np.ndarray = budget.token_budget // lengths
         return np.where(by_cost >= most, most, by_cost // budget.row_multiple * budget.row_multiple)
 
-    ends = np.minimum(starts + np.maximum(most_rows(rows.length), 1), rows.max_end)
+    ends = np.minimum(starts + np.maximum(most_rows(pools.length), 1), pools.max_end)
     starts = np.broadcast_to(starts, ends.shape)
     if model.patch:
         low, high = starts + 1, ends
         while (low < high).any():
             middle = (low + high + 1) // 2
-            fits = rows.costs(starts, middle, model) <= caps
+            fits = pools.costs(starts, middle) <= caps
             low, high = np.where(fits, middle, low), np.where(fits, high, middle - 1)
         ends = low
     if budget.collation.has_dummies:
         while True:
-            collated, lengths, patches, attention = rows.shapes(starts, ends)
+            collated, lengths, patches, attention = pools.shapes(starts, ends)
             count, padded = ends - starts, collated * lengths
             exceeds = (budget.excess(padded, patches) > 0) | (model.of(padded, patches, attention) > caps)
             if budget.caps:
-                exceeds |= rows.excess_of_caps(starts, ends) > 0
+                exceeds |= pools.excess_of_caps(starts, ends) > 0
             exceeds &= count > 1
             if not exceeds.any():
                 break
@@ -249,8 +207,8 @@ def make_cut(pools: Pools, groups: list[list[Group]]) -> Cut:
     sizes = np.array([len(own) for own in groups])
     pool = np.repeat(np.arange(len(groups)), sizes)
     starts, ends = np.array([group for own in groups for group in own], dtype=np.int64).reshape(-1, 2).T
-    costs = pools.rows.costs(starts, ends, pools.model)
-    _, _, patches, _ = pools.rows.shapes(starts, ends)
+    costs = pools.costs(starts, ends)
+    _, _, patches, _ = pools.shapes(starts, ends)
     order = np.lexsort((starts, -patches, -costs, pool))
     steps = (np.arange(len(order)) - np.repeat(np.cumsum(sizes) - sizes, sizes)) // pools.slots
     largest = np.zeros(int(steps.max(initial=-1)) + 1, dtype=np.int64)
@@ -356,9 +314,9 @@ def cut_by_stretches(pools: Pools) -> Cut | None:
     Best where few ranks share the samples; for a single rank, which waits for nobody, it is the cheapest cut of all,
     but for the values of caps that are tried.
     """
-    rows, model = pools.rows, pools.model
-    starts, highest = np.arange(len(rows)), int(pools.cap_range[1].max())
-    num_caps = min(MAX_CAPS, MAX_STATES // len(rows))
+    model, num_rows = pools.model, len(pools)
+    starts, highest = np.arange(num_rows), int(pools.cap_range[1].max())
+    num_caps = min(MAX_CAPS, MAX_STATES // num_rows)
     if num_caps < MIN_CAPS or pools.slots > MAX_SLOTS or highest <= model.fixed:
         return None
     spacing = -(-(highest - model.fixed) // num_caps)
@@ -367,18 +325,18 @@ def cut_by_stretches(pools: Pools) -> Cut | None:
         ends = next_ends(pools, caps[:, None])
         following = _after(ends, pools.slots)
         costs = np.where(following[:, :-1] > starts, caps[:, None], NO_CAP)
-        least, chosen = np.zeros(len(rows) + 1, dtype=np.int64), [0] * len(rows)
-        for start in range(len(rows) - 1, -1, -1):
+        least, chosen = np.zeros(num_rows + 1, dtype=np.int64), [0] * num_rows
+        for start in range(num_rows - 1, -1, -1):
             total = costs[:, start] + least[following[:, start]]
             chosen[start] = int(total.argmin())
             least[start] = total[chosen[start]]
         start, groups, used = 0, [], set()
-        while start < len(rows):
+        while start < num_rows:
             cap, end = chosen[start], int(following[chosen[start], start])
             groups += walk(ends[cap].tolist(), start, end)
             used.add(int(caps[cap]))
             start = end
-        finer = min(FINER_CAPS, MAX_STATES // (len(rows) * len(used)))
+        finer = min(FINER_CAPS, MAX_STATES // (num_rows * len(used)))
         if spacing <= 1 or finer <= 1:
             return fill_slots(pools, [groups], -(-len(groups) // pools.slots) * pools.slots)
         # Once more, with the values between those that were used and the next lower ones.
@@ -389,12 +347,12 @@ def cut_by_stretches(pools: Pools) -> Cut | None:
 
 def fill_slots(pools: Pools, groups: list[list[Group]], slots: int) -> Cut:
     """The cut with groups split until every slot has one, as far as there are samples: no rank idles without need."""
-    return make_cut(pools, [split_to_fill_slots(pools.rows, own, slots) for own in groups])
+    return make_cut(pools, [split_to_fill_slots(pools, own, slots) for own in groups])
 
 
-def split_to_fill_slots(rows: Rows, groups: list[Group], slots: int) -> list[Group]:
+def split_to_fill_slots(pools: Pools, groups: list[Group], slots: int) -> list[Group]:
     """Split groups, the one with most rows first, until there are `slots` of them or none can be split."""
-    grows = rows.budget.collation.has_dummies
+    grows = pools.budget.collation.has_dummies
     heap = [(start - end, start, end) for start, end in groups]
     heapq.heapify(heap)
     whole: list[Group] = []
@@ -404,7 +362,7 @@ def split_to_fill_slots(rows: Rows, groups: list[Group], slots: int) -> list[Gro
         # shortest goes alone: the media are not in both, and what keeps them fits as it did. Where both audio and other
         # media are told apart, even that may be too much.
         places = ((start + end) // 2, start + 1, end - 1)
-        middles = (k for k in places if not grows or (_fits(rows, start, k) and _fits(rows, k, end)))
+        middles = (k for k in places if not grows or (_fits(pools, start, k) and _fits(pools, k, end)))
         middle = next(middles, None)
         if middle is None:
             whole.append((start, end))
@@ -414,11 +372,11 @@ def split_to_fill_slots(rows: Rows, groups: list[Group], slots: int) -> list[Gro
     return [*whole, *((start, end) for _, start, end in heap)]
 
 
-def _fits(rows: Rows, start: int, end: int) -> bool:
+def _fits(pools: Pools, start: int, end: int) -> bool:
     """Whether a group is within the budgets, as collated (I4)."""
     starts, ends = np.array([start]), np.array([end])
-    count, length, patches, _ = rows.shapes(starts, ends)
-    over = rows.budget.excess(count * length, patches) + rows.excess_of_caps(starts, ends)
+    count, length, patches, _ = pools.shapes(starts, ends)
+    over = pools.budget.excess(count * length, patches) + pools.excess_of_caps(starts, ends)
     return end - start == 1 or not over.any()
 
 
@@ -441,7 +399,7 @@ def cut_by_two_caps(pools: Pools, num_first: int, num_second: int, below: int) -
     first_slots, second_slots = num_first * pools.slots, num_second * pools.slots
     num_states = len(pools.starts) * (min(first_slots, second_slots) + 1) * (first_slots + second_slots)
     num_caps = min(MOST_TWO_CAPS, MOST_TWO_CAP_STATES // num_states)
-    if num_caps < FEWEST_TWO_CAPS or not len(pools.rows):
+    if num_caps < FEWEST_TWO_CAPS or not len(pools):
         return None
     lowest, highest = (int(caps.max()) for caps in pools.cap_range)
     lowest = max(lowest, below // (num_first + num_second))
