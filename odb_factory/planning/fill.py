@@ -63,7 +63,7 @@ def plan_buffers(
         required = ~done if join else np.ones_like(done)
         num_steps = _fillable(needed(order), count, required, slots, 1 if join else accumulation)
         chosen = order[_oldest(needed, order, table["row_tokens"], pool_of, count, num_steps * slots)]
-    groups = cut(table, chosen, pool_of[chosen], slots, budget, model, num_steps)
+    groups = cut(table, chosen, pool_of[chosen], slots, budget, model, num_steps, chosen=True)
     if not join:
         gone = np.concatenate([np.zeros(0, dtype=np.int64), *(group for step in groups for _, group in step)])
         left = count - np.bincount(pool_of[gone], minlength=len(done))

@@ -108,13 +108,12 @@ SHARE_BITS = 20
 class Bins:
     """Bins in the order of their classes, and what is to be balanced between them.
 
-    pool, bin_class, step: of each bin [bins]. frozen: it holds an overlong sample and nothing else [bins].
+    bin_class, step: of each bin [bins]. frozen: it holds an overlong sample and nothing else [bins].
     amounts: what each sample adds in each dimension, in one unit of cost [n, dimensions]; tokens come first.
     targets: what each bin shall hold of it [bins, dimensions].
     """
 
     samples: Samples
-    pool: np.ndarray
     bin_class: np.ndarray
     step: np.ndarray
     frozen: np.ndarray
@@ -122,7 +121,7 @@ class Bins:
     targets: np.ndarray
 
     def __len__(self) -> int:
-        return len(self.pool)
+        return len(self.step)
 
 
 def capacities(budget: Budget) -> list[int | None]:
@@ -182,7 +181,7 @@ def make_bins(samples: Samples, num_steps: int, model: CostModel, *, dense: bool
     if num_classes == 1:
         for d in range(1, targets.shape[1]):
             targets[:, d] = _reachable_targets(samples, amounts[:, [0, d]], budgets[d], step, frozen, targets[:, 0])
-    return Bins(samples, pool, bin_class, step, frozen, amounts, targets)
+    return Bins(samples, bin_class, step, frozen, amounts, targets)
 
 
 def _share_out(samples: Samples, num_steps: int, pool_of_class: np.ndarray, num_overlong: np.ndarray) -> np.ndarray:

@@ -29,18 +29,19 @@ FAR_OVER = 1 << 40
 class Filled:
     """Samples in bins in micro-steps. Ranks wait for the most tokens, the most patches and the most squares of each.
 
-    bin_of: of each sample [n]. pool, bin_class, step: of each bin [bins]. frozen: it holds an overlong sample [bins].
+    bin_of: of each sample [n]. bin_class, step: of each bin [bins].
+    pool: of each bin. frozen: it holds an overlong sample [bins]. sums: of `Samples.measures` [bins, 5 + caps].
     """
 
     samples: Samples
     model: CostModel
     bin_of: np.ndarray
-    pool: np.ndarray
     bin_class: np.ndarray
     step: np.ndarray
-    frozen: np.ndarray
 
     def __post_init__(self) -> None:
+        self.pool = self.bin_class // self.samples.num_modalities
+        self.frozen = np.bincount(self.bin_of, self.samples.overlong, minlength=len(self.step)) > 0
         self.num_steps = int(self.step.max(initial=-1)) + 1
         self.weights = np.array([self.model.token, self.model.patch, self.model.square], dtype=np.int64)
         self.sums = self.samples.sums(self.bin_of, len(self.step))

@@ -21,7 +21,6 @@ from odb_factory.planning.padded import (
     cut_by_two_caps,
     groups_needed,
     lower_bound,
-    make_cut,
     place,
 )
 from odb_factory.planning.plan import BufferMetadata, MicroStepTotals, Plan, exceeds_limit, pool, to_plan
@@ -39,14 +38,8 @@ two micro-steps merged into one cost no more; it is needed where bins would have
 them. Modalities share no bin, so with several of them more micro-steps can be cheaper."""
 
 
-def cut_flat(samples: Samples, model: CostModel, least_steps: int = 0) -> list[list[PoolGroup]]:
-    """The groups of each micro-step; of `least_steps` at least, as far as there are samples.
-
-    Every sample is in a group, and groups of two or more are within the budgets. The costliest micro-step comes first.
-    """
-    if not len(samples):
-        return []
-    model = samples.weigh(model)
+def _best_bins(samples: Samples, model: CostModel, least_steps: int) -> Filled:
+    """All samples in bins of `least_steps` micro-steps at least, as far as there are samples, within the budgets."""
     needed = bins_needed(samples, capacities(samples.budget), int(samples.pool.max()) + 1)
     least = max(-(-int(needed.max()) // samples.slots), least_steps)
     found = _polished(samples, least, model)
@@ -62,7 +55,7 @@ def cut_flat(samples: Samples, model: CostModel, least_steps: int = 0) -> list[l
         for num_steps in range(found.num_steps + 1, found.num_steps + 1 + FLAT_CANDIDATES):
             if flat_lower_bound(samples, num_steps, model) < found.cost:
                 found = _cheaper(found, _polished(samples, num_steps, model))
-    return in_order(found)
+    return found
 
 
 def _polished(samples: Samples, num_steps: int, model: CostModel) -> Filled:
@@ -97,7 +90,7 @@ def put_into_bins(samples: Samples, num_steps: int, model: CostModel) -> Filled:
 
 
 def _filled(samples: Samples, model: CostModel, bins: Bins) -> Filled:
-    filled = Filled(samples, model, fill_bins(bins), bins.pool, bins.bin_class, bins.step, bins.frozen)
+    filled = Filled(samples, model, fill_bins(bins), bins.bin_class, bins.step)
     return min(filled, match_by_cost(filled), key=lambda one: one.cost)
 
 
@@ -142,9 +135,7 @@ def in_order(filled: Filled) -> list[list[PoolGroup]]:
 def fitted(samples: Samples, model: CostModel, least_steps: int) -> Filled:
     """Bins by best fit, always within the budgets, in as many micro-steps as needed."""
     bin_of, bin_class = best_fit_decreasing(samples, least_steps)
-    frozen = np.bincount(bin_of, samples.overlong, minlength=len(bin_class)) > 0
-    step, pool = np.zeros_like(bin_class), bin_class // samples.num_modalities
-    return match_by_cost(Filled(samples, model, bin_of, pool, bin_class, step, frozen))
+    return match_by_cost(Filled(samples, model, bin_of, bin_class, np.zeros_like(bin_class)))
 
 
 NUM_CANDIDATES = 4
@@ -178,11 +169,7 @@ def plan_optimizer_step(
     """
     table, starts, owner_rank = pool(buffers)
     balance, exceeds_transfer_limit, pool_of, slots = share(buffers, owner_rank, balance=balance)
-    index = np.arange(len(table))
-    if budget.layout == "flat":
-        groups = cut_flat(Samples(table, index, pool_of, slots, budget), model, least_steps)
-    else:
-        groups = _cut_padded(Pools(table, index, pool_of, slots, budget, model), least_steps)
+    groups = cut(table, np.arange(len(table)), pool_of, slots, budget, model, least_steps)
     steps = [place(step, owner_rank, len(buffers), balance=balance) for step in groups]
     final = all(buffer.exhausted for buffer in buffers)
     return to_plan(steps, table, starts, owner_rank, budget, final, exceeds_transfer_limit)
@@ -206,26 +193,27 @@ def cut(
     slots: int,
     budget: Budget,
     model: CostModel,
-    num_steps: int = 0,
+    least_steps: int = 0,
+    *,
+    chosen: bool = False,
 ) -> list[list[PoolGroup]]:
     """The groups of each micro-step, in the layout of the budget; the costliest micro-step comes first.
 
     index: the samples to cut, as positions in the table [n]. pool_of: the pool of each of them [n]. slots: ranks that
     share a pool.
-    num_steps: exactly that many micro-steps, for which the samples have been chosen; where flat bins cannot be kept
-    within the budgets, their youngest samples are left out. 0: as many as cost least.
+    least_steps: the fewest micro-steps, as far as there are samples. chosen: exactly that many, for which the samples
+    have been chosen; where flat bins cannot be kept within the budgets, their youngest samples are left out.
     """
+    if not len(index):
+        return []
     if budget.layout == "flat":
         samples = Samples(table, index, pool_of, slots, budget)
-        if not num_steps or not len(samples):
-            return cut_flat(samples, model)
-        return in_order(without_excess(put_into_bins(samples, num_steps, samples.weigh(model))))
-    return _cut_padded(Pools(table, index, pool_of, slots, budget, model), num_steps)
-
-
-def _cut_padded(pools: Pools, num_steps: int) -> list[list[PoolGroup]]:
-    """The groups of each micro-step, the costliest micro-step first."""
-    cut = cut_by_one_cap(pools, num_steps) if num_steps and len(pools) else _best_cut(pools)
+        model = samples.weigh(model)
+        if chosen and least_steps:
+            return in_order(without_excess(put_into_bins(samples, least_steps, model)))
+        return in_order(_best_bins(samples, model, least_steps))
+    pools = Pools(table, index, pool_of, slots, budget, model)
+    cut = cut_by_one_cap(pools, least_steps) if least_steps else _best_cut(pools)
     steps: list[list[PoolGroup]] = [[] for _ in range(int(cut.steps.max(initial=-1)) + 1)]
     for step, pool_of, start, end in zip(*(column.tolist() for column in (cut.steps, cut.pools, cut.starts, cut.ends))):
         steps[step].append((pool_of, pools.group(start, end)))
@@ -233,8 +221,6 @@ def _cut_padded(pools: Pools, num_steps: int) -> list[list[PoolGroup]]:
 
 
 def _best_cut(pools: Pools) -> Cut:
-    if not len(pools):
-        return make_cut(pools, [[] for _ in pools.starts])
     least = -(-int(groups_needed(pools, len(pools.starts)).max()) // pools.slots)
     best = cut_by_one_cap(pools, least)
     if len(pools.starts) == 1:

@@ -399,7 +399,7 @@ def cut_by_two_caps(pools: Pools, num_first: int, num_second: int, below: int) -
     first_slots, second_slots = num_first * pools.slots, num_second * pools.slots
     num_states = len(pools.starts) * (min(first_slots, second_slots) + 1) * (first_slots + second_slots)
     num_caps = min(MOST_TWO_CAPS, MOST_TWO_CAP_STATES // num_states)
-    if num_caps < FEWEST_TWO_CAPS or not len(pools):
+    if num_caps < FEWEST_TWO_CAPS:
         return None
     lowest, highest = (int(caps.max()) for caps in pools.cap_range)
     lowest = max(lowest, below // (num_first + num_second))
