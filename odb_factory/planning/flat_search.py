@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 import operator
 from bisect import bisect_left, bisect_right, insort
@@ -10,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from odb_factory.planning.cost import CostModel
+from odb_factory.planning.cost import Budget, CostModel
 from odb_factory.planning.flat import LARGEST_AMOUNT, Bins, Samples
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -168,160 +167,57 @@ MAX_LOOKS = 64
 """Number of bins tried for a sample."""
 
 
-class OpenBins:
-    """Bins of samples; those of each class sorted by the room they have left.
+def best_fit_decreasing(samples: Samples, model: CostModel, least_steps: int) -> Filled:
+    """Bins in no particular micro-steps; in `least_steps` at least, and no slot is empty as far as there are samples.
 
-    members: the samples of each bin. bin_class: the class of each bin.
+    So the last samples of a pool, the smallest, go alone where it has no more of them than slots to fill (I7).
     Room is measured in the budget that is used up more: tokens or patches.
-    _left: by whether a sample has media and audio, what it may add to each bin: tokens, patches and what is capped.
     """
-
-    def __init__(self, samples: Samples):
-        self.samples, self.budget = samples, samples.budget
-        self.members: list[list[int]] = []
-        self.bin_class: list[int] = []
-        tokens, patches = (int(total) for total in samples.measures[~samples.overlong, :2].sum(axis=0))
-        token_budget, max_patches = self.budget.token_budget, self.budget.max_patches
-        self._column = int(max_patches is not None and patches * token_budget > tokens * max_patches)
-        self._capacity = max_patches if self._column and max_patches is not None else token_budget
-        self._measures: list[list[int]] = samples.measures.tolist()
-        self._classes: list[int] = samples.sample_class.tolist()
-        self._overlong: list[bool] = samples.overlong.tolist()
-        self._most = {(media, audio): self._real(media, audio) for media in (False, True) for audio in (False, True)}
-        self._kinds = [(media > 0, audio > 0) for _, _, _, media, audio, *_ in self._measures]
-        self._left: dict[tuple[bool, bool], dict[int, tuple[float, ...]]] = {kind: {} for kind in set(self._kinds)}
-        self._sums: list[list[int]] = []
-        self._by_room: dict[int, list[tuple[int, int]]] = {}
-
-    def size(self, sample: int) -> int:
-        return self._measures[sample][self._column]
-
-    def open(self, members: list[int], sums: list[int]) -> None:
-        """Add a bin with these samples, which are of one class. sums: of their measures."""
-        self.members.append(members)
-        self.bin_class.append(self._classes[members[0]])
-        self._sums.append(sums)
-        self._list(len(self.members) - 1)
-
-    def insert(self, sample: int) -> bool:
-        """Put a sample into a bin that has room for it; return whether one of `MAX_LOOKS` bins has."""
-        by_room, measures = self._by_room.get(self._classes[sample], []), self._measures[sample]
-        if self._overlong[sample]:
-            return False
-        tokens, patches, _, _, _, *capped = measures
-        left = self._left[self._kinds[sample]]
-        first = bisect_left(by_room, (measures[self._column], -1))
-        for _, number in by_room[first : first + MAX_LOOKS]:
-            tokens_left, patches_left, *capped_left = left[number]
-            fits = tokens <= tokens_left and patches <= patches_left
-            if fits and (not capped or all(map(operator.le, capped, capped_left))):
-                sums = [held + added for held, added in zip(self._sums[number], measures)]
-                self._set(number, [*self.members[number], sample], sums)
-                return True
-        return False
-
-    def split(self, number: int) -> bool:
-        """Move samples of a bin to a new bin, about half of its tokens; return whether both bins are then allowed."""
-        members = sorted(self.members[number], key=self._measures.__getitem__, reverse=True)
-        halves: tuple[list[int], list[int]] = ([], [])
-        tokens = [0, 0]
-        for sample in members:
-            lighter = int(tokens[0] > tokens[1])
-            halves[lighter].append(sample)
-            tokens[lighter] += self._measures[sample][0]
-        # A half without the media of the whole gets dummy media, which may be too much for it. Then one sample goes
-        # alone.
-        for kept, moved in (halves, *(([j for j in members if j != i], [i]) for i in members)):
-            if all(len(part) == 1 or not self._excess(self._sum(part)) for part in (kept, moved)):
-                self._set(number, kept, self._sum(kept))
-                self.open(moved, self._sum(moved))
-                return True
-        return False
-
-    def split_to_fill_slots(self, least_steps: int) -> None:
-        """Split bins, the longest first, until each slot of each pool has one, as far as there are samples (I7).
-
-        least_steps: the fewest micro-steps to fill.
-        """
-        samples = self.samples
-        pools = np.array(self.bin_class) // samples.num_modalities
-        num_bins = np.bincount(pools)
-        num_steps = max(int((-(-num_bins // samples.slots)).max()), least_steps)
-        missing = np.minimum(num_steps * samples.slots, np.bincount(samples.pool)) - num_bins
-        heaps: dict[int, list[tuple[int, int]]] = {pool: [] for pool in np.flatnonzero(missing > 0).tolist()}
-        for number, pool in enumerate(pools.tolist()):
-            if pool in heaps:
-                heaps[pool].append((-self._sums[number][0], number))
-        for pool, heap in heaps.items():
-            heapq.heapify(heap)
-            left = int(missing[pool])
-            while left and heap:
-                _, number = heapq.heappop(heap)
-                if len(self.members[number]) > 1 and self.split(number):
-                    left -= 1
-                    for half in (number, len(self.members) - 1):
-                        heapq.heappush(heap, (-self._sums[half][0], half))
-
-    def bin_of(self) -> np.ndarray:
-        """The bin of each sample [n]."""
-        bin_of = np.empty(len(self.samples), dtype=np.int64)
-        bin_of[[sample for members in self.members for sample in members]] = np.repeat(
-            np.arange(len(self.members)), [len(members) for members in self.members]
-        )
-        return bin_of
-
-    def _sum(self, members: list[int]) -> list[int]:
-        return [sum(column) for column in zip(*(self._measures[sample] for sample in members))]
-
-    def _set(self, number: int, members: list[int], sums: list[int]) -> None:
-        by_room = self._by_room[self.bin_class[number]]
-        del by_room[bisect_left(by_room, self._room(number))]
-        self.members[number], self._sums[number] = members, sums
-        self._list(number)
-
-    def _list(self, number: int) -> None:
-        """Offer a bin to further samples, unless it holds an overlong one."""
-        if not self._overlong[self.members[number][0]]:
-            tokens, patches, _, media, audio, *capped = self._sums[number]
-            for (with_media, with_audio), left in self._left.items():
-                most = self._most[with_media or media > 0, with_audio or audio > 0]
-                left[number] = tuple(map(operator.sub, most, (tokens, patches, *capped)))
-            insort(self._by_room.setdefault(self.bin_class[number], []), self._room(number))
-
-    def _room(self, number: int) -> tuple[int, int]:
-        return self._capacity - self._sums[number][self._column], number
-
-    def _real(self, media: bool, audio: bool) -> tuple[float, ...]:
-        """The most that a bin may have of its samples, with or without media and audio."""
-        budget = self.budget
-        dummy_tokens, dummy_patches = budget.collation.dummies(int(media), int(audio))
-        sizes = range(budget.token_budget + 1)
-        tokens = bisect_right(sizes, budget.token_budget, key=lambda size: budget.sizes.up(size + dummy_tokens)) - 1
-        patches = math.inf if budget.max_patches is None else budget.max_patches - dummy_patches
-        return tokens, patches, *(cap - budget.collation.dummy_of(name, media, audio) for name, cap in budget.caps)
-
-    def _excess(self, sums: list[int]) -> int:
-        """By how much a bin with these sums breaks the budgets."""
-        tokens, patches, squares, media, audio, *capped = sums
-        of_bin = {"tokens": tokens, "squares": squares, "patches": patches, "media": media, "audio": audio}
-        _, length, patches, _ = self.budget.collated(**of_bin, count=1, longest=0, first=0)
-        return self.budget.excess(length, patches) + self.budget.excess_of_caps(capped, media, audio)
+    budget, measures = samples.budget, samples.measures.tolist()
+    tokens, patches = (int(total) for total in samples.measures[~samples.overlong, :2].sum(axis=0))
+    is_patches = budget.max_patches is not None and patches * budget.token_budget > tokens * budget.max_patches
+    column, capacity = (1, budget.max_patches or 0) if is_patches else (0, budget.token_budget)
+    most = {(media, audio): _most_of_a_bin(budget, media, audio) for media in (False, True) for audio in (False, True)}
+    left = np.bincount(samples.pool).tolist()
+    num_bins, missing = [0] * len(left), [least_steps * samples.slots] * len(left)
+    bin_of, bin_class, sums = [0] * len(samples), list[int](), list[list[int]]()
+    by_room: dict[int, list[tuple[int, int]]] = {}
+    details = list(zip(measures, samples.sample_class.tolist(), samples.pool.tolist(), samples.overlong.tolist()))
+    for sample in sorted(range(len(samples)), key=lambda i: measures[i][column], reverse=True):
+        own, own_class, pool, overlong = details[sample]
+        rooms, number = by_room.setdefault(own_class, []), len(sums)
+        first = len(rooms) if overlong or left[pool] <= missing[pool] else bisect_left(rooms, (own[column], -1))
+        left[pool] -= 1
+        for place in range(first, min(first + MAX_LOOKS, len(rooms))):
+            held = list(map(operator.add, sums[rooms[place][1]], own))
+            if all(map(operator.le, (held[0], held[1], *held[5:]), most[held[3] > 0, held[4] > 0])):
+                _, number = rooms.pop(place)
+                sums[number] = held
+                break
+        else:
+            sums.append(own)
+            bin_class.append(own_class)
+            num_bins[pool] += 1
+            missing[pool] = max(-(-num_bins[pool] // samples.slots), least_steps) * samples.slots - num_bins[pool]
+        bin_of[sample] = number
+        if not overlong:
+            insort(rooms, (capacity - sums[number][column], number))
+    num_steps = max(-(-count // samples.slots) for count in num_bins)
+    if (np.array(num_bins) < np.minimum(num_steps * samples.slots, np.bincount(samples.pool))).any():
+        return best_fit_decreasing(samples, model, num_steps)
+    order = np.argsort(bin_class, kind="stable")
+    place_of = np.empty_like(order)
+    place_of[order] = np.arange(len(order))
+    return Filled(samples, model, place_of[bin_of], np.array(bin_class)[order], np.zeros_like(order))
 
 
-def best_fit_decreasing(samples: Samples, least_steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """The bin of each sample [n], and the class of each bin [bins], in the order of classes.
-
-    least_steps: the fewest micro-steps that the bins fill, as far as there are samples.
-    """
-    bins = OpenBins(samples)
-    for sample in sorted(range(len(samples)), key=bins.size, reverse=True):
-        if not bins.insert(sample):
-            bins.open([sample], samples.measures[sample].tolist())
-    bins.split_to_fill_slots(least_steps)
-    order = np.argsort(bins.bin_class, kind="stable")
-    place = np.empty_like(order)
-    place[order] = np.arange(len(order))
-    return place[bins.bin_of()], np.array(bins.bin_class)[order]
+def _most_of_a_bin(budget: Budget, media: bool, audio: bool) -> tuple[float, ...]:
+    """The most tokens, patches and what is capped that the samples of a bin may have, with media and audio or not."""
+    dummy_tokens, dummy_patches = budget.collation.dummies(int(media), int(audio))
+    sizes = range(budget.token_budget + 1)
+    tokens = bisect_right(sizes, budget.token_budget, key=lambda size: budget.sizes.up(size + dummy_tokens)) - 1
+    patches = math.inf if budget.max_patches is None else budget.max_patches - dummy_patches
+    return tokens, patches, *(cap - budget.collation.dummy_of(name, media, audio) for name, cap in budget.caps)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

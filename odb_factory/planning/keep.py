@@ -44,7 +44,7 @@ def _best_bins(samples: Samples, model: CostModel, least_steps: int) -> Filled:
     least = max(-(-int(needed.max()) // samples.slots), least_steps)
     found = _polished(samples, least, model)
     if not found.within:
-        found = fitted(samples, model, least_steps)
+        found = match_by_cost(best_fit_decreasing(samples, model, least_steps))
         first, last = found.num_steps - FLAT_CANDIDATES + 1, found.num_steps + 1
         if len(samples) > FEW_SAMPLES:
             first = last = found.num_steps
@@ -130,12 +130,6 @@ def in_order(filled: Filled) -> list[list[PoolGroup]]:
         [(int(filled.pool[i]), groups[i]) for i in np.flatnonzero(filled.step == step).tolist()]
         for step in order.tolist()
     ]
-
-
-def fitted(samples: Samples, model: CostModel, least_steps: int) -> Filled:
-    """Bins by best fit, always within the budgets, in as many micro-steps as needed."""
-    bin_of, bin_class = best_fit_decreasing(samples, least_steps)
-    return match_by_cost(Filled(samples, model, bin_of, bin_class, np.zeros_like(bin_class)))
 
 
 NUM_CANDIDATES = 4
