@@ -15,10 +15,11 @@ from odb_factory.planning.flat import LARGEST_AMOUNT, Bins, Samples
 # ----------------------------------------------------------------------------------------------------------------------
 # The exact cost of bins in micro-steps, and exchanges that lower it.
 
-MOST_POLISHED = 1 << 15
-"""Upper limit of exchanges tried."""
-LEAST_REPAIRED, MOST_REPAIRED_OF_A_SAMPLE = 1 << 18, 256
-"""The same, in all or of a sample, where a bin breaks a budget: else the whole plan would be lost."""
+MOST_POLISHED, LEAST_REPAIRED, MOST_REPAIRED_OF_A_SAMPLE = 1 << 15, 1 << 18, 32
+"""Upper limit of exchanges tried; in all or of a sample where a bin breaks a budget: else the plan would be lost. Each
+search counts as many as there are samples and bins, too: that is the time it takes."""
+MOST_PARTNERS = 64
+"""A bin exchanges samples with so many others at most: those that cost least."""
 CLOSE_ENOUGH = 1024
 """Nothing is tried where at most 1/CLOSE_ENOUGH of the cost could be saved."""
 FAR_OVER = 1 << 40
@@ -67,7 +68,7 @@ class Filled:
 
 
 def polish(filled: Filled, bound: int) -> None:
-    """Exchange samples of the bins that all wait for, or that break a budget, with those of any other bin.
+    """Exchange samples of the bins that all wait for, or that break a budget, with those of other bins.
 
     An exchange of two samples, or a move of one, is made if less of the budgets is broken afterwards, or as much and
     the cost is lower. Done when the cost is close to `bound`, when nothing helps, or after a bounded number of trials.
@@ -77,11 +78,11 @@ def polish(filled: Filled, bound: int) -> None:
         left = MOST_POLISHED
     while not (filled.within and filled.cost - bound <= bound // CLOSE_ENOUGH):
         for critical in _critical(filled):
-            own = np.flatnonzero(filled.bin_of == critical)
-            left -= (len(own) + 1) * (len(filled.samples) + len(filled.step))
+            given, taken, partner = _exchanges(filled, critical)
+            left -= len(given) * len(taken) + len(filled.samples) + len(filled.step)
             if left < 0:
                 return
-            if _improve(filled, critical, own):
+            if len(taken) and _improve(filled, critical, given, taken, partner):
                 break
         else:
             return
@@ -98,32 +99,36 @@ def _critical(filled: Filled) -> list[int]:
     return [int(i) for i in critical]
 
 
-def _improve(filled: Filled, critical: int, own: np.ndarray) -> bool:
-    """Make the best exchange of a sample of one bin with any of its class; whether there is one that helps."""
-    samples = filled.samples
+def _exchanges(filled: Filled, critical: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Samples that a bin may give, samples that it may take, and the bin of each of these; the number of samples stands
+    for none."""
     others = np.flatnonzero((filled.bin_class == filled.bin_class[critical]) & ~filled.frozen)
     others = others[others != critical]
-    if not len(others):
-        return False
-    theirs = np.flatnonzero(np.isin(filled.bin_of, others))
-    nobody = len(samples)
-    measures = np.concatenate([samples.measures, np.zeros_like(samples.measures[:1])])
-    given = np.append(own, nobody)
+    if len(others) > MOST_PARTNERS:
+        costs = filled.samples.shapes(filled.sums[others]) @ filled.weights
+        others = np.sort(others[np.argsort(costs, kind="stable")[:MOST_PARTNERS]])
+    theirs, nobody = np.flatnonzero(np.isin(filled.bin_of, others)), len(filled.samples)
+    given = np.append(np.flatnonzero(filled.bin_of == critical), nobody)
     taken = np.concatenate([theirs, np.full(len(others), nobody)])
-    partner = np.concatenate([filled.bin_of[theirs], others])
+    return given, taken, np.concatenate([filled.bin_of[theirs], others])
+
+
+def _improve(filled: Filled, critical: int, given: np.ndarray, taken: np.ndarray, partner: np.ndarray) -> bool:
+    """Make the best exchange of one of `given` for one of `taken`; whether there is one that helps."""
+    samples, nobody = filled.samples, len(filled.samples)
+    measures = np.concatenate([samples.measures, np.zeros_like(samples.measures[:1])])
     moved = measures[given][:, None] - measures[taken][None]
     after, after_partner = filled.sums[critical] - moved, filled.sums[partner] + moved
-    over = filled.samples.excess(after) + filled.samples.excess(after_partner)
-    over -= (filled.samples.excess(filled.sums[critical]) + filled.samples.excess(filled.sums[partner]))[None]
-    cost = _cost_after(filled, critical, partner, filled.samples.shapes(after), filled.samples.shapes(after_partner))
-    cost -= filled.cost
+    over = samples.excess(after) + samples.excess(after_partner)
+    over -= samples.excess(filled.sums[critical]) + samples.excess(filled.sums[partner])
+    change = _change(filled, critical, partner, samples.shapes(after), samples.shapes(after_partner))
     count = np.bincount(filled.bin_of, minlength=len(filled.step))
     empties = (given != nobody)[:, None] & (taken == nobody) & (count[critical] == 1)
     empties |= (given == nobody)[:, None] & (taken != nobody) & (count[partner] == 1)
     over[empties] = FAR_OVER
     least = int(over.min())
-    chosen = int(np.where(over == least, cost, np.iinfo(np.int64).max).argmin())
-    if least > 0 or (least == 0 and cost.flat[chosen] >= 0):
+    chosen = int(np.where(over == least, change, np.iinfo(np.int64).max).argmin())
+    if least > 0 or (least == 0 and change.flat[chosen] >= 0):
         return False
     i, j = divmod(chosen, len(taken))
     if given[i] != nobody:
@@ -134,29 +139,21 @@ def _improve(filled: Filled, critical: int, own: np.ndarray) -> bool:
     return True
 
 
-def _cost_after(
+def _change(
     filled: Filled, critical: int, partner: np.ndarray, after: np.ndarray, after_partner: np.ndarray
 ) -> np.ndarray:
-    """The cost of all once two bins have changed: `critical` and, of each column, `partner`."""
-    shapes, step, own_step = filled.samples.shapes(filled.sums), filled.step, filled.step[critical]
+    """What is added to the cost of all once two bins have these shapes: `critical` and, of each column, `partner`."""
+    step, maxima, shapes = filled.step, filled.maxima(), filled.samples.shapes(filled.sums)
     shapes[critical] = 0
-    without = np.zeros((filled.num_steps, 3), dtype=np.int64)
-    np.maximum.at(without, step, shapes)
-    # The most of a micro-step without a bin is the second most, where only that bin has the most.
-    is_most = shapes == without[step]
-    num_most = np.zeros_like(without)
-    np.add.at(num_most, step, is_most)
-    second = np.zeros_like(without)
-    np.maximum.at(second, step, np.where(is_most, 0, shapes))
-    rest = np.where(is_most & (num_most[step] == 1), second[step], without[step])[partner]
-    shares_step = (step[partner] == own_step)[None, :, None]
-    theirs = np.maximum(rest[None], after_partner)
-    mine = np.maximum(np.where(shares_step, theirs, without[own_step]), after)
-    changed = mine + np.where(shares_step, 0, theirs)
-    total = without.sum(axis=0) - without[own_step]
-    total = total[None] - np.where(shares_step[0], 0, without[step[partner]])
-    cost: np.ndarray = (total[None] + changed) @ filled.weights + filled.model.fixed * filled.num_steps
-    return cost
+    others, column = np.unique(partner, return_inverse=True)
+    beside = (step == step[others][:, None]) & (np.arange(len(step)) != others[:, None])
+    rest = np.where(beside[..., None], shapes, 0).max(axis=1)[column]
+    shared = (step[partner] == step[critical])[:, None]
+    theirs = np.maximum(rest, after_partner)
+    mine = np.maximum(np.where(shared, theirs, shapes[step == step[critical]].max(axis=0)), after)
+    changed = mine - maxima[step[critical]] + np.where(shared, 0, theirs - maxima[step[partner]])
+    change: np.ndarray = changed @ filled.weights
+    return change
 
 
 # ----------------------------------------------------------------------------------------------------------------------
