@@ -266,12 +266,6 @@ class GroupOutline:
         return cls(num_steps, min((one.fewest for one in outlines if one.fewest is not None), default=None), totals)
 
 
-def group_of(rank: int, num_ranks: int, group_size: int) -> range:
-    """The ranks of the group that this rank is in; the last group may have fewer."""
-    first = rank - rank % group_size
-    return range(first, min(first + group_size, num_ranks))
-
-
 def steps_to_reach(outline: GroupOutline) -> int:
     """K for which groups with fewer micro-steps plan again; 0 if none has to. outline: of all groups."""
     return outline.num_steps if outline.fewest is not None and outline.fewest < outline.num_steps else 0
