@@ -1,7 +1,7 @@
 """Which layout a training gets: as configured, or with `auto` flat where nothing speaks against it (I10).
 
 A reason of the caller's and streams come first; then, in this order:
-1. `RULES`: what no check computes (images, arguments of the training, releases), by name.
+1. `why_refused`: what no check computes (images, arguments of the training, releases), by name.
 2. The attention kernel: `odb_varlen` takes the place of sdpa and eager where it computes the same; flash and flex
    attention stay; sdpa and eager otherwise are exact, but their cost grows with the square of the row, so an
    accelerator takes them only if asked to. Mixers that carry state along the row see padded groups of samples
@@ -70,39 +70,25 @@ def shifts_labels(model: Any) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Rules by name: model (unwrapped), arguments of the training -> why the model cannot take flat rows, or None.
+# What no check computes, by name.
 
 CROSS_ATTENTION = ("mllama",)
 """Models whose text attends to the images of its row."""
 
 
-def _unknown(model: Any, args: Any) -> str | None:
+def why_refused(model: Any, args: Any) -> str | None:
+    """Why the model (unwrapped) cannot take flat rows, with these arguments of the training; None: nothing is known."""
+    name = type(model).__name__
     if not hasattr(getattr(model, "config", None), "get_text_config"):
-        return f"{type(model).__name__} is no model of transformers, and nothing is known of its attention"
-    return None
-
-
-def _cross_attention(model: Any, args: Any) -> str | None:
-    name = model.config.model_type
-    return f"{name} attends from every token of a row to all images of that row" if name in CROSS_ATTENTION else None
-
-
-def _first_labels(model: Any, args: Any) -> str | None:
+        return f"{name} is no model of transformers, and nothing is known of its attention"
+    if (why := mixers.why_unusable(model)) is not None:
+        return why
+    if model.config.model_type in CROSS_ATTENTION:
+        return f"{model.config.model_type} attends from every token of a row to all images of that row"
     factor = getattr(args, "label_smoothing_factor", 0)
     if not factor or shifts_labels(model):
         return None
-    return (
-        f"label_smoothing_factor: {factor} counts the first label of a sample for {type(model).__name__}, and a flat "
-        "row has none"
-    )
-
-
-RULES: tuple[Callable[[Any, Any], str | None], ...] = (
-    _unknown,
-    lambda model, args: mixers.why_unusable(model),
-    _cross_attention,
-    _first_labels,
-)
+    return f"label_smoothing_factor: {factor} counts the first label of a sample for {name}, and a flat row has none"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -138,7 +124,7 @@ def resolve_layout(
         return Layout("padded", "as configured")
     if layout == "auto" and is_stream:
         return Layout("padded", "the rows of a stream cannot be looked at before training; `layout: flat` does without")
-    why = refused or next((reason for rule in RULES if (reason := rule(models[0], args)) is not None), None)
+    why = refused or why_refused(models[0], args)
     return _padded(layout, why) if why is not None else _by_kernel(models, layout, args)
 
 
@@ -192,7 +178,7 @@ def _flat(
 ) -> Layout:
     """kernel: by what attention is computed, in words; empty where there is none. install: `odb_varlen`."""
     for one in {(type(one), one.config.to_json_string()): one for one in models}.values():
-        verdict = check(one, installs=install)
+        verdict = check(type(one), one.config, attention.text_config(one)._attn_implementation, installs=install)
         if verdict.why_wrong is not None:
             return _padded(layout, verdict.why_wrong)
         if verdict.why_unknown is not None:
@@ -276,19 +262,15 @@ class Verdict:
     padded: Difference | None = None
 
 
-def check(model: Any, *, installs: bool) -> Verdict:
-    """model: a `PreTrainedModel` on any device, of which only class and config are looked at. installs: the training
-    puts `odb_varlen` in the place of its attention function. The copy gets `mixers.install`, as the real model will.
+def check(model_class: Any, config: Any, kernel: str | None, *, installs: bool) -> Verdict:
+    """Of a `PreTrainedModel` only class and config are looked at. kernel: the attention function of the training; None:
+    the class's own. installs: the training puts `odb_varlen` in its place. The copy gets `mixers.install`, as the real
+    model will.
 
-    verdict = check(model, installs=attention.why_unusable(model) is None)
+    verdict = check(type(model), model.config, "sdpa", installs=attention.why_unusable(model) is None)
     if verdict.why_wrong is not None:
         raise ConfigError(verdict.why_wrong)
     """
-    return check_architecture(type(model), model.config, attention.text_config(model)._attn_implementation, installs)
-
-
-def check_architecture(model_class: Any, config: Any, kernel: str | None, installs: bool) -> Verdict:
-    """The same for a class and a config. kernel: the attention function of the training; None: the class's own."""
     try:
         with torch.device("cpu"), torch.enable_grad(), torch.autocast("cpu", enabled=False), quiet():
             return _verdict(TinyCopy(model_class, config, kernel, installs))
@@ -305,10 +287,6 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         transformers.logging.set_verbosity(before)
-
-
-class Unknown(Exception):
-    """The copy cannot compute attention as the training does."""
 
 
 def _verdict(tiny: TinyCopy) -> Verdict:
@@ -355,80 +333,60 @@ class Outcome:
 
 
 class TinyCopy:
-    """A tiny copy and its samples. Arguments: see `check_architecture`. Raises `Unknown`, or an error of the class."""
+    """A tiny copy and its samples. Arguments: see `check`.
+
+    Raises `DataError` where the copy cannot compute attention as the training does, or an error of the class.
+    """
 
     def __init__(self, model_class: Any, config: Any, kernel: str | None, installs: bool):
         is_flash = kernel is not None and "flash" in kernel
         if kernel is not None and kernel not in COMPUTED_HERE and not is_flash:
-            raise Unknown(f"nothing is known of the attention function {kernel}")
+            raise DataError(f"nothing is known of the attention function {kernel}")
         self.name = model_class.__name__
         own = "sdpa" if getattr(model_class, "_supports_sdpa", True) else "eager"
         self.model = tiny_copy(model_class, config, kernel if kernel in (None, "eager") else own)
         if is_flash and (why := attention.why_unusable(self.model)) is not None:
-            raise Unknown(f"{kernel} does not run on the host, and {why}")
+            raise DataError(f"{kernel} does not run on the host, and {why}")
         self._installs = installs or is_flash
         generator = torch.Generator().manual_seed(0)
-        self._ids = [torch.randint(*WORDS, (length,), generator=generator) for length in LENGTHS]
-        parameters = inspect.signature(self.model.forward).parameters
-        self._marks = [name for name in ("token_type_ids", "mm_token_type_ids") if name in parameters]
+        self._trial = of_pieces([torch.randint(*WORDS, (length,), generator=generator) for length in LENGTHS])
+        self._takes = inspect.signature(self.model.forward).parameters
 
     def alone(self) -> Outcome:
         """Each sample in a batch of its own, as stock computes it."""
-        outcomes = [self._run(self._rows([sample])) for sample in range(len(LENGTHS))]
+        outcomes = [self._run(one) for one in self._trial.alone]
         gradients = zip(*(outcome.gradient for outcome in outcomes))
         added = [sum(found) if (found := [one for one in of if one is not None]) else None for of in gradients]
         return Outcome(torch.cat([outcome.losses for outcome in outcomes]), added)
 
     def padded(self) -> Outcome:
         """All samples in one micro-batch of stock."""
-        return self._run(self._rows(range(len(LENGTHS))))
+        return self._run(self._trial.padded[0])
 
     def flat(self, segments: Sequence[int] = LENGTHS) -> Outcome:
         """All samples in one flat row, which is computed as these segments."""
-        ends = itertools.accumulate(LENGTHS)
-        batch = {
-            "input_ids": torch.cat(self._ids)[None],
-            "position_ids": torch.cat([torch.arange(length) for length in segments])[None],
-        }
-        batch |= {name: torch.cat([self._mark(name, length) for length in LENGTHS])[None] for name in self._marks}
-        return self._run(batch, [(0, end - length, end) for length, end in zip(LENGTHS, ends)], segments)
+        positions = torch.cat([torch.arange(length) for length in segments])[None]
+        flat = self._trial.flat
+        return self._run(LaidOut({**flat.batch, "position_ids": positions}, flat.spans, tuple(segments)))
 
-    def _rows(self, samples: Sequence[int]) -> dict[str, Tensor]:
-        longest = max(LENGTHS[sample] for sample in samples)
-
-        def padded(values: Tensor) -> Tensor:
-            return functional.pad(values, (0, longest - len(values)))
-
-        batch = {
-            "input_ids": torch.stack([padded(self._ids[sample]) for sample in samples]),
-            "attention_mask": torch.stack([padded(torch.ones(LENGTHS[sample]).long()) for sample in samples]),
-        }
-        for name in self._marks:
-            batch[name] = torch.stack([padded(self._mark(name, LENGTHS[sample])) for sample in samples])
-        return batch
-
-    def _mark(self, name: str, length: int) -> Tensor:
-        """int64[length]: the second half of a sample is of another type of tokens; none is of an image."""
-        return (torch.arange(length) >= length // 2).long() * (name == "token_type_ids")
-
-    def _run(
-        self, batch: dict[str, Tensor], spans: Sequence[tuple[int, int, int]] = (), segments: Sequence[int] = ()
-    ) -> Outcome:
-        """spans: (row, first token, end) of each sample; of padded rows by their mask. Every run has a copy of its own:
-        rotary positions remember the longest row."""
-        model = copy.deepcopy(self.model)
+    def _run(self, laid_out: LaidOut) -> Outcome:
+        """Every run has a copy of its own: rotary positions remember the longest row."""
+        model, batch, segments = copy.deepcopy(self.model), dict(laid_out.batch), laid_out.segments
         if segments:
             mixers.install(model)
         if segments and self._installs:
             attention.install(model)
-        spans = spans or [(row, 0, int(length)) for row, length in enumerate(batch["attention_mask"].sum(1))]
+        spans, ids = laid_out.spans.values(), batch["input_ids"]
+        for name in ("token_type_ids", "mm_token_type_ids"):
+            if name in self._takes:
+                batch[name] = torch.zeros_like(ids)
+        if "token_type_ids" in batch:  # the second half of a sample is of another type; none is of an image
+            for row, start, end in spans:
+                batch["token_type_ids"][row, start + (end - start) // 2 : end] = 1
         with flat_row(segments, is_trial=True):
             logits = model(**batch).logits
             losses = torch.cat(
-                [
-                    _of_tokens(logits[row, start : end - 1], batch["input_ids"][row, start + 1 : end])
-                    for row, start, end in spans
-                ]
+                [_of_tokens(logits[row, start : end - 1], ids[row, start + 1 : end]) for row, start, end in spans]
             )
             weights = torch.cat([torch.arange(1, end - start) % 3 + 1 for _, start, end in spans])
             parameters = [one for one in model.parameters() if one.requires_grad]
@@ -527,22 +485,27 @@ def of_flat_batch(batch: Mapping[str, Any], segments: Sequence[int], ids: tuple[
     spans = _behind_each_other(segments)
     pieces = [batch["input_ids"][0, start:end] for _, start, end in spans.values()]
     pieces = list(itertools.islice(itertools.cycle(pieces), NUM_SAMPLES))
-    lengths = tuple(len(piece) for piece in pieces)
+    return of_pieces(pieces, ids)
+
+
+def of_pieces(pieces: Sequence[Tensor], ids: tuple[int, ...] = ()) -> Trial:
+    """pieces: the tokens of each sample, int64[length]."""
+    lengths, numbers = tuple(map(len, pieces)), range(len(pieces))
 
     def padded(of: Sequence[Tensor], more: int, numbers: Sequence[int]) -> LaidOut:
         length = max(map(len, of)) + more
-        ids = torch.stack([functional.pad(piece, (0, length - len(piece))) for piece in of])
-        mask = torch.stack([(torch.arange(length) < len(piece)).long() for piece in of]).to(ids.device)
+        padded_ids = torch.stack([functional.pad(piece, (0, length - len(piece))) for piece in of])
+        mask = torch.stack([(torch.arange(length) < len(piece)).long() for piece in of]).to(padded_ids.device)
         spans = {number: (row, 0, len(of[row])) for row, number in enumerate(numbers)}
-        return LaidOut({"input_ids": ids, "attention_mask": mask}, spans)
+        return LaidOut({"input_ids": padded_ids, "attention_mask": mask}, spans)
 
     row = {
         "input_ids": torch.cat(pieces)[None],
         "position_ids": torch.cat([torch.arange(length) for length in lengths]).to(pieces[0].device)[None],
     }
     return Trial(
-        [padded([piece], 0, [number]) for number, piece in enumerate(pieces)],
-        [padded(pieces, more, range(NUM_SAMPLES)) for more in (0, FURTHER)],
+        [padded([piece], 0, [number]) for number, piece in zip(numbers, pieces)],
+        [padded(pieces, more, numbers) for more in (0, FURTHER)],
         LaidOut(row, _behind_each_other(lengths), lengths),
         ids,
     )

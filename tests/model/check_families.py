@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from odb_factory.model import attention
-from odb_factory.model.check import LENGTHS, RULES, Difference, TinyCopy, Verdict, check_architecture, quiet
+from odb_factory.model.check import LENGTHS, Difference, TinyCopy, Verdict, check, quiet, why_refused
 from odb_factory.model.mixers import has_attention
 from odb_factory.model.tiny_copy import tiny_copy
 
@@ -174,8 +174,8 @@ def look_at(name: str) -> Family:
         copy = tiny_copy(model_class, config, None)
         kernel = attention.text_config(copy)._attn_implementation
         installs = has_attention(copy) and attention.why_unusable(copy) is None
-        verdict = check_architecture(model_class, config, kernel, installs)
-        rule = next((why for one in RULES if (why := one(copy, SimpleNamespace())) is not None), None)
+        verdict = check(model_class, config, kernel, installs=installs)
+        rule = why_refused(copy, SimpleNamespace())
         mutated: Difference | str
         try:
             tiny = TinyCopy(model_class, config, kernel, installs)

@@ -14,7 +14,7 @@ from model.check_families import ALL, FEW, class_and_config, look_at
 from training.flat_models import make_model
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
-from odb_factory.model.check import Verdict, check, check_architecture
+from odb_factory.model.check import Verdict, check
 from odb_factory.model.tiny_copy import small_config
 
 _PADDED = """
@@ -28,7 +28,7 @@ def verdict_of(name: str, kernel: str | None = "sdpa", *, installs: bool = True,
     model_class, config = class_and_config(name)
     for key, value in changes.items():
         setattr(config, key, value)
-    return check_architecture(model_class, config, kernel, installs)
+    return check(model_class, config, kernel, installs=installs)
 
 
 def as_in_the_table(name: str) -> None:
@@ -76,7 +76,7 @@ def test_a_model_without_positions_is_refused() -> None:
             return super().forward(input_ids=input_ids, attention_mask=attention_mask)
 
     _, config = class_and_config("llama")
-    why = check_architecture(WithoutPositions, config, "sdpa", True).why_wrong
+    why = check(WithoutPositions, config, "sdpa", installs=True).why_wrong
     assert "fails on a flat row" in (why or "") and "position_ids" in (why or "")
 
 
@@ -84,12 +84,12 @@ def test_it_leaves_everything_as_it_was() -> None:
     """And finds the same whatever the random state, the default dtype and the gradient mode are."""
     model = make_model("qwen3", torch.bfloat16)
     config, state = model.config.to_dict(), torch.get_rng_state()
-    expected = check(model, installs=True)
+    expected = check(type(model), model.config, "sdpa", installs=True)
     assert torch.equal(torch.get_rng_state(), state)
     assert model.config.to_dict() == config and model.config._attn_implementation == "sdpa"
     torch.manual_seed(5)
     with torch.no_grad(), torch.device("meta"), torch.autocast("cpu", torch.bfloat16):
-        assert check(model, installs=True) == expected
+        assert check(type(model), model.config, "sdpa", installs=True) == expected
     assert expected.flat is not None and expected.flat.is_small and torch.get_default_dtype() == torch.float32
 
 
@@ -124,4 +124,4 @@ def test_a_copy_that_would_be_large_is_no_verdict() -> None:
             self.more = torch.nn.Linear(30_000, 1_000)
 
     _, config = class_and_config("llama")
-    assert "weights" in (check_architecture(Large, config, "sdpa", True).why_unknown or "")
+    assert "weights" in (check(Large, config, "sdpa", installs=True).why_unknown or "")

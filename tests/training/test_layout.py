@@ -33,8 +33,8 @@ BUDGET = 256
 
 def without_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the check of the real model is left."""
-    monkeypatch.setattr(check_module, "RULES", ())
-    monkeypatch.setattr(check_module, "check", lambda model, installs: Verdict())
+    monkeypatch.setattr(check_module, "why_refused", lambda model, args: None)
+    monkeypatch.setattr(check_module, "check", lambda *_, installs: Verdict())
 
 
 def config(layout: str = "auto") -> ODBConfig:
