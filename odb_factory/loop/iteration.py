@@ -106,6 +106,19 @@ class LoopOptions(LoopKeys, total=False):
     config: ODBConfig | None
 
 
+NOT_IN_A_LOOP = {
+    "audit": "does not say where to; give audit_dir= instead.",
+    "oom": "takes the micro-batches of an optimizer step once more, which a custom loop does by itself; leave it out, "
+    "and lower token_budget if memory is short.",
+    "balance_encoder": "acts in the forwards of a trainer; leave it out.",
+    "rehearse": "runs the model before training, which a custom loop does by itself; leave it out.",
+    "lr_scale": "has no effect in a custom loop, which sets its learning rate; leave it out, and scale by "
+    "optimizer_step_samples of the step info.",
+    "lr_reference_samples": "has no effect in a custom loop; leave it out.",
+}
+"""Keys that only a trainer can honour, and what another value than the default would need."""
+
+
 def loop_config(config: ODBConfig | None, block: LoopKeys) -> ResolvedConfig:
     """The config, with `exact` for the default loss_scaling of a trainer.
 
@@ -131,44 +144,14 @@ def loop_config(config: ODBConfig | None, block: LoopKeys) -> ResolvedConfig:
         )
     if config.loss_scaling == "stock":
         config = dataclasses.replace(config, loss_scaling="exact")
-    for key, is_refused, why in (
-        ("audit", config.audit, "True does not say where to; give audit_dir= instead."),
-        (
-            "oom",
-            config.oom != "raise",
-            f"{config.oom!r} takes the micro-batches of an optimizer step once more, which a custom loop does by "
-            "itself; leave it out, and lower token_budget if memory is short.",
-        ),
-        (
-            "balance_encoder",
-            config.balance_encoder is not False,
-            f"{config.balance_encoder!r} acts in the forwards of a trainer; leave it out.",
-        ),
-        (
-            "rehearse",
-            bool(config.rehearse),
-            "True runs the model before training, which a custom loop does by itself; leave it out.",
-        ),
-        (
-            "lr_scale",
-            config.lr_scale != "none",
-            f"{config.lr_scale!r} has no effect in a custom loop, which sets its learning rate; leave it out, and "
-            "scale by optimizer_step_samples of the step info.",
-        ),
-        (
-            "pad_to_multiple_of",
-            config.pad_to_multiple_of is not None and config.layout != "flat",
-            f"{config.pad_to_multiple_of} fills up flat micro-batches, and those of this loop are padded, as its "
-            "collator makes them; set `layout: flat`, or leave it out.",
-        ),
-        (
-            "lr_reference_samples",
-            config.lr_reference_samples is not None,
-            "has no effect in a custom loop; leave it out.",
-        ),
-    ):
-        if is_refused:
-            raise ConfigError(f"odb.{key}: {why}")
+    for key, why in NOT_IN_A_LOOP.items():
+        if (value := getattr(config, key)) not in (getattr(ODBConfig, key), False):
+            raise ConfigError(f"odb.{key}: {value!r} {why}")
+    if config.pad_to_multiple_of is not None and config.layout != "flat":
+        raise ConfigError(
+            f"odb.pad_to_multiple_of: {config.pad_to_multiple_of} fills up flat micro-batches, and those of this loop "
+            "are padded, as its collator makes them; set `layout: flat`, or leave it out."
+        )
     return config.resolved()
 
 

@@ -488,7 +488,7 @@ def of_flat_batch(batch: Mapping[str, Any], segments: Sequence[int], ids: tuple[
     return of_pieces(pieces, ids)
 
 
-def of_pieces(pieces: Sequence[Tensor], ids: tuple[int, ...] = ()) -> Trial:
+def of_pieces(pieces: list[Tensor], ids: tuple[int, ...] = ()) -> Trial:
     """pieces: the tokens of each sample, int64[length]."""
     lengths, numbers = tuple(map(len, pieces)), range(len(pieces))
 

@@ -370,7 +370,7 @@ def rehearse(trainer: Any, loader: ODBLoader, watch: MemoryWatch, memory_meter: 
         f"{failed or measured}, before the first optimizer step; {advice}"
     )
     if config.oom == "raise":
-        this = f"; set this{', `oom: split`' if watch.can_split else ''}" if fits else ""
+        this = f"; set this{', `oom: split`' if watch.advises_split else ''}" if fits else ""
         raise OutOfMemoryError(f"{message}{this}{NOT_REHEARSED}.")
     logger.warning("%s; oom: %s: training begins all the same", message, config.oom)
 

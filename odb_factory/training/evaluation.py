@@ -129,7 +129,7 @@ class Evaluation:
         self._counts_repeated = gather.__name__ == "gather"
         counted = (self._rounds + bool(self._rest)) * in_round if self._counts_repeated else self._rows
         self._of_row = 1 / max(counted, 1)
-        self._watch = MemoryWatch(loader.config, loader.budget, trainer.args.device, can_split=can_split)
+        self._watch = MemoryWatch(loader.config, loader.budget, trainer.args.device, advises_split=False)
         self._loss: Tensor | None = None
         self._figures: defaultdict[str, float] = defaultdict(float)
         self._predicted: list[tuple[int, Any, Any]] = []

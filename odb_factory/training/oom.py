@@ -15,6 +15,7 @@ import torch.distributed as dist
 from accelerate.utils import DistributedType
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from torch.nn.parallel import DistributedDataParallel
 
 from odb_factory.accounting.losses import sum_of_losses
@@ -42,12 +43,12 @@ GIB = 2**30
 class MemoryWatch:
     """Records which micro-batches memory held, and knows what to lower if it does not hold one.
 
-    budget: as configured. can_split: `oom: split` would work here and is not set. encoded: patches that this rank
+    budget: as configured. advises_split: `oom: split` would work here and is not set. encoded: patches that this rank
     encodes for the micro-batch in progress, also other ranks' (`balance_encoder`); None: its own.
     """
 
-    def __init__(self, config: ODBConfig, budget: Budget, device: torch.device, *, can_split: bool):
-        self.config, self.budget, self.device, self.can_split = config, budget, device, can_split
+    def __init__(self, config: ODBConfig, budget: Budget, device: torch.device, *, advises_split: bool):
+        self.config, self.budget, self.device, self.advises_split = config, budget, device, advises_split
         self._most_tokens = self._most_patches = 0
         self.encoded: int | None = None
 
@@ -116,7 +117,7 @@ class MemoryWatch:
         key, value = ("max_patches", limits.max_patches) if is_for_patches else ("token_budget", limits.token_budget)
         of_others = is_for_patches and self._patches(measured) > measured.patches
         if len(micro_batch.ids) > 1 or of_others:
-            other = ", or `oom: split`" if self.can_split else ""
+            other = ", or `oom: split`" if self.advises_split else ""
             return f"set `{key}: {value}` or less{other}"
         shorten = "lower image_max_pixels or video_max_pixels by a quarter"
         if not is_for_patches:
@@ -228,8 +229,11 @@ class DDP:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 gradients.append(parameter.grad)
-        for bucket in _buckets(gradients):
-            self._average(bucket)
+        for bucket in _take_tensors(gradients, BUCKET_BYTES):
+            mean = _flatten_dense_tensors(bucket).div_(self._group.size())
+            dist.all_reduce(mean, group=self._group)
+            for gradient, part in zip(bucket, _unflatten_dense_tensors(mean, bucket)):
+                gradient.copy_(part)
         if self.ddp.broadcast_buffers:
             for buffer in self._buffers:
                 dist.broadcast(buffer, dist.get_global_rank(self._group, 0), group=self._group)
@@ -238,31 +242,6 @@ class DDP:
     def _group(self) -> dist.ProcessGroup:
         assert self.ddp is not None
         return self.ddp.process_group
-
-    def _average(self, bucket: list[Tensor]) -> None:
-        parts = [gradient.reshape(-1) for gradient in bucket]
-        flat = parts[0] if len(parts) == 1 else torch.cat(parts)
-        flat.div_(self._group.size())
-        dist.all_reduce(flat, group=self._group)
-        for gradient, mean in zip(bucket, flat.split([len(part) for part in parts])):
-            if mean.data_ptr() != gradient.data_ptr():
-                gradient.copy_(mean.view_as(gradient))
-
-
-def _buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Successive gradients of one type and device, at most BUCKET_BYTES together."""
-    bucket: list[Tensor] = []
-    num_bytes = 0
-    for gradient in gradients:
-        size = gradient.numel() * gradient.element_size()
-        fits = bucket and (gradient.dtype, gradient.device) == (bucket[0].dtype, bucket[0].device)
-        if bucket and not (fits and num_bytes + size <= BUCKET_BYTES):
-            yield bucket
-            bucket, num_bytes = [], 0
-        bucket.append(gradient)
-        num_bytes += size
-    if bucket:
-        yield bucket
 
 
 # ----------------------------------------------------------------------------------------------------------------------

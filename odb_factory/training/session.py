@@ -411,10 +411,10 @@ class Session:
             )
             # 3. what happens if memory is short
             cuts_nothing = config.oom == "raise" and config.row_multiple == 1 and not config.balance_encoder
-            can_split = cuts_nothing and why_not_split(args) is None
-            self.memory = MemoryWatch(config, loader.budget, args.device, can_split=can_split)
+            advises_split = cuts_nothing and why_not_split(args) is None
+            self.memory = MemoryWatch(config, loader.budget, args.device, advises_split=advises_split)
             if config.oom != "raise":
-                exchange = Group(settings.process_group, config.exchange_timeout_s, "agreements on a split step")
+                exchange = Group(settings.process_group, config.exchange_timeout_s, "agreements on a restarted step")
                 self.restarts = RestartedSteps(run, exchange, self.memory)
         if settings.config.has_auto:
             run.budgets = {key: getattr(config, key) for key in BUDGETS}

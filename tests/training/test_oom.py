@@ -310,7 +310,7 @@ def test_the_larger_part_is_as_small_as_can_be(samples: list[Sample], layout: st
 def test_a_rank_that_encodes_images_of_others_is_told_so(num_samples: int) -> None:
     """It holds text alone; without max_patches, and with micro-batches that memory has held."""
     for held in ([], [900]):
-        watch = MemoryWatch(ODBConfig(token_budget=1000), Budget(1000), torch.device("cpu"), can_split=False)
+        watch = MemoryWatch(ODBConfig(token_budget=1000), Budget(1000), torch.device("cpu"), advises_split=False)
         for watch.encoded in held:
             watch.held(measured(1, 900, 0))
         watch.encoded = 4000
@@ -376,7 +376,7 @@ def test_advice(block: dict[str, Any], held: list, failed: tuple, num_samples: i
     """Of (rows, length, patches)."""
     config = ODBConfig(**{"token_budget": 1000, **block})
     budget = Budget(config.token_budget, config.max_patches)
-    watch = MemoryWatch(config, budget, torch.device("cpu"), can_split=config.oom == "raise")
+    watch = MemoryWatch(config, budget, torch.device("cpu"), advises_split=config.oom == "raise")
     for shape in held:
         watch.held(measured(*shape))
     of = a_micro_batch(ids=tuple(range(num_samples)))
