@@ -234,11 +234,11 @@ def look_at_imports() -> Probe:
         _look_at_seams(probe)
         data_arguments = sys.modules["llamafactory.hparams.parser"].DataArguments
         names = [item.name for item in dataclasses.fields(data_arguments)]
-        from odb_factory.model.attention import Need, kernel_of
+        from odb_factory.model.attention import Need
 
         devices = {name: torch.device("cuda", index) for index, name in enumerate(probe.gpus)}
         devices = devices or {"cpu": torch.device("cpu")}
-        probe.kernels = {name: kernel_of(Need(device=device, dtype=torch.bfloat16)) for name, device in devices.items()}
+        probe.kernels = {name: Need(device=device, dtype=torch.bfloat16).kernel for name, device in devices.items()}
         probe.own_keys = [name for name in names if name in ("odb", "use_odb") or name.startswith("odb_")]
     return probe
 

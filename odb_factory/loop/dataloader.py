@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Sampler
 from odb_factory.data.order import IN_ORDER, check_source, unwrap
 from odb_factory.data.saved import Positive, load_fields, read_checked, require, write_checked
 from odb_factory.ending import ending
-from odb_factory.errors import ConfigError, DataError, one_line
+from odb_factory.errors import ConfigError, DataError, one_line, quoted
 from odb_factory.loop.iteration import FixedBatchesRefused, Iteration, LoopOptions, check_whole
 
 if TYPE_CHECKING:
@@ -187,8 +187,9 @@ def _checked_states(state: object, rank: int, world_size: int) -> list[dict[str,
         or not states
         or not all(isinstance(one, Mapping) and {"version", "rank", "world_size"} <= one.keys() for one in states)
     ):
+        shown = " ".join(quoted(state).split())
         raise DataError(
-            f"load_state_dict: {_short(state)} is not what state_dict() has returned; give this rank's, or a list of "
+            f"load_state_dict: {shown} is not what state_dict() has returned; give this rank's, or a list of "
             "those of all ranks."
         )
     only = states[0]
@@ -199,11 +200,6 @@ def _checked_states(state: object, rank: int, world_size: int) -> list[dict[str,
             "checkpoint_with(accelerator) instead)."
         )
     return [dict(one) for one in states]
-
-
-def _short(value: object) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 40 else f"{text[:40]}..."
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -85,9 +85,8 @@ def attend(
         scale=kwargs.get("scaling"),
         dropout=kwargs.get("dropout") or 0.0,
     )
-    why_no_flash = need.why_no_flash()
-    announce(row, _kernel(why_no_flash))
-    if why_no_flash is None:
+    announce(row, need.kernel)
+    if need.kernel == FLASH:
         causal = kwargs.get("is_causal")
         causal = getattr(module, "is_causal", True) if causal is None else causal
         return _flash(row.ends(query.device), longest, window, (query, key, value), need, causal), None
@@ -177,6 +176,15 @@ class Need:
         scale = self.size**-0.5 if self.scale is None else self.scale
         return None if scale == self.kernel_size**-0.5 else scale
 
+    @property
+    def kernel(self) -> str:
+        """Name and reason of the kernel that serves this call.
+
+        Need(device=torch.device("cuda", 0), dtype=torch.bfloat16).kernel  # "torch's aten::_flash_attention_forward"
+        """
+        why = self.why_no_flash()
+        return FLASH if why is None else f"{RUNS}, because {why}"
+
     def why_no_flash(self) -> str | None:
         """What keeps torch's flash kernel from this call; None: nothing."""
         if (why := device_lacks(self.device)) is not None:
@@ -204,18 +212,6 @@ def device_lacks(device: torch.device) -> str | None:
     if capability < FIRST_CAPABILITY:
         return f"the GPU has compute capability {'.'.join(map(str, capability))}, below 8.0"
     return None
-
-
-def kernel_of(need: Need) -> str:
-    """Name and reason of the kernel that `need` gets.
-
-    kernel_of(Need(device=torch.device("cuda", 0), dtype=torch.bfloat16))  # "torch's aten::_flash_attention_forward"
-    """
-    return _kernel(need.why_no_flash())
-
-
-def _kernel(why_no_flash: str | None) -> str:
-    return FLASH if why_no_flash is None else f"{RUNS}, because {why_no_flash}"
 
 
 _announced: set[str] = set()
@@ -366,7 +362,7 @@ def expected(model: Any, device: torch.device, dtype: torch.dtype) -> str:
         return EAGER_RUNS
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     dropout = getattr(config, "attention_dropout", None) or 0.0
-    kernel = kernel_of(Need(device=device, dtype=dtype, size=size, value_size=size, dropout=dropout))
+    kernel = Need(device=device, dtype=dtype, size=size, value_size=size, dropout=dropout).kernel
     _announced.clear()
     _announced.add(kernel)
     return kernel

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from odb_factory.errors import DataError
@@ -138,33 +139,31 @@ class _Parts:
         self._patches = sum(images), sum(videos)
 
     def of(self, found: Any) -> tuple[Any, Any]:
-        """A tensor of all patches or embeddings, one tensor an image, or a tuple, list or mapping of these."""
-        if isinstance(found, Tensor):
-            for lengths in (self._embeddings, self._patches):
-                if len(found) == sum(lengths):
-                    return found[: lengths[0]], found[lengths[0] :]
-        elif isinstance(found, Mapping):
-            halves = {key: self.of(value) for key, value in found.items()}
-            of_images, of_videos = ({key: half[n] for key, half in halves.items()} for n in (0, 1))
-            return type(found)(**of_images), type(found)(**of_videos)
-        elif isinstance(found, list | tuple):
-            if self._is_one_each(found):
-                images, videos = self.of(torch.cat(list(found)))
-                return type(found)(images.split(self._sizes[0])), type(found)(videos.split(self._sizes[1]))
-            pairs = [self.of(value) for value in found]
-            return type(found)(images for images, _ in pairs), type(found)(videos for _, videos in pairs)
-        elif found is None:
+        """found: nested as it is, of tensors of all patches or embeddings, and lists of one tensor an image."""
+        parts, structure = tree_flatten(found, is_leaf=self._is_one_each)
+        of_images, of_videos = zip(*map(self._halves, parts))
+        return tree_unflatten(of_images, structure), tree_unflatten(of_videos, structure)
+
+    def _halves(self, found: Any) -> tuple[Any, Any]:
+        if found is None:
             return None, None
+        if self._is_one_each(found):
+            images, videos = self._halves(torch.cat(list(found)))
+            return type(found)(images.split(self._sizes[0])), type(found)(videos.split(self._sizes[1]))
+        for lengths in (self._embeddings, self._patches):
+            if isinstance(found, Tensor) and len(found) == sum(lengths):
+                return found[: lengths[0]], found[lengths[0] :]
         raise DataError(
             f"the vision tower's features of images and videos together are {_shape(found)}, where "
             f"{sum(self._embeddings)} embeddings were expected: this release of transformers computes them in another "
             "way; take one that docs/engines.md names, or leave rows with videos out."
         )
 
-    def _is_one_each(self, found: list[Any] | tuple[Any, ...]) -> bool:
+    def _is_one_each(self, found: Any) -> bool:
         """Whether these are the embeddings of each image and frame, and not of each of some layers those of all."""
         return (
-            len(found) > 1
+            isinstance(found, list | tuple)
+            and len(found) > 1
             and all(isinstance(one, Tensor) for one in found)
             and sum(map(len, found)) == sum(self._embeddings)
         )

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 from transformers import TrainerCallback
@@ -60,11 +60,10 @@ NOT_RESUMABLE = "name an older checkpoint, or restart from its weights, if it ha
 
 @dataclass(frozen=True)
 class RankState:
-    """One rank's file. data: its data state, and `saved`, the same as JSON; run: the figures of the run."""
+    """One rank's file. optimizer_steps: done by then. data: its state; run: the figures of the run (JSON types)."""
 
     optimizer_steps: int
     data: DataState
-    saved: dict[str, Any]
     run: dict[str, Any]
 
 
@@ -84,10 +83,9 @@ def by_rank(folder: Path, name: str) -> dict[int, Path]:
     return {int(rank): path for rank, path in sorted(found.items()) if rank.isascii() and rank.isdigit()}
 
 
-def write_rank_state(folder: Path, rank: int, optimizer_steps: int, data: dict[str, Any], run: dict[str, Any]) -> None:
-    """Write this rank's file. data, run: their state dicts (JSON types)."""
-    path = folder / RANK_FILE.format(rank=rank)
-    write_checked(path, {"optimizer_steps": optimizer_steps, "data": data, "run": run})
+def write_rank_state(folder: Path, state: RankState) -> None:
+    content = {"optimizer_steps": state.optimizer_steps, "data": state.data.to_dict(), "run": state.run}
+    write_checked(folder / RANK_FILE.format(rank=state.data.rank), content)
 
 
 def write_marker(folder: Path, world_size: int, optimizer_steps: int) -> None:
@@ -111,7 +109,7 @@ def read_rank_state(folder: Path, rank: int) -> RankState:
         check_figures(file["run"], "run")
         data = read_state(file["data"])
         require(data.rank == rank, "data.rank", data.rank, "but the file is of another rank")
-        return RankState(file["optimizer_steps"], data, file["data"], file["run"])
+        return RankState(file["optimizer_steps"], data, file["run"])
 
 
 def read_marker(folder: Path) -> tuple[int, int]:
@@ -610,7 +608,7 @@ def load(run: ODBRun, checkpoint: Checkpoint, gather: Gather) -> None:
             _load_stock(run, checkpoint)
         else:
             try:
-                run.loader.load_state_dict([state.saved for state in checkpoint.states])
+                run.loader.load_state_dict([state.data.to_dict() for state in checkpoint.states])
             except DataError as error:
                 raise DataError(f"{checkpoint.folder}: {error}.") from None
             _load_figures(run, checkpoint)
@@ -775,15 +773,6 @@ class CheckpointMark(TrainerCallback, ExportableState):
         state.stateful_callbacks[type(self).__name__] = self.state()
 
 
-class _StepBegin(NamedTuple):
-    """A run at the begin of an optimizer step. optimizer_steps: done by then."""
-
-    optimizer_steps: int
-    data: DataState
-    run: dict[str, Any]
-    random: tuple[Any, ...]
-
-
 class CheckpointSaver:
     """Saves the run of one `train()`. All ranks create it at the same place: it opens an exchange.
 
@@ -793,7 +782,8 @@ class CheckpointSaver:
     def __init__(self, trainer: Any, silence_s: float):
         self._trainer = trainer
         self.exchange = Group(None, silence_s, "agreements of an optimizer step")
-        self._step: _StepBegin | None = None
+        self._step: tuple[RankState, tuple[Any, ...]] | None = None
+        """The run at the begin of the optimizer step in progress, and the random numbers."""
         self._saved: Path | None = None
         self._hashing: threading.Thread | None = None
         self._stopped = threading.Event()
@@ -827,9 +817,11 @@ class CheckpointSaver:
         """Note the run as it is now. The Trainer's `global_step` stays until `step_ends`."""
         run = self._trainer.odb.run
         self.exchange.step(f"optimizer step {run.optimizer_steps + 1}")
-        self._step = _StepBegin(
-            run.optimizer_steps, run.loader.state(), run.state_dict(), random_states(self._trainer.args.device)
-        )
+        self._step = self._state(), random_states(self._trainer.args.device)
+
+    def _state(self) -> RankState:
+        run = self._trainer.odb.run
+        return RankState(run.optimizer_steps, run.loader.state(), run.state_dict())
 
     def step_ends(self) -> None:
         self._step = None
@@ -844,7 +836,7 @@ class CheckpointSaver:
             if isinstance(callback, CheckpointMark):
                 callback.mark(trainer.state)
         self.exchange.all_gather(b"1", f"the begin of saving {folder.name}")
-        with kept_random_numbers(trainer.args.device, states=None if step is None else step.random):
+        with kept_random_numbers(trainer.args.device, states=None if step is None else step[1]):
             yield
         self.exchange.all_gather(b"1", f"the end of saving {folder.name}")
         if not folder.is_dir():
@@ -873,8 +865,7 @@ class CheckpointSaver:
                 for rank, path in by_rank(folder, name).items():
                     if rank >= ranks:  # of a run with more of them
                         path.unlink(missing_ok=True)
-        now = self._step or _StepBegin(run.optimizer_steps, run.loader.state(), run.state_dict(), ())
-        write_rank_state(folder, run.loader.rank, now.optimizer_steps, now.data.to_dict(), now.run)
+        write_rank_state(folder, self._state() if self._step is None else self._step[0])
 
     @property
     def _marks(self) -> bool:

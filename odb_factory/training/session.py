@@ -27,7 +27,7 @@ from odb_factory.data.collate import Collated, trial_batches
 from odb_factory.data.flat import UNPADDED
 from odb_factory.data.loader import ODBLoader
 from odb_factory.data.observe import PATCHES_KEY, ItemObserver, Measure, Observer
-from odb_factory.data.order import DataLoaderParts, dismantle, unwrap
+from odb_factory.data.order import DataLoaderParts, dismantle
 from odb_factory.data.progress import OptimizerStepRule
 from odb_factory.data.samples import Measured
 from odb_factory.data.serialize import Picklable
@@ -124,12 +124,10 @@ class RunArguments:
             self.hide()
 
     def show(self) -> None:
-        for name, value in self._given.items():
-            setattr(self._args, name, value)
+        vars(self._args).update(self._given)
 
     def hide(self) -> None:
-        for name, value in self._running.items():
-            setattr(self._args, name, value)
+        vars(self._args).update(self._running)
 
 
 class HideArguments(TrainerCallback):
@@ -168,13 +166,15 @@ class KeepColumns:
         return self.data_collator([{key: item[key] for key in self.columns if key in item} for item in items])
 
 
-def lacks_columns(stock: Any, train_dataset: Any, cost_fn: Callable | None) -> bool:
-    """Whether the Trainer's dataloader has no columns of `train_dataset` that costs are counted from."""
-    found = unwrap(stock).dataset
-    if not isinstance(found, datasets.Dataset) or not isinstance(train_dataset, datasets.Dataset):
-        return False
-    removed = set(train_dataset.column_names) - set(found.column_names)
-    return PATCHES_KEY in removed or (cost_fn is not None and bool(removed))
+def with_all_columns(parts: DataLoaderParts, train_dataset: Any, cost_fn: Callable | None) -> DataLoaderParts:
+    """With the columns of `train_dataset` that the Trainer removes, where costs are counted from them."""
+    if not isinstance(parts.dataset, datasets.Dataset) or not isinstance(train_dataset, datasets.Dataset):
+        return parts
+    kept = parts.dataset.column_names
+    removed = set(train_dataset.column_names) - set(kept)
+    if PATCHES_KEY not in removed and (cost_fn is None or not removed):
+        return parts
+    return dataclasses.replace(parts, dataset=train_dataset, collate_fn=KeepColumns(parts.collate_fn, kept))
 
 
 class _SharedEncoder(NamedTuple):
@@ -276,8 +276,7 @@ class Session:
         self.trial_units: int | None = None
         self.lacks_budgets = False
         self.trainer_loss: TrainerLoss | None = None
-        self._stock: Any = None
-        self._whole: Any = None
+        self._parts: DataLoaderParts | None = None
         self._encoder: _SharedEncoder | None = None
         self._token_losses: dict[str | None, TokenLoss] = {}
         self._doors: list[UnpadDoor] = []
@@ -296,12 +295,21 @@ class Session:
 
     # The run
 
-    def begin(self, stock: Any, whole: Any = None) -> ODBRun:
+    @property
+    def _seed(self) -> int:
+        """Of the order of samples."""
+        args = self.trainer.args
+        return next(seed for seed in (self.settings.config.seed, args.data_seed, args.seed) if seed is not None)
+
+    def begin(self, stock: Any) -> ODBRun:
         """Make the run of these settings. Its budgets and its layout are settled when the model is wrapped.
 
-        stock: the Trainer's train dataloader; whole: the same with all columns of the dataset, if costs need them.
+        stock: the Trainer's train dataloader.
         """
-        args, self._stock, self._whole = self.trainer.args, stock, whole
+        args, dataset, settings = self.trainer.args, self.trainer.train_dataset, self.settings
+        self._parts = dismantle(stock, self._seed, stream=dataset)
+        if settings.observer is None:
+            self._parts = with_all_columns(self._parts, dataset, settings.cost_fn)
         config, is_chosen = first_config(self.settings.config, self.checkpoint)
         self.lacks_budgets = not is_chosen
         layout = resolve_layout(
@@ -309,7 +317,7 @@ class Session:
             self.settings.config.layout,
             args,
             refused=self.settings.not_flat,
-            is_stream=isinstance(self.trainer.train_dataset, IterableDataset),
+            is_stream=isinstance(dataset, IterableDataset),
         )
         run = self._make_run(layout, config)
         self.is_unchecked = layout.name == "flat"
@@ -374,11 +382,8 @@ class Session:
         self.layout = layout
         with self.arguments.shown():
             # 1. the loader, from the parts of the Trainer's dataloader
-            seed = next(seed for seed in (config.seed, args.data_seed, args.seed) if seed is not None)
-            parts = dismantle(self._stock if self._whole is None else self._whole, seed, stream=trainer.train_dataset)
-            if self._whole is not None:
-                columns = unwrap(self._stock).dataset.column_names  # type: ignore[attr-defined]
-                parts = dataclasses.replace(parts, collate_fn=KeepColumns(parts.collate_fn, columns))
+            parts = self._parts
+            assert parts is not None
             self.trainer_loss = None if settings.equal_weights else TrainerLoss.of(trainer)
             loader = self.make_loader(
                 parts,
@@ -392,7 +397,7 @@ class Session:
                     stock_mean=stock_mean(trainer, self.trainer_loss, equal_weights=settings.equal_weights),
                     equal_weights=settings.equal_weights,
                 ),
-                seed=seed,
+                seed=self._seed,
                 agree_on={**of_trainer(trainer), **settings.agree_on},
                 rows_from=settings.rows_from,
                 keeps_samples=config.oom != "raise",

@@ -35,7 +35,7 @@ from odb_factory.training.checks import check_trainer, compare_output_dirs
 from odb_factory.training.evaluation import evaluation_by_budget
 from odb_factory.training.fill_schedule import scale_learning_rate
 from odb_factory.training.run import ODBRun, RunLog
-from odb_factory.training.session import HideArguments, RunArguments, Session, lacks_columns
+from odb_factory.training.session import HideArguments, RunArguments, Session
 from odb_factory.training.trainer_loss import log_what_differs, without_average_tokens
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -261,14 +261,7 @@ class ODBTrainerMixin(Base):
         stock, odb = super().get_train_dataloader(), self.odb
         if odb is None or odb.saver is None or odb.run is not None:
             return stock
-        whole, settings = None, odb.settings
-        if settings.observer is None and lacks_columns(stock, self.train_dataset, settings.cost_fn):
-            self.args.remove_unused_columns = False
-            try:
-                whole = super().get_train_dataloader()
-            finally:
-                self.args.remove_unused_columns = True
-        return TrainLoader(odb, odb.begin(stock, whole), getattr(self.model, "main_input_name", "input_ids"), stock)
+        return TrainLoader(odb, odb.begin(stock), getattr(self.model, "main_input_name", "input_ids"), stock)
 
     def get_total_train_batch_size(self, args: Any) -> int:
         """Samples of an optimizer step, as the Trainer logs them."""

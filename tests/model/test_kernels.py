@@ -216,7 +216,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_the_choice_and_its_reason(changes: dict[str, Any], chosen: str) -> None:
-    assert attention.kernel_of(replace(CUDA, **changes)) == chosen
+    assert replace(CUDA, **changes).kernel == chosen
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_a_gpu_without_flash_kernels(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: built)
     monkeypatch.setattr(torch.version, "hip", hip)
-    assert attention.kernel_of(CUDA) == f"{RUNS}, because {reason}"
+    assert CUDA.kernel == f"{RUNS}, because {reason}"
 
 
 @pytest.mark.usefixtures("hopper")
@@ -247,7 +247,7 @@ def test_a_torch_of_the_future(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", Operator)
     monkeypatch.setattr(attention, "FLASH_FORWARD", attention.find_flash_forward())
-    assert attention.kernel_of(CUDA).startswith(f"{RUNS}, because aten::_flash_attention_forward of this torch has an")
+    assert CUDA.kernel.startswith(f"{RUNS}, because aten::_flash_attention_forward of this torch has an")
 
 
 # Whole models

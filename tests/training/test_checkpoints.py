@@ -20,6 +20,7 @@ from training.toy_training import audit
 from transformers import Trainer
 
 from odb_factory.cli.main import doctor
+from odb_factory.data.progress import read_state
 from odb_factory.errors import ConfigError, DataError, ODBError
 from odb_factory.training import checkpoint as module
 from odb_factory.training.checkpoint import (
@@ -456,7 +457,8 @@ def of_two_ranks(run: Path, to: Path, *steps: int) -> Path:
         saved = json.loads((folder / RANK_0).read_text())["content"]
         for rank in (0, 1):
             data = saved["data"] | {"rank": rank, "world_size": 2}
-            module.write_rank_state(folder, rank, saved["optimizer_steps"], data, saved["run"])
+            state = module.RankState(saved["optimizer_steps"], read_state(data), saved["run"])
+            module.write_rank_state(folder, state)
         write_marker(folder, 2, step)
     return last
 
@@ -548,5 +550,5 @@ def test_two_nodes_may_write_a_marker_at_once(tmp_path) -> None:
 def test_a_write_that_fails_leaves_nothing_behind(tmp_path) -> None:
     write_marker(tmp_path, 1, 1)
     with pytest.raises(TypeError):
-        module.write_rank_state(tmp_path, 0, 1, {"not JSON": object()}, {})
+        module.write_checked(tmp_path / RANK_0, {"not JSON": object()})
     assert [path.name for path in tmp_path.iterdir()] == [MARKER]
