@@ -1,7 +1,4 @@
-"""Progress and number of optimizer steps of a run with filled optimizer steps: estimates, and the schedule by them.
-
-With kept optimizer steps all of this is known ahead, and nothing of it is used.
-"""
+"""The learning rate of a run whose number of optimizer steps is not known ahead (`fill` in epochs)."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 
 from odb_factory.config import ODBConfig
 from odb_factory.data.loader import ODBLoader
-from odb_factory.data.samples import OptimizerStep
 from odb_factory.errors import ConfigError
 from odb_factory.log import get_logger
 
@@ -79,56 +75,15 @@ def scale_learning_rate(optimizer: Any, factor: float) -> None:
 
 
 class FillSchedule:
-    """epochs: of the run; None if it counts `max_steps`. is_shuffled: the order of samples is random."""
+    """Does nothing to a run whose steps are known: then `lr_scale` is none, and there is no clock.
 
-    def __init__(
-        self,
-        loader: ODBLoader,
-        config: ODBConfig,
-        epochs: float | None,
-        max_steps: int | None,
-        accumulation: int,
-        is_shuffled: bool,
-    ):
-        self.loader, self.config, self.epochs, self.max_steps = loader, config, epochs, max_steps
-        self.accumulation, self.is_shuffled = accumulation, is_shuffled
+    is_shuffled: the order of samples is random. is_estimated: the number of steps is not known ahead.
+    """
+
+    def __init__(self, loader: ODBLoader, config: ODBConfig, *, is_shuffled: bool, is_estimated: bool):
+        self.loader, self.config, self.is_shuffled, self._is_estimated = loader, config, is_shuffled, is_estimated
         self.clock: ScheduleClock | None = None
         self._lr_factor: float | None = None
-        self._expected = 0
-
-    @property
-    def most_steps_an_epoch(self) -> int | None:
-        """A micro-step has at least one sample, and all optimizer steps but the last have `accumulation` of them."""
-        if self.max_steps is not None or self.loader.num_samples is None:
-            return None
-        return -(-self.loader.num_samples // self.accumulation)
-
-    def estimated_steps(self) -> int:
-        """Optimizer steps of the run, estimated from the first plan (waits for it)."""
-        if self.max_steps is not None:
-            return self.max_steps
-        assert self.epochs is not None
-        return self._expected or math.ceil(self.epochs * self.loader.estimate_optimizer_steps())
-
-    def epoch(self, step: OptimizerStep) -> float:
-        """Epochs done after `step`, by samples; whole epochs if their number is not known."""
-        if self.loader.num_samples is None:
-            return float(step.epoch + step.last)
-        return step.epoch + step.done / self.loader.num_samples
-
-    def _share(self, epoch: float) -> float:
-        """Share of the samples of the run done after `epoch` epochs."""
-        assert self.epochs is not None
-        return min(epoch / self.epochs, 1.0)
-
-    def expected_steps(self, epoch: float, optimizer_steps: int) -> int:
-        """Current estimate of the optimizer steps of the run; equals those taken if and only if it is done."""
-        if self.max_steps is not None:
-            return self.max_steps
-        share = self._share(epoch)
-        if share >= 1.0:
-            return optimizer_steps
-        return max(round(optimizer_steps / share), optimizer_steps + 1) if share else optimizer_steps + 1
 
     def learning_rate_factor(self) -> float:
         """The factor of `lr_scale` (linear or sqrt) for the samples of an optimizer step, estimated from the first
@@ -166,24 +121,20 @@ class FillSchedule:
         )
         return self._lr_factor
 
-    def steps_of_schedule(self, warmup_steps: float) -> int:
+    def steps_of_schedule(self, expected: int, warmup_steps: float) -> int:
         """The optimizer steps that a schedule is drawn over. warmup_steps: of the training arguments."""
-        if self.max_steps is None and self.clock is None:
-            self.clock = ScheduleClock(self.estimated_steps(), int(warmup_steps) if warmup_steps >= 1 else 0)
-        return self.estimated_steps() if self.clock is None else self.clock.total_steps
+        if not self._is_estimated:
+            return expected
+        self.clock = self.clock or ScheduleClock(expected, int(warmup_steps) if warmup_steps >= 1 else 0)
+        return self.clock.total_steps
 
     def follow(self, scheduler: Any) -> None:
         """Let the scheduler follow the samples done, if the run counts epochs."""
-        if self.clock is None or self.max_steps is not None:
+        if self.clock is None:
             return
         if not follow_clock(scheduler, self.clock) and not isinstance(scheduler, ReduceLROnPlateau):
             name, steps = type(scheduler).__name__, self.clock.total_steps
             logger.warning("%s counts optimizer steps, which are estimated as %d", name, steps)
-
-    def advance(self, optimizer_step: int, epoch: float) -> None:
-        """Optimizer step `optimizer_step` (from 1) comes next; `epoch` epochs will be done after it."""
-        if self.clock is not None:
-            self.clock.advance(optimizer_step, self._share(epoch))
 
     def take_over(self, other: FillSchedule, optimizer: Any, scheduler: Any) -> None:
         """Replace `other` before the first optimizer step: optimizer and scheduler were made by its estimates.
@@ -192,6 +143,8 @@ class FillSchedule:
         """
         self.clock = other.clock
         ratio = self.learning_rate_factor() / other.learning_rate_factor()
+        if ratio == 1.0:
+            return
         for group in optimizer.param_groups:
             for name in ("lr", "initial_lr", "odb_lr_factor"):
                 if name in group:
@@ -200,15 +153,11 @@ class FillSchedule:
         if hasattr(scheduler, "base_lrs"):
             scheduler.base_lrs = [rate * ratio for rate in scheduler.base_lrs]
 
-    def state_dict(self, epoch: float, optimizer_steps: int) -> dict[str, Any]:
-        return {
-            "expected_steps": self.expected_steps(epoch, optimizer_steps),
-            "lr_factor": self._lr_factor,
-            "clock": None if self.clock is None else vars(self.clock),
-        }
+    def state_dict(self) -> dict[str, Any]:
+        return {"lr_factor": self._lr_factor, "clock": None if self.clock is None else vars(self.clock)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._expected, self._lr_factor = state["expected_steps"], state["lr_factor"]
-        if state["clock"] is not None:
+        self._lr_factor = state["lr_factor"]
+        if state["clock"] is not None and self._is_estimated:
             self.clock = ScheduleClock(0)
             vars(self.clock).update(state["clock"])

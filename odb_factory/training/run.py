@@ -155,9 +155,8 @@ class ODBRun:
     """One call of `train()`. Its optimizer steps are counted by `accounting`, those before a resume included.
 
     epochs, max_steps: of the training arguments; epochs None if `max_steps` counts, and the other way round.
-    fill: estimates of the number of optimizer steps; None with kept steps, whose number is known. budgets: those chosen
-    for `auto`. step: the optimizer step taken last. looks_at_labels: units are labels that carry loss, so that they can
-    be counted in the collated rows.
+    schedule: of its learning rate. budgets: those chosen for `auto`. step: the optimizer step taken last.
+    looks_at_labels: units are labels that carry loss, so that they can be counted in the collated rows.
     """
 
     def __init__(
@@ -175,9 +174,9 @@ class ODBRun:
         self.loader, self.config, self.output_dir = loader, config, Path(output_dir)
         self.epochs, self.max_steps = epochs, max_steps
         self.accounting = StepAccounting(loader, config, output_dir if config.audit else None, left_out_dir=output_dir)
-        self.fill: FillSchedule | None = None
-        if not config.keeps:
-            self.fill = FillSchedule(loader, config, epochs, max_steps, accumulation, is_shuffled)
+        is_estimated = not config.keeps and max_steps is None
+        self.schedule = FillSchedule(loader, config, is_shuffled=is_shuffled, is_estimated=is_estimated)
+        self._accumulation = accumulation
         self.budgets: dict[str, int | None] = {}
         self.step: OptimizerStep | None = None
         self._looks_at_labels = looks_at_labels
@@ -201,23 +200,41 @@ class ODBRun:
         assert self.epochs is not None
         return max(math.ceil(self.epochs * an_epoch) + self.repeated_steps, self.optimizer_steps)
 
+    def expected_steps(self) -> int:
+        """The same, or an estimate, which equals the steps taken if and only if the run is done."""
+        if (known := self.total_steps) is not None:
+            return known
+        taken, share = self.optimizer_steps, self._share
+        if not share:
+            assert self.epochs is not None
+            return taken + math.ceil(self.epochs * self.loader.estimate_optimizer_steps())  # waits for the first plan
+        return taken if share >= 1.0 else max(round(taken / share), taken + 1)
+
+    @property
+    def _share(self) -> float:
+        """Of the samples of the run, those done; of a run in epochs."""
+        return min(self.epoch / self.epochs, 1.0) if self.epochs else 0.0
+
     @property
     def epoch_length(self) -> int | None:
         """At least the optimizer steps of any epoch; None if not known."""
-        if self.fill is not None:
-            return self.fill.most_steps_an_epoch
-        an_epoch = self.loader.num_optimizer_steps
+        loader = self.loader
+        if not self.config.keeps:
+            # A micro-step has at least one sample, and all optimizer steps but the last have `accumulation` of them.
+            is_known = self.max_steps is None and loader.num_samples is not None
+            return -(-(loader.num_samples or 0) // self._accumulation) if is_known else None
+        an_epoch = loader.num_optimizer_steps
         if an_epoch is None or self._restarted is None:
             return an_epoch
         # The Trainer divides the steps taken by this, and must not find more epochs in them than were done.
-        return max(an_epoch, self.optimizer_steps // (self.loader.epoch + 1) + 1)
+        return max(an_epoch, self.optimizer_steps // (loader.epoch + 1) + 1)
 
     @property
     def finished(self) -> bool:
         """Whether a resumed run has nothing left to do."""
-        if self.fill is not None and self.epochs is not None:
-            return self._epochs_before >= self.epochs
-        return self.total_steps is not None and self.optimizer_steps >= self.total_steps
+        if (known := self.total_steps) is not None:
+            return self.optimizer_steps >= known
+        return self.epochs is not None and self._epochs_before >= self.epochs
 
     @property
     def epoch(self) -> float:
@@ -227,8 +244,8 @@ class ODBRun:
             return self._epochs_before
         if step.progress is not None:
             return step.epoch + step.progress
-        if self.fill is not None:
-            return self.fill.epoch(step)
+        if not self.config.keeps:
+            return float(step.epoch + step.last)
         assert self.max_steps is not None
         return step.epoch + (step.index + 1) / self.max_steps
 
@@ -246,8 +263,8 @@ class ODBRun:
         """Its forward comes next; until `accounting.end` its loss is made as `accounting.computing` says."""
         labels = batch.get("labels") if self._looks_at_labels and isinstance(batch, Mapping) else None
         self.step = micro_batch.step
-        if self.fill is not None and micro_batch.index == 0:
-            self.fill.advance(self.optimizer_steps + 1, self.epoch)
+        if micro_batch.index == 0 and self.schedule.clock is not None:
+            self.schedule.clock.advance(self.optimizer_steps + 1, self._share)
         computing = self.accounting.begin(micro_batch, measured, labels)
         if labels is not None and (supervised := int((labels[:, 1:] != IGNORE_INDEX).sum())) == measured.units:
             computing.num_supervised = supervised
@@ -264,10 +281,11 @@ class ODBRun:
             "epochs": self.epoch,
             "restarted": restarted,
             "limits": limits,
+            "schedule": self.schedule.state_dict(),
         }
         if self.budgets:
             state["budgets"] = self.budgets
-        return state if self.fill is None else state | {"fill": self.fill.state_dict(self.epoch, self.optimizer_steps)}
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.accounting.load_state_dict(state["accounting"])
@@ -277,8 +295,7 @@ class ODBRun:
         # Budgets that the user has changed since take precedence.
         if limits is not None and limits["configured"] == asdict(self.loader.budget.limits):
             self.loader.lower(Limits(**limits["lowered"]))
-        if self.fill is not None:
-            self.fill.load_state_dict(state["fill"])
+        self.schedule.load_state_dict(state["schedule"])
 
     def begin_at(self, optimizer_steps: int, epochs: float) -> None:
         """Continue after that many optimizer steps and epochs, without their figures."""

@@ -370,8 +370,7 @@ class Session:
             self.restarts.close()
             self.restarts = None
         run = self._make_run(layout, config)
-        if run.fill is not None and before.fill is not None:
-            run.fill.take_over(before.fill, self.trainer.optimizer, self.trainer.lr_scheduler)
+        run.schedule.take_over(before.schedule, self.trainer.optimizer, self.trainer.lr_scheduler)
         if not self.lacks_budgets:
             log_first_step(run.loader, run.config, run.loader.next_planned)
 

@@ -148,8 +148,8 @@ class ODBCallback(TrainerCallback):
         if run.finished:
             logger.info("nothing is left to train: the checkpoint has all %s optimizer steps", run.optimizer_steps)
             return
-        if run.fill is not None:
-            state.max_steps = run.fill.estimated_steps()
+        if not run.config.keeps:
+            state.max_steps = run.expected_steps()
             an_epoch = run.loader.estimate_optimizer_steps()
             state.num_train_epochs = math.ceil(run.epochs or run.max_steps / max(an_epoch, 1))
             state.compute_steps(args, state.max_steps)
@@ -171,10 +171,10 @@ class ODBCallback(TrainerCallback):
                 "super(), or train without odb."
             )
         state.epoch = run.epoch
-        if run.fill is None:
+        if run.config.keeps:
             return
         # The Trainer's loop is sized by a bound; this ends it in time.
-        state.max_steps = run.fill.expected_steps(run.epoch, run.optimizer_steps)
+        state.max_steps = run.expected_steps()
         control.should_epoch_stop = control.should_epoch_stop or run.step.last
         for callback in self.odb.trainer.callback_handler.callbacks:
             bar = getattr(callback, "training_bar", None)
@@ -383,14 +383,12 @@ class ODBTrainerMixin(Base):
         run = None if self.odb is None else self.odb.run
         if run is None or self.lr_scheduler is not None:
             return super().create_scheduler(num_training_steps, optimizer)
-        if run.fill is None:
-            return super().create_scheduler(run.total_steps or num_training_steps, optimizer)
-        steps = run.fill.steps_of_schedule(self.args.warmup_steps)
-        factor = run.fill.learning_rate_factor()
+        steps = run.schedule.steps_of_schedule(run.expected_steps() or num_training_steps, self.args.warmup_steps)
+        factor = run.schedule.learning_rate_factor()
         if factor != 1.0:
             scale_learning_rate(optimizer or self.optimizer, factor)
         scheduler = super().create_scheduler(steps, optimizer)
-        run.fill.follow(scheduler)
+        run.schedule.follow(scheduler)
         return scheduler
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
