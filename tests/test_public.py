@@ -11,7 +11,7 @@ from toy import a_micro_batch
 
 import odb_factory
 from odb_factory.accounting.losses import MicroBatchLoss
-from odb_factory.accounting.statistics import AUDIT_FILE, SUMMARY_FILE, StepStatistics, audit_line
+from odb_factory.accounting.statistics import AUDIT_FILE, SUMMARY_FILE, Computing, StepStatistics, audit_line
 from odb_factory.cli.main import PAGE
 from odb_factory.data.samples import Measured
 from odb_factory.loop import iteration
@@ -162,7 +162,8 @@ def test_metric_names() -> None:
 
 def test_audit_keys() -> None:
     measured = Measured(rows=2, length=3, media=Media(), units=3)
-    found = audit_line(a_micro_batch(), measured, MicroBatchLoss(1.0, None), optimizer_step=2, data_wait_s=0.25)
+    done = Computing(a_micro_batch(), measured, MicroBatchLoss(1.0, None))
+    found = audit_line(done, rank=0, optimizer_step=2, data_wait_s=0.25)
     assert abs(found.pop("time") - time.time()) < 60
     assert found.keys() | {"time"} == first_column("Audit"), "docs/metrics.md"
     assert found == {

@@ -184,22 +184,37 @@ class Lines:
             self._file.close()
 
 
+@dataclass(slots=True)
+class Computing:
+    """A micro-batch, or a part of one, in forward and backward.
+
+    num_supervised: tokens with a loss, if the loss is a mean over them. is_weighed: the loss has been computed with its
+    weights. encoded: runs of the vision tower whose work the ranks have shared.
+    """
+
+    micro_batch: MicroBatch
+    measured: Measured
+    loss: MicroBatchLoss
+    num_supervised: int | None = None
+    is_weighed: bool = False
+    encoded: Sequence[EncoderPlan] = ()
+
+    @property
+    def num_items(self) -> int:
+        """Units that the loss is a mean over (>= 1)."""
+        return max(self.measured.units, 1)
+
+
 def audit_line(
-    micro_batch: MicroBatch,
-    measured: Measured,
-    loss: MicroBatchLoss,
-    optimizer_step: int,
-    data_wait_s: float = 0.0,
-    part: int = 0,
-    parts: int = 1,
-    encoded: int | None = None,
+    done: Computing, rank: int, optimizer_step: int, data_wait_s: float = 0.0, part: int = 0, parts: int = 1
 ) -> dict[str, Any]:
     """The line of a micro-batch that this rank has trained on. The key names are public.
 
     optimizer_step: of the run, from 1. data_wait_s: waited for data since the line before. part, parts: of a
-    micro-batch that was cut (`oom: split`), from 0. encoded: patches that this rank has encoded, for any rank, where
-    the ranks share this work.
+    micro-batch that was cut (`oom: split`), from 0.
     """
+    micro_batch, measured, loss = done.micro_batch, done.measured, done.loss
+    encoded = [int(plan.patches[rank]) for plan in done.encoded]  # for any rank
     weights = loss.row_weights and [loss.scale * weight for weight in loss.row_weights[: len(micro_batch.ids)]]
     return {
         "epoch": micro_batch.step.epoch,
@@ -214,7 +229,7 @@ def audit_line(
         "length": measured.length,
         "segments": list(measured.segments),
         "patches": measured.patches,
-        "encoder_patches": measured.patches if encoded is None else encoded,
+        "encoder_patches": sum(encoded) if encoded else measured.patches,
         **measured.media._asdict(),
         "units": micro_batch.num_units,
         # Of the mean loss of the micro-batch, or of each token loss of each sample.

@@ -6,14 +6,13 @@ import dataclasses
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from odb_factory.accounting.losses import MicroBatchLoss, loss_of, token_weights
-from odb_factory.accounting.statistics import AUDIT_FILE, LEFT_OUT_FILE, Lines, StepStatistics, audit_line
+from odb_factory.accounting.losses import loss_of, token_weights
+from odb_factory.accounting.statistics import AUDIT_FILE, LEFT_OUT_FILE, Computing, Lines, StepStatistics, audit_line
 from odb_factory.config import ResolvedConfig
 from odb_factory.data.collate import Collated
 from odb_factory.data.loader import ODBLoader
@@ -22,7 +21,7 @@ from odb_factory.data.samples import COLLATION, Measured, MicroBatch, OptimizerS
 from odb_factory.data.step_agreement import LateRow
 from odb_factory.errors import DataError
 from odb_factory.log import get_logger
-from odb_factory.planning import Budget, EncoderPlan
+from odb_factory.planning import Budget
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Logged once at the start: how large optimizer steps are, how they are cut, how full the budgets get.
@@ -200,27 +199,6 @@ class BatchChecks:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class Computing:
-    """A micro-batch, or a part of one, in forward and backward.
-
-    num_supervised: tokens with a loss, if the loss is a mean over them. is_weighed: the loss has been computed with its
-    weights. encoded: runs of the vision tower whose work the ranks have shared.
-    """
-
-    micro_batch: MicroBatch
-    measured: Measured
-    loss: MicroBatchLoss
-    num_supervised: int | None = None
-    is_weighed: bool = False
-    encoded: Sequence[EncoderPlan] = ()
-
-    @property
-    def num_items(self) -> int:
-        """Units that the loss is a mean over (>= 1)."""
-        return max(self.measured.units, 1)
-
-
 class StepAccounting:
     """The accounting of one run of a loader, in a trainer or in a custom loop.
 
@@ -315,17 +293,7 @@ class StepAccounting:
         for part, done in enumerate(parts):
             if self._audit is not None:
                 step = self.optimizer_steps + 1
-                line = audit_line(
-                    done.micro_batch,
-                    done.measured,
-                    done.loss,
-                    step,
-                    self._waited,
-                    part,
-                    len(parts),
-                    sum(int(plan.patches[self.loader.rank]) for plan in done.encoded) if done.encoded else None,
-                )
-                self._audit.add(line)
+                self._audit.add(audit_line(done, self.loader.rank, step, self._waited, part, len(parts)))
                 self._waited = 0.0
         self.total.add(micro_batch.totals, self.loader.world_size)
         for plan in (plan for done in parts for plan in done.encoded):
@@ -355,10 +323,6 @@ class StepAccounting:
         if self.encoder_patches:
             metrics["odb/encoder_balance"] = round(statistics.encoder_balance, 4)
         return metrics
-
-    def cut(self, times: int) -> None:
-        """Count micro-batches, or parts of them, of all ranks that were cut in two in an optimizer step."""
-        self.total.oom_cuts += times
 
     def lose(self, rows: Sequence[LateRow], reason: str) -> None:
         """Count rows of all ranks that were left out after their optimizer step had begun."""

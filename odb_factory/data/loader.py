@@ -300,8 +300,7 @@ class ODBLoader:
 
     def take_lost(self) -> Lost:
         """What all ranks have reported since the last call."""
-        lost, self._lost = self._lost, Lost()
-        return lost
+        return self._lost.take()
 
     def leave(self, timeout_s: float | None = None) -> None:
         """Leave the epoch, on all ranks at the same optimizer step.
@@ -311,7 +310,6 @@ class ODBLoader:
         current, self.under_way = self.under_way, None
         if current is not None:
             current.close(self._ranks.timeout_s if timeout_s is None else timeout_s)
-            self._lost.add(current.agreement.told_at_the_end())
 
     def lower(self, limits: Limits) -> None:
         """Plans to come are made with budgets no higher than these, on all ranks."""
@@ -477,7 +475,7 @@ class ODBLoader:
         current = Pass(
             planner,
             Prefetcher(iter(planner), ahead),
-            StepAgreement(ranks, reweighs=self._reweighs),
+            StepAgreement(ranks, self._lost, reweighs=self._reweighs),
             process,
             keeps_samples=self._keeps_samples,
         )
@@ -550,8 +548,6 @@ class ODBLoader:
             raise DataError(self._problem(outcome))
         if planned.index == 0:
             current.agreed = current.agreement.of(planned, outcome.lost_places)
-            self._lost.rows += len(current.agreed.rows)
-            self._lost.add(current.agreed.told)
         micro_batch, measured, batch = current.agreed.apply(planned), outcome.measured, outcome.batch
         if outcome.lost and not planned.idle:
             micro_batch = self._leave_out(current, micro_batch, outcome)
@@ -583,7 +579,7 @@ class ODBLoader:
         current.agreement.tell_late(
             [LateRow(micro_batch.lengths[i], micro_batch.units[i], weights[i], i == last) for i in late]
         )
-        return micro_batch.without(late)
+        return micro_batch.only([i for i in range(len(micro_batch.ids)) if i not in late])
 
     def _problem(self, outcome: Outcome) -> str:
         """Why the micro-batch cannot be trained on."""

@@ -137,10 +137,6 @@ class MicroBatch:
         """The part with these of its samples: they weigh as in the whole, and its totals stay."""
         return replace(self, samples=tuple(self.samples[i] for i in numbers), whole=self, numbers=tuple(numbers))
 
-    def without(self, numbers: Sequence[int]) -> MicroBatch:
-        """The part without these of its samples, which were lost after its step began."""
-        return self.only([i for i in range(len(self.samples)) if i not in numbers])
-
     def cut(self, at: int) -> tuple[MicroBatch, MicroBatch]:
         """Two parts, the second from sample number `at` on."""
         first, second = self.only(range(at)), self.only(range(at, len(self.samples)))

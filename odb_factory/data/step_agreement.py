@@ -57,10 +57,17 @@ class Lost:
     late: list[LateRow] = field(default_factory=list)
     over_budget: int = 0
 
-    def add(self, other: Lost) -> None:
-        self.rows += other.rows
-        self.late += other.late
-        self.over_budget += other.over_budget
+    def add(self, answer: Mapping[str, Any]) -> None:
+        """What all ranks have told of earlier steps."""
+        late = [LateRow(*row) for row in answer.get("late", ())]
+        self.rows += len(late)
+        self.late += late
+        self.over_budget += answer.get("over", 0)
+
+    def take(self) -> Lost:
+        """All of it, of which nothing stays here."""
+        taken, self.rows, self.late, self.over_budget = replace(self), 0, [], 0
+        return taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,20 +75,19 @@ class Agreed:
     """What all ranks know of an optimizer step before its first forward.
 
     step: without the rows that cannot be collated. rows: these, each with the index of its micro-batch. emptied:
-    micro-batches of all ranks that have no row left, by index. told: of an earlier step.
+    micro-batches of all ranks that have no row left, by index.
     """
 
     step: OptimizerStep
     rows: Sequence[tuple[int, SampleInfo]]
     emptied: Counter[int]
-    told: Lost
 
     @classmethod
     def of(cls, step: OptimizerStep, answer: Mapping[str, Any]) -> Agreed:
         """step: as planned. answer: of all ranks."""
         rows = [(index, SampleInfo(*row)) for index, *row in answer.get("lost", ())]
         emptied = Counter(answer.get("emptied", ()))
-        agreed, lost_rows = cls(step, rows, emptied, _told(answer)), [row for _, row in rows]
+        agreed, lost_rows = cls(step, rows, emptied), [row for _, row in rows]
         lost, divisors = agreed.lost_units, {row.stock_mean: row.stock_units for row in lost_rows}
         left = replace(
             step,
@@ -116,12 +122,6 @@ class Agreed:
     def lost_units(self) -> Counter[int]:
         """By the number of the mean that stock takes."""
         return sum((Counter({row.stock_mean: row.stock_counted}) for _, row in self.rows), Counter())
-
-
-def _told(answer: Mapping[str, Any]) -> Lost:
-    """Of steps before."""
-    late = [LateRow(*row) for row in answer.get("late", ())]
-    return Lost(len(late), late, answer.get("over", 0))
 
 
 def merge_messages(messages: Sequence[bytes]) -> bytes:
@@ -173,17 +173,18 @@ def _note(micro_batch: MicroBatch, lost: Sequence[int]) -> dict[str, Any]:
 class StepAgreement:
     """The agreements of one pass over an epoch.
 
-    reweighs: rows that cannot be collated leave the divisor of their step; else they are all late.
+    lost: what all ranks report is added here by the thread that calls `of` and `close`. reweighs: rows that cannot be
+    collated leave the divisor of their step; else they are all late.
 
-        agreement = StepAgreement(ranks, reweighs=True)
+        agreement = StepAgreement(ranks, Lost(), reweighs=True)
         agreement.start(first_step=0, notes=notes, window=4)
         agreed = agreement.of(micro_batch, lost=())  # with the first micro-batch of the step in hand
         agreement.taken(micro_batch)  # each one that is handed to the training
         agreement.close(timeout_s=7)
     """
 
-    def __init__(self, ranks: Ranks, *, reweighs: bool):
-        self._ranks, self._reweighs = ranks, reweighs
+    def __init__(self, ranks: Ranks, lost: Lost, *, reweighs: bool):
+        self._ranks, self._lost, self._reweighs = ranks, lost, reweighs
         self._changed = threading.Condition()
         self._notes: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
         self._late: list[LateRow] = []
@@ -229,19 +230,15 @@ class StepAgreement:
         answer = self._answers.pop(step.index)
         if "through" in answer:
             raise CollectiveError(known_failure() or f"rank {answer['through']} stopped: {LEFT_EPOCH}")
-        return Agreed.of(step, answer)
+        agreed = Agreed.of(step, answer)
+        self._lost.add(answer)
+        self._lost.rows += len(agreed.rows)
+        return agreed
 
     def tell_late(self, rows: Sequence[LateRow]) -> None:
         """Rows of the step under way that all ranks have not left out of it."""
         with self._changed:
             self._late += rows
-
-    def told_at_the_end(self) -> Lost:
-        """What the last messages of all ranks have told."""
-        told = Lost()
-        for answer in self._answers.values():
-            told.add(_told(answer))
-        return told
 
     def taken(self, micro_batch: MicroBatch, *, is_over_budget: bool = False) -> None:
         """The training has taken this micro-batch."""
@@ -269,6 +266,8 @@ class StepAgreement:
                 self._exchange()
             except CollectiveError:
                 pass  # the others have ended before this rank
+        for answer in self._answers.values():
+            self._lost.add(answer)
 
     def _wake(self) -> None:
         if self._waker is not None:

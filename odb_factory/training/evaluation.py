@@ -30,7 +30,7 @@ from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import EvalPrediction
 
 from odb_factory.accounting.losses import loss_of
-from odb_factory.accounting.step_accounting import Computing
+from odb_factory.accounting.statistics import Computing
 from odb_factory.config import AUTO, ResolvedConfig
 from odb_factory.data.collate import Collated
 from odb_factory.data.loader import ODBLoader

@@ -19,7 +19,7 @@ from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense
 from torch.nn.parallel import DistributedDataParallel
 
 from odb_factory.accounting.losses import sum_of_losses
-from odb_factory.accounting.step_accounting import Computing
+from odb_factory.accounting.statistics import Computing
 from odb_factory.comm.gloo import Group
 from odb_factory.config import ODBConfig
 from odb_factory.data.collate import Collated
@@ -407,7 +407,7 @@ class RestartedSteps:
                 loader.lowered.token_budget,
                 patches,
             )
-        self.run.accounting.cut(sum(answer["cuts"] for answer in answers))
+        self.run.accounting.total.oom_cuts += sum(answer["cuts"] for answer in answers)
         self.run.accounting.lose(late, OUT_OF_MEMORY)
         self._synchronizer.synchronize([answer["has_gradient"] for answer in answers])
 

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from odb_factory.accounting.step_accounting import Computing
+from odb_factory.accounting.statistics import Computing
 from odb_factory.data.samples import OptimizerStep
 
 

@@ -18,7 +18,8 @@ from torch.utils.data import IterableDataset, RandomSampler
 from transformers import TrainerCallback
 
 from odb_factory.accounting.losses import TokenLoss
-from odb_factory.accounting.step_accounting import Computing, log_first_step
+from odb_factory.accounting.statistics import Computing
+from odb_factory.accounting.step_accounting import log_first_step
 from odb_factory.comm.agreement import compare
 from odb_factory.comm.gloo import Group, gather_once, patience_of, release
 from odb_factory.comm.ranks import Ranks

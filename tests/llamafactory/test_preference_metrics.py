@@ -15,7 +15,7 @@ import pytest
 from accounting.steps import cut, measured, optimizer_step, random_rows
 
 from odb_factory.accounting.losses import loss_of, token_weights
-from odb_factory.accounting.step_accounting import Computing
+from odb_factory.accounting.statistics import Computing
 from odb_factory.llamafactory.kto import ExampleMetrics
 from odb_factory.training.pair_metrics import PairMetrics
 
