@@ -181,9 +181,9 @@ class RecordedFill(FillEpoch):
 class RecordedKeep(KeepEpoch):
     buffered: Sequence[Sample] = ()
 
-    def collect(self, index: int) -> Held:
+    def collect(self, index: int) -> list[Held]:
         held = super().collect(index)
-        self.buffered = held.samples
+        self.buffered = [one.sample for one in held]
         return held
 
 

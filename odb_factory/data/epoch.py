@@ -81,12 +81,15 @@ class EpochContext:
     compute: Compute = compute_here
 
 
-class Held(NamedTuple):
-    """The samples of a rank that can be planned. ages, positions: of each, as in `ROW`."""
+@dataclass(slots=True)
+class Held:
+    """A sample of a rank that can be planned. With `fill`: draw: its number in this rank's share; age: rounds it was
+    kept back. With `keep`: position: in its optimizer step."""
 
-    samples: list[Sample]
-    ages: list[int]
-    positions: list[int]
+    sample: Sample
+    draw: int = 0
+    age: int = 0
+    position: int = 0
 
 
 class Planned(NamedTuple):
@@ -133,25 +136,26 @@ class EpochPlanner(ABC):
     def step(self, index: int) -> list[Task]:
         """Plan one optimizer step (`keep`), or as many as the buffers fill (`fill`); the same on all ranks."""
         held = self.collect(index)  # observed samples of this rank
-        self._dummy = min(held.samples, key=lambda sample: sample.cost.tokens, default=self._dummy)
+        samples = [one.sample for one in held]
+        self._dummy = min(samples, key=lambda sample: sample.cost.tokens, default=self._dummy)
         ranks = self.agree(held, index)  # what the ranks hold: integers only
         plan = self.plan(ranks, index)  # pure, the same on all ranks that make it together
-        mine = self.distribute(plan, held.samples)  # samples travel to the rank that computes them
+        mine = self.distribute(plan, samples)  # samples travel to the rank that computes them
         return self.micro_batches(plan, mine, ranks, index)  # with the loss weights of the whole step
 
     @abstractmethod
-    def collect(self, index: int) -> Held:
+    def collect(self, index: int) -> list[Held]:
         """Take observed samples."""
 
-    def agree(self, held: Held, index: int) -> list[RankMetadata]:
+    def agree(self, held: Sequence[Held], index: int) -> list[RankMetadata]:
         """What all ranks hold, or those of the group. Collective."""
         context = self.context
         buffer = make_metadata(
-            [sample.cost for sample in held.samples],
-            held.ages,
+            [one.sample.cost for one in held],
+            [one.age for one in held],
             exhausted=self._next is None,
-            sizes=[len(sample.features) for sample in held.samples],
-            positions=held.positions,
+            sizes=[len(one.sample.features) for one in held],
+            positions=[one.position for one in held],
         )
         mine = RankMetadata(buffer, self.rejected, self.overlong, context.order(index), context.lowered())
         return context.ranks.gather(mine, index, of_all=self.of_all)
@@ -209,10 +213,7 @@ class EpochPlanner(ABC):
         except CollectiveError:
             raise
         except Exception as error:
-            if not isinstance(error, DataError):
-                # Logged here and not chained: its traceback would keep the worker processes alive.
-                logger.error("planning failed", exc_info=error)
-            message = one_line(error)
+            message = _reason(error, "planning")
         finally:
             self.observed = iter(())  # lets its worker processes go
         if self.final:
@@ -228,9 +229,7 @@ class EpochPlanner(ABC):
         except CollectiveError:
             raise
         except Exception as error:
-            if not isinstance(error, DataError):
-                logger.error("%s failed", task, exc_info=error)
-            message = one_line(error)
+            message = _reason(error, task)
             self.context.ranks.abort(f"{task}: {message}")
         else:
             return
@@ -282,6 +281,13 @@ class EpochPlanner(ABC):
         return group or [sample for sample in (self._dummy,) if sample is not None]
 
 
+def _reason(error: Exception, task: str) -> str:
+    if not isinstance(error, DataError):
+        # Logged here and not chained: its traceback would keep the worker processes alive.
+        logger.error("%s failed", task, exc_info=error)
+    return one_line(error)
+
+
 def _nothing_left(rejected: Counter[str], not_trained: int, why: str, epoch: int) -> str:
     """Why an epoch has no sample to train on. not_trained: usable rows, for the reason `why`."""
     reasons = [f"{count} {reason}" for reason, count in rejected.items()]
@@ -317,21 +323,19 @@ class KeepEpoch(EpochPlanner):
         self._positions = (stock.position(context.rank, number) for number in itertools.count(first))
         self._next: tuple[int, Sample | Rejection] | None = None
 
-    def collect(self, index: int) -> Held:
+    def collect(self, index: int) -> list[Held]:
         """The samples of this rank in an optimizer step."""
         first = index * self.stock.global_batch_size
-        positions: list[int] = []
-        samples: list[Sample] = []
+        held: list[Held] = []
         while self._next is not None and self._next[0] < first + self.stock.global_batch_size:
             position, row = self._next
             if isinstance(row, Rejection):
                 self._leave_out(row, index)
             else:
                 self.overlong += self.context.budget.overlong(row.cost)
-                positions.append(position - first)
-                samples.append(row)
+                held.append(Held(row, position=position - first))
             self._draw()
-        return Held(samples, [0] * len(samples), positions)
+        return held
 
     def micro_batches(
         self, plan: Plan, mine: dict[int, Sample], ranks: Sequence[RankMetadata], index: int
@@ -428,15 +432,6 @@ class KeepEpoch(EpochPlanner):
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class Drawn:
-    """A sample in the buffer. draw: its number in this rank's share; age: rounds it was kept back."""
-
-    sample: Sample
-    draw: int
-    age: int = 0
-
-
 class FillEpoch(EpochPlanner):
     """Filled optimizer steps: as many samples as `accumulation` micro-steps hold (the last step may have fewer).
 
@@ -460,21 +455,21 @@ class FillEpoch(EpochPlanner):
         # Without join a buffer must be able to fill a whole optimizer step.
         self.buffer_size = buffer_size if join else max(buffer_size, accumulation)
         self.accumulation, self.join = accumulation, join
-        self.held: list[Drawn] = []
+        self.held: list[Held] = []
         self._done_before, self._num_drawn = share.done_before, share.drawn
         self._draws = itertools.chain(share.waiting, itertools.count(share.drawn))
-        self._next: Drawn | None = None
+        self._next: Held | None = None
         self._planned: list[Planned] = []
         self._next_step = place.optimizer_steps
         self._micro_steps = self._emitted = self._tokens_emitted = 0
 
-    def collect(self, index: int) -> Held:
+    def collect(self, index: int) -> list[Held]:
         """Fill the buffer; one sample ahead is drawn, so that an exhausted share is known before the plan."""
         while self._next is not None and len(self.held) < self.buffer_size:
             self.overlong += self.context.budget.overlong(self._next.sample.cost)
             self.held.append(self._next)
             self._draw()
-        return Held([one.sample for one in self.held], [one.age for one in self.held], [0] * len(self.held))
+        return self.held
 
     def micro_batches(
         self, plan: Plan, mine: dict[int, Sample], ranks: Sequence[RankMetadata], index: int
@@ -522,7 +517,7 @@ class FillEpoch(EpochPlanner):
             draw = next(self._draws)
             self._num_drawn = max(self._num_drawn, draw + 1)
             if isinstance(row, Sample):
-                self._next = Drawn(row, draw)
+                self._next = Held(row, draw)
                 return
             self._leave_out(row, self._next_step + len(self._planned) // self.accumulation)
 
