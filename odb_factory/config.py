@@ -194,11 +194,6 @@ class ODBConfig:
         return 1 << 30 if self.global_batch_size == "fill" else self.balance_group_size
 
     @property
-    def has_auto(self) -> bool:
-        """Whether a budget is still to be chosen."""
-        return bool(self.auto_keys)
-
-    @property
     def auto_keys(self) -> list[str]:
         """The budgets that are still to be chosen."""
         return [key for key in BUDGETS if getattr(self, key) == AUTO]
@@ -257,7 +252,7 @@ class ResolvedConfig(ODBConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        assert not self.has_auto, "a budget has not been chosen yet"
+        assert not self.auto_keys, "a budget has not been chosen yet"
 
 
 # ----------------------------------------------------------------------------------------------------------------------

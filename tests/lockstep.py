@@ -243,7 +243,6 @@ def run_shards(
         planner(
             draw(rank),
             EpochContext(
-                rank=rank,
                 ranks=Recorded(lockstep, rank),
                 leave_out=lambda ids, *_, rank=rank, **__: epochs[rank].rejected.extend(ids),
                 **context,

@@ -70,7 +70,6 @@ class EpochContext:
     num_samples: int | None
     balance: bool
     seed: int
-    rank: int
     ranks: Ranks
     stand_in: Callable[[], Sample]
     leave_out: Callable[..., None]
@@ -125,7 +124,7 @@ class EpochPlanner(ABC):
     def __init__(self, observed: Iterator[Sample | Rejection], context: EpochContext, place: Place):
         self.observed, self.context, self.place = observed, context, place
         self.epoch, self.trained = place.epoch, place.trained
-        self.planned = range(context.ranks.world_size)
+        self.rank, self.planned = context.ranks.rank, range(context.ranks.world_size)
         self.rejected: Counter[str] = Counter()
         self.overlong = 0
         self.final = False
@@ -176,7 +175,7 @@ class EpochPlanner(ABC):
             return redistribute(
                 plan,
                 self.planned,
-                self.context.rank,
+                self.rank,
                 held,
                 self.context.ranks.swap,
                 encode=sample_to_bytes,
@@ -318,9 +317,9 @@ class KeepEpoch(EpochPlanner):
     ):
         super().__init__(observed, context, place)
         self.stock, self.first_index = stock, place.optimizer_steps
-        self.planned = context.ranks.group if context.balance else range(context.rank, context.rank + 1)
-        first = stock.first_number(context.rank, place.optimizer_steps)
-        self._positions = (stock.position(context.rank, number) for number in itertools.count(first))
+        self.planned = context.ranks.group if context.balance else range(self.rank, self.rank + 1)
+        first = stock.first_number(self.rank, place.optimizer_steps)
+        self._positions = (stock.position(self.rank, number) for number in itertools.count(first))
         self._next: tuple[int, Sample | Rejection] | None = None
 
     def collect(self, index: int) -> list[Held]:
@@ -346,7 +345,7 @@ class KeepEpoch(EpochPlanner):
         self.trained += sum(one.samples for one in plan.totals)
         if self.final and self.trained == 0:
             raise CollectiveError(_nothing_left(rejected, stock.not_trained, "by drop_last", self.epoch))
-        groups, totals = plan.groups[self.context.rank - self.planned.start], plan.totals
+        groups, totals = plan.groups[self.rank - self.planned.start], plan.totals
         if not groups:
             logger.warning("optimizer step %d of epoch %d has no usable sample: its loss is 0", index + 1, self.epoch)
             groups, totals = [[]], [MicroStepTotals()]
@@ -366,7 +365,7 @@ class KeepEpoch(EpochPlanner):
             index,
             num_stock_means=len(sums.means) + sums.num_means if divisor is None else divisor,
             stock_input_tokens=stock_input_tokens(
-                rows, stock, self.context.rank, self.context.budget.collation.in_one_row(), of_all=of_all
+                rows, stock, self.rank, self.context.budget.collation.in_one_row(), of_all=of_all
             ),
             done=done,
             progress=stock.progress(index),
@@ -386,7 +385,7 @@ class KeepEpoch(EpochPlanner):
         Raises `CollectiveError` on all ranks if those of a group have computed different plans.
         """
         context, stock, buffers = self.context, self.stock, [rank.buffer for rank in ranks]
-        group, leads = context.ranks.group, context.rank == context.ranks.group.start
+        group, leads = context.ranks.group, self.rank == context.ranks.group.start
         rows, _, _ = pool(buffers)
         means, num_means = sums_of_means(rows, stock, group)
         if stock.equal_weights:
@@ -409,8 +408,8 @@ class KeepEpoch(EpochPlanner):
             )
 
         def exchange(plans: Sequence[Plan], outline: GroupOutline) -> GroupOutline:
-            speaks = context.rank == self.planned.start
-            told = (self.planned.start, plans[0].checksum(), context.rank)
+            speaks = self.rank == self.planned.start
+            told = (self.planned.start, plans[0].checksum(), self.rank)
             self.sums = context.ranks.sum_up(replace(mine, plans=[told], outline=outline if speaks else None), index)
             assert self.sums.outline is not None
             return self.sums.outline
@@ -536,17 +535,16 @@ class FillEpoch(EpochPlanner):
             balance=self.context.balance,
             model=self.context.model,
         )
-        self.context.ranks.sum_up(Sums(plans=[(0, plan.checksum(), self.context.rank)]), index)
+        self.context.ranks.sum_up(Sums(plans=[(0, plan.checksum(), self.rank)]), index)
         self.final = plan.final
         return plan
 
     def _carry_out(self, plan: Plan, mine: dict[int, Sample], buffers: Sequence[BufferMetadata]) -> None:
         """Take this rank's micro-batches out of a plan; what was not planned stays in the buffer, one round older."""
-        rank = self.context.rank
-        start, end = plan.starts[rank : rank + 2]
+        start, end = plan.starts[self.rank : self.rank + 2]
         units = pool(buffers)[0]["units"]
         gone: set[int] = set()
-        for own, groups, totals in zip(plan.groups[rank], zip(*plan.groups), plan.totals):
+        for own, groups, totals in zip(plan.groups[self.rank], zip(*plan.groups), plan.totals):
             takers = groups if plan.moves else [own]
             given = [row - start for group in takers for row in group if start <= row < end]
             gone.update(given)

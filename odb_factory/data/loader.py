@@ -217,7 +217,6 @@ class ODBLoader:
             num_samples=self.num_samples,
             balance=bool(config.balance),
             seed=seed,
-            rank=rank,
             ranks=self._ranks,
             stand_in=self._workers.stand_in,
             leave_out=self.left_out.leave_out,

@@ -432,7 +432,7 @@ def _refused_arguments(value_of: ValueOf) -> Iterator[str]:
 def _refused_keys_of_the_block(config: ODBConfig, value_of: ValueOf) -> Iterator[str]:
     """Keys of the block that the stage, or another argument, does not go with."""
     stage = STAGES[value_of("stage", "sft")]
-    if config.has_auto and stage.prepares_steps:
+    if config.auto_keys and stage.prepares_steps:
         yield (
             f"odb.{config.auto_keys[0]}: {AUTO!r} does not go with odb: {AUTO} tries micro-batches one by one, and "
             f"stage {stage.name} prepares whole optimizer steps; set a number."

@@ -137,7 +137,7 @@ def loop_config(config: ODBConfig | None, block: LoopKeys) -> ResolvedConfig:
             f"(exact), or choose one of {', '.join(LOOP_LOSS_SCALINGS)}."
         )
     config = make_config(config, block)
-    if config.has_auto:
+    if config.auto_keys:
         key = next(key for key in BUDGETS if getattr(config, key) == AUTO)
         raise ConfigError(
             f"odb.{key}: 'auto' runs the model before training, which a custom loop does by itself; give a number."

@@ -418,7 +418,7 @@ class _Search:
             self.most_samples = max(min(size, sharing * share) - sharing + 1, 1)
         self.most = max(self.most, self._longest_tokens)
         # Where few samples fill a rehearsal, those with many patches outweigh dense ones.
-        few = 0.0 if config.has_auto else min(self.most, int(config.token_budget)) / self.most_samples
+        few = 0.0 if config.auto_keys else min(self.most, int(config.token_budget)) / self.most_samples
         self._by_density = sorted(samples, key=lambda one: (-one.cost.patches / max(self._tokens_of(one), few), one.id))
         self._densest = self._by_density[0]
         self._density = self._densest.cost.patches / self._tokens_of(self._densest)

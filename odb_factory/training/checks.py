@@ -120,7 +120,7 @@ def _refused(args: Any, config: ODBConfig, memory_meter: PeakMeter | None) -> It
             "`global_batch_size: fill` does not know ahead; remove `scheduler` there and use lr_scheduler_type, or "
             "keep the optimizer steps."
         )
-    if config.has_auto and memory_meter is None and memory.find_meter(args.device) is None:
+    if config.auto_keys and memory_meter is None and memory.find_meter(args.device) is None:
         yield (
             f"odb.{config.auto_keys[0]}: 'auto' tries micro-batches on an accelerator whose memory torch counts, and "
             f"this training runs on {args.device.type!r}; set a number (`odb-factory plan` says what it does with the "
@@ -152,7 +152,7 @@ def _offloads_optimizer(zero: Mapping[str, Any]) -> bool:
 
 def check_stream(config: ODBConfig) -> None:
     """Raise `ConfigError` for settings that need a dataset whose rows have numbers; the dataset is a stream."""
-    if config.has_auto:
+    if config.auto_keys:
         raise ConfigError(
             f"odb.{config.auto_keys[0]}: 'auto' tries rows of the dataset before training, and those of a stream "
             "cannot be read by their number; set a number."

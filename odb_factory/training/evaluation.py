@@ -422,7 +422,7 @@ def _why_stock(trainer: Any, stock: Any) -> str | None:
         return f"the trainer computes the loss in place of the model, by {loss.name}"
     if odb.settings.observer is not None and odb.settings.eval_rows is None:
         return f"figures of {type(trainer).__name__} depend on which rows share a batch"
-    if odb.lacks_budgets or (odb.run is None and odb.settings.config.has_auto):
+    if odb.lacks_budgets or (odb.run is None and odb.settings.config.auto_keys):
         return "budgets of auto are not chosen yet"
     if not trainer.accelerator.even_batches or trainer.accelerator.split_batches:
         return "even_batches or split_batches of accelerate are not the defaults"

@@ -198,7 +198,7 @@ def first_config(config: ODBConfig, resumed: Checkpoint | None) -> tuple[Resolve
     A resumed run keeps its budgets. Without them, each sample is a micro-batch until the budgets are chosen, so that
     little is read before.
     """
-    if not config.has_auto:
+    if not config.auto_keys:
         return config.resolved(), True
     asked = config.auto_keys
     kept: dict[str, int | None] = {}
@@ -421,7 +421,7 @@ class Session:
             if config.oom != "raise":
                 exchange = Group(settings.process_group, config.exchange_timeout_s, "agreements on a restarted step")
                 self.restarts = RestartedSteps(run, exchange, self.memory)
-        if settings.config.has_auto:
+        if settings.config.auto_keys:
             run.budgets = {key: getattr(config, key) for key in BUDGETS}
         # 4. where a checkpoint left it, and the first plan
         if self.checkpoint is not None:

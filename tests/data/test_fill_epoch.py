@@ -256,7 +256,6 @@ def test_the_buffer_is_filled_and_never_above_its_size() -> None:
         num_samples=100,
         balance=False,
         seed=0,
-        rank=0,
         ranks=OneRank(),
         stand_in=lambda: sample(0, 1),
         leave_out=print,

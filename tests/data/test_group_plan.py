@@ -34,7 +34,6 @@ def epoch_of(seat: Any, samples: list[Sample], global_batch_size: int, balance: 
             num_samples=len(samples),
             balance=balance,
             seed=0,
-            rank=seat.rank,
             ranks=seat,
             stand_in=lambda: samples[0],
             leave_out=print,
