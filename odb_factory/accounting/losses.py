@@ -235,8 +235,18 @@ class TokenLoss:
         weights: float | Tensor = 1 / num_units
         if row_weights is not None:
             weights = torch.from_numpy(by_position(row_weights, segments))
-        with self.without_logits.weighing(weights, num_supervised), self._in_loss_function(row_weights, segments):
-            yield
+        models = [] if row_weights is None else self._models
+        self._row_weights = () if row_weights is None else row_weights
+        self._segments, self._calls = segments, 0
+        own = [module.loss_function for module in models]
+        with self.without_logits.weighing(weights, num_supervised):
+            try:
+                for module in models:
+                    module.loss_function = self
+                yield
+            finally:
+                for module, function in zip(models, own):
+                    module.loss_function = function
         if row_weights is not None and not self._calls and not self.without_logits.acted:
             raise ConfigError(
                 f"odb.loss_scaling: {self._loss_scaling!r} gives the samples of a micro-batch different weights, and "
@@ -245,22 +255,6 @@ class TokenLoss:
                 f"{self.without_logits.reason or 'its forward was not reached'}; set `loss_scaling: exact`, or turn "
                 "the kernel off."
             )
-
-    @contextlib.contextmanager
-    def _in_loss_function(self, row_weights: Sequence[float] | None, segments: Sequence[int]) -> Iterator[None]:
-        self._calls = 0
-        if row_weights is None:
-            yield
-            return
-        self._row_weights, self._segments = row_weights, segments
-        own = [module.loss_function for module in self._models]
-        try:
-            for module in self._models:
-                module.loss_function = self
-            yield
-        finally:
-            for module, function in zip(self._models, own):
-                module.loss_function = function
 
     def __call__(
         self,

@@ -315,10 +315,8 @@ def _frames(text: bytes, room: int) -> Iterator[tuple[int, bytes]]:
     """The length of each message, and as much of it as there was room for."""
     position = 0
     while position < len(text):
-        length, position = (
-            int.from_bytes(text[position : position + FRAME_BYTES], "little"),
-            position + FRAME_BYTES,
-        )
+        length = int.from_bytes(text[position : position + FRAME_BYTES], "little")
+        position += FRAME_BYTES
         yield length, text[position : position + min(length, room)]
         position += min(length, room)
 
