@@ -78,16 +78,9 @@ class Pass:
     agreed: Agreed
 
     def __init__(
-        self,
-        planner: EpochPlanner,
-        plans: Prefetcher,
-        agreement: StepAgreement,
-        process: PlanProcess | None = None,
-        *,
-        keeps_samples: bool = False,
+        self, planner: EpochPlanner, plans: Prefetcher, agreement: StepAgreement, process: PlanProcess | None = None
     ):
         self.planner, self.plans, self.agreement, self.process = planner, plans, agreement, process
-        self.keeps_samples = keeps_samples
         self.tasks: deque[Task] = deque()
         self.in_flight: deque[list[Sample] | None] = deque()
         self.epoch_steps = 0
@@ -95,7 +88,7 @@ class Pass:
         self.error: Exception | None = None
         self.is_taken = False
 
-    def feed(self, num_workers: int) -> Iterator[Task | None]:
+    def feed(self, num_workers: int, *, keeps_samples: bool = False) -> Iterator[Task | None]:
         """Planned tasks to be collated, and None while there is none yet.
 
         Waits a moment for a plan only if no batch is in flight. torch hands tasks to its workers in turn; None comes
@@ -105,7 +98,7 @@ class Pass:
         while True:
             while self.tasks:
                 task = self.tasks.popleft()
-                self.in_flight.append(task[1] if self.keeps_samples else None)
+                self.in_flight.append(task[1] if keeps_samples else None)
                 yield task
             try:
                 self.tasks.extend(self.plans.poll(0 if self.in_flight else POLL_S))
@@ -471,17 +464,13 @@ class ODBLoader:
             ahead = 2
         if not workers.num_collating:
             ahead = 0
-        current = Pass(
-            planner,
-            Prefetcher(iter(planner), ahead),
-            StepAgreement(ranks, self._lost, reweighs=self._reweighs),
-            process,
-            keeps_samples=self._keeps_samples,
-        )
+        agreement = StepAgreement(ranks, self._lost, reweighs=self._reweighs)
+        current = Pass(planner, Prefetcher(iter(planner), ahead), agreement, process)
         self.under_way = current
         if process is not None:
             process.start()
-        current.batches = workers.collate(self.epoch, current.feed(workers.num_collating))
+        tasks = current.feed(workers.num_collating, keeps_samples=self._keeps_samples)
+        current.batches = workers.collate(self.epoch, tasks)
         ranks.start()
         ranks.agree({**self._settings, **place})
         current.plans.start()
