@@ -35,12 +35,18 @@ def find_process_group(given: dist.ProcessGroup | None, *, is_prepared: bool) ->
 
     is_prepared: accelerate has prepared the loader. Raises `ConfigError` where they cannot be told.
     """
-    if not (dist.is_available() and dist.is_initialized()):
-        _check_alone(given)
-        return None
+    if dist.is_available() and dist.is_initialized():
+        return given if given is not None or not is_prepared else _of_accelerate()
     if given is not None:
-        return given
-    return _of_accelerate() if is_prepared else None
+        raise ConfigError("process_group: torch.distributed, to which it belonged, is no longer initialised.")
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if ranks.isdigit() and int(ranks) > 1:  # a launcher has started several, and this one does not know of the others
+        raise ConfigError(
+            f"WORLD_SIZE: {ranks} processes were started, but torch.distributed is not initialised here, so each would "
+            "train on the whole dataset; call torch.distributed.init_process_group() before the first batch, or remove "
+            "WORLD_SIZE from the environment if this process trains alone."
+        )
+    return None
 
 
 def check_process_group(given: object) -> None:
@@ -56,19 +62,6 @@ def check_process_group(given: object) -> None:
         f"process_group: expected the torch.distributed.ProcessGroup of the data-parallel ranks, found a "
         f"{type(given).__name__}{hint}."
     )
-
-
-def _check_alone(given: dist.ProcessGroup | None) -> None:
-    """A launcher has started several processes, and this one does not know of the others."""
-    if given is not None:
-        raise ConfigError("process_group: torch.distributed, to which it belonged, is no longer initialised.")
-    ranks = os.environ.get("WORLD_SIZE", "1")
-    if ranks.isdigit() and int(ranks) > 1:
-        raise ConfigError(
-            f"WORLD_SIZE: {ranks} processes were started, but torch.distributed is not initialised here, so each would "
-            "train on the whole dataset; call torch.distributed.init_process_group() before the first batch, or remove "
-            "WORLD_SIZE from the environment if this process trains alone."
-        )
 
 
 def _of_accelerate() -> dist.ProcessGroup | None:

@@ -283,10 +283,6 @@ class Share:
     drawn: int = 0
     waiting: tuple[int, ...] = ()
 
-    @property
-    def is_untouched(self) -> bool:
-        return self.done_before is None and not self.drawn
-
 
 @dataclass(frozen=True, kw_only=True)
 class Start:

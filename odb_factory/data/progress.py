@@ -141,7 +141,8 @@ class DataState(Place):
     @property
     def is_at_begin(self) -> bool:
         """Whether nothing of the epoch is done."""
-        return not self.optimizer_steps and (self.share is None or self.share.is_untouched)
+        share = self.share or Share()
+        return not self.optimizer_steps and share.done_before is None and not share.drawn
 
     def to_dict(self) -> dict[str, Any]:
         """JSON types; one or two kilobytes, with `fill` after a change of ranks also a bit a row."""
