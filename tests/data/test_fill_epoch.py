@@ -30,7 +30,6 @@ from odb_factory.data.epoch import EpochContext, FillEpoch
 from odb_factory.data.order import Share
 from odb_factory.data.progress import Place
 from odb_factory.data.samples import Rejection, Sample
-from odb_factory.errors import DataError
 from odb_factory.planning import Budget, Collation, Cost
 
 Case = tuple[list[list[Row]], dict[str, Any]]
@@ -200,38 +199,6 @@ def test_all_rejected_on_one_rank_is_no_end_for_the_others(case: Case) -> None:
     assert len(epochs[-1].rejected) == 9
 
 
-@pytest.mark.parametrize(
-    "rows",
-    [
-        [sample(0, 5)],
-        [sample(0, 5), rejection(1)],
-        [sample(0, 5), rejection(1), sample(2, 5), rejection(3), sample(4, 5)],
-    ],
-    ids=["fewer rows than ranks", "all of a shard rejected", "all of a longer shard rejected"],
-)
-def test_an_empty_shard_takes_part_in_every_step(rows: list[Row]) -> None:
-    """I1, I2: a rank without a sample idles from the first step to the last, with a real sample to run."""
-    full, empty = run_epoch(rows, world_size=2, accumulation=2)
-    assert full.error is None and empty.error is None
-    assert len(full.steps) == len(empty.steps)
-    assert all(one.idle and isinstance(own, Sample) for one, (own,) in empty.tasks)
-    assert sorted(full.ids) == [row.id for row in usable(rows)]
-
-
-def test_a_short_sample_among_long_ones_does_not_wait_for_its_like() -> None:
-    """I5: rows of 16 fill their groups; the row of 3, the oldest, goes out with the first round."""
-    rows: list[Row] = [sample(0, 3)] + [sample(i, 16) for i in range(1, 40)]
-    (epoch,) = run_epoch(rows, budget=Budget(16), buffer_size=4)
-    assert any(0 in one.ids for one, _ in epoch.plans[0])
-
-
-def test_rejected_rows_are_done_as_soon_as_they_are_known() -> None:
-    """Progress counts every row of the epoch: rows 0 to 3 are rejected before the first step."""
-    rows: list[Row] = [rejection(i) for i in range(4)] + [sample(i, 8) for i in range(4, 64)]
-    (epoch,) = run_epoch(rows)
-    assert [step.done for step in epoch.steps] == [4 + 4 * k for k in range(1, 16)]
-
-
 def test_the_buffer_is_filled_and_never_above_its_size() -> None:
     """Host memory: at most `buffer_size` samples wait, and one is drawn ahead to know when the sampler is exhausted."""
     drawn = 0
@@ -296,16 +263,3 @@ def test_rounds_of_the_same_samples_go_out_in_another_order() -> None:
     lengths = [[one.tokens for one, _ in tasks] for tasks in epoch.plans if len(tasks) == 19]
     assert len(lengths) > 5
     assert len({tokens.index(max(tokens)) for tokens in lengths}) > 1
-
-
-def test_without_join_a_single_rank_leaves_out_less_than_an_optimizer_step() -> None:
-    """I3: nobody runs short but itself, and only what cannot fill a whole optimizer step is left."""
-    (epoch,) = run_epoch([sample(i, 16) for i in range(20)], join=False, budget=Budget(16), accumulation=3)
-    assert len(epoch.ids) == 18
-    assert epoch.steps[-1].not_trained == 2
-
-
-def test_without_join_a_buffer_smaller_than_an_optimizer_step_still_ends() -> None:
-    """Never hang: with buffer_size below gradient_accumulation_steps no rank can fill an optimizer step."""
-    (epoch,) = run_epoch([sample(i, 8) for i in range(20)], join=False, buffer_size=2, accumulation=4)
-    assert epoch.error is None or isinstance(epoch.error, DataError)

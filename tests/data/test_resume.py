@@ -32,7 +32,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from thread_ranks import Table, run_ranks
 
-from odb_factory.data.order import OF_MICRO_BATCH, StockMean
+from odb_factory.data.order import OF_MICRO_BATCH
 from odb_factory.data.progress import read_state
 from odb_factory.data.saved import dump
 from odb_factory.errors import CollectiveError, ConfigError, DataError
@@ -94,21 +94,6 @@ def test_a_stop_at_any_step_loses_no_sample(mode: dict[str, Any]) -> None:
                     whole[0][-1].step.done,
                     whole[0][-1].step.rejected.total(),
                 )
-
-
-@pytest.mark.parametrize("mode", [MODES[1], MODES[5], MODES[6].values[0]], ids=str)
-def test_stopped_again_and_again_it_still_loses_no_sample(mode: dict[str, Any]) -> None:
-    """I2: a state taken after each optimizer step of a run that goes on from the one before."""
-    states, seen = None, Counter[int]()
-    while True:
-        taken, states = run(LENGTHS, states=states, own_state=True, stop_after=1, **mode)
-        seen += ids_of(taken)
-        step = taken[0][-1].step
-        assert step.done == len(LENGTHS) if step.last and "stream" not in mode else step.done <= len(LENGTHS)
-        if step.last:
-            break
-        assert states[0]["trained"] == seen.total()
-    assert seen == usable(LENGTHS)
 
 
 @pytest.mark.parametrize("mode", [*MODES[:4], MODES[7]], ids=str)
@@ -205,14 +190,6 @@ def test_the_state_is_a_cursor_and_the_same_on_all_ranks() -> None:
         [5] * 20_000, states=states[1:], stop_after=1, **KEEP | {"global_batch_size": 64, "token_budget": 160}
     )
     assert after[0][0].step.index == 20
-
-
-def test_between_two_epochs_the_next_one_begins() -> None:
-    whole, _ = run(LENGTHS, epochs=2, **EIGHT)
-    _, states = run(LENGTHS, epochs=1, **EIGHT)
-    assert (states[0]["epoch"], states[0]["optimizer_steps"]) == (1, 0)
-    after, _ = run(LENGTHS, epochs=2, states=states, **EIGHT | {"world_size": 2})
-    assert of_steps(after) == {key: ids for key, ids in of_steps(whole).items() if key[0] == 1}
 
 
 def test_a_loop_may_fetch_ahead_of_what_it_has_trained_on() -> None:
@@ -503,18 +480,6 @@ def test_orders_that_differ_anywhere_are_noticed(alike: int, size: int, drop_las
         assert max(steps, default=-1) == alike // size - 1
 
 
-DIFFERENCES = [
-    ({"batch_size": 1}, {"batch_size": 2}, "per_device_train_batch_size (1 on rank 0; 2 on rank 1)"),
-    ({}, {"accumulation": 8}, "gradient_accumulation_steps (4 on rank 0; 8 on rank 1)"),
-    ({}, {"global_batch_size": 16}, "odb.global_batch_size ('keep' on rank 0; 16 on rank 1)"),
-    ({}, {"global_batch_size": "fill"}, "odb.global_batch_size ('keep' on rank 0; 'fill' on rank 1)"),
-    ({}, {"drop_last": True}, "drop_last (False on rank 0; True on rank 1)"),
-    ({}, {"stock_mean": StockMean("rank")}, "what stock's loss is the mean of ('step' on rank 0; 'rank' on rank 1)"),
-    ({}, {"balance": False}, "odb.balance (True on rank 0; False on rank 1)"),
-    ({}, {"loss_scaling": "exact"}, "odb.loss_scaling ('stock' on rank 0; 'exact' on rank 1)"),
-]
-
-
 def begin(seat: Any, state: dict[str, Any] | None = None, **options: Any) -> str:
     """The error that a rank begins with; "": none."""
     loader = make_loader(LENGTHS, seat, **options)
@@ -527,15 +492,6 @@ def begin(seat: Any, state: dict[str, Any] | None = None, **options: Any) -> str
     finally:
         loader.close()
     return ""
-
-
-@pytest.mark.parametrize(("one", "other", "words"), DIFFERENCES, ids=[words for _, _, words in DIFFERENCES])
-def test_ranks_with_other_settings_stop_before_the_first_step(
-    one: dict[str, Any], other: dict[str, Any], words: str
-) -> None:
-    """I11."""
-    for message in run_ranks(2, lambda seat: begin(seat, **KEEP | (one, other)[seat.rank])):
-        assert words in message and "\n" not in message
 
 
 def test_ranks_that_stand_at_different_optimizer_steps_stop_before_the_first(stopped: dict[str, Any]) -> None:

@@ -66,6 +66,13 @@ DIFFERENCES = {
     "loss scaling": ({}, {"loss_scaling": "approx"}, "odb.loss_scaling ('exact' on rank 0; 'approx' on rank 1)"),
     "join": ({}, {"join": False}, "odb.join (True on rank 0; False on rank 1)"),
     "seed": ({"seed": 1}, {"seed": 2}, "seed (1 on rank 0; 2 on rank 1)"),
+    "balance": ({**KEEP, "balance": True}, KEEP, "odb.balance (True on rank 0; False on rank 1)"),
+    "another number": (KEEP, {"global_batch_size": 16}, "odb.global_batch_size ('keep' on rank 0; 16 on rank 1)"),
+    "order": (
+        {"sampler": list(range(NUM_ROWS))},
+        {"sampler": list(range(NUM_ROWS))[::-1]},
+        "different orders (rank 0; rank 1)",
+    ),
     "further settings": ({"agree_on": {"x": 1}}, {"agree_on": {"x": 2}}, "x (1 on rank 0; 2 on rank 1)"),
 }
 
@@ -88,33 +95,6 @@ def test_settings_in_which_ranks_may_differ(tmp_path: Path) -> None:
     options = [{"exchange_timeout_s": 30, "audit": False}, {"exchange_timeout_s": 60, "audit": True}]
     ended = run_ranks("distributed.test_agreement:with_options", tmp_path, options=options)
     assert sorted(ended[0].value["rows"] + ended[1].value["rows"]) == list(range(NUM_ROWS))
-
-
-def other_order(rank: int) -> list[dict[str, Any]]:
-    """From the first row on, and from the last but one on, where the optimizer steps before it are alike."""
-    first, last = list(range(NUM_ROWS)), list(range(NUM_ROWS))
-    if rank == 1:
-        first.reverse()
-        last[-2:] = last[:-3:-1]
-    return [take_epoch(sampler=first), take_epoch(sampler=last, batch_size=3, balance=True, **KEEP)]
-
-
-def test_orders_that_differ(tmp_path: Path) -> None:
-    for outcome in run_ranks("distributed.test_agreement:other_order", tmp_path):
-        first, last = outcome.value
-        assert "different orders (rank 0; rank 1)" in first["error"] and first["batches"] == 0
-        assert "different orders (rank 0; rank 1)" in last["error"]
-
-
-def kept(rank: int) -> dict[str, Any]:
-    return take_epoch(batch_size=3, balance=True, **KEEP)
-
-
-def test_kept_optimizer_steps_of_two_processes(tmp_path: Path) -> None:
-    """I1, I2, over gloo, with samples that change rank."""
-    one, other = (outcome.value for outcome in run_ranks("distributed.test_agreement:kept", tmp_path))
-    assert one["batches"] == other["batches"]
-    assert sorted(one["rows"] + other["rows"]) == list(range(NUM_ROWS))
 
 
 def kept_in_groups(rank: int, **options: Any) -> dict[str, Any]:

@@ -304,7 +304,7 @@ def test_a_rank_whose_rows_are_all_dropped_idles_to_the_end(tiny_vl, tmp_path, d
     check_books(tmp_path / "out", audits, left_out={"invalid": 12})
 
 
-@pytest.mark.full_grid  # planning: tests/data/test_many_ranks.py
+@pytest.mark.full_grid  # planning: tests/data/test_fill_epoch.py
 def test_without_join_the_epoch_ends_when_a_rank_runs_short(tiny_text, tmp_path) -> None:
     """I1, I3: no idle step, nothing twice, and the rest is counted."""
     world = WORLDS["16 and 9"]

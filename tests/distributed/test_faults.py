@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from distributed.invariants import check_audits, check_books, read_audits
 from distributed.launch import Ended, Node, Run, parent
 from distributed.rows import row
 from PIL import Image
@@ -92,19 +91,6 @@ def test_unreadable_picture_ends_the_run(with_an_unreadable_picture) -> None:
     # Either may be given the row: one says so itself, the other what the first one said.
     told = [f"rank {1 - rank}" in said_by(ended, rank, *cause) for rank in range(2)]
     assert sorted(told) == [False, True]
-
-
-@pytest.mark.full_grid  # as one that fails later: tests/llamafactory/test_fading_media.py
-def test_unreadable_picture_is_skipped_and_counted(with_an_unreadable_picture) -> None:
-    with_an_unreadable_picture["odb"]["on_error"] = "skip"
-    with Run(with_an_unreadable_picture, nodes=NODES) as run:
-        ended = run.end()
-        assert ended.returncodes == [0, 0], str(ended)
-        assert not run.left_behind()
-    audits = read_audits(run.output_dir, 2)
-    check_audits(audits, ids=set(range(60)) - {BAD_ROW}, accumulation=2, token_budget=128, dropped=1)
-    check_books(run.output_dir, audits, left_out={"unreadable": 1})
-    said_by(ended, 1, "left out (unreadable)", f"row {BAD_ROW} of rows.json", "cut_off.png")
 
 
 @pytest.mark.full_grid
@@ -218,16 +204,6 @@ def test_asleep_for_ever(config) -> None:
         ended = both_fail(run, 60 + 2 * LIMIT_S)
     for rank in range(2):
         last_line_says(ended, rank, "rank 1, which is alive", "pause_at_a_step_border.py:", "in pause", "ddp_timeout")
-
-
-@pytest.mark.full_grid  # in a loop: tests/distributed/test_patience.py
-def test_rank_killed_under_one_launcher(config) -> None:
-    """torchrun ends the other rank at once, and names the one that was killed."""
-    with Run(config) as run:
-        under_way(run)
-        os.kill(run.rank_pid(1), signal.SIGKILL)
-        ended = both_fail(run)
-    assert "SIGKILL" in ended.launchers[0]
 
 
 def test_forward_raises_on_one_rank(config) -> None:

@@ -113,25 +113,3 @@ def test_a_rank_may_end_before_the_other(first: int, fails: bool, tmp_path: Path
     for outcome in run_ranks("distributed.test_leftovers:an_epoch_and_a_pause", tmp_path, first=first, fails=fails):
         assert outcome.returncode == 0, outcome.said
         assert "Exception" not in outcome.said and "[odb]" not in outcome.said
-
-
-def plan(start_method: str, workers: tuple[int, int]) -> list[tuple[Any, ...]]:
-    with toy_loader(60, workers=workers, start_method=start_method) as loader:
-        return [
-            (step, measured, batch["input_ids"].tolist())
-            for epoch in range(2)
-            for step, measured, batch in _steps(loader, epoch)
-        ]
-
-
-def _steps(loader: Any, epoch: int) -> list[Any]:
-    loader.set_epoch(epoch)
-    return list(loader)
-
-
-@pytest.mark.parametrize(
-    "start_method", ["fork", *(pytest.param(name, marks=pytest.mark.full_grid) for name in ("forkserver", "spawn"))]
-)
-def test_start_methods_of_the_workers_give_the_same_plan(start_method: str) -> None:
-    """I6."""
-    assert plan(start_method, (1, 2)) == plan("fork", (0, 0))

@@ -64,22 +64,6 @@ def assert_same_batch(ours: Any, stock: Any) -> None:
             assert ours[key].dtype == value.dtype, key
 
 
-def _without_empty(features: dict[str, Any]) -> dict[str, Any]:
-    """Arrow stores a missing list of media as None or as empty, which the collator takes alike."""
-    return {key: value for key, value in features.items() if value}
-
-
-@pytest.mark.versions
-@pytest.mark.parametrize("name", ["vl", "text"])
-def test_rows_equal_stock_preprocessing(name: str, request: pytest.FixtureRequest) -> None:
-    setting = request.getfixturevalue(name)
-    assert isinstance(setting.dataset, OnlineDataset)
-    assert len(setting.dataset) == len(setting.stock["train_dataset"])
-    for index, stock in enumerate(setting.stock["train_dataset"]):
-        ours = setting.dataset[index]
-        assert _without_empty(ours) == _without_empty(stock)
-
-
 def test_a_label_on_the_first_token_is_seen(text: Setting, tiny_text, data_dir, tmp_path) -> None:
     """Stock counts it when it takes a mean, though nothing predicts it."""
     assert not any(text.observe(index).cost.leading_label for index in range(3))

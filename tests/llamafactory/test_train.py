@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from llamafactory.train.tuner import run_exp
-from stock import load_stock
 from support import read_jsonl, read_log, run_llamafactory, training_config
 
 from odb_factory.errors import DataError
@@ -74,38 +72,6 @@ def test_without_a_block_stock_is_untouched(tiny_vl, data_dir, tmp_path) -> None
         losses.append([(entry.get("loss"), entry.get("grad_norm")) for entry in read_log(tmp_path / name)])
     assert losses[0] == losses[1]
     assert len(losses[0]) == 7
-
-
-@pytest.mark.parametrize("model", ["tiny_text", "tiny_vl"])
-def test_gradient_and_loss_are_those_of_one_batch(model, data_dir, tmp_path, request) -> None:
-    """I8: with micro-batches of unequal size, norm and loss are those of all samples as one batch."""
-    model = request.getfixturevalue(model)
-    dataset = "texts,pictures" if "vl" in model.name else "texts"
-    accumulation = 4
-    config = training_config(
-        model,
-        data_dir,
-        tmp_path / "out",
-        dataset=dataset,
-        gradient_accumulation_steps=accumulation,
-        learning_rate=0.0,
-        max_grad_norm=1e9,
-        odb=BLOCK | {"token_budget": 2048, "global_batch_size": "fill"},
-    )
-    run_exp(dict(config))
-    audit, log = audit_of(tmp_path / "out"), [entry for entry in read_log(tmp_path / "out") if "loss" in entry]
-
-    stock = load_stock({key: value for key, value in config.items() if key != "odb"})
-    rows, net = stock.datasets["train_dataset"], stock.model.train()
-    for number, entry in enumerate(log, start=1):
-        lines = [line for line in audit if line["optimizer_step"] == number]
-        assert len(lines) == accumulation or number == len(log), "the last one of an epoch has what is left"
-        net.zero_grad()
-        loss = net(**stock.collator([dict(rows[i]) for line in lines for i in line["ids"]])).loss
-        loss.backward()
-        norm = torch.sqrt(sum(p.grad.square().sum() for p in net.parameters() if p.grad is not None))
-        assert entry["loss"] == pytest.approx(loss.item(), rel=1e-5)
-        assert entry["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
 
 
 def test_filled_steps_progress_and_are_scheduled_saved_and_evaluated_as_they_say(tiny_text, data_dir, tmp_path) -> None:
@@ -216,31 +182,6 @@ def test_early_stopping_and_best_model(tiny_text, data_dir, tmp_path) -> None:
     audit = audit_of(tmp_path / "out")
     assert sorted(ids_by_epoch(audit)) == [0, 1, 2]
     assert json.loads((tmp_path / "out" / "odb_summary.json").read_text())["epochs"] == 3
-
-
-@pytest.mark.full_grid
-def test_in_process_loading_gives_the_same_steps(tiny_vl, data_dir, tmp_path) -> None:
-    """I6: `dataloader_num_workers: 0` works and plans as two workers do; tokenized data is used as it is."""
-    steps = []
-    for name, changes in (
-        ("none", {"dataloader_num_workers": 0}),
-        ("two", {"dataloader_num_workers": 2}),
-        ("tokenized", {"dataloader_num_workers": 1, "tokenized_path": str(tmp_path / "tokens")}),
-    ):
-        config = training_config(tiny_vl, data_dir, tmp_path / name, dataset="texts,pictures", odb=BLOCK, **changes)
-        run_exp(dict(config))
-        steps.append([(line["ids"], line["length"], line["patches"]) for line in audit_of(tmp_path / name)])
-    assert steps[0] == steps[1] == steps[2]
-    assert (tmp_path / "tokens").is_dir()
-
-
-def test_disable_shuffling_draws_rows_in_order(tiny_text, data_dir, tmp_path) -> None:
-    config = training_config(
-        tiny_text, data_dir, tmp_path / "out", disable_shuffling=True, odb=BLOCK | {"buffer_size": 6}
-    )
-    run_exp(dict(config))
-    first_ids = [i for line in audit_of(tmp_path / "out") for i in line["ids"]][:6]
-    assert max(first_ids) < 12, "the first window holds the first rows"
 
 
 def test_unreadable_image_stops_or_is_skipped(tiny_vl, tmp_path) -> None:

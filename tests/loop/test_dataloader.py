@@ -134,24 +134,6 @@ def test_labels_may_be_made_by_the_collator(tiny_text: Path) -> None:
         assert pop_step_info(batch).loss_scale == pytest.approx(1.0)
 
 
-def test_loss_scales_of_an_optimizer_step() -> None:
-    """exact: by units, so the scaled means add up to the mean over all of them."""
-    with make(batch_size=4, gradient_accumulation_steps=3) as loader:
-        batches = list(loader)
-    tokens, scales = [], []
-    for batch in batches:
-        info = pop_step_info(batch, "exact")
-        tokens.append(int((batch["labels"][:, 1:] != -100).sum()))
-        scales.append(info.loss_scale)
-        if info.ends_optimizer_step:
-            assert len(tokens) == info.micro_batches
-            assert scales == pytest.approx([count / sum(tokens) for count in tokens])
-            tokens, scales = [], []
-    assert not tokens
-    with pytest.raises(DataError, match="no 'odb_step_info'"):
-        pop_step_info(batches[0])
-
-
 def test_a_tuple_needs_a_cost_function() -> None:
     with make(collate_fn=lambda items: (pad(items),)) as loader, pytest.raises(DataError, match="it returned a tuple"):
         next(iter(loader))
@@ -184,13 +166,6 @@ def test_apply_inside_what_accelerate_prepared() -> None:
     assert flat(epoch_of(prepared)) == EVERY_ROW
     handle.remove()
     assert len(next(iter(prepared))["input_ids"]) == 4
-
-
-def test_breaking_off_and_starting_again() -> None:
-    with make(num_workers=1) as loader:
-        for _ in range(3):
-            next(iter(loader))
-        assert flat(epoch_of(loader)) == EVERY_ROW
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -284,18 +259,6 @@ def test_a_loaded_state_is_not_dropped_in_silence(said: pytest.LogCaptureFixture
         second.load_state_dict(end)
         second.set_epoch(0)
         assert "it stands in epoch 3" in said.text
-
-
-def test_an_older_iterator_is_over_once_another_has_begun() -> None:
-    with make(batch_size=8, gradient_accumulation_steps=2) as loader:
-        older = iter(loader)
-        next(older)
-        loader.set_epoch(5)
-        assert flat(epoch_of(loader)) == EVERY_ROW
-        with pytest.raises(ConfigError, match="iterator is stale"):
-            next(older)
-    with pytest.raises(ConfigError, match="closed"):
-        iter(loader)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

@@ -201,6 +201,8 @@ def test_a_step_info_that_is_not_taken_out_is_told_once(said: pytest.LogCaptureF
     with make() as loader:
         for batch in loader:
             pop_step_info(batch)
+            with pytest.raises(DataError, match="no 'odb_step_info'"):
+                pop_step_info(batch)
         kept = list(loader)
         assert not said.messages, "batches that are kept may yet be asked"
         for batch in loader:
@@ -362,6 +364,9 @@ def test_an_iterator_that_goes_on_after_a_change(change: Callable[[Any], None], 
         change(handle)
         with pytest.raises(ConfigError, match="iterator is stale"):
             list(batches)
+        handle.close()
+        with pytest.raises(ConfigError, match="closed"):
+            iter(handle)
 
 
 def test_a_state_is_loaded_before_the_first_batch_or_after_the_loop() -> None:

@@ -6,13 +6,11 @@ import math
 from collections import Counter
 from typing import Any
 
-import datasets
 import pytest
-import torch
 from torch.utils.data import DataLoader
-from toy import NUM_ROWS, Rows, Stream, item, pad
+from toy import NUM_ROWS, Rows, Stream, pad
 from training.toy_training import BLOCK, FILL, Rates, audit, ids, losses, make, train
-from transformers import AutoModelForCausalLM, Trainer
+from transformers import Trainer
 
 from odb_factory import ConfigError, ODBTrainer, ODBTrainerMixin, enable_odb
 
@@ -81,15 +79,6 @@ def test_a_dataloader_of_the_trainers_own_is_respected(tiny_text, tmp_path) -> N
     assert ids(tmp_path) == Counter(range(10, 20))
 
 
-def test_columns_the_model_does_not_take_never_reach_the_collator(tiny_text, tmp_path) -> None:
-    rows = datasets.Dataset.from_list([item(k) | {"note": "not for the model"} for k in range(NUM_ROWS)])
-    trainer = make(tiny_text, tmp_path, rows)
-    trainer.data_collator = lambda items: pad(items) if all("note" not in item for item in items) else None
-    enable_odb(trainer, **BLOCK)
-    trainer.train()
-    assert ids(tmp_path) == Counter(range(NUM_ROWS))
-
-
 @pytest.mark.parametrize("block", [BLOCK, FILL], ids=["keep", "fill"])
 @pytest.mark.parametrize(("changes", "epochs"), [({"max_steps": 5}, None), ({"num_train_epochs": 0.5}, 0.5)])
 def test_where_it_ends(tiny_text, tmp_path, changes: dict[str, Any], epochs: float | None, block: dict) -> None:
@@ -110,22 +99,6 @@ def test_a_stream_ends_with_max_steps(tiny_text, tmp_path, block: dict[str, Any]
     first = [row for line in audit(tmp_path) if line["epoch"] == 0 for row in line["ids"]]
     assert Counter(first) == Counter(range(NUM_ROWS))
     assert any(line["epoch"] == 1 for line in audit(tmp_path))
-
-
-def test_warmup_steps_and_the_schedule_end_with_a_filled_run(tiny_text, tmp_path) -> None:
-    rates = Rates()
-    changes = {"warmup_steps": 3, "lr_scheduler_type": "linear", "num_train_epochs": 3}
-    trainer = train(tiny_text, tmp_path, callbacks=[rates], block=FILL, **changes)
-    assert rates.after[2] == max(rates.after) == pytest.approx(1e-3)
-    assert rates.after[-1] == pytest.approx(0, abs=1e-9)
-    assert all(map(math.isfinite, losses(trainer)))
-
-
-def test_a_checkpoint_is_that_of_the_trainer(tiny_text, tmp_path) -> None:
-    trainer = train(tiny_text, tmp_path, save_strategy="epoch", block=BLOCK)
-    (checkpoint,) = tmp_path.glob("checkpoint-*")
-    saved = AutoModelForCausalLM.from_pretrained(checkpoint)
-    assert all(torch.equal(a, b) for a, b in zip(saved.parameters(), trainer.model.parameters(), strict=True))
 
 
 @pytest.mark.parametrize(("scale", "power"), [("linear", 1.0), ("sqrt", 0.5)])
