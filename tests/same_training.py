@@ -160,7 +160,7 @@ def read(output_dir: Path, num_ranks: int) -> Training:
         learning_rates=[line["learning_rates"] for line in ranks[0]],
         log=state.pop("log_history"),
         state=state,
-        progress=read_jsonl(output_dir / "trainer_log.jsonl"),
+        progress=[line for path in output_dir.glob("trainer_log.jsonl") for line in read_jsonl(path)],
         weights={name: tensor for path in output_dir.glob("*.safetensors") for name, tensor in load_file(path).items()},
         folders={path.name for path in output_dir.glob("checkpoint-*")},
         engine={name for lines in ranks for line in lines for name in line["engine"]},
@@ -170,11 +170,11 @@ def read(output_dir: Path, num_ranks: int) -> Training:
 
 def _idle(audit: list[dict[str, Any]], lines: list[dict[str, Any]]) -> list[list[bool]]:
     """Of each micro-batch of each optimizer step whether it is idle."""
-    audited: list[list[bool]] = [[] for _ in lines]
+    audited: dict[int, list[bool]] = {}
     for line in audit:
-        audited[line["optimizer_step"] - 1].append(line["idle"])
-    assert [len(step) for step in audited] == [len(line["micro_batches"]) for line in lines], "all are audited"
-    return audited
+        audited.setdefault(line["optimizer_step"], []).append(line["idle"])
+    assert [*map(len, audited.values())] == [len(line["micro_batches"]) for line in lines], "all are audited"
+    return [*audited.values()]
 
 
 # The comparison
@@ -207,7 +207,7 @@ def deviation(ours: Training, stock: Training) -> Deviation:
             figures[f"state.{name}"] = _relative(ours.state[name], stock.state[name])
     assert ours.weights.keys() == stock.weights.keys()
     pairs = [(ours.weights[name].double(), its.double()) for name, its in stock.weights.items() if name != HEAD_BIAS]
-    assert all(tensor.dtype == torch.float32 for tensor in stock.weights.values())
+    assert all(tensor.dtype in (torch.float32, torch.float64) for tensor in stock.weights.values())
     weights = tensor = 0.0
     if pairs:  # FSDP has saved none here
         differences = torch.stack([(mine - its).norm() for mine, its in pairs])

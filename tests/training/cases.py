@@ -19,6 +19,8 @@ LEARNING_RATE = 0.05
 EPOCHS = 2
 TOKEN_BUDGET, MAX_PATCHES, BUFFER_SIZE = 96, 120, 12
 PATCH_VALUES = 3 * 2 * 16 * 16
+TEXT_IDS = 4000
+"""Ids of special tokens are not below it."""
 
 
 @dataclass(frozen=True)
@@ -111,26 +113,33 @@ def make_rows(case: Case, path: str | Path, world_size: int) -> list[dict[str, A
 
 def _row(number: int, shorter: int, case: Case, config: Any) -> dict[str, Any]:
     rng = random.Random(number)
-    ids = [rng.randrange(4000) for _ in range((10 + number * 37 % 40) // shorter)]
-    row: dict[str, Any] = {}
-    if case.model == "vl":
-        # Without ZeRO some rows have no image. ZeRO-3 gathers parameters, so there all groups need one.
-        images = rng.choice((1, 1, 2, int(case.zero > 0)))
-        grids = [[1, 2 * rng.randint(1, 2), 2 * rng.randint(1, 3)] for _ in range(images)]
-        for _, height, width in grids:
-            image = [config.image_token_id] * (height * width // 4)
-            ids = [*ids[:2], config.vision_start_token_id, *image, config.vision_end_token_id, *ids[2:]]
-        if grids:
-            patches = sum(height * width for _, height, width in grids)
-            generator = torch.Generator().manual_seed(number)
-            pixels = torch.randn(patches, PATCH_VALUES, generator=generator, dtype=torch.float32)
-            row = {"pixel_values": pixels, "image_grid_thw": torch.tensor(grids)}
-    supervised = max(1, int(rng.random() ** 2 * len(ids)))
+    ids = [rng.randrange(TEXT_IDS) for _ in range((10 + number * 37 % 40) // shorter)]
+    # Without ZeRO some rows have no image. ZeRO-3 gathers parameters, so there all groups need one.
+    images = rng.choice((1, 1, 2, int(case.zero > 0))) if case.model == "vl" else 0
+    ids, media = with_images(ids, images, rng, config)
+    row = labelled(ids, max(1, int(rng.random() ** 2 * len(ids))))
+    row["labels"][-1] = ids[-1]
+    return row | media
+
+
+def with_images(ids: list[int], images: int, rng: random.Random, config: Any) -> tuple[list[int], dict[str, Any]]:
+    """The row with so many images of random sizes in it, and what the model takes beside its ids."""
+    grids = [[1, 2 * rng.randint(1, 2), 2 * rng.randint(1, 3)] for _ in range(images)]
+    for _, height, width in grids:
+        image = [config.image_token_id] * (height * width // 4)
+        ids = [*ids[:2], config.vision_start_token_id, *image, config.vision_end_token_id, *ids[2:]]
+    if not grids:
+        return ids, {}
+    patches = sum(height * width for _, height, width in grids)
+    generator = torch.Generator().manual_seed(sum(ids))
+    pixels = torch.randn(patches, PATCH_VALUES, generator=generator, dtype=torch.float32)
+    return ids, {"pixel_values": pixels, "image_grid_thw": torch.tensor(grids)}
+
+
+def labelled(ids: list[int], supervised: int) -> dict[str, Any]:
+    """The last `supervised` tokens have labels, those of images none."""
     labels = [IGNORE] * (len(ids) - supervised) + ids[-supervised:]
-    if case.model == "vl":
-        labels = [IGNORE if label >= 4000 else label for label in labels]
-        labels[-1] = ids[-1]
-    return {"input_ids": ids, "labels": labels} | row
+    return {"input_ids": ids, "labels": [IGNORE if label >= TEXT_IDS else label for label in labels]}
 
 
 class Collator:

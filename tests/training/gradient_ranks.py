@@ -137,13 +137,9 @@ def zero(stage: int, **options: Any) -> dict[str, Any]:
     }
 
 
-def make(case: Case, model: torch.nn.Module, path: str, output_dir: Path, world_size: int, **changes: Any) -> InOrder:
-    """A Trainer of stock. changes: to its arguments."""
-    set_seed(0)
-    arguments = {
+def training_arguments(output_dir: Path, **changes: Any) -> TrainingArguments:
+    defaults = {
         "use_cpu": True,
-        "per_device_train_batch_size": case.keep or 1,
-        "gradient_accumulation_steps": case.accumulation,
         "num_train_epochs": EPOCHS,
         "optim": "sgd",
         "learning_rate": LEARNING_RATE,
@@ -156,10 +152,16 @@ def make(case: Case, model: torch.nn.Module, path: str, output_dir: Path, world_
         "remove_unused_columns": False,
         "dataloader_pin_memory": False,
     }
-    args = TrainingArguments(output_dir=str(output_dir), **arguments | case.arguments | changes)
+    return TrainingArguments(output_dir=str(output_dir), **defaults | changes)
+
+
+def make(case: Case, model: torch.nn.Module, path: str, output_dir: Path, world_size: int, **changes: Any) -> InOrder:
+    """A Trainer of stock. changes: to its arguments."""
+    set_seed(0)
+    steps = {"per_device_train_batch_size": case.keep or 1, "gradient_accumulation_steps": case.accumulation}
     return InOrder(
         model=model,
-        args=args,
+        args=training_arguments(output_dir, **steps | case.arguments | changes),
         train_dataset=make_rows(case, path, world_size),
         data_collator=Collator(model, AutoConfig.from_pretrained(path)),
         callbacks=[Recorder(case.zero or int("deepspeed" in changes))],

@@ -1,11 +1,11 @@
-"""The reference of a recorded training: one plain process, one batch an optimizer step, its own loss; their distance.
+"""The reference of a recorded training: stock's Trainer in one process, one batch an optimizer step; their distance.
 
-Nothing of odb_factory is used but the ids in the audit files.
+Its batches are the rows that the audit files name, its loss is that of the definition; nothing else is of odb_factory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,10 @@ from typing import Any
 import torch
 import transformers
 from support import read_jsonl
-from training.cases import IGNORE, LEARNING_RATE, Case, Collator, load_model, make_rows, precision
-from training.gradient_ranks import RECORD
-from transformers import AutoConfig
+from torch.utils.data import DataLoader
+from training.cases import IGNORE, Case, Collator, load_model, make_rows, precision
+from training.gradient_ranks import RECORD, Recorder, trained, training_arguments
+from transformers import AutoConfig, Trainer
 
 Tensors = dict[str, torch.Tensor]
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -42,81 +43,62 @@ def dynamic(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return loss * torch.exp(-loss.detach())
 
 
-class Reference:
-    """Takes optimizer steps like the Trainer's; `gradients`, `parameters`, `losses` and `norms` tell what each did."""
+def mean_of(loss: Loss, loss_scaling: str = "exact") -> Callable[..., torch.Tensor]:
+    """A `compute_loss_func`: the mean over all supervised tokens of a batch.
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        *,
-        loss: Loss = token_loss,
-        learning_rate: float = LEARNING_RATE,
-        max_norm: float = float("inf"),
-        autocast: bool = False,
-    ):
-        self.model, self.loss, self.max_norm, self.autocast = model.train(), loss, max_norm, autocast
-        self.learning_rate = learning_rate
-        self.start = self._copy()
-        self.gradients: list[Tensors] = []
-        self.parameters: list[Tensors] = []
-        self.losses: list[float] = []
-        self.norms: list[float] = []
+    loss_scaling: `sample` or `square`: the mean over its rows of their own means, or weighed by the square root of
+    their supervised tokens.
+    """
 
-    def step(self, batch: dict[str, torch.Tensor], loss_scaling: str = "exact") -> None:
-        """One optimizer step on one batch: the mean loss of all its supervised tokens in one go.
-
-        loss_scaling: `sample` or `square`: the mean over the rows of their own means, or weighed by the square root of
-        their supervised tokens.
-        """
-        inputs = dict(batch)
-        targets = inputs.pop("labels")[:, 1:]
+    def mean(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+        targets = labels[:, 1:]
         supervised = targets != IGNORE
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
-            logits = self.model(**inputs).logits[:, :-1]
         counts = supervised.sum(1, keepdim=True)
         shares = {"sample": 1 / counts, "square": 1 / counts.sqrt()}.get(loss_scaling, torch.ones_like(counts))
         weights = (shares * supervised)[supervised]
-        logits = logits[supervised]
-        if self.autocast:
-            logits = logits.float()
-        loss = (self.loss(logits, targets[supervised]) * weights).sum() / weights.sum()
-        names, parameters = zip(*((name, p) for name, p in self.model.named_parameters() if p.requires_grad))
-        found = torch.autograd.grad(loss, parameters, allow_unused=True)
-        gradients = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, found)]
-        norm = torch.stack([gradient.norm() for gradient in gradients]).norm().item()
-        scale = min(1.0, self.max_norm / (norm + 1e-6))
-        gradients = [gradient * scale for gradient in gradients]
-        self.update(parameters, gradients)
-        self.gradients.append(dict(zip(names, gradients)))
-        self.parameters.append(self._copy())
-        self.losses.append(loss.item())
-        self.norms.append(norm)
+        return (loss(outputs.logits[:, :-1][supervised], targets[supervised]) * weights).sum() / weights.sum()
 
-    def update(self, parameters: tuple[torch.nn.Parameter, ...], gradients: list[torch.Tensor]) -> None:
-        with torch.no_grad():
-            for parameter, gradient in zip(parameters, gradients):
-                parameter -= self.learning_rate * gradient
-
-    def _copy(self) -> Tensors:
-        return {name: p.detach().clone() for name, p in self.model.named_parameters() if p.requires_grad}
+    return mean
 
 
-class AdamReference(Reference):
-    """The same with Adam (no weight decay), written out."""
+class InBatches(Trainer):
+    """Takes these rows in each optimizer step."""
 
-    BETAS, EPS = (0.9, 0.999), 1e-8
+    batches: Sequence[list[int]]
 
-    def update(self, parameters: tuple[torch.nn.Parameter, ...], gradients: list[torch.Tensor]) -> None:
-        if not self.gradients:
-            self.first = [torch.zeros_like(p) for p in parameters]
-            self.second = [torch.zeros_like(p) for p in parameters]
-        step = len(self.gradients) + 1
-        (beta1, beta2), rate = self.BETAS, self.learning_rate
-        with torch.no_grad():
-            for p, gradient, first, second in zip(parameters, gradients, self.first, self.second):
-                first.mul_(beta1).add_(gradient, alpha=1 - beta1)
-                second.mul_(beta2).add_(gradient**2, alpha=1 - beta2)
-                p -= rate * (first / (1 - beta1**step)) / ((second / (1 - beta2**step)).sqrt() + self.EPS)
+    def get_train_dataloader(self) -> DataLoader:
+        return DataLoader(self.train_dataset, batch_sampler=self.batches, collate_fn=self.data_collator)
+
+
+def train_in_batches(
+    model: Any, rows: Any, collate: Any, batches: list[list[int]], folder: Path, loss: Any, **arguments: Any
+) -> dict[str, Any]:
+    """What the stock Trainer records (see `Recorder`), and the parameters that it starts from."""
+    start = {name: parameter.detach().clone() for name, parameter in trained(model)}
+    once = {"num_train_epochs": 1, "gradient_accumulation_steps": 1}
+    trainer = InBatches(
+        model=model,
+        args=training_arguments(folder, **arguments | once),
+        train_dataset=rows,
+        data_collator=collate,
+        compute_loss_func=loss,
+        callbacks=[Recorder()],
+    )
+    trainer.batches = batches
+    trainer.train()
+    return torch.load(folder / RECORD) | {"start": start}
+
+
+def replay(case: Case, path: str | Path, world_size: int, folder: Path, batches: list[list[int]]) -> dict[str, Any]:
+    """The reference of a case: from the same parameters, the same rows in each optimizer step."""
+    arguments = {key: value for key, value in case.arguments.items() if "liger" not in key}
+    epsilon = arguments.pop("label_smoothing_factor", 0.0)
+    model = load_model(case, path)
+    with precision(case.dtype):
+        rows = make_rows(case, path, world_size)
+        collate = Collator(model, AutoConfig.from_pretrained(path))
+        loss = mean_of(smoothed(epsilon) if epsilon else token_loss, case.loss_scaling)
+        return train_in_batches(model, rows, collate, batches, folder, loss, **arguments)
 
 
 def ids_of_optimizer_steps(audits: list[list[dict[str, Any]]]) -> list[list[int]]:
@@ -128,34 +110,10 @@ def ids_of_optimizer_steps(audits: list[list[dict[str, Any]]]) -> list[list[int]
     return [sorted(steps[step]) for step in sorted(steps)]
 
 
-def read_audits(folder: Path, world_size: int) -> list[list[dict[str, Any]]]:
-    return [read_jsonl(folder / f"odb_audit_rank{rank}.jsonl") for rank in range(world_size)]
-
-
-def replay(case: Case, path: str | Path, world_size: int, steps: list[list[int]]) -> Reference:
-    """The reference of a case: from the same parameters, the same rows in each optimizer step."""
-    arguments = case.arguments
-    kind = AdamReference if arguments.get("optim") == "adamw_torch" else Reference
-    model = load_model(case, path)
-    with precision(case.dtype):
-        rows = make_rows(case, path, world_size)
-        collate = Collator(model, AutoConfig.from_pretrained(path))
-        reference = kind(
-            model,
-            loss=smoothed(arguments["label_smoothing_factor"]) if "label_smoothing_factor" in arguments else token_loss,
-            learning_rate=arguments.get("learning_rate", LEARNING_RATE),
-            max_norm=arguments.get("max_grad_norm", float("inf")),
-            autocast=arguments.get("bf16", False),
-        )
-        for ids in steps:
-            reference.step(collate([rows[i] for i in ids]), case.loss_scaling)
-    return reference
-
-
 # Comparison
 
-LOSS_ROUNDING = 5e-5 if int(transformers.__version__.split(".")[0]) < 5 else 0.0
-"""Transformers 4 rounds the loss to four digits before it logs it."""
+LOSS_ROUNDING = 1e-4 if int(transformers.__version__.split(".")[0]) < 5 else 0.0
+"""Transformers 4 rounds losses to four digits before it logs them."""
 
 
 @dataclass(frozen=True)
@@ -171,36 +129,31 @@ class Cell:
     gradient: float | None
     parameters: float
     loss: float
-    grad_norm: float | None
+    grad_norm: float
 
 
-def compare(output_dir: Path, world_size: int, replay: Callable[[list[list[int]]], Reference]) -> Cell:
+def compare(output_dir: Path, world_size: int, replay: Callable[[Path, list[list[int]]], dict[str, Any]]) -> Cell:
     """Replay the training recorded in `output_dir`, and measure. Every epoch trains on the same rows, each once."""
-    audits = read_audits(output_dir, world_size)
+    audits = [read_jsonl(output_dir / f"odb_audit_rank{rank}.jsonl") for rank in range(world_size)]
     lines = [line for audit in audits for line in audit]
     epochs = range(max(line["epoch"] for line in lines) + 1)
     rows = [sorted(id for line in lines if line["epoch"] == epoch for id in line["ids"]) for epoch in epochs]
     assert all(ids == list(range(len(rows[0]))) for ids in rows)
 
     record = torch.load(output_dir / RECORD)
-    reference = replay(ids_of_optimizer_steps(audits))
-    num_steps = len(reference.parameters)
-    assert num_steps == len(record["parameters"]) == len(record["logs"])
-    assert len(record["gradients"]) in (0, num_steps)
-    norms = [entry.get("grad_norm") for entry in record["logs"]]
+    reference = replay(output_dir / "replayed", ids_of_optimizer_steps(audits))
+    logs = list(zip(record["logs"], reference["logs"], strict=True))
+    assert len(record["gradients"]) in (0, len(logs))
     return Cell(
-        optimizer_steps=num_steps,
+        optimizer_steps=len(logs),
         idle_steps=[sum(line["idle"] for line in lines if line["epoch"] == epoch) for epoch in epochs],
-        gradient=max(map(of_one_tensor, record["gradients"], reference.gradients), default=None),
+        gradient=max(map(of_one_tensor, record["gradients"], reference["gradients"]), default=None),
         parameters=max(
-            distance(found, expected) / distance(reference.start, expected)
-            for found, expected in zip(record["parameters"], reference.parameters)
+            distance(found, expected) / distance(reference["start"], expected)
+            for found, expected in zip(record["parameters"], reference["parameters"], strict=True)
         ),
-        loss=max(
-            max(abs(entry["loss"] - expected) - LOSS_ROUNDING, 0.0) / expected
-            for entry, expected in zip(record["logs"], reference.losses)
-        ),
-        grad_norm=max(abs(found - expected) / expected for found, expected in zip(norms, reference.norms)),
+        loss=max(max(abs(one["loss"] - other["loss"]) - LOSS_ROUNDING, 0.0) / other["loss"] for one, other in logs),
+        grad_norm=max(abs(one["grad_norm"] - other["grad_norm"]) / other["grad_norm"] for one, other in logs),
     )
 
 

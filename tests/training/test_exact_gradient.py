@@ -2,10 +2,10 @@
 
 Real `transformers.Trainer`s with `enable_odb`, on 1, 2 and 4 ranks, train two epochs on rows of unequal length with
 unequal shares of supervised tokens. With `fill`, ranks other than the first end early and take idle micro-batches. Then
-a single plain process (`reference.py`) takes the same samples of each optimizer step, as the audit files name them, as
-ONE batch: the sum of the cross entropy of all supervised tokens over their number (with the other scalings, weighed as
-they say). Gradients (each parameter tensor by itself), parameters after every step, and the logged loss and grad_norm
-are the same, to 1e-10 in float64 and 1e-5 in float32.
+stock's Trainer in a single process (`reference.py`) takes the same samples of each optimizer step, as the audit files
+name them, as ONE batch: the sum of the cross entropy of all supervised tokens over their number (with the other
+scalings, weighed as they say). Gradients (each parameter tensor by itself), parameters after every step, and the logged
+loss and grad_norm are the same, to 1e-10 in float64 and 1e-5 in float32.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from distributed.rows import row
 from PIL import Image
 from stock import load_stock
 from support import training_config, write_dataset
-from training.reference import Cell, Reference, compare, dynamic, token_loss
+from training.reference import Cell, compare, dynamic, mean_of, token_loss, train_in_batches
 
 WORLD_SIZE, ACCUMULATION = 2, 2
 TOLERANCE = 1e-5
@@ -78,14 +78,11 @@ def cells(configs, tmp_path_factory) -> dict[tuple[str, str], Cell]:
     return found
 
 
-def replay(config: dict[str, Any], loss: Any, steps: list[list[int]]) -> Reference:
-    """Stock rows, stock collator, one batch an optimizer step; the loss is our own."""
+def replay(config: dict[str, Any], loss: Any, folder: Path, batches: list[list[int]]) -> dict[str, Any]:
+    """Stock rows, stock collator, one batch an optimizer step; the loss is that of the definition."""
     stock = load_stock(config | {"disable_gradient_checkpointing": True})
-    rows = stock.datasets["train_dataset"]
-    reference = Reference(stock.model, loss=loss, learning_rate=config["learning_rate"])
-    for ids in steps:
-        reference.step(stock.collator([dict(rows[i]) for i in ids]))
-    return reference
+    rows, rate = stock.datasets["train_dataset"], config["learning_rate"]
+    return train_in_batches(stock.model, rows, stock.collator, batches, folder, mean_of(loss), learning_rate=rate)
 
 
 @pytest.mark.parametrize("model", ["text", "vl"])
