@@ -228,16 +228,6 @@ def test_attention_is_evened_out_where_it_costs() -> None:
     assert most[1] <= 1.002 * squares < 1.01 * squares < most[0]
 
 
-@pytest.mark.parametrize("balance", [False, True])
-def test_a_flat_optimizer_step_of_a_thousand_ranks(balance: bool) -> None:
-    """8,192 samples over 1,024 ranks: all that an optimizer step promises."""
-    world, budget = drawn(1024, 8, 0.5), flat(4096, 4 * 4096)
-    plan = planned(world, budget, balance=balance)
-    check_optimizer_step(world, budget, plan, balance, CostModel())
-    needed = sum(cost.tokens for own in world for cost in own) / 1024
-    assert not balance or sum(totals.max_rank_tokens for totals in plan.totals) < 1.25 * max(needed, 8192)
-
-
 @settings(deadline=None)
 @given(st.lists(st.lists(costs(num_modalities=2), max_size=8), min_size=1, max_size=6), flat_budgets, st.integers(1, 3))
 def test_groups_of_ranks_agree_on_k_and_on_nothing_else(world: World, budget: Budget, group_size: int) -> None:

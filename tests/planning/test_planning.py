@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import random
-import subprocess
-import sys
 from collections import Counter
 
 import numpy as np
@@ -17,7 +15,7 @@ from plan_checks import BufferMetadata, check_round, costs_of, emitted, emitted_
 from planning_strategies import budgets, costs, flat_budgets, shape_of, within
 
 from odb_factory import planning
-from odb_factory.planning import MAX_REDISTRIBUTED_BYTES, Budget, Collation, Cost, CostModel, Plan, make_metadata
+from odb_factory.planning import MAX_REDISTRIBUTED_BYTES, Budget, Collation, Cost, CostModel, make_metadata
 
 
 @st.composite
@@ -42,18 +40,11 @@ def positions(draw: st.DrawFn) -> dict[str, int]:
     }
 
 
-@given(worlds, budgets | flat_budgets, positions())
-def test_a_round_keeps_its_promises(world: list[BufferMetadata], budget: Budget, position: dict[str, int]) -> None:
-    """I1, I2, I4, I5, I7 for one round of one to four ranks."""
-    plan = plan_buffers(world, budget, **position)
-    check_round(world, budget, plan)
-
-
 @given(worlds.filter(lambda world: any(window.costs for window in world)), budgets | flat_budgets, positions())
 def test_a_balanced_round_keeps_its_promises(
     world: list[BufferMetadata], budget: Budget, position: dict[str, int]
 ) -> None:
-    """The same of all windows as one; something goes out, on every rank if there are enough samples."""
+    """Of all windows as one; something goes out, on every rank if there are enough samples."""
     plan = plan_buffers(world, budget, balance=True, **position)
     check_round(world, budget, plan, len(world) > 1)
     assert plan.totals[0].samples
@@ -209,13 +200,6 @@ def test_a_rank_with_more_groups_carries_the_surplus_over() -> None:
     assert [[len(group) for group in steps] for steps in plan.groups] == [[2], [2]]
 
 
-def test_no_sample_at_all_is_no_step_at_all() -> None:
-    plan = plan_buffers(
-        [BufferMetadata([], [], exhausted=True)] * 2, Budget(8), seed=0, epoch=0, round_index=0, accumulation=4
-    )
-    assert plan == Plan(groups=[[], []], starts=[0, 0, 0], totals=[], final=True)
-
-
 @given(a_window().filter(lambda window: window.costs), st.integers(1, 3))
 def test_a_filler_larger_than_the_budget_still_makes_progress(window: BufferMetadata, accumulation: int) -> None:
     """I5 where every text sample is overlong for what the collator injects beside it."""
@@ -268,14 +252,6 @@ def test_balanced_ranks_share_what_they_hold() -> None:
     assert [totals.moved for totals in plan.totals] == [6, 6]
 
 
-def test_a_balanced_round_leaves_no_rank_idle_while_there_are_samples_enough() -> None:
-    """I7: 9 short samples would fit in one group; four ranks take some each."""
-    world = [BufferMetadata([Cost(1)] * 9, [0] * 9, exhausted=True), *[BufferMetadata([], [], exhausted=True)] * 3]
-    plan = plan_buffers(world, Budget(16), seed=0, epoch=0, round_index=0, balance=True)
-    sizes = [len(group) for steps in plan.groups for group in steps]
-    assert len(sizes) == 4 and min(sizes) > 0 and max(sizes) == 3
-
-
 def test_a_group_that_cannot_be_halved_for_a_filler_is_split_elsewhere() -> None:
     """I7: of (6, 6, 6), one with media, the half without gets 20 tokens more than the budget has room for."""
     costs = [Cost(6), Cost(6, has_media=True), Cost(3), Cost(3, has_media=True), Cost(6), Cost(2)]
@@ -308,14 +284,7 @@ def test_samples_that_weigh_too_much_stay_where_they_are() -> None:
         )
 
 
-def test_planning_needs_no_torch() -> None:
-    """Pure code: it can be replayed anywhere."""
-    code = "import sys, odb_factory.planning; print('torch' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "False"
-
-
-# Time
+# Any cost model
 
 
 def test_groups_that_take_as_long_meet() -> None:
@@ -329,13 +298,13 @@ def test_groups_that_take_as_long_meet() -> None:
             assert costs[mine[0]].tokens == costs[theirs[0]].tokens
 
 
-@given(worlds, budgets | flat_budgets, positions(), st.booleans(), st.tuples(*[st.integers(0, 10**9)] * 4))
-def test_a_round_keeps_its_promises_whatever_the_cost_model(
-    world: list[BufferMetadata],
-    budget: Budget,
-    position: dict[str, int],
-    balance: bool,
-    model: tuple[int, int, int, int],
+models = st.builds(CostModel, *[st.integers(0, 10**9)] * 4) | st.just(CostModel())
+
+
+@given(worlds, budgets | flat_budgets, positions(), st.booleans(), models)
+def test_a_round_keeps_its_promises(
+    world: list[BufferMetadata], budget: Budget, position: dict[str, int], balance: bool, model: CostModel
 ) -> None:
-    plan = plan_buffers(world, budget, balance=balance, model=CostModel(*model), **position)
+    """I1, I2, I4, I5, I7 for one round of one to four ranks, whatever the cost model."""
+    plan = plan_buffers(world, budget, balance=balance, model=model, **position)
     check_round(world, budget, plan, balance and len(world) > 1)
