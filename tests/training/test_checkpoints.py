@@ -267,7 +267,8 @@ def test_doctor_compares_a_checkpoint_in_full(run: Path, tmp_path: Path, capsys,
     assert "no hash" in capsys.readouterr().out
     monkeypatch.setattr(module, "WHOLE_UP_TO", 1000)  # as if the model had more than 1 GiB
     monkeypatch.setattr(module, "BLOCK", 10)
-    hashing = threading.Thread(target=module.write_hashes, args=(asked, 0, True, threading.Event()))
+    as_saved = {"writes_common": True, "stopped": threading.Event()}
+    hashing = threading.Thread(target=module.write_hashes, args=(asked, 0), kwargs=as_saved)
     hashing.start()  # as in a training: it lowers the priority of its thread for good
     hashing.join()
     assert doctor([str(asked)]) == 0
