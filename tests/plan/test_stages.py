@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from llamafactory.train.tuner import run_exp
+from same_training import NUM_EVAL, NUM_TRAINED, write_rows
 from support import training_config
 from transformers.integrations import is_deepspeed_zero3_enabled
 
@@ -19,39 +19,13 @@ from odb_factory.plan.look import Look, look
 
 pytestmark = pytest.mark.timeout(600)
 
-WORDS = ["the", "model", "reads", "a", "long", "line", "of", "words", "and", "says", "which", "is", "better"]
-NUM_ROWS = 22
-BATCHES = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "val_size": 4}
+BATCHES = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "val_size": NUM_EVAL}
 DATA = {"pt": "documents", "dpo": "pairs", "kto": "judged"}
 
 
 @pytest.fixture(scope="module")
 def rows_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder, rng = tmp_path_factory.mktemp("rows"), random.Random(5)
-
-    def said(who: str, count: int) -> dict[str, str]:
-        return {"from": who, "value": " ".join(rng.choices(WORDS, k=count))}
-
-    asked = [[said("human", 3 + k % 9)] for k in range(NUM_ROWS)]
-    answers = [[said("gpt", 2 + k * step % 61) for k in range(NUM_ROWS)] for step in (13, 29)]
-    rows = {
-        "documents": [{"text": said("", 3 + k * 13 % 67)["value"]} for k in range(NUM_ROWS)],
-        "pairs": [{"conversations": a, "chosen": b, "rejected": c} for a, b, c in zip(asked, *answers)],
-        "judged": [{"conversations": [*a, b], "label": k % 3 > 0} for k, (a, b) in enumerate(zip(asked, answers[0]))],
-    }
-    for name, content in rows.items():
-        (folder / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
-    columns = {"messages": "conversations"}
-    pairs = {
-        "formatting": "sharegpt",
-        "ranking": True,
-        "columns": {**columns, "chosen": "chosen", "rejected": "rejected"},
-    }
-    judged = {"formatting": "sharegpt", "columns": {**columns, "kto_tag": "label"}}
-    info: dict[str, Any] = {"documents": {"columns": {"prompt": "text"}}, "pairs": pairs, "judged": judged}
-    info = {name: {"file_name": f"{name}.json", **entry} for name, entry in info.items()}
-    (folder / "dataset_info.json").write_text(json.dumps(info), encoding="utf-8")
-    return folder
+    return write_rows(tmp_path_factory.mktemp("rows") / "data")
 
 
 def look_at(
@@ -79,7 +53,7 @@ def test_each_stage_as_in_its_run(stage, tiny_text, rows_dir, tmp_path) -> None:
     run_exp(config)
     summary = json.loads((tmp_path / "out" / "odb_summary.json").read_text(encoding="utf-8"))
     own = found.own
-    assert len(found.sample.seen) == NUM_ROWS - 4 == summary["samples"], "rows that are held out are not trained on"
+    assert len(found.sample.seen) == NUM_TRAINED == summary["samples"], "rows that are held out are not trained on"
     assert (own.optimizer_steps, own.micro_steps) == (summary["optimizer_steps"], summary["micro_steps"])
     assert own.micro_steps > own.optimizer_steps
     assert own.padding_ratio == pytest.approx(summary["padding_ratio"])
@@ -117,7 +91,7 @@ def test_another_machine(tiny_text, rows_dir, tmp_path, monkeypatch) -> None:
 def test_a_stream_is_read_as_far_as_asked(tiny_text, tmp_path) -> None:
     (tmp_path / "shards").mkdir()
     for shard in range(2):
-        lines = [json.dumps({"text": " ".join(WORDS * (1 + k % 5))}) for k in range(40)]
+        lines = [json.dumps({"text": "the model reads a long line of words " * (1 + k % 5)}) for k in range(40)]
         (tmp_path / "shards" / f"{shard}.jsonl").write_text("\n".join(lines), encoding="utf-8")
     info = {"shards": {"script_url": "shards", "columns": {"prompt": "text"}}}
     (tmp_path / "dataset_info.json").write_text(json.dumps(info), encoding="utf-8")
