@@ -217,6 +217,8 @@ def make_v1_batches(original: Callable, trainer: Any) -> None:
 
 # Ray: LLaMA-Factory's own workers (`USE_RAY=1`: a driver starts an actor for each rank), and those of Ray Train.
 
+RAY = "ray[default,train]>=2.50"
+"""As in pyproject.toml."""
 RAY_LINE_AFTER_S = 60.0
 """Workers for which Ray has had no room for so long are logged."""
 
@@ -232,7 +234,7 @@ def read_ray(original: Callable, args: Any = None) -> Any:
         block.check_backend()
         if parsed.use_ray:
             if importlib.util.find_spec("ray") is None:
-                raise ConfigError("USE_RAY: Ray is not installed; pip install 'odb_factory[ray]', or unset USE_RAY.")
+                raise ConfigError(f'USE_RAY: Ray is not installed; pip install "{RAY}", or unset USE_RAY.')
             if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
                 raise ConfigError("TORCH_DEVICE_BACKEND_AUTOLOAD: '0' keeps odb out of Ray's workers; unset it.")
             block.check_block(block.rewritten(args, logs=False))
