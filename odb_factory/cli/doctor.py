@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import importlib
 import json
@@ -15,7 +14,6 @@ import wave
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -164,11 +162,10 @@ def _gather() -> Facts:
 def pins_of_llamafactory() -> dict[str, SpecifierSet]:
     """The versions of other packages that the installed LLaMA-Factory asks for, by package.
 
-    From its metadata (with the extra `deepspeed`) and from what it checks when it starts.
+    From its metadata, with the extra `deepspeed`.
     """
     asked = [Requirement(text) for text in metadata.requires("llamafactory") or ()]
     asked = [one for one in asked if one.marker is None or one.marker.evaluate({"extra": "deepspeed"})]
-    asked += map(Requirement, _checked_at_start())
     if not any(one.name == "deepspeed" for one in asked):
         asked.append(Requirement(DEEPSPEED))
     found: dict[str, SpecifierSet] = {}
@@ -176,21 +173,6 @@ def pins_of_llamafactory() -> dict[str, SpecifierSet]:
         if one.specifier:
             found[one.name] = found.get(one.name, SpecifierSet()) & one.specifier
     return found
-
-
-def _checked_at_start() -> Iterator[str]:
-    """The requirements in the source of LLaMA-Factory's `check_dependencies`, without importing it."""
-    package = find_spec("llamafactory")
-    if package is None or not package.submodule_search_locations:
-        return
-    path = Path(package.submodule_search_locations[0], "extras", "misc.py")
-    if not path.exists():
-        return
-    for function in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(function, ast.FunctionDef) and function.name == "check_dependencies":
-            for node in ast.walk(function):
-                if isinstance(node, ast.Call) and ast.unparse(node.func) == "check_version":
-                    yield ast.literal_eval(node.args[0])
 
 
 def _probe() -> Probe:

@@ -39,7 +39,6 @@ def test_the_pins_are_those_of_the_installed_release() -> None:
     for name in ("transformers", "accelerate", "datasets", "peft", "trl", "deepspeed"):
         assert not pins[name].contains("99"), name
     assert "numpy" not in pins
-    assert set(doctor._checked_at_start()) != set(), "LLaMA-Factory checks versions when it starts"
 
 
 def pretend(folder: Path, version: str, monkeypatch: pytest.MonkeyPatch) -> None:
