@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from types import SimpleNamespace
 from typing import Any, Literal, Self
 
 import torch
+from accelerate.utils import send_to_device
 from llamafactory.v1.accelerator.interface import Dim, DistributedInterface
 from llamafactory.v1.core.utils import batching
 from llamafactory.v1.utils.callbacks import TrainerCallback
@@ -183,12 +183,12 @@ class Order(Sampler[int]):
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-class BatchGenerator:
+class BatchGenerator(TrainerCallback):
     """In the place of v1's: iterates over the optimizer steps of an epoch, each a list of micro-batches.
 
     It begins when it is iterated first, when the trainer has wrapped its model: rows are tried in both layouts then,
-    and workers start. num_micro_batch: of v1's strategy `normal`; ours has another number in each optimizer step.
-    Raises `ConfigError`.
+    and workers start. As a callback of the trainer it closes itself when the training ends. num_micro_batch: of v1's
+    strategy `normal`; ours has another number in each optimizer step. Raises `ConfigError`.
     """
 
     def __init__(self, trainer: Any, config: ODBConfig):
@@ -262,7 +262,7 @@ class BatchGenerator:
                 return step
         raise StopIteration
 
-    def close(self) -> None:
+    def on_train_end(self, args: Any, state: Any, **kwargs: Any) -> None:
         begin_row(())
         if self._iteration is not None:
             self._iteration.close()
@@ -284,7 +284,7 @@ class BatchGenerator:
             "online dynamic batching is on for v1's %s; layout: %s (%s)", self._kind, layout.name, layout.reason
         )
         Losses(trainer, self._kind, is_flat=layout.name == "flat")
-        trainer.callback_handler.add_callback(_Close(self))
+        trainer.callback_handler.add_callback(self)
         return iteration
 
     def _make(self, layout: Layout) -> Iteration:
@@ -315,11 +315,8 @@ class BatchGenerator:
         """Try the model on a few rows in both layouts, on all ranks."""
 
         def prepare(batch: dict[str, Any]) -> dict[str, Any]:
-            return {
-                key: value.to(self._trainer.device) if isinstance(value, Tensor) else value
-                for key, value in batch.items()
-                if key not in NOT_FOR_MODELS
-            }
+            inputs = {key: value for key, value in batch.items() if key not in NOT_FOR_MODELS}
+            return send_to_device(inputs, self._trainer.device)
 
         iteration.loader.begin()
         return check_rows(
@@ -337,23 +334,15 @@ class BatchGenerator:
         return {**batch, PART: Part(rows, tuple(info.segments), weights, info.units)}
 
 
-def _rows_of(rows: Mapping[str, Any], batch: Mapping[str, Any]) -> FlatRows:
-    """rows: of `beside_rows`. In a pair the rejected answer begins at position 0 again, as in v1."""
+def _rows_of(rows: Mapping[str, Any], batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Of `FlatRows`. rows: of `beside_rows`. In a pair the rejected answer begins at position 0 again, as in v1."""
     inputs = {name: value for name, value in rows["inputs"].items() if name not in NOT_FOR_MODELS}
     kinds = batch.get("token_type_ids")
     if kinds is not None and inputs["position_ids"].dim() == 2:
         lengths = torch.stack([(kinds == kind).sum(1) for kind in (CHOSEN, REJECTED)], 1).flatten().tolist()
         counted = torch.cat([torch.arange(length) for length in lengths])
         inputs["position_ids"] = torch.cat([counted, inputs["position_ids"][0, len(counted) :]])[None]
-    return FlatRows(**{**rows, "inputs": inputs})
-
-
-class _Close(TrainerCallback):
-    def __init__(self, generator: BatchGenerator):
-        self._generator = generator
-
-    def on_train_end(self, args: Any, state: Any, **kwargs: Any) -> None:
-        self._generator.close()
+    return {**rows, "inputs": inputs}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -362,12 +351,13 @@ class _Close(TrainerCallback):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What `Losses` knows of a micro-batch. rows: as one flat row, None where it is padded. segments: of that.
+    """What `Losses` knows of a micro-batch. rows: what its `FlatRows` are made of, None where it is padded. segments:
+    of the flat row.
 
     weights: of each pair, in labels. units: its labels.
     """
 
-    rows: FlatRows | None
+    rows: Mapping[str, Any] | None
     segments: tuple[int, ...]
     weights: Sequence[float]
     units: int
@@ -387,7 +377,7 @@ class Losses:
         begin_row(part.segments)
         with contextlib.ExitStack() as flat:
             if part.rows is not None:
-                rows = _to_device(part.rows, self._trainer.device)
+                rows = FlatRows(**send_to_device(part.rows, self._trainer.device, non_blocking=True))
                 for door in self._doors:
                     flat.enter_context(door.flat(rows))
             if self._kind == "sft":
@@ -443,13 +433,3 @@ class Answers:
         if name == "module":
             raise AttributeError(name)
         return getattr(getattr(self._model, "module", self._model), name)
-
-
-def _to_device(rows: FlatRows, device: torch.device) -> FlatRows:
-    move = functools.partial(Tensor.to, device=device, non_blocking=True)
-    return dataclasses.replace(
-        rows,
-        inputs={key: move(value) if isinstance(value, Tensor) else value for key, value in rows.inputs.items()},
-        labels=move(rows.labels),
-        index=move(rows.index),
-    )
