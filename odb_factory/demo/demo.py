@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -319,24 +319,6 @@ CONTESTANTS: dict[str, dict[str, Any]] = {
 FOOTNOTE = "odb, fill"
 
 
-@dataclass(frozen=True)
-class Result:
-    """What one training came to, over all ranks. Rates count from the first micro-batch to the end of the last."""
-
-    name: str
-    seconds: float
-    cpu_seconds: float
-    samples_per_second: float
-    tokens_per_second: float
-    padding_ratio: float
-    optimizer_steps: int
-    micro_steps: int
-    peak_padded_tokens: int
-    seconds_to_first_step: float
-    train_loss: float
-    validation_loss: float
-
-
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="odb-factory demo", description=__doc__)
     parser.add_argument(
@@ -376,7 +358,7 @@ def main(argv: Sequence[str]) -> int:
     console.print(_table([result for name, result in results.items() if name != FOOTNOTE]))
     console.print(_conclusion(results))
     figures = folder / "demo.json"
-    figures.write_text(json.dumps([asdict(result) for result in results.values()], indent=2), encoding="utf-8")
+    figures.write_text(json.dumps(list(results.values()), indent=2), encoding="utf-8")
     draw(runs, TOKEN_BUDGET, folder / "demo.png")
     console.print(f"The micro-batches and the loss curves: {folder / 'demo.png'}; the figures: {figures}")
     return 0
@@ -416,24 +398,25 @@ def _train(config: dict[str, Any], ranks: int, samples: int, console: Console, n
             raise ODBError(f"{name}: {error}") from error
 
 
-def _result(name: str, run: Run) -> Result:
+def _result(name: str, run: Run) -> dict[str, Any]:
+    """What one training came to, over all ranks. Rates count from the first micro-batch to the end of the last."""
     batches, history = [batch for mine in run.batches for batch in mine], run.history()
     padded = [padded_tokens(batch) for batch in batches]
     real = sum(sum(batch["lengths"]) for batch in batches)
-    return Result(
-        name=name,
-        seconds=run.seconds,
-        cpu_seconds=run.cpu_seconds,
-        samples_per_second=sum(len(batch["lengths"]) for batch in batches) / run.seconds,
-        tokens_per_second=real / run.seconds,
-        padding_ratio=1 - real / sum(padded),
-        optimizer_steps=run.num_optimizer_steps,
-        micro_steps=max(map(len, run.batches)),
-        peak_padded_tokens=max(padded),
-        seconds_to_first_step=run.seconds_to_first_step,
-        train_loss=[entry["loss"] for entry in history if "loss" in entry][-1],
-        validation_loss=[entry["eval_loss"] for entry in history if "eval_loss" in entry][-1],
-    )
+    return {
+        "name": name,
+        "seconds": run.seconds,
+        "cpu_seconds": run.cpu_seconds,
+        "samples_per_second": sum(len(batch["lengths"]) for batch in batches) / run.seconds,
+        "tokens_per_second": real / run.seconds,
+        "padding_ratio": 1 - real / sum(padded),
+        "optimizer_steps": run.num_optimizer_steps,
+        "micro_steps": max(map(len, run.batches)),
+        "peak_padded_tokens": max(padded),
+        "seconds_to_first_step": run.seconds_to_first_step,
+        "train_loss": [entry["loss"] for entry in history if "loss" in entry][-1],
+        "validation_loss": [entry["eval_loss"] for entry in history if "eval_loss" in entry][-1],
+    }
 
 
 ROWS_OF_TABLE = (
@@ -449,30 +432,31 @@ ROWS_OF_TABLE = (
     ("peak tokens of a micro-batch", "peak_padded_tokens", ","),
     ("seconds to first step", "seconds_to_first_step", ".1f"),
 )
-"""Label, field of `Result`, and its format."""
+"""Label, figure of `_result`, and its format."""
 
 
-def _table(results: list[Result]) -> Table:
+def _table(results: list[dict[str, Any]]) -> Table:
     from rich.table import Table
 
     table = Table()
     table.add_column("")
     for result in results:
-        table.add_column(result.name, justify="right")
+        table.add_column(result["name"], justify="right")
     for label, name, form in ROWS_OF_TABLE:
-        table.add_row(label, *(format(getattr(result, name), form) for result in results))
+        table.add_row(label, *(format(result[name], form) for result in results))
     return table
 
 
-def _conclusion(results: dict[str, Result]) -> str:
+def _conclusion(results: dict[str, dict[str, Any]]) -> str:
     fixed, ours, fill = results["fixed"], results["odb"], results[FOOTNOTE]
-    difference = abs(ours.validation_loss - fixed.validation_loss)
+    difference = abs(ours["validation_loss"] - fixed["validation_loss"])
     losses = f"differ by {difference:.0e}" if difference else "are equal"
+    share = ours["seconds"] / fixed["seconds"]
     return (
-        f"odb takes the optimizer steps of fixed batches, on the same samples, in {ours.seconds / fixed.seconds:.0%} "
-        f"of the time; the validation losses {losses}. On a CPU only padding costs time; on a GPU "
-        f"the fewer micro-steps count as well ({ours.micro_steps} instead of {fixed.micro_steps}).\n"
-        f"Filling every micro-batch (`global_batch_size: fill`) is another training: {fill.optimizer_steps} optimizer "
-        f"step{'s' * (fill.optimizer_steps > 1)}, {fill.samples_per_second:.1f} samples/s, validation "
-        f"loss {fill.validation_loss:.4f}."
+        f"odb takes the optimizer steps of fixed batches, on the same samples, in {share:.0%} of the time; the "
+        f"validation losses {losses}. On a CPU only padding costs time; on a GPU the fewer micro-steps count as well "
+        f"({ours['micro_steps']} instead of {fixed['micro_steps']}).\n"
+        "Filling every micro-batch (`global_batch_size: fill`) is another training: "
+        f"{fill['optimizer_steps']} optimizer step{'s' * (fill['optimizer_steps'] > 1)}, "
+        f"{fill['samples_per_second']:.1f} samples/s, validation loss {fill['validation_loss']:.4f}."
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -50,7 +51,7 @@ def test_losses_are_dated_by_the_last_rank_to_end_the_optimizer_step(runs: dict[
 
 
 def test_results_count_all_ranks(runs: dict[str, Run]) -> None:
-    fixed, ours = (demo._result(name, runs[name]) for name in ("fixed", "odb"))
+    fixed, ours = (SimpleNamespace(**demo._result(name, runs[name])) for name in ("fixed", "odb"))
     assert (fixed.optimizer_steps, fixed.micro_steps, fixed.seconds) == (2, 4, 4.5)
     assert (ours.optimizer_steps, ours.micro_steps, ours.seconds) == (2, 2, 2.5)
     assert fixed.samples_per_second * fixed.seconds == ours.samples_per_second * ours.seconds == 16
