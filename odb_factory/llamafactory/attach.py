@@ -114,7 +114,9 @@ class HostCallback(TrainerCallback):
     """Keeps what LLaMA-Factory shows of a training up to date, and undoes what its stage has changed on the trainer."""
 
     def __init__(self, trainer: Any, stage: Stage, *, keeps: bool):
-        self.trainer, self._undo, self._watches_dropped = trainer, stage.prepare(trainer), keeps
+        self.trainer, self._parts, self._watches_dropped = trainer, stage.parts(trainer), keeps
+        for part in self._parts:
+            part.install()
         # LLaMA-Factory would preprocess every row once more after the training, to count its tokens.
         arguments = trainer.finetuning_args
         self._counts_tokens = stage.name == "sft" and arguments.include_effective_tokens_per_second
@@ -144,7 +146,8 @@ class HostCallback(TrainerCallback):
             logs["effective_tokens_per_sec"] = tokens / logs["train_runtime"]
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._undo()
+        for part in self._parts:
+            part.uninstall()
 
 
 # ----------------------------------------------------------------------------------------------------------------------

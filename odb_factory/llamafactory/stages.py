@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -132,9 +132,9 @@ class Stage(ABC):
             batches=self.batches,
         )
 
-    def prepare(self, trainer: Any) -> Callable[[], None]:
-        """Change on a trainer what its run needs; returns what undoes it. Its evaluations must stay stock's."""
-        return lambda: None
+    def parts(self, trainer: Any) -> Sequence[Any]:
+        """What a run changes on a trainer: each has `install` and `uninstall`. Its evaluations must stay stock's."""
+        return ()
 
 
 def media_cost(
@@ -305,12 +305,10 @@ class Dpo(Pairs):
         """0 where an answer has no token left and the loss would divide by their number."""
         return int(all(count_supervised(features[f"{side}_labels"]) for side in self.needs_labels))
 
-    def prepare(self, trainer: Any) -> Callable[[], None]:
+    def parts(self, trainer: Any) -> Sequence[Any]:
         from odb_factory.training.pair_metrics import PairMetrics
 
-        metrics = PairMetrics(trainer)
-        metrics.install()
-        return metrics.uninstall
+        return (PairMetrics(trainer),)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -414,20 +412,12 @@ class Kto(Stage):
         example = {f"{kind}{name}": value for kind in self.batches for name, value in answer.items()}
         return example | dict.fromkeys(MEDIA) | {"kto_tags": True}
 
-    def prepare(self, trainer: Any) -> Callable[[], None]:
+    def parts(self, trainer: Any) -> Sequence[Any]:
         from odb_factory.llamafactory.kto import ExampleMetrics, StepKL, check_trainer
 
         check_trainer(trainer)
         step_kl = StepKL(trainer)
-        metrics = ExampleMetrics(trainer, step_kl)
-        step_kl.install()
-        metrics.install()
-
-        def undo() -> None:
-            metrics.uninstall()
-            step_kl.uninstall()
-
-        return undo
+        return step_kl, ExampleMetrics(trainer, step_kl)
 
 
 def _is_about_rows(record: logging.LogRecord) -> bool:
