@@ -207,7 +207,7 @@ def bound(epoch: Epoch, batch_size: int, count: int, token_budget: int = TOKEN_B
     tokens = time = patches = most = 0.0
     for shares in epoch.optimizer_steps(batch_size, count):
         tokens += sum(int(rows["tokens"].sum()) for rows in shares) / epoch.ranks
-        time += least_time(np.concatenate([rows["tokens"] for rows in shares]), epoch.ranks, token_budget, FIXED_COST)
+        time += least_time(np.concatenate([rows["tokens"] for rows in shares]), epoch.ranks, token_budget)
         load = sum(int(rows["patches"].sum()) for rows in shares) / epoch.ranks
         patches += load
         most += max(load, *(int(rows["patches"].max()) for rows in shares))

@@ -13,12 +13,11 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from odb_factory.config import ODBConfig, ResolvedConfig
+from odb_factory.config import AUTO, BUDGETS, ODBConfig, ResolvedConfig
 from odb_factory.errors import ConfigError
 from odb_factory.llamafactory.block import is_enabled, rewritten
 from odb_factory.llamafactory.launch import check_yaml
 
-AUTO, AUTO_KEYS = "auto", ("token_budget", "max_patches")
 PLACEHOLDER = 8192
 """The budget until LLaMA-Factory has read the keys that it follows from."""
 NEEDS_ACCELERATOR = ("tf32", "ddp_backend", "pure_bf16")
@@ -102,7 +101,7 @@ def parsed(path: Path, overrides: Sequence[str] = (), ranks: int | None = None) 
     given = read_yaml(path, overrides)
     has_block = "odb" in given
     block = dict(given.get("odb") or {"token_budget": PLACEHOLDER})
-    auto = tuple(key for key in AUTO_KEYS if block.get(key) == AUTO)
+    auto = tuple(key for key in BUDGETS if block.get(key) == AUTO)
     if auto:  # what chooses them then has nothing to choose
         block.pop("memory_fraction", None)
     given["odb"] = block | {key: PLACEHOLDER if key == "token_budget" else None for key in auto}
