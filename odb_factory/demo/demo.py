@@ -300,8 +300,6 @@ def _draw_micro_batches(axes: Axes, name: str, batches: list[list[Batch]], token
     )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-
 CUTOFF_LEN = 2048
 ROWS = 2
 TOKEN_BUDGET = ROWS * (CUTOFF_LEN + 8)

@@ -300,8 +300,6 @@ def load_pictures() -> list[tuple[str, Image]]:
     return pictures
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-
 TRAIN, VAL = "mm_mix", "mm_mix_val"
 PICTURE_SUFFIXES = {".jpg", ".jpeg", ".png", ".gif", ".webp"}
 

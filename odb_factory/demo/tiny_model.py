@@ -124,8 +124,6 @@ def write_processor(folder: Path) -> None:
     (folder / "video_preprocessor_config.json").write_text(json.dumps(video, indent=2) + "\n")
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-
 _LAYOUT = 1  # raise when what is written changes, so that a folder of an older layout is rebuilt
 _MARKER = "tiny_model.json"
 

@@ -425,6 +425,4 @@ def _is_about_rows(record: logging.LogRecord) -> bool:
     return OF_BOTH_KINDS not in record.getMessage()
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-
 STAGES: dict[str, Stage] = {stage.name: stage for stage in (Sft(), Pt(), Rm(), Dpo(), Kto())}

@@ -180,9 +180,6 @@ class Order(Sampler[int]):
         self.epoch = epoch
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-
-
 class BatchGenerator(TrainerCallback):
     """In the place of v1's: iterates over the optimizer steps of an epoch, each a list of micro-batches.
 

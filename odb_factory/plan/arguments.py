@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import yaml
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from odb_factory.config import AUTO, BUDGETS, ODBConfig, ResolvedConfig
 from odb_factory.errors import ConfigError
@@ -74,13 +73,11 @@ def read_yaml(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     if path.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"{path}: is no .yaml or .yml file; give the YAML that you train with.")
     check_yaml(path, overrides)
-    try:
+    try:  # all else that is wrong with it has been refused
         given = OmegaConf.to_container(OmegaConf.merge(OmegaConf.load(path), OmegaConf.from_cli(list(overrides))))
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark is not None else ""
         raise ConfigError(f"{path}{line}: cannot be read as YAML: {error.problem or error.context}.") from None
-    except (yaml.YAMLError, OmegaConfBaseException, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read as YAML: {' '.join(str(error).split())}.") from None
     if not isinstance(given, dict) or not given:
         raise ConfigError(f"{path}: holds no keys; give the YAML that you train with.")
     if not given.get("do_train"):

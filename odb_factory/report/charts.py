@@ -148,9 +148,6 @@ def distributions(runs: Sequence[Run]) -> Iterable[Chart]:
         yield Chart(title, " ".join(captions), draw_histograms(shown, label, mark))
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-
-
 def draw_lines(
     lines: Iterable[Line], x_label: str, y_label: str, *, from_zero: bool = False, to_one: bool = False
 ) -> Markup:

@@ -171,8 +171,6 @@ RUN_LOG_LINE: TypeAdapter[Begin | Logged | End] = TypeAdapter(
     Annotated[Begin | Logged | End, Field(discriminator="event")]
 )
 
-# ----------------------------------------------------------------------------------------------------------------------
-
 Line = TypeVar("Line")
 LONE_SURROGATE = re.compile(r"\\u[dD][89a-fA-F][0-9a-fA-F]{2}")
 """Python writes a file name that is not UTF-8 with such escapes, which strict JSON does not have."""

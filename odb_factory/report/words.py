@@ -145,9 +145,6 @@ def _seconds(
     return entries[0][common[-1]]["seconds"], entries[1][common[-1]]["seconds"]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-
-
 def headline(runs: Sequence[Run], comparison: Mapping[str, Any] | None) -> str:
     """One sentence; of a run that has diverged that comes first, and no time where two runs did not do the same."""
     diverged = [
