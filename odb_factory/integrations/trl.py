@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from odb_factory.config import ODBConfig
 from odb_factory.data.observe import IGNORE_INDEX, ItemError
@@ -138,10 +139,9 @@ class PairRows:
         cut = slice(self.max_length) if self.truncation_mode == "keep_start" else slice(-(self.max_length or 0), None)
         ids = [[*prompt, *answer][cut] for prompt, answer in rows]
         labels = [[*[IGNORE_INDEX] * len(prompt), *answer][cut] for prompt, answer in rows]
-        length = max(map(len, ids))
 
         def padded(values: list[list[int]], fill: int) -> torch.Tensor:
-            return torch.tensor([[*row, *[fill] * (length - len(row))] for row in values])
+            return pad_sequence([torch.tensor(row) for row in values], batch_first=True, padding_value=fill)
 
         return {
             **self.collate(pairs),

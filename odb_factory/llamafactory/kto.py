@@ -71,7 +71,19 @@ class StepKL:
             vars(self.trainer).pop(name, None)
 
     def estimate(self, model: Any, micro_batches: Sequence[Collated]) -> None:
-        """Run what is needed of all micro-batches of an optimizer step, idle ones too: ranks run forwards together."""
+        """Run what is needed of all micro-batches of an optimizer step, idle ones too: ranks run forwards together.
+
+        Examples are averaged by stock's micro-batches of all ranks, and these over the ranks of a micro-step; or, where
+        `loss_scaling` is not `stock`, in one batch of the optimizer step.
+        """
+        arguments, is_stock = self.trainer.args, self.trainer.odb.run.config.loss_scaling == "stock"
+        ranks = arguments.world_size if is_stock else 1
+        rows = arguments.per_device_train_batch_size * ranks
+        num_batches = -(-self.trainer.odb.run.loader.global_batch_size // rows) * ranks if is_stock else 1
+
+        def batch_of(micro_batch: MicroBatch) -> Tensor:  # of each example
+            return torch.tensor([one.stock_batch if is_stock else 0 for one in micro_batch.samples], dtype=torch.long)
+
         model.train()
         if callable(getattr(self.trainer.optimizer, "train", None)):  # of optimizers that average weights by themselves
             self.trainer.optimizer.train()
@@ -81,49 +93,26 @@ class StepKL:
         finally:
             self._is_estimating = False
         ratio = torch.cat(ratios).cpu().double().split([len(one) for one in ratios])
-        sums = torch.zeros(3, self._num_batches, dtype=torch.float64)
+        sums = torch.zeros(3, num_batches, dtype=torch.float64)
         for (micro_batch, _, batch), ratio_of in zip(micro_batches, ratio):
             if not micro_batch.idle:
                 tags = batch["kto_tags"].cpu()
                 counted = torch.stack((torch.ones_like(ratio_of), tags.double(), ratio_of))
-                sums.index_add_(1, self._batch_of(micro_batch), counted)
+                sums.index_add_(1, batch_of(micro_batch), counted)
         device = self.trainer.accelerator.device
         sums = self.trainer.accelerator.reduce(sums.float().to(device), "sum")
         examples, chosen, total = sums
         # An empty batch is NaN until it is left out.
-        steps = (total / examples).view(-1, self._num_ranks).nanmean(1).nan_to_num().clamp(min=0)
-        kl, sft_factor = steps.repeat_interleave(self._num_ranks), (examples / chosen.clamp(min=1)).square()
+        steps = (total / examples).view(-1, ranks).nanmean(1).nan_to_num().clamp(min=0)
+        kl, sft_factor = steps.repeat_interleave(ranks), (examples / chosen.clamp(min=1)).square()
         self._estimates = []
         for micro_batch, _, batch in micro_batches:
-            of = self._batch_of(micro_batch).to(device) if not micro_batch.idle else 0
+            of = batch_of(micro_batch).to(device) if not micro_batch.idle else 0
             tags = batch["kto_tags"].to(device)
             self._estimates.append(Estimate(tags, kl[of].expand(len(tags)), sft_factor[of].expand(len(tags))))
         self.kl = steps.sum().item()
         of_both, num_chosen = round(examples.sum().item()), round(chosen.sum().item())
         self.num_examples = {"chosen": num_chosen, "rejected": of_both - num_chosen}
-
-    @property
-    def _is_stock(self) -> bool:
-        return bool(self.trainer.odb.run.config.loss_scaling == "stock")
-
-    @property
-    def _num_ranks(self) -> int:
-        """Batches that an estimate is the mean of the means of."""
-        return int(self.trainer.args.world_size) if self._is_stock else 1
-
-    @property
-    def _num_batches(self) -> int:
-        """Stock's micro-batches of an optimizer step, of all ranks; or one that holds all examples."""
-        if not self._is_stock:
-            return 1
-        rows = int(self.trainer.args.per_device_train_batch_size) * self._num_ranks
-        return -(-int(self.trainer.odb.run.loader.global_batch_size) // rows) * self._num_ranks
-
-    def _batch_of(self, micro_batch: MicroBatch) -> Tensor:
-        """Of each example the number of its batch."""
-        if self._is_stock:
-            return torch.tensor([one.stock_batch for one in micro_batch.samples], dtype=torch.long)
-        return torch.zeros(len(micro_batch.ids), dtype=torch.long)
 
     def _log_ratios(self, model: Any, batch: Mapping[str, Any]) -> Tensor:
         """Of each answer to another prompt, the log-probability by the model less that by the reference; [examples]."""
