@@ -16,7 +16,7 @@ from run_report.browser import open_page
 from run_report.folders import BEGAN, audit_line, begin, end, entry, write_lines, write_stock
 
 from odb_factory.cli.main import REPORT_NEEDS, main
-from odb_factory.report import charts
+from odb_factory.report import page
 from odb_factory.report.page import prose
 from odb_factory.report.words import number, seconds_text
 
@@ -166,18 +166,18 @@ def test_files_that_cannot_be_read(tmp_path: Path, capsys) -> None:
 def test_no_peak_is_lost_in_a_long_line() -> None:
     points = np.stack((np.arange(10_000.0), np.ones(10_000)), axis=1)
     points[7_777, 1] = 100.0
-    thinned = charts._thinned(points)
-    assert thinned[:, 1].max() == 100 and len(thinned) <= charts.MOST_POINTS + 2
+    thinned = page._thinned(points)
+    assert thinned[:, 1].max() == 100 and len(thinned) <= page.MOST_POINTS + 2
     assert (np.diff(thinned[:, 0]) > 0).all() and thinned[-1, 0] == 9_999
 
 
 def test_drawings_of_little_or_nothing() -> None:
-    nothing = charts.Line([(1.0, float("nan")), (2.0, 1e308)])
-    assert charts.draw_lines([], "x", "y") == charts.draw_lines([nothing], "x", "y") == ""
+    nothing = page.Line([(1.0, float("nan")), (2.0, 1e308)])
+    assert page.draw_lines([], "x", "y") == page.draw_lines([nothing], "x", "y") == ""
     for points in ([(1.0, 0.0)], [(1.0, 2.0), (2.0, 2.0)], [(-1.0, 1e299)]):
-        assert charts.draw_lines([charts.Line(points)], charts.SECONDS, "y", to_one=True).startswith("<svg viewBox=")
+        assert page.draw_lines([page.Line(points)], page.SECONDS, "y", to_one=True).startswith("<svg viewBox=")
     one = {"edges": [0, 1], "counts": [4], "count": 4}
-    drawing = charts.draw_histograms({0: one, 1: one}, "<x>", mark=3)
+    drawing = page.draw_histograms({0: one, 1: one}, "<x>", mark=3)
     assert (
         "var(--s0)" in drawing
         and "var(--mark)" in drawing
@@ -187,7 +187,7 @@ def test_drawings_of_little_or_nothing() -> None:
 
 
 def test_ticks_are_short() -> None:
-    assert [charts.tick(value) for value in (0, 0.5, 2e-5, 9000, 12_000, 1.5e6)] == [
+    assert [page.tick(value) for value in (0, 0.5, 2e-5, 9000, 12_000, 1.5e6)] == [
         "0",
         "0.5",
         "2e-05",

@@ -16,7 +16,7 @@ from markupsafe import Markup
 from run_report.folders import BEGAN, audit_line, begin, end, entry, write_lines, write_stock
 
 from odb_factory.errors import ODBError
-from odb_factory.report import charts
+from odb_factory.report import page
 from odb_factory.report.figures import read_run, report_of, to_json
 from odb_factory.report.page import make_page
 
@@ -125,7 +125,7 @@ def test_no_value_in_any_place_ends_in_a_traceback(
 ) -> None:
     """Every key of every kind of record, with values of every type in its place, or gone."""
     if values is WRONG:  # charts are prepared, but not written as SVG, which takes most of the time
-        monkeypatch.setattr(charts, "_svg", lambda figure, meaning: Markup())
+        monkeypatch.setattr(page, "_svg", lambda figure, meaning: Markup())
     write(tmp_path, files)
     pages: dict[str, dict[str, Any]] = {}
     cases, at = 0, datetime.datetime(2026, 1, 1)
