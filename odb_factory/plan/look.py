@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,14 +12,12 @@ from odb_factory.config import ResolvedConfig
 from odb_factory.data.loader import LayoutName, make_budget
 from odb_factory.errors import DataError
 from odb_factory.plan.arguments import Asked
-from odb_factory.plan.observe import Part, Sample, Step, observe, parts_of
+from odb_factory.plan.observe import Part, Sample, observe, parts_of
 from odb_factory.plan.rows import layout_of, open_rows
 from odb_factory.plan.simulate import Figures, Simulation
 
 RANGE = 8
 """Budgets from an eighth of the YAML's to eight times it are planned."""
-PLANNING_SECONDS = 20.0
-"""Time for about 8 plans beside the YAML's own; they are made of fewer optimizer steps where these take longer."""
 CLOSE = 0.98
 """A budget whose predicted speed is this share of the best is as good."""
 
@@ -31,10 +27,9 @@ class Look:
     """asked: the YAML. layout, layout_reason: as resolved before training, without its check of real samples.
 
     step_size: N, samples of an optimizer step on all ranks; None: filled. parts: the distributions (see `Part`).
-    own: under the YAML's budgets; compared: the same over the optimizer steps that all others are planned over, fewer
-    where planning takes long; budgets: under a range of them, the YAML's among them; other_layout: under the YAML's in
-    the other layout. bound_by_longest: share of the optimizer steps in which the longest sample is more than the mean
-    load of a rank. examples: a message for each reason why a row is left out.
+    own: under the YAML's budgets; budgets: under a range of them, the YAML's among them; other_layout: under the YAML's
+    in the other layout. bound_by_longest: share of the optimizer steps in which the longest sample is more than the
+    mean load of a rank. examples: a message for each reason why a row is left out.
     """
 
     asked: Asked
@@ -44,7 +39,6 @@ class Look:
     sample: Sample
     parts: list[Part]
     own: Figures
-    compared: Figures
     budgets: list[Figures]
     other_layout: Figures
     fixed: Figures
@@ -79,7 +73,7 @@ def look(asked: Asked, samples: int) -> Look:
         encoder=rows.encoder,
     )
 
-    def under(token_budget: int, steps: Sequence[Step], layout: LayoutName = layout.name) -> Figures:
+    def under(token_budget: int, layout: LayoutName = layout.name) -> Figures:
         """The caps grow and shrink with token_budget; to at least what a micro-batch without media has."""
         least = {"max_patches": rows.collation.dummies(0, 0)[1]}
         least |= {f"max_{name}": rows.collation.dummy_of(name, 0, 0) for name, _ in config.caps}
@@ -87,12 +81,9 @@ def look(asked: Asked, samples: int) -> Look:
         if token_budget != config.token_budget:
             caps = {key: max(most * token_budget // config.token_budget, least[key], 1) for key, most in caps.items()}
         changed = dataclasses.replace(config, token_budget=token_budget, **caps)
-        return simulation.planned(make_budget(changed, rows.collation, layout), steps)
+        return simulation.planned(make_budget(changed, rows.collation, layout))
 
-    start = time.thread_time()  # what other processes do is not counted
-    own = under(config.token_budget, sample.steps)
-    some = _thinned(sample.steps, PLANNING_SECONDS / (RANGE * max(time.thread_time() - start, 1e-3)))
-    compared = own if some is sample.steps else under(config.token_budget, some)
+    own = under(config.token_budget)
     parts = parts_of(sample.seen, rows.sources)
     budgets = budgets_around(config, least=parts[0].tokens.p50)
     stacked = [step.rows["tokens"] for step in sample.steps]
@@ -105,9 +96,8 @@ def look(asked: Asked, samples: int) -> Look:
         sample=sample,
         parts=parts,
         own=own,
-        compared=compared,
-        budgets=[compared if one == config.token_budget else under(one, some) for one in budgets],
-        other_layout=under(config.token_budget, some, "padded" if layout.name == "flat" else "flat"),
+        budgets=[own if one == config.token_budget else under(one) for one in budgets],
+        other_layout=under(config.token_budget, "padded" if layout.name == "flat" else "flat"),
         fixed=simulation.fixed(),
         length_grouped=simulation.length_grouped(),
         bound_by_longest=sum(longest) / len(longest),
@@ -128,15 +118,6 @@ def best_budget(found: Look) -> Figures:
     within = [one for one in found.budgets if one.overlong <= found.own.overlong] or found.budgets
     fastest = max(one.speed for one in within)
     return next(one for one in within if one.speed >= CLOSE * fastest)
-
-
-def _thinned(steps: list[Step], share: float) -> list[Step]:
-    """This share of the optimizer steps, evenly spread."""
-    if share >= 1:
-        return steps
-    count = max(round(share * len(steps)), 1)
-    spread = np.linspace(0, len(steps) - 1, count).round().astype(int).tolist()
-    return [steps[number] for number in dict.fromkeys(spread)]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -72,9 +72,6 @@ def show(console: Console, found: Look, advice: Advice) -> None:
     if not console.is_terminal:
         console.width = max(console.width, NARROWEST)
     parts: list[RenderableType] = [Text(_head(found)), _distribution(found.parts), _budgets(found)]
-    if found.compared.optimizer_steps < found.own.optimizer_steps:
-        of = f"{found.compared.optimizer_steps} of the {found.own.optimizer_steps} optimizer steps"
-        parts.append(Text(f"  Planning takes long here: budgets other than the YAML's are planned over {of}."))
     if found.own.encoder_patches is not None:
         parts.append(Text(_encoded(found)))
     parts.append(Text("  docs/commands.md, section Plan, explains the columns.\n"))
@@ -136,8 +133,7 @@ def _budgets(found: Look) -> Table:
     )  # fmt: skip
     for one in found.budgets:
         is_own = one.token_budget == found.own.token_budget
-        shown = found.own if is_own else one
-        table.add_row(*_figures(has_patches, f"{one.token_budget:,}", shown), style="bold" if is_own else None)
+        table.add_row(*_figures(has_patches, f"{one.token_budget:,}", one), style="bold" if is_own else None)
     table.add_section()
     table.add_row(*_figures(has_patches, f"{found.own.token_budget:,} {found.other_layout.layout}", found.other_layout))
     table.add_row(*_figures(has_patches, f"fixed x {size}", found.fixed))

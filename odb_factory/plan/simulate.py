@@ -225,12 +225,12 @@ class Simulation:
     collation: Collation
     encoder: EncoderCost | None = None
 
-    def planned(self, budget: Budget, steps: Sequence[Step]) -> Figures:
-        """With odb, under this budget and in its layout. steps: all of the sample, or some."""
-        ranks, config = self.asked.ranks, self.asked.config
-        overlong = [_overlong(step, budget) for step in self.sample.steps]
+    def planned(self, budget: Budget) -> Figures:
+        """With odb, under this budget and in its layout."""
+        ranks, config, steps = self.asked.ranks, self.asked.config, self.sample.steps
+        overlong = [_overlong(step, budget) for step in steps]
         if config.overlong != "singleton":  # such samples are left out
-            kept = [dataclasses.replace(step, rows=step.rows[~_overlong(step, budget)]) for step in steps]
+            kept = [dataclasses.replace(step, rows=step.rows[~one]) for step, one in zip(steps, overlong)]
             steps = [step for step in kept if len(step.rows)]
         table = np.concatenate([step.rows for step in steps] or [np.zeros(0, ROW)])
         tokens = float(table["tokens"].sum(dtype=np.int64))

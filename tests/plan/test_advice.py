@@ -54,7 +54,7 @@ def a_look(asked_for: Asked, budgets: list[Figures], seen: list[ObservedRow] | N
     plain: dict[str, Any] = {"layout": "flat", "layout_reason": "it is right", "step_size": 8}
     plain["bound_by_longest"] = 0.0
     own = next(one for one in budgets if one.token_budget == 1024)
-    plain |= {"own": own, "compared": own, "other_layout": own}
+    plain |= {"own": own, "other_layout": own}
     examples = {one.reason: one.message for one in seen if one.cost is None}
     plain |= {"fixed": outcome(0, 1.0), "length_grouped": outcome(0, 1.3), "examples": examples}
     parts = parts_of(seen, ["texts"])
