@@ -96,7 +96,7 @@ def observe(config: Path | None, folder: Path) -> np.ndarray:
     activation.activate()
     with contextlib.redirect_stdout(sys.stderr):  # what is logged meanwhile
         from odb_factory.plan.arguments import parsed
-        from odb_factory.plan.observe import observe as observe_rows
+        from odb_factory.plan.rows import observe as observe_rows
         from odb_factory.plan.rows import open_rows
 
         with parsed(config, ranks=1) as asked:

@@ -12,8 +12,7 @@ from odb_factory.config import ResolvedConfig
 from odb_factory.data.loader import LayoutName, make_budget
 from odb_factory.errors import DataError
 from odb_factory.plan.arguments import Asked
-from odb_factory.plan.observe import Part, Sample, observe, parts_of
-from odb_factory.plan.rows import layout_of, open_rows
+from odb_factory.plan.rows import Part, Sample, layout_of, observe, open_rows, parts_of
 from odb_factory.plan.simulate import Figures, Simulation
 
 RANGE = 8

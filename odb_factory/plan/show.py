@@ -15,7 +15,7 @@ from rich.text import Text
 
 from odb_factory.plan import simulate
 from odb_factory.plan.look import Advice, Look
-from odb_factory.plan.observe import ALL, Part, Spread
+from odb_factory.plan.rows import ALL, Part, Spread
 from odb_factory.plan.simulate import Figures
 
 if TYPE_CHECKING:

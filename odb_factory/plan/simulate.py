@@ -13,7 +13,7 @@ import numpy as np
 from odb_factory.accounting.statistics import StepStatistics
 from odb_factory.data.order import OF_MICRO_BATCH, StockSteps, by_weight
 from odb_factory.plan.arguments import Asked
-from odb_factory.plan.observe import Sample, Step
+from odb_factory.plan.rows import Sample, Step
 from odb_factory.planning import (
     ROW,
     Budget,

@@ -14,8 +14,7 @@ from test_docs import first_column
 from odb_factory.config import ODBConfig
 from odb_factory.plan.arguments import Asked, ParsedArguments, ranks_of
 from odb_factory.plan.look import Advice, Look, advise, budgets_around
-from odb_factory.plan.observe import Sample, Step, parts_of
-from odb_factory.plan.rows import ObservedRow
+from odb_factory.plan.rows import ObservedRow, Sample, Step, parts_of
 from odb_factory.plan.show import to_dict
 from odb_factory.plan.simulate import Figures
 from odb_factory.planning import ROW, Cost

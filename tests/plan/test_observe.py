@@ -13,8 +13,7 @@ from toy import pad
 
 from odb_factory.config import ODBConfig
 from odb_factory.data.observe import ItemObserver, ObservedDataset
-from odb_factory.plan.observe import chosen_positions, observe
-from odb_factory.plan.rows import ObservedRow, RowReader
+from odb_factory.plan.rows import ObservedRow, RowReader, chosen_positions, observe
 from odb_factory.planning import Budget, Cost
 
 
