@@ -19,7 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from odb_factory.demo.mm_mix import build_builtin_mix
 from odb_factory.demo.recorder import record_of
+from odb_factory.demo.tiny_model import build_tiny_qwen3_vl
 from odb_factory.errors import ConfigError, ODBError
 
 if TYPE_CHECKING:
@@ -338,7 +340,8 @@ def main(argv: Sequence[str]) -> int:
     console = Console()
     console.print("[bold]1/3[/] tiny random Qwen3-VL and the built-in MM-Mix (OCR, questions about pictures, captions)")
     samples = SHORT_SAMPLES if arguments.short else SAMPLES
-    model, data = _prepare(folder, samples)
+    model = build_tiny_qwen3_vl(folder / "tiny_qwen3_vl")
+    data = build_builtin_mix(folder / "mm_mix_data", samples=samples).folder
     accumulation = GLOBAL_BATCH_SIZE // (ROWS * ranks)
     console.print(
         f"[bold]2/3[/] LLaMA-Factory trains {samples} samples for one epoch, {len(CONTESTANTS)} times: {ranks} "
@@ -360,15 +363,6 @@ def main(argv: Sequence[str]) -> int:
     draw(runs, TOKEN_BUDGET, folder / "demo.png")
     console.print(f"The micro-batches and the loss curves: {folder / 'demo.png'}; the figures: {figures}")
     return 0
-
-
-def _prepare(folder: Path, samples: int) -> tuple[Path, Path]:
-    """The folders of the model and of the data."""
-    from odb_factory.demo.mm_mix import build_builtin_mix
-    from odb_factory.demo.tiny_model import build_tiny_qwen3_vl
-
-    model = build_tiny_qwen3_vl(folder / "tiny_qwen3_vl")
-    return model, build_builtin_mix(folder / "mm_mix_data", samples=samples).folder
 
 
 def _train(config: dict[str, Any], ranks: int, samples: int, console: Console, name: str) -> Run:

@@ -34,7 +34,6 @@ from odb_factory.llamafactory.dataset import (
     RowObserver,
     Source,
     TokenizedDataset,
-    head_of,
     index_of,
     is_convertible,
     is_index,
@@ -209,13 +208,13 @@ def mark_source(dataset: Any, dataset_attr: Any, data_args: Any, training_args: 
     Raises `DataError` where no row of the dataset has a column that its converter needs, or where it has no row.
     """
     if not isinstance(dataset, Dataset):
-        if not head_of(dataset):
+        if next(iter(dataset), None) is None:
             raise DataError(
                 f"{dataset_attr} yields no row; take it out of `dataset`, or, if it is a local file beside a stream, "
                 "set dataloader_num_workers to 1 or more (LLaMA-Factory cuts it into that many shards)."
             )
         stream = align_dataset(dataset, dataset_attr, data_args, training_args)
-        keep_head(head_of(stream))
+        keep_head(stream)
         return stream
     if not len(dataset):
         raise DataError(f"{dataset_attr} has no row; take it out of `dataset`, or raise max_samples or num_samples.")

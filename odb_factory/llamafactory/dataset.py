@@ -130,8 +130,9 @@ def forget() -> None:
     _head.clear()
 
 
-def keep_head(rows: list[dict[str, Any]]) -> None:
+def keep_head(stream: datasets.IterableDataset) -> None:
     """Of a stream, before it is mixed and shuffled; the first is one of the training."""
+    rows = list(itertools.islice(stream, ROWS_IN_HEAD))  # of every one, so that what cannot be converted ends here
     if not _head:
         _head.extend(rows)
 
@@ -456,10 +457,6 @@ ROWS_IN_HEAD = 3
 
 def is_stream(dataset: Any) -> bool:
     return isinstance(dataset, datasets.IterableDataset)
-
-
-def head_of(stream: Any) -> list[dict[str, Any]]:
-    return list(itertools.islice(stream, ROWS_IN_HEAD))
 
 
 class OnlineStream(IterableDataset):
