@@ -15,10 +15,11 @@ from odb_factory.planning.flat import LARGEST_AMOUNT, Bins, Samples
 # ----------------------------------------------------------------------------------------------------------------------
 # The exact cost of bins in micro-steps, and exchanges that lower it.
 
-MOST_POLISHED, LEAST_REPAIRED, MOST_REPAIRED_OF_A_SAMPLE = 1 << 15, 1 << 18, 32
-"""Upper limit of exchanges tried; in all or of a sample where a bin breaks a budget: else the plan would be lost. Each
-search counts as many as there are samples and bins, too: that is the time it takes."""
-MOST_PARTNERS = 64
+MOST_POLISHED = 1 << 15
+"""Upper limit of exchanges tried."""
+MOST_REPAIRED_OF_A_SAMPLE, FEWEST_REPAIRED, MOST_REPAIRED = 256, 1 << 18, 1 << 20
+"""The same, of a sample and in all, where a bin breaks a budget: else the whole plan would be lost."""
+MOST_PARTNERS = 256
 """A bin exchanges samples with so many others at most: those that cost least."""
 CLOSE_ENOUGH = 1024
 """Nothing is tried where at most 1/CLOSE_ENOUGH of the cost could be saved."""
@@ -73,13 +74,13 @@ def polish(filled: Filled, bound: int) -> None:
     An exchange of two samples, or a move of one, is made if less of the budgets is broken afterwards, or as much and
     the cost is lower. Done when the cost is close to `bound`, when nothing helps, or after a bounded number of trials.
     """
-    left = max(LEAST_REPAIRED, MOST_REPAIRED_OF_A_SAMPLE * len(filled.samples))
+    left = min(max(MOST_REPAIRED_OF_A_SAMPLE * len(filled.samples), FEWEST_REPAIRED), MOST_REPAIRED)
     if filled.within:
         left = MOST_POLISHED
     while not (filled.within and filled.cost - bound <= bound // CLOSE_ENOUGH):
         for critical in _critical(filled):
             given, taken, partner = _exchanges(filled, critical)
-            left -= len(given) * len(taken) + len(filled.samples) + len(filled.step)
+            left -= len(given) * len(taken)
             if left < 0:
                 return
             if len(taken) and _improve(filled, critical, given, taken, partner):
@@ -145,12 +146,16 @@ def _change(
     """What is added to the cost of all once two bins have these shapes: `critical` and, of each column, `partner`."""
     step, maxima, shapes = filled.step, filled.maxima(), filled.samples.shapes(filled.sums)
     shapes[critical] = 0
-    others, column = np.unique(partner, return_inverse=True)
-    beside = (step == step[others][:, None]) & (np.arange(len(step)) != others[:, None])
-    rest = np.where(beside[..., None], shapes, 0).max(axis=1)[column]
+    without, second, num_most = np.zeros((3, *maxima.shape), dtype=np.int64)
+    np.maximum.at(without, step, shapes)
+    # The most of a micro-step without a bin is the second most, where only that bin has the most.
+    is_most = shapes == without[step]
+    np.add.at(num_most, step, is_most)
+    np.maximum.at(second, step, np.where(is_most, 0, shapes))
+    rest = np.where(is_most & (num_most[step] == 1), second[step], without[step])[partner]
     shared = (step[partner] == step[critical])[:, None]
     theirs = np.maximum(rest, after_partner)
-    mine = np.maximum(np.where(shared, theirs, shapes[step == step[critical]].max(axis=0)), after)
+    mine = np.maximum(np.where(shared, theirs, without[step[critical]]), after)
     changed = mine - maxima[step[critical]] + np.where(shared, 0, theirs - maxima[step[partner]])
     change: np.ndarray = changed @ filled.weights
     return change
