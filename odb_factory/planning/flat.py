@@ -148,10 +148,10 @@ def bins_needed(samples: Samples, most_of_a_bin: Sequence[int | None], num_pools
     return by_pool
 
 
-def make_bins(samples: Samples, num_steps: int, model: CostModel, *, dense: bool = False) -> Bins:
+def make_bins(samples: Samples, num_steps: int, model: CostModel) -> Bins:
     """Empty bins for this number of micro-steps: as many as there are slots, or samples if these are fewer.
 
-    Overlong samples get bins of their own in the first micro-steps, the longest first. dense: see `_heights`.
+    Overlong samples get bins of their own in the first micro-steps, the longest first.
     """
     num_classes = int(samples.sample_class.max()) + 1
     pool_of_class = np.arange(num_classes) // samples.num_modalities
@@ -171,16 +171,8 @@ def make_bins(samples: Samples, num_steps: int, model: CostModel, *, dense: bool
     bin_class, frozen = bin_class[order][by_class], frozen[order][by_class]
     pool, step = pool[by_class], step[by_class]
     amounts, budgets = _amounts(samples, num_steps, model)
-    targets = np.stack(
-        [
-            _targets(samples, amount, most, pool, bin_class, step, frozen, dense)
-            for amount, most in zip(amounts.T, budgets)
-        ],
-        axis=1,
-    )
-    if num_classes == 1:
-        for d in range(1, targets.shape[1]):
-            targets[:, d] = _reachable_targets(samples, amounts[:, [0, d]], budgets[d], step, frozen, targets[:, 0])
+    of_each = (_targets(samples, *one, pool, bin_class, step, frozen) for one in zip(amounts.T, budgets))
+    targets = np.stack(list(of_each), axis=1)
     return Bins(samples, bin_class, step, frozen, amounts, targets)
 
 
@@ -237,7 +229,6 @@ def _targets(
     bin_class: np.ndarray,
     step: np.ndarray,
     frozen: np.ndarray,
-    dense: bool,
 ) -> np.ndarray:
     """Of one dimension [bins]: the heights of the micro-steps, scaled so that together they hold a class exactly."""
     num_classes, num_pools = int(samples.sample_class.max()) + 1, int(samples.pool.max()) + 1
@@ -245,7 +236,7 @@ def _targets(
     bins_of = np.zeros((num_pools, num_steps), dtype=np.int64)
     np.add.at(bins_of, (pool[~frozen], step[~frozen]), 1)
     floor = _floor(samples, amount, most, step, frozen)
-    heights = np.minimum(_heights(amount[ordinary], samples.pool[ordinary], bins_of, floor, dense), aim(most))
+    heights = np.minimum(_heights(amount[ordinary], samples.pool[ordinary], bins_of, floor), aim(most))
     targets = np.where(frozen, 0, heights[step])
     load, planned = np.zeros((2, num_classes), dtype=np.int64)
     np.add.at(load, samples.sample_class[ordinary], amount[ordinary])
@@ -268,12 +259,12 @@ def _floor(samples: Samples, amount: np.ndarray, most: int, step: np.ndarray, fr
     return floor
 
 
-def _heights(amount: np.ndarray, pool: np.ndarray, bins_of: np.ndarray, floor: np.ndarray, dense: bool) -> np.ndarray:
+def _heights(amount: np.ndarray, pool: np.ndarray, bins_of: np.ndarray, floor: np.ndarray) -> np.ndarray:
     """How full the fullest bin of each micro-step must be [micro-steps], as water finds its level.
 
     A micro-step with a sample above the mean is as costly as that sample, and its other bins can be filled as high;
     what is left is shared by the other micro-steps in the same way. Of the largest samples each bin of a micro-step
-    takes one; dense: as many as it is high, so that the micro-steps behind it may be lower than what they would take.
+    takes one.
 
     bins_of: of each pool in each micro-step.
     """
@@ -291,40 +282,5 @@ def _heights(amount: np.ndarray, pool: np.ndarray, bins_of: np.ndarray, floor: n
         height = np.maximum(np.maximum(-(-load // np.maximum(left, 1)), longest), floor[k])
         heights[k] = int(np.where(bins_of[:, k] > 0, height, 0).max())
         load = np.maximum(load - bins_of[:, k] * height, 0)
-        taken = place + bins_of[:, k]
-        if dense:
-            held = before[place] + bins_of[:, k] * np.minimum(height, LARGEST_AMOUNT)
-            taken = np.maximum(np.searchsorted(before, held, side="right") - 1, taken)
-        left, place = left - bins_of[:, k], np.minimum(taken, last)
+        left, place = left - bins_of[:, k], np.minimum(place + bins_of[:, k], last)
     return heights
-
-
-def _reachable_targets(
-    samples: Samples, amounts: np.ndarray, most: int, step: np.ndarray, frozen: np.ndarray, tokens: np.ndarray
-) -> np.ndarray:
-    """Targets of one dimension for samples of one class, such that tokens can reach theirs too [bins].
-
-    The samples with the largest amounts go first. A micro-step takes them until its bins are as high as its largest
-    sample or the mean requires, or until their tokens are used up.
-
-    amounts: tokens and the dimension in question [n, 2]. tokens: the targets for tokens [bins].
-    """
-    ordinary, num_steps = ~samples.overlong, int(step.max(initial=0)) + 1
-    own = amounts[ordinary]
-    own = own[np.argsort(-own[:, 1], kind="stable")]
-    before = np.zeros((len(own) + 1, 2), dtype=np.int64)
-    np.cumsum(own, axis=0, out=before[1:])
-    num_bins = np.bincount(step[~frozen], minlength=num_steps)
-    room = np.zeros(num_steps, dtype=np.int64)
-    np.add.at(room, step[~frozen], tokens[~frozen])
-    floor = _floor(samples, amounts[:, 1], most, step, frozen)
-    heights, start, left = np.zeros(num_steps, dtype=np.int64), 0, int(num_bins.sum())
-    for k in np.flatnonzero(num_bins).tolist():
-        rest = own[start:, 1]
-        height = min(max(int(rest.sum()) // left, int(rest.max(initial=0)), int(floor[k])), aim(most))
-        limits = before[start] + np.array([room[k], height * num_bins[k]])
-        ends = [int(np.searchsorted(before[:, d], limits[d], side="right")) - 1 for d in (0, 1)]
-        end = len(own) if left == num_bins[k] else max(min(ends), start)
-        heights[k] = (before[end, 1] - before[start, 1]) // num_bins[k]
-        start, left = end, left - int(num_bins[k])
-    return np.where(frozen, 0, heights[step])

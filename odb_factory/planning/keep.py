@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 
 from odb_factory.planning.cost import Budget, CostModel
-from odb_factory.planning.flat import Bins, Samples, bins_needed, capacities, make_bins
+from odb_factory.planning.flat import Samples, bins_needed, capacities, make_bins
 from odb_factory.planning.flat_search import Filled, best_fit_decreasing, fill_bins, polish
 from odb_factory.planning.padded import (
     Cut,
@@ -80,16 +80,7 @@ def flat_lower_bound(samples: Samples, num_steps: int, model: CostModel) -> int:
 
 def put_into_bins(samples: Samples, num_steps: int, model: CostModel) -> Filled:
     """All samples in bins of `num_steps` micro-steps; the bins may break the budgets."""
-    bins, dense = (make_bins(samples, num_steps, model, dense=dense) for dense in (False, True))
-    filled = _filled(samples, model, bins)
-    if not np.array_equal(bins.targets, dense.targets):
-        other = _filled(samples, model, dense)
-        if (other.within, -other.cost) > (filled.within, -filled.cost):
-            return other
-    return filled
-
-
-def _filled(samples: Samples, model: CostModel, bins: Bins) -> Filled:
+    bins = make_bins(samples, num_steps, model)
     filled = Filled(samples, model, fill_bins(bins), bins.bin_class, bins.step)
     return min(filled, match_by_cost(filled), key=lambda one: one.cost)
 
