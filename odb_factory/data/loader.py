@@ -176,9 +176,9 @@ class ODBLoader:
     ):
         self.dataset, self.config, self.layout = parts.dataset, config, layout
         self._keeps_samples, self._plans_here = keeps_samples, plans_here
-        collation = collation or Collation(
-            pad_to_multiple_of=getattr(parts.collate_fn, "pad_to_multiple_of", None) or 1
-        )
+        # The Trainer wraps its collator to remove columns from items.
+        collator = getattr(parts.collate_fn, "data_collator", parts.collate_fn)
+        collation = collation or Collation(pad_to_multiple_of=getattr(collator, "pad_to_multiple_of", None) or 1)
         self.counts_labels = bool(getattr(observer, "counts_labels", True))
         self._ranks = ranks or Ranks()
         self.rank, self.world_size = rank, world_size = self._ranks.rank, self._ranks.world_size

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from accelerate.utils import DistributedType
 from torch.utils.data import IterableDataset, RandomSampler
 from transformers import TrainerCallback
+from transformers.trainer_utils import RemoveColumnsCollator
 
 from odb_factory.accounting.losses import TokenLoss
 from odb_factory.accounting.statistics import Computing
@@ -157,16 +158,6 @@ def _deepspeed_configs(trainer: Any) -> list[dict[str, Any]]:
 # The dataloader that a run takes apart, with the columns that costs are counted from.
 
 
-class KeepColumns:
-    """Gives the data collator only the columns that the Trainer would not have removed."""
-
-    def __init__(self, data_collator: Callable, columns: Sequence[str]):
-        self.data_collator, self.columns = data_collator, tuple(columns)
-
-    def __call__(self, items: Sequence[Mapping[str, Any]]) -> Any:
-        return self.data_collator([{key: item[key] for key in self.columns if key in item} for item in items])
-
-
 def with_all_columns(parts: DataLoaderParts, train_dataset: Any, cost_fn: Callable | None) -> DataLoaderParts:
     """With the columns of `train_dataset` that the Trainer removes, where costs are counted from them."""
     if not isinstance(parts.dataset, datasets.Dataset) or not isinstance(train_dataset, datasets.Dataset):
@@ -175,7 +166,7 @@ def with_all_columns(parts: DataLoaderParts, train_dataset: Any, cost_fn: Callab
     removed = set(train_dataset.column_names) - set(kept)
     if PATCHES_KEY not in removed and (cost_fn is None or not removed):
         return parts
-    return dataclasses.replace(parts, dataset=train_dataset, collate_fn=KeepColumns(parts.collate_fn, kept))
+    return dataclasses.replace(parts, dataset=train_dataset, collate_fn=RemoveColumnsCollator(parts.collate_fn, kept))
 
 
 class _SharedEncoder(NamedTuple):
@@ -341,14 +332,21 @@ class Session:
             )
             if why is not None:
                 self._replace_run(fall_back(self.layout, configured.layout, why), self.run.config)
-        if self.lacks_budgets:
+        if chooses := self.lacks_budgets:
             budgets = choose_budgets(self.trainer, self.run.loader, configured, self.settings.memory_meter)
             self.lacks_budgets = False
             self._replace_run(self.layout, configured.resolved(**dataclasses.asdict(budgets)))
-        elif configured.rehearse or (configured.rehearse is None and self.trainer.args.device.type != "cpu"):
-            assert self.memory is not None
-            rehearse(self.trainer, self.run.loader, self.memory, self.settings.memory_meter)
-        return self.run
+        # What happens if memory is short.
+        run, config, args = self.run, self.run.config, self.trainer.args
+        cuts_nothing = config.oom == "raise" and config.row_multiple == 1 and not config.balance_encoder
+        advises_split = cuts_nothing and why_not_split(args) is None
+        self.memory = MemoryWatch(config, run.loader.budget, args.device, advises_split=advises_split)
+        if not chooses and (config.rehearse or (config.rehearse is None and args.device.type != "cpu")):
+            rehearse(self.trainer, run.loader, self.memory, self.settings.memory_meter)
+        if config.oom != "raise":
+            group, timeout_s = self.settings.process_group, config.exchange_timeout_s
+            self.restarts = RestartedSteps(run, Group(group, timeout_s, "agreements on a restarted step"), self.memory)
+        return run
 
     def check_first_batch(self, batch: Any, segments: tuple[int, ...]) -> None:
         """Check a flat layout by the first micro-batch, if rows cannot be read by their number. segments: of its
@@ -367,9 +365,6 @@ class Session:
         before = self.run
         assert before is not None
         before.close()
-        if self.restarts is not None:
-            self.restarts.close()
-            self.restarts = None
         run = self._make_run(layout, config)
         run.schedule.take_over(before.schedule, self.trainer.optimizer, self.trainer.lr_scheduler)
         if not self.lacks_budgets:
@@ -414,16 +409,9 @@ class Session:
                 looks_at_labels=not settings.equal_weights,
                 is_shuffled=getattr(parts.sampler, "shuffle", isinstance(parts.sampler, RandomSampler)),
             )
-            # 3. what happens if memory is short
-            cuts_nothing = config.oom == "raise" and config.row_multiple == 1 and not config.balance_encoder
-            advises_split = cuts_nothing and why_not_split(args) is None
-            self.memory = MemoryWatch(config, loader.budget, args.device, advises_split=advises_split)
-            if config.oom != "raise":
-                exchange = Group(settings.process_group, config.exchange_timeout_s, "agreements on a restarted step")
-                self.restarts = RestartedSteps(run, exchange, self.memory)
         if settings.config.auto_keys:
             run.budgets = {key: getattr(config, key) for key in BUDGETS}
-        # 4. where a checkpoint left it, and the first plan
+        # 3. where a checkpoint left it, and the first plan
         if self.checkpoint is not None:
             checkpoint.load(run, self.checkpoint, self.gather)
         if not run.finished:
@@ -442,13 +430,10 @@ class Session:
     def make_loader(self, parts: DataLoaderParts, config: ResolvedConfig, layout: Layout, **others: Any) -> ODBLoader:
         """others: arguments of `ODBLoader`."""
         settings = self.settings
-        # The Trainer wraps its collator to remove columns from items.
-        collator = getattr(parts.collate_fn, "data_collator", parts.collate_fn)
-        pads_to = getattr(collator, "pad_to_multiple_of", None) or 1
         return ODBLoader(
             parts,
             config,
-            collation=settings.collation or Collation(pad_to_multiple_of=pads_to),
+            collation=settings.collation,
             layout=layout.name,
             with_boundaries=layout.with_boundaries,
             ranks=Ranks(settings.process_group, config.exchange_timeout_s, config.group_size),
