@@ -17,6 +17,8 @@ from torch.nn import functional
 from odb_factory.data.observe import IGNORE_INDEX
 from odb_factory.data.samples import MicroBatch
 from odb_factory.errors import ConfigError, DataError
+from odb_factory.model.chunked import without_autocast
+from odb_factory.model.flat_row import copy_to
 from odb_factory.model.head import WithoutLogits
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -141,7 +143,7 @@ def weighted_token_loss(
     if shift_labels is None:
         assert labels is not None
         shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    with _without_autocast(logits.device.type):
+    with without_autocast(logits.device.type):
         logits = in_float32(logits)
         targets = shift_labels.to(logits.device).reshape(-1)
         losses = functional.cross_entropy(
@@ -177,19 +179,9 @@ def sum_of_losses(losses: Sequence[Tensor], *, skip_non_finite: bool) -> Tensor:
     return total
 
 
-def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
-    """Autocast rounds products to bfloat16 or half; which ones depends on the device."""
-    if not torch.amp.is_autocast_available(device_type):  # the device "meta"
-        return contextlib.nullcontext()
-    return torch.autocast(device_type, enabled=False)
-
-
 def to_device(values: np.ndarray, like: Tensor) -> Tensor:
     """As a tensor on the device of `like`, of its type, asynchronously from pinned memory."""
-    tensor = torch.as_tensor(values, dtype=like.dtype)
-    if like.device.type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(like.device, non_blocking=True)
+    return copy_to(torch.as_tensor(values, dtype=like.dtype), like.device)
 
 
 class TokenLoss:

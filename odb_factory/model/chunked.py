@@ -168,7 +168,7 @@ class _LogProbs(torch.autograd.Function):
         needs_hidden = with_gradient and ctx.needs_input_grad[0]
         expected = hidden.new_zeros(tokens, width, dtype=how.accurate) if needs_hidden else None
         size = max(BLOCK, 2 * width)
-        with _without_autocast(hidden.device.type):
+        with without_autocast(hidden.device.type):
             all_h = hidden.to(how.dtype)
             for block, w, b in how.blocks(weight, bias, size):
                 at_a_time = max(how.tile // len(w), 1)
@@ -216,7 +216,7 @@ class _LogProbs(torch.autograd.Function):
             all_h = hidden.to(how.dtype)
             signed = all_h * signs[:, None].to(how.dtype)
             size = max(how.tile // max(len(hidden), 1), LEAST_BLOCK)
-            with _without_autocast(hidden.device.type):
+            with without_autocast(hidden.device.type):
                 for block, w, b in how.blocks(weight, bias, size):
                     logits = w @ all_h.T if b is None else torch.addmm(b[:, None], w, all_h.T)  # [block, S]
                     logits = logits.to(how.accurate)
@@ -239,7 +239,8 @@ def _within(targets: Tensor, start: int, size: int) -> tuple[Tensor, Tensor]:
     return (places >= 0) & (places < size), places.clamp(0, size - 1)
 
 
-def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
+def without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
+    """Autocast rounds products to bfloat16 or half; which ones depends on the device."""
     if not torch.amp.is_autocast_available(device_type):  # the device "meta"
         return contextlib.nullcontext()
     return torch.autocast(device_type, enabled=False)

@@ -136,7 +136,7 @@ class EncoderDoor:
     def __init__(
         self,
         tower: tuple[Any, str],
-        group: dist.ProcessGroup | None,
+        group: dist.ProcessGroup,
         gather: Callable[[bytes], list[bytes]],
         assign: Assign,
     ):
@@ -146,6 +146,7 @@ class EncoderDoor:
         self._by_grid = self._module.config.model_type in BY_GRID
         self._is_on, self._lacks_images, self._has_run, self._tokens = False, False, False, 0
         self._agreed: _Step | None = None
+        self._assigned: list[Any] = []
         hooks = (
             self._module.register_forward_pre_hook(self._begin, with_kwargs=True),
             self._module.get_input_embeddings().register_forward_hook(self._embedded),
@@ -158,11 +159,12 @@ class EncoderDoor:
             undo()
 
     @contextlib.contextmanager
-    def balanced(self) -> Iterator[None]:
-        """Within it every forward of the model is one in which all ranks take part."""
-        self._is_on = True
+    def balanced(self) -> Iterator[list[Any]]:
+        """Within it every forward of the model is one in which all ranks take part. Yields what they have agreed on so
+        far, by `assign`."""
+        self._is_on, self._assigned = True, []
         try:
-            yield
+            yield self._assigned
         finally:
             self._is_on = self._lacks_images = False
 
@@ -211,7 +213,8 @@ class EncoderDoor:
         """Collective."""
         held = [_Images.decode(message) for message in self._gather(images.encode())]
         patches = [one.shapes.prod(1) for one in held]
-        return _Step(held, self._assign(patches, [one.tokens for one in held]))
+        self._assigned.append(self._assign(patches, [one.tokens for one in held]))
+        return _Step(held, self._assigned[-1])
 
     def _encode(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """In the place of the tower's forward."""

@@ -8,6 +8,7 @@ the heaviest micro-batch of real samples. All ranks run the same and decide by t
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import copy
 import inspect
@@ -600,12 +601,7 @@ class _Search:
 
 def largest(low: int, high: int, holds: Callable[[int], bool]) -> int:
     """The largest whole number of [low, high] that `holds`; low if none does. It holds for all below one that does."""
-    if holds(high):
-        return high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if holds(middle) else (low, middle)
-    return low
+    return low + bisect.bisect_left(range(low + 1, high + 1), True, key=lambda one: not holds(one))
 
 
 def _gib(size: int) -> str:

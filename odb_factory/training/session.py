@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import datasets
 import numpy as np
@@ -169,16 +169,6 @@ def with_all_columns(parts: DataLoaderParts, train_dataset: Any, cost_fn: Callab
     return dataclasses.replace(parts, dataset=train_dataset, collate_fn=RemoveColumnsCollator(parts.collate_fn, kept))
 
 
-class _SharedEncoder(NamedTuple):
-    """The vision tower whose work the ranks share. group: moves tensors; exchange: agrees on `plans`, those of the
-    micro-batch in progress."""
-
-    door: EncoderDoor
-    group: dist.ProcessGroup
-    exchange: Group
-    plans: list[EncoderPlan]
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # The budgets of a run if the config says `auto`: from its checkpoint, or chosen when the model is wrapped.
 
@@ -269,7 +259,7 @@ class Session:
         self.lacks_budgets = False
         self.trainer_loss: TrainerLoss | None = None
         self._parts: DataLoaderParts | None = None
-        self._encoder: _SharedEncoder | None = None
+        self._encoder: tuple[EncoderDoor, Group] | None = None
         self._token_losses: dict[str | None, TokenLoss] = {}
         self._doors: list[UnpadDoor] = []
 
@@ -458,9 +448,10 @@ class Session:
         if self.layout is not None:
             self.layout.undo()
         if self._encoder is not None:
-            self._encoder.door.undo()
-            self._encoder.exchange.close(failed=failed)
-            release(self._encoder.group, failed=failed)
+            door, exchange = self._encoder
+            door.undo()
+            exchange.close(failed=failed)
+            release(door.group, failed=failed)
         self.end()
 
     # A micro-batch
@@ -515,19 +506,16 @@ class Session:
         def gather(message: bytes) -> list[bytes]:
             return exchange.all_gather(message, f"optimizer step {self.run.optimizer_steps + 1 if self.run else 1}")
 
-        plans: list[EncoderPlan] = []
-
         def assign(patches: list[np.ndarray], tokens: list[int]) -> EncoderPlan:
             assert self.run is not None
             given = tokens if config.balance_encoder == "auto" else None
-            plans.append(plan_encoders(patches, cost, given, max_patches=self.run.config.max_patches))
+            plan = plan_encoders(patches, cost, given, max_patches=self.run.config.max_patches)
             if self.memory is not None:
-                self.memory.encoded = int(plans[-1].patches[exchange.rank])
-            return plans[-1]
+                self.memory.encoded = int(plan.patches[exchange.rank])
+            return plan
 
         assert group is not None
-        door = EncoderDoor(tower, group, gather, assign)
-        self._encoder = _SharedEncoder(door, group, exchange, plans)
+        self._encoder = EncoderDoor(tower, group, gather, assign), exchange
         logger.info("balance_encoder: %s: images move to the rank that encodes them", config.balance_encoder)
 
     @contextlib.contextmanager
@@ -536,10 +524,9 @@ class Session:
         if self._encoder is None:
             yield
             return
-        computing, plans = self.computing, self._encoder.plans
+        computing = self.computing
         assert computing is not None
-        plans.clear()
-        with self._encoder.door.balanced():
+        with self._encoder[0].balanced() as plans:
             yield
         computing.encoded = tuple(plans)
 
