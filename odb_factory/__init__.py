@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from odb_factory.planning import Cost as Cost
     from odb_factory.planning.micro_batches import MicroBatchPlan as MicroBatchPlan
     from odb_factory.planning.micro_batches import plan_micro_batches as plan_micro_batches
-    from odb_factory.training.enable import ODBTrainer as ODBTrainer
-    from odb_factory.training.enable import enable_odb as enable_odb
+    from odb_factory.training.trainer import ODBTrainer as ODBTrainer
     from odb_factory.training.trainer import ODBTrainerMixin as ODBTrainerMixin
+    from odb_factory.training.trainer import enable_odb as enable_odb
 
 _HOMES = {
     "Collation": "odb_factory.planning",
@@ -44,11 +44,11 @@ _HOMES = {
     "ODBError": "odb_factory.errors",
     "ODBHandle": "odb_factory.loop.dataloader",
     "ODBStepInfo": "odb_factory.loop.step_info",
-    "ODBTrainer": "odb_factory.training.enable",
+    "ODBTrainer": "odb_factory.training.trainer",
     "ODBTrainerMixin": "odb_factory.training.trainer",
     "apply_odb": "odb_factory.loop.dataloader",
     "check_loss": "odb_factory.loop.step_info",
-    "enable_odb": "odb_factory.training.enable",
+    "enable_odb": "odb_factory.training.trainer",
     "plan_micro_batches": "odb_factory.planning.micro_batches",
     "pop_step_info": "odb_factory.loop.step_info",
     "unpad": "odb_factory.model.unpad",

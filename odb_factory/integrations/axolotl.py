@@ -19,7 +19,7 @@ from pydantic import BaseModel, field_validator
 
 from odb_factory.config import ODBConfig
 from odb_factory.errors import ConfigError
-from odb_factory.training.enable import enable_odb
+from odb_factory.training.trainer import enable_odb
 
 REFUSED = {
     "sample_packing": "it joins rows before odb sees them, and odb fills micro-batches with whole rows",

@@ -28,8 +28,8 @@ from odb_factory.errors import ConfigError
 from odb_factory.model.check import models_of
 from odb_factory.model.unpad import UnpadDoor
 from odb_factory.planning import Collation, Cost, Media
-from odb_factory.training.enable import enable_odb
 from odb_factory.training.pair_metrics import PairMetrics
+from odb_factory.training.trainer import enable_odb
 
 if TYPE_CHECKING:
     from odb_factory.loop.iteration import TrainerKeys

@@ -50,7 +50,7 @@ from odb_factory.llamafactory.stages import STAGES, Stage
 from odb_factory.log import get_logger
 from odb_factory.model.tower import shards_parameters
 from odb_factory.training.checks import check_dummy_media
-from odb_factory.training.enable import enable_odb
+from odb_factory.training.trainer import enable_odb
 
 # ----------------------------------------------------------------------------------------------------------------------
 # What `odb-factory report` shows of a training of LLaMA-Factory beside its training arguments.

@@ -12,7 +12,7 @@ from training.toy_training import FILL, Rates, Sequential, train
 from transformers import Trainer
 
 from odb_factory import ConfigError
-from odb_factory.training.fill_schedule import ScheduleClock, follow_clock
+from odb_factory.training.run import ScheduleClock, follow_clock
 
 SHORT_THEN_LONG = [3] * 200 + [60] * 60
 
