@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -26,7 +27,7 @@ from rich.text import Text
 from odb_factory.errors import one_line
 from odb_factory.llamafactory import activation, hooks
 from odb_factory.llamafactory.activation import DISABLE, NEWEST_TESTED, SEAMS
-from odb_factory.version import installed_version
+from odb_factory.version import SUMS_OFFLOADED_GRADIENTS, installed_version
 
 PROBE_TIMEOUT_S = 300
 ENTRY_POINT = "odb_factory.llamafactory.activation:activate"
@@ -47,13 +48,14 @@ _FIXES = {"python": "make an environment with a Python of 3.11 or newer", "torch
 DEEPSPEED = "deepspeed>=0.10.0,<=0.18.4"
 """requirements/deepspeed.txt of 0.9.5, which is not installed; the metadata of earlier releases have theirs."""
 OPTIONAL = {"deepspeed": f'only ZeRO needs it: pip install "{DEEPSPEED}"'}
-_COLOURS = {"ok": "green", "warning": "yellow", "problem": "red"}
+_COLOURS = {"ok": "green", "note": "cyan", "warning": "yellow", "problem": "red"}
 
 
 class Check(NamedTuple):
-    """ok; warning: activation works, something else may not; problem: activation does not work."""
+    """ok; note: what some trainings lack; warning: activation works, something else may not; problem: activation does
+    not work."""
 
-    status: Literal["ok", "warning", "problem"]
+    status: Literal["ok", "note", "warning", "problem"]
     what: str
     fix: str = ""
 
@@ -284,7 +286,13 @@ def _versions(facts: Facts) -> Iterator[Check]:
             yield Check("ok", f"{name} {version}" + (f" (supported: {supported})" if supported else ""))
     for name, hint in OPTIONAL.items():
         version = facts.versions.get(name)
-        yield Check("ok", f"{name} {version}" if version else f"{name} is not installed; {hint}")
+        if version is None:
+            yield Check("note", f"{name} is not installed; {hint}")
+        elif name == "deepspeed" and Version(version) < SUMS_OFFLOADED_GRADIENTS:
+            what = f"ZeRO-2 with offload_optimizer is refused: deepspeed {version} loses gradients of micro-batches"
+            yield Check("note", what, f'only that needs it: pip install "deepspeed>={SUMS_OFFLOADED_GRADIENTS}"')
+        else:
+            yield Check("ok", f"{name} {version}")
 
 
 def _pins(facts: Facts) -> Iterator[Check]:
@@ -374,14 +382,14 @@ def _media_libraries(facts: Facts) -> Iterator[Check]:
             yield Check("ok", f"{name} {version} loads beside torch")
     if error := facts.probe.errors.get("torchaudio.load"):
         fix = "only audio data need that: pip install torchcodec, and FFmpeg of the system"
-        yield Check("ok", f"torchaudio cannot read audio files ({error}); {fix}")
+        yield Check("note", f"torchaudio cannot read audio files ({error})", fix)
 
 
 def _devices(facts: Facts) -> Iterator[Check]:
     """GPUs, and what computes flat rows of a model that is loaded with sdpa (`flash_attn: auto`, `sdpa`)."""
     gpus = facts.probe.gpus
     seen = f"{len(gpus)} GPU{'s' if len(gpus) > 1 else ''}: {', '.join(dict.fromkeys(gpus))}"
-    yield Check("ok", f"{seen if gpus else 'no CUDA GPU seen'}; {os.cpu_count()} CPU cores")
+    yield Check("ok" if gpus else "note", f"{seen if gpus else 'no CUDA GPU seen'}; {os.cpu_count()} CPU cores")
     for name, kernels in facts.probe.kernels.items():
         yield Check("ok", f"attention of flat rows (sdpa models) on {name}: {kernels}")
 

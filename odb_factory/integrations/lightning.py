@@ -48,7 +48,7 @@ class OptimizerSteps:
 
     Example::
 
-        with ODBDataLoader(dataset, batch_size=4, gradient_accumulation_steps=8, token_budget=8192, ...) as loader:
+        with ODBDataLoader(dataset, batch_size=32, token_budget=8192, ...) as loader:
             trainer = Trainer(max_epochs=1, callbacks=[OnlineBatching()])
             trainer.fit(module, OptimizerSteps(loader))
     """

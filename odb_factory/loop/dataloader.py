@@ -238,7 +238,7 @@ class ODBDataLoader(Online[T_co], State, DataLoader[T_co]):
 
     Example::
 
-        with ODBDataLoader(dataset, token_budget=8192, shuffle=True, collate_fn=collate, num_workers=4) as loader:
+        with ODBDataLoader(dataset, batch_size=32, token_budget=8192, shuffle=True, collate_fn=collate) as loader:
             for batch in loader:
                 info = pop_step_info(batch)
                 (model(**batch).loss * info.loss_scale).backward()
@@ -249,7 +249,7 @@ class ODBDataLoader(Online[T_co], State, DataLoader[T_co]):
     Flat micro-batches (`input_ids`, `labels` and `position_ids` [1, total], no `attention_mask`) need a model of
     transformers that `unpad` has set up, and tried on a few rows::
 
-        with ODBDataLoader(dataset, token_budget=8192, layout="flat", collate_fn=collate) as loader:
+        with ODBDataLoader(dataset, batch_size=32, token_budget=8192, layout="flat", collate_fn=collate) as loader:
             unpad(model, loader)
             for batch in loader:
                 info = pop_step_info(batch)  # info.segments: the lengths of its samples

@@ -62,10 +62,18 @@ def _plain(value: Any) -> Any:
 # ----------------------------------------------------------------------------------------------------------------------
 # A look as text for a terminal.
 
-NARROWEST = 120
-"""Least characters of a line where the output is not a terminal."""
+NARROWEST = 160
+"""Least characters of a line where the output is not a terminal: no column is cut."""
 SHOWN_RANKS = 8
 """Of more ranks the least and the most of a figure are shown."""
+COLUMNS = (
+    "  *: the YAML's budget (without one, rows x cutoff_len of stock's micro-batch). units: what the loss is a mean "
+    "over: supervised tokens, pairs (rm, dpo) or examples (kto). K: micro-batches of an optimizer step on each "
+    "rank, mean (least-most). padding: of the collated tokens. balance: tokens of all ranks by what they wait "
+    "for. budget use: of token_budget; above 100% where overlong samples, which break it alone, are micro-batches "
+    "of one. efficiency: real tokens by the time of all ranks in tokens; of limit: the share reached of what no "
+    "cut exceeds. speed: by that of fixed batches.\n"
+)
 
 
 def show(console: Console, found: Look, advice: Advice) -> None:
@@ -74,7 +82,7 @@ def show(console: Console, found: Look, advice: Advice) -> None:
     parts: list[RenderableType] = [Text(_head(found)), _distribution(found.parts), _budgets(found)]
     if found.own.encoder_patches is not None:
         parts.append(Text(_encoded(found)))
-    parts.append(Text("  docs/commands.md, section Plan, explains the columns.\n"))
+    parts.append(Text(COLUMNS))
     parts.append(Text.assemble(("Recommended: ", "bold"), advice.sentence))
     parts += [Text.assemble(("Warning: ", "yellow"), line) for line in advice.warnings]
     if not found.asked.has_block:
@@ -133,7 +141,8 @@ def _budgets(found: Look) -> Table:
     )  # fmt: skip
     for one in found.budgets:
         is_own = one.token_budget == found.own.token_budget
-        table.add_row(*_figures(has_patches, f"{one.token_budget:,}", one), style="bold" if is_own else None)
+        name = f"{'* ' * is_own}{one.token_budget:,}"
+        table.add_row(*_figures(has_patches, name, one), style="bold" if is_own else None)
     table.add_section()
     table.add_row(*_figures(has_patches, f"{found.own.token_budget:,} {found.other_layout.layout}", found.other_layout))
     table.add_row(*_figures(has_patches, f"fixed x {size}", found.fixed))

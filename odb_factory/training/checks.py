@@ -24,6 +24,7 @@ from odb_factory.log import get_logger
 from odb_factory.memory import PeakMeter
 from odb_factory.model.check import unwrapped
 from odb_factory.planning import Collation
+from odb_factory.version import SUMS_OFFLOADED_GRADIENTS
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Settings that cannot work with online batches, refused in one line before the first step.
@@ -41,9 +42,6 @@ METHODS = ("train", "get_train_dataloader", "training_step", "compute_loss", "cr
 STEP_IN_BACKWARD = ("lomo", "adalomo")
 ENGINES = ("torch", "accelerate", "deepspeed")
 """Packages whose hooks on gradients add up and synchronise gradients only."""
-SUMS_OFFLOADED_GRADIENTS = Version("0.19.0")
-"""The first DeepSpeed that adds up the gradients of all micro-batches with ZeRO-2 and an optimizer on the CPU. Earlier
-ones keep the first and the last (its pull request 7967), or the last only if the accumulation is 1 (7981)."""
 
 
 def check_arguments(args: Any, config: ODBConfig, memory_meter: PeakMeter | None = None) -> None:

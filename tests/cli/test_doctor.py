@@ -98,13 +98,29 @@ SOUND = Facts(
             {"probe": Probe(active=True, hooked=["x"], errors={"torchaudio": "OSError: y"})},
             "torchaudio cannot be loaded",
         ),
-        ({"probe": Probe(active=True, hooked=["x"], errors={"torchaudio.load": "ImportError: z"})}, None),
         ({"probe": Probe(active=True, hooked=["x"], own_keys=["odb"])}, "already has odb keys: odb"),
     ],
 )
 def test_every_defect_is_named_once_with_a_fix(change: dict, expected: str | None) -> None:
-    problems = [check for check in checks_of(dataclasses.replace(SOUND, **change)) if check.status != "ok"]
+    problems = [c for c in checks_of(dataclasses.replace(SOUND, **change)) if c.status in ("warning", "problem")]
     assert len(problems) == (expected is not None)
     for check in problems:
         assert expected in check.what
         assert check.fix
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, "deepspeed is not installed"),
+        ({}, "no CUDA GPU seen"),
+        ({"versions": SOUND.versions | {"deepspeed": "0.18.4"}}, "ZeRO-2 with offload_optimizer is refused"),
+        (
+            {"probe": Probe(active=True, hooked=["x"], errors={"torchaudio.load": "ImportError: z"})},
+            "torchaudio cannot read audio files (ImportError: z)",
+        ),
+    ],
+)
+def test_what_only_some_trainings_need_is_a_note(change: dict, expected: str) -> None:
+    notes = [check.what for check in checks_of(dataclasses.replace(SOUND, **change)) if check.status == "note"]
+    assert any(expected in note for note in notes), notes

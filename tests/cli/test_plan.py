@@ -94,6 +94,7 @@ def test_mm_mix_is_planned_as_it_is_trained_on(plan, tiny_vl, mix, tmp_path, cap
     assert budgets == sorted(budgets) and 4096 in budgets and len(budgets) > 4
     assert planned["own"]["speed"] > planned["length_grouped"]["speed"] > planned["fixed"]["speed"] == 1
     assert planned["other_layout"]["padding_ratio"] > 0.02
+    assert "* 4,096 " in shown and "patch balance" in shown and "efficiency" in shown, "a mark, and whole headers"
     advice = planned["advice"]
     assert advice["token_budget"] in budgets and advice["max_patches"] and advice["sentence"] in " ".join(shown.split())
     assert (tmp_path / "plan.png").stat().st_size > 20_000
