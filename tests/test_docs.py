@@ -121,6 +121,9 @@ def test_reference_has_every_public_name() -> None:
         "odb/oom_cuts",
         "odb/encoder_balance",
         "odb/lost_weight",
+        "odb/model_tflops_per_s",
+        "odb/mfu",
+        "odb/loss/<name>",
         "odb/left_out",
         "odb/over_budget",
     }

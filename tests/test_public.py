@@ -152,7 +152,9 @@ def test_metric_names() -> None:
         "odb/balance",
         "odb/patch_balance",
         "odb/samples_per_second",
+        "odb/tokens_per_second",
         "odb/data_wait_s",
+        "odb/data_wait_share",
     }
     assert set(StepStatistics().metrics(token_budget=8, world_size=1)) == names, "also before the first step"
     statistics = StepStatistics()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from odb_factory.data.observe import IGNORE_INDEX
-from odb_factory.data.samples import MicroBatch
+from odb_factory.data.samples import Measured, MicroBatch
 from odb_factory.errors import ConfigError, DataError
-from odb_factory.model.chunked import without_autocast
+from odb_factory.model.chunked import Watch, without_autocast
 from odb_factory.model.flat_row import copy_to
 from odb_factory.model.head import WithoutLogits
 
@@ -119,13 +119,14 @@ def weighted_token_loss(
     segments: Sequence[int] = (),
     shift_labels: Tensor | None = None,
     ignore_index: int = IGNORE_INDEX,
+    watch: Watch | None = None,
 ) -> Tensor:
     """Sum over the rows of row weight x the sum of the row's token losses, in float32 also in autocast (float64 stays).
 
     logits: [rows, length, vocabulary]; labels: [rows, length], `ignore_index` where there is no loss. The token at t
     predicts label t + 1, as in transformers' `ForCausalLMLoss`; shift_labels: labels that are shifted already.
     row_weights: one for each row; of a flat micro-batch one for each sample. segments: of a flat one, as in `Measured`;
-    segments after the samples weigh 0.
+    segments after the samples weigh 0. watch: is shown the token losses.
     The memory peak is that of the mean plus one number a token. Nothing waits for the device.
     Raises `DataError` if the logits are not those of these rows or segments.
     """
@@ -149,6 +150,8 @@ def weighted_token_loss(
         losses = functional.cross_entropy(
             logits.reshape(-1, logits.shape[-1]), targets, ignore_index=ignore_index, reduction="none"
         )
+        if watch is not None:
+            watch(losses.detach(), None, logits.shape[:2])
         weights = to_device(by_position(row_weights, segments), losses)
         return (losses.view(rows, -1) * weights).sum()
 
@@ -217,12 +220,13 @@ class TokenLoss:
         segments: Sequence[int] = (),
         num_units: int = 1,
         num_supervised: int | None = None,
+        watch: Watch | None = None,
     ) -> Iterator[None]:
         """For one forward with labels. row_weights: one for each row of the micro-batch, or each sample of a flat one
         with these segments (`Measured.segments`); None: all tokens weigh 1 / num_units, as in the model's own mean.
 
-        num_supervised: tokens with a loss, if known. Raises `ConfigError` at the end if the model has computed its
-        loss otherwise and the weights differ.
+        num_supervised: tokens with a loss, if known. watch: is shown the token losses, but where the model computes its
+        own mean. Raises `ConfigError` at the end if the model has computed its loss otherwise and the weights differ.
         """
         weights: float | Tensor = 1 / num_units
         if row_weights is not None:
@@ -231,6 +235,7 @@ class TokenLoss:
         self._row_weights = () if row_weights is None else row_weights
         self._segments, self._calls = segments, 0
         own = [module.loss_function for module in models]
+        self.without_logits.watch = watch
         with self.without_logits.weighing(weights, num_supervised):
             try:
                 for module in models:
@@ -267,7 +272,66 @@ class TokenLoss:
             segments=self._segments,
             shift_labels=shift_labels,
             ignore_index=ignore_index,
+            watch=self.without_logits.watch,
         )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The mean loss of each data set, for the log.
+
+
+class LossBySet:
+    """Mean loss of the supervised tokens of each data set between two log entries, over all ranks.
+
+    names: of the data sets; numbers: int16[rows], that of each row's own. What a forward adds stays on its device until
+    an entry is made. Figures are of whole intervals: where the loss of any micro-batch was computed without its token
+    losses being seen, there are none.
+    """
+
+    def __init__(self, names: Sequence[str], numbers: np.ndarray):
+        self._names, self._set_of = names, numbers
+        self._begin()
+
+    def _begin(self) -> None:
+        self._sums: Tensor | None = None
+        self._units = [0] * len(self._names)
+        self._num_unseen = 0
+
+    def watch(self, micro_batch: MicroBatch, measured: Measured, seen: list[Tensor]) -> Watch:
+        """Puts the sums of the token losses of a micro-batch into `seen`, float32[data sets]."""
+        numbers = [int(self._set_of[one]) + 1 for one in micro_batch.ids] + [0] * measured.filler_rows
+        of_position = by_position(numbers, measured.segments)
+
+        def see(losses: Tensor, places: Tensor | None, shape: torch.Size) -> None:
+            if len(of_position) != shape[0] or of_position.shape[1] not in (1, shape[1]):
+                return
+            number = to_device(of_position, losses).expand(shape).reshape(-1)
+            number = number if places is None else number[places]
+            every = torch.arange(1, len(self._names) + 1, device=losses.device)
+            seen[:] = [(losses * (number == every[:, None])).sum(1)]
+
+        return see
+
+    def count(self, micro_batch: MicroBatch, seen: Sequence[Tensor]) -> None:
+        """Count a micro-batch (or a part of one) that was trained on. seen: as `watch` has filled it."""
+        if micro_batch.idle:
+            return
+        self._num_unseen += not seen
+        for sums in seen:
+            self._sums = sums if self._sums is None else self._sums + sums
+        for one in micro_batch.samples:
+            self._units[self._set_of[one.id]] += one.units
+
+    def metrics(self, add_up: Callable[[Tensor], Tensor], device: torch.device) -> dict[str, float]:
+        """The `odb/loss/...` entries since the last call. add_up: over all ranks. Collective; reads from the device."""
+        sums = torch.zeros(len(self._names), device=device) if self._sums is None else self._sums.float()
+        counts = torch.tensor([*self._units, self._num_unseen], dtype=sums.dtype)
+        found = add_up(torch.cat([sums, counts.to(sums.device)])).tolist()
+        self._begin()
+        if found.pop():
+            return {}
+        of_sets = zip(self._names, found[: len(self._names)], found[len(self._names) :])
+        return {f"odb/loss/{name}": round(total / units, 6) for name, total, units in of_sets if units}
 
 
 def _has_loss_function(module: nn.Module) -> bool:

@@ -7,9 +7,11 @@ import math
 import mmap
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
+
+from torch import Tensor
 
 from odb_factory.accounting.losses import MicroBatchLoss
 from odb_factory.data.samples import Measured, MicroBatch, OptimizerStep
@@ -21,7 +23,7 @@ from odb_factory.planning import EncoderPlan, MicroStepTotals
 # Sums over what was trained on, and the figures that are made of them. The fields of `StepStatistics` are the one list
 # of sums: the others name the fields they use.
 
-OF_MICRO_STEP = ("samples", "tokens", "padded_tokens", "units", "patches", "moved", "moved_bytes")
+OF_MICRO_STEP = ("samples", "tokens", "padded_tokens", "units", "patches", "moved", "moved_bytes", "squares")
 """Sums of fields of `MicroStepTotals`."""
 SUMMARY = (
     "samples", "micro_steps", "idle_micro_batches", "tokens", "padded_tokens", "units", "units_cv", "padding_ratio",
@@ -36,9 +38,9 @@ class StepStatistics:
 
     awaited_tokens, awaited_patches: the sums if every rank had as many as the fullest one in each micro-step.
     encoder_work, awaited_encoder_work: the same of what the vision tower costs, where its work is shared out.
-    squared_units: of optimizer steps, all ranks together. oom_cuts: how often a micro-batch, or a part of one, was cut
-    in two because memory did not hold it. lost_weight: the loss of rows lost after their optimizer step had begun, as
-    a share of the loss of an optimizer step.
+    squared_units: of optimizer steps, all ranks together. squares: of the tokens of each sample. oom_cuts: how often a
+    micro-batch, or a part of one, was cut in two because memory did not hold it. lost_weight: the loss of rows lost
+    after their optimizer step had begun, as a share of the loss of an optimizer step.
     """
 
     micro_steps: int = 0
@@ -56,6 +58,7 @@ class StepStatistics:
     awaited_encoder_work: int = 0
     moved: int = 0
     moved_bytes: int = 0
+    squares: int = 0
     oom_cuts: int = 0
     lost_weight: float = 0.0
     data_wait_s: float = 0.0
@@ -84,6 +87,7 @@ class StepStatistics:
         """Subtract rows that were counted and not trained on."""
         self.samples -= len(rows)
         self.tokens -= sum(row.tokens for row in rows)
+        self.squares -= sum(row.tokens**2 for row in rows)
         self.units -= sum(row.units for row in rows)
         self.lost_weight += sum(row.share for row in rows)
         self.idle_micro_batches += sum(row.empties for row in rows)
@@ -130,13 +134,16 @@ class StepStatistics:
         on all ranks, and odb/units_cv their standard deviation over their mean.
         """
         micro_steps, optimizer_steps = max(self.micro_steps, 1), max(self.optimizer_steps, 1)
+        seconds = self.seconds or math.inf
         return {
             "odb/micro_batches": round(self.micro_steps / optimizer_steps, 2),
             "odb/samples_per_micro_step": round(self.samples / micro_steps, 2),
             "odb/tokens_per_micro_step": round(self.tokens / micro_steps, 1),
             "odb/units_per_step": round(self.units / optimizer_steps, 1),
             "odb/budget_use": round(self.padded_tokens / (micro_steps * world_size * token_budget), 4),
-            "odb/samples_per_second": round(self.samples / self.seconds, 3) if self.seconds else 0.0,
+            "odb/samples_per_second": round(self.samples / seconds, 3),
+            "odb/tokens_per_second": round(self.tokens / seconds, 1),
+            "odb/data_wait_share": round(self.data_wait_s / seconds, 4),
             **{
                 f"odb/{name}": round(getattr(self, name), 4)
                 for name in ("units_cv", "padding_ratio", "balance", "patch_balance", "data_wait_s")
@@ -189,7 +196,7 @@ class Computing:
     """A micro-batch, or a part of one, in forward and backward.
 
     num_supervised: tokens with a loss, if the loss is a mean over them. is_weighed: the loss has been computed with its
-    weights. encoded: runs of the vision tower whose work the ranks have shared.
+    weights. encoded: runs of the vision tower whose work the ranks have shared. seen: sums of `LossBySet`.
     """
 
     micro_batch: MicroBatch
@@ -198,6 +205,7 @@ class Computing:
     num_supervised: int | None = None
     is_weighed: bool = False
     encoded: Sequence[EncoderPlan] = ()
+    seen: list[Tensor] = field(default_factory=list)
 
     @property
     def num_items(self) -> int:

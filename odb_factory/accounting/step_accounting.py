@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from odb_factory.accounting.losses import loss_of, token_weights
+from odb_factory.accounting.losses import LossBySet, loss_of, token_weights
 from odb_factory.accounting.statistics import AUDIT_FILE, LEFT_OUT_FILE, Computing, Lines, StepStatistics, audit_line
 from odb_factory.config import ResolvedConfig
 from odb_factory.data.collate import Collated
@@ -207,7 +207,7 @@ class StepAccounting:
     optimizer_steps: taken in the run, those before a resume included. num_over_budget: micro-batches of two or more
         samples that the collator made larger than the budget, on all ranks.
     computing: the micro-batch between `begin` and `end`. total: the sums of the run; interval: those between the last
-        two calls of `interval_metrics`.
+        two calls of `interval_metrics`. by_set: the losses of several data sets, where a trainer asks for them.
 
     Example::
 
@@ -230,6 +230,7 @@ class StepAccounting:
         self.total, self.interval = StepStatistics(), StepStatistics()
         self.optimizer_steps = self.num_over_budget = 0
         self.computing: Computing | None = None
+        self.by_set: LossBySet | None = None
         self.encoder_patches: list[int] = []
         self._checks = BatchChecks(config, loader.budget, counts_labels=loader.counts_labels)
         self._audit: Lines | None = None
@@ -291,6 +292,8 @@ class StepAccounting:
         """Count a micro-batch as `end` does, which was trained on in these parts."""
         micro_batch = parts[0].micro_batch
         for part, done in enumerate(parts):
+            if self.by_set is not None:
+                self.by_set.count(done.micro_batch, done.seen)
             if self._audit is not None:
                 step = self.optimizer_steps + 1
                 self._audit.add(audit_line(done, self.loader.rank, step, self._waited, part, len(parts)))

@@ -67,7 +67,8 @@ DATA = (
 def about(trainer: Any, dataset: Any) -> dict[str, object]:
     """JSON types, except for `rows_of`. dataset: what it trains on.
 
-    rows_of: the names of several data sets, and the number of each row's data set (int16); see `training.run`.
+    rows_of: the names of several data sets (those of the YAML, if all of them have rows), and the number of each row's
+    data set (int16); see `training.run`.
     """
     found = _values(trainer.finetuning_args, FINETUNING)
     for kind in list(found.values()):
@@ -78,7 +79,8 @@ def about(trainer: Any, dataset: Any) -> dict[str, object]:
     if isinstance(dataset, OnlineDataset) and isinstance(dataset.rows, IndexedRows):
         names, numbers = dataset.rows.by_source()
         if len(names) > 1:
-            found["rows_of"] = {"names": names, "numbers": numbers}
+            asked = dataset.processor.data_args.dataset
+            found["rows_of"] = {"names": asked if len(asked) == len(names) else names, "numbers": numbers}
     return found
 
 

@@ -11,7 +11,7 @@ Names of shapes: rows, length: of the labels; N = rows x length; S: supervised t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,10 @@ BLOCK = 1024
 """Entries of the vocabulary in a block of forward, and at least 2 H: each block changes sums of [S, H]."""
 LEAST_BLOCK = 512
 """Entries of the vocabulary in a block of backward, at least. Such a block has the logits of all tokens."""
+
+
+Watch = Callable[[Tensor, Tensor | None, torch.Size], None]
+"""Is shown token losses without gradient [S], their places in [N] (None: all N in order), the shape of the labels."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +60,12 @@ def weighted_loss_of(
     weights: float | Tensor,
     num_supervised: int | None = None,
     after: AfterHead = AfterHead(),
+    watch: Watch | None = None,
 ) -> Tensor:
     """Sum of weight x token loss over the supervised positions, a scalar in float32 (float64 of float64 weights).
 
-    hidden: [rows, length, H]; labels: [rows, length]; position t predicts label t + 1. weights, num_supervised: of
-    `WithoutLogits.weighing`. Products are those of the linear layer, in the dtype of autocast where that is on;
+    hidden: [rows, length, H]; labels: [rows, length]; position t predicts label t + 1. weights, num_supervised, watch:
+    of `WithoutLogits`. Products are those of the linear layer, in the dtype of autocast where that is on;
     everything else is in float32.
     Raises `DataError` where the weights are not those of these rows.
     """
@@ -79,6 +84,8 @@ def weighted_loss_of(
     else:
         weighed = (targets[places] != IGNORE_INDEX).to(_accurate(linear)) * weights
     values, _ = _apply(linear, hidden, targets, places, after)
+    if watch is not None:
+        watch(-values.detach() * (targets[places] != IGNORE_INDEX), places, labels.shape)
     return -(values * weighed).sum()
 
 

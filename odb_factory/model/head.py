@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from odb_factory.errors import ConfigError, DataError
 from odb_factory.log import get_logger
-from odb_factory.model.chunked import AfterHead, log_probs_of, weighted_loss_of
+from odb_factory.model.chunked import AfterHead, Watch, log_probs_of, weighted_loss_of
 from odb_factory.model.flat_row import forward_replaced
 from odb_factory.model.own_loss import model_with_labels, own_loss
 
@@ -40,6 +40,7 @@ class WithoutLogits:
     why_not: a reason of the caller not to use the door.
     reason: why the door is not used; None where it is. The first weighted forward may still find one, and then runs the
         model once more. A reason is logged once.
+    watch: is shown the token losses of weighted forwards.
 
     Example::
 
@@ -56,6 +57,7 @@ class WithoutLogits:
         self._is_logged = False
         self.reason = why_not
         self.acted = False
+        self.watch: Watch | None = None
         if self._model is None:
             self.reason = "no part of it is a transformers model that takes labels"
         elif why_not is None:
@@ -96,7 +98,8 @@ class WithoutLogits:
 
         def weighted_loss(linear: nn.Linear, hidden: Tensor) -> Tensor:
             self._check(hidden, labels)
-            return weighted_loss_of(linear, hidden, labels, weights, num_supervised, self._after).reshape(1, 1, 1)
+            loss = weighted_loss_of(linear, hidden, labels, weights, num_supervised, self._after, self.watch)
+            return loss.reshape(1, 1, 1)
 
         try:
             with self.head_computes(weighted_loss) as outputs:

@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset, RandomSampler
 from transformers import TrainerCallback
 from transformers.trainer_utils import RemoveColumnsCollator
 
-from odb_factory.accounting.losses import TokenLoss
+from odb_factory.accounting.losses import LossBySet, TokenLoss
 from odb_factory.accounting.statistics import Computing
 from odb_factory.accounting.step_accounting import log_first_step
 from odb_factory.comm.agreement import compare
@@ -60,7 +60,7 @@ from odb_factory.training.checkpoint import Checkpoint, CheckpointSaver
 from odb_factory.training.checks import check_hooks, of_trainer, why_not_split
 from odb_factory.training.evaluation import Evaluation
 from odb_factory.training.oom import MemoryWatch, RestartedSteps
-from odb_factory.training.run import ODBRun
+from odb_factory.training.run import ODBRun, Operations, device_of
 from odb_factory.training.trainer_loss import TrainerLoss, stock_mean, why_logits
 
 logger = get_logger(__name__)
@@ -261,6 +261,7 @@ class Session:
         self._parts: DataLoaderParts | None = None
         self._encoder: tuple[EncoderDoor, Group] | None = None
         self._token_losses: dict[str | None, TokenLoss] = {}
+        self._operations: Operations | None = None
         self._doors: list[UnpadDoor] = []
 
     @property
@@ -292,6 +293,9 @@ class Session:
         self._parts = dismantle(stock, self._seed, stream=dataset)
         if settings.observer is None:
             self._parts = with_all_columns(self._parts, dataset, settings.cost_fn)
+        if not settings.equal_weights:
+            with contextlib.suppress(AttributeError):  # of a config of another kind
+                self._operations = Operations.of(self.trainer.model, device_of(args))
         config, is_chosen = first_config(self.settings.config, self.checkpoint)
         self.lacks_budgets = not is_chosen
         layout = resolve_layout(
@@ -399,6 +403,9 @@ class Session:
                 looks_at_labels=not settings.equal_weights,
                 is_shuffled=getattr(parts.sampler, "shuffle", isinstance(parts.sampler, RandomSampler)),
             )
+            run.operations, rows_of = self._operations, settings.about.get("rows_of")
+            if isinstance(rows_of, dict) and not settings.equal_weights and self.trainer_loss is None:
+                run.accounting.by_set = LossBySet(**rows_of)
         if settings.config.auto_keys:
             run.budgets = {key: getattr(config, key) for key in BUDGETS}
         # 3. where a checkpoint left it, and the first plan
@@ -583,7 +590,12 @@ class Session:
             return own.weighing(model, labels, row_weights, segments, computing.num_items, computing.num_supervised)
         if row_weights is None and computing.num_supervised is None:
             return contextlib.nullcontext()
-        return self._loss_of(model).weighing(row_weights, segments, computing.num_items, computing.num_supervised)
+        watch, by_set = None, None if self.run is None else self.run.accounting.by_set
+        if by_set is not None and self.evaluation is None and not computing.micro_batch.idle:
+            watch = by_set.watch(computing.micro_batch, computing.measured, computing.seen)
+        return self._loss_of(model).weighing(
+            row_weights, segments, computing.num_items, computing.num_supervised, watch
+        )
 
     def _loss_of(self, model: Any) -> TokenLoss:
         why = why_logits(self.trainer)

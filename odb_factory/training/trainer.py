@@ -414,8 +414,14 @@ class ODBTrainerMixin(Base):
         # `should_log` and both entries: the Trainer's own log of the training, not one of a callback or a subclass.
         if self.control.should_log and {"loss", "learning_rate"} <= logs.keys():
             logs.update(accounting.interval_metrics())
+            if odb.run.operations is not None:
+                logs.update(odb.run.operations.metrics(accounting.interval, odb.run.loader.world_size))
+            if accounting.by_set is not None:
+                logs.update(accounting.by_set.metrics(self.accelerator.reduce, self.args.device))
         elif "train_runtime" in logs:
             logs.update(accounting.metrics())
+            if odb.run.operations is not None:
+                logs.update(odb.run.operations.metrics(accounting.total, odb.run.loader.world_size))
             seconds = logs["train_runtime"]
             logs["train_samples_per_second"] = round(accounting.since_resume("samples") / seconds, 3)
             if odb.arguments is not None and odb.arguments.counts_tokens:
