@@ -203,8 +203,7 @@ class Operations:
         merged = getattr(getattr(config, "vision_config", None), "spatial_merge_size", 1) ** 2
         num_experts = (getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
         experts, chosen = next(filter(None, num_experts), None), getattr(text, "num_experts_per_tok", None)
-        counts = Counter[str]()
-        all_weights = behind = 0  # of the language model; of these, behind one that is trained
+        every, passed, trained = Counter[str](), Counter[str](), Counter[str]()  # weights; those that a gradient passes
         passes = False
         for name, module in inner.named_modules():
             kind = None if isinstance(module, nn.Embedding) or "original_module" in name else kind_of.get(module)
@@ -216,16 +215,17 @@ class Operations:
                         if not experts or not chosen:
                             return None
                         size = size * chosen // experts
-                    counts[kind] += size * (2 + 2 * passes + 2 * weight.requires_grad)
-                    all_weights += size * (kind == "token")
-                    behind += size * (kind == "token" and passes)
+                    every[kind] += size
+                    passed[kind] += size * passes
+                    trained[kind] += size * weight.requires_grad
                 passes = passes or weight.requires_grad
         whole = ["full_attention"] * (0 if getattr(text, "sliding_window", None) else text.num_hidden_layers)
         layers = (getattr(text, "layer_types", None) or whole).count("full_attention")
         heads = getattr(text, "num_attention_heads", 0)
         width = heads and heads * (getattr(text, "head_dim", None) or text.hidden_size // heads)
-        square = 2 * layers * width * (1 + 2 * behind / max(all_weights, 1))  # half of the pairs: it is causal
-        return cls(counts["token"], counts["unit"], counts["patch"], round(square), peak_of(device))
+        square = 2 * layers * width * (1 + 2 * passed["token"] / max(every["token"], 1))  # half of all pairs: causal
+        token, unit, patch = (2 * (every[kind] + passed[kind] + trained[kind]) for kind in ("token", "unit", "patch"))
+        return cls(token, unit, patch, round(square), peak_of(device))
 
     def metrics(self, done: StepStatistics, world_size: int) -> dict[str, float]:
         """The entries of a log line; done: sums over all ranks."""
