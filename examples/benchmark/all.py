@@ -182,11 +182,17 @@ PARTS = (
         "step of 61 samples a rank, run rank by rank in one process with queues for gloo: messages sent and KiB "
         "received by the rank with most, beside the samples; sockets of a group's leader; seconds by a model (10 us "
         "a message within a node of 8, 50 us between nodes, 1 GB/s a process; second figure: four times as slow); "
-        "planning and reading messages, CPU time, of the slowest group. With more groups the one with most tokens sets "
-        "the pace, and the one that is hardest to cut the time. Real processes agree more slowly where two cores run "
-        "them all (`scale.py --gloo 2 4 8 16 64`, load 8 to 10: 8, 11, 19, 37 and 249 ms; with the 0.94 ms that a "
-        "message takes here the model says 6, 12, 14, 19 and 30); 64 were connected after 19 s, and each needs 13 MiB "
-        "beyond the imported packages.",
+        "planning and reading messages, CPU time, of the slowest group. With more groups the one with most tokens "
+        "sets the pace, and that is the whole gap to the bound: at 16,384 ranks the fullest of 64 groups has 1.0% "
+        "more tokens than the mean, all groups need the same K, and cutting costs 4 tokens of 67,100. Groups of 512 "
+        "ranks would reach .9588 (a plan takes 72 to 90 ms), of 1,024 .9605 (150 to 206 ms, more sockets than 600). "
+        "Even groups would reach .964, but samples would have to travel between groups before plans are made; that "
+        "is not built. The rows of 4,096 and 16,384 ranks are of 2026-11-25 14:30, at 5228d46, load 6: until then "
+        "Python's garbage collector looked through all objects of the process in one of the plans (.3 s), as it did "
+        "in a training where the process that plans was forked. Real processes agree more slowly where two cores "
+        "run them all (`scale.py --gloo 2 4 8 16 64`, load 8 to 10: 8, 11, 19, 37 and 249 ms; with the 0.94 ms that "
+        "a message takes here the model says 6, 12, 14, 19 and 30); 64 were connected after 19 s, and each needs 13 "
+        "MiB beyond the imported packages.",
         ("scale.py",),
         ("scale.py", "--ranks", "2", "8", "--steps", "1", "--exchange", "8", "12", "--group-size", "4", "--held", "8"),
     ),
