@@ -289,6 +289,8 @@ class ODBLoader:
         if self.under_way is not None or step.last:  # or asked for what comes after the last
             shares = {} if self.under_way is None else self.under_way.planner.shares
             self._progress.consume(step, mine, shares.get(step.index, self._progress.now.share))
+            for index in [index for index in list(shares) if index <= step.index]:
+                del shares[index]
 
     def take_lost(self) -> Lost:
         """What all ranks have reported since the last call."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from transformers import TrainerCallback
@@ -22,7 +22,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 
 from odb_factory.comm.agreement import name_ranks
 from odb_factory.comm.gloo import Group
-from odb_factory.data.progress import read_state
+from odb_factory.data.progress import DataState, read_state
 from odb_factory.data.saved import (
     Positive,
     check_figures,
@@ -36,9 +36,6 @@ from odb_factory.errors import CollectiveError, ConfigError, DataError, ODBError
 from odb_factory.log import get_logger
 from odb_factory.random_numbers import kept_random_numbers, random_states
 from odb_factory.training.run import ODBRun
-
-if TYPE_CHECKING:
-    from odb_factory.data.progress import DataState
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Our files of a checkpoint: written whole or not at all, and read strictly.
