@@ -202,8 +202,10 @@ def main() -> None:
     both = list(itertools.product(given.profiles, (False, True)))
     bounds = [near_the_bound(rows, *one) for one in both]
     at = [row for row in rows if row["ranks"] == first[0] and row["batch_size"] in (first[1], None)]
-    tables += [ahead(rows), efficiencies(rows, *first), bounds[-1]]
-    more = [efficiencies(rows, *place) for place in others] + bounds[:-1]
+    by_name = [efficiencies(rows, *place) for place in (first, *others)]
+    num_shown = int(first[0] <= page.RANKS)  # the page has room for that of few ranks
+    tables += [ahead(rows), *by_name[:num_shown], bounds[-1]]
+    more = by_name[num_shown:] + bounds[:-1]
     more += [f"All figures, {first[0]:,} ranks, N = {first[1]:,}:", *(details(at, *one) for one in both)]
     page.write(given.output_dir, rows, tables, more)
 
