@@ -184,4 +184,7 @@ def test_a_rank_that_sleeps_within_a_micro_batch_logs_where(tmp_path: Path, monk
         [text for text in one.said.splitlines() if "has been at" in text and "in train" not in text] for one in ended
     ]
     assert not lines[0], "it waits within torch"
-    assert lines[1] and all("rank 1" in text and "in sleep_in_a_callback for" in text for text in lines[1]), ended
+    assert all("rank 1" in text and "in sleep_in_a_callback for" in text for text in lines[1]), ended
+    # Where planning on rank 0 has come one step further than on rank 1, it is known who is behind, and rank 0 says so.
+    waits = [text for text in ended[0].said.splitlines() if all(part in text for part in ASLEEP[:3])]
+    assert lines[1] or waits, ended
