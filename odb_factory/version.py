@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from importlib import metadata
 
-from packaging.version import Version
-
 __version__ = "0.2.0"
-SUMS_OFFLOADED_GRADIENTS = Version("0.19.0")
+SUMS_OFFLOADED_GRADIENTS = "0.19.0"
 """The first DeepSpeed that adds up the gradients of all micro-batches with ZeRO-2 and an optimizer on the CPU. Earlier
 ones keep the first and the last (its pull request 7967), or the last only if the accumulation is 1 (7981)."""
 

@@ -214,6 +214,10 @@ def shares(fixed: Mapping[str, Any], ours: Mapping[str, Any], key: str) -> list[
 
 def furthest_loss(fixed: Mapping[str, Any], ours: Mapping[str, Any]) -> float:
     """The largest relative difference of the training losses of any optimizer step, of all seeds."""
-    pairs = zip(fixed["runs"], ours["runs"], strict=True)
-    losses = [pair for stock, mine in pairs for pair in zip(stock["losses"], mine["losses"], strict=True)]
-    return max(abs(a - b) / a for a, b in losses)
+    losses = ([loss for run in runs["runs"] for loss in run["losses"]] for runs in (fixed, ours))
+    return furthest(*losses)
+
+
+def furthest(numbers: Sequence[float], others: Sequence[float]) -> float:
+    """The largest relative difference of one from its counterpart."""
+    return max(abs(number - other) / abs(number) for number, other in zip(numbers, others, strict=True))

@@ -14,11 +14,11 @@ Each is trained for one epoch of the same samples, 32 an optimizer step: by stoc
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import shutil
 import statistics
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,34 +116,44 @@ def changed(model: Path, folder: Path, kind: str) -> Path:
     return folder
 
 
+def take_turns(
+    name: str,
+    folder: Path,
+    contestants: Mapping[str, Mapping[str, Any]],
+    seeds: int,
+    config: Mapping[str, Any],
+    ranks: int = 1,
+) -> dict[str, list[Run]]:
+    """Runs of each contestant, one a seed. contestants: what each changes in the configuration. The name is that of
+    the folder of the runs, too."""
+    runs: dict[str, list[Run]] = {contestant: [] for contestant in contestants}
+    for seed in range(seeds):
+        for number, (contestant, changes) in enumerate(contestants.items()):
+            output = folder / name.replace(" ", "_") / f"{number}_{seed}"  # LLaMA-Factory splits commands at spaces
+            runs[contestant].append(train({**config, "seed": seed, "output_dir": str(output), **changes}, ranks=ranks))
+            seconds = runs[contestant][-1].cpu_seconds
+            print(f"{name}, {contestant}, seed {seed}: {seconds:.1f} s", file=sys.stderr, flush=True)
+    return runs
+
+
+def training_losses(runs: Sequence[Run]) -> list[float]:
+    return [loss for run in runs for _, _, loss in run.losses()]
+
+
 def compare(name: str, folder: Path, models: dict[str, Path], data: Path, seeds: int) -> dict[str, Any]:
     """CPU seconds and the largest resident set of each contestant (bytes), a number a seed, and how far odb's losses
     are from those of 4 rows."""
     trained = TRAININGS[name]
-    seconds: dict[str, list[float]] = {}
-    peaks: dict[str, list[float]] = {}
-    furthest = 0.0
-    for seed in range(seeds):
-        losses = {}
-        for contestant, changes in trained.contestants().items():
-            output = folder / f"{name}_{contestant}_{seed}".replace(", ", "_").replace(" ", "_")
-            config = sft_config(
-                models[trained.model],
-                data,
-                output,
-                dataset=trained.dataset,
-                template="qwen3_nothink",
-                cutoff_len=CUTOFF,
-            )
-            without = {"eval_strategy": "no", "eval_dataset": None, "seed": seed}
-            run = train(config | without | trained.changes | changes)
-            seconds.setdefault(contestant, []).append(run.cpu_seconds)
-            peaks.setdefault(contestant, []).append(run.batches[0][-1]["peak_memory"])
-            losses[contestant] = [loss for _, _, loss in run.losses()]
-            print(f"{name}, {contestant}, seed {seed}: {run.cpu_seconds:.1f} s", file=sys.stderr, flush=True)
-        pairs = zip(losses["odb"], losses["stock, 4 rows"])
-        furthest = max(furthest, *(abs(ours - stock) / abs(stock) for ours, stock in pairs))
-    return {"cpu_seconds": seconds, "peak_memory": peaks, "losses_differ_by": furthest}
+    config = sft_config(
+        models[trained.model], data, folder, dataset=trained.dataset, template="qwen3_nothink", cutoff_len=CUTOFF
+    )
+    plain = {"eval_strategy": "no", "eval_dataset": None}
+    runs = take_turns(name, folder, trained.contestants(), seeds, config | plain | trained.changes)
+    return {
+        "cpu_seconds": {who: [run.cpu_seconds for run in mine] for who, mine in runs.items()},
+        "peak_memory": {who: [run.batches[0][-1]["peak_memory"] for run in mine] for who, mine in runs.items()},
+        "losses_differ_by": page.furthest(*(training_losses(runs[who]) for who in ("stock, 4 rows", "odb"))),
+    }
 
 
 def tables(results: dict[str, dict[str, Any]]) -> list[str]:
@@ -175,31 +185,26 @@ def compare_evaluations(folder: Path, samples: int, seeds: int) -> dict[str, Any
     Stock's batches of 4, 2 and 1 rows; odb has the memory of 4 rows.
     """
     results: dict[str, Any] = {}
+    twice = {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 2}
     for work in EVALUATED:
         model, data = work.build(folder, samples if work.can_pack else samples // 2)
         budget = ROWS * work.row
-        contestants: dict[str, dict[str, Any]] = {
-            name: {"per_device_eval_batch_size": rows} for name, rows in STOCK.items()
-        }
         online = {"odb": {"token_budget": budget, "eval_token_budget": budget}}
-        contestants["odb"] = {"per_device_eval_batch_size": ROWS} | online
-        twice = {"eval_dataset": work.dataset, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 2}
-        result: dict[str, Any] = {"seconds": {}, "losses": {}}
-        for seed in range(seeds):
-            for name, changes in contestants.items():
-                output = folder / "evaluation"
-                config = sft_config(
-                    *(model, data, output), dataset=work.dataset, template=work.template, cutoff_len=work.cutoff_len
-                )
-                evaluated = [
-                    entry
-                    for entry in train(config | of_rows(2) | twice | {"seed": seed} | changes).history()
-                    if "eval_loss" in entry
-                ]
-                result["seconds"].setdefault(name, []).extend(entry["eval_runtime"] for entry in evaluated)
-                result["losses"].setdefault(name, []).append(evaluated[0]["eval_loss"])
-                print(f"evaluation of {work.name}, {name}, seed {seed}", file=sys.stderr, flush=True)
-        results[work.name] = result
+        contestants = {name: {"per_device_eval_batch_size": rows} for name, rows in STOCK.items()}
+        config = sft_config(
+            *(model, data, folder), dataset=work.dataset, template=work.template, cutoff_len=work.cutoff_len
+        )
+        config |= of_rows(2) | twice | {"eval_dataset": work.dataset}
+        ours = {"odb": {"per_device_eval_batch_size": ROWS} | online}
+        runs = take_turns(f"evaluation of {work.name}", folder, contestants | ours, seeds, config)
+        entries = {
+            who: [[entry for entry in run.history() if "eval_loss" in entry] for run in mine]
+            for who, mine in runs.items()
+        }
+        results[work.name] = {
+            "seconds": {who: [entry["eval_runtime"] for run in mine for entry in run] for who, mine in entries.items()},
+            "losses": {who: [run[0]["eval_loss"] for run in mine] for who, mine in entries.items()},
+        }
     return results
 
 
@@ -207,8 +212,7 @@ def table_of_evaluations(results: dict[str, Any]) -> str:
     rows = []
     for name, result in results.items():
         median = {who: statistics.median(found) for who, found in result["seconds"].items()}
-        pairs = zip(result["losses"]["odb"], result["losses"]["stock, 4 rows"], strict=True)
-        furthest = max(abs(ours - stock) / stock for ours, stock in pairs)
+        furthest = page.furthest(result["losses"]["stock, 4 rows"], result["losses"]["odb"])
         best = min(median[who] for who in STOCK)
         rows.append(
             [name, *(f"{found:.1f}" for found in median.values()), f"{median['odb'] / best:.2f}", f"{furthest:.0e}"]
@@ -254,24 +258,20 @@ def build_tower(folder: Path, samples: int) -> tuple[Path, Path]:
 def compare_towers(folder: Path, samples: int, seeds: int) -> dict[str, Any]:
     """Seconds of each training from its second optimizer step on (the first compiles and allocates), two ranks."""
     model, data = build_tower(folder, min(samples, TOWER_SAMPLES))
+    trained = {"freeze_vision_tower": False, "freeze_multi_modal_projector": False}
+    plain = {"eval_strategy": "no", "eval_dataset": None, "disable_shuffling": True}
+    rows = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     results: dict[str, Any] = {}
     for lie in IMAGES_LIE:
-        result: dict[str, Any] = {"seconds": {}, "losses": {}}
-        for seed in range(seeds):
-            for name, is_balanced in BALANCED.items():
-                config = sft_config(
-                    *(model, data, folder / "tower_run"), dataset=lie, template="qwen3_vl_nothink", cutoff_len=CUTOFF
-                )
-                # Uneven pictures stay with the rank that reads them.
-                online = {"token_budget": TOWER_BUDGET, "balance": lie == "even", "balance_encoder": is_balanced}
-                trained = {"freeze_vision_tower": False, "freeze_multi_modal_projector": False}
-                plain = {"eval_strategy": "no", "eval_dataset": None, "disable_shuffling": True, "seed": seed}
-                rows = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
-                run = train(config | plain | trained | rows | {"odb": online}, ranks=2)
-                result["seconds"].setdefault(name, []).append(_after_first_step(run))
-                result["losses"].setdefault(name, []).append([loss for _, _, loss in run.losses()])
-                print(f"images {lie}, {name}, seed {seed}", file=sys.stderr, flush=True)
-        results[lie] = result
+        # Uneven pictures stay with the rank that reads them.
+        block = {"token_budget": TOWER_BUDGET, "balance": lie == "even"}
+        contestants = {name: {"odb": block | {"balance_encoder": balanced}} for name, balanced in BALANCED.items()}
+        config = sft_config(model, data, folder, dataset=lie, template="qwen3_vl_nothink", cutoff_len=CUTOFF)
+        runs = take_turns(f"images {lie}", folder, contestants, seeds, config | plain | trained | rows, ranks=2)
+        results[lie] = {
+            "seconds": {name: [_after_first_step(run) for run in mine] for name, mine in runs.items()},
+            "losses": {name: training_losses(mine) for name, mine in runs.items()},
+        }
     return results
 
 
@@ -285,8 +285,7 @@ def table_of_towers(results: dict[str, Any]) -> str:
     for lie, result in results.items():
         own, balanced = (result["seconds"][name] for name in BALANCED)
         shares = sorted(ours / theirs for ours, theirs in zip(balanced, own, strict=True))
-        losses = (itertools.chain.from_iterable(result["losses"][name]) for name in BALANCED)
-        furthest = max(abs(a - b) / a for a, b in zip(*losses, strict=True))
+        furthest = page.furthest(*(result["losses"][name] for name in BALANCED))
         medians = [f"{statistics.median(found):.1f}" for found in (own, balanced)]
         rows.append(
             [

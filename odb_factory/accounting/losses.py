@@ -210,6 +210,7 @@ class TokenLoss:
         self._models: list[Any] = [module for module in models if _is_causal(module)]
         self._row_weights: Sequence[float] = ()
         self._segments: Sequence[int] = ()
+        self._watch: Watch | None = None
         self._calls = 0
         self.without_logits = WithoutLogits(model, needs_logits)
 
@@ -233,10 +234,9 @@ class TokenLoss:
             weights = torch.from_numpy(by_position(row_weights, segments))
         models = [] if row_weights is None else self._models
         self._row_weights = () if row_weights is None else row_weights
-        self._segments, self._calls = segments, 0
+        self._segments, self._watch, self._calls = segments, watch, 0
         own = [module.loss_function for module in models]
-        self.without_logits.watch = watch
-        with self.without_logits.weighing(weights, num_supervised):
+        with self.without_logits.weighing(weights, num_supervised, watch):
             try:
                 for module in models:
                     module.loss_function = self
@@ -272,7 +272,7 @@ class TokenLoss:
             segments=self._segments,
             shift_labels=shift_labels,
             ignore_index=ignore_index,
-            watch=self.without_logits.watch,
+            watch=self._watch,
         )
 
 

@@ -288,7 +288,7 @@ def _versions(facts: Facts) -> Iterator[Check]:
         version = facts.versions.get(name)
         if version is None:
             yield Check("note", f"{name} is not installed; {hint}")
-        elif name == "deepspeed" and Version(version) < SUMS_OFFLOADED_GRADIENTS:
+        elif name == "deepspeed" and Version(version) < Version(SUMS_OFFLOADED_GRADIENTS):
             what = f"ZeRO-2 with offload_optimizer is refused: deepspeed {version} loses gradients of micro-batches"
             yield Check("note", what, f'only that needs it: pip install "deepspeed>={SUMS_OFFLOADED_GRADIENTS}"')
         else:

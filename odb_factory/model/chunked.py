@@ -65,7 +65,7 @@ def weighted_loss_of(
     """Sum of weight x token loss over the supervised positions, a scalar in float32 (float64 of float64 weights).
 
     hidden: [rows, length, H]; labels: [rows, length]; position t predicts label t + 1. weights, num_supervised, watch:
-    of `WithoutLogits`. Products are those of the linear layer, in the dtype of autocast where that is on;
+    of `WithoutLogits.weighing`. Products are those of the linear layer, in the dtype of autocast where that is on;
     everything else is in float32.
     Raises `DataError` where the weights are not those of these rows.
     """

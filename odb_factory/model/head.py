@@ -40,7 +40,6 @@ class WithoutLogits:
     why_not: a reason of the caller not to use the door.
     reason: why the door is not used; None where it is. The first weighted forward may still find one, and then runs the
         model once more. A reason is logged once.
-    watch: is shown the token losses of weighted forwards.
 
     Example::
 
@@ -57,7 +56,6 @@ class WithoutLogits:
         self._is_logged = False
         self.reason = why_not
         self.acted = False
-        self.watch: Watch | None = None
         if self._model is None:
             self.reason = "no part of it is a transformers model that takes labels"
         elif why_not is None:
@@ -67,11 +65,14 @@ class WithoutLogits:
                 self.reason, self._after = own.why_another, own.after or AfterHead()
 
     @contextlib.contextmanager
-    def weighing(self, weights: float | Tensor, num_supervised: int | None = None) -> Iterator[None]:
+    def weighing(
+        self, weights: float | Tensor, num_supervised: int | None = None, watch: Watch | None = None
+    ) -> Iterator[None]:
         """Within it a forward with labels [rows, length] returns as `loss` the weighted sum of its token losses.
 
         weights: of the loss at each position, which is that of the next token's label: [rows, length], [rows, 1], or
             one number. num_supervised: positions with a loss, if the host knows them: the device is not waited for.
+            watch: is shown the token losses.
         Where the door is not used (`reason`), a forward is the model's own. `acted` tells, at the end.
         """
         self.acted = False
@@ -79,7 +80,7 @@ class WithoutLogits:
             self._log()
             yield
             return
-        with self.replacing_forward(functools.partial(self._forward, weights, num_supervised)):
+        with self.replacing_forward(functools.partial(self._forward, weights, num_supervised, watch)):
             yield
 
     def replacing_forward(self, forward: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
@@ -87,7 +88,13 @@ class WithoutLogits:
         return forward_replaced(self._model, forward)
 
     def _forward(
-        self, weights: float | Tensor, num_supervised: int | None, own: Callable[..., Any], *args: Any, **kwargs: Any
+        self,
+        weights: float | Tensor,
+        num_supervised: int | None,
+        watch: Watch | None,
+        own: Callable[..., Any],
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """The model's forward. It is a forward of training if it has labels, no cache, and wants all logits."""
         labels = kwargs.get("labels")
@@ -98,7 +105,7 @@ class WithoutLogits:
 
         def weighted_loss(linear: nn.Linear, hidden: Tensor) -> Tensor:
             self._check(hidden, labels)
-            loss = weighted_loss_of(linear, hidden, labels, weights, num_supervised, self._after, self.watch)
+            loss = weighted_loss_of(linear, hidden, labels, weights, num_supervised, self._after, watch)
             return loss.reshape(1, 1, 1)
 
         try:

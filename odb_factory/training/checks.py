@@ -84,7 +84,7 @@ def _refused(args: Any, config: ODBConfig, memory_meter: PeakMeter | None) -> It
     zero = deepspeed.get("zero_optimization", {})
     if zero.get("stage") == 2 and _offloads_optimizer(zero):
         release = metadata.version("deepspeed")
-        if Version(release) < SUMS_OFFLOADED_GRADIENTS:
+        if Version(release) < Version(SUMS_OFFLOADED_GRADIENTS):
             yield (
                 f"deepspeed: release {release} loses the gradients of micro-batches with ZeRO-2 and offload_optimizer "
                 "(without odb too, from gradient_accumulation_steps: 3 on); install "
