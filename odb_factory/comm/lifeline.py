@@ -7,8 +7,8 @@ its children. One thread of each rank reads and writes them.
 2. A failure floods the tree; every rank raises it wherever it waits for the others.
 3. Twice a second each rank reports upwards which of the ranks below it has come least far, and the root reports
    downwards which rank that is of all. The rank so named adds where its main thread stands. So every rank knows
-   whom it waits for, and one of them logs it once a minute. Within a micro-batch no rank is behind in any of our calls:
-   there a rank whose main thread stands still outside of torch logs where, for others may wait for it.
+   whom it waits for, and one of them logs it once a minute. Within a micro-batch a rank may hold up the others without
+   being behind in any of our calls: one whose main thread stands still outside of torch and of our calls logs where.
 4. A rank that is silent while its connection stands is frozen: it is named, and given up after `silence_s`.
 
 Nothing but the addresses goes through the process group's store, so its server may end.
@@ -547,7 +547,7 @@ class Lifeline:
     def _standing(self, streams: Iterable[str]) -> str:
         phases = [self._phases[name] for name in sorted(streams) if name in self._phases]
         waits = long_waits(TICK_S)
-        doing = f" and waits for {waits[0]}" if waits else f"; its main thread is at {main_thread_line()}"
+        doing = f" and waits for {waits[0]}" if waits else f"; its main thread is at {main_thread_line()[0]}"
         return f"(last seen in: {', '.join(phases) or 'the start'}{doing})"
 
     def _watch_silence(self) -> None:
@@ -578,10 +578,10 @@ class Lifeline:
                 )
 
     def _log_waits(self) -> None:
-        """Once a minute: whom all wait for, on one rank that waits; what this rank itself waits for; or where its main
-        thread stands while no rank is behind in any stream: within a micro-batch the others may wait for it in a
-        collective of the training, of which nobody knows. A thread inside torch computes, or is one of those that
-        wait."""
+        """Once a minute: whom all wait for, on one rank that waits; what this rank itself waits for; and where its main
+        thread stands: within a micro-batch the others may wait for it in a collective of the training, of which nobody
+        knows, and their threads that work ahead may be before or behind its own. A main thread inside torch computes,
+        or is one of those that wait; one inside a call of ours waits while any rank is behind."""
         for name, counts in self.all_ranks.streams.items():
             waited_s = self._same_s(name, counts)
             if waited_s >= LINE_EVERY_S and counts[3] == self.rank and (late := self.late(name)):
@@ -589,10 +589,11 @@ class Lifeline:
         for text in long_waits(LINE_EVERY_S)[:1]:
             self._log_wait("worker", f"rank {self.rank} has no data to go on with: it waits for {text}")
         if self.world_size > 1:
-            line = main_thread_line()
+            line, is_ours = main_thread_line()
             stood_s = self._same_s("line", line)
             is_late = any(least < most for least, _, most, _ in self.all_ranks.streams.values())
-            if stood_s >= LINE_EVERY_S and TORCH not in line and not (is_late or long_waits(TICK_S)):
+            waits = TORCH in line or (is_ours and is_late) or long_waits(TICK_S)
+            if stood_s >= LINE_EVERY_S and not waits:
                 self._log_wait("line", f"rank {self.rank} has been at {line} for {stood_s:.0f} s")
 
     def _log_wait(self, about: str, text: str) -> None:

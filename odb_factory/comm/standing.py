@@ -43,18 +43,20 @@ def long_waits(least_s: float) -> list[str]:
     return [f"{what()} ({seconds:.0f} s)" for seconds, what in sorted(found, key=lambda wait: -wait[0])]
 
 
-def main_thread_line() -> str:
-    """The innermost line of the main thread's stack outside of code that only waits: `file:line in function`."""
+def main_thread_line() -> tuple[str, bool]:
+    """The innermost line of the main thread's stack outside of this package and of code that only waits, as
+    `file:line in function`; whether the thread is in such code."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     innermost = frame
     while frame is not None and (
         frame.f_code.co_filename.endswith(_WAITS) or frame.f_code.co_filename.startswith(_PACKAGE)
     ):
         frame = frame.f_back
+    is_within = frame is not innermost
     frame = frame or innermost
     if frame is None:
-        return "an unknown place"
-    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+        return "an unknown place", False
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}", is_within
 
 
 def is_stopped(pid: int) -> bool:

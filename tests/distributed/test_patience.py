@@ -176,7 +176,7 @@ def test_a_rank_that_sleeps_is_waited_for(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_rank_that_sleeps_within_a_micro_batch_logs_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other one waits in a collective of the training: no call of the loader tells that a rank is behind."""
+    """The other one waits in a collective of the training, and threads that work ahead may be further on either."""
     ended = run(tmp_path, monkeypatch, Cell("sleeps", STEP, (), exchange_timeout_s=3))[:2]
     assert [outcome.returncode for outcome in ended] == [0, 0], ended
     # Both sleep before their first step, as if they loaded a model: that is the line "in train".
@@ -184,7 +184,4 @@ def test_a_rank_that_sleeps_within_a_micro_batch_logs_where(tmp_path: Path, monk
         [text for text in one.said.splitlines() if "has been at" in text and "in train" not in text] for one in ended
     ]
     assert not lines[0], "it waits within torch"
-    assert all("rank 1" in text and "in sleep_in_a_callback for" in text for text in lines[1]), ended
-    # Where planning on rank 0 has come one step further than on rank 1, it is known who is behind, and rank 0 says so.
-    waits = [text for text in ended[0].said.splitlines() if all(part in text for part in ASLEEP[:3])]
-    assert lines[1] or waits, ended
+    assert lines[1] and all("rank 1" in text and "in sleep_in_a_callback for" in text for text in lines[1]), ended
