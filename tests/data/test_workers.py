@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import multiprocessing
 import os
 import pickle
@@ -98,6 +99,23 @@ def test_worker_init_fn_runs_in_every_worker_and_finds_the_dataset() -> None:
     with wrapped(Opened(), tell_begun, worker_init_fn=open_file, multiprocessing_context="fork") as loader:
         assert {tuple(batch["begun"]) for _, _, batch in loader} == {(0,)}
     assert not begun, "not in this process"
+
+
+class Frozen(Rows):
+    def __getitem__(self, k: int) -> Any:
+        assert gc.get_freeze_count()
+        return item(k)
+
+
+def tell_frozen(items: list[dict[str, Any]]) -> dict[str, Any]:
+    return pad(items) | {"frozen": gc.get_freeze_count()}
+
+
+def test_no_collection_looks_through_what_a_worker_was_forked_with() -> None:
+    """It would copy all that the processes share."""
+    with wrapped(Frozen(), tell_frozen, multiprocessing_context="fork") as loader:
+        assert all(batch["frozen"] for _, _, batch in loader)
+    assert not gc.get_freeze_count(), "in this process nothing has changed"
 
 
 class Changing(Rows):
