@@ -2,8 +2,9 @@
 
 The vocabulary is passed block by block, in forward and again in backward. So the largest logit, the sum of exponentials
 and the expected row of the head are kept up to date as in flash attention (Dao et al., 2022), with the head's weight in
-the place of keys and values: forward has the gradient of hidden states at its end. Backward computes logits once more
-for the gradient of a trained head, whose rows are complete after one product over all tokens: it is rounded once.
+the place of keys and values: forward has the gradient of hidden states at its end. Backward needs the logits once more
+for the gradient of a trained head, whose rows are complete after one product over all tokens: it is rounded once. They
+are kept if they are few, else computed again.
 
 Names of shapes: rows, length: of the labels; N = rows x length; S: supervised tokens; H: hidden size; V: vocabulary.
 """
@@ -28,6 +29,8 @@ BLOCK = 1024
 """Entries of the vocabulary in a block of forward, and at least 2 H: each block changes sums of [S, H]."""
 LEAST_BLOCK = 512
 """Entries of the vocabulary in a block of backward, at least. Such a block has the logits of all tokens."""
+KEPT_ELEMENTS = 2**26
+"""Logits of a micro-batch that backward finds where forward has left them, at most: 256 MiB."""
 
 
 Watch = Callable[[Tensor, Tensor | None, torch.Size], None]
@@ -175,6 +178,9 @@ class _LogProbs(torch.autograd.Function):
         needs_hidden = with_gradient and ctx.needs_input_grad[0]
         expected = hidden.new_zeros(tokens, width, dtype=how.accurate) if needs_hidden else None
         size = max(BLOCK, 2 * width)
+        trains_head = with_gradient and any(ctx.needs_input_grad[1:3])
+        keeps = trains_head and tokens * len(weight) <= KEPT_ELEMENTS
+        kept = hidden.new_empty(tokens, len(weight), dtype=how.accurate) if keeps else None
         with without_autocast(hidden.device.type):
             all_h = hidden.to(how.dtype)
             for block, w, b in how.blocks(weight, bias, size):
@@ -182,6 +188,8 @@ class _LogProbs(torch.autograd.Function):
                 for start in range(0, tokens, at_a_time):
                     some = slice(start, start + at_a_time)
                     logits = nn.functional.linear(all_h[some], w, b).to(how.accurate)
+                    if kept is not None:
+                        kept[some, block] = logits
                     slope = after.change(logits)
                     is_here, places = _within(targets[some], block.start, len(w))
                     of_targets[some] += logits.gather(1, places[:, None])[:, 0] * is_here
@@ -202,13 +210,13 @@ class _LogProbs(torch.autograd.Function):
                 expected -= weight[targets] * of_target[:, None]
                 expected *= -after.scale
         ctx.how = how
-        ctx.save_for_backward(hidden, weight, bias, targets, log_sums, expected)
+        ctx.save_for_backward(hidden, weight, bias, targets, log_sums, expected, kept)
         ctx.mark_non_differentiable(means)
         return of_targets - log_sums, means.div_(len(weight))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: Any) -> Any:
-        hidden, weight, bias, targets, log_sums, of_hidden = ctx.saved_tensors
+        hidden, weight, bias, targets, log_sums, of_hidden, kept = ctx.saved_tensors
         how: _How = ctx.how
         _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         if of_hidden is not None:
@@ -225,7 +233,10 @@ class _LogProbs(torch.autograd.Function):
             size = max(how.tile // max(len(hidden), 1), LEAST_BLOCK)
             with without_autocast(hidden.device.type):
                 for block, w, b in how.blocks(weight, bias, size):
-                    logits = w @ all_h.T if b is None else torch.addmm(b[:, None], w, all_h.T)  # [block, S]
+                    if kept is not None:
+                        logits = kept[:, block].T.clone()  # [block, S]
+                    else:
+                        logits = w @ all_h.T if b is None else torch.addmm(b[:, None], w, all_h.T)
                     logits = logits.to(how.accurate)
                     slope = how.after.change(logits)
                     of_logits = logits.sub_(shift).exp_()
