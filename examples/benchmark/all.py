@@ -77,8 +77,9 @@ SHORT_PLAN = ("--ranks", "2", "--batch-sizes", "64", "--seeds", "1", "--samples"
 def training(name: str, workload: str, ranks: int, minutes: int, seeds: int = 3, is_short: bool = False) -> Part:
     heading = f"Training: {workload}, {ranks} rank{'s' * (ranks > 1)}"
     command = ("train.py", "--workloads", workload, "--ranks", str(ranks), "--seeds", str(seeds))
+    command += ("--picture",) if is_short else ()
     about = TRAINING.format(WORKLOADS[workload]) if ranks == 1 else "As before, on two ranks."
-    return Part(name, heading, minutes, about, command, ("train.py", "--short") if is_short else ())
+    return Part(name, heading, minutes, about, command, ("train.py", "--short", "--picture") if is_short else ())
 
 
 PARTS = (

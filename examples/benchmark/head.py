@@ -112,18 +112,19 @@ def main() -> None:
         dtype, tokens, trained, method = given.one
         print(json.dumps(measure(dtype, int(tokens), trained == "True", method)))
         return
-    figures, rows = [], []
-    for dtype, tokens, trained in itertools.product(("autocast", "bf16"), given.tokens, (True, False)):
+    figures, rows = [], {dtype: [] for dtype in ("autocast", "bf16")}
+    for dtype, tokens, trained in itertools.product(rows, given.tokens, (True, False)):
         found: dict[str, Any] = {}
         for method in METHODS:
             command = [sys.executable, __file__, "--one", dtype, str(tokens), str(trained), method]
             runs = [json.loads(subprocess.check_output(command)) for _ in range(given.repeats)]
             found[method] = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
         figures.append({"dtype": dtype, "tokens": tokens, "trained": trained, **found})
-        rows.append(row(dtype, tokens, trained, found))
-        print(*rows[-1], file=sys.stderr, sep=", ", flush=True)
+        rows[dtype].append(row(dtype, tokens, trained, found))
+        print(*rows[dtype][-1], file=sys.stderr, sep=", ", flush=True)
     heads = ["weights", "head", "tokens", "stock", "odb", "peak less one gradient", "time", "products alone"]
-    page.write(given.output_dir.resolve(), figures, [page.table(heads, rows, num_text=2)])
+    autocast, bf16 = (page.table(heads, mine, num_text=2) for mine in rows.values())
+    page.write(given.output_dir.resolve(), figures, [bf16], [autocast])
 
 
 if __name__ == "__main__":

@@ -110,10 +110,9 @@ def make(found: Mapping[str, Mapping[str, Any]], parts: Sequence[Any], files_in:
             continue
         ended = one["done"]
         took = f"{ended['seconds'] / 60:.0f} minutes, {ended['began']}, load average before it {ended['load']:.1f}"
-        lines += [f"`{ended['command']}` ({took}, odb_factory at {ended['commit']}):", ""]
+        more = f"; [more tables]({files_in}{part.name}.md)" if one.get("has_more") else ""
+        lines += [f"`{ended['command']}` ({took}, odb_factory at {ended['commit']}{more}):", ""]
         lines.append(one["tables"].strip())
-        if one.get("has_more"):
-            lines += ["", f"[More tables of this part]({files_in}{part.name}.md)."]
         for picture in one["pictures"]:
             place = picture if files_in else f"{part.name}/{picture}"
             lines += ["", f"![{part.heading}: {Path(picture).stem}]({files_in}{place})"]

@@ -231,6 +231,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--output-dir", type=Path, default=Path("saves/benchmark_train"), help="(%(default)s)")
     parser.add_argument("--short", action="store_true", help="text on one rank, a few samples: shows that it works")
+    parser.add_argument("--picture", action="store_true", help="draw the losses")
     given = parser.parse_args()
     if given.short:
         given.workloads, given.ranks, given.seeds = ["text"], [1], 1
@@ -253,7 +254,8 @@ def main() -> None:
                 said.append(same_training(of[FIXED], of[name]))
                 said += [overhead(of[FIXED], of[name])] if workload.alike else []
             tables += [table(title, results), " ".join([*said, ahead_of_odb(results)])]
-    draw_losses(trainings, folder / "losses.png")
+    if given.picture:
+        draw_losses(trainings, folder / "losses.png")
     page.write(folder, {"trainings": trainings}, tables)
 
 
