@@ -308,7 +308,7 @@ class LossBySet:
             number = to_device(of_position, losses).expand(shape).reshape(-1)
             number = number if places is None else number[places]
             every = torch.arange(1, len(self._names) + 1, device=losses.device)
-            seen[:] = [(losses * (number == every[:, None])).sum(1)]
+            seen[:] = [torch.where(number == every[:, None], losses, 0.0).sum(1)]  # also of one that is infinite
 
         return see
 

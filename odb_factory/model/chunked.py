@@ -173,8 +173,8 @@ class _LogProbs(torch.autograd.Function):
         with_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
         (tokens, width), after = hidden.shape, how.after
-        sums, of_targets, means = hidden.new_zeros(3, tokens, dtype=how.accurate)
-        largest = torch.full_like(sums, -torch.inf)
+        others, of_targets, means = hidden.new_zeros(3, tokens, dtype=how.accurate)
+        largest = torch.full_like(others, -torch.inf)
         needs_hidden = with_gradient and ctx.needs_input_grad[0]
         expected = hidden.new_zeros(tokens, width, dtype=how.accurate) if needs_hidden else None
         size = max(BLOCK, 2 * width)
@@ -198,21 +198,27 @@ class _LogProbs(torch.autograd.Function):
                     before, largest[some] = largest[some].clone(), torch.maximum(largest[some], logits.amax(1))
                     shrunk = (before - largest[some]).exp_()
                     exps = logits.sub_(largest[some, None]).exp_()
-                    sums[some] = sums[some] * shrunk + exps.sum(1)
+                    # Without the label's own: of a confident token it cancels the label's row, beyond bfloat16.
+                    exps.scatter_(1, places[:, None], exps.gather(1, places[:, None]) * ~is_here[:, None])
+                    others[some] = others[some] * shrunk + exps.sum(1)
                     if expected is not None:
                         exps = exps if slope is None else exps.mul_(slope)
                         expected[some] *= shrunk[:, None]
                         expected[some] += exps.to(how.dtype) @ w
-            log_sums = largest + sums.log()
+            of_targets -= largest
+            sums = others + of_targets.exp()
+            log_sums, values = largest + sums.log(), of_targets - sums.log()
             if expected is not None:
-                of_target = torch.ones_like(sums) if after.cap is None else 1 - (of_targets / after.cap).square()
+                own = others / sums  # 1 - probability of the label
+                if after.cap is not None:
+                    own *= 1 - ((of_targets + largest) / after.cap).square()
                 expected /= sums[:, None]
-                expected -= weight[targets] * of_target[:, None]
+                expected -= weight[targets].to(how.dtype) * own[:, None]
                 expected *= -after.scale
         ctx.how = how
         ctx.save_for_backward(hidden, weight, bias, targets, log_sums, expected, kept)
         ctx.mark_non_differentiable(means)
-        return of_targets - log_sums, means.div_(len(weight))
+        return values, means.div_(len(weight))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor, _: Any) -> Any:

@@ -62,6 +62,8 @@ def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
 _row: FlatRow | None = None
 _owner: int | None = None
 """The thread that has begun the row."""
+_before: list[FlatRow | None] = []
+"""The rows that were in progress when rows of a backward began."""
 _without_row: set[int] = set()
 """Other threads, in a forward that is of no row."""
 _numbers = itertools.count()
@@ -79,6 +81,7 @@ def begin_row(segments: Sequence[int]) -> None:
     """From here on forward and backward are of this flat row; of a padded micro-batch where there are no segments."""
     global _row, _owner
     _row, _owner = FlatRow(segments) if segments else None, threading.get_ident()
+    _before.clear()
 
 
 @contextlib.contextmanager
@@ -107,18 +110,23 @@ def flat_row(segments: Sequence[int], *, is_trial: bool = False) -> Iterator[Non
         _row = before
 
 
+def _end_of_backward() -> None:
+    """The row in progress is that of before the backward, however many rows the backward was of."""
+    global _row
+    if _before:
+        _row = _before[0]
+        _before.clear()
+
+
 def row_of_backward(output: Any, row: FlatRow) -> None:
     """Let the backward from `output`, a result of a model, be of this row, whichever row has begun since."""
 
     def begin(_: Tensor) -> None:
         global _row
-        before, _row = _row, row
-
-        def end() -> None:
-            global _row
-            _row = before
-
-        torch.autograd.Variable._execution_engine.queue_callback(end)
+        if _row is not row:
+            _before.append(_row)
+            _row = row
+            torch.autograd.Variable._execution_engine.queue_callback(_end_of_backward)
 
     for tensor in tree_leaves(output):
         if isinstance(tensor, Tensor) and tensor.requires_grad:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Literal, TypeGuard
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -225,17 +224,17 @@ def unpad(model: nn.Module, dataloader: Any) -> Callable[[], None]:
             "rows first, and let its `unpad` stand."
         )
     inner, device = unwrapped(model), next(model.parameters()).device
-    is_first = inner not in _undone_by
+    is_first = UNDO not in vars(inner)
     if is_first:
         layout = resolve_layout([inner], "flat", SimpleNamespace(device=device, bf16=False, fp16=False))
         door = _LoopDoor(inner)
 
         def undo() -> None:
-            del _undone_by[inner]
+            del vars(inner)[UNDO]
             door.leave()
             layout.undo()
 
-        _undone_by[inner] = undo
+        vars(inner)[UNDO] = undo
         logger.info("layout: %s (%s)", layout.name, layout.reason)
 
     def to_device(batch: dict[str, Any]) -> dict[str, Any]:
@@ -247,14 +246,15 @@ def unpad(model: nn.Module, dataloader: Any) -> Callable[[], None]:
     )
     if why is not None:
         if is_first:
-            _undone_by[inner]()
+            vars(inner)[UNDO]()
         raise not_right(why)
     iteration.is_checked = True
-    return _undone_by[inner]
+    puts_back: Callable[[], None] = vars(inner)[UNDO]
+    return puts_back
 
 
-_undone_by: WeakKeyDictionary[nn.Module, Callable[[], None]] = WeakKeyDictionary()
-"""Of each model that is set up, what puts it back."""
+UNDO = "_odb_undo"
+"""The attribute of a model that is set up which puts it back."""
 
 
 class _LoopDoor:

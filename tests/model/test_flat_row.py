@@ -85,7 +85,7 @@ def test_another_row_before_the_backward(kind: str, reentrant: bool | None) -> N
             row = row_in_progress()
             assert row is not None
             if remembered:
-                row_of_backward(losses[-1], row)
+                row_of_backward((losses[-1], losses[-1] * 2), row)  # as a model that returns its logits, too
         # Non-reentrant checkpoints find recomputed tensors of other shapes.
         with contextlib.nullcontext() if remembered else contextlib.suppress(CheckpointError):
             torch.stack(losses).sum().backward()
